@@ -1,4 +1,4 @@
-"""A job, its inputs and its frozen bundle."""
+"""Fixtures: a job, its inputs and its frozen bundle."""
 
 import os
 import shutil
@@ -49,7 +49,10 @@ def make_attempt(pristine: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def in_child() -> Iterator[Callable[..., str]]:
-    """Runs a function in a forked process after `prepare`; gives its text, or the error as "Type: text"."""
+    """Runs `prepare` and then `function` in a forked process; returns the result, or the error, as text.
+
+    An error reads "Type: message". The text is empty if a signal killed the process.
+    """
 
     def run(prepare: Callable[[], None], function: Callable[[], object]) -> str:
         reading, writing = os.pipe()
@@ -57,15 +60,15 @@ def in_child() -> Iterator[Callable[..., str]]:
         if child == 0:
             try:
                 prepare()
-                said = str(function())
+                text = str(function())
             except BaseException as error:
-                said = f"{type(error).__name__}: {error}"
-            os.write(writing, said.encode()[:4000])
+                text = f"{type(error).__name__}: {error}"
+            os.write(writing, text.encode()[:4000])
             os._exit(0)
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
-            said = pipe.read().decode()
+            text = pipe.read().decode()
         os.waitpid(child, 0)
-        return said
+        return text
 
     yield run

@@ -1,4 +1,4 @@
-"""`perilune bundle`, as a user calls it."""
+"""The command `perilune bundle`."""
 
 import json
 from pathlib import Path
@@ -23,43 +23,43 @@ def call(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_verify_says_yes(pristine: Path) -> None:
+def test_verify_prints_digest_of_valid_bundle(pristine: Path) -> None:
     assert call("verify", pristine) == (0, f"verified: {recorded_digest(pristine)}\n")
 
 
-def test_verify_names_the_first_file_that_differs(bundle: Path) -> None:
+def test_verify_names_first_file_that_differs(bundle: Path) -> None:
     (bundle / "job.json").chmod(0o600)
     (bundle / "inputs" / "data").unlink()
-    code, said = call("verify", bundle)
+    code, output = call("verify", bundle)
     assert code == 1
-    assert said == "differs: inputs/data is missing (and 1 more)\n"
+    assert output == "differs: inputs/data is missing (and 1 more)\n"
 
 
-def test_verify_as_json(bundle: Path) -> None:
-    code, said = call("verify", bundle, "--json")
-    assert code == 0 and json.loads(said)["verified"] is True
+def test_verify_prints_json(bundle: Path) -> None:
+    code, output = call("verify", bundle, "--json")
+    assert code == 0 and json.loads(output)["verified"] is True
     (bundle / "job.json").chmod(0o600)
-    code, said = call("verify", bundle, "--json")
+    code, output = call("verify", bundle, "--json")
     assert code == 1
-    assert json.loads(said)["differences"] == [
+    assert json.loads(output)["differences"] == [
         {"path": "job.json", "kind": "mode", "expected": "0444", "actual": "0600", "place": ""},
     ]
 
 
-def test_verify_against_a_known_digest(pristine: Path) -> None:
+def test_verify_checks_given_digest(pristine: Path) -> None:
     assert call("verify", pristine, "--digest", recorded_digest(pristine))[0] == 0
     assert call("verify", pristine, "--digest", "0" * 64)[0] == 1
 
 
-def test_verify_of_nothing_is_a_wrong_request(tmp_path: Path) -> None:
+def test_verify_rejects_missing_bundle(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="not a bundle"):
         call("verify", tmp_path / "absent")
 
 
-def test_inspect(pristine: Path) -> None:
-    code, said = call("inspect", pristine)
+def test_inspect_prints_text_and_json(pristine: Path) -> None:
+    code, output = call("inspect", pristine)
     assert code == 0
-    assert "stage warm, task sft, seed 7" in said and "checkpoint: checkpoint, 3 files" in said
+    assert "stage warm, task sft, seed 7" in output and "checkpoint: checkpoint, 3 files" in output
     assert json.loads(call("inspect", pristine, "--json")[1])["digest"] == recorded_digest(pristine)
 
 
@@ -68,11 +68,11 @@ def test_every_command_shows_an_example() -> None:
         assert f"Example: perilune bundle {command} " in call(command, "--help")[1]
 
 
-def test_freeze_a_stage_of_a_recipe(tmp_path: Path) -> None:
+def test_freeze_writes_bundle_of_recipe_stage(tmp_path: Path) -> None:
     first = load_recipe(RECIPE).stages[0]
-    code, said = call("freeze", RECIPE, "--stage", first.name, "--out", tmp_path / "b", "--json")
+    code, output = call("freeze", RECIPE, "--stage", first.name, "--out", tmp_path / "b", "--json")
     assert code == 0
-    assert json.loads(said) == {
+    assert json.loads(output) == {
         "path": str(tmp_path / "b"),
         "stage": first.name,
         "digest": recorded_digest(tmp_path / "b"),
@@ -82,21 +82,21 @@ def test_freeze_a_stage_of_a_recipe(tmp_path: Path) -> None:
 
 
 def consuming_stage() -> tuple[str, dict[str, str]]:
-    """A stage of the recipe that consumes other stages' outputs: its name, and field to stage."""
+    """Name of a stage that consumes outputs of other stages, and the consumed fields with their stages."""
     for stage in load_recipe(RECIPE).stages:
-        wanted = {field: source for field, source in stage.consumes.items() if source != "model"}
-        if wanted:
-            return stage.name, wanted
-    raise AssertionError("the recipe has no such stage")
+        consumed = {field: source for field, source in stage.consumes.items() if source != "model"}
+        if consumed:
+            return stage.name, consumed
+    raise AssertionError("no stage of the recipe consumes the output of another stage")
 
 
-def test_freeze_a_stage_that_consumes_others(tmp_path: Path) -> None:
-    stage, wanted = consuming_stage()
+def test_freeze_takes_outputs_of_other_stages_as_inputs(tmp_path: Path) -> None:
+    stage, consumed = consuming_stage()
     (tmp_path / "output").mkdir()
     (tmp_path / "output" / "rows.jsonl").write_text("{}")
-    given = [word for field in wanted for word in ("--input", f"{field}={tmp_path / 'output'}")]
+    given = [word for field in consumed for word in ("--input", f"{field}={tmp_path / 'output'}")]
     assert call("freeze", RECIPE, "--stage", stage, "--out", tmp_path / "b", *given)[0] == 0
-    assert {one.name for one in read_job(tmp_path / "b").inputs} == set(wanted)
+    assert {one.name for one in read_job(tmp_path / "b").inputs} == set(consumed)
     with pytest.raises(RequestError, match="which data consumes, is missing"):
         call("freeze", RECIPE, "--stage", stage, "--out", tmp_path / "c")
     with pytest.raises(RequestError, match="consumes no such field"):
@@ -104,7 +104,7 @@ def test_freeze_a_stage_that_consumes_others(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_freeze_names_the_stages_there_are(tmp_path: Path) -> None:
+def test_freeze_lists_stages_when_stage_is_unknown(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no stage 'nope'") as caught:
         call("freeze", RECIPE, "--stage", "nope", "--out", tmp_path / "b")
     assert load_recipe(RECIPE).stages[0].name in caught.value.remedy

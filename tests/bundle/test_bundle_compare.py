@@ -1,4 +1,4 @@
-"""Comparing runs: what differs and why; and whether one reproduced the other."""
+"""Comparison of runs: differences grouped by origin, and whether a run reproduced another."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ ROWS = [{"step": step, "reward": step / 10, "kl_behaviour": 0.0} for step in ran
 
 @pytest.fixture
 def make_run(make_attempt: Callable[[str], Path]) -> Callable[[str], Path]:
-    """An attempt with everything a run leaves."""
+    """Makes an attempt with all files that a run writes, by name."""
 
     def make(name: str) -> Path:
         run = make_attempt(name)
@@ -56,29 +56,31 @@ def make_run(make_attempt: Callable[[str], Path]) -> Callable[[str], Path]:
     return make
 
 
-def edit(path: Path, change: Callable[[Any], Any]) -> None:
+def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
     value = json.loads(path.read_text())
     path.chmod(0o644)
     path.write_text(json.dumps(change(value) or value))
 
 
-def test_times_logs_and_the_machine_are_not_results(make_run: Callable[[str], Path]) -> None:
+def test_compare_ignores_times_logs_and_machine(make_run: Callable[[str], Path]) -> None:
     a, b = make_run("first"), make_run("second attempt")
-    edit(b / "artifacts" / "precheck.json", lambda check: check["environment"].append("HOME"))
-    edit(b / "artifacts" / "summary.json", lambda summary: summary.update(seconds=9.0))
+    edit_json(b / "artifacts" / "precheck.json", lambda check: check["environment"].append("HOME"))
+    edit_json(b / "artifacts" / "summary.json", lambda summary: summary.update(seconds=9.0))
     assert compare_artifacts(a, b) == []
 
 
-def test_memory_taken_is_not_a_result_and_memory_planned_is(make_run: Callable[[str], Path]) -> None:
+def test_compare_ignores_peak_memory_but_not_planned_memory(make_run: Callable[[str], Path]) -> None:
     a, b = make_run("a"), make_run("b")
     for run, planned, peak in ((a, 500, 400), (b, 500, 410)):
         memory = {"planned_bytes": planned, "peak_bytes": peak}
-        edit(run / "artifacts" / "summary.json", lambda summary, memory=memory: summary.update(memory=memory))
+        edit_json(
+            run / "artifacts" / "summary.json", lambda summary, memory=memory: summary.update(memory=memory)
+        )
     assert compare_artifacts(a, b) == []
     difference = compare_runs(a, b)
     assert difference.results == ()
     assert [change.key for change in difference.timings] == ["memory.peak_bytes"]
-    edit(b / "artifacts" / "summary.json", lambda summary: summary["memory"].update(planned_bytes=501))
+    edit_json(b / "artifacts" / "summary.json", lambda summary: summary["memory"].update(planned_bytes=501))
     (changed,) = compare_artifacts(a, b)
     assert changed.place == "memory.planned_bytes"
 
@@ -86,7 +88,7 @@ def test_memory_taken_is_not_a_result_and_memory_planned_is(make_run: Callable[[
 @pytest.mark.parametrize(
     "name", ["episodes/step-000001.parquet", "dataset/train.jsonl", "checkpoints/final/model.safetensors"]
 )
-def test_results_must_be_the_same_byte_for_byte(name: str, make_run: Callable[[str], Path]) -> None:
+def test_compare_finds_any_changed_or_missing_result_file(name: str, make_run: Callable[[str], Path]) -> None:
     a, b = make_run("a"), make_run("b")
     (b / "artifacts" / name).write_bytes(b"other")
     (difference,) = compare_artifacts(a, b)
@@ -96,7 +98,7 @@ def test_results_must_be_the_same_byte_for_byte(name: str, make_run: Callable[[s
     assert [one.kind for one in compare_artifacts(b, a)] == ["extra"]
 
 
-def test_the_first_step_and_key_that_differ_are_named_with_both_values(
+def test_compare_names_first_differing_step_and_key_with_both_values(
     make_run: Callable[[str], Path],
 ) -> None:
     a, b = make_run("a"), make_run("b")
@@ -111,7 +113,7 @@ def test_the_first_step_and_key_that_differ_are_named_with_both_values(
     assert "step 3, reward" in str(difference) and "0.25" in str(difference)
 
 
-def test_a_missing_step_is_named(make_run: Callable[[str], Path]) -> None:
+def test_compare_names_missing_step(make_run: Callable[[str], Path]) -> None:
     a, b = make_run("a"), make_run("b")
     lines = (b / "artifacts" / "metrics.jsonl").read_text().splitlines(keepends=True)
     (b / "artifacts" / "metrics.jsonl").write_text("".join(lines[:-1]))
@@ -119,31 +121,31 @@ def test_a_missing_step_is_named(make_run: Callable[[str], Path]) -> None:
     assert (difference.place, difference.actual) == ("metrics at step 5", "absent")
 
 
-def test_equal_figures_in_other_bytes_are_still_a_difference(make_run: Callable[[str], Path]) -> None:
+def test_compare_reports_equal_values_written_in_different_bytes(make_run: Callable[[str], Path]) -> None:
     a, b = make_run("a"), make_run("b")
     text = (b / "artifacts" / "metrics.jsonl").read_text()
     (b / "artifacts" / "metrics.jsonl").write_text(text.replace(": ", ":"))
     assert [one.path for one in compare_artifacts(a, b)] == ["artifacts/metrics.jsonl"]
 
 
-def test_a_summary_is_compared_without_its_wall_clock(make_run: Callable[[str], Path]) -> None:
+def test_compare_names_changed_key_of_summary(make_run: Callable[[str], Path]) -> None:
     a, b = make_run("a"), make_run("b")
-    edit(b / "artifacts" / "summary.json", lambda summary: summary.update(last={"reward": 0.75}))
+    edit_json(b / "artifacts" / "summary.json", lambda summary: summary.update(last={"reward": 0.75}))
     (difference,) = compare_artifacts(a, b)
     assert (difference.place, difference.expected, difference.actual) == ("last.reward", "0.5", "0.75")
 
 
-def test_nothing_to_compare_is_an_error(make_run: Callable[[str], Path], tmp_path: Path) -> None:
+def test_compare_rejects_run_without_artifacts(make_run: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no artifacts"):
         compare_artifacts(make_run("a"), tmp_path / "absent")
 
 
-def test_the_same_run_has_no_differences(make_run: Callable[[str], Path]) -> None:
+def test_compare_runs_finds_no_differences_between_equal_runs(make_run: Callable[[str], Path]) -> None:
     diff = compare_runs(make_run("a"), make_run("b"))
     assert all(changes == () for changes in diff.parts().values())
 
 
-def test_each_difference_is_told_under_its_origin(make_run: Callable[[str], Path]) -> None:
+def test_compare_runs_groups_differences_by_origin(make_run: Callable[[str], Path]) -> None:
     a, b = make_run("a"), make_run("b")
 
     def job(value: Any) -> None:
@@ -158,9 +160,9 @@ def test_each_difference_is_told_under_its_origin(make_run: Callable[[str], Path
         value["git"] = {"commit": "abc", "dirty": True, "patch": {"sha256": "f00"}}
         value["code"] = {"differs_from_bundle": ["perilune/learn/losses.py"]}
 
-    edit(b / "job.json", job)
-    edit(b / "artifacts" / "precheck.json", precheck)
-    edit(b / "artifacts" / "summary.json", lambda value: value.update(seconds=7.0, last={"reward": 0.6}))
+    edit_json(b / "job.json", job)
+    edit_json(b / "artifacts" / "precheck.json", precheck)
+    edit_json(b / "artifacts" / "summary.json", lambda value: value.update(seconds=7.0, last={"reward": 0.6}))
     (b / "artifacts" / "metrics.jsonl").write_text('{"step": 1, "reward": 0.2, "kl_behaviour": 0.0}\n')
     keys = {name: [change.key for change in changes] for name, changes in compare_runs(a, b).parts().items()}
     assert keys == {
@@ -175,7 +177,7 @@ def test_each_difference_is_told_under_its_origin(make_run: Callable[[str], Path
     json.dumps(compare_runs(a, b).document())
 
 
-def test_changed_source_files_are_named(bundle: Path, pristine: Path, tmp_path: Path) -> None:
+def test_compare_runs_names_changed_source_files(bundle: Path, pristine: Path, tmp_path: Path) -> None:
     (wheel,) = (bundle / "scripts").glob("*.whl")
     changed = tmp_path / "changed.whl"
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(changed, "w") as new:
@@ -187,14 +189,14 @@ def test_changed_source_files_are_named(bundle: Path, pristine: Path, tmp_path: 
     assert [change.key for change in compare_runs(pristine, bundle).code] == ["source.perilune/errors.py"]
 
 
-def test_a_damaged_document_is_named(make_run: Callable[[str], Path]) -> None:
+def test_compare_runs_names_damaged_file(make_run: Callable[[str], Path]) -> None:
     a, b = make_run("a"), make_run("b")
     (b / "artifacts" / "precheck.json").write_text("{")
     with pytest.raises(RequestError, match=r"precheck\.json:1"):
         compare_runs(a, b)
 
 
-def test_long_values_are_counted_for_people_and_whole_in_the_document() -> None:
+def test_change_counts_differences_of_long_values_in_text_only() -> None:
     long, other = list(range(200)), [*range(199), 7]
     change = Change("correct_per_task", long, other)
     assert str(change) == "correct_per_task: 1 of 200 values differ"

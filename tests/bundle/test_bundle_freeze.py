@@ -1,4 +1,4 @@
-"""Freezing: the layout, one digest for one meaning, and nothing that should not be inside."""
+"""Freezing: the bundle's layout, its digest, and the inputs and secrets that freeze rejects."""
 
 import json
 import os
@@ -27,11 +27,11 @@ from perilune.files import canonical_json, sha256_bytes, sha256_file
 
 
 def tree_digest(source: Path) -> str:
-    """What an input's digest is to be: over the names and contents of its files, and nothing else."""
+    """The expected digest of an input. It covers the names and contents of its files, and nothing else."""
     return contents_digest((relative, sha256_file(path)) for relative, path in source_files(source))
 
 
-def test_the_layout_is_the_documented_one(pristine: Path) -> None:
+def test_freeze_writes_documented_layout(pristine: Path) -> None:
     assert sorted(path.name for path in pristine.iterdir()) == [
         *("artifacts", "bundle.json", "inputs", "job.json", "runtime", "scripts"),
     ]
@@ -43,14 +43,14 @@ def test_the_layout_is_the_documented_one(pristine: Path) -> None:
     assert not list((pristine / "runtime").iterdir()) + list((pristine / "artifacts").iterdir())
 
 
-def test_frozen_files_are_read_only_and_only_the_entrypoint_runs(pristine: Path) -> None:
+def test_frozen_files_are_read_only_and_only_entrypoint_is_executable(pristine: Path) -> None:
     for path in pristine.rglob("*"):
         if path.is_file():
             expected = 0o555 if path.name == "entrypoint.sh" else 0o444
             assert stat.S_IMODE(path.stat().st_mode) == expected, path
 
 
-def test_the_digest_is_that_of_the_listed_entries(pristine: Path) -> None:
+def test_digest_covers_listed_entries(pristine: Path) -> None:
     document = json.loads((pristine / "bundle.json").read_bytes())
     assert document["digest"] == sha256_bytes(canonical_json(document["files"]))
     assert document["digest"] == bundle_digest(pristine) == recorded_digest(pristine)
@@ -64,7 +64,7 @@ def test_the_digest_is_that_of_the_listed_entries(pristine: Path) -> None:
     }
 
 
-def test_the_digest_rule_in_the_reference_gives_the_digest(pristine: Path) -> None:
+def test_digest_code_in_reference_page_computes_recorded_digest(pristine: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "bundle.md"
     code = page.read_text().split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {}
@@ -72,15 +72,15 @@ def test_the_digest_rule_in_the_reference_gives_the_digest(pristine: Path) -> No
     assert names["bundle_digest"](pristine) == recorded_digest(pristine)
 
 
-def test_the_workspace_finds_its_inputs_with_their_digests(bundle: Path, inputs: dict[str, Path]) -> None:
+def test_workspace_finds_inputs_by_name(bundle: Path, inputs: dict[str, Path]) -> None:
     workspace = Workspace(bundle)
     for reference in workspace.job.inputs:
         assert reference.digest == tree_digest(inputs[reference.name])
         assert tree_digest(workspace.input(reference.name)) == reference.digest
 
 
-def test_same_job_inputs_and_code_give_the_same_digest_wherever_and_whenever(tmp_path: Path) -> None:
-    """Two processes with another hash seed, umask, time zone, folder, and modes and times of the sources."""
+def test_digest_does_not_depend_on_process_folder_or_time(tmp_path: Path) -> None:
+    """Two processes differ in hash seed, umask, time zone, folder, and in modes and times of the sources."""
     source = Path(perilune.__path__[0])
     code = (
         "import os, sys\nos.umask(int(sys.argv[2]))\nsys.path.insert(0, sys.argv[1])\n"
@@ -89,7 +89,7 @@ def test_same_job_inputs_and_code_give_the_same_digest_wherever_and_whenever(tmp
         "inputs = {'checkpoint': Path('a checkpoint'), 'data': Path('rows.jsonl')}\n"
         "print(freeze(make_job(), inputs, Path('b')))"
     )
-    # Each from its own copy of one state of the code, as someone may be editing it.
+    # Both processes use copies of one snapshot of the code, because the source may change during the test.
     shutil.copytree(source, tmp_path / "code" / "perilune", ignore=shutil.ignore_patterns("__pycache__"))
     digests = []
     for name, mode, umask, zone, seed in [
@@ -120,27 +120,27 @@ def test_same_job_inputs_and_code_give_the_same_digest_wherever_and_whenever(tmp
     "changes",
     [{"seed": 8}, {"stage": "other"}, {"spec": {"steps": 4, "lr": 0.003}}, {"secrets": ("HF_TOKEN",)}],
 )
-def test_another_job_has_another_digest(
+def test_digest_changes_with_job(
     changes: dict[str, object], inputs: dict[str, Path], tmp_path: Path, pristine: Path
 ) -> None:
     assert freeze(make_job(**changes), inputs, tmp_path / "b") != recorded_digest(pristine)
 
 
-def test_another_input_has_another_digest(
-    job: Job, inputs: dict[str, Path], tmp_path: Path, pristine: Path
-) -> None:
+def test_digest_changes_with_input(job: Job, inputs: dict[str, Path], tmp_path: Path, pristine: Path) -> None:
     inputs["data"].write_text('{"messages": [1]}\n')
     assert freeze(job, inputs, tmp_path / "b") != recorded_digest(pristine)
 
 
-def test_freezing_twice_is_freezing_once(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_freeze_is_idempotent(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
     first = freeze(job, inputs, tmp_path / "b")
     inode = (tmp_path / "b" / "job.json").stat().st_ino
     assert freeze(job, inputs, tmp_path / "b") == first
     assert (tmp_path / "b" / "job.json").stat().st_ino == inode
 
 
-def test_freezing_over_something_else_is_refused(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_freeze_does_not_overwrite_other_file_or_bundle(
+    job: Job, inputs: dict[str, Path], tmp_path: Path
+) -> None:
     freeze(job, inputs, tmp_path / "b")
     with pytest.raises(RequestError, match="another file or bundle"):
         freeze(make_job(seed=8), inputs, tmp_path / "b")
@@ -151,7 +151,9 @@ def test_freezing_over_something_else_is_refused(job: Job, inputs: dict[str, Pat
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_promised_digest_is_held_to(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_freeze_rejects_input_whose_digest_differs_from_job(
+    job: Job, inputs: dict[str, Path], tmp_path: Path
+) -> None:
     references = tuple(one.model_copy(update={"digest": tree_digest(inputs[one.name])}) for one in job.inputs)
     promised = job.model_copy(update={"inputs": references})
     assert freeze(promised, inputs, tmp_path / "b") == freeze(job, inputs, tmp_path / "c")
@@ -162,7 +164,7 @@ def test_a_promised_digest_is_held_to(job: Job, inputs: dict[str, Path], tmp_pat
 
 
 @pytest.mark.parametrize("restores", [False, True])
-def test_the_optimizer_goes_only_to_a_stage_that_restores_it(
+def test_freeze_copies_optimizer_only_for_stage_that_restores_optimizer(
     restores: bool, job: Job, inputs: dict[str, Path], tmp_path: Path
 ) -> None:
     (inputs["checkpoint"] / "optimizer").mkdir()
@@ -173,7 +175,7 @@ def test_the_optimizer_goes_only_to_a_stage_that_restores_it(
     assert (staged / "optimizer").exists() == restores and (staged / "config.json").exists()
 
 
-def test_job_and_inputs_must_agree(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_freeze_rejects_missing_and_unknown_inputs(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="differ in: data"):
         freeze(job, {"checkpoint": inputs["checkpoint"]}, tmp_path / "b")
     with pytest.raises(RequestError, match="differ in: dta"):
@@ -183,12 +185,14 @@ def test_job_and_inputs_must_agree(job: Job, inputs: dict[str, Path], tmp_path: 
 @pytest.mark.parametrize(
     "path", ["inputs/../../x", "/etc/x", "inputs", "inputs/..", "scripts/x", "inputs/a/b"]
 )
-def test_an_input_lies_in_inputs(path: str) -> None:
+def test_input_reference_rejects_path_outside_inputs(path: str) -> None:
     with pytest.raises(ValueError, match="path"):
         InputReference(name="data", path=path, digest="", kind="dataset")
 
 
-def test_missing_and_empty_inputs_are_refused(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_freeze_rejects_missing_and_empty_inputs_on_disk(
+    job: Job, inputs: dict[str, Path], tmp_path: Path
+) -> None:
     (tmp_path / "empty").mkdir()
     for wrong, message in [(tmp_path / "absent", "no such input"), (tmp_path / "empty", "empty folder")]:
         with pytest.raises(RequestError, match=message):
@@ -197,7 +201,7 @@ def test_missing_and_empty_inputs_are_refused(job: Job, inputs: dict[str, Path],
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_a_later_edit_of_the_source_does_not_reach_the_bundle(
+def test_bundle_is_unchanged_by_later_edit_of_source(
     large: bool, job: Job, inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
@@ -208,7 +212,7 @@ def test_a_later_edit_of_the_source_does_not_reach_the_bundle(
     assert verify(tmp_path / "b") == []
 
 
-def test_large_files_that_nobody_may_write_share_their_inode(
+def test_attempt_copy_hard_links_large_read_only_files(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "SHARE_FROM", 1000)
@@ -218,7 +222,7 @@ def test_large_files_that_nobody_may_write_share_their_inode(
     assert not (tmp_path / "attempt" / small).samefile(bundle / small)
 
 
-def test_a_file_that_may_be_written_is_never_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_place_copies_writable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "SHARE_FROM", 0)
     (tmp_path / "source").write_text("x")
     (tmp_path / "source").chmod(0o644)
@@ -226,7 +230,7 @@ def test_a_file_that_may_be_written_is_never_shared(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "target").samefile(tmp_path / "source")
 
 
-def test_links_inside_an_input_are_followed_and_links_out_of_it_refused(
+def test_freeze_follows_links_inside_input_and_rejects_links_outside(
     job: Job, inputs: dict[str, Path], tmp_path: Path
 ) -> None:
     (inputs["checkpoint"] / "link").symlink_to("config.json")
@@ -237,7 +241,7 @@ def test_links_inside_an_input_are_followed_and_links_out_of_it_refused(
         freeze(job, inputs, tmp_path / "c")
 
 
-def test_a_hugging_face_cache_is_followed_into_its_blobs(tmp_path: Path) -> None:
+def test_source_files_follows_links_to_blobs_of_hugging_face_cache(tmp_path: Path) -> None:
     cache = tmp_path / "models--a--b"
     (cache / "blobs").mkdir(parents=True)
     (cache / "blobs" / "123").write_text("weights")
@@ -250,14 +254,14 @@ def test_a_hugging_face_cache_is_followed_into_its_blobs(tmp_path: Path) -> None
         source_files(revision)
 
 
-def test_a_special_file_is_refused(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_freeze_rejects_special_file(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
     os.mkfifo(inputs["checkpoint"] / "pipe")
     with pytest.raises(RequestError, match="pipe is not a plain file"):
         freeze(job, inputs, tmp_path / "b")
 
 
 @pytest.mark.parametrize("value", ["canary-4711", 'qu"oted\\canary', "canarié-∂"])
-def test_a_secret_that_stands_in_the_job_is_refused(
+def test_freeze_rejects_secret_in_job(
     value: str, inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", value)
@@ -269,17 +273,17 @@ def test_a_secret_that_stands_in_the_job_is_refused(
 
 
 @pytest.mark.parametrize("offset", [0, (1 << 20) - 5, 3 << 20])
-def test_a_secret_that_stands_in_an_input_is_refused(
+def test_freeze_rejects_secret_in_input(
     offset: int, inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it lies across two of the blocks that are read at once."""
+    """One offset places the secret across the boundary of two blocks that freeze reads."""
     monkeypatch.setenv("HF_TOKEN", "canary-4711")
     inputs["data"].write_bytes(b"." * offset + b"canary-4711" + b".")
     with pytest.raises(RequestError, match=r"inputs/data.* contains the value of the secret HF_TOKEN"):
         freeze(make_job(secrets=("HF_TOKEN",)), inputs, tmp_path / "b")
 
 
-def test_a_secret_too_short_to_search_for_is_refused(
+def test_freeze_rejects_secret_too_short_to_search_for(
     inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIN", "12")
@@ -287,14 +291,14 @@ def test_a_secret_too_short_to_search_for_is_refused(
         freeze(make_job(secrets=("PIN",)), inputs, tmp_path / "b")
 
 
-def test_only_named_secrets_are_searched_for(
+def test_freeze_searches_only_for_secrets_named_in_job(
     inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNRELATED", "hidden_size")
     freeze(make_job(secrets=("NOT_SET",)), inputs, tmp_path / "b")
 
 
-def test_an_attempt_is_a_bundle_of_its_own(pristine: Path, tmp_path: Path) -> None:
+def test_attempt_copy_is_independent_of_bundle(pristine: Path, tmp_path: Path) -> None:
     attempt_copy(pristine, tmp_path / "attempts" / "1")
     attempt = tmp_path / "attempts" / "1"
     assert verify(attempt, recorded_digest(pristine)) == []
@@ -303,7 +307,7 @@ def test_an_attempt_is_a_bundle_of_its_own(pristine: Path, tmp_path: Path) -> No
     assert not list((pristine / "artifacts").iterdir())
 
 
-def test_a_damaged_bundle_is_not_copied(bundle: Path, tmp_path: Path) -> None:
+def test_attempt_copy_rejects_damaged_bundle(bundle: Path, tmp_path: Path) -> None:
     damaged = bundle / "inputs" / "data"
     damaged.chmod(0o644)
     damaged.write_text("other")
@@ -313,22 +317,22 @@ def test_a_damaged_bundle_is_not_copied(bundle: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
 
 
-def test_an_attempt_does_not_replace_another(pristine: Path, tmp_path: Path) -> None:
+def test_attempt_copy_rejects_existing_destination(pristine: Path, tmp_path: Path) -> None:
     attempt_copy(pristine, tmp_path / "1")
     with pytest.raises(RequestError, match="the destination exists"):
         attempt_copy(pristine, tmp_path / "1")
 
 
-def test_freezing_is_quick(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
+def test_freeze_takes_less_than_3_cpu_seconds(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:
     start = time.process_time()
     freeze(job, inputs, tmp_path / "b")
-    assert time.process_time() - start < 3  # some 0.15 CPU seconds
+    assert time.process_time() - start < 3  # about 0.15 CPU seconds are usual
 
 
 @given(
     st.dictionaries(st.text("abc/é", min_size=1, max_size=5), st.binary(max_size=20), min_size=1, max_size=5)
 )
-def test_tree_digest_depends_on_names_and_contents_alone(
+def test_tree_digest_depends_only_on_names_and_contents(
     tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]
 ) -> None:
     files = {name.replace("/", "_"): data for name, data in files.items()}

@@ -1,4 +1,4 @@
-"""The hardware sampler: figures of the machine and of a process tree, and no harm to what it watches."""
+"""The hardware sampler: measurements of the machine and of a process tree."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from perilune.bundle.hardware import HardwareSampler
 MEBIBYTE = 1 << 20
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -26,30 +26,30 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-def test_one_line_an_interval_and_a_last_one(tmp_path: Path) -> None:
+def test_sampler_writes_one_line_per_interval(tmp_path: Path) -> None:
     with HardwareSampler(tmp_path / "h.jsonl", os.getpid(), interval=0.05):
         time.sleep(1.0)
-    rows = lines(tmp_path / "h.jsonl")
+    rows = read_rows(tmp_path / "h.jsonl")
     assert 3 <= len(rows) <= 22
     times = [row["time"] for row in rows]
     assert times == sorted(times)
 
 
-def test_the_figures_are_plausible(tmp_path: Path) -> None:
+def test_sampler_measures_plausible_values(tmp_path: Path) -> None:
     with HardwareSampler(tmp_path / "h.jsonl", os.getpid(), interval=0.1):
         started = time.monotonic()
         while time.monotonic() - started < 0.5:
             pass
-    row = lines(tmp_path / "h.jsonl")[-1]
+    row = read_rows(tmp_path / "h.jsonl")[-1]
     assert 0 <= row["cpu_percent"] <= 100
     assert 0 < row["memory_used"] < row["memory_total"]
     assert len(row["load"]) == 3
     assert row["disk_free"] > 0
-    assert max(one["tree"]["cpu_percent"] for one in lines(tmp_path / "h.jsonl")) > 10
+    assert max(one["tree"]["cpu_percent"] for one in read_rows(tmp_path / "h.jsonl")) > 10
 
 
-def test_children_are_counted_and_forgotten(tmp_path: Path) -> None:
-    """A grandchild that holds 50 MiB, as the scorer's process under a task."""
+def test_sampler_counts_child_processes_until_exit(tmp_path: Path) -> None:
+    """A grandchild process holds 50 MiB, as the scorer's process below a task does."""
     hold = "b = bytearray(50 << 20); b[::4096] = b'1' * len(b[::4096]); print(flush=True); input()"
     nest = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
     nest = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {nest!r}])"
@@ -67,20 +67,20 @@ def test_children_are_counted_and_forgotten(tmp_path: Path) -> None:
     assert sampler.sample()["tree"] == {"processes": 0, "rss": 0, "cpu_percent": 0.0, "rss_by_pid": {}}
 
 
-def test_a_file_that_cannot_be_written_ends_sampling_and_says_why(tmp_path: Path) -> None:
+def test_sampler_stops_and_keeps_error_when_file_is_not_writable(tmp_path: Path) -> None:
     with HardwareSampler(tmp_path / "absent" / "h.jsonl", os.getpid(), interval=0.01) as sampler:
         wait_for(lambda: sampler.error is not None)
     assert isinstance(sampler.error, FileNotFoundError)
 
 
-def test_appends_to_what_an_earlier_attempt_left(tmp_path: Path) -> None:
+def test_sampler_appends_to_existing_file(tmp_path: Path) -> None:
     for _ in range(2):
         with HardwareSampler(tmp_path / "h.jsonl", interval=10):
             pass
-    assert len(lines(tmp_path / "h.jsonl")) == 2
+    assert len(read_rows(tmp_path / "h.jsonl")) == 2
 
 
-def test_the_script_runs_without_any_package_until_its_process_ends(tmp_path: Path) -> None:
+def test_script_runs_without_packages_until_watched_process_exits(tmp_path: Path) -> None:
     watched = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     script = [sys.executable, "-I", "-S", str(hardware.__file__), str(tmp_path / "h.jsonl"), str(watched.pid)]
     sampler = subprocess.Popen(script)
@@ -89,5 +89,5 @@ def test_the_script_runs_without_any_package_until_its_process_ends(tmp_path: Pa
     watched.stdin.close()
     watched.wait()
     assert sampler.wait(timeout=60) == 0
-    row = lines(tmp_path / "h.jsonl")[0]
+    row = read_rows(tmp_path / "h.jsonl")[0]
     assert row["load"] and "memory_used" not in row and "tree" not in row

@@ -1,4 +1,4 @@
-"""Provenance: what was loaded, not what was declared; names of variables, never their values."""
+"""Provenance: loaded packages, the git checkout, and names of environment variables without their values."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from perilune.files import sha256_file
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A git checkout that perilune seems to run from, committed and clean."""
+    """A clean git checkout that contains the running perilune package."""
     root = tmp_path / "checkout"
     package = root / "src" / "perilune"
     package.mkdir(parents=True)
@@ -44,7 +44,7 @@ def with_secret(bundle: Path, name: str) -> Workspace:
     return Workspace(bundle)
 
 
-def test_packages_are_those_that_were_loaded() -> None:
+def test_loaded_packages_lists_imported_packages() -> None:
     packages = loaded_packages()
     assert packages["pytest"]["version"] == pytest.__version__
     assert packages["pytest"]["file"] == pytest.__file__
@@ -52,8 +52,8 @@ def test_packages_are_those_that_were_loaded() -> None:
     assert "json" not in packages and "os" not in packages
 
 
-def test_a_module_from_elsewhere_is_not_vouched_for_by_an_installed_one(tmp_path: Path) -> None:
-    """A folder on the path hides an installed package: its version would be a lie."""
+def test_loaded_packages_gives_no_version_for_module_shadowing_package(tmp_path: Path) -> None:
+    """A file on the path shadows an installed package, whose version would be wrong for the file."""
     (tmp_path / "yaml.py").write_text("shadow = True\n")
     code = (
         "import yaml, json\nfrom perilune.bundle.provenance import loaded_packages\n"
@@ -75,7 +75,7 @@ def test_a_module_from_elsewhere_is_not_vouched_for_by_an_installed_one(tmp_path
     }
 
 
-def test_torch_is_observed_when_loaded_and_never_imported() -> None:
+def test_precheck_describes_loaded_torch_without_importing_torch() -> None:
     code = (
         "import sys, json\nfrom perilune.bundle.provenance import precheck\n"
         "assert precheck()['torch'] is None and 'torch' not in sys.modules\n"
@@ -87,7 +87,9 @@ def test_torch_is_observed_when_loaded_and_never_imported() -> None:
     assert "PyTorch built with" in facts["config"]
 
 
-def test_the_environment_is_told_by_name_only(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precheck_records_names_of_environment_variables_without_values(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_CANARY", "canary-4711")
     record_precheck(Workspace(bundle))
     written = (bundle / "artifacts" / "precheck.json").read_text()
@@ -95,20 +97,20 @@ def test_the_environment_is_told_by_name_only(bundle: Path, monkeypatch: pytest.
     assert "canary-4711" not in written
 
 
-def test_the_facts_are_json_with_the_parts_that_readers_use() -> None:
+def test_precheck_is_json_with_expected_keys() -> None:
     facts = precheck()
     assert facts.keys() == {"python", "packages", "torch", "kernels", "machine", "git", "environment"}
     assert json.loads(json.dumps(facts)) == facts
 
 
-def test_a_clean_checkout_is_its_commit(checkout: Path, bundle: Path) -> None:
+def test_precheck_records_commit_of_clean_checkout(checkout: Path, bundle: Path) -> None:
     facts = record_precheck(Workspace(bundle))["git"]
     assert facts["commit"] == git(checkout, "rev-parse", "HEAD")
     assert (facts["dirty"], facts["changed"], facts["untracked"]) == (False, 0, [])
     assert not (bundle / "artifacts" / "source.patch").exists()
 
 
-def test_a_dirty_checkout_leaves_a_patch_that_restores_it(checkout: Path, bundle: Path) -> None:
+def test_precheck_saves_patch_of_dirty_checkout(checkout: Path, bundle: Path) -> None:
     source = checkout / "src" / "perilune" / "__init__.py"
     source.write_text("# changed\n")
     (checkout / "new.py").touch()
@@ -121,14 +123,14 @@ def test_a_dirty_checkout_leaves_a_patch_that_restores_it(checkout: Path, bundle
     assert source.read_text() == "# changed\n"
 
 
-def test_a_patch_is_bounded(checkout: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precheck_limits_patch_size(checkout: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provenance, "PATCH_LIMIT", 1000)
     (checkout / "src" / "perilune" / "__init__.py").write_text("# changed\n" * 100_000)
     facts = record_precheck(Workspace(bundle))["git"]["patch"]
     assert (facts["size"], facts["whole"]) == (1000, False)
 
 
-def test_a_secret_in_the_patch_is_struck_out(
+def test_precheck_redacts_secret_in_patch(
     checkout: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "canary-4711")
@@ -138,7 +140,7 @@ def test_a_secret_in_the_patch_is_struck_out(
     assert "[HF_TOKEN]" in patch and "canary-4711" not in patch
 
 
-def test_an_environment_inside_someone_elses_checkout_is_not_ours(
+def test_precheck_ignores_checkout_that_contains_installed_perilune(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed = checkout / ".venv" / "site-packages" / "perilune"
@@ -148,20 +150,20 @@ def test_an_environment_inside_someone_elses_checkout_is_not_ours(
     assert precheck()["git"] is None
 
 
-def test_another_repository_in_the_environment_does_not_mislead(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_precheck_ignores_git_dir_variable(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a git hook, GIT_DIR points at the repository of the hook."""
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     assert precheck()["git"]["commit"] == git(checkout, "rev-parse", "HEAD")
 
 
-def test_without_git_there_is_no_commit(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precheck_records_no_commit_without_git_command(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert precheck()["git"] is None
 
 
-def test_code_that_is_not_the_bundles_is_named(bundle: Path, checkout: Path) -> None:
-    """The stand-in package has one file, and that one has other contents."""
+def test_precheck_names_files_that_differ_from_bundle(bundle: Path, checkout: Path) -> None:
+    """The checkout's package has one file, and its contents differ from the bundle's."""
     differing = record_precheck(Workspace(bundle))["code"]["differs_from_bundle"]
     assert {"perilune/__init__.py", "perilune/errors.py"} <= set(differing)

@@ -1,4 +1,4 @@
-"""What travels in scripts/ works on a machine that has nothing but Python."""
+"""The files in a bundle's scripts/ work on a machine that has only Python."""
 
 import io
 import os
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_state_of_the_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A copy of the package that nobody edits while the tests run."""
+def package_snapshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests use a copy of the package, because the source may change while they run."""
     copy = tmp_path_factory.mktemp("code") / "perilune"
     shutil.copytree(perilune.__path__[0], copy, ignore=shutil.ignore_patterns("__pycache__"))
     with pytest.MonkeyPatch.context() as patch:
@@ -44,18 +44,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel installed by pip into a folder of its own."""
+    """The folder in which pip installed the wheel."""
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, "--no-deps", "--no-index", "--target", str(folder), str(wheel)], check=True)
     return folder
 
 
-def test_the_wheel_is_the_same_every_time() -> None:
+def test_build_wheel_is_reproducible() -> None:
     assert build_wheel.__wrapped__() == build_wheel.__wrapped__()
 
 
-def test_the_wheel_names_no_time_and_no_place(wheel: Path) -> None:
+def test_wheel_contains_no_times_and_no_paths_of_machine(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert {member.date_time for member in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
         assert {member.external_attr >> 16 for member in archive.infolist()} == {0o100644}
@@ -65,32 +65,32 @@ def test_the_wheel_names_no_time_and_no_place(wheel: Path) -> None:
         assert not any(b"direct_url" in archive.read(name) for name in names if name.endswith("RECORD"))
 
 
-def test_pip_installs_every_file_and_the_command(installed: Path) -> None:
+def test_pip_installs_every_file_and_perilune_command(installed: Path) -> None:
     for relative, data in package_files().items():
         assert (installed / "perilune" / relative).read_bytes() == data
     assert (installed / "bin" / "perilune").exists()
 
 
-def test_the_installed_package_knows_its_version_and_its_tasks(installed: Path) -> None:
+def test_installed_wheel_declares_version_and_tasks(installed: Path) -> None:
     code = (
         "from importlib.metadata import version, entry_points\n"
         "import perilune\n"
         "tasks = sorted({point.name for point in entry_points(group='perilune.tasks')})\n"
         "print(perilune.__file__, version('perilune'), *tasks)"
     )
-    said = subprocess.run(
+    words = subprocess.run(
         [sys.executable, "-S", "-c", code],
         env={"PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
         check=True,
     ).stdout.split()
-    assert said[0] == str(installed / "perilune" / "__init__.py")
-    assert said[1] == version("perilune")
-    assert {"collect", "evaluate", "rl", "sft"} <= set(said[2:])
+    assert words[0] == str(installed / "perilune" / "__init__.py")
+    assert words[1] == version("perilune")
+    assert {"collect", "evaluate", "rl", "sft"} <= set(words[2:])
 
 
-def test_the_metadata_asks_for_the_declared_dependencies(wheel: Path) -> None:
+def test_wheel_metadata_requires_declared_dependencies(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         lines = archive.read(name).decode().splitlines()
@@ -98,7 +98,7 @@ def test_the_metadata_asks_for_the_declared_dependencies(wheel: Path) -> None:
     assert {"torch", "pydantic", "typer", "reasoning-gym"} <= needs
 
 
-def test_changed_code_is_named(wheel: Path, tmp_path: Path) -> None:
+def test_differing_files_names_changed_and_missing_files(wheel: Path, tmp_path: Path) -> None:
     assert differing_files(wheel) == []
     changed = io.BytesIO()
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(changed, "w") as new:
@@ -109,19 +109,19 @@ def test_changed_code_is_named(wheel: Path, tmp_path: Path) -> None:
     assert differing_files(tmp_path / "changed.whl") == ["perilune/files.py", "perilune/py.typed"]
 
 
-def test_the_lock_holds_the_installed_versions_of_the_whole_closure() -> None:
+def test_requirements_lock_pins_installed_versions_of_all_dependencies() -> None:
     lines = [line.partition("  # record sha256:") for line in requirements_lock("sft").splitlines()]
     lock = dict(line.split("==") for line, _, _ in lines)
     assert all(len(digest) == 64 for _, _, digest in lines)
     for name in ("pydantic", "pydantic-core", "torch", "typer", "numpy", "sqlalchemy"):
         assert lock[name] == version(name)
     assert "perilune" not in lock
-    assert "pytest" not in lock, "development tools are no part of a run"
+    assert "pytest" not in lock, "the lock contains a development tool"
     assert list(lock) == sorted(lock)
 
 
-def test_the_entrypoint_makes_an_environment_once_and_runs_the_command(tmp_path: Path) -> None:
-    """The whole way of a remote machine, with a lock that needs no index."""
+def test_entrypoint_creates_environment_once_and_runs_command(tmp_path: Path) -> None:
+    """Runs every step that a remote machine runs. The lock is empty, so pip needs no package index."""
     command = ("python", "-c", "import sys, perilune; print(perilune.__file__, *sys.argv[1:])")
     freeze(make_job(entrypoint=command), make_inputs(tmp_path / "sources"), tmp_path / "frozen")
     bundle = Path(shutil.copytree(tmp_path / "frozen", tmp_path / "a bundle"))
@@ -151,7 +151,7 @@ def test_the_entrypoint_makes_an_environment_once_and_runs_the_command(tmp_path:
 
 
 @pytest.mark.thorough
-def test_an_environment_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+def test_entrypoint_explains_failed_installation(tmp_path: Path) -> None:
     freeze(make_job(), make_inputs(tmp_path / "sources"), tmp_path / "bundle")
     lock = tmp_path / "bundle" / "scripts" / "requirements.lock"
     lock.chmod(0o644)

@@ -1,4 +1,4 @@
-"""Full disks and forbidden places: one message, and nothing half-written left."""
+"""Full disks and missing permissions: commands raise one error and leave no partial files."""
 
 import errno
 import os
@@ -26,23 +26,23 @@ NOBODY = 65534
 InChild = Callable[[Callable[[], None], Callable[[], object]], str]
 
 
-def nothing() -> None:
-    """Prepare nothing."""
+def prepare_nothing() -> None:
+    """Leaves the forked process as it is."""
 
 
 def limit_file_size() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
-def left_in(folder: Path) -> list[str]:
+def paths_under(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 @pytest.mark.parametrize("after", [0, 3, 1000])
-def test_copying_ends_in_user_space_where_the_kernel_stops(
+def test_place_falls_back_to_user_space_when_copy_file_range_fails(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file system may refuse copy_file_range at once, or part of the way."""
+    """A file system may refuse copy_file_range at once, or after copying part of the file."""
     left = after
 
     def stops(reader: int, writer: int, size: int) -> int:
@@ -62,10 +62,10 @@ def test_copying_ends_in_user_space_where_the_kernel_stops(
 
 
 @pytest.mark.parametrize("name", ["freeze", "attempt", "pack", "unpack"])
-def test_a_file_that_cannot_grow_leaves_nothing(
+def test_commands_leave_no_files_at_file_size_limit(
     name: str, pristine: Path, tmp_path: Path, in_child: InChild
 ) -> None:
-    """A file-size limit fails writes part of the way, as a full disk does."""
+    """A file-size limit interrupts a write in the middle, as a full disk does."""
     target = tmp_path / "target"
     target.mkdir()
     inputs = make_inputs(tmp_path / "sources")
@@ -76,9 +76,9 @@ def test_a_file_that_cannot_grow_leaves_nothing(
         "pack": lambda: pack(pristine, target / "b.tar.gz"),
         "unpack": lambda: unpack(tmp_path / "packed.tar.gz", target / "b"),
     }
-    said = in_child(limit_file_size, actions[name])
-    assert said.startswith("RequestError") and "size limit" in said, said
-    assert left_in(target) == []
+    message = in_child(limit_file_size, actions[name])
+    assert message.startswith("RequestError") and "size limit" in message, message
+    assert paths_under(target) == []
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_full_disk_leaves_nothing(
+def test_commands_leave_no_files_on_full_disk(
     pristine: Path, tmp_path: Path, small_disk: Path, in_child: InChild
 ) -> None:
     inputs = make_inputs(tmp_path / "sources")
@@ -104,12 +104,12 @@ def test_a_full_disk_leaves_nothing(
         lambda: unpack(tmp_path / "packed.tar.gz", small_disk / "b"),
     ]
     for action in actions:
-        said = in_child(nothing, action)
-        assert said.startswith("RequestError") and "disk is full" in said, said
-        assert left_in(small_disk) == []
+        message = in_child(prepare_nothing, action)
+        assert message.startswith("RequestError") and "disk is full" in message, message
+        assert paths_under(small_disk) == []
 
 
-def test_a_file_system_without_links_to_the_shared_copies_gets_copies(
+def test_freeze_copies_shared_files_across_file_systems(
     tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "SHARE_FROM", 1000)  # bytes
@@ -125,7 +125,7 @@ def test_a_file_system_without_links_to_the_shared_copies_gets_copies(
     assert verify(home / "b") == [] and weights.stat().st_nlink == 1
 
 
-def test_a_full_disk_leaves_no_manifest(small_disk: Path, in_child: InChild) -> None:
+def test_write_manifest_leaves_no_file_on_full_disk(small_disk: Path, in_child: InChild) -> None:
     artifacts = small_disk / "artifacts"
     artifacts.mkdir()
     with (
@@ -134,12 +134,12 @@ def test_a_full_disk_leaves_no_manifest(small_disk: Path, in_child: InChild) -> 
     ):
         while file.write(b"0" * 4096):
             pass
-    said = in_child(nothing, lambda: write_manifest(small_disk))
-    assert said.startswith("RequestError") and "disk is full" in said, said
-    assert left_in(artifacts) == ["filler"]
+    message = in_child(prepare_nothing, lambda: write_manifest(small_disk))
+    assert message.startswith("RequestError") and "disk is full" in message, message
+    assert paths_under(artifacts) == ["filler"]
 
 
-def test_a_forbidden_folder_is_named(pristine: Path, in_child: InChild) -> None:
+def test_freeze_names_folder_without_write_permission(pristine: Path, in_child: InChild) -> None:
     def become_nobody() -> None:
         if os.geteuid() == 0:
             os.setgid(NOBODY)
@@ -155,14 +155,16 @@ def test_a_forbidden_folder_is_named(pristine: Path, in_child: InChild) -> None:
             lambda: freeze(make_job(), inputs, target / "b"),
             lambda: freeze(make_job(), inputs, target / "deep" / "b"),
         ):
-            said = in_child(become_nobody, action)
-            assert said.startswith("RequestError") and "no permission" in said and str(target) in said, said
-        assert left_in(target) == []
+            message = in_child(become_nobody, action)
+            assert (
+                message.startswith("RequestError") and "no permission" in message and str(target) in message
+            ), message
+        assert paths_under(target) == []
         target.chmod(0o755)
 
 
-def test_a_killed_freeze_leaves_no_bundle(tmp_path: Path, in_child: InChild) -> None:
-    """SIGKILL just before the rename: what is left has another name, and freezing works again."""
+def test_killed_freeze_leaves_no_bundle(tmp_path: Path, in_child: InChild) -> None:
+    """SIGKILL just before the rename leaves files under another name only, and freeze works again."""
     inputs = make_inputs(tmp_path / "sources")
 
     def die_before_publishing() -> None:
@@ -175,7 +177,7 @@ def test_a_killed_freeze_leaves_no_bundle(tmp_path: Path, in_child: InChild) -> 
     freeze(make_job(), inputs, tmp_path / "b")
 
 
-def test_a_failed_rename_names_its_target(tmp_path: Path) -> None:
+def test_storage_error_names_target_of_failed_rename(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     with pytest.raises(RequestError) as caught, storage_errors("write the report", tmp_path):

@@ -1,4 +1,4 @@
-"""Verification: whatever is done to a frozen file is found and named."""
+"""Verification finds and names every change to a frozen file."""
 
 import json
 import os
@@ -34,70 +34,68 @@ def frozen_files(bundle: Path) -> list[str]:
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """New contents, same mode: what an editor run by root leaves."""
+    """Replaces the contents and keeps the mode, as an editor run by root does."""
     mode = path.stat().st_mode & 0o777
     path.chmod(0o644)
     path.write_bytes(data)
     path.chmod(mode)
 
 
-def first(bundle: Path) -> tuple[str, str]:
+def first_difference(bundle: Path) -> tuple[str, str]:
     difference = verify(bundle)[0]
     return difference.path, difference.kind
 
 
-def test_a_frozen_bundle_verifies(pristine: Path) -> None:
+def test_verify_accepts_frozen_bundle(pristine: Path) -> None:
     assert verify(pristine) == []
     assert verify(pristine, recorded_digest(pristine)) == []
 
 
-def test_what_a_running_task_changes_is_not_looked_at(
-    pristine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_does_not_read_runtime_folder(pristine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker replaces its heartbeat while the frozen files are compared."""
     with copied(pristine) as bundle:
         (bundle / "runtime").mkdir(exist_ok=True)
         (bundle / "runtime" / ".heartbeat.tmp").write_text("{}")
         real = os.scandir
 
-        def looked_at(folder: Any = ".") -> Any:
+        def scan_without_runtime(folder: Any = ".") -> Any:
             assert not str(folder).endswith("/runtime")
             return real(folder)
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "scandir", looked_at)
+            patch.setattr(os, "scandir", scan_without_runtime)
             assert verify(bundle) == []
             assert bundle_digest(bundle) == recorded_digest(bundle)
 
 
 @MANY
 @given(data=st.data())
-def test_any_flipped_byte_is_found(pristine: Path, data: st.DataObject) -> None:
+def test_verify_finds_any_flipped_byte(pristine: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*frozen_files(pristine), BUNDLE_FILE]))
     with copied(pristine) as bundle:
         content = bytearray((bundle / name).read_bytes())
         position = data.draw(st.integers(0, len(content) - 1))
         content[position] ^= data.draw(st.integers(1, 255))
         rewrite(bundle / name, bytes(content))
-        assert first(bundle) == (name, "changed")
+        assert first_difference(bundle) == (name, "changed")
         with pytest.raises(RequestError, match=f"{Path(name).name} has changed"):
             require_verified(bundle)
 
 
 @MANY
 @given(data=st.data())
-def test_any_cut_or_appended_byte_is_found(pristine: Path, data: st.DataObject) -> None:
+def test_verify_finds_any_removed_or_appended_byte(pristine: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*frozen_files(pristine), BUNDLE_FILE]))
     with copied(pristine) as bundle:
         content = (bundle / name).read_bytes()
         change = data.draw(st.sampled_from([content[:-1], content + b"\0", content + b" ", b""]))
         rewrite(bundle / name, change)
-        assert first(bundle) == (name, "changed")
+        assert first_difference(bundle) == (name, "changed")
 
 
 @MANY
 @given(data=st.data())
-def test_any_change_of_mode_is_found(pristine: Path, data: st.DataObject) -> None:
+def test_verify_finds_any_mode_change(pristine: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(frozen_files(pristine)))
     with copied(pristine) as bundle:
         mode = (bundle / name).stat().st_mode & 0o777
@@ -110,7 +108,7 @@ def test_any_change_of_mode_is_found(pristine: Path, data: st.DataObject) -> Non
 
 @MANY
 @given(data=st.data())
-def test_any_renamed_file_is_found_under_both_names(pristine: Path, data: st.DataObject) -> None:
+def test_verify_reports_renamed_file_under_both_names(pristine: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(frozen_files(pristine)))
     suffix = data.draw(st.text("abc.é ", min_size=1, max_size=8))
     with copied(pristine) as bundle:
@@ -121,7 +119,7 @@ def test_any_renamed_file_is_found_under_both_names(pristine: Path, data: st.Dat
 
 @MANY
 @given(data=st.data())
-def test_anything_added_is_found(pristine: Path, data: st.DataObject) -> None:
+def test_verify_finds_any_added_file_folder_pipe_or_link(pristine: Path, data: st.DataObject) -> None:
     folder = data.draw(
         st.sampled_from(["", "inputs/", "inputs/checkpoint/", "scripts/", "new/", "inputs/a/b/"])
     )
@@ -138,15 +136,15 @@ def test_anything_added_is_found(pristine: Path, data: st.DataObject) -> None:
 
 @MANY
 @given(data=st.data())
-def test_a_file_replaced_by_a_link_to_its_own_contents_is_found(pristine: Path, data: st.DataObject) -> None:
+def test_verify_finds_file_replaced_by_link_to_equal_file(pristine: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(frozen_files(pristine)))
     with copied(pristine) as bundle:
         (bundle / name).unlink()
         (bundle / name).symlink_to(pristine / name)
-        assert first(bundle) == (name, "type")
+        assert first_difference(bundle) == (name, "type")
 
 
-def test_what_an_attempt_observes_is_not_part_of_its_identity(bundle: Path) -> None:
+def test_digest_excludes_artifacts_and_runtime(bundle: Path) -> None:
     digest = bundle_digest(bundle)
     (bundle / "artifacts" / "metrics.jsonl").write_text("{}\n")
     (bundle / "runtime" / "deep").mkdir()
@@ -155,7 +153,7 @@ def test_what_an_attempt_observes_is_not_part_of_its_identity(bundle: Path) -> N
     assert bundle_digest(bundle) == digest
 
 
-def test_a_bundle_rewritten_with_its_list_is_found_by_its_known_digest(bundle: Path) -> None:
+def test_verify_with_known_digest_finds_rewritten_bundle_file(bundle: Path) -> None:
     known = recorded_digest(bundle)
     rewrite(bundle / "inputs" / "data", b"other rows\n")
     files = [entry.document() for entry in frozen_entries(bundle)]
@@ -165,7 +163,7 @@ def test_a_bundle_rewritten_with_its_list_is_found_by_its_known_digest(bundle: P
     assert [difference.path for difference in verify(bundle, known)] == [BUNDLE_FILE]
 
 
-def test_the_first_of_several_differences_is_first(bundle: Path) -> None:
+def test_verify_sorts_differences_by_path(bundle: Path) -> None:
     (bundle / "scripts" / "bootstrap.py").unlink()
     rewrite(bundle / "inputs" / "checkpoint" / "config.json", b"{}")
     (bundle / "job.json").chmod(0o600)
@@ -174,16 +172,16 @@ def test_the_first_of_several_differences_is_first(bundle: Path) -> None:
     ]
 
 
-def test_no_bundle_and_half_a_bundle(tmp_path: Path, bundle: Path) -> None:
+def test_verify_rejects_missing_and_incomplete_bundles(tmp_path: Path, bundle: Path) -> None:
     with pytest.raises(RequestError, match="not a bundle"):
         verify(tmp_path / "absent")
     (tmp_path / "file").touch()
     with pytest.raises(RequestError, match="not a bundle"):
         verify(tmp_path / "file")
     (bundle / BUNDLE_FILE).unlink()
-    assert first(bundle) == (BUNDLE_FILE, "missing")
+    assert first_difference(bundle) == (BUNDLE_FILE, "missing")
     (tmp_path / "empty").mkdir()
-    assert first(tmp_path / "empty") == (BUNDLE_FILE, "missing")
+    assert first_difference(tmp_path / "empty") == (BUNDLE_FILE, "missing")
 
 
 @pytest.mark.parametrize(
@@ -195,20 +193,20 @@ def test_no_bundle_and_half_a_bundle(tmp_path: Path, bundle: Path) -> None:
         b'{"files": [{"path": "\\ud800", "size": 1, "sha256": "", "mode": ""}]}',
     ],
 )
-def test_a_hostile_list_is_a_difference_not_a_crash(bundle: Path, content: bytes) -> None:
+def test_verify_reports_malformed_bundle_file(bundle: Path, content: bytes) -> None:
     rewrite(bundle / BUNDLE_FILE, content)
-    assert first(bundle) == (BUNDLE_FILE, "changed")
+    assert first_difference(bundle) == (BUNDLE_FILE, "changed")
 
 
-def test_a_list_that_reaches_outside_reads_nothing_there(bundle: Path) -> None:
+def test_verify_reports_listed_path_outside_bundle_as_missing(bundle: Path) -> None:
     secret = {"path": "../../etc/passwd", "size": 1, "sha256": "0", "mode": "0444"}
     document = {"schema_version": 1, "digest": sha256_bytes(canonical_json([secret])), "files": [secret]}
     rewrite(bundle / BUNDLE_FILE, canonical_json(document) + b"\n")
     assert ("../../etc/passwd", "missing") in {(one.path, one.kind) for one in verify(bundle)}
 
 
-def evidence(bundle: Path) -> None:
-    """Artifacts with equal basenames, a manifest and a result."""
+def write_artifacts(bundle: Path) -> None:
+    """Writes artifacts, two of them with equal base names, a manifest and a result."""
     for name in ("checkpoints/step-1/model", "checkpoints/final/model", "metrics.jsonl"):
         path = bundle / "artifacts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -218,8 +216,8 @@ def evidence(bundle: Path) -> None:
     write_json(bundle / "runtime" / "result.json", result)
 
 
-def test_the_manifest_lists_everything_by_full_path(bundle: Path) -> None:
-    evidence(bundle)
+def test_manifest_lists_artifacts_by_full_path(bundle: Path) -> None:
+    write_artifacts(bundle)
     files = json.loads((bundle / "artifacts" / "manifest.json").read_bytes())["files"]
     assert sorted(files) == ["checkpoints/final/model", "checkpoints/step-1/model", "metrics.jsonl"]
     for name, facts in files.items():
@@ -228,8 +226,8 @@ def test_the_manifest_lists_everything_by_full_path(bundle: Path) -> None:
     assert verify(bundle) == []
 
 
-def test_writing_the_manifest_again_changes_nothing(bundle: Path) -> None:
-    evidence(bundle)
+def test_write_manifest_is_idempotent(bundle: Path) -> None:
+    write_artifacts(bundle)
     assert write_manifest(bundle) == sha256_file(bundle / "artifacts" / "manifest.json")
     assert verify(bundle) == []
 
@@ -243,52 +241,52 @@ def test_writing_the_manifest_again_changes_nothing(bundle: Path) -> None:
         (lambda path: (path.unlink(), path.symlink_to("/etc/passwd")), "type"),
     ],
 )
-def test_a_changed_artifact_is_found(bundle: Path, change: Callable[[Path], object], kind: str) -> None:
-    evidence(bundle)
+def test_verify_finds_changed_artifact(bundle: Path, change: Callable[[Path], object], kind: str) -> None:
+    write_artifacts(bundle)
     change(bundle / "artifacts" / "metrics.jsonl")
-    assert first(bundle) == ("artifacts/metrics.jsonl", kind)
+    assert first_difference(bundle) == ("artifacts/metrics.jsonl", kind)
 
 
-def test_an_added_artifact_is_found(bundle: Path) -> None:
-    evidence(bundle)
+def test_verify_finds_added_artifact(bundle: Path) -> None:
+    write_artifacts(bundle)
     (bundle / "artifacts" / "episodes").mkdir()
     (bundle / "artifacts" / "episodes" / "late").touch()
-    assert first(bundle) == ("artifacts/episodes/late", "extra")
+    assert first_difference(bundle) == ("artifacts/episodes/late", "extra")
 
 
-def test_the_result_vouches_for_the_manifest(bundle: Path) -> None:
-    evidence(bundle)
+def test_verify_checks_manifest_against_digest_in_result(bundle: Path) -> None:
+    write_artifacts(bundle)
     (bundle / "artifacts" / "metrics.jsonl").write_text("better figures")
     write_manifest(bundle)
-    assert first(bundle) == ("artifacts/manifest.json", "changed")
+    assert first_difference(bundle) == ("artifacts/manifest.json", "changed")
     (bundle / "artifacts" / "manifest.json").unlink()
-    assert first(bundle) == ("artifacts/manifest.json", "missing")
+    assert first_difference(bundle) == ("artifacts/manifest.json", "missing")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": {"a": 1}}', '{"files": {"a": {"size": 1}}}'])
-def test_a_damaged_manifest_is_found(bundle: Path, content: str) -> None:
-    evidence(bundle)
+def test_verify_finds_damaged_manifest(bundle: Path, content: str) -> None:
+    write_artifacts(bundle)
     (bundle / "artifacts" / "manifest.json").write_text(content)
     (bundle / "runtime" / "result.json").unlink()
-    assert first(bundle) == ("artifacts/manifest.json", "changed")
+    assert first_difference(bundle) == ("artifacts/manifest.json", "changed")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}"])
-def test_a_damaged_result_vouches_for_nothing(bundle: Path, content: str) -> None:
-    evidence(bundle)
+def test_verify_rejects_manifest_when_result_is_damaged(bundle: Path, content: str) -> None:
+    write_artifacts(bundle)
     (bundle / "runtime" / "result.json").write_text(content)
-    assert first(bundle) == ("artifacts/manifest.json", "changed")
+    assert first_difference(bundle) == ("artifacts/manifest.json", "changed")
 
 
-def test_an_artifact_that_is_a_link_makes_no_evidence(bundle: Path) -> None:
+def test_write_manifest_rejects_link(bundle: Path) -> None:
     (bundle / "artifacts" / "link").symlink_to("/etc/passwd")
     with pytest.raises(WorkFailedError, match="plain file"):
         write_manifest(bundle)
     assert not (bundle / "artifacts" / "manifest.json").exists()
 
 
-def test_inspect_says_what_is_inside(bundle: Path) -> None:
-    evidence(bundle)
+def test_inspect_summarizes_bundle(bundle: Path) -> None:
+    write_artifacts(bundle)
     summary = inspect(bundle)
     assert summary["digest"] == recorded_digest(bundle)
     assert (summary["task"], summary["stage"], summary["seed"]) == ("sft", "warm", 7)
@@ -306,7 +304,7 @@ def test_inspect_says_what_is_inside(bundle: Path) -> None:
     json.dumps(summary)
 
 
-def test_a_job_of_another_schema_names_the_key(bundle: Path) -> None:
+def test_read_job_names_unknown_key(bundle: Path) -> None:
     job = json.loads((bundle / "job.json").read_bytes())
     rewrite(bundle / "job.json", json.dumps(job | {"sed": 1}).encode())
     with pytest.raises(RequestError, match="sed: Extra inputs"):

@@ -1,4 +1,4 @@
-"""Tar archives of others, with the filter of Python 3.11.4 and without it."""
+"""Extraction of untrusted tar archives, with the `data` filter that Python 3.11.4 added and without it."""
 
 import io
 import tarfile
@@ -11,7 +11,7 @@ from perilune.files import extract_all
 
 
 def archive(*members: tuple[str, bytes, str]) -> tarfile.TarFile:
-    """An archive of members: name, type and, for links, target."""
+    """An archive of members, each given by name, type and link target."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as tar:
         for name, kind, target in members:
@@ -28,10 +28,10 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param == "no filter":
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
     elif not hasattr(tarfile, "data_filter"):
-        pytest.xfail("Python 3.11.4 has it")
+        pytest.xfail("tarfile.data_filter needs Python 3.11.4")
 
 
-def test_files_and_links_within_are_written(tmp_path: Path) -> None:
+def test_extract_all_writes_files_and_links_inside_target(tmp_path: Path) -> None:
     extract_all(archive(("a/b", tarfile.REGTYPE, ""), ("a/c", tarfile.SYMTYPE, "b")), tmp_path)
     assert (tmp_path / "a" / "c").read_text() == "hi"
 
@@ -41,7 +41,7 @@ def test_files_and_links_within_are_written(tmp_path: Path) -> None:
     [("../out", tarfile.REGTYPE, ""), ("link", tarfile.SYMTYPE, "../out"), ("link", tarfile.SYMTYPE, "/etc"),
      ("pipe", tarfile.FIFOTYPE, "")],
 )  # fmt: skip
-def test_what_leads_outside_is_refused(member: tuple[str, bytes, str], tmp_path: Path) -> None:
+def test_extract_all_rejects_unsafe_members(member: tuple[str, bytes, str], tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=f"'{member[0]}'"):
         extract_all(archive(member), tmp_path / "root")
     assert not (tmp_path / "out").exists()

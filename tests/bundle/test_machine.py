@@ -1,4 +1,4 @@
-"""What is seen of the machine: true here, and right in the containers it will meet."""
+"""Description of the machine: this one, and containers with CPU and memory limits."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from perilune.bundle.machine import (
 GIB = 2**30
 
 
-def tree(root: Path, files: dict[str, str]) -> Path:
+def write_files(root: Path, files: dict[str, str]) -> Path:
     for name, content in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_the_facts_are_those_of_this_machine():
+def test_observe_machine_describes_this_machine():
     machine = observe_machine()
     processor = machine.processor
     assert machine.system == platform.system()
@@ -37,13 +37,13 @@ def test_the_facts_are_those_of_this_machine():
         assert "sse4_2" in processor.simd
 
 
-def test_facts_are_stable_and_json():
+def test_describe_machine_is_repeatable_and_json():
     assert describe_machine() == describe_machine()
     assert json.loads(json.dumps(describe_machine()))["processor"]["model"]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-def test_affinity_limits_cores():
+def test_cpu_affinity_limits_usable_cores():
     allowed = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(allowed)})
@@ -52,8 +52,8 @@ def test_affinity_limits_cores():
         os.sched_setaffinity(0, allowed)
 
 
-def test_version_2_takes_the_tightest_of_the_enclosing_groups(tmp_path):
-    root = tree(
+def test_cgroup_v2_takes_lowest_limit_of_enclosing_groups(tmp_path):
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "0::/user.slice/job.scope\n",
@@ -66,8 +66,8 @@ def test_version_2_takes_the_tightest_of_the_enclosing_groups(tmp_path):
     assert control_group_limits(root) == ControlGroupLimits(cores=1.5, memory=4 * GIB)
 
 
-def test_version_1_and_a_path_only_the_host_sees(tmp_path):
-    root = tree(
+def test_cgroup_v1_reads_limits_when_group_path_exists_only_on_host(tmp_path):
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "4:memory:/docker/a\n3:cpu,cpuacct:/docker/a\n1:name=systemd:/docker/a\n",
@@ -79,9 +79,9 @@ def test_version_1_and_a_path_only_the_host_sees(tmp_path):
     assert control_group_limits(root) == ControlGroupLimits(cores=0.5, memory=2 * GIB)
 
 
-def test_no_limit_is_none(tmp_path):
+def test_cgroup_without_limit_gives_none(tmp_path):
     assert control_group_limits(tmp_path) == ControlGroupLimits(None, None)
-    root = tree(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "4:memory:/\n3:cpu:/\n",
@@ -94,7 +94,7 @@ def test_no_limit_is_none(tmp_path):
 
 
 @pytest.mark.gpu
-def test_gpus_are_those_torch_sees():
+def test_observe_machine_lists_gpus_that_torch_sees():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device and a CUDA build of torch")

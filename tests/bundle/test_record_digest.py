@@ -1,4 +1,4 @@
-"""The digest of an installed package tells wheels of one version apart, and nothing else."""
+"""The digest of an installed package differs between wheels of the same version."""
 
 import base64
 import hashlib
@@ -45,7 +45,7 @@ def hash_of(text: str) -> str:
 
 
 def install(wheel: Path, prefix: Path, *options: str) -> Path:
-    """Install with pip under `prefix`; returns the folder of the modules."""
+    """Installs the wheel with pip under `prefix`; returns the folder of the modules."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index"]
     subprocess.run([*pip, "--no-deps", "--prefix", str(prefix), *options, str(wheel)], check=True)
     (folder,) = prefix.glob("lib/python*/site-packages")
@@ -59,7 +59,7 @@ def installed(folder: Path) -> Distribution:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """One wheel installed twice, differently; then another one of the same version."""
+    """Two installations of a wheel with different options, and one of another wheel of the same version."""
     root = tmp_path_factory.mktemp("swapped")
     one, other = make_wheel(root / "1", "x = 1\n"), make_wheel(root / "2", "x = 2\n")
     return [
@@ -69,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-def test_two_installations_of_one_wheel_agree_and_another_wheel_differs(folders: list[Path]) -> None:
+def test_record_digest_depends_on_wheel_and_not_on_installation(folders: list[Path]) -> None:
     record = folders[1] / INFO / "RECORD"
     text, scripts = re.subn(
         r"(/bin/swap\w*),sha256=[^,]*", r"\1,sha256=another-interpreter", record.read_text()
@@ -80,7 +80,7 @@ def test_two_installations_of_one_wheel_agree_and_another_wheel_differs(folders:
     assert first is not None and first == again != other is not None
 
 
-def test_without_hashes_there_is_no_digest(folders: list[Path], tmp_path: Path) -> None:
+def test_record_digest_is_none_without_record_or_when_editable(folders: list[Path], tmp_path: Path) -> None:
     info = tmp_path / INFO
     info.mkdir()
     (info / "METADATA").write_text("Name: swapped\nVersion: 1.0\n")
@@ -90,7 +90,7 @@ def test_without_hashes_there_is_no_digest(folders: list[Path], tmp_path: Path) 
     assert record_digest(installed(tmp_path)) is None, "editable"
 
 
-def test_a_package_with_other_files_is_named(
+def test_compare_runs_names_package_with_other_installed_files(
     folders: list[Path], make_attempt: Callable[[str], Path]
 ) -> None:
     code = (

@@ -1,4 +1,4 @@
-"""Values of secrets are found in every form in which a program may print them, wherever the text is cut."""
+"""Redaction finds secrets in every encoding that a program may print, across chunk boundaries too."""
 
 import base64
 import html
@@ -60,7 +60,7 @@ ENCODINGS: dict[str, Callable[[str], str]] = {
 }
 
 
-def knowing(**values: str) -> Redactor:
+def redactor_for(**values: str) -> Redactor:
     redactor = Redactor()
     for name, value in values.items():
         redactor.learn(name, value)
@@ -68,22 +68,22 @@ def knowing(**values: str) -> Redactor:
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_every_encoding_of_every_value_is_replaced_wherever_it_is_cut(encoding: str) -> None:
+def test_redactor_replaces_encoded_values_for_every_chunk_boundary(encoding: str) -> None:
     for value in VALUES:
-        redactor = knowing(KEY=value)
+        redactor = redactor_for(KEY=value)
         encoded = ENCODINGS[encoding](value)
         text = f"before it: {encoded} :after it\n".encode()
         whole = redactor.redact(text)
         assert whole.startswith(b"before it") and whole.endswith(b"after it\n") and b"[KEY]" in whole
         left = whole.replace(b"[KEY]", b"").removeprefix(b"before it:").removesuffix(b":after it\n").strip()
-        assert len(left) <= 9, (value, whole)  # quotes, and what Base64 shares with its neighbours
+        assert len(left) <= 9, (value, whole)  # quotes, and Base64 characters shared with neighbouring bytes
         for cut in range(1, len(text), 5):
             stream = Stream(redactor)
             assert stream.feed(text[:cut]) + stream.feed(text[cut:]) + stream.close() == whole
 
 
-def test_of_values_that_overlap_nothing_is_left() -> None:
-    redactor = knowing(SHORT="alpha-beta", LONG="alpha-beta-gamma-delta", NEXT="delta-epsilon")
+def test_redactor_replaces_overlapping_values_completely() -> None:
+    redactor = redactor_for(SHORT="alpha-beta", LONG="alpha-beta-gamma-delta", NEXT="delta-epsilon")
     text = b"a alpha-beta b alpha-beta-gamma-delta c alpha-beta-gamma-delta-epsilon d"
     whole = redactor.redact(text)
     assert whole == b"a [SHORT] b [LONG] c [LONG] d"
@@ -94,8 +94,8 @@ def test_of_values_that_overlap_nothing_is_left() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_a_stream_gives_what_one_piece_gives(data: st.DataObject) -> None:
-    redactor = knowing(A="abcab-secret", B="abcab-secret%41", C='a\\"b\nc')
+def test_stream_redacts_chunks_as_redact_does_whole_text(data: st.DataObject) -> None:
+    redactor = redactor_for(A="abcab-secret", B="abcab-secret%41", C='a\\"b\nc')
     parts = st.sampled_from(
         ["abcab-secret", "abca", "%41", "\\u0061", "\\", "&amp;", "\n", " x", "%", "&", '"']
     )
@@ -108,8 +108,8 @@ def test_a_stream_gives_what_one_piece_gives(data: st.DataObject) -> None:
     assert b"".join([*pieces, stream.close()]) == redactor.redact(text)
 
 
-def test_what_holds_no_value_stays_as_it_is() -> None:
-    redactor = knowing(**{f"KEY{number}": value for number, value in enumerate(VALUES)})
+def test_redactor_leaves_text_without_values_unchanged() -> None:
+    redactor = redactor_for(**{f"KEY{number}": value for number, value in enumerate(VALUES)})
     noise = random.Random(0).randbytes(1 << 18)
     stream = Stream(redactor)
     pieces = [stream.feed(noise[at : at + 1000]) for at in range(0, len(noise), 1000)]
@@ -118,14 +118,14 @@ def test_what_holds_no_value_stays_as_it_is() -> None:
     assert redactor.redact(line) == line
 
 
-def test_lines_of_a_private_key_are_secrets_too() -> None:
+def test_redactor_replaces_single_lines_of_private_key() -> None:
     lines = [random.Random(n).randbytes(24).hex() for n in range(3)]
-    redactor = knowing(KEY="-----BEGIN KEY-----\n" + "\n".join(lines) + "\n-----END KEY-----\n")
+    redactor = redactor_for(KEY="-----BEGIN KEY-----\n" + "\n".join(lines) + "\n-----END KEY-----\n")
     text = "\n".join(f"12:00:0{n} | {line}" for n, line in enumerate(lines))
     assert redactor.redact(text.encode()).decode() == "\n".join(f"12:00:0{n} | [KEY]" for n in range(3))
 
 
-def test_documents_and_texts_are_redacted_when_the_value_is_known() -> None:
+def test_redact_document_and_redact_text_replace_learned_value() -> None:
     document = {"a": [1, 2.5, None, "key canary-7f3a91c4e5"], "canary-7f3a91c4e5": {"b": True}}
     assert redact_document(document) is document and redact_text("canary-7f3a91c4e5") == "canary-7f3a91c4e5"
     learn("KEY", "canary-7f3a91c4e5")
