@@ -1,4 +1,4 @@
-"""Chat formats: what is converted and converted back is the same; what cannot be said is refused by name."""
+"""Chat formats: round trips preserve messages, and errors name content that a record cannot hold."""
 
 import json
 
@@ -46,7 +46,7 @@ MESSAGES = st.lists(
 
 @given(MESSAGES)
 @settings(max_examples=120, deadline=None)
-def test_records_come_back_from_both_formats_as_they_were(messages):
+def test_openai_and_sharegpt_round_trips_preserve_messages(messages):
     written = json.loads(json.dumps(to_openai(messages)))
     assert from_openai(written) == messages
     assert to_openai(from_openai(written)) == written
@@ -55,7 +55,7 @@ def test_records_come_back_from_both_formats_as_they_were(messages):
 
 @st.composite
 def agents(draw):
-    """What an API would have: calls with ids, and results in whatever order."""
+    """Messages as an API returns them: tool calls with ids, and results in any order."""
     messages, count = [{"role": "user", "content": draw(st.text())}], 0
     for _ in range(draw(st.integers(1, 3))):
         calls = draw(st.lists(CALL, min_size=1, max_size=3))
@@ -73,8 +73,8 @@ def agents(draw):
     return [*messages, {"role": "assistant", "content": draw(st.text())}]
 
 
-def by_call(messages):
-    """The same with results in the order of their calls, and arguments as values."""
+def sorted_by_call(messages):
+    """The messages with results sorted by call, and arguments parsed."""
     found = [dict(one) for one in messages]
     for one in found:
         for call in one.get("tool_calls", ()):
@@ -84,14 +84,14 @@ def by_call(messages):
 
 @given(agents())
 @settings(max_examples=50, deadline=None)
-def test_an_agents_calls_and_results_come_back_under_their_ids(messages):
+def test_openai_round_trip_preserves_ids_of_calls_and_results(messages):
     again = json.loads(json.dumps(to_openai(from_openai(json.loads(json.dumps(messages))))))
-    assert by_call(again) == by_call(json.loads(json.dumps(messages)))
+    assert sorted_by_call(again) == sorted_by_call(json.loads(json.dumps(messages)))
     roles = [message["role"] for message in again]
     assert roles == [message["role"] for message in messages]
 
 
-def test_a_call_and_its_result_as_text():
+def test_from_openai_writes_tool_calls_as_text():
     asked = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a":1,"b":2}'}}
     conversation = [
         {"role": "developer", "content": "Count."},
@@ -100,11 +100,11 @@ def test_a_call_and_its_result_as_text():
         {"role": "tool", "tool_call_id": "a", "name": "add", "content": "3"},
         {"role": "assistant", "content": "3"},
     ]
-    said = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+    answer = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
     assert from_openai(conversation) == [
         {"role": "system", "content": "Count."},
         {"role": "user", "content": "1+2?"},
-        {"role": "assistant", "content": said},
+        {"role": "assistant", "content": answer},
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "3"},
     ]
@@ -119,7 +119,7 @@ def test_a_call_and_its_result_as_text():
     assert to_openai(from_sharegpt(shared))[1]["tool_calls"][0]["function"]["name"] == "add"
 
 
-def called(*ids, **function):
+def assistant_calls(*ids, **function):
     return {
         "role": "assistant",
         "tool_calls": [{"id": i, "function": {"name": "f", "arguments": "{}"} | function} for i in ids],
@@ -127,7 +127,7 @@ def called(*ids, **function):
 
 
 @pytest.mark.parametrize(
-    ("messages", "what"),
+    ("messages", "error"),
     [
         ("hello", "messages is not a list"),
         (["hello"], r"messages\[0\] is not a message"),
@@ -135,23 +135,29 @@ def called(*ids, **function):
         ([{"role": "user", "content": 3}], "content that is not text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "content that is not text"),
         ([{"role": "user", "content": "x", "audio": {"id": 1}}], "has audio, which a record cannot hold"),
-        ([called("a", arguments="{")], "arguments that are not a JSON object"),
-        ([called("a", arguments="[1]")], "arguments that are not a JSON object"),
-        ([called("a", name=None)], "is not a call with name and arguments"),
-        ([called("a", "a")], "two calls with the same id"),
+        ([assistant_calls("a", arguments="{")], "arguments that are not a JSON object"),
+        ([assistant_calls("a", arguments="[1]")], "arguments that are not a JSON object"),
+        ([assistant_calls("a", name=None)], "is not a call with name and arguments"),
+        ([assistant_calls("a", "a")], "two calls with the same id"),
         ([{"role": "assistant", "tool_calls": [{"type": "custom"}]}], "a call that is not of a function"),
         ([{"role": "tool", "tool_call_id": "b", "content": ""}], "answers no open call"),
-        ([called("a"), *[{"role": "tool", "tool_call_id": "a", "content": ""}] * 2], "answers no open call"),
-        ([called("a", "b"), {"role": "tool", "tool_call_id": "b", "content": ""}], "a call has no result"),
+        (
+            [assistant_calls("a"), *[{"role": "tool", "tool_call_id": "a", "content": ""}] * 2],
+            "answers no open call",
+        ),
+        (
+            [assistant_calls("a", "b"), {"role": "tool", "tool_call_id": "b", "content": ""}],
+            "a call has no result",
+        ),
     ],
 )
-def test_what_a_record_cannot_say_is_refused(messages, what):
-    with pytest.raises(RequestError, match=what):
+def test_from_openai_rejects_messages_that_record_cannot_hold(messages, error):
+    with pytest.raises(RequestError, match=error):
         from_openai(messages)
 
 
 @pytest.mark.parametrize(
-    ("turns", "what"),
+    ("turns", "error"),
     [
         (None, "conversations is not a list"),
         ([{"from": "gpt"}], "is not a turn with a value"),
@@ -160,8 +166,8 @@ def test_what_a_record_cannot_say_is_refused(messages, what):
         ([{"from": "function_call", "value": "{}"}], "is not a call with name and arguments"),
     ],
 )
-def test_turns_that_are_none_are_refused(turns, what):
-    with pytest.raises(RequestError, match=what):
+def test_from_sharegpt_rejects_invalid_turns(turns, error):
+    with pytest.raises(RequestError, match=error):
         from_sharegpt(turns)
 
 
@@ -176,7 +182,7 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("form", ["openai", "sharegpt", "records"])
-def test_files_of_records_come_back_from_each_form_to_the_byte(tmp_path, form):
+def test_convert_files_round_trip_is_byte_identical(tmp_path, form):
     write_records(tmp_path / "a.jsonl", RECORDS)
     for source, to, out in (("a", form, "b"), ("b", "records", "c")):
         report = convert_files([tmp_path / f"{source}.jsonl"], to, tmp_path / f"{out}.jsonl")
@@ -187,7 +193,7 @@ def test_files_of_records_come_back_from_each_form_to_the_byte(tmp_path, form):
     assert (form == "openai") == bool(first.get("messages", [{}])[-1].get("tool_calls"))
 
 
-def test_what_is_broken_is_set_aside_with_file_line_and_reason(tmp_path):
+def test_convert_files_lists_rejected_rows_with_file_line_and_reason(tmp_path):
     path = tmp_path / "chats.jsonl"
     fine = {
         "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}],
@@ -221,14 +227,14 @@ def test_what_is_broken_is_set_aside_with_file_line_and_reason(tmp_path):
     )
 
 
-def test_reasons_without_number_do_not_fill_the_report(tmp_path):
+def test_convert_files_reports_at_most_100_reasons(tmp_path):
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": [{"role": f"r{n}"}]}) + "\n" for n in range(300)))
     report = convert_files([path], "records", tmp_path / "out.jsonl")
     assert len(report["rejected"]) == 101 and report["rejected"]["others"] == 200 and report["read"] == 300
 
 
-def test_the_command_converts_and_says_what_it_set_aside(tmp_path):
+def test_convert_command_prints_rejected_rows(tmp_path):
     write_records(tmp_path / "a.jsonl", RECORDS)
     (tmp_path / "b.jsonl").write_text("{}\n")
     command = ["convert", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--to", "openai"]

@@ -1,4 +1,4 @@
-"""`perilune data inspect` and `generate`, as a user runs them."""
+"""The commands `perilune data inspect` and `perilune data generate`."""
 
 import json
 import re
@@ -53,15 +53,15 @@ def files(tmp_path):
     return tmp_path / "train.jsonl", tmp_path / "validation.jsonl"
 
 
-def test_lengths_scores_and_languages_are_drawn(files):
-    drawn = run(files[0], "--plot", "--languages")
-    assert "score:" in drawn and f"{'█' * 40} 2" in drawn
-    assert "und 2" in drawn.partition("languages")[2]
+def test_inspect_plots_histograms_and_counts_languages(files):
+    output = run(files[0], "--plot", "--languages")
+    assert "score:" in output and f"{'█' * 40} 2" in output
+    assert "und 2" in output.partition("languages")[2]
     report = json.loads(run(files[0], "--json"))
     assert sum(report["files"][0]["histograms"]["answer_characters"]["counts"]) == 3
 
 
-def test_records_are_counted_measured_and_compared(files):
+def test_inspect_summarizes_records_and_counts_shared_tasks(files):
     report = json.loads(run(*files, "--json"))
     train = report["files"][0]
     assert (train["rows"], train["tasks"]) == (3, 2)
@@ -74,7 +74,7 @@ def test_records_are_counted_measured_and_compared(files):
     assert "3 records" in text and "have 1 tasks in common" in text
 
 
-def test_episodes_are_counted_and_measured(tmp_path):
+def test_inspect_summarizes_episodes(tmp_path):
     path = tmp_path / "e.parquet"
     episodes = [
         episode(1),
@@ -92,7 +92,7 @@ def test_episodes_are_counted_and_measured(tmp_path):
     assert "3 episodes" in run(path)
 
 
-def test_an_empty_file_and_a_broken_one(tmp_path):
+def test_inspect_accepts_empty_file_and_names_line_of_invalid_record(tmp_path):
     (tmp_path / "empty.jsonl").touch()
     assert "0 records" in run(tmp_path / "empty.jsonl")
     (tmp_path / "broken.jsonl").write_text("{}\n")
@@ -101,7 +101,7 @@ def test_an_empty_file_and_a_broken_one(tmp_path):
     assert caught.value.where.endswith("broken.jsonl:1")
 
 
-def generated(folder, *arguments):
+def run_generate(folder, *arguments):
     return CliRunner().invoke(
         app, ["generate", "open_spiel", "--set", "game=tic_tac_toe", "--teacher", "open_spiel",
               "--out", str(folder), *arguments],
@@ -110,15 +110,15 @@ def generated(folder, *arguments):
 
 
 @pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_of_a_conversation_it_says_how_to_make_a_record(tmp_path, column):
+def test_inspect_suggests_convert_for_conversations(tmp_path, column):
     (tmp_path / "chats.jsonl").write_text(json.dumps({column: []}) + "\n")
     with pytest.raises(RequestError, match=r"not a record(.|\n)*perilune data convert FILE"):
         run(tmp_path / "chats.jsonl")
 
 
-def test_a_teacher_writes_records_and_what_is_refused_is_set_aside(tmp_path):
-    told = ("--option", "keep=won", "--strategy", "random=1.0", "-n", "12", "--json")
-    result = generated(tmp_path / "a", *told)
+def test_generate_writes_records_and_rejected_candidates_of_teacher(tmp_path):
+    options = ("--option", "keep=won", "--strategy", "random=1.0", "-n", "12", "--json")
+    result = run_generate(tmp_path / "a", *options)
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     records = read_records(tmp_path / "a")
@@ -126,12 +126,12 @@ def test_a_teacher_writes_records_and_what_is_refused_is_set_aside(tmp_path):
     assert (report["rows"], report["sources"]) == (12, {"open_spiel/random": 12}) and len(records) == 12
     assert all(one.score == 1.0 for one in records) and len(rejected) == report["rejected"] > 0
     assert json.loads(rejected[0])["reason"] == "score 0 is below 1e-09"
-    assert generated(tmp_path / "b", *told).exit_code == 0
+    assert run_generate(tmp_path / "b", *options).exit_code == 0
     assert (tmp_path / "a" / "records.jsonl").read_bytes() == (tmp_path / "b" / "records.jsonl").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("told", "error", "message"),
+    ("options", "error", "message"),
     [
         (("--option", "keep=won", "--strategy", "teacher=1.0", "-n", "5"), WorkFailedError, "0 of 5 .*below"),
         (("--option", "policy"), RequestError, "is not KEY=VALUE"),
@@ -139,6 +139,6 @@ def test_a_teacher_writes_records_and_what_is_refused_is_set_aside(tmp_path):
         (("--strategy", "someone=1.0"), RequestError, "no strategy 'someone'"),
     ],
 )
-def test_too_few_records_and_wrong_options_are_errors(tmp_path, told, error, message):
-    result = generated(tmp_path, *told)
+def test_generate_fails_on_too_few_records_and_invalid_options(tmp_path, options, error, message):
+    result = run_generate(tmp_path, *options)
     assert isinstance(result.exception, error) and re.search(message, str(result.exception))

@@ -1,4 +1,4 @@
-"""Episodes survive Parquet, byte for byte the same file for the same episodes."""
+"""Episodes in Parquet files: round trips restore every field, and equal episodes give equal bytes."""
 
 import dataclasses
 import subprocess
@@ -41,7 +41,7 @@ def episode(index=0, tokens=5, **fields):
     return Episode(**(values | fields))
 
 
-def same(a, b):
+def assert_equal(a, b):
     for field in dataclasses.fields(Episode):
         x, y = getattr(a, field.name), getattr(b, field.name)
         if isinstance(x, np.ndarray):
@@ -66,11 +66,11 @@ EPISODES = [
 ]
 
 
-def test_every_field_comes_back_exactly(tmp_path):
+def test_read_episodes_restores_every_field(tmp_path):
     path = tmp_path / "deep" / "e.parquet"
     assert write_episodes(path, EPISODES) == 5
     for before, after in zip(EPISODES, read_episodes(path), strict=True):
-        same(before, after)
+        assert_equal(before, after)
 
 
 @settings(max_examples=20, deadline=None)
@@ -81,7 +81,7 @@ def test_every_field_comes_back_exactly(tmp_path):
         max_size=6,
     )
 )
-def test_any_episodes_come_back(tmp_path_factory, rows):
+def test_read_episodes_restores_random_episodes(tmp_path_factory, rows):
     episodes = [
         episode(i, tokens=length, reward=reward, messages=({"role": "user", "content": text},))
         for i, (length, reward, text) in enumerate(rows)
@@ -90,10 +90,10 @@ def test_any_episodes_come_back(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("e") / "e.parquet"
     write_episodes(path, episodes)
     for before, after in zip(episodes, read_episodes(path), strict=True):
-        same(before, after)
+        assert_equal(before, after)
 
 
-def test_the_same_episodes_give_the_same_bytes(tmp_path):
+def test_write_episodes_is_deterministic(tmp_path):
     write_episodes(tmp_path / "a", EPISODES)
     write_episodes(tmp_path / "b", [dataclasses.replace(e) for e in EPISODES])
     write_episodes(tmp_path / "c", EPISODES[1:])
@@ -101,7 +101,7 @@ def test_the_same_episodes_give_the_same_bytes(tmp_path):
     assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
 
 
-def test_rows_give_the_table_that_pyarrow_makes_of_them():
+def test_to_table_matches_pyarrow_from_pylist():
     pairs = pa.map_(pa.string(), pa.float64())
     numbers = {"flags": pa.bool_(), "wide": pa.int32(), "logprobs": pa.float32()}
     schema = pa.schema(
@@ -127,7 +127,7 @@ def test_rows_give_the_table_that_pyarrow_makes_of_them():
         to_table([{"wide": np.array([2**31])}], pa.schema([("wide", pa.list_(pa.int32()))]))
 
 
-def test_neither_writing_nor_reading_imports_pandas(tmp_path):
+def test_episodes_file_does_not_import_pandas(tmp_path):
     write_episodes(tmp_path / "a", EPISODES)
     (tmp_path / "stream").write_bytes(to_bytes(EPISODES))
     code = """
@@ -142,7 +142,7 @@ assert "pandas" not in sys.modules
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_duckdb_and_pandas_read_it(tmp_path):
+def test_duckdb_and_pandas_read_episodes_file(tmp_path):
     path = tmp_path / "e.parquet"
     write_episodes(path, EPISODES)
     rows = (
@@ -159,13 +159,13 @@ def test_duckdb_and_pandas_read_it(tmp_path):
     assert frame["text"][0] == ";3 é"
 
 
-def test_a_message_with_other_keys_is_refused(tmp_path):
+def test_write_episodes_rejects_message_with_unknown_key(tmp_path):
     with pytest.raises(ValueError, match="keys"):
         write_episodes(tmp_path / "e", [episode(messages=({"role": "tool", "content": "", "name": "x"},))])
     assert not (tmp_path / "e").exists()
 
 
-def test_what_is_no_episodes_file_is_refused(tmp_path):
+def test_read_episodes_rejects_invalid_files(tmp_path):
     with pytest.raises(RequestError, match="does not exist"):
         read_episodes(tmp_path / "absent")
     (tmp_path / "text").write_text("not parquet")
@@ -186,7 +186,7 @@ def test_what_is_no_episodes_file_is_refused(tmp_path):
         read_episodes(tmp_path / "torn")
 
 
-def test_scores_are_read_without_the_episodes(tmp_path):
+def test_read_scores_reads_only_needed_columns(tmp_path):
     rows = [episode(0), episode(1, tokens=3, reward=None, failure="verifier: died")]
     write_episodes(tmp_path / "one.parquet", rows)
     found = read_scores(tmp_path / "one.parquet")

@@ -1,4 +1,4 @@
-"""Filtering of records: what is rejected and why, and that nothing is lost."""
+"""Filtering of records: each line is kept or listed as rejected with a reason."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ def record(answer, *, prompt="What is it?", task="t", score=1.0):
     return TraceRecord(messages, environment="e", task_id=task, score=score, source="s", seed=0)
 
 
-def filtered(tmp_path, records, *, evaluation=(), **options):
+def run_filter(tmp_path, records, *, evaluation=(), **options):
     write_records(tmp_path / "in.jsonl", records)
     held = []
     if evaluation:
@@ -35,12 +35,12 @@ def filtered(tmp_path, records, *, evaluation=(), **options):
     return read_records(out / "train.jsonl"), {row["line"]: row["reason"] for row in rejected}, report
 
 
-def test_each_reason_names_its_line(tmp_path):
+def test_filter_gives_each_rejected_line_its_reason(tmp_path):
     records = [
         record("good", task="1"), record("good", task="1"), record("poor", task="2", score=0.2),
         record("", task="3"), record("x" * 300, task="4"), record("better", task="1", score=2.0),
     ]  # fmt: skip
-    kept, reasons, report = filtered(tmp_path, records, min_score=0.5, max_characters=200)
+    kept, reasons, report = run_filter(tmp_path, records, min_score=0.5, max_characters=200)
     assert [one.messages[-1]["content"] for one in kept] == ["better"]
     assert reasons == {1: "not best", 2: "duplicate", 3: "score", 4: "too short", 5: "too long"}
     assert report["read"] == 6 and report["train"] == 1
@@ -48,7 +48,7 @@ def test_each_reason_names_its_line(tmp_path):
     assert json.loads((tmp_path / "out/filter.json").read_text()) == json.loads(json.dumps(report))
 
 
-def test_broken_lines_are_put_aside_whole_and_do_not_end_the_file(tmp_path):
+def test_filter_keeps_invalid_lines_in_rejected_file_and_continues(tmp_path):
     good = [record(f"answer {index}", task=str(index)) for index in range(3)]
     write_records(tmp_path / "in.jsonl", good)
     lines = (tmp_path / "in.jsonl").read_bytes().splitlines()
@@ -63,7 +63,7 @@ def test_broken_lines_are_put_aside_whole_and_do_not_end_the_file(tmp_path):
     assert rows[4]["row"] == changed.decode() and "changed" in rows[4]["detail"]
 
 
-def test_a_line_without_end_cannot_fill_the_memory(tmp_path, monkeypatch):
+def test_filter_rejects_line_above_length_limit(tmp_path, monkeypatch):
     monkeypatch.setattr("perilune.data.stream.LONGEST_LINE", 1000)
     write_records(tmp_path / "good.jsonl", [record("fine")])
     good = (tmp_path / "good.jsonl").read_bytes()
@@ -72,17 +72,17 @@ def test_a_line_without_end_cannot_fill_the_memory(tmp_path, monkeypatch):
     assert report["train"] == 1 and report["rejected"] == {"broken": 1}
 
 
-def test_near_duplicates_are_found_and_others_left(tmp_path):
+def test_filter_removes_near_duplicates(tmp_path):
     near = LONG.replace("lazy", "sleepy")
     other = "Completely different words about tax law in the nineteenth century and its many consequences"
     records = [record(LONG, task="1"), record(near, task="2"), record(other, task="3")]
-    kept, reasons, _ = filtered(tmp_path, records, near=0.7)
+    kept, reasons, _ = run_filter(tmp_path, records, near=0.7)
     assert reasons == {2: "near duplicate"} and len(kept) == 2
     (tmp_path / "again").mkdir()
-    assert len(filtered(tmp_path / "again", records)[0]) == 3
+    assert len(run_filter(tmp_path / "again", records)[0]) == 3
 
 
-def test_what_evaluations_hold_is_not_trained_on(tmp_path):
+def test_filter_removes_contaminated_records(tmp_path):
     records = [
         record("clean", task="1"),
         record("an answer", prompt="The  HELD-OUT question, asked!", task="2"),
@@ -92,23 +92,23 @@ def test_what_evaluations_hold_is_not_trained_on(tmp_path):
         record("42", prompt="the held out question asked", task="h"),
         record(LONG, prompt="Say it", task="i"),
     ]
-    kept, reasons, _ = filtered(tmp_path, records, evaluation=evaluation)
+    kept, reasons, _ = run_filter(tmp_path, records, evaluation=evaluation)
     assert reasons == {2: "contaminated", 3: "contaminated"} and len(kept) == 1
 
 
-def test_languages(tmp_path):
+def test_filter_removes_other_languages(tmp_path):
     records = [
         record("This is an English sentence about the weather in London.", task="1"),
         record("Ceci est une phrase française qui parle du temps qu'il fait à Paris.", task="2"),
         record("12 + 34 = 46", task="3"),
     ]
-    _, reasons, _ = filtered(tmp_path, records, languages=("en",))
+    _, reasons, _ = run_filter(tmp_path, records, languages=("en",))
     assert reasons == {2: "language", 3: "language"}
 
 
-def test_validation_takes_whole_tasks_and_nothing_is_lost(tmp_path):
+def test_validation_split_keeps_tasks_together(tmp_path):
     records = [record(f"answer {index}", task=str(index % 40)) for index in range(200)]
-    train, _, report = filtered(tmp_path, records, validation=0.3, best=None)
+    train, _, report = run_filter(tmp_path, records, validation=0.3, best=None)
     held = read_records(tmp_path / "out/validation.jsonl")
     assert {one.task_id for one in train}.isdisjoint(one.task_id for one in held)
     assert len(train) + len(held) == 200 and 20 < len(held) < 120
@@ -117,11 +117,11 @@ def test_validation_takes_whole_tasks_and_nothing_is_lost(tmp_path):
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), max_size=30))
 @settings(max_examples=25, deadline=None)
-def test_every_line_ends_in_one_place_and_the_best_is_kept(tmp_path_factory, drawn):
+def test_filter_keeps_best_record_per_task_and_accounts_for_every_line(tmp_path_factory, drawn):
     records = [record(f"a{answer}", task=str(task), score=float(score)) for answer, task, score in drawn]
-    kept, reasons, report = filtered(tmp_path_factory.mktemp("f"), records, best=1)
+    kept, reasons, report = run_filter(tmp_path_factory.mktemp("f"), records, best=1)
     assert len(kept) + len(reasons) == report["read"] == len(records)
-    distinct = {one.digest: one for one in reversed(records)}  # of equal conversations the first
+    distinct = {one.digest: one for one in reversed(records)}  # the first of equal conversations
     best = {}
     for one in records:
         held = best.get(one.task_id)
@@ -130,16 +130,16 @@ def test_every_line_ends_in_one_place_and_the_best_is_kept(tmp_path_factory, dra
     assert [one.digest for one in kept] == [one.digest for one in records if best.get(one.task_id) is one]
 
 
-def test_a_folder_that_holds_filtered_data_is_left_alone(tmp_path):
-    filtered(tmp_path, [record("x")])
+def test_filter_rejects_folder_with_filtered_data(tmp_path):
+    run_filter(tmp_path, [record("x")])
     with pytest.raises(RequestError, match="already"):
-        filtered(tmp_path, [record("x")])
+        run_filter(tmp_path, [record("x")])
 
 
-def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
+def test_filter_names_missing_package_and_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(RequestError, match="datasketch") as caught:
-        filtered(tmp_path, [record("x")], near=0.8)
+        run_filter(tmp_path, [record("x")], near=0.8)
     assert "perilune[data]" in caught.value.remedy
     assert not (tmp_path / "out/train.jsonl").exists()
 
@@ -151,7 +151,7 @@ def test_signatures_estimate_similarity():
     assert (a == signature_of("nothing of the kind here")).mean() < 0.2
 
 
-def test_contamination_needs_a_whole_run_of_words():
+def test_contamination_needs_ngram_of_consecutive_words():
     known = Contamination(ngram=4)
     known.add("one two three four five", "six")
     assert known.found_in("x two three four FIVE y", "") == "the same 4 words: 'two three four five'"
@@ -159,7 +159,7 @@ def test_contamination_needs_a_whole_run_of_words():
     assert known.found_in("two three four x five", "") is None
 
 
-def test_the_command_tells_what_became_of_the_lines(tmp_path):
+def test_filter_command_reports_kept_and_rejected_records(tmp_path):
     write_records(
         tmp_path / "in.jsonl", [record("x", task="1"), record("x", task="1"), record("y", task="2")]
     )
@@ -173,8 +173,8 @@ def test_the_command_tells_what_became_of_the_lines(tmp_path):
 
 
 @pytest.mark.thorough
-def test_memory_does_not_grow_with_the_input(tmp_path):
-    """Twenty times the lines take no more memory than their index's cache."""
+def test_filter_memory_does_not_grow_with_input(tmp_path):
+    """Peak memory with 20 times the lines grows by no more than the cache of the index."""
     script = """
 import resource, sys
 from pathlib import Path

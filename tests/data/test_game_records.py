@@ -1,4 +1,4 @@
-"""Games of teachers as records: what the environment shows, filtered by outcome, with probabilities."""
+"""Records of teachers' games: the environment's messages, filters by outcome, and move probabilities."""
 
 import json
 from functools import partial
@@ -24,7 +24,7 @@ from perilune.games.teachers import BEST, make_game_teacher
 
 @pytest.fixture(autouse=True, scope="module")
 def home(tmp_path_factory):
-    """One for all tests, so that each game is solved once."""
+    """All tests share one home, so that each game is solved once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PERILUNE_HOME", str(tmp_path_factory.mktemp("home")))
         yield
@@ -34,7 +34,7 @@ def section(game, **more):
     return {"id": "open_spiel", "game": game, **more}
 
 
-def collected(about, count, seed=0, strategies=None, **options):
+def collect_games(about, count, seed=0, strategies=None, **options):
     """Records and rejected candidates of the first tasks."""
     environment = make_environment(about)
     teacher = make_teacher("open_spiel", strategies, options)
@@ -59,11 +59,11 @@ GAMES = {
 
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("opponent", ["self", "random"])
-def test_a_record_says_what_the_environment_would_show_a_policy(game, opponent):
-    """Its actions, played in a session, give its messages, word for word."""
+def test_game_record_contains_messages_that_environment_shows_policy(game, opponent):
+    """Playing the record's actions in a session gives the record's messages, word for word."""
     about = section(game, config=GAMES[game], opponent=opponent)
     environment = make_environment(about)
-    kept, _ = collected(about, 2 if game in ("othello", "gin_rummy") else 6, keep="any", simulations=4)
+    kept, _ = collect_games(about, 2 if game in ("othello", "gin_rummy") else 6, keep="any", simulations=4)
     tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 12)}
     assert kept
     for record in kept:
@@ -85,29 +85,29 @@ def test_a_record_says_what_the_environment_would_show_a_policy(game, opponent):
 
 
 @pytest.mark.parametrize("game", ["kuhn_poker", "leduc_poker", "goofspiel", "liars_dice", "tic_tac_toe"])
-def test_the_teacher_decided_by_what_the_record_shows(game):
-    """Its cards in the session are those it saw: the table gives each move the probability that is told."""
+def test_game_record_contains_observations_that_teacher_used(game):
+    """The teacher's table, applied to the recorded observations, gives the recorded probabilities."""
     about = section(game, config=GAMES[game])
     environment = make_environment(about)
     teacher = make_game_teacher(BEST[game], environment.game)
-    kept, _ = collected(about, 12, keep="any")
+    kept, _ = collect_games(about, 12, keep="any")
     for record in kept:
         match = Match(environment.game, KeyedRandom(record.seed, record.task_id))
-        told, likely = [], []
+        observed, likely = [], []
         for action in record.details["actions"]:
             shown, moves = environment.describe(match.state, match.player)
             if match.player == record.details["seat"]:
-                told.append(shown)
+                observed.append(shown)
                 likely.append(teacher.probabilities(match.state, match.player, 0)[moves[action]])
             match.take(moves[action])
-        assert told == [one["content"] for one in record.messages[1:] if one["role"] == "user"]
+        assert observed == [one["content"] for one in record.messages[1:] if one["role"] == "user"]
         assert likely == record.details["probabilities"]
 
 
-def test_equilibrium_play_stays_mixed_unless_the_likeliest_move_is_asked_for():
-    """The records bet with a king as often as the equilibrium does: equal games are not thrown away."""
+def test_records_follow_equilibrium_probabilities_unless_greedy():
+    """Records bet with a king as often as the equilibrium does, because equal games are not removed."""
     about = section("kuhn_poker")
-    kept, rejected = collected(about, 900, strategies={"teacher": 1.0}, seats="first")
+    kept, rejected = collect_games(about, 900, strategies={"teacher": 1.0}, seats="first")
     assert len(kept) == 900 and not rejected and list(deduplicate(kept)) == kept
     kings = [one for one in kept if one.messages[1]["content"].startswith("your card K")]
     share = sum(one.messages[2]["content"] == "Bet" for one in kings) / len(kings)
@@ -117,64 +117,64 @@ def test_equilibrium_play_stays_mixed_unless_the_likeliest_move_is_asked_for():
         assert one.details["probabilities"][0] == pytest.approx(
             expected if one.messages[2]["content"] == "Bet" else 1 - expected
         )
-    greedy, rejected = collected(about, 200, strategies={"teacher": 1.0}, seats="first", greedy=True)
+    greedy, rejected = collect_games(about, 200, strategies={"teacher": 1.0}, seats="first", greedy=True)
     likeliest = {one.messages[2]["content"] for one in greedy if "your card K" in one.messages[1]["content"]}
     assert len(likeliest) == 1 and {one.reason for one in rejected} == {"duplicate"}
-    few, _ = collected(about, 200, strategies={"teacher": 1.0}, repeats=False)
+    few, _ = collect_games(about, 200, strategies={"teacher": 1.0}, repeats=False)
     assert len(few) < 30
 
 
-def test_without_a_history_each_position_is_a_record_and_counts_once():
-    """A perfect player needs few positions; in a game of luck, repetitions carry the frequencies."""
+def test_records_without_history_hold_one_position_each():
+    """Equal positions of a perfect player are removed. In games with chance they keep the frequencies."""
     about = section("tic_tac_toe", history=False, show_rules=False, list_moves=False)
-    kept, rejected = collected(about, 200, strategies={"random": 1.0}, greedy=True)
+    kept, rejected = collect_games(about, 200, strategies={"random": 1.0}, greedy=True)
     shown = [record.messages for record in kept]
     assert {len(messages) for messages in shown} == {2} and len(set(map(str, shown))) == len(shown)
     assert {record.is_sub_agent for record in kept} == {True, False} and rejected
     games = {record.task_id for record in kept}
     assert len(games) + len(rejected) == 200 and len(kept) > len(games)
 
-    mixed, _ = collected(section("leduc_poker", history=False), 60)
+    mixed, _ = collect_games(section("leduc_poker", history=False), 60)
     later = [str(record.messages) for record in mixed if record.is_sub_agent]
     assert len(set(later)) < len(later)
 
 
-def test_a_filter_leaves_mixed_play_as_it_is(tmp_path):
-    kept, _ = collected(section("kuhn_poker"), 100)
+def test_filter_keeps_all_records_of_mixed_strategy(tmp_path):
+    kept, _ = collect_games(section("kuhn_poker"), 100)
     write_records(tmp_path / "traces.jsonl", kept)
     report = filter_files([tmp_path / "traces.jsonl"], [], FilterSettings(), tmp_path / "clean")
     assert report["train"] == len(kept) == 100
 
 
-def test_games_are_kept_by_their_outcome():
+def test_keep_and_seats_options_select_games():
     about = section("tic_tac_toe")
-    kept, rejected = collected(about, 60)
+    kept, rejected = collect_games(about, 60)
     assert {record.score for record in kept} == {0.0, 1.0} and len(kept) + len(rejected) == 60
     assert {one.reason for one in rejected} <= {"duplicate"}  # perfect play never loses
-    won, rejected = collected(about, 60, keep="won")
+    won, rejected = collect_games(about, 60, keep="won")
     assert {record.score for record in won} == {1.0} and "score 0 is below 1e-09" in {
         one.reason for one in rejected
     }
-    most, _ = collected(section("leduc_poker"), 60, keep=2.0)
-    every, rejected = collected(section("leduc_poker"), 60)
+    most, _ = collect_games(section("leduc_poker"), 60, keep=2.0)
+    every, rejected = collect_games(section("leduc_poker"), 60)
     assert min(one.score for one in most) >= 2.0 and min(one.score for one in every) < 0
     assert not rejected
     assert {one.details["seat"] for one in every} == {0, 1}
-    assert {one.details["seat"] for one in collected(about, 20, seats="second")[0]} == {1}
+    assert {one.details["seat"] for one in collect_games(about, 20, seats="second")[0]} == {1}
 
 
-def test_the_same_seed_plays_the_same_games_against_the_same_opponents():
+def test_game_records_depend_only_on_seed():
     about, shares = section("tic_tac_toe"), {"teacher": 0.2, "random": 0.5, "mcts": 0.3}
-    first, _ = collected(about, 80, strategies=shares, simulations=4)
-    again, _ = collected(about, 80, strategies=shares, simulations=4)
-    other, _ = collected(about, 80, seed=1, strategies=shares, simulations=4)
+    first, _ = collect_games(about, 80, strategies=shares, simulations=4)
+    again, _ = collect_games(about, 80, strategies=shares, simulations=4)
+    other, _ = collect_games(about, 80, seed=1, strategies=shares, simulations=4)
     assert first == again != other
     assert {one.source for one in first} == {f"open_spiel/{name}" for name in shares}
     assert len({one.digest for one in first}) == len(first)
 
 
-def test_details_survive_a_file(tmp_path):
-    kept, _ = collected(section("kuhn_poker"), 5)
+def test_record_details_round_trip_through_file(tmp_path):
+    kept, _ = collect_games(section("kuhn_poker"), 5)
     write_records(tmp_path / "records.jsonl", kept)
     assert read_records(tmp_path) == kept
     row = json.loads((tmp_path / "records.jsonl").read_text().splitlines()[0])
@@ -185,10 +185,10 @@ def test_details_survive_a_file(tmp_path):
         read_records(tmp_path)
 
 
-def test_what_was_said_is_the_transcript_of_the_teacher_s_seat():
+def test_record_actions_score_as_transcript_of_teacher_seat():
     about = section("tic_tac_toe")
     environment = make_environment(about)
-    (record, *_), _ = collected(about, 4)
+    (record, *_), _ = collect_games(about, 4)
     (task,) = [one for one in islice(environment.tasks("train", 0), 8) if one.task_id == record.task_id]
     *earlier, last = record.details["actions"]
     transcript = Transcript(last, earlier=tuple(earlier), seed=record.seed, player=record.details["seat"])
@@ -196,7 +196,7 @@ def test_what_was_said_is_the_transcript_of_the_teacher_s_seat():
 
 
 @pytest.mark.parametrize(
-    ("about", "told", "message"),
+    ("about", "arguments", "message"),
     [
         (section("tic_tac_toe"), {"options": {"kep": "won"}}, r"options.kep.*(?s:.)*did you mean 'keep'"),
         (section("connect_four"), {"options": {"policy": "cfr"}}, "options.policy"),
@@ -210,26 +210,26 @@ def test_what_was_said_is_the_transcript_of_the_teacher_s_seat():
         ({"id": "calculator"}, {}, "supports only the environment 'open_spiel'"),
     ],
 )
-def test_what_cannot_be_played_is_refused(about, told, message):
+def test_game_teacher_rejects_invalid_options_and_environments(about, arguments, message):
     with pytest.raises(RequestError) as caught:
-        teacher_candidates(make_teacher("open_spiel", **told), make_environment(about), 0)
+        teacher_candidates(make_teacher("open_spiel", **arguments), make_environment(about), 0)
     assert caught.match(message)
 
 
-def test_a_teacher_without_options_takes_none():
+def test_gold_teacher_rejects_options():
     with pytest.raises(RequestError, match=r"options\.keep"):
         make_teacher("gold", None, {"keep": 1})
 
 
-def test_who_knows_only_the_rules_makes_any_move():
-    kept, _ = collected(section("kuhn_poker"), 200, policy="random")
+def test_random_policy_plays_every_legal_move():
+    kept, _ = collect_games(section("kuhn_poker"), 200, policy="random")
     assert len({tuple(one["content"] for one in record.messages) for record in kept}) == 24
     assert {chance for record in kept for chance in record.details["probabilities"]} == {0.5}
 
 
-def test_epsilon_makes_the_teacher_play_at_random_at_times():
+def test_epsilon_mixes_random_moves_into_probabilities():
     about = section("kuhn_poker", list_moves=False)
-    kept, _ = collected(about, 400, strategies={"teacher": 1.0}, seats="second", epsilon=0.5)
+    kept, _ = collect_games(about, 400, strategies={"teacher": 1.0}, seats="second", epsilon=0.5)
     facing_a_bet_with_a_king = {
         record.messages[-1]["content"]: record.details["probabilities"][-1]
         for record in kept

@@ -1,4 +1,4 @@
-"""Records made chunk by chunk: killed anywhere and begun again, they end with the same bytes."""
+"""Generation of records in chunks: a killed and resumed generation writes the same bytes."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ SECTION = {"id": "calculator", "digits": 1}
 
 
 class Killed(BaseException):
-    """Stands for the end of the process: nothing that cleans up after exceptions sees it."""
+    """Simulates the end of the process. Handlers of `Exception` do not catch it."""
 
 
 @pytest.fixture(autouse=True)
@@ -27,24 +27,24 @@ def small_chunks(monkeypatch):
     monkeypatch.setattr(generation, "CHUNK", 8)
 
 
-def calculator(seed=0, refuse=()):
-    """The calculator's teacher, and a scorer that has no verdict on some tasks."""
+def calculator_generator(seed=0, refuse=()):
+    """The calculator environment, and a generator whose scorer fails on some tasks."""
     environment = make_environment(SECTION)
 
     def score(pairs):
         return [
             Failure("verifier", "hung")
             if int(task.task_id[:2], 16) % 5 in refuse
-            else environment.score(task, said)
-            for task, said in pairs
+            else environment.score(task, transcript)
+            for task, transcript in pairs
         ]
 
     teacher = make_teacher("calculator")
     return environment, TeacherGenerator(teacher, environment, score, seed, section=SECTION, extra={})
 
 
-def made(folder, wanted, refuse=(2,)):
-    environment, generator = calculator(wanted.seed, refuse)
+def generate_records(folder, wanted, refuse=(2,)):
+    environment, generator = calculator_generator(wanted.seed, refuse)
     return generate(generator, environment.tasks("train", wanted.seed), wanted, folder)
 
 
@@ -52,8 +52,8 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_rows_are_verified_and_say_where_they_come_from(tmp_path):
-    report = made(tmp_path, GenerationTarget(records=1000, tasks=30, seed=3))
+def test_generate_verifies_records_and_writes_provenance(tmp_path):
+    report = generate_records(tmp_path, GenerationTarget(records=1000, tasks=30, seed=3))
     rows = read_records(tmp_path)
     refused = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     assert len(rows) + len(refused) == report["tasks"] == 30 and len(refused) == report["rejected"] > 0
@@ -65,9 +65,9 @@ def test_rows_are_verified_and_say_where_they_come_from(tmp_path):
     assert json.loads((tmp_path / "generate.json").read_text()) == report
 
 
-def test_a_kill_at_any_write_changes_nothing(tmp_path, monkeypatch):
+def test_generate_resumes_after_kill_at_any_write(tmp_path, monkeypatch):
     wanted = GenerationTarget(records=21, tasks=None, seed=1)
-    whole = made(tmp_path / "whole", wanted)
+    whole = generate_records(tmp_path / "whole", wanted)
     assert whole["rows"] == 21 and whole["tasks"] == 24  # three chunks
     left: list[int] = []
     for name in ("_append", "write_json"):
@@ -75,7 +75,7 @@ def test_a_kill_at_any_write_changes_nothing(tmp_path, monkeypatch):
 
         def dying(path, what, real=real, torn=name == "_append"):
             left[0] -= 1
-            if left[0] < 0:  # in the middle of it
+            if left[0] < 0:  # in the middle of a write
                 if torn and what:
                     with path.open("ab") as file:
                         file.write(what[0][: len(what[0]) // 2])
@@ -98,23 +98,23 @@ def test_a_kill_at_any_write_changes_nothing(tmp_path, monkeypatch):
         folder = tmp_path / f"killed {moments}"
         left[:] = [moments]
         try:
-            made(folder, wanted)
+            generate_records(folder, wanted)
             break
         except Killed:
             assert not (folder / "generate.json").exists()
-        left[:] = [moments + 1]  # once more, a little further on
+        left[:] = [moments + 1]  # kill the resumed generation a little later
         try:
-            made(folder, wanted)
+            generate_records(folder, wanted)
         except Killed:
             left[:] = [1000]
-            made(folder, wanted)
+            generate_records(folder, wanted)
         assert contents(folder) == contents(tmp_path / "whole"), moments
         moments += 1
     assert moments > 12
 
 
-def test_conversations_of_earlier_chunks_are_not_repeated_after_a_kill(tmp_path):
-    environment, generator = calculator()
+def test_generate_rejects_duplicates_of_earlier_chunks_after_kill(tmp_path):
+    environment, generator = calculator_generator()
     tasks = [task for task, _ in zip(environment.tasks("train", 0), range(12), strict=False)]
     wanted = GenerationTarget(records=100, tasks=24, seed=0)
 
@@ -129,8 +129,8 @@ def test_conversations_of_earlier_chunks_are_not_repeated_after_a_kill(tmp_path)
     assert (report["rows"], report["reasons"]) == (12, {"duplicate": 12})
 
 
-def test_other_settings_do_not_go_on_with_what_was_begun(tmp_path):
-    environment, generator = calculator()
+def test_generate_does_not_resume_with_other_settings(tmp_path):
+    environment, generator = calculator_generator()
 
     def dying():
         yield next(environment.tasks("train", 0))
@@ -153,8 +153,8 @@ def test_other_settings_do_not_go_on_with_what_was_begun(tmp_path):
         generate(generator, environment.tasks("train", 0), GenerationTarget(5, 5, 0), tmp_path)
 
 
-def test_a_teacher_that_is_mostly_refused_is_given_up(tmp_path):
-    report = made(tmp_path, GenerationTarget(records=10, tasks=None, seed=0), refuse=range(5))
+def test_generate_stops_when_teacher_is_mostly_rejected(tmp_path):
+    report = generate_records(tmp_path, GenerationTarget(records=10, tasks=None, seed=0), refuse=range(5))
     assert report["rows"] == 0 and 40 < report["rejected"] <= 48
 
 
@@ -164,7 +164,7 @@ def run(*arguments):
     return result.stdout
 
 
-def test_the_command_writes_a_teachers_records(tmp_path):
+def test_generate_command_writes_teacher_records(tmp_path):
     out = tmp_path / "traces"
     report = json.loads(
         run("calculator", "--teacher", "calculator", "--strategy", "guess=1", "--set", "digits=1",
@@ -181,7 +181,7 @@ def test_the_command_writes_a_teachers_records(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "what"),
+    ("arguments", "error"),
     [
         ([], "give either --teacher or --model"),
         (["--teacher", "gold", "--model", "x"], "give either --teacher or --model"),
@@ -189,21 +189,21 @@ def test_the_command_writes_a_teachers_records(tmp_path):
         (["--teacher", "planning"], "supports only the planning environments"),
     ],
 )
-def test_what_the_command_refuses(tmp_path, arguments, what):
-    with pytest.raises(RequestError, match=what):
+def test_generate_command_rejects_invalid_arguments(tmp_path, arguments, error):
+    with pytest.raises(RequestError, match=error):
         run("calculator", *arguments, "--out", tmp_path / "out")
     assert not list(tmp_path.glob("out/*.jsonl"))
 
 
-def test_too_few_records_are_a_failure_and_can_be_looked_at(tmp_path, monkeypatch):
+def test_generate_command_fails_on_too_few_records_and_keeps_records(tmp_path, monkeypatch):
     monkeypatch.setattr(generation, "CHUNK", 256)
     with pytest.raises(WorkFailedError, match="of 1000000 records were kept"):
         run("calculator", "--set", "digits=1", "--teacher", "gold", "-n", 1000000, "--out", tmp_path)
     assert len(read_records(tmp_path)) > 500
 
 
-def test_a_model_writes_what_the_environment_accepts_the_same_way_in_any_chunks(tmp_path, monkeypatch):
-    """A fresh model writes characters at random, and often enough the one that is asked for."""
+def test_generate_with_model_does_not_depend_on_chunk_size(tmp_path, monkeypatch):
+    """A new model writes random characters, and often enough the accepted one."""
     from perilune.models.checkpoints.loading import new_model, save_checkpoint
     from perilune.models.text.tokenizer import Tokenizer
 

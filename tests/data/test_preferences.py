@@ -1,4 +1,4 @@
-"""Which answers make a pair, and pairs on disk."""
+"""Choice of preference pairs, and files of pairs."""
 
 import dataclasses
 from pathlib import Path
@@ -32,7 +32,7 @@ def texts(pairs: list[tuple[Episode, Episode]]) -> list[tuple[str, str]]:
     return [(better.text, worse.text) for better, worse in pairs]
 
 
-def test_the_best_goes_with_the_worst_and_each_answer_is_used_once() -> None:
+def test_choose_pairs_pairs_best_with_worst_and_uses_each_answer_once() -> None:
     group = [answer("a", 0.2), answer("b", 0.9), answer("c", 0.5), answer("d", 0.0)]
     assert texts(choose_pairs(group, most=5, gap=0.1)) == [("b", "d"), ("c", "a")]
     assert texts(choose_pairs(group, most=1, gap=0.1)) == [("b", "d")]
@@ -40,29 +40,29 @@ def test_the_best_goes_with_the_worst_and_each_answer_is_used_once() -> None:
     assert choose_pairs(group, most=5, gap=1.0) == []
 
 
-def test_equal_rewards_make_no_pair() -> None:
+def test_choose_pairs_skips_equal_rewards() -> None:
     assert choose_pairs([answer("a", 1.0), answer("b", 1.0)], most=2, gap=0.01) == []
 
 
-def test_answers_that_were_cut_off_or_not_judged_are_in_no_pair() -> None:
+def test_choose_pairs_skips_truncated_and_unscored_answers() -> None:
     group = [answer("a", 1.0), answer("b", 0.0, truncated=True), answer("c", None)]
     assert choose_pairs(group, most=2, gap=0.5) == []
     assert choose_pairs([answer("a", 1.0, truncated=True), answer("b", 0.0)], most=2, gap=0.5) == []
 
 
-def test_the_same_text_counts_once() -> None:
+def test_choose_pairs_uses_equal_texts_once() -> None:
     group = [answer("a", 1.0), answer("b", 0.0), answer("a", 1.0), answer("b", 0.0)]
     assert len(choose_pairs(group, most=4, gap=0.5)) == 1
 
 
-def test_near_duplicates_and_far_lengths_are_passed_over() -> None:
+def test_choose_pairs_skips_similar_texts_and_large_length_gaps() -> None:
     group = [answer("aaaaaaaa", 1.0, length=9), answer("aaaaaaab", 0.0, length=9), answer("xy", 0.0)]
     assert texts(choose_pairs(group, most=1, gap=0.5, most_alike=0.8)) == [("aaaaaaaa", "xy")]
     assert texts(choose_pairs(group, most=1, gap=0.5, length_gap=2)) == [("aaaaaaaa", "aaaaaaab")]
     assert choose_pairs(group, most=1, gap=0.5, most_alike=0.8, length_gap=2) == []
 
 
-def test_pairs_survive_the_disk(tmp_path: Path) -> None:
+def test_preferences_round_trip_through_file(tmp_path: Path) -> None:
     record = make_pair(answer("good\n", 1.0), answer("bad", 0.25), source="sampled/sft")
     assert write_preferences(tmp_path / "preferences.jsonl", [record]) == 1
     (row,) = read_rows(tmp_path)
@@ -71,7 +71,7 @@ def test_pairs_survive_the_disk(tmp_path: Path) -> None:
     assert dataclasses.asdict(record)["rejected"] == ({"role": "assistant", "content": "bad"},)
 
 
-def test_an_answer_that_is_not_learned_is_no_preference() -> None:
+def test_preference_of_rejects_message_with_weight() -> None:
     row = dataclasses.asdict(make_pair(answer("good", 1.0), answer("bad", 0.0), source="sampled/sft"))
     row |= {name: list(row[name]) for name in ("prompt", "chosen", "rejected")}
     assert preference_of(row, "row 1").chosen[0]["content"] == "good"

@@ -1,4 +1,4 @@
-"""Trace records: written, read, refused by line and field, deduplicated, split by task."""
+"""Trace records: reading, writing, errors with line and field, deduplication, and the split by task."""
 
 import json
 from dataclasses import asdict, replace
@@ -29,7 +29,7 @@ RECORDS = [
 ]
 
 
-def test_records_come_back_from_a_file_and_from_its_folder(tmp_path):
+def test_read_records_reads_file_and_folder(tmp_path):
     path = tmp_path / "records.jsonl"
     assert write_records(path, RECORDS) == 3
     assert read_records(path) == RECORDS
@@ -39,7 +39,7 @@ def test_records_come_back_from_a_file_and_from_its_folder(tmp_path):
     }  # fmt: skip
 
 
-def test_the_digest_is_of_the_conversation_alone():
+def test_digest_depends_only_on_messages():
     assert record(seed=1, score=0.2, task_id="x").digest == record().digest
     assert record(answer=";4").digest != record().digest
 
@@ -64,7 +64,7 @@ def test_the_digest_is_of_the_conversation_alone():
         ({"provenance": {"generator": "x", "version": 1, "settings": "y"}}, "field 'provenance' needs"),
     ],
 )
-def test_a_broken_row_is_named_by_file_line_and_field(tmp_path, change, message):
+def test_read_records_names_file_line_and_field_of_invalid_row(tmp_path, change, message):
     path = tmp_path / "r.jsonl"
     write_records(path, RECORDS[:1])
     row = asdict(RECORDS[1]) | change
@@ -75,7 +75,7 @@ def test_a_broken_row_is_named_by_file_line_and_field(tmp_path, change, message)
     assert caught.value.where == f"{path}:3"
 
 
-def test_a_missing_field_and_torn_json_are_named(tmp_path):
+def test_read_records_names_missing_field_invalid_json_and_missing_file(tmp_path):
     path = tmp_path / "r.jsonl"
     row = asdict(RECORDS[0])
     del row["source"]
@@ -92,7 +92,7 @@ def test_a_missing_field_and_torn_json_are_named(tmp_path):
         read_records(tmp_path / "absent.jsonl")
 
 
-def test_duplicates_by_content_or_by_task_are_dropped_and_the_first_kept():
+def test_deduplicate_keeps_first_record_per_content_and_task():
     first = record()
     same_content = replace(record(), task_id="other")
     same_task = record(answer="12003;3")
@@ -100,7 +100,7 @@ def test_duplicates_by_content_or_by_task_are_dropped_and_the_first_kept():
     assert list(deduplicate([first, same_content, same_task, elsewhere])) == [first, elsewhere]
 
 
-def test_the_task_alone_decides_the_split():
+def test_validation_split_depends_only_on_task():
     names = [f"t{i}" for i in range(400)]
     held_out = [name for name in names if is_validation(name, 0.1)]
     assert 20 <= len(held_out) <= 65
@@ -108,7 +108,7 @@ def test_the_task_alone_decides_the_split():
     assert not any(is_validation(name, 0.0) for name in names)
 
 
-def test_rows_that_were_written_before_rows_said_where_they_come_from_are_read(tmp_path):
+def test_read_records_accepts_rows_without_provenance(tmp_path):
     path = tmp_path / "r.jsonl"
     row = asdict(RECORDS[0])
     del row["provenance"]

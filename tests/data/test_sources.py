@@ -1,4 +1,4 @@
-"""Rows of every kind of file come in order with their places, and a bad one is an error that names it."""
+"""Rows are read in order from every file type, and errors name the place of an invalid row."""
 
 import csv
 import gzip
@@ -20,23 +20,23 @@ ROWS = [
 ]
 
 
-def as_lines(path: Path) -> Path:
+def write_lines(path: Path) -> Path:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in ROWS), encoding="utf-8")
     return path
 
 
-def as_array(path: Path) -> Path:
+def write_array(path: Path) -> Path:
     path.write_text("\ufeff " + json.dumps(ROWS, indent=1), encoding="utf-8")
     return path
 
 
-def as_parquet(path: Path) -> Path:
+def write_parquet(path: Path) -> Path:
     table = pa.Table.from_pylist([{**row, "embedding": [1.0, float("nan")], "tools": None} for row in ROWS])
     pq.write_table(table, path, row_group_size=100)
     return path
 
 
-def as_saved(path: Path) -> Path:
+def write_saved_dataset(path: Path) -> Path:
     """A folder as `Dataset.save_to_disk` writes it: Arrow streams, and their order in state.json."""
     path.mkdir(parents=True)
     names = []
@@ -50,14 +50,14 @@ def as_saved(path: Path) -> Path:
     return path
 
 
-def as_dictionary(path: Path) -> Path:
-    as_saved(path / "train")
-    as_saved(path / "test")
+def write_dataset_dict(path: Path) -> Path:
+    write_saved_dataset(path / "train")
+    write_saved_dataset(path / "test")
     write_json(path / "dataset_dict.json", {"splits": ["train", "test"]})
     return path
 
 
-def as_arrow_file(path: Path) -> Path:
+def write_arrow_file(path: Path) -> Path:
     table = pa.Table.from_pylist(ROWS)
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=77)
@@ -67,11 +67,11 @@ def as_arrow_file(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("write", "name"),
     [
-        (as_lines, "chats.jsonl"), (as_array, "chats.json"), (as_parquet, "chats.parquet"),
-        (as_arrow_file, "chats.arrow"), (as_saved, "saved"), (as_dictionary, "splits"),
+        (write_lines, "chats.jsonl"), (write_array, "chats.json"), (write_parquet, "chats.parquet"),
+        (write_arrow_file, "chats.arrow"), (write_saved_dataset, "saved"), (write_dataset_dict, "splits"),
     ],
 )  # fmt: skip
-def test_every_kind_of_file_has_the_same_rows(write, name: str, tmp_path: Path) -> None:
+def test_read_rows_reads_equal_rows_from_every_file_type(write, name: str, tmp_path: Path) -> None:
     path = write(tmp_path / name)
     rows = list(read_rows(path))
     assert [row.value for row in rows] == ROWS
@@ -81,8 +81,8 @@ def test_every_kind_of_file_has_the_same_rows(write, name: str, tmp_path: Path) 
         assert [row.value for row in read_rows(bare)] == ROWS
 
 
-def test_places_are_lines_and_rows(tmp_path: Path) -> None:
-    lines, table = as_lines(tmp_path / "a.jsonl"), as_parquet(tmp_path / "a.parquet")
+def test_read_rows_gives_line_or_row_number(tmp_path: Path) -> None:
+    lines, table = write_lines(tmp_path / "a.jsonl"), write_parquet(tmp_path / "a.parquet")
     assert list(read_rows(lines))[2].place == f"{lines}:5"  # every other line is blank
     assert list(read_rows(table))[2].place == f"{table} row 3"
 
@@ -91,7 +91,7 @@ PAIRS = [{"prompt": f'{n} "and"\nmore, é', "completion": str(n), "note": ""} fo
 
 
 @pytest.mark.parametrize("delimiter", [",", "\t", ";"])
-def test_a_table_of_texts_has_the_columns_of_its_header(delimiter: str, tmp_path: Path) -> None:
+def test_read_rows_reads_csv_columns_from_header(delimiter: str, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         writer = csv.DictWriter(file, PAIRS[0], delimiter=delimiter)
@@ -105,7 +105,7 @@ def test_a_table_of_texts_has_the_columns_of_its_header(delimiter: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("content", "said", "row"),
+    ("content", "error", "row"),
     [
         (b"prompt,completion\na,b\nc\n", "1 values for 2 columns", 2),
         (b'prompt,completion\na,"b\n', "unexpected end of data", 1),
@@ -114,16 +114,16 @@ def test_a_table_of_texts_has_the_columns_of_its_header(delimiter: str, tmp_path
         (b"prompt,prompt\na,b\n", "two columns have the same name", 1),
     ],
 )
-def test_a_bad_table_is_one_error_with_its_place(content: bytes, said: str, row: int, tmp_path: Path) -> None:
+def test_read_rows_names_row_of_invalid_csv(content: bytes, error: str, row: int, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_bytes(content)
     with pytest.raises(RequestError) as caught:
         list(read_rows(path))
-    assert said in caught.value.what and caught.value.where == f"{path} row {row}"
+    assert error in caught.value.what and caught.value.where == f"{path} row {row}"
 
 
 @pytest.mark.parametrize("header", ["question,answer", "2 + 3?,5", '"2, 3","5"', "2 + 3"])
-def test_a_table_whose_first_line_names_no_column_says_so(header: str, tmp_path: Path) -> None:
+def test_read_rows_rejects_csv_without_known_column(header: str, tmp_path: Path) -> None:
     path = tmp_path / "pairs.csv"
     path.write_text(f"{header}\n4 + 4?,8\n")
     with pytest.raises(RequestError, match="the first line names no column") as caught:
@@ -133,39 +133,39 @@ def test_a_table_whose_first_line_names_no_column_says_so(header: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "error"),
     [
         (gzip.compress(b'{"text": "a"}\n', mtime=0), "is compressed"),
         ('{"text": "a"}\n'.encode("utf-16"), "is UTF-16"),
     ],
 )
-def test_a_file_that_is_not_utf_8_text_is_named(data: bytes, said: str, tmp_path: Path) -> None:
+def test_read_rows_rejects_compressed_and_utf16_files(data: bytes, error: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(data)
-    with pytest.raises(RequestError, match=said) as caught:
+    with pytest.raises(RequestError, match=error) as caught:
         list(read_rows(tmp_path / "a.jsonl"))
     assert caught.value.remedy
 
 
-def test_a_line_that_is_too_long_by_its_line_end_takes_no_other_with_it(tmp_path: Path) -> None:
+def test_stream_bytes_keeps_line_after_too_long_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"a" * LONGEST_LINE + b'\n{"text": "b"}\n')
     assert [(number, bool(problem)) for number, _, problem in stream_bytes(path)] == [(1, True), (2, False)]
 
 
-def test_a_folder_gives_its_training_part(tmp_path: Path) -> None:
+def test_read_rows_uses_training_files_of_folder(tmp_path: Path) -> None:
     hub = tmp_path / "hub" / "data"
     hub.mkdir(parents=True)
-    as_parquet(hub / "train-00000-of-00001.parquet")
+    write_parquet(hub / "train-00000-of-00001.parquet")
     (hub / "test-00000-of-00001.parquet").write_bytes(b"PAR1 is not read")
     assert len(list(read_rows(tmp_path / "hub"))) == len(ROWS)
 
     clean = tmp_path / "clean"
     clean.mkdir()
-    as_lines(clean / "train.jsonl")
+    write_lines(clean / "train.jsonl")
     for name in ("rejected.jsonl", "validation.jsonl", "filter.json"):
         (clean / name).write_text("{}\n")
     assert find_source(clean) == clean / "train.jsonl"
-    assert find_source(as_dictionary(tmp_path / "splits")) == tmp_path / "splits" / "train"
+    assert find_source(write_dataset_dict(tmp_path / "splits")) == tmp_path / "splits" / "train"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_folder_gives_its_training_part(tmp_path: Path) -> None:
         (["contest", "latest"], ["contest", "latest"]),
     ],
 )
-def test_a_folder_trains_on_no_file_that_is_named_for_evaluation(
+def test_read_rows_skips_files_named_for_evaluation(
     names: list[str], read: list[str], tmp_path: Path
 ) -> None:
     for name in names:
@@ -186,7 +186,7 @@ def test_a_folder_trains_on_no_file_that_is_named_for_evaluation(
     assert [row.value["text"] for row in read_rows(tmp_path)] == read
 
 
-def test_null_columns_and_fields_count_as_missing(tmp_path: Path) -> None:
+def test_read_rows_drops_null_columns_and_fields(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "messages": null}\n')
     assert first_row(path).value == {"text": "a"}
@@ -202,7 +202,7 @@ def test_null_columns_and_fields_count_as_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "error"),
     [
         (b'{"text": NaN}', "NaN is no number"),
         (b'{"text": "\xff\xfe"}', "not UTF-8"),
@@ -214,17 +214,17 @@ def test_null_columns_and_fields_count_as_missing(tmp_path: Path) -> None:
         (b'{"text": "cut', "not valid JSON"),
     ],
 )
-def test_a_hostile_line_is_one_error_with_its_place(content: bytes, said: str, tmp_path: Path) -> None:
+def test_read_rows_names_line_of_invalid_json(content: bytes, error: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n' + content + b"\n")
     with pytest.raises(RequestError) as caught:
         list(read_rows(path))
-    assert said in caught.value.what and caught.value.where == f"{path}:3"
+    assert error in caught.value.what and caught.value.where == f"{path}:3"
 
 
-def test_a_damaged_table_is_one_error(tmp_path: Path) -> None:
-    whole = as_parquet(tmp_path / "whole.parquet").read_bytes()
-    arrow = as_arrow_file(tmp_path / "whole.arrow").read_bytes()
+def test_read_rows_rejects_damaged_parquet_and_arrow_files(tmp_path: Path) -> None:
+    whole = write_parquet(tmp_path / "whole.parquet").read_bytes()
+    arrow = write_arrow_file(tmp_path / "whole.arrow").read_bytes()
     for name, data in {
         "cut.parquet": whole[: len(whole) // 2],
         "empty.parquet": b"PAR1",
@@ -237,7 +237,7 @@ def test_a_damaged_table_is_one_error(tmp_path: Path) -> None:
             list(read_rows(tmp_path / name))
 
 
-def test_offsets_that_lead_out_of_an_arrow_file_are_refused(tmp_path: Path) -> None:
+def test_read_rows_rejects_arrow_offsets_outside_file(tmp_path: Path) -> None:
     table = pa.table({"text": pa.array(["abcdefgh"] * 50)})
     path = tmp_path / "a.arrow"
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
@@ -251,24 +251,24 @@ def test_offsets_that_lead_out_of_an_arrow_file_are_refused(tmp_path: Path) -> N
         list(read_rows(path))
 
 
-def test_a_folder_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_find_source_explains_unusable_folders(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no such file"):
         find_source(tmp_path / "none")
     with pytest.raises(RequestError, match="no data files") as caught:
         find_source(tmp_path)
     assert "*.jsonl, *.json, *.csv" in caught.value.remedy
-    as_lines(tmp_path / "test.jsonl")
+    write_lines(tmp_path / "test.jsonl")
     with pytest.raises(RequestError, match=r"only held-out files.*test\.jsonl"):
         find_source(tmp_path)
-    as_lines(tmp_path / "a.jsonl")
-    as_parquet(tmp_path / "a.parquet")
+    write_lines(tmp_path / "a.jsonl")
+    write_parquet(tmp_path / "a.parquet")
     with pytest.raises(RequestError, match="several kinds"):
         find_source(tmp_path)
-    saved = as_saved(tmp_path / "saved")
+    saved = write_saved_dataset(tmp_path / "saved")
     write_json(saved / "state.json", {"_data_files": [{"filename": "../a.jsonl"}]})
     with pytest.raises(RequestError, match="does not list"):
         find_source(saved)
-    splits = as_dictionary(tmp_path / "splits")
+    splits = write_dataset_dict(tmp_path / "splits")
     write_json(splits / "dataset_dict.json", {"splits": ["test", "validation"]})
     with pytest.raises(RequestError, match="no split 'train'") as caught:
         find_source(splits)

@@ -1,4 +1,4 @@
-"""Teachers write, the verifier decides: shares, determinism, rejections with their reasons."""
+"""Teachers and verification of their candidates: strategy shares, determinism, and reasons of rejections."""
 
 from collections import Counter
 from itertools import count, islice
@@ -41,16 +41,18 @@ SPECS = {
 }
 
 
-def score_here(environment):
+def score_in_process(environment):
     return lambda pairs: [environment.score(task, transcript) for task, transcript in pairs]
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_every_trace_is_accepted_and_its_working_is_valid(name):
+def test_arithmetic_traces_pass_verifier_with_valid_working(name):
     environment = make_environment(SPECS[name])
     teacher = make_teacher("arithmetic", {"scratchpad": 0.4, "brief": 0.3, "direct": 0.3})
     candidates = teacher.candidates(islice(environment.tasks("train", 0), 150), 0)
-    rows = list(verify_candidates(candidates, score_here(environment), environment=environment.id, seed=0))
+    rows = list(
+        verify_candidates(candidates, score_in_process(environment), environment=environment.id, seed=0)
+    )
     assert len(rows) == 150 and all(isinstance(row, TraceRecord) for row in rows)
     tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 150)}
     assert {row.source for row in rows} == {f"arithmetic/{s}" for s in ("scratchpad", "brief", "direct")}
@@ -64,7 +66,7 @@ def test_every_trace_is_accepted_and_its_working_is_valid(name):
         assert outcome.metrics.get("trace_valid") == (None if strategy == "direct" else 1.0)
 
 
-def test_shares_are_kept_and_the_seed_decides():
+def test_teacher_keeps_strategy_shares_and_depends_on_seed():
     environment = make_environment(SPECS["addition"])
     teacher = make_teacher("arithmetic", {"scratchpad": 0.4, "direct": 0.6})
     tasks = list(islice(environment.tasks("train", 0), 3000))
@@ -78,7 +80,7 @@ def test_shares_are_kept_and_the_seed_decides():
     assert part == first[500:600]  # a task's strategy does not depend on the other tasks
 
 
-def test_the_documented_trace():
+def test_arithmetic_trace_matches_documented_format():
     environment = make_environment(SPECS["addition"])
     for task in environment.tasks("train", 0):
         a, b = task.prompt[-1]["content"].removesuffix("=").split("+")
@@ -95,15 +97,17 @@ def test_the_documented_trace():
         assert candidate.text == expected
 
 
-def test_the_gold_teacher_answers_any_family_that_states_an_answer():
+def test_gold_teacher_answers_families_with_stated_answers():
     for family, prompt in (("sudoku", "original"), ("gcd", "compact")):
         environment = make_environment(gym(family) | {"prompt": prompt})
         candidates = make_teacher("gold").candidates(islice(environment.tasks("train", 0), 5), 0)
-        rows = verify_candidates(candidates, score_here(environment), environment=environment.id, seed=0)
+        rows = verify_candidates(
+            candidates, score_in_process(environment), environment=environment.id, seed=0
+        )
         assert all(isinstance(row, TraceRecord) for row in rows)
 
 
-def test_what_the_verifier_refuses_is_set_aside_with_its_reason():
+def test_verify_candidates_gives_reason_for_each_rejection():
     environment = make_environment(SPECS["addition"])
     right, wrong, broken, again = islice(environment.tasks("train", 0), 4)
     candidates = [
@@ -115,7 +119,7 @@ def test_what_the_verifier_refuses_is_set_aside_with_its_reason():
     ]
 
     def score(pairs):
-        outcomes = score_here(environment)(pairs)
+        outcomes = score_in_process(environment)(pairs)
         return [
             Failure("verifier", "hung") if task is broken else o
             for (task, _), o in zip(pairs, outcomes, strict=True)
@@ -133,7 +137,7 @@ def test_what_the_verifier_refuses_is_set_aside_with_its_reason():
     assert list(deduplicate(kept)) == kept
 
 
-def test_a_low_bar_keeps_partial_scores():
+def test_keep_from_accepts_partial_scores():
     environment = make_environment(SPECS["addition"])
     (task,) = islice(environment.tasks("train", 0), 1)
     candidate = Candidate(task, ";1", "t", keep_from=0.5)
@@ -141,13 +145,13 @@ def test_a_low_bar_keeps_partial_scores():
     assert [row.score for row in rows] == [0.5]
 
 
-def test_verification_in_the_scorers_process_agrees():
+def test_verify_candidates_with_scorer_matches_in_process_result():
     environment = make_environment(SPECS["chain sums"])
     tasks = list(islice(environment.tasks("train", 0), 700))
     teacher = make_teacher("arithmetic")
     here = list(
         verify_candidates(
-            teacher.candidates(tasks, 0), score_here(environment), environment=environment.id, seed=0
+            teacher.candidates(tasks, 0), score_in_process(environment), environment=environment.id, seed=0
         )
     )
     with Scorer(SPECS["chain sums"]) as scorer:
@@ -166,19 +170,19 @@ def test_verification_in_the_scorers_process_agrees():
         ("arithmetic", {"scratchpad": 1.5, "direct": -0.5}, "strategies", ""),
     ],
 )
-def test_a_wrong_teacher_is_refused(name, strategies, where, hint):
+def test_make_teacher_rejects_unknown_names_and_invalid_shares(name, strategies, where, hint):
     with pytest.raises(RequestError) as caught:
         make_teacher(name, strategies)
     assert caught.value.where == where and hint in caught.value.remedy
 
 
-def test_no_strategies_means_the_teachers_own():
+def test_make_teacher_uses_default_strategies():
     assert {"arithmetic", "calculator", "gold", "open_spiel"} <= set(teacher_names())
     assert make_teacher("arithmetic").shares == {"scratchpad": 0.4, "direct": 0.6}
     assert make_teacher("gold").shares == {"direct": 1.0}
 
 
-def test_a_careless_trace_has_the_right_answer_and_one_wrong_digit():
+def test_careless_trace_has_correct_answer_and_one_wrong_digit():
     environment = make_environment(SPECS["three terms"])
     tasks = list(islice(environment.tasks("train", 0), 300))
     careful = make_teacher("arithmetic", {"scratchpad": 1.0}).candidates(tasks, 0)
@@ -193,7 +197,7 @@ def test_a_careless_trace_has_the_right_answer_and_one_wrong_digit():
     assert len(places) > 15  # anywhere
 
 
-def steps_for(environment, count=40):
+def step_candidates(environment, count=40):
     teacher = make_teacher("arithmetic", {"steps": 1.0})
     return list(islice(teacher_candidates(teacher, environment, 0), count))
 
@@ -202,12 +206,12 @@ def steps_for(environment, count=40):
     ("prompting", "last"),
     [({}, "<answer>{}</answer>"), ({"prompting": {"format": "boxed"}}, "\\boxed{{{}}}")],
 )
-def test_steps_are_true_equations_that_lead_to_the_answer(prompting, last):
+def test_steps_trace_contains_correct_equations_and_answer(prompting, last):
     config = {"min_terms": 2, "max_terms": 4, "min_digits": 1, "max_digits": 2}
     environment = make_environment(
         {"id": "reasoning_gym", "task": "chain_sum", "config": config, **prompting}
     )
-    for one in steps_for(environment):
+    for one in step_candidates(environment):
         *lines, final = one.text.split("\n")
         for line in lines:
             left, right = line.split(" = ")
@@ -218,22 +222,22 @@ def test_steps_are_true_equations_that_lead_to_the_answer(prompting, last):
         assert environment.score(one.task, one.transcript).reward == 1.0
 
 
-def test_a_strategy_for_the_other_wording_is_refused():
+def test_teacher_rejects_strategy_of_other_prompt_setting():
     with pytest.raises(RequestError, match="no strategy 'steps' for `prompt: compact`"):
-        steps_for(make_environment(SPECS["three terms"]), 1)
+        step_candidates(make_environment(SPECS["three terms"]), 1)
     original = make_environment({"id": "reasoning_gym", "task": "chain_sum"})
     with pytest.raises(RequestError, match="no strategy 'scratchpad' for `prompt: original`"):
         list(islice(teacher_candidates(make_teacher("arithmetic"), original, 0), 40))
 
 
-def test_a_prompt_that_is_no_arithmetic_is_refused():
+def test_arithmetic_teacher_rejects_other_families():
     environment = make_environment(gym("gcd"))
     with pytest.raises(RequestError, match="cannot compute"):
         list(make_teacher("arithmetic").candidates(islice(environment.tasks("train", 0), 1), 0))
 
 
 class Stated(MultiTurn):
-    """States its answers with `gold` alone, or not at all."""
+    """States its answers through `gold` only, or has no answers."""
 
     id, max_turns = "stated", 2
 
@@ -252,7 +256,7 @@ class Stated(MultiTurn):
         return Transcript("b", earlier=("a",)) if self.states else None
 
 
-def test_the_gold_teacher_plays_what_the_environment_states_and_stops_without_it():
+def test_gold_teacher_plays_multi_turn_gold_and_fails_without_gold():
     teacher = make_teacher("gold")
     candidate = next(teacher_candidates(teacher, Stated({"states": True}), 0))
     assert Stated({"states": True}).score(candidate.task, candidate.transcript).reward == 1.0

@@ -1,4 +1,4 @@
-"""Each column convention becomes an example, and a row without one is an error that names what is wrong."""
+"""Training examples from every column convention, and errors for rows that follow none."""
 
 import json
 from pathlib import Path
@@ -46,11 +46,13 @@ def row(**value: Any) -> Row:
         ),
     ],
 )
-def test_a_demonstration(value: dict[str, Any], expected: Conversation | PlainText) -> None:
+def test_demonstration_reads_each_column_convention(
+    value: dict[str, Any], expected: Conversation | PlainText
+) -> None:
     assert demonstration(row(**value)) == expected
 
 
-def test_tool_calls_get_one_form() -> None:
+def test_demonstration_normalizes_tool_calls() -> None:
     as_text = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
     calls = {"role": "assistant", "content": None, "tool_calls": [as_text]}
     result = {"role": "tool", "content": "4", "tool_call_id": "a"}
@@ -61,7 +63,7 @@ def test_tool_calls_get_one_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "error"),
     [
         ({"messages": []}, "'messages' is not a list of messages"),
         ({"messages": "hello"}, "'messages' is not a list of messages"),
@@ -88,10 +90,10 @@ def test_tool_calls_get_one_form() -> None:
         ({"messages": [USER, SAID], "digest": "0"}, "the field 'environment' is missing"),
     ],
 )  # fmt: skip
-def test_a_row_that_is_no_demonstration(value: dict[str, Any], said: str) -> None:
+def test_demonstration_rejects_invalid_rows(value: dict[str, Any], error: str) -> None:
     with pytest.raises(RequestError) as caught:
         demonstration(row(**value))
-    assert said in caught.value.what and caught.value.where == "chats.jsonl:7"
+    assert error in caught.value.what and caught.value.where == "chats.jsonl:7"
 
 
 @pytest.mark.parametrize(
@@ -112,13 +114,13 @@ def test_a_row_that_is_no_demonstration(value: dict[str, Any], said: str) -> Non
         ),
     ],
 )  # fmt: skip
-def test_a_comparison(value: dict[str, Any], prompt: Any, answers: Any) -> None:
+def test_comparison_reads_each_column_convention(value: dict[str, Any], prompt: Any, answers: Any) -> None:
     found = comparison(row(**value))
     kind = PlainText if isinstance(prompt, str) else Conversation
     assert (found.chosen, found.rejected) == (kind(prompt, answers[0]), kind(prompt, answers[1]))
 
 
-def test_equal_prompts_are_one_task() -> None:
+def test_comparisons_with_equal_prompts_share_task_id() -> None:
     ids = [
         comparison(row(prompt=prompt, chosen=chosen, rejected="z")).task_id
         for prompt, chosen in (("a", "b"), ("a", "c"), ("d", "b"))
@@ -127,7 +129,7 @@ def test_equal_prompts_are_one_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "error"),
     [
         ({"prompt": "a", "chosen": "b"}, "task preference needs"),
         ({"messages": [USER, SAID]}, "task preference needs"),
@@ -139,14 +141,14 @@ def test_equal_prompts_are_one_task() -> None:
         ({"prompt": [USER], "chosen": [SAID], "rejected": [WRONG], "digest": "0"}, "is missing"),
     ],
 )
-def test_a_row_that_is_no_comparison(value: dict[str, Any], said: str) -> None:
+def test_comparison_rejects_invalid_rows(value: dict[str, Any], error: str) -> None:
     with pytest.raises(RequestError) as caught:
         comparison(row(**value))
-    assert said in caught.value.what and caught.value.where == "chats.jsonl:7"
+    assert error in caught.value.what and caught.value.where == "chats.jsonl:7"
 
 
 @pytest.mark.parametrize("to", ["records", "openai", "sharegpt"])
-def test_what_convert_writes_is_taken_as_it_is(to: Any, tmp_path: Path) -> None:
+def test_demonstration_reads_every_format_of_convert(to: Any, tmp_path: Path) -> None:
     call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
     chat = [
         USER, {"role": "assistant", "content": None, "tool_calls": [call]},
