@@ -1,4 +1,4 @@
-"""Runs a probe as anybody would run a script: with no sandbox at all."""
+"""Runs a probe as an ordinary script, without a sandbox."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from perilune.sandbox import Execution
 
 
 def bare_run(code: str) -> Execution:
-    """As a plain process that inherits what this one has."""
+    """Runs the code in a plain process that inherits this process's environment and file descriptors."""
     with tempfile.TemporaryDirectory() as folder:
         ended = subprocess.run(
             [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""The control group: its limit holds between two counts, its kills are told, and nothing of it is left."""
+"""The control group: its memory limit, the cause that its kills report, and its removal."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ except ChildProcessError: pass
 
 @pytest.fixture(scope="module")
 def places():
-    """The folders in which a group can be; the reason why there is none is that of this machine."""
+    """The folders in which a control group can be. Without control groups the tests xfail with the reason."""
     with Sandbox(LIMITS) as one:
         found = one.capabilities()
     if not found.mechanisms.control_group:
@@ -58,23 +58,23 @@ def groups_of(process, places):
     return [folder for place in places for folder in place.glob(f"perilune-sandbox-{process}-*")]
 
 
-def read(folder, *names):
-    """The number in the file that this version of control groups has."""
+def read_number(folder, *names):
+    """The number in the first file that exists. Control groups v1 and v2 name it differently."""
     return next(int((folder / name).read_text()) for name in names if (folder / name).exists())
 
 
-def test_processes_of_threads_take_no_more_than_the_limit_between_two_counts(places):
+def test_control_group_limits_memory_between_two_checks_of_watch(places):
     with Sandbox(LIMITS) as one:
         found = one.run(STORM)
         (group,) = groups_of(one.process_id, places)
-        limit = read(group, "memory.max", "memory.limit_in_bytes")
+        limit = read_number(group, "memory.max", "memory.limit_in_bytes")
         assert limit == LIMITS.memory_bytes + LIMITS.scratch_bytes + (16 << 20)
-        assert read(group, "memory.peak", "memory.max_usage_in_bytes") <= limit
+        assert read_number(group, "memory.peak", "memory.max_usage_in_bytes") <= limit
         assert (found.cause, found.signal) == ("memory", signal.SIGKILL)
         assert one.run("print('well')").output == "well\n"
 
 
-def test_kernel_memory_which_no_count_shows_ends_a_run_too(places):
+def test_control_group_limits_kernel_memory_of_sockets(places):
     limits = replace(LIMITS, memory_bytes=24 << 20, scratch_bytes=1 << 20, open_files=120)
     with Sandbox(limits) as one:
         found = one.run(IN_SOCKETS)
@@ -85,7 +85,7 @@ def test_kernel_memory_which_no_count_shows_ends_a_run_too(places):
         assert one.run(IN_SOCKETS).succeeded
 
 
-def test_a_group_goes_with_its_supervisor_and_a_killed_one_is_swept_by_the_next(places):
+def test_control_group_is_removed_on_close_or_by_next_sandbox_after_kill(places):
     with Sandbox(LIMITS) as one:
         first = one.process_id
         (group,) = groups_of(first, places)
@@ -106,7 +106,7 @@ def test_a_group_goes_with_its_supervisor_and_a_killed_one_is_swept_by_the_next(
                 folder.rmdir()
 
 
-def test_a_killed_owner_and_a_killed_supervisor_leave_no_process(places):
+def test_killing_owner_and_supervisor_leaves_no_process(places):
     script = (
         "import threading, time\nfrom perilune.sandbox import Sandbox, SandboxLimits\n"
         "s = Sandbox(SandboxLimits(seconds=60)); s.run('')\n"

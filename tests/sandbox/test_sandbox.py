@@ -1,4 +1,4 @@
-"""The sandbox: what a run may do, what ends it, and that nothing of it is left."""
+"""The sandbox: files and output of a run, its limits, and the removal of its processes and folders."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def sandbox():
         yield shared
 
 
-def test_a_run_has_its_files_and_gives_back_what_it_made(sandbox):
+def test_run_reads_given_files_and_returns_written_files(sandbox):
     code = "text = open('in/rows.csv').read()\nopen('out.txt', 'w').write(text.upper())\nprint(len(text))"
     found = sandbox.run(code, {"in/rows.csv": b"a,b\n"})
     assert (found.succeeded, found.output, found.exit_code) == (True, "4\n", 0)
@@ -58,7 +58,7 @@ def test_a_run_has_its_files_and_gives_back_what_it_made(sandbox):
     assert sandbox.run("import os; print(os.listdir())").output == "[]\n"
 
 
-def test_a_run_is_a_main_program_of_pythons_library_alone(sandbox):
+def test_run_is_main_program_with_only_standard_library(sandbox):
     assert (
         sandbox.run("print(__name__, __file__); import json, sqlite3; exit(0)").output == "__main__ main.py\n"
     )
@@ -69,7 +69,7 @@ def test_a_run_is_a_main_program_of_pythons_library_alone(sandbox):
     assert (found.cause, found.exit_code) == ("error", 1)
 
 
-def test_chance_is_the_same_in_every_run():
+def test_random_numbers_and_hashes_are_equal_in_every_run():
     code = "import random, os; print(random.random(), hash('text'), {'a', 'b', 'c'}, sorted(os.environ))"
     outputs = set()
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_chance_is_the_same_in_every_run():
 
 
 @pytest.mark.parametrize(
-    ("code", "cause", "said"),
+    ("code", "cause", "output"),
     [
         ("import sys; sys.exit(3)", "error", ""),
         ("def", "error", "SyntaxError"),
@@ -95,34 +95,34 @@ def test_chance_is_the_same_in_every_run():
         ("for i in range(10_000_000): print(i)", "output", "0\n1\n2\n"),
     ],
 )  # fmt: skip
-def test_what_ends_a_run(sandbox, code, cause, said):
+def test_run_ends_with_expected_cause(sandbox, code, cause, output):
     before = {"kept": b"x"}
     began = time.monotonic()
     found = sandbox.run(code, before)
-    assert found.cause == cause and said in found.output
+    assert found.cause == cause and output in found.output
     assert time.monotonic() - began < LIMITS.seconds + 50
     assert len(found.output) <= LIMITS.output_bytes + 100
     if found.exit_code is None:
         assert found.files == before
     assert not list(descendants(sandbox.process_id))
-    assert sandbox.run("print('well')").output == "well\n"  # the next one does not notice
+    assert sandbox.run("print('well')").output == "well\n"  # the next run is not affected
 
 
-def test_memory_is_counted_over_all_processes():
+def test_memory_limit_covers_all_processes():
     child = "if os.fork() == 0: x = b'x' * (50 << 20); time.sleep(9)"
     code = f"import os, time\nfor _ in range(3):\n {child}\ntime.sleep(9)"
     with Sandbox(replace(LIMITS, seconds=30)) as patient:
         assert patient.run(code).cause == "memory"
 
 
-def test_a_daemon_does_not_survive(sandbox):
+def test_daemon_process_ends_with_run(sandbox):
     assert sandbox.run(DAEMON).output == "gone\n"
     assert not list(descendants(sandbox.process_id))
 
 
 @pytest.mark.parametrize("without", [[], ["namespaces"]])
-def test_killing_the_process_above_and_hiding_is_no_way_out(without):
-    """Without namespaces the two reach each other; then nothing is heard any more, and yet it lives on."""
+def test_run_that_kills_parent_and_closes_output_is_stopped(without):
+    """Without namespaces the code reaches its parent. It then keeps running without output."""
     code = "import os, time\nos.kill(os.getppid(), 9)\nos.closerange(0, 3)\ntime.sleep(60)"
     with Sandbox(LIMITS, without=without, allow_missing=["names"]) as one:
         found = one.run(code)
@@ -131,7 +131,7 @@ def test_killing_the_process_above_and_hiding_is_no_way_out(without):
         assert one.run("print('well')").output == "well\n"
 
 
-def test_long_output_keeps_both_ends_and_says_what_was_cut(sandbox):
+def test_long_output_keeps_both_ends_and_number_of_bytes_cut(sandbox):
     found = sandbox.run("for i in range(20_000): print(i)")
     assert found.succeeded and found.cut > 0
     assert found.output.startswith("0\n1\n") and found.output.endswith("19998\n19999\n")
@@ -139,19 +139,19 @@ def test_long_output_keeps_both_ends_and_says_what_was_cut(sandbox):
 
 
 @pytest.mark.parametrize("size", [0, 1, 49, 50, 51, 99, 100, 101, 150, 1000])
-def test_what_is_kept_of_output_in_whatever_pieces_it_comes(size):
+def test_output_does_not_depend_on_size_of_pieces(size):
     data = bytes(i % 251 for i in range(size))
     for piece in (1, 7, 1000):
-        heard = Output(100)
+        output = Output(100)
         for start in range(0, size, piece):
-            heard.add(data[start : start + piece])
+            output.add(data[start : start + piece])
         cut = max(size - 100, 0)
-        assert heard.cut == cut
+        assert output.cut == cut
         whole = data if not cut else data[:50] + b"\n[... %d bytes were cut ...]\n" % cut + data[-50:]
-        assert heard.text(is_complete=True) == whole
+        assert output.text(is_complete=True) == whole
 
 
-def test_only_regular_files_come_back():
+def test_run_returns_only_regular_files():
     code = """
 import os
 os.symlink('/dev/zero', 'endless'); os.mkfifo('fifo')
@@ -159,7 +159,7 @@ os.makedirs('a/b'); open('a/b/kept', 'w').write('x')
 os.mkdir('closed'); os.chmod('closed', 0)
 open(b'odd\\xff', 'w').close()
 """
-    with Sandbox(LIMITS, without=["landlock"]) as one:  # which does not let these be made
+    with Sandbox(LIMITS, without=["landlock"]) as one:  # Landlock forbids making these files
         found = one.run(code)
     assert dict(found.files) == {"a/b/kept": b"x"}, found.output
     assert set(found.left_out) == {"'endless'", "'fifo'", "'closed'", "'odd\\udcff'"}
@@ -168,7 +168,7 @@ open(b'odd\\xff', 'w').close()
 DEEP = "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')"
 
 
-def test_a_deep_folder_is_removed_and_hurts_no_other_run(monkeypatch, tmp_path):
+def test_deeply_nested_folder_is_removed_after_run(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with Sandbox(LIMITS, without=("namespaces",), allow_missing=tuple(WALLS)) as shared:
         shared.run(DEEP)
@@ -190,14 +190,14 @@ while time.time() < until:
 """
 
 
-def test_a_program_that_forks_and_leaves_all_the_time_is_ended():
+def test_program_that_forks_and_exits_repeatedly_is_stopped():
     programs, ended = Programs(ProgramLimits(confined=False)), threading.Event()
     programs.start(["python", "-c", HOPS], Streams.of_text(""), {}, lambda ending: ended.set())
     assert ended.wait(15)
     programs.close()
 
 
-def test_a_program_has_its_folder_as_long_as_it_runs():
+def test_program_keeps_folder_until_exit():
     programs, endings = Programs(ProgramLimits(confined=False)), []
     (program_input, ours), ended = os.pipe(), threading.Event()
     with tempfile.TemporaryFile() as output:
@@ -211,12 +211,12 @@ def test_a_program_has_its_folder_as_long_as_it_runs():
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../out", "a/../../b", "", "nul\0"])
-def test_names_that_lead_out_are_refused(sandbox, name):
+def test_run_rejects_file_names_outside_folder(sandbox, name):
     with pytest.raises(RequestError, match="not a valid file name"):
         sandbox.run("", {name: b""})
 
 
-def test_a_wall_that_is_missing_is_told_and_by_default_nothing_runs():
+def test_run_fails_on_missing_wall_unless_allowed():
     with Sandbox(without=["seccomp"]) as one:
         assert set(one.capabilities().missing) >= {"kernel", "sockets"}
         assert one.capabilities().reasons["seccomp"] == "switched off"
@@ -228,7 +228,7 @@ def test_a_wall_that_is_missing_is_told_and_by_default_nothing_runs():
         Sandbox(allow_missing=["moat"])
 
 
-def test_a_supervisor_that_is_gone_is_a_failure_of_the_sandbox_and_replaced():
+def test_killed_supervisor_fails_run_and_is_replaced():
     with Sandbox(LIMITS) as one:
         one.run("")
         os.kill(one.process_id, signal.SIGKILL)
@@ -237,7 +237,7 @@ def test_a_supervisor_that_is_gone_is_a_failure_of_the_sandbox_and_replaced():
         assert one.run("print(1)").output == "1\n"
 
 
-def test_a_run_ends_with_who_asked_for_it():
+def test_run_ends_when_owner_is_killed():
     script = (
         "import sys, threading, time\nfrom perilune.sandbox import Sandbox, SandboxLimits\n"
         "s = Sandbox(SandboxLimits(seconds=60)); s.run('')\n"
@@ -256,7 +256,7 @@ def test_a_run_ends_with_who_asked_for_it():
         time.sleep(0.05)
 
 
-def test_a_killed_owner_leaves_no_folder_once_another_has_one(tmp_path):
+def test_channel_removes_folder_of_killed_owner(tmp_path):
     script = (
         "import sys\nfrom perilune.sandbox.channel import Channel\n"
         "one = Channel('perilune.models.text.template_worker', 'it', 1000)\n"

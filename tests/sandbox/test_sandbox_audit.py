@@ -1,4 +1,4 @@
-"""The audit: nothing gets through a wall that stands, and every probe would notice a wall that does not."""
+"""The sandbox audit: it finds no breach on this machine, and every probe detects a missing wall."""
 
 import ctypes
 import importlib
@@ -27,26 +27,26 @@ from perilune.sandbox.sandbox import Capabilities
 pytestmark = pytest.mark.usefixtures("walls")
 NOBODY = 1 << 22  # a process without descendants: there can be none of that number
 ALL = Mechanisms(True, True, True, True, landlock=7, seccomp=True, control_group=2)
-QUICK = [one for one in PROBES if one.wall not in ("time", "output")]  # which no mechanism keeps
+QUICK = [one for one in PROBES if one.wall not in ("time", "output")]  # no mechanism enforces these walls
 NOTHING = Capabilities(ALL, dict.fromkeys(WALLS, ("pretended",)), {})
-SHY = {
+TESTED_SEPARATELY = {
     "read run before",
     "escape privileges",
     "escape kernel",
     "escape daemon",
     "exhaust output",
-}  # shown in tests of their own
+}  # other tests cover these
 if os.geteuid():
-    SHY.add("write devices")  # which takes root even without a sandbox
+    TESTED_SEPARATELY.add("write devices")  # needs root even without a sandbox
 
 
-def told(audit):
+def describe_findings(audit):
     return [f"{one.probe}: {one.verdict}: {dict(one.reached)}" for one in audit.findings]
 
 
-def test_nothing_gets_out_of_the_sandbox_of_this_machine():
+def test_audit_finds_no_breach_on_this_machine():
     audit = audit_sandbox()
-    assert not audit.breached, told(audit)
+    assert not audit.breached, describe_findings(audit)
     in_a_scorer = [f"scorer: {one.name}" for one in PROBES if one.function in IN_A_SCORER]
     assert [one.probe for one in audit.findings] == [one.name for one in PROBES] + in_a_scorer
     if os.environ.get("CI"):
@@ -55,15 +55,15 @@ def test_nothing_gets_out_of_the_sandbox_of_this_machine():
 
 
 @pytest.mark.parametrize("without", [["namespaces"], ["own_user"], ["landlock"]])
-def test_what_is_left_without_a_mechanism_holds_too(without):
+def test_audit_finds_no_breach_without_one_mechanism(without):
     audit = audit_sandbox(without=without, probes=QUICK)
-    assert not audit.breached, told(audit)
+    assert not audit.breached, describe_findings(audit)
     missing = {"names"} if "namespaces" in without else set()
     assert set(audit.capabilities.missing) == missing
     assert {one.wall for one in audit.findings if one.verdict != "contained"} == missing
 
 
-def test_where_seccomp_is_missing_the_audit_shows_what_it_kept():
+def test_audit_without_seccomp_finds_open_kernel_and_sockets():
     audit = audit_sandbox(without=["seccomp"], probes=QUICK)
     assert {one.wall for one in audit.findings if one.verdict != "contained"} == {"kernel", "sockets"}
     assert not audit.breached
@@ -76,18 +76,20 @@ def baits():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("probe", [one for one in PROBES if one.name not in SHY], ids=lambda one: one.name)
-def test_a_probe_gets_through_where_there_is_no_sandbox(probe, baits):
+@pytest.mark.parametrize(
+    "probe", [one for one in PROBES if one.name not in TESTED_SEPARATELY], ids=lambda one: one.name
+)
+def test_probe_succeeds_without_sandbox(probe, baits):
     found = examine(probe, bare_run, baits, NOBODY, NOTHING)
     assert found.verdict in ("open", "partly"), found.refused
     assert not found.untried
 
 
-def test_a_daemon_shows_where_it_lives_on(baits):
+def test_daemon_probe_finds_surviving_daemon(baits):
     (probe,) = (one for one in PROBES if one.name == "escape daemon")
     adopt = ctypes.CDLL(None).prctl
-    adopt(36, 1, 0, 0, 0)  # as the supervisor does, so that an orphan comes to us
-    others = {child.pid for child in psutil.Process().children(recursive=True)}  # of tests before this one
+    adopt(36, 1, 0, 0, 0)  # become the parent of orphans, as the supervisor does
+    others = {child.pid for child in psutil.Process().children(recursive=True)}  # started by earlier tests
     try:
         found = examine(probe, bare_run, baits, os.getpid(), NOTHING)
     finally:
@@ -99,13 +101,13 @@ def test_a_daemon_shows_where_it_lives_on(baits):
         os.waitpid(one, 0)
 
 
-def test_the_kernel_answers_where_nothing_filters(baits):
+def test_kernel_probe_reaches_system_calls_without_filter(baits):
     (probe,) = (one for one in PROBES if one.name == "escape kernel")
     found = examine(probe, bare_run, baits, NOBODY, NOTHING)
     assert {"memfd_create", "keyctl", "kcmp"} & set(found.reached)
 
 
-def test_a_scorer_reaches_no_memory_of_its_user_and_no_call_that_nobody_reviewed():
+def test_confined_run_blocks_shared_memory_and_unknown_system_calls():
     libc = ctypes.CDLL(None, use_errno=True)
     segment = libc.shmget(0, 4096, 0o1600)
     code = (
@@ -116,17 +118,17 @@ def test_a_scorer_reaches_no_memory_of_its_user_and_no_call_that_nobody_reviewed
     )
     try:
         assert confined_run(code, SandboxLimits()).output == "-1 1\n-1 1\n-1 38\n"
-        assert libc.shmctl(segment, 2, ctypes.create_string_buffer(256)) == 0  # it is still there
+        assert libc.shmctl(segment, 2, ctypes.create_string_buffer(256)) == 0  # the segment still exists
     finally:
         libc.shmctl(segment, 0, None)
 
 
-def test_output_is_heard_whole_where_nobody_cuts_it(baits):
+def test_output_probe_succeeds_without_sandbox(baits):
     (probe,) = (one for one in PROBES if one.name == "exhaust output")
     assert examine(probe, bare_run, baits, os.getpid(), NOTHING).verdict == "open"
 
 
-def test_what_a_run_leaves_is_found_where_it_is_left(baits, monkeypatch, tmp_path):
+def test_run_before_probe_finds_leftover_file_and_memory(baits, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     kept = {"text": baits.left_behind, "more": []}
     Path("left_behind").write_text(kept["text"])
@@ -134,14 +136,14 @@ def test_what_a_run_leaves_is_found_where_it_is_left(baits, monkeypatch, tmp_pat
     assert attempts["files"]() == ["left_behind"] and attempts["memory"]() > 0
 
 
-def test_privileges_show_where_they_are_held(baits):
+def test_privileges_probe_finds_privileges_without_sandbox(baits):
     (probe,) = (one for one in PROBES if one.name == "escape privileges")
     found = examine(probe, bare_run, baits, NOBODY, NOTHING)
     assert "setuid programs" in found.reached
     assert ("capabilities" in found.reached) == (os.geteuid() == 0)
 
 
-def test_a_probe_of_ones_own_is_sent_as_its_text(baits):
+def test_probe_code_contains_source_of_function(baits):
     def arithmetic(facts):
         return {"two": lambda: 1 + 1, "nothing": lambda: 0, "error": lambda: 1 / 0}
 
@@ -159,7 +161,7 @@ FAKES = {
 
 
 @pytest.mark.parametrize("how", FAKES)
-def test_a_probe_that_tries_nothing_is_not_contained(baits, how, tmp_path, monkeypatch):
+def test_probe_without_attempts_is_untried_and_breaches_audit(baits, how, tmp_path, monkeypatch):
     body = FAKES[how].replace("\n", "\n    ")
     (tmp_path / "faked.py").write_text(f"def attempts(facts):\n    'Fakes.'\n    {body}\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -171,8 +173,8 @@ def test_a_probe_that_tries_nothing_is_not_contained(baits, how, tmp_path, monke
     assert SandboxAudit({}, NOTHING, [found]).breached
 
 
-def python_for_others() -> tuple[str, dict]:
-    """An interpreter, which may not lie in a home, and how it is started as a user without rights."""
+def python_for_other_user() -> tuple[str, dict]:
+    """An interpreter outside any home, and the arguments that start it as a user without privileges."""
     other = {} if os.geteuid() else {"user": 65534, "group": 65534, "extra_groups": []}
     for candidate in (sys.executable, shutil.which("python3", path="/usr/bin:/usr/local/bin") or ""):
         command = [candidate, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
@@ -185,9 +187,9 @@ def python_for_others() -> tuple[str, dict]:
 
 
 @pytest.mark.parametrize("without", ["[]", "['namespaces']"])
-def test_it_holds_for_an_ordinary_user(without):
-    python, other = python_for_others()
-    package = Path("/tmp") / f"perilune-for-others-{os.getpid()}"  # where another user may read
+def test_audit_finds_no_breach_for_ordinary_user(without):
+    python, other = python_for_other_user()
+    package = Path("/tmp") / f"perilune-for-others-{os.getpid()}"  # readable by another user
     ours = Path(perilune.__file__).parent
     shutil.copytree(ours / "sandbox", package / "perilune" / "sandbox")
     for name in ("__init__.py", "errors.py"):
@@ -212,6 +214,6 @@ def test_it_holds_for_an_ordinary_user(without):
     assert missing == (["names"] if without != "[]" else [])
 
 
-def test_limits_of_the_audit_are_small():
+def test_audit_limits_are_small():
     assert AUDITED.processes <= 8 and AUDITED.memory_bytes <= 1 << 27 and AUDITED.seconds <= 2
     assert isinstance(AUDITED, SandboxLimits)

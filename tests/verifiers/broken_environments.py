@@ -7,7 +7,7 @@ from perilune.environments import MultiTurn, Task, Transcript, ask, end_episode
 
 
 class Sound(MultiTurn):
-    """Say "left" or "right" as the coin fell, twice; breaks no rule."""
+    """Rewards repeating the shown side of a coin, "left" or "right", twice. Breaks no rule."""
 
     id = "sound"
     max_turns = 2
@@ -42,7 +42,7 @@ class TwoPlayers(Sound):
 
 
 class Unseeded(Sound):
-    """The coin falls as it likes."""
+    """The coin does not depend on the seed."""
 
     def play(self, task, chance):
         coin = str(time.perf_counter_ns())
@@ -94,7 +94,7 @@ class NoGenerator(Sound):
 
 
 class Costly(Sound):
-    """Moves cost, and other texts end the episode for free."""
+    """Legal moves cost reward, and other texts end the episode without a cost."""
 
     def play(self, task, chance):
         action, moves = (yield ask(legal=("left", "right"))), 0
@@ -119,7 +119,7 @@ class Generous(Sound):
 
 
 class Miserly(Sound):
-    """Pays otherwise when it is asked again."""
+    """`score` returns half the sum of the step rewards."""
 
     def score(self, task, transcript):
         score = super().score(task, transcript)

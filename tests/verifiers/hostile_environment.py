@@ -1,4 +1,4 @@
-"""An environment whose scorer does whatever the transcript says: the worst that could come along."""
+"""An environment whose scorer runs the hostile action that the transcript names."""
 
 import ctypes
 import faulthandler
@@ -37,7 +37,7 @@ class HostileEnvironment:
         return getattr(self, action)(argument)
 
     def poison(self, argument):
-        """Text that makes every later answer pay, in this process and in any that it could pass it on to."""
+        """Patches the scorer so that every later answer earns 1, in this process and in its forks."""
         HostileEnvironment.answer = lambda self, argument: Score(1.0)
         return Score(float(argument or 0.0))
 
@@ -157,7 +157,7 @@ class HostileEnvironment:
         return Score(1.0)
 
     def run(self, argument):
-        """Text that is run as code, with the audit hook disarmed by who finds it on the stack."""
+        """Runs the text as code; the word "disarm" first disarms the audit hook found on the stack."""
         if "disarm" in argument:
             frame, hooks = sys._getframe(), []
             while frame is not None:

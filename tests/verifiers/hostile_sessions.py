@@ -1,4 +1,4 @@
-"""A session that does what an action tells it to: {"id": "factory", "factory": "hostile_sessions:Echo"}."""
+"""Sessions that misbehave as the action says: {"id": "factory", "factory": "hostile_sessions:Echo"}."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from perilune.environments import EpisodeFailedError, MultiTurn, Observation, Ta
 
 
 class Echo(MultiTurn):
-    """Says how many actions there were, and pays 1 for "end"; other words make it misbehave."""
+    """Reports the number of actions and pays 1 for "end". Some words make it misbehave."""
 
     id = "echo"
     max_turns = 12

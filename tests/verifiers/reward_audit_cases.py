@@ -1,4 +1,4 @@
-"""Environments that add two numbers, with scorers that are wrong in one way each."""
+"""Environments that ask for the sum of two numbers, with scorers that have one fault each."""
 
 import time
 import unicodedata
@@ -9,7 +9,7 @@ from perilune.environments.core.protocol import Observation, Score, Task, Transc
 
 
 class Addition:
-    """Sums of two numbers; `judge(text, task, gold)` says what a finished text is worth."""
+    """Sums of two numbers. `judge(text, task, gold)` returns the reward of a finished text."""
 
     id = "sums"
 
@@ -141,7 +141,7 @@ def ignores_the_end(section):
 
 
 class TwoTries(MultiTurn):
-    """A sum that may be answered twice."""
+    """Sums that allow two attempts."""
 
     id = "two tries"
     max_turns = 2
@@ -157,10 +157,10 @@ class TwoTries(MultiTurn):
 
     def play(self, task, rng):
         gold = task.data["answer"]
-        said = yield ask()
-        if said.strip() != gold:
-            said = yield ask(f"Wrong, it is {gold}. Try again." if self._tells else "Wrong. Try again.")
-        yield Observation(rewards=(float(said.strip() == gold),), done=True)
+        answer = yield ask()
+        if answer.strip() != gold:
+            answer = yield ask(f"Wrong, it is {gold}. Try again." if self._tells else "Wrong. Try again.")
+        yield Observation(rewards=(float(answer.strip() == gold),), done=True)
 
 
 def tells_after_a_try(section):

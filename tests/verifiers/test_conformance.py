@@ -1,4 +1,4 @@
-"""The conformance suite passes what is sound, and finds each thing that is not."""
+"""The conformance suite passes correct environments and finds each broken rule."""
 
 import json
 
@@ -11,7 +11,7 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.verifiers import ScorerLimits
 from perilune.verifiers.conformance import check_environment
 
-EVERYTHING = 12  # different things that are looked at
+CHECKS = 12  # checks that the suite makes
 
 
 def broken(name):
@@ -28,10 +28,10 @@ def broken(name):
     ],
     ids=lambda section: "-".join(map(str, section.values())),
 )
-def test_what_is_sound_passes(section):
+def test_check_environment_passes_correct_environments(section):
     found = check_environment(section, tasks=2)
     assert found.findings == []
-    assert len(found.checked) >= EVERYTHING - 1
+    assert len(found.checked) >= CHECKS - 1
 
 
 @pytest.mark.parametrize(
@@ -54,20 +54,22 @@ def test_what_is_sound_passes(section):
         ("NoSecondClose", {"close may be called again"}),
     ],
 )
-def test_each_broken_rule_is_found_and_no_other(name, checks):
+def test_check_environment_finds_each_broken_rule_and_no_other(name, checks):
     found = check_environment(broken(name), tasks=1, limits=ScorerLimits(item_seconds=2.0))
     assert {one.check for one in found.findings} == checks
 
 
-def test_a_text_is_no_prompt():
+def test_task_rejects_text_as_prompt():
     with pytest.raises(RequestError, match="a text, not messages"):
         Task("a", "what?", {})
 
 
-def test_the_command_says_what_holds_and_what_fails():
-    told = CliRunner().invoke(app, ["check", "calculator", "--tasks", "1", "--json"], catch_exceptions=False)
-    document = json.loads(told.output)
-    assert document["findings"] == [] and len(document["checked"]) == EVERYTHING
+def test_check_command_lists_checks_and_fails_on_findings():
+    result = CliRunner().invoke(
+        app, ["check", "calculator", "--tasks", "1", "--json"], catch_exceptions=False
+    )
+    document = json.loads(result.output)
+    assert document["findings"] == [] and len(document["checked"]) == CHECKS
     with pytest.raises(WorkFailedError, match="breaks 1 of the") as caught:
         CliRunner().invoke(
             app,
@@ -77,7 +79,7 @@ def test_the_command_says_what_holds_and_what_fails():
     assert caught.value.where == "worthless texts are refused"
 
 
-def test_sample_shows_an_episode_turn_by_turn():
+def test_sample_command_shows_every_turn_of_episode():
     text = CliRunner().invoke(app, ["sample", "calculator", "-n", "1", "--set", "products=2"]).output
     lines = [line.split()[0] for line in text.splitlines()[1:]]
     assert lines == ["prompt", *["assistant", "tool"] * 4, "answer"] and "scores 1.0" in text

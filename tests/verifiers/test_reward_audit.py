@@ -1,4 +1,4 @@
-"""The audit of rewards: what it finds in scorers that are wrong in one way each, and in a sound one."""
+"""The reward audit: its findings for scorers with one fault each, and for a sound scorer."""
 
 import json
 from types import SimpleNamespace
@@ -23,17 +23,17 @@ def _short_deadline(monkeypatch):
     monkeypatch.setattr("perilune.verifiers.audit.audit.ITEM_SECONDS", 0.5)
 
 
-def audited(scorer, **options):
+def run_audit(scorer, **options):
     section = {"id": "factory", "factory": f"{FACTORY}{scorer}"}
     return audit_reward(section, **({"tasks": 4, "search_budget": 96} | options))
 
 
-def told(audit):
+def findings_of(audit):
     return {(finding.probe, finding.what) for finding in audit.findings}
 
 
-def test_an_exact_scorer_gets_the_best_grade():
-    audit = audited("exact")
+def test_audit_grades_exact_scorer_a():
+    audit = run_audit("exact")
     assert audit.grade == "A" and audit.findings == [] and audit.searched > 0
     assert audit.judged > 500
 
@@ -58,25 +58,25 @@ def test_an_exact_scorer_gets_the_best_grade():
         ("ignores_the_end", "A", "cut off gold", "full reward for a right answer that was cut off"),
     ],
 )
-def test_each_fault_is_found_and_graded(scorer, grade, probe, what):
-    audit = audited(scorer)
-    assert (probe, what) in told(audit), told(audit)
+def test_audit_finds_and_grades_each_fault(scorer, grade, probe, what):
+    audit = run_audit(scorer)
+    assert (probe, what) in findings_of(audit), findings_of(audit)
     assert audit.grade == grade
 
 
-def test_an_environment_that_tells_the_answer_after_a_try_is_found():
-    audit = audited("tells_after_a_try", tasks=2, search_budget=0)
+def test_audit_finds_answer_in_feedback():
+    audit = run_audit("tells_after_a_try", tasks=2, search_budget=0)
     (shown,) = [one for one in audit.findings if one.probe == "answer in the feedback"]
     assert (audit.grade, shown.tasks, shown.example.verdict) == ("F", 2, 1.0)
     assert shown.example.transcript.actions == ("0", shown.example.task.data["answer"])
-    sound = audited("lets_try_again", tasks=2, search_budget=0)
-    assert "answer in the feedback" not in {one.probe for one in sound.findings}, told(sound)
+    sound = run_audit("lets_try_again", tasks=2, search_budget=0)
+    assert "answer in the feedback" not in {one.probe for one in sound.findings}, findings_of(sound)
 
 
-def test_the_default_guards_make_a_hackable_scorer_sound():
+def test_default_settings_raise_grade_of_hackable_scorer_to_a():
     section = {"id": "reasoning_gym", "task": "syllogism"}
     raw = audit_reward(section | {"threshold": None, "strict": False}, tasks=4, search_budget=48)
-    assert raw.grade >= "C" and ("answer list", "partial reward for a wrong output") in told(raw)
+    assert raw.grade >= "C" and ("answer list", "partial reward for a wrong output") in findings_of(raw)
     assert audit_reward(section, tasks=4, search_budget=48).grade == "A"
 
 
@@ -89,7 +89,7 @@ def test_the_default_guards_make_a_hackable_scorer_sound():
         ("complex_arithmetic", "nan"),
     ],
 )
-def test_a_wrong_answer_that_a_scorer_pays_for_is_worth_nothing_by_default(family, wrong):
+def test_default_settings_give_no_reward_for_known_exploits(family, wrong):
     section = {"id": "reasoning_gym", "task": family}
     shipped = make_environment(section | {"strict": False, "threshold": None})
     task = next(one for one in shipped.tasks("train", 0) if one.data["answer"] not in ("0", "1"))
@@ -100,19 +100,19 @@ def test_a_wrong_answer_that_a_scorer_pays_for_is_worth_nothing_by_default(famil
     assert guarded.score(task, guarded.gold(task)).reward == 1.0
 
 
-def test_the_same_seed_finds_the_same():
-    assert audited("last_digit", seed=3).to_json() == audited("last_digit", seed=3).to_json()
+def test_audit_is_deterministic_for_seed():
+    assert run_audit("last_digit", seed=3).to_json() == run_audit("last_digit", seed=3).to_json()
 
 
-def test_a_finding_is_judged_again_from_a_file(tmp_path):
-    audit = audited("substring")
+def test_replay_scores_findings_of_saved_audit(tmp_path):
+    audit = run_audit("substring")
     read = Audit.from_json(json.loads(json.dumps(audit.to_json())))
     assert read.grade == audit.grade
     for finding, verdict in replay(read):
         assert verdict == finding.example.verdict
 
 
-def test_commands_audit_keep_and_replay(tmp_path):
+def test_audit_command_saves_findings_and_replay_command_checks_them(tmp_path):
     file = tmp_path / "audit.json"
     command = ["audit", "reasoning_gym/chain_sum", "--set", "strict=false", "--set", "threshold=null"]
     run = CliRunner().invoke(app, [*command, "--tasks", "2", "--search", "24", "--out", str(file)])
@@ -136,7 +136,7 @@ def test_commands_audit_keep_and_replay(tmp_path):
         ("1 2 4", "1 2 3", False), ("5. 1", "5.0 1", None), ("2:27:48", "02:27:48", None),
     ],
 )  # fmt: skip
-def test_the_same_answer(answer, stated, same):
+def test_same_answer_compares_forms_of_answers(answer, stated, same):
     assert same_answer(answer, stated) is same
 
 
@@ -161,7 +161,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("family", WRONG)
-def test_the_second_opinion_accepts_the_stated_answer_and_refuses_nonsense(family, monkeypatch):
+def test_independent_check_accepts_stated_answer_and_rejects_wrong_ones(family, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     environment = make_environment({"id": "reasoning_gym", "task": family})
     tasks = environment.tasks("train", 0)
@@ -173,7 +173,7 @@ def test_the_second_opinion_accepts_the_stated_answer_and_refuses_nonsense(famil
 
 
 class Run:
-    """As much of a workspace as the check before a run needs."""
+    """The part of a workspace that `check_reward` uses."""
 
     leads = True
 
@@ -184,7 +184,7 @@ class Run:
 
 
 @pytest.mark.parametrize(("scorer", "warned"), [("exact", False), ("pays_for_nothing", True)])
-def test_a_run_is_warned_of_a_failing_reward(scorer, warned, tmp_path):
+def test_check_reward_logs_warning_for_failing_grade(scorer, warned, tmp_path):
     run = Run(tmp_path, scorer)
     check_reward(run)
     (line,) = run.lines
@@ -193,7 +193,7 @@ def test_a_run_is_warned_of_a_failing_reward(scorer, warned, tmp_path):
     assert kept.grade == ("F" if warned else "A")
 
 
-def test_a_run_that_goes_on_is_not_audited_again(tmp_path):
+def test_check_reward_skips_audit_of_resumed_run(tmp_path):
     run = Run(tmp_path, "pays_for_nothing")
     (tmp_path / "reward_audit.json").write_text("{}")
     check_reward(run)

@@ -1,4 +1,4 @@
-"""The scorer's process against scorers that hang, die, fork, hoard, flood, lie and reach out."""
+"""The scorer process with scorers that hang, crash, fork, exhaust memory, flood output or attempt escapes."""
 
 import os
 import re
@@ -33,54 +33,54 @@ def shared():
         yield scorer
 
 
-def judge(scorer, *texts):
+def score_texts(scorer, *texts):
     return scorer.score([(TASK, Transcript(text)) for text in texts])
 
 
-def reason(scorer, text):
-    (outcome,) = judge(scorer, text)
+def failure_reason(scorer, text):
+    (outcome,) = score_texts(scorer, text)
     assert isinstance(outcome, Failure), outcome
     assert outcome.boundary == "verifier"
     return outcome.reason
 
 
-def test_scores_come_back_in_order_with_terms_and_metrics(shared):
-    outcomes = judge(shared, *(f"good {i}" for i in range(200)))
+def test_scores_keep_order_terms_and_metrics(shared):
+    outcomes = score_texts(shared, *(f"good {i}" for i in range(200)))
     assert [outcome.reward for outcome in outcomes] == list(range(200))
     assert outcomes[7] == Score(7.0, {"raw": 1.0}, {"strategy/direct": 1.0})
 
 
-def test_an_empty_batch_is_no_work(shared):
+def test_empty_batch_returns_no_scores(shared):
     assert shared.score([]) == []
 
 
-def test_each_bad_item_fails_alone_and_order_is_kept():
+def test_failed_item_does_not_affect_other_items_of_batch():
     with Scorer(SPEC, ScorerLimits(item_seconds=1.0)) as scorer:
         texts = ["good 1", "spin", "good 2", "exit", "good 3", "throw oops", "good 4", "crash", "good 5"]
-        outcomes = judge(scorer, *texts)
+        outcomes = score_texts(scorer, *texts)
         assert [o.reward if isinstance(o, Score) else None for o in outcomes] == [
             1, None, 2, None, 3, None, 4, None, 5,
         ]  # fmt: skip
-        assert scorer.restarts == 3  # raising does not cost the process
+        assert scorer.restarts == 3  # an exception does not end the process
         assert "no answer within 1 s" in outcomes[1].reason
         assert "exit code 3" in outcomes[3].reason
         assert "ValueError: oops" in outcomes[5].reason
         assert "SIGSEGV" in outcomes[7].reason
 
 
-def test_a_hang_that_ignores_signals_is_killed_on_time():
+def test_item_that_ignores_signals_is_killed_at_time_limit():
     with Scorer(SPEC, ScorerLimits(item_seconds=1.0)) as scorer:
-        judge(scorer, "good")
+        score_texts(scorer, "good")
         begun = time.monotonic()
-        assert "no answer" in reason(scorer, "ignore_signals_and_sleep")
-        assert time.monotonic() - begun < 30  # it sleeps for 60
+        assert "no answer" in failure_reason(scorer, "ignore_signals_and_sleep")
+        assert time.monotonic() - begun < 30  # the item sleeps for 60 s
 
 
-def test_a_batch_has_a_deadline_of_its_own():
+def test_batch_has_own_time_limit():
     with Scorer(SPEC, ScorerLimits(item_seconds=5.0, batch_seconds=1.0)) as scorer:
-        judge(scorer, "good")
+        score_texts(scorer, "good")
         begun = time.monotonic()
-        outcomes = judge(scorer, *["sleep 0.25"] * 200)
+        outcomes = score_texts(scorer, *["sleep 0.25"] * 200)
         assert time.monotonic() - begun < 30
         assert isinstance(outcomes[0], Score)
         assert isinstance(outcomes[-1], Failure) and "the batch took more than 1 s" in outcomes[-1].reason
@@ -106,23 +106,23 @@ def test_a_batch_has_a_deadline_of_its_own():
         ('babble {"item": 0, "reward": {}}', "malformed"),
     ],
 )
-def test_a_bad_scorer_is_a_failure_and_never_a_zero(shared, text, expected):
-    assert expected in reason(shared, text)
-    assert judge(shared, "good") == [Score(1.0, {"raw": 1.0}, {"strategy/direct": 1.0})]
+def test_misbehaving_scorer_gives_failure_instead_of_zero(shared, text, expected):
+    assert expected in failure_reason(shared, text)
+    assert score_texts(shared, "good") == [Score(1.0, {"raw": 1.0}, {"strategy/direct": 1.0})]
 
 
-def test_a_failure_of_the_environment_passes_through(shared):
-    assert judge(shared, "failure") == [Failure("environment", "the world ended")]
+def test_failure_from_environment_is_returned_unchanged(shared):
+    assert score_texts(shared, "failure") == [Failure("environment", "the world ended")]
 
 
-def test_what_a_scorer_prints_disturbs_nothing(shared):
-    assert judge(shared, "print", "good 2") == [
+def test_printed_output_does_not_affect_scores(shared):
+    assert score_texts(shared, "print", "good 2") == [
         Score(1.0),
         Score(2.0, {"raw": 1.0}, {"strategy/direct": 1.0}),
     ]
 
 
-def test_no_process_file_signal_or_connection_leaves_the_scorer(shared, tmp_path):
+def test_audit_hook_blocks_files_processes_signals_and_connections(shared, tmp_path):
     kept = tmp_path / "kept"
     kept.write_text("kept")
     new = tmp_path / "new"
@@ -136,8 +136,8 @@ def test_no_process_file_signal_or_connection_leaves_the_scorer(shared, tmp_path
             "fork",
             "kill_parent",
         ):
-            assert "may not" in reason(shared, text), text
-        assert "not permitted" in reason(shared, f"connect {port}")
+            assert "may not" in failure_reason(shared, text), text
+        assert "not permitted" in failure_reason(shared, f"connect {port}")
     assert not new.exists()
     assert kept.read_text() == "kept"
 
@@ -173,97 +173,101 @@ ESCAPES = {
 @needs_landlock
 @pytest.mark.usefixtures("walls")
 @pytest.mark.parametrize("name", ESCAPES)
-def test_code_that_disarms_the_hook_meets_the_kernel(shared, name, tmp_path):
+def test_kernel_blocks_code_that_disarms_audit_hook(shared, name, tmp_path):
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(path)
         code = "disarm\n" + ESCAPES[name].format(path=path, owner=os.getpid(), **KEYCTL)
         assert re.search(
-            "PermissionError|Errno 1\\]|Errno 106|is already connected", reason(shared, f"run {code}")
+            "PermissionError|Errno 1\\]|Errno 106|is already connected", failure_reason(shared, f"run {code}")
         )
         listening.setblocking(False)
         with pytest.raises(BlockingIOError):
             listening.recv(10)
-    assert judge(shared, "good") == [Score(1.0, {"raw": 1.0}, {"strategy/direct": 1.0})]
+    assert score_texts(shared, "good") == [Score(1.0, {"raw": 1.0}, {"strategy/direct": 1.0})]
 
 
-def test_an_answer_that_changes_the_scorer_changes_no_later_batch():
+def test_answer_that_patches_scorer_does_not_affect_later_batches():
     with Scorer(SPEC, LIMITS) as scorer:
-        judge(scorer, "poison 1")
-        assert [one.reward for one in judge(scorer, "answer wrong", "answer right")] == [0.0, 1.0]
+        score_texts(scorer, "poison 1")
+        assert [one.reward for one in score_texts(scorer, "answer wrong", "answer right")] == [0.0, 1.0]
         assert not scorer.processes[0].isolates_answers
 
 
 @pytest.mark.parametrize("own", ["0", "1"])
-def test_an_answer_that_changes_the_scorer_is_found_out_within_its_batch(own, caplog):
+def test_answer_that_patches_scorer_is_detected_within_batch(own, caplog):
     with Scorer(SPEC, LIMITS) as scorer:
         batch = [f"poison {own}", *["answer wrong"] * 7]
-        for _ in range(200):  # where its own answer pays too, that may be the one that is judged again
-            outcomes = judge(scorer, *batch)
+        for _ in range(200):  # if the first answer also earns 1, the repeated check may pick that answer
+            outcomes = score_texts(scorer, *batch)
             if scorer.processes[0].isolates_answers:
                 break
         assert [one.reward for one in outcomes] == [float(own), *[0.0] * 7]
         assert "every answer is scored in its own process" in caplog.text
-        assert [one.reward for one in judge(scorer, *batch, "answer right")] == [float(own), *[0.0] * 7, 1.0]
+        assert [one.reward for one in score_texts(scorer, *batch, "answer right")] == [
+            float(own),
+            *[0.0] * 7,
+            1.0,
+        ]
 
 
-def test_a_scorer_that_is_killed_before_it_judges_is_started_again():
+def test_scorer_process_restarts_when_killed_before_scoring():
     with Scorer(SPEC, LIMITS) as scorer:
-        for wait in (False, True):  # while it starts; when it is idle
+        for wait in (False, True):  # while the process starts, and when the process is idle
             if wait:
-                judge(scorer, "good")
+                score_texts(scorer, "good")
             os.kill(scorer.processes[0]._server.process_id, signal.SIGKILL)
-            assert judge(scorer, "good") == [Score(1.0, {"raw": 1.0}, {"strategy/direct": 1.0})]
+            assert score_texts(scorer, "good") == [Score(1.0, {"raw": 1.0}, {"strategy/direct": 1.0})]
 
 
-def test_a_scorer_that_is_killed_each_time_is_no_fault_of_the_run():
-    said = f"SIGKILL, {STARTS} times, before it scored"
+def test_scorer_killed_at_every_start_is_infrastructure_failure():
+    message = f"SIGKILL, {STARTS} times, before it scored"
     with (
         Scorer(SPEC | {"mode": "killed"}) as scorer,
-        pytest.raises(ProcessLostError, match=said) as caught,
+        pytest.raises(ProcessLostError, match=message) as caught,
     ):
-        judge(scorer, "good")
+        score_texts(scorer, "good")
     cause = cause_of(caught.value)
     assert retry_class(cause) is RetryClass.INFRASTRUCTURE and RetryPolicy().allows(cause, [])
 
 
 @needs_landlock
-def test_the_kernel_refuses_what_goes_around_python(shared, tmp_path):
+def test_kernel_blocks_file_opened_from_c(shared, tmp_path):
     new = tmp_path / "new"
-    assert judge(shared, f"write_in_c {new}") == [Failure("sandbox", "-1")]
+    assert score_texts(shared, f"write_in_c {new}") == [Failure("sandbox", "-1")]
     assert not new.exists()
 
 
 @needs_landlock
-def test_no_file_outside_pythons_own_can_be_read(shared, tmp_path):
+def test_kernel_blocks_reading_files_outside_python(shared, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
-    assert "PermissionError" in reason(shared, f"read {secret}")
-    assert "PermissionError" in reason(shared, f"read /proc/{os.getpid()}/environ")
+    assert "PermissionError" in failure_reason(shared, f"read {secret}")
+    assert "PermissionError" in failure_reason(shared, f"read /proc/{os.getpid()}/environ")
 
 
-def test_no_secret_is_inherited(monkeypatch):
+def test_scorer_process_inherits_no_secrets(monkeypatch):
     monkeypatch.setenv("PERILUNE_TEST_TOKEN", "hunter2")
     with Scorer(SPEC, LIMITS) as scorer:
-        assert judge(scorer, "environment PERILUNE_TEST_TOKEN") == [Failure("sandbox", "absent")]
+        assert score_texts(scorer, "environment PERILUNE_TEST_TOKEN") == [Failure("sandbox", "absent")]
 
 
-def test_the_process_has_a_session_and_a_working_directory_of_its_own(shared):
-    (outcome,) = judge(shared, "session")
+def test_scorer_process_has_own_session_and_working_directory(shared):
+    (outcome,) = score_texts(shared, "session")
     session, pid, directory = outcome.reason.split()
     assert session not in (pid, str(os.getsid(0)))
     assert directory != str(Path.cwd())
 
 
-def test_a_process_forked_behind_pythons_back_does_not_outlive_the_scorer():
+def test_process_forked_from_c_ends_with_scorer():
     with Scorer(SPEC, LIMITS) as scorer:
-        (outcome,) = judge(scorer, "fork_in_c")
+        (outcome,) = score_texts(scorer, "fork_in_c")
         pid = int(outcome.reason)
-    if pid > 0:  # root is not bound by the limit on processes
+    if pid > 0:  # the limit on processes does not apply to root
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and _runs(pid):
+        while time.monotonic() < deadline and process_is_running(pid):
             time.sleep(0.02)
-        assert not _runs(pid)
+        assert not process_is_running(pid)
 
 
 ORPHAN = """
@@ -279,55 +283,55 @@ scorer.score([(task, Transcript("sleep 60"))])
 """
 
 
-def test_a_busy_process_dies_with_its_parent():
+def test_busy_scorer_process_dies_with_parent():
     command = [sys.executable, "-c", ORPHAN, str(Path(__file__).parent)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
-    time.sleep(0.3)  # the item is under way
+    time.sleep(0.3)  # scoring has started
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and _runs(pid):
+    while time.monotonic() < deadline and process_is_running(pid):
         time.sleep(0.02)
-    assert not _runs(pid)
+    assert not process_is_running(pid)
 
 
-def test_a_wrong_section_is_the_requests_fault():
+def test_invalid_section_raises_request_error():
     with Scorer(SPEC | {"mode": "refuse"}) as scorer, pytest.raises(RequestError) as caught:
-        judge(scorer, "good")
+        score_texts(scorer, "good")
     assert (caught.value.what, caught.value.where) == ("no such mode", "environment.mode")
 
 
-def test_a_process_that_cannot_start_is_reported_with_its_last_words():
+def test_failed_start_reports_last_output_of_process():
     with Scorer(SPEC | {"mode": "die"}) as scorer, pytest.raises(WorkFailedError, match="cannot start"):
-        judge(scorer, "good")
+        score_texts(scorer, "good")
 
 
-def test_several_workers_keep_the_order():
+def test_several_workers_keep_order():
     with Scorer(SPEC, ScorerLimits(item_seconds=0.5), workers=2) as scorer:
-        outcomes = judge(scorer, *("exit" if i in (3, 9) else f"good {i}" for i in range(12)))
+        outcomes = score_texts(scorer, *("exit" if i in (3, 9) else f"good {i}" for i in range(12)))
     assert [getattr(o, "reward", None) for o in outcomes] == [
         None if i in (3, 9) else float(i) for i in range(12)
     ]
 
 
-def test_large_transcripts_travel(shared):
+def test_scorer_accepts_large_tasks(shared):
     text = "good 1"
     data = {"metadata": "y" * 300_000}
     task = Task("t", ({"role": "user", "content": "?"},), data)
     assert len(shared.score([(task, Transcript(text))] * 100)) == 100
 
 
-def test_cpu_time_is_granted_anew_to_every_item():
+def test_every_item_gets_full_cpu_time():
     with Scorer(SPEC, ScorerLimits(item_seconds=0.2)) as scorer:
-        judge(scorer, "good")
+        score_texts(scorer, "good")
         for _ in range(3):
-            assert isinstance(judge(scorer, "sleep 0.05")[0], Score)
+            assert isinstance(score_texts(scorer, "sleep 0.05")[0], Score)
         assert scorer.restarts == 0
 
 
-def _runs(pid):
+def process_is_running(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

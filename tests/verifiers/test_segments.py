@@ -1,4 +1,4 @@
-"""Where answers are cut."""
+"""Segment boundaries in answers."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def parts(text: str, places: list[int]) -> list[str]:
     return [text[before:after] for before, after in zip([0, *places], [*places, len(text)], strict=True)]
 
 
-def test_after_separators() -> None:
+def test_text_cut_ends_segments_after_separators() -> None:
     text = "one\n\ntwo\n\nthree;9"
     assert parts(text, cut_at(text, separators=["\n\n"], least=1)) == ["one\n\n", "two\n\n", "three;9"]
     columns = "78015,46111,32106;615"
@@ -38,7 +38,7 @@ def test_after_separators() -> None:
     ]  # fmt: skip
 
 
-def test_a_token_that_holds_more_than_the_separator_is_not_cut() -> None:
+def test_token_with_separator_inside_is_not_split() -> None:
     pieces = [b"one", b"\n\nt", b"wo"]
     found = segment_boundaries(
         pieces, np.zeros(3, np.float32), 3, SegmentSettings(separators=["\n\n"], least=1)
@@ -46,13 +46,13 @@ def test_a_token_that_holds_more_than_the_separator_is_not_cut() -> None:
     assert found == [2]
 
 
-def test_by_length_and_by_surprise() -> None:
+def test_cut_by_length_and_by_surprise() -> None:
     assert cut_at("0123456789", cut="length", least=3) == [3, 6]  # the rest would be shorter
     logprobs = [-9.0, 0, -1, 0, 0, -3, 0, 0, -2, 0]
     assert cut_at("0123456789", logprobs=logprobs, cut="surprise", least=2, most=3) == [5, 8]
 
 
-def test_segments_have_a_least_length_and_there_are_not_too_many() -> None:
+def test_segments_keep_minimum_length_and_maximum_count() -> None:
     assert cut_at("a\nb\nc\nlonger\nend...", separators=["\n"], least=5) == [6, 13]
     many = "x\n" * 50
     assert len(cut_at(many, separators=["\n"], least=1, most=10)) == 9
@@ -66,7 +66,7 @@ def test_segments_have_a_least_length_and_there_are_not_too_many() -> None:
     ["```python\na = 1\nb = 2\n```", "$$\na\n=\nb\n$$", "\\[\na\nb\n\\]", "\\(a\nb\\)",
      "\\begin{align}\na\nb\n\\end{align}", "```\nnever\nclosed"],
 )  # fmt: skip
-def test_code_and_formulas_stay_whole(closed: str) -> None:
+def test_code_blocks_and_formulas_are_not_split(closed: str) -> None:
     text = f"first\n{closed}\nlast"
     places = cut_at(text, separators=["\n"], least=1)
     assert any(closed in part for part in parts(text, places))
@@ -75,7 +75,7 @@ def test_code_and_formulas_stay_whole(closed: str) -> None:
         assert not set(cut_at(text, cut=cut, least=1, most=99)) & set(inside)
 
 
-def test_working_ends_where_the_answer_begins_or_the_right_one_is_written() -> None:
+def test_reasoning_ends_before_answer_mark_or_first_correct_answer() -> None:
     def end(text: str, *forms: str) -> str:
         return text[: end_of_reasoning(characters(text), [";"], forms)]
 
@@ -88,17 +88,17 @@ def test_working_ends_where_the_answer_begins_or_the_right_one_is_written() -> N
     assert end("so $a = 615$;615", "615") == "so "  # not in the middle of a formula
 
 
-def test_a_token_that_reaches_into_the_answer_belongs_to_it() -> None:
+def test_token_that_overlaps_answer_belongs_to_answer() -> None:
     assert end_of_reasoning([b"so", b", ;6", b"15"], [";"], []) == 1
     assert end_of_reasoning([b"", b"so", b"", b";6"], [";"], []) == 3
 
 
-def test_characters_that_are_several_tokens() -> None:
+def test_reasoning_end_with_character_of_several_tokens() -> None:
     accented = "é".encode()
     assert end_of_reasoning([accented[:1], accented[1:], b";", b"1"], [";"], ["1"]) == 2
 
 
-def test_spread() -> None:
+def test_spread_over_tokens_repeats_value_of_segment() -> None:
     np.testing.assert_array_equal(spread_over_tokens([2, 3], [0.5, -1.0]), [0.5, 0.5, -1.0])
 
 
@@ -109,7 +109,9 @@ def test_spread() -> None:
     most=st.integers(2, 8),
     seed=st.integers(0, 99),
 )
-def test_cuts_increase_and_keep_their_distance(text: str, cut: str, least: int, most: int, seed: int) -> None:
+def test_boundaries_are_sorted_and_keep_minimum_distance(
+    text: str, cut: str, least: int, most: int, seed: int
+) -> None:
     pieces = characters(text)
     stop = end_of_reasoning(pieces, [";"], ["1"])
     logprobs = np.random.default_rng(seed).normal(size=len(pieces)).astype(np.float32)

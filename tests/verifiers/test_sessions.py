@@ -1,4 +1,4 @@
-"""Sessions in a process of their own: one that misbehaves is a failure, and the others do not notice."""
+"""Sessions in a separate process: a misbehaving session fails without affecting the others."""
 
 from dataclasses import replace
 from itertools import islice
@@ -14,8 +14,8 @@ SPEC = {"id": "factory", "factory": "hostile_sessions:Echo"}
 ECHO = Echo({})
 
 
-def found(live):
-    """What a session led to, without the digest of the text that was judged."""
+def result_of(live):
+    """The result of a session, without the digest of the scored text."""
     return live.result if isinstance(live.result, Failure) else replace(live.result, info={})
 
 
@@ -28,15 +28,15 @@ def scorer():
         yield shared
 
 
-def test_a_session_gives_what_it_gives_in_this_process(scorer):
+def test_remote_session_matches_local_session(scorer):
     sessions = Sessions(scorer.processes, ECHO)
     (live,) = sessions.open([(TASKS[0], 5)])
     mine = ECHO.reset(TASKS[0], 5)
-    assert found(live) == mine.observation
+    assert result_of(live) == mine.observation
     tally = EpisodeTotals(1)
     for action in ("a", "é\n", "end"):
         sessions.step([(live, [action], True)])
-        assert found(live) == mine.step(action)
+        assert result_of(live) == mine.step(action)
         tally.add(live.result)
     assert live.result.done
     sessions.close([live])
@@ -44,7 +44,7 @@ def test_a_session_gives_what_it_gives_in_this_process(scorer):
     assert scorer.score([(TASKS[0], transcript)]) == [tally.score()] == [ECHO.score(TASKS[0], transcript)]
 
 
-def test_the_time_limit_may_be_longer_than_the_kernel_waits():
+def test_time_limit_may_exceed_longest_kernel_timeout():
     with Scorer(SPEC, ScorerLimits(item_seconds=1e9)) as patient:
         assert patient.score([(TASKS[0], Transcript("end", seed=5))]) == [
             ECHO.score(TASKS[0], Transcript("end", seed=5))
@@ -52,7 +52,7 @@ def test_the_time_limit_may_be_longer_than_the_kernel_waits():
 
 
 @pytest.mark.parametrize(
-    ("action", "boundary", "said"),
+    ("action", "boundary", "reason"),
     [
         ("raise", "environment", "ValueError: no idea"),
         ("leave", "environment", "SystemExit: 3"),
@@ -73,29 +73,29 @@ def test_the_time_limit_may_be_longer_than_the_kernel_waits():
         ("write", "environment", "PermissionError"),
     ],
 )
-def test_one_that_misbehaves_fails_alone(scorer, action, boundary, said):
+def test_misbehaving_session_does_not_affect_other_sessions(scorer, action, boundary, reason):
     sessions = Sessions(scorer.processes, ECHO)
     lives = sessions.open([(task, 0) for task in TASKS[:3]])
     sessions.step([(live, ["a"], True) for live in lives])
     sessions.step([(lives[0], ["b"], True), (lives[1], [action], True), (lives[2], ["b"], True)])
     failure = lives[1].result
-    assert isinstance(failure, Failure) and failure.boundary == boundary and said in failure.reason
+    assert isinstance(failure, Failure) and failure.boundary == boundary and reason in failure.reason
     for live in (lives[0], lives[2]):
         assert live.result.messages[0]["content"] == "2 after b"
     sessions.step([(lives[0], ["c"], True), (lives[2], ["end"], True)])
     assert lives[0].result.messages[0]["content"] == "3 after c"
-    assert found(lives[2]) == Observation(rewards=(1.0,), terms={"turns": 2.0}, done=True)
+    assert result_of(lives[2]) == Observation(rewards=(1.0,), terms={"turns": 2.0}, done=True)
     sessions.close(lives)
 
 
-def test_what_a_session_prints_disturbs_nothing(scorer):
+def test_printed_output_does_not_affect_session(scorer):
     sessions = Sessions(scorer.processes, ECHO)
     (live,) = sessions.open([(TASKS[0], 0)])
     sessions.step([(live, ["print"], True)])
     assert live.result.messages[0]["content"] == "1 after print"
 
 
-def test_many_sessions_outlive_many_deaths(scorer):
+def test_other_sessions_survive_crashes_of_process(scorer):
     sessions = Sessions(scorer.processes, ECHO)
     before = scorer.restarts
     lives = sessions.open([(TASKS[i % 8], i) for i in range(100)])
@@ -112,14 +112,14 @@ def test_many_sessions_outlive_many_deaths(scorer):
     assert all(live.result.done and live.result.terms == {"turns": 2.0} for live in alive)
 
 
-def test_what_was_cut_off_is_not_played(scorer):
+def test_truncated_action_ends_session_without_playing(scorer):
     sessions = Sessions(scorer.processes, ECHO)
     lives = sessions.open([(TASKS[0], 0), (TASKS[1], 0)])
     sessions.step([(lives[0], ["end"], False), (lives[1], ["die"], False)])
-    assert [found(live) for live in lives] == [Observation(done=True, truncated=True)] * 2
+    assert [result_of(live) for live in lives] == [Observation(done=True, truncated=True)] * 2
 
 
-def test_a_session_of_one_turn_is_a_verdict(scorer):
+def test_single_turn_session_returns_score(scorer):
     class Same(SingleTurn):
         id = "same"
 
@@ -131,15 +131,15 @@ def test_a_session_of_one_turn_is_a_verdict(scorer):
 
     sessions = Sessions(scorer.processes, Same())
     (live,) = sessions.open([(TASKS[0], 0)])
-    assert found(live) == Observation()
+    assert result_of(live) == Observation()
     sessions.step([(live, ["end"], True)])
-    assert found(live) == Observation(rewards=(1.0,), terms={"turns": 0.0}, done=True)
+    assert result_of(live) == Observation(rewards=(1.0,), terms={"turns": 0.0}, done=True)
     (live,) = sessions.open([(TASKS[0], 0)])
     sessions.step([(live, ["nan"], True)])
     assert live.result.boundary == "verifier"
 
 
-def test_an_environment_that_contains_itself_is_not_confined():
+def test_environment_with_confined_false_may_write_files():
     spec = SPEC | {"confined": False, "players": 2}
     with Scorer(spec, workers=2) as own:
         sessions = Sessions(own.processes, Echo(spec))

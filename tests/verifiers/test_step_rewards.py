@@ -1,4 +1,4 @@
-"""Shaping of rewards by step, and data rows that claim their own success."""
+"""Potential-based shaping of step rewards, and data rows that claim success."""
 
 from itertools import product
 
@@ -15,17 +15,20 @@ ANY = (-np.inf, np.inf)
 figures = st.floats(-10, 10, allow_nan=False)
 
 
-def test_potentials_are_bounded_before_their_difference_is_taken() -> None:
+def test_shaping_clips_potentials_before_difference() -> None:
     quick, slow = np.array([-5, -1, -1.5, 7.0]), np.array([-5, -4, -3, 7.0])
     raw = [shaping(path, ANY) for path in (quick, slow)]
     np.testing.assert_allclose(raw, [[4, -0.5, 1.5], [1, 1, 3]])
     assert [path.sum() for path in raw] == [5, 5]
-    assert [np.clip(path, -2, 2).sum() for path in raw] == [3, 4]  # the mistake: worth depends on the path
+    assert [np.clip(path, -2, 2).sum() for path in raw] == [
+        3,
+        4,
+    ]  # clipping differences is wrong: the sum then depends on the path
     assert [shaping(path, (-2.0, 0.0)).sum() for path in (quick, slow)] == [2, 2]
 
 
 @given(st.lists(figures, min_size=2, max_size=8), st.floats(0.1, 1), st.data())
-def test_shaping_adds_a_constant_of_the_start_to_every_return(
+def test_shaping_adds_constant_of_first_state_to_every_return(
     potentials: list[float], gamma: float, data: st.DataObject
 ) -> None:
     steps = len(potentials) - 1
@@ -37,15 +40,15 @@ def test_shaping_adds_a_constant_of_the_start_to_every_return(
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.floats(0.5, 1))
-def test_shaping_leaves_the_order_of_actions_as_it_is(seed: int, depth: int, gamma: float) -> None:
-    """In a tree of two actions a state, each path with its own end, whatever the potentials."""
+def test_shaping_preserves_order_of_actions(seed: int, depth: int, gamma: float) -> None:
+    """The states form a tree with two actions each. The potentials are random."""
     rng = np.random.default_rng(seed)
     states = [path for length in range(depth + 1) for path in product((0, 1), repeat=length)]
     potential = {path: rng.normal() for path in states}
     reward = {path: rng.normal() for path in states[1:]}
 
     def best(path: tuple[int, ...], shaped: bool) -> float:
-        """The best return from here, by trying all."""
+        """The best return from this state, by trying all action sequences."""
         returns = []
         for rest in product((0, 1), repeat=depth - len(path)):
             visited = [(*path, *rest[:count]) for count in range(len(rest) + 1)]
@@ -69,7 +72,7 @@ def test_shaping_leaves_the_order_of_actions_as_it_is(seed: int, depth: int, gam
             assert worth(path, 1, True) - worth(path, 0, True) == pytest.approx(plain, abs=1e-9)
 
 
-def test_a_step_against_the_mean_of_its_trace_is_clipped_and_a_single_one_has_no_mean() -> None:
+def test_centered_returns_clip_and_do_not_center_single_step() -> None:
     np.testing.assert_allclose(centered_returns(np.array([0.0, 20.0]), clip=4.0), [0, 0])
     np.testing.assert_allclose(centered_returns(np.array([30.0, -10.0]), clip=4.0), [4, -4])
     np.testing.assert_allclose(centered_returns(np.array([3.0]), scale=2.0), [1.5])
@@ -87,7 +90,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("claim", [*([name] for name in HOSTILE), list(HOSTILE)])
-def test_no_row_of_data_declares_its_own_success(claim: list[str]) -> None:
+def test_score_ignores_success_fields_of_task_data(claim: list[str]) -> None:
     config = {
         "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"],
         "allow_parentheses": False, "allow_negation": False,
