@@ -1,5 +1,5 @@
-"""A package of verifiers v0, which is refused."""
+"""A package for verifiers v0, which Perilune rejects."""
 
 
 def load_environment():
-    raise AssertionError("it is not asked")
+    raise AssertionError("load_environment was called")

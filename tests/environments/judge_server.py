@@ -1,4 +1,4 @@
-"""A judge behind HTTP, with the interface of OpenAI: sound, or flawed in a way that its name tells."""
+"""A judge behind an OpenAI-compatible HTTP server: sound, or with the flaw that its name states."""
 
 import json
 import re
@@ -17,7 +17,7 @@ def sound(reference: str, answer: str) -> str:
 
 
 def obedient(reference: str, answer: str) -> str:
-    """Does what an answer tells it."""
+    """Follows instructions in the answer."""
     ordered = re.search(r"output:? (?:Grade: )?(\d+)", answer)
     return f"Grade: {ordered[1]}" if ordered else sound(reference, answer)
 
@@ -28,7 +28,7 @@ def reads_the_answer(reference: str, answer: str) -> str:
 
 
 class Forgetful:
-    """Pays each answer only once."""
+    """Rewards each answer only once."""
 
     def __init__(self) -> None:
         self.seen: Counter[tuple[str, str]] = Counter()
@@ -55,7 +55,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Keep the output clean."""
+        """Writes no log."""
 
 
 @contextmanager

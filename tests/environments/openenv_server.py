@@ -1,4 +1,4 @@
-"""An OpenEnv server of the package's own making: a number to find, and words that make it misbehave.
+"""An OpenEnv server that runs the package's server code: find a number. Some words make it misbehave.
 
 python openenv_server.py PORT
 """
@@ -51,8 +51,8 @@ class HotCold(Environment):
             return Found(text="", tries=tries, done=False, reward=float("nan"))
         if guess == str(self.secret):
             return Found(text="yes", tries=tries, done=True, reward=1.0 / tries)
-        told = "higher" if guess.isdigit() and int(guess) < self.secret else "lower"
-        return Found(text=told, tries=tries, done=False, reward=-0.01)
+        hint = "higher" if guess.isdigit() and int(guess) < self.secret else "lower"
+        return Found(text=hint, tries=tries, done=False, reward=-0.01)
 
     @property
     def state(self):

@@ -1,4 +1,4 @@
-"""A taskset for verifiers v1 with an environment of its own: several turns, without an end of tasks."""
+"""A taskset for verifiers v1 with its own multi-turn environment and an infinite number of tasks."""
 
 import itertools
 import random

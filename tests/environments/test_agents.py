@@ -7,37 +7,37 @@ from perilune.environments.core.agents import RemainingTurns
 
 
 def speak(name, turns, closed=()):
-    """A program of some turns that returns all its actions."""
-    said = []
+    """A program that takes `turns` turns and returns its name and actions."""
+    actions = []
     try:
         for _ in range(turns):
-            said += yield [AgentTurn(name, ())]
-        return name, said
+            actions += yield [AgentTurn(name, ())]
+        return name, actions
     finally:
         if isinstance(closed, list):
             closed.append(name)
 
 
-def due(programs):
+def agents_due(programs):
     return [turn.agent for turn in programs.turns]
 
 
-def test_a_program_may_start_while_others_run():
+def test_program_may_start_while_others_run():
     programs = Programs()
     programs.start(speak("0", 3))
-    assert due(programs) == ["0"]
+    assert agents_due(programs) == ["0"]
     programs.take(["a"])
     programs.start(speak("1", 1))
-    assert due(programs) == ["0", "1"]
+    assert agents_due(programs) == ["0", "1"]
     programs.take(["b", "x"])
-    assert programs.results == {1: ("1", ["x"])} and due(programs) == ["0"]
+    assert programs.results == {1: ("1", ["x"])} and agents_due(programs) == ["0"]
     programs.start(speak("2", 0))
     assert programs.results[2] == ("2", [])
     programs.take(["c"])
     assert programs.results[0] == ("0", ["a", "b", "c"]) and not programs.turns
 
 
-def test_close_ends_programs_that_have_not_finished():
+def test_close_ends_unfinished_programs():
     programs, closed = Programs(), []
     for name in "012":
         programs.start(speak(name, 1 + (name == "1"), closed))
@@ -47,7 +47,7 @@ def test_close_ends_programs_that_have_not_finished():
     assert closed == ["0", "2", "1"]
 
 
-def test_together_returns_results_in_the_order_of_the_programs():
+def test_together_returns_results_in_order_of_programs():
     running = together([speak("0", 2), speak("1", 1), speak("2", 0)])
     assert [turn.agent for turn in next(running)] == ["0", "1"]
     assert [turn.agent for turn in running.send(["a", "x"])] == ["0"]
@@ -56,11 +56,11 @@ def test_together_returns_results_in_the_order_of_the_programs():
     except StopIteration as end:
         assert end.value == [("0", ["a", "b"]), ("1", ["x"]), ("2", [])]
     else:
-        raise AssertionError("it has not ended")
+        raise AssertionError("the programs have not ended")
 
 
 @pytest.mark.parametrize("place", [0, 1, 4])
-def test_remaining_turns_are_those_of_a_slice(place: int) -> None:
+def test_remaining_turns_behave_like_slice(place: int) -> None:
     turns = [AgentTurn(str(number), ()) for number in range(5)]
     rest = RemainingTurns(turns, place)
     assert rest == turns[place:] and [*rest] == turns[place:] and len(rest) == 5 - place

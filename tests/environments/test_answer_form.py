@@ -1,4 +1,4 @@
-"""No text that could be code, and no text that could stall the matcher, has the form of an answer."""
+"""`well_formed` rejects text that could be code or could stall the matcher."""
 
 import time
 
@@ -21,18 +21,18 @@ POWERS = ("9**9**9", "2**999", "9**(9)**9", "2**(10)**(10)", "E**E**9", "x**100"
 
 @pytest.mark.parametrize("family", EVALUATED)
 @pytest.mark.parametrize("text", [*CODE, *POWERS])
-def test_code_and_towers_of_powers_are_refused(family, text):
+def test_well_formed_rejects_code_and_nested_powers(family, text):
     assert not well_formed(family, text, None)
 
 
 @given(st.text(alphabet="x1+-*/() ", max_size=60))
-def test_what_passes_for_an_expression_has_nothing_but_numbers_and_operators(text):
+def test_well_formed_expressions_contain_only_numbers_and_operators(text):
     if well_formed("countdown", text, None):
         assert set(text) <= set("0123456789+-*/() ") and "**" not in text
 
 
 @pytest.mark.parametrize("family", EVALUATED)
-def test_long_hostile_text_is_refused_at_once(family):
+def test_well_formed_rejects_long_hostile_text_quickly(family):
     for part in ("1", "1 ", "x*", "Q ", "(", "2**", "sin(", "E**("):
         text = part * (4000 // len(part)) + "!"
         begun = time.process_time()
@@ -69,5 +69,5 @@ def test_long_hostile_text_is_refused_at_once(family):
         ("spell_backward", "a" * 1000, "abc", False),
     ],
 )
-def test_forms(family, answer, gold, expected):
+def test_well_formed_checks_answer_form_of_family(family, answer, gold, expected):
     assert well_formed(family, answer, gold) is expected

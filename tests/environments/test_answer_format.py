@@ -1,4 +1,4 @@
-"""Answer formats: what is written is found again, and what is ambiguous is no answer."""
+"""Answer formats: parse finds written answers and rejects ambiguous ones."""
 
 import time
 
@@ -11,7 +11,7 @@ ANSWERS = {name: ("7", "-12") if name == "last_number" else TEXTS for name in FO
 
 
 @pytest.mark.parametrize("name, answer", [(name, answer) for name in FORMATS for answer in ANSWERS[name]])
-def test_what_is_written_is_found(name: str, answer: str) -> None:
+def test_parse_finds_written_answer(name: str, answer: str) -> None:
     form = FORMATS[name]
     assert form.parse(form.write(answer)) == answer
     assert form.parse(f"{'Let me see.' if name != 'after_think' else ''}\n{form.write(answer)}\n") == answer
@@ -64,12 +64,12 @@ def test_what_is_written_is_found(name: str, answer: str) -> None:
         ("after_think", "a</think><think>7", None),
     ],
 )
-def test_ambiguous_marks_are_no_answer(name: str, text: str, answer: str | None) -> None:
+def test_parse_rejects_ambiguous_answers(name: str, text: str, answer: str | None) -> None:
     assert FORMATS[name].parse(text) == answer
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_instruction_is_no_answer(name: str) -> None:
+def test_parse_finds_no_answer_in_instruction(name: str) -> None:
     form = FORMATS[name]
     quoted = form.all_marked(form.instruction)
     assert form.parse(form.instruction, quoted) is None
@@ -82,7 +82,7 @@ def test_an_instruction_is_no_answer(name: str) -> None:
 @pytest.mark.parametrize(
     "unit", ["<answer>", "\\boxed{", "{", '{"a":', '{"answer":', '{"answer": 1}', "1", "-", "</think>", "9 "]
 )
-def test_hostile_texts_take_little_time(name: str, unit: str) -> None:
+def test_parse_handles_hostile_texts_quickly(name: str, unit: str) -> None:
     text = unit * (100_000 // len(unit))
     began = time.process_time()
     FORMATS[name].parse(text)

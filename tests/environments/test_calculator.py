@@ -1,4 +1,4 @@
-"""The calculator: what it says, what it pays, and the traces of its teacher."""
+"""The calculator environment: its results, its rewards, and the traces of its teacher."""
 
 from itertools import islice
 
@@ -18,17 +18,17 @@ def calculator():
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "result"),
     [
         ("37*48", "1776"), ("0+007", "7"), ("1-1", "?"), ("1+2+3", "?"), ("", "?"), ("2**9", "?"),
         ("٤*2", "?"), ("1+1\n", "?"), ("9" * 13 + "+1", "?"), ("__import__('os')", "?"),
     ],
 )  # fmt: skip
-def test_it_knows_two_operations_on_two_numbers(call, said):
-    assert calculate(call) == said
+def test_calculate_supports_only_addition_and_multiplication(call, result):
+    assert calculate(call) == result
 
 
-def test_only_the_right_answer_pays_and_the_way_to_it_is_told(calculator):
+def test_calculator_rewards_correct_answer_and_counts_calls(calculator):
     (task,) = islice(calculator.tasks("train", 0), 1)
     answer = task.data["answer"]
     assert answer == str(eval(task.prompt[0]["content"].rstrip("=")))
@@ -49,13 +49,13 @@ def test_only_the_right_answer_pays_and_the_way_to_it_is_told(calculator):
     assert calculator.score(task, endless) == Score(0.0)
 
 
-def test_questions_are_distinct_and_come_to_an_end():
+def test_calculator_tasks_are_distinct_and_finite():
     small = make_environment({"id": "calculator", "digits": 1})
     train, heldout = ([task.task_id for task in small.tasks(split, 0)] for split in ("train", "heldout"))
     assert len(set(train)) == len(train) > 500 and len(heldout) > 30 and not set(train) & set(heldout)
 
 
-def test_its_teacher_writes_whole_episodes_in_the_environments_own_words(calculator):
+def test_calculator_teacher_writes_episodes_with_environment_messages(calculator):
     tasks = list(islice(calculator.tasks("train", 0), 60))
     teacher = make_teacher("calculator", {"calculator": 0.5, "guess": 0.5})
     score = lambda pairs: [calculator.score(*pair) for pair in pairs]  # noqa: E731
@@ -81,7 +81,7 @@ def test_its_teacher_writes_whole_episodes_in_the_environments_own_words(calcula
         assert plain.decode(prompt) == task.prompt[0]["content"]
 
 
-def test_a_teacher_that_goes_on_after_the_end_is_refused(calculator):
+def test_conversation_rejects_actions_after_end(calculator):
     (task,) = islice(calculator.tasks("train", 0), 1)
     answer = task.data["actions"][-1]
     with pytest.raises(ValueError, match="done before action 2"):

@@ -12,7 +12,7 @@ from perilune.environments.core.registry import environment_spec
 from perilune.errors import RequestError
 
 
-def test_reasoning_gym_is_known_and_shows_its_section():
+def test_registry_has_reasoning_gym_with_section_model():
     assert "reasoning_gym" in environment_ids()
     model = environment_spec("reasoning_gym")
     assert issubclass(model, ReasoningGymSpec)
@@ -21,7 +21,7 @@ def test_reasoning_gym_is_known_and_shows_its_section():
     assert isinstance(make_environment(gym("chain_sum")), ReasoningGymEnvironment)
 
 
-def test_an_unknown_id_names_the_nearest():
+def test_unknown_id_suggests_similar_id():
     with pytest.raises(RequestError, match="no environment called 'reasoning-gym'") as caught:
         make_environment({"id": "reasoning-gym"})
     assert "reasoning_gym" in caught.value.remedy
@@ -36,7 +36,7 @@ class ThirdParty:
         self.spec = spec
 
 
-def test_a_package_offers_an_environment_as_an_entry_point(monkeypatch):
+def test_registry_loads_environment_from_entry_point(monkeypatch):
     point = importlib.metadata.EntryPoint("third_party", f"{__name__}:ThirdParty", registry.ENVIRONMENT_GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
     registry._factories.cache_clear()
@@ -48,7 +48,7 @@ def test_a_package_offers_an_environment_as_an_entry_point(monkeypatch):
         registry._factories.cache_clear()
 
 
-def test_a_factory_can_be_named_directly():
+def test_make_environment_loads_factory_by_path():
     environment = make_environment({"id": "factory", "factory": f"{__name__}:ThirdParty"})
     assert environment.id == "third_party"
     for wrong in (None, 3, "", "no_colon", ":f", "no_such_module:f", "json:no_such_function"):
@@ -65,7 +65,7 @@ def test_a_factory_can_be_named_directly():
         ({"max_tokens": 99}, "environment.episodes.max_tokens"),
     ],
 )
-def test_what_is_said_of_episodes_is_checked_for_every_environment(episodes, where):
+def test_episodes_settings_are_checked_for_every_environment(episodes, where):
     for section in (
         {"id": "reasoning_gym", "task": "chain_sum"},
         {"id": "factory", "factory": "builtins:dict"},

@@ -1,4 +1,4 @@
-"""`perilune environments`, as a user runs it."""
+"""The command `perilune environments`."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def test_list_names_every_family_and_its_compact_prompt():
     assert "reasoning_gym/chain_sum  (compact)" in run("list", "reasoning_gym").splitlines()
 
 
-def test_list_counts_families_and_games_and_names_them_when_asked(monkeypatch):
+def test_list_counts_families_and_games_or_names_them(monkeypatch):
     lines = run("list").splitlines()
     for name, kind, least in (
         ("open_spiel", "games", 60),
@@ -68,13 +68,13 @@ def test_list_counts_families_and_games_and_names_them_when_asked(monkeypatch):
         run("list", "monopoly")
 
 
-def test_a_game_is_named_as_a_family_is():
+def test_show_and_sample_accept_names_of_games():
     assert "2 players, at most 9 turns" in run("show", "open_spiel/tic_tac_toe")
     assert "TicTacToe-v0" in run("show", "textarena/TicTacToe-v0")
     assert "Walk from S to G" in run("sample", "gymnasium/FrozenLake-v1", "-n", "1")
 
 
-def test_show_tells_fields_and_settings_with_their_defaults():
+def test_show_prints_fields_and_settings_with_defaults():
     shown = json.loads(run("show", "reasoning_gym/chain_sum", "--json"))
     assert shown["config"]["max_digits"] == 4
     assert shown["fields"]["threshold"]["default"] == 1.0 and shown["fields"]["task"]["required"]
@@ -82,7 +82,7 @@ def test_show_tells_fields_and_settings_with_their_defaults():
     assert json.loads(run("show", "reasoning_gym", "--json"))["config"] == {}
 
 
-def test_sample_shows_tasks_and_that_their_answers_pass():
+def test_sample_prints_tasks_and_scores_of_answers():
     command = ("sample", "reasoning_gym/chain_sum", "--set", "prompt=compact", "--set", "config.max_terms=2")
     document = json.loads(run(*command, "-n", "3", "--split", "heldout", "--seed", "7", "--json"))
     assert [task["score"] for task in document["tasks"]] == [1.0] * 3
@@ -92,7 +92,7 @@ def test_sample_shows_tasks_and_that_their_answers_pass():
     assert "scores 1.0" in text and "difficulty" in text
 
 
-def test_an_own_environment_shows_its_fields_and_the_answers_in_its_data(
+def test_show_and_sample_work_for_environment_in_local_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "echo.py").write_text(ECHO)
@@ -106,7 +106,7 @@ def test_an_own_environment_shows_its_fields_and_the_answers_in_its_data(
     assert "answer  7   scores 1.0" in run("sample", "echo.py:Echo", "-n", "1")
 
 
-def test_sample_copes_with_a_family_that_states_no_answer():
+def test_sample_prints_family_without_stated_answer():
     assert "(none stated)" in run("sample", "reasoning_gym/graph_color", "-n", "1")
 
 
@@ -121,23 +121,23 @@ def test_sample_copes_with_a_family_that_states_no_answer():
         (("sample", "reasoning_gym/chain_sum", "--set", "config=[1"), "--set"),
     ],
 )
-def test_a_wrong_request_says_where(arguments, where):
+def test_commands_name_place_of_invalid_argument(arguments, where):
     with pytest.raises(RequestError) as caught:
         run(*arguments)
     assert caught.value.where == where
 
 
-def test_an_unknown_split_is_a_wrong_command_line():
+def test_sample_rejects_unknown_split():
     result = CliRunner().invoke(app, ("sample", "reasoning_gym/chain_sum", "--split", "test"))
     assert result.exit_code == 2 and "'test' is not one of 'train', 'heldout'" in result.output
 
 
-def test_show_names_the_teacher_of_each_game():
+def test_show_names_teacher_of_each_game():
     assert "    kuhn_poker     cfr: CFR+" in run("show", "open_spiel")
     assert json.loads(run("show", "open_spiel", "--json"))["notes"]["teachers"]["hex"].startswith("mcts")
 
 
-def test_sample_shows_the_prompt_as_the_tokens_of_a_recipes_model(tmp_path):
+def test_sample_prints_prompt_as_tokens_of_model(tmp_path):
     recipe = tmp_path / "ask.yaml"
     recipe.write_text(
         "name: ask\nmodel: {preset: tiny}\n"

@@ -1,4 +1,4 @@
-"""What the page on environments shows runs as it stands."""
+"""The Python blocks and commands of the page on environments run unchanged."""
 
 import re
 import shlex
@@ -11,7 +11,7 @@ from perilune.cli.data.environments import app
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "environments.md"
 
 
-def test_its_python_runs():
+def test_python_blocks_of_environments_page_run():
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 2
     names = {}
@@ -20,7 +20,7 @@ def test_its_python_runs():
     assert len(names["traces"]) == 100
 
 
-def test_its_commands_run():
+def test_commands_of_environments_page_run():
     commands = re.findall(r"^\$ perilune environments (.*)$", PAGE.read_text(), re.MULTILINE)
     assert len(commands) == 4
     for command in commands:

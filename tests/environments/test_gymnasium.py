@@ -1,4 +1,4 @@
-"""Gymnasium's toy texts: the real package."""
+"""Gymnasium's toy text games, with the real package."""
 
 import pytest
 
@@ -12,11 +12,11 @@ def section(game, **more):
 
 
 @pytest.mark.parametrize("game", ["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"])
-def test_every_game_does_what_every_environment_must(game):
+def test_gymnasium_games_pass_conformance(game):
     assert not check_environment(section(game), tasks=1).findings
 
 
-def test_a_walk_over_the_ice_is_told_and_paid():
+def test_frozen_lake_shows_moves_and_rewards_goal():
     environment = make_environment(section("FrozenLake-v1", config={"is_slippery": False}))
     task = next(environment.tasks("train", 0))
     session = environment.reset(task, 0)
@@ -29,7 +29,7 @@ def test_a_walk_over_the_ice_is_told_and_paid():
 
 
 @pytest.mark.parametrize("game", ["CliffWalking-v1", "Taxi-v4", "Blackjack-v1"])
-def test_no_move_is_worse_than_an_illegal_one(game):
+def test_illegal_moves_earn_less_than_legal_moves(game):
     environment = make_environment(section(game))
     task = next(environment.tasks("train", 0))
     session, played = environment.reset(task, 0), 0.0
@@ -40,13 +40,13 @@ def test_no_move_is_worse_than_an_illegal_one(game):
     assert environment.reset(task, 0).step("up", finished=False).rewards[0] < 0
 
 
-def test_cards_follow_the_seed():
+def test_blackjack_cards_depend_on_seed():
     environment = make_environment(section("Blackjack-v1"))
     task = next(environment.tasks("train", 0))
-    told = [environment.reset(task, seed).observation.messages[0]["content"] for seed in (0, 0, 1, 2, 3)]
-    assert told[0] == told[1] and len(set(told)) > 2 and told[0].startswith("you have ")
+    shown = [environment.reset(task, seed).observation.messages[0]["content"] for seed in (0, 0, 1, 2, 3)]
+    assert shown[0] == shown[1] and len(set(shown)) > 2 and shown[0].startswith("you have ")
 
 
-def test_a_setting_that_it_lacks_is_refused():
+def test_gymnasium_rejects_unknown_setting():
     with pytest.raises(RequestError, match=r"environment\.config"):
         make_environment(section("Taxi-v4", config={"wings": 2}))

@@ -1,4 +1,4 @@
-"""Requests with constraints: the checks agree with a person, and every request can be satisfied."""
+"""Requests with constraints: checks agree with human labels, and every request has a correct answer."""
 
 import random
 from itertools import islice
@@ -83,7 +83,7 @@ def data(kind, params, topic="bees"):
         ("end", {"phrase": "That is all."}, [f"{BEES} That is all.\n"], [f"That is all. {BEES}", BEES]),
     ],
 )
-def test_each_check_agrees_with_a_person_and_the_second_opinion(kind, params, good, bad) -> None:
+def test_constraint_check_matches_labels_and_second_opinion(kind, params, good, bad) -> None:
     for text in good:
         assert KINDS[kind].holds(text, params), text
         assert satisfies(data(kind, params), text), text
@@ -93,7 +93,7 @@ def test_each_check_agrees_with_a_person_and_the_second_opinion(kind, params, go
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
-def test_a_language_is_told_from_the_others(language: str) -> None:
+def test_language_check_distinguishes_languages(language: str) -> None:
     for place, (other, lines) in enumerate(LANGUAGES.items()):
         word = TOPICS["bees"][place]
         text = " ".join(line.format(topic=word) for line in lines)
@@ -111,7 +111,7 @@ def test_a_language_is_told_from_the_others(language: str) -> None:
         "Quiet dogs visit every flower here.",  # another topic
         REQUEST,
         " ".join(reversed(REQUEST.split())),
-        f"{REQUEST} Quiet bees.",  # an echo with a little more
+        f"{REQUEST} Quiet bees.",  # an echo with a few more words
         "bees hum hum hum hum hum hum hum hum buzz sing",
         f"{BEES} " * 11,
         BEES.replace("bees", "be\u200bes"),
@@ -120,25 +120,25 @@ def test_a_language_is_told_from_the_others(language: str) -> None:
         f"Quiet bees visit. {' '.join(map(str, range(20)))}",
     ],
 )
-def test_a_text_that_does_not_answer_earns_nothing(text: str) -> None:
+def test_is_sound_rejects_texts_that_do_not_answer(text: str) -> None:
     assert is_sound(BEES, REQUEST, "bee", 60)
     assert not is_sound(text, REQUEST, "bee", 60)
     assert not satisfies(data("no_commas", {}), text)
 
 
-def test_letters_in_other_forms_count_as_plain_ones() -> None:
+def test_mathematical_letters_count_as_plain_letters() -> None:
     bold = "".join(chr(ord(letter) - ord("A") + 0x1D400) if letter.isupper() else letter for letter in BEES)
     asked = data("lowercase", {})
     assert check(asked, BEES.lower()) == {"lowercase": 1.0, "sound": 1.0}
     assert check(asked, bold)["lowercase"] == 0.0 and not satisfies(asked, bold)
 
 
-def test_sentences() -> None:
+def test_sentences_are_counted() -> None:
     counted = {"One. Two? Three!": 3, "One... two": 2, "No end": 1, "At 3.5 miles.": 1, "": 0, "...": 0}
     assert {text: sentences(text) for text in counted} == counted
 
 
-def test_every_request_has_a_right_answer_and_the_splits_are_apart() -> None:
+def test_every_request_has_correct_answer_and_splits_are_disjoint() -> None:
     environment = make_environment({"id": "instructions"})
     train = list(islice(environment.tasks("train", 3), 400))
     heldout = list(islice(environment.tasks("heldout", 3), 60))
@@ -159,7 +159,7 @@ def test_every_request_has_a_right_answer_and_the_splits_are_apart() -> None:
     ]
 
 
-def test_changed_answers_get_the_same_verdict_twice() -> None:
+def test_score_matches_second_opinion_for_changed_answers() -> None:
     environment = make_environment({"id": "instructions"})
     draw = random.Random(0)
     for task in islice(environment.tasks("train", 5), 150):
@@ -176,7 +176,7 @@ def test_changed_answers_get_the_same_verdict_twice() -> None:
             )
 
 
-def test_settings() -> None:
+def test_partial_and_kinds_settings() -> None:
     partial = make_environment({"id": "instructions", "partial": True, "kinds": ["no_commas", "lowercase"]})
     task = next(one for one in partial.tasks("train", 0) if len(one.data["asked"]) == 2)
     topic = task.data["topic"]

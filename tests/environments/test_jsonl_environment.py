@@ -1,4 +1,4 @@
-"""Tasks in files of JSON Lines: what is accepted, what is broken, and what a bundle holds of them."""
+"""Tasks in JSON Lines files: splits, invalid rows, match rules, and the copy in a bundle."""
 
 import gzip
 import json
@@ -29,28 +29,28 @@ def rows(count, start=0):
     ]
 
 
-def written(path, some):
+def write_rows(path, some):
     path.write_text("".join(json.dumps(row) + "\n" for row in some))
     return {"id": "jsonl", "path": str(path), "match": "number"}
 
 
 @pytest.fixture
 def section(tmp_path):
-    return written(tmp_path / "sums.jsonl", rows(200, start=100))
+    return write_rows(tmp_path / "sums.jsonl", rows(200, start=100))
 
 
-def test_it_does_what_every_environment_must(section):
+def test_jsonl_environment_passes_conformance(section):
     found = check_environment(section, tasks=2)
     assert not found.findings
     assert found.checked["the gold answer is accepted"] == 2
 
 
-def test_a_path_is_relative_to_where_one_stands(section, tmp_path, monkeypatch):
+def test_path_is_relative_to_working_directory(section, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not check_environment(section | {"path": "sums.jsonl"}, tasks=1).findings
 
 
-def test_every_row_is_in_one_split_whatever_the_seed(section):
+def test_every_row_is_in_one_split_for_every_seed(section):
     environment = make_environment(section)
     train, held_out = (
         [task.task_id for task in environment.tasks(split, 3)] for split in ("train", "heldout")
@@ -63,29 +63,29 @@ def test_every_row_is_in_one_split_whatever_the_seed(section):
     assert task.data["level"] in (0, 1, 2) and task.data["answer"].isdigit()
 
 
-def test_a_column_or_a_file_may_say_what_is_held_out(tmp_path, section):
+def test_heldout_rows_come_from_column_or_file(tmp_path, section):
     marked = [row | {"split": "test" if n < 4 else "train"} for n, row in enumerate(rows(10))]
-    by_column = written(tmp_path / "marked.jsonl", marked) | {"heldout": {"column": "split"}}
+    by_column = write_rows(tmp_path / "marked.jsonl", marked) | {"heldout": {"column": "split"}}
     assert make_environment(by_column).settings() == {"train": 6, "heldout": 4}
-    written(tmp_path / "kept.jsonl", rows(5, start=1000))
+    write_rows(tmp_path / "kept.jsonl", rows(5, start=1000))
     by_file = section | {"heldout": {"path": str(tmp_path / "kept.jsonl")}}
     assert make_environment(by_file).settings() == {"train": 200, "heldout": 5}
-    written(tmp_path / "kept.jsonl", rows(5, start=103))
+    write_rows(tmp_path / "kept.jsonl", rows(5, start=103))
     with pytest.raises(RequestError, match=r"sums.jsonl:4: has the same prompt as .*kept.jsonl:1"):
         make_environment(by_file)
 
 
-def test_a_folder_is_all_its_files(tmp_path):
+def test_folder_path_reads_all_files(tmp_path):
     folder = tmp_path / "tasks"
     folder.mkdir()
-    written(folder / "a.jsonl", rows(20))
-    section = written(folder / "b.jsonl", rows(20, start=50)) | {"path": str(folder)}
+    write_rows(folder / "a.jsonl", rows(20))
+    section = write_rows(folder / "b.jsonl", rows(20, start=50)) | {"path": str(folder)}
     assert sum(make_environment(section).settings().values()) == 40
 
 
-def test_a_folder_with_a_file_for_evaluation_asks_which_it_is(tmp_path):
-    written(tmp_path / "train.jsonl", rows(20))
-    section = written(tmp_path / "test.jsonl", rows(20, start=50)) | {"path": str(tmp_path)}
+def test_folder_with_evaluation_file_is_rejected_with_remedy(tmp_path):
+    write_rows(tmp_path / "train.jsonl", rows(20))
+    section = write_rows(tmp_path / "test.jsonl", rows(20, start=50)) | {"path": str(tmp_path)}
     with pytest.raises(RequestError, match=r"a file for evaluation: test\.jsonl") as raised:
         make_environment(section)
     assert "heldout: {path: FOLDER/test.jsonl}" in raised.value.remedy
@@ -93,15 +93,15 @@ def test_a_folder_with_a_file_for_evaluation_asks_which_it_is(tmp_path):
     assert make_environment(section | files).settings() == {"train": 20, "heldout": 20}
 
 
-def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path):
+def test_byte_order_mark_is_ignored(tmp_path):
     path = tmp_path / "sums.jsonl"
-    section = written(path, rows(40))
+    section = write_rows(path, rows(40))
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert sum(make_environment(section).settings().values()) == 40
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said", "remedy"),
+    ("name", "data", "error", "remedy"),
     [
         ("sums.jsonl.gz", gzip.compress(b'{"prompt": "1?"}\n', mtime=0), "is compressed", "gunzip"),
         ("sums.jsonl", '{"prompt": "1?"}'.encode("utf-16"), "is UTF-16", "iconv"),
@@ -111,17 +111,17 @@ def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path):
     ],
 )
 @pytest.mark.parametrize("broken", ["stop", "drop"])
-def test_a_file_of_another_format_is_refused_as_a_whole(tmp_path, name, data, said, remedy, broken):
+def test_file_of_other_format_is_rejected(tmp_path, name, data, error, remedy, broken):
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(RequestError, match=said) as raised:
+    with pytest.raises(RequestError, match=error) as raised:
         make_environment({"id": "jsonl", "path": str(tmp_path / name), "broken_rows": broken})
     assert remedy in raised.value.remedy and raised.value.where == str(tmp_path / name)
 
 
-def test_a_row_costs_a_few_bytes_however_long_it_is(tmp_path):
+def test_index_takes_less_than_100_bytes_per_row(tmp_path):
     many = [row | {"notes": "long " * 400} for row in rows(4000)]
-    section = written(tmp_path / "many.jsonl", many)
-    make_environment(section | {"match": "exact"})  # whatever is loaded once
+    section = write_rows(tmp_path / "many.jsonl", many)
+    make_environment(section | {"match": "exact"})  # load modules and caches before the measurement
     tracemalloc.start()
     environment = make_environment(section)
     tasks = environment.tasks("train", 0)
@@ -132,31 +132,31 @@ def test_a_row_costs_a_few_bytes_however_long_it_is(tmp_path):
     assert len({task.task_id for task in tasks}) + 1 == environment.settings()["train"]
 
 
-def test_a_file_that_changes_under_way_is_noticed(tmp_path):
+def test_tasks_fail_when_file_changes(tmp_path):
     path = tmp_path / "sums.jsonl"
-    tasks = make_environment(written(path, rows(30))).tasks("train", 0)
+    tasks = make_environment(write_rows(path, rows(30))).tasks("train", 0)
     next(tasks)
-    written(path, rows(30, start=50))
+    write_rows(path, rows(30, start=50))
     with pytest.raises(RequestError, match="has changed since") as raised:
         next(tasks)
     assert raised.value.where.startswith(f"{path}:")
 
 
-def test_of_rows_that_ask_the_same_the_first_one_stays(tmp_path, caplog):
+def test_first_row_of_equal_prompts_is_kept(tmp_path, caplog):
     folder = tmp_path / "tasks"
     folder.mkdir()
-    written(folder / "a.jsonl", rows(20))
-    section = written(folder / "b.jsonl", [*rows(3, start=18), *rows(3, start=18)])
+    write_rows(folder / "a.jsonl", rows(20))
+    section = write_rows(folder / "b.jsonl", [*rows(3, start=18), *rows(3, start=18)])
     section |= {"path": str(folder), "broken_rows": "drop"}
     with caplog.at_level(logging.WARNING):
         kept = make_environment(section)
     assert sum(kept.settings().values()) == 21
-    (told,) = [record.getMessage() for record in caplog.records]
+    (warning,) = [record.getMessage() for record in caplog.records]
     index = indexed(str(folder), "number", "drop", HeldOut())
     pairs = [(index.place(again)[-9:], index.place(first)[-10:]) for again, first in index.repeated()]
     assert pairs[0] == ("b.jsonl:1", "a.jsonl:19") and pairs[2] == ("b.jsonl:4", "a.jsonl:19")
-    assert told.startswith("left out 5 invalid rows of 26")
-    assert "b.jsonl:1: has the same" in told and "a.jsonl:19" in told
+    assert warning.startswith("left out 5 invalid rows of 26")
+    assert "b.jsonl:1: has the same" in warning and "a.jsonl:19" in warning
 
 
 BROKEN = {
@@ -181,9 +181,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("line", BROKEN)
-def test_a_broken_row_is_named_or_left_out_and_told(tmp_path, caplog, line):
+def test_invalid_row_is_rejected_or_dropped_with_warning(tmp_path, caplog, line):
     path = tmp_path / "sums.jsonl"
-    section = written(path, rows(40))
+    section = write_rows(path, rows(40))
     path.write_text(path.read_text() + "\n" + line + "\n")
     with pytest.raises(RequestError, match=BROKEN[line]) as raised:
         make_environment(section)
@@ -191,16 +191,20 @@ def test_a_broken_row_is_named_or_left_out_and_told(tmp_path, caplog, line):
     with caplog.at_level(logging.WARNING):
         kept = make_environment(section | {"broken_rows": "drop"})
     assert sum(kept.settings().values()) == 40
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("left out 1 invalid rows of 41") and f"{path}:42" in told and BROKEN[line] in told
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert (
+        warning.startswith("left out 1 invalid rows of 41")
+        and f"{path}:42" in warning
+        and BROKEN[line] in warning
+    )
 
 
-def test_what_cannot_be_read_is_refused(tmp_path):
+def test_unreadable_and_empty_files_are_rejected(tmp_path):
     for path in (tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(RequestError, match=r"no such file|has no \*.jsonl"):
             make_environment({"id": "jsonl", "path": str(path)})
     with pytest.raises(RequestError, match=r"no (training|held-out) rows"):
-        make_environment(written(tmp_path / "one.jsonl", rows(2)))
+        make_environment(write_rows(tmp_path / "one.jsonl", rows(2)))
     bytes_ = tmp_path / "bytes.jsonl"
     bytes_.write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(RequestError, match="not UTF-8"):
@@ -221,13 +225,13 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         ("regex", r"(?i)paris|lutetia", ["paris", "Lutetia"], ["not paris", "paris lutetia"]),
     ],
 )  # fmt: skip
-def test_answers_are_compared(match, answer, right, wrong):
+def test_match_rules_compare_answers(match, answer, right, wrong):
     assert [matches(match, one, answer) for one in right] == [True] * len(right)
     assert [matches(match, one, answer) for one in wrong] == [False] * len(wrong)
     assert last_number("0" * 200) is None
 
 
-def test_a_cut_off_answer_earns_nothing(section):
+def test_truncated_answer_earns_nothing(section):
     environment = make_environment(section)
     task = next(environment.tasks("train", 0))
     gold = environment.gold(task)
@@ -235,9 +239,9 @@ def test_a_cut_off_answer_earns_nothing(section):
     assert environment.score(task, Transcript(gold.text, finished=False)).reward == 0.0
 
 
-def test_reward_functions_may_judge_instead(tmp_path):
+def test_reward_functions_replace_match_rule(tmp_path):
     asked = [{"prompt": f"Say {n} words", "words": n} for n in range(1, 40)]
-    section = written(tmp_path / "words.jsonl", asked) | {"match": None}
+    section = write_rows(tmp_path / "words.jsonl", asked) | {"match": None}
     task = next(make_environment(section).tasks("train", 0))
     assert isinstance(make_environment(section).score(task, Transcript("a")), Failure)
     source = (
@@ -251,10 +255,10 @@ def test_reward_functions_may_judge_instead(tmp_path):
         make_environment(section | {"rewards": {"verifier": 1.0}})
 
 
-def test_the_audit_can_tell_a_strict_match_from_a_loose_one(tmp_path):
+def test_audit_grades_exact_match_above_contains_match(tmp_path):
     capitals = ["no", "yes"] * 20
     asked = [{"prompt": f"Is {n} odd?", "answer": word} for n, word in enumerate(capitals)]
-    section = written(tmp_path / "odd.jsonl", asked)
+    section = write_rows(tmp_path / "odd.jsonl", asked)
     strict = audit_reward(section | {"match": "exact"}, tasks=6, search_budget=0)
     loose = audit_reward(section | {"match": "contains"}, tasks=6, search_budget=0)
     assert strict.grade in "AB" and loose.grade == "F"
@@ -269,13 +273,13 @@ stages:
 """
 
 
-def test_a_bundle_holds_the_rows_and_is_the_same_wherever_they_lay(tmp_path):
+def test_bundle_contains_rows_and_digest_does_not_depend_on_folder(tmp_path):
     digests = []
     for name in ("here", "there"):
         folder = tmp_path / name
         (folder / "tasks").mkdir(parents=True)
-        written(folder / "tasks" / "sums.jsonl", rows(20))
-        written(folder / "kept.jsonl", rows(3, start=50))
+        write_rows(folder / "tasks" / "sums.jsonl", rows(20))
+        write_rows(folder / "kept.jsonl", rows(3, start=50))
         (folder / "sums.yaml").write_text(RECIPE)
         recipe = load_recipe(folder / "sums.yaml")
         job, inputs = staged(job_for(recipe, recipe.stages[0]))
@@ -286,10 +290,10 @@ def test_a_bundle_holds_the_rows_and_is_the_same_wherever_they_lay(tmp_path):
     assert environment.settings() == {"train": 20, "heldout": 3}
 
 
-def test_a_recipe_needs_somebody_who_judges(tmp_path):
+def test_recipe_without_match_needs_rewards(tmp_path):
     (tmp_path / "tasks").mkdir()
-    written(tmp_path / "tasks" / "sums.jsonl", rows(20))
-    written(tmp_path / "kept.jsonl", rows(3, start=50))
+    write_rows(tmp_path / "tasks" / "sums.jsonl", rows(20))
+    write_rows(tmp_path / "kept.jsonl", rows(3, start=50))
     recipe = tmp_path / "sums.yaml"
     recipe.write_text(RECIPE.replace("match: number", "match: null"))
     with pytest.raises(RequestError, match="no rewards are given, so nothing is scored") as raised:
@@ -303,10 +307,10 @@ def test_a_recipe_needs_somebody_who_judges(tmp_path):
         load_recipe(recipe)
 
 
-def test_a_recipe_says_which_row_is_broken(tmp_path):
+def test_recipe_names_invalid_row(tmp_path):
     (tmp_path / "tasks").mkdir()
-    written(tmp_path / "tasks" / "sums.jsonl", [*rows(3), {"prompt": 1}])
-    written(tmp_path / "kept.jsonl", rows(3, start=50))
+    write_rows(tmp_path / "tasks" / "sums.jsonl", [*rows(3), {"prompt": 1}])
+    write_rows(tmp_path / "kept.jsonl", rows(3, start=50))
     (tmp_path / "sums.yaml").write_text(RECIPE)
     with pytest.raises(RequestError, match=r"sums.jsonl:4: the prompt is neither") as raised:
         load_recipe(tmp_path / "sums.yaml")

@@ -1,4 +1,4 @@
-"""The `context` section: what each rule leaves, and in which context each turn is sampled."""
+"""The `context` section: the messages that each rule keeps, and the context of each turn."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from perilune.errors import RequestError
 
 
 class Echo(MultiTurn):
-    """Repeats each action, with a filler, and is over at "done". The reward is the number of turns."""
+    """Repeats each action with filler text and ends at "done". The reward is the number of turns."""
 
     id, max_turns = "echo", 6
 
@@ -31,7 +31,7 @@ class Echo(MultiTurn):
 def play(
     settings: Mapping[str, Any], actions: Sequence[str]
 ) -> tuple[Observation, list[tuple[str, list[str]]], float]:
-    """The end, (agent, texts that it saw) of each turn, and the reward by replay."""
+    """The last observation, (agent, texts that it saw) of each turn, and the reward of a replay."""
     environment = ManagedContext(Echo(), ContextSettings(**settings))
     task = next(environment.tasks("train", 0))
     session = environment.reset(task, 0)
@@ -51,13 +51,13 @@ def out(action: str) -> str:
     return f"out {action} " + "." * 20
 
 
-def test_nothing_changes_below_the_limit() -> None:
+def test_context_is_unchanged_below_limit() -> None:
     end, seen, reward = play({"rule": "fold"}, ["a", "b", "done"])
     assert seen == [("", []), ("", [out("a")]), ("", [out("b")])]
     assert end.rewards == (3.0,) and reward == 3.0 and end.metrics["contexts"] == 1
 
 
-def test_fold_leaves_out_the_earlier_turns() -> None:
+def test_fold_removes_earlier_turns() -> None:
     end, seen, reward = play({"rule": "fold", "above": 60, "last": 1}, ["a", "b", "c", "d", "done"])
     assert seen[2] == ("", [out("b")])  # 55 characters
     assert seen[3] == ("0", ["task\n\n[2 earlier turns are not shown]", out("b"), "c", out("c")])
@@ -65,25 +65,25 @@ def test_fold_leaves_out_the_earlier_turns() -> None:
     assert end.metrics["contexts"] == 3 and end.rewards == (5.0,) and reward == 5.0
 
 
-def test_dropped_output_keeps_the_actions() -> None:
+def test_drop_output_keeps_actions() -> None:
     _, seen, _ = play({"rule": "drop_output", "above": 60, "last": 1}, ["a", "b", "c", "done"])
     assert seen[3] == ("0", ["task", "a", "[dropped]", "b", out("b"), "c", out("c")])
 
 
-def test_without_anything_to_drop_the_context_stays() -> None:
+def test_drop_output_keeps_context_with_nothing_to_drop() -> None:
     _, seen, _ = play({"rule": "drop_output", "above": 1, "last": 4}, ["a", "b", "done"])
     assert [agent for agent, _ in seen] == ["", "", ""]
 
 
-def test_the_policy_writes_the_summary_in_the_old_context_and_continues_in_a_new_one() -> None:
+def test_summarise_asks_in_old_context_and_continues_in_new_one() -> None:
     settings = {"rule": "summarise", "above": 60, "last": 0, "ask": "sum up"}
     end, seen, reward = play(settings, ["a", "b", "c", "saw c", "done"])
     assert seen[3] == ("", [out("c"), "sum up"])
     assert seen[4] == ("0", ["task\n\nSummary of the earlier turns: saw c", out("c")])
-    assert end.rewards == (4.0,) and reward == 4.0  # the summary is no turn of the environment
+    assert end.rewards == (4.0,) and reward == 4.0  # the summary does not count as a turn of the environment
 
 
-def test_the_policy_decides_what_replaces_its_turns() -> None:
+def test_policy_rule_replaces_turns_with_text_of_fold_tags() -> None:
     actions = ["a", "<fold>saw a</fold>b", "c", "<fold>saw b, c</fold>", "done"]
     end, seen, reward = play({"rule": "policy"}, actions)
     assert seen[1] == ("", [out("a")]) and seen[3] == ("0", [out("c")])
@@ -92,27 +92,27 @@ def test_the_policy_decides_what_replaces_its_turns() -> None:
     assert end.rewards == (4.0,) and reward == 4.0
 
 
-def test_a_fold_in_every_action_is_no_way_to_play_for_ever() -> None:
+def test_fold_in_every_action_does_not_prolong_episode() -> None:
     end, seen, _ = play({"rule": "policy"}, ["<fold>x</fold>"] * 12)
     assert end.done and end.truncated and len(seen) == 12
 
 
-def test_the_environment_counts_its_own_turns() -> None:
+def test_max_turns_of_environment_applies_with_summaries() -> None:
     settings = {"rule": "summarise", "above": 1, "last": 0}
     end, *_ = play(settings, ["a", *["s", "b"] * 5])
     assert end.done and end.truncated
 
 
 @pytest.mark.parametrize("rule", ["fold", "drop_output"])
-def test_each_action_is_learned_in_one_context(rule: str) -> None:
+def test_each_action_has_loss_weight_in_one_context_only(rule: str) -> None:
     environment = ManagedContext(Echo(), ContextSettings(rule=rule, above=60, last=1))  # type: ignore[arg-type]
     actions = ["a", "b", "c", "d", "done"]
     transcript = Transcript(actions[-1], earlier=tuple(actions[:-1]))
     found = agent_conversations(environment, next(environment.tasks("train", 0)), transcript)
     assert len(found) > 1
-    said = [one for messages in found.values() for one in messages if one["role"] == "assistant"]
-    assert [one["content"] for one in said if one.get("weight", 1)] == actions
-    assert rule == "fold" or any(one.get("weight") == 0 for one in said)
+    replies = [one for messages in found.values() for one in messages if one["role"] == "assistant"]
+    assert [one["content"] for one in replies if one.get("weight", 1)] == actions
+    assert rule == "fold" or any(one.get("weight") == 0 for one in replies)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_each_action_is_learned_in_one_context(rule: str) -> None:
         ({"id": "tools", "context": {"rule": "fold", "abve": 3}}, "no field 'context.abve'"),
     ],
 )
-def test_invalid_sections_are_refused(section: dict[str, Any], error: str) -> None:
+def test_invalid_context_sections_are_rejected(section: dict[str, Any], error: str) -> None:
     from perilune.environments import make_environment
 
     with pytest.raises(RequestError, match=error):

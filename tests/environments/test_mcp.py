@@ -1,4 +1,4 @@
-"""The tools of an MCP server: each episode has a server of its own, and a server that breaks is data."""
+"""The tools of an MCP server: each episode has its own server, and a crash of the server gives reward 0."""
 
 import json
 from itertools import islice
@@ -50,7 +50,7 @@ def text(one: RemoteSession) -> str:
     return "|".join(message["content"] for message in one.result.messages)
 
 
-def test_tools_are_listed_called_and_answers_scored(tmp_path: Path) -> None:
+def test_mcp_environment_lists_and_calls_tools_and_scores_answer(tmp_path: Path) -> None:
     spec = section(tmp_path)
     environment = make_environment(spec)
     task = next(environment.tasks("train", 0))
@@ -73,7 +73,7 @@ def test_tools_are_listed_called_and_answers_scored(tmp_path: Path) -> None:
     environment.close()
 
 
-def test_servers_are_apart_and_one_that_breaks_is_data(tmp_path: Path) -> None:
+def test_each_episode_has_own_server_and_crash_gives_reward_0(tmp_path: Path) -> None:
     spec = section(tmp_path, seconds=4.0)
     spec["tasks"]["match"] = None
     first, second = play(spec, [call("note", text="a"), call("note", text="b")], [call("note", text="c")])

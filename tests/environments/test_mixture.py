@@ -1,4 +1,4 @@
-"""A mixture: tasks of several environments, each asked, played and scored as its part alone."""
+"""A mixture of environments: its tasks behave as they do in the single environments."""
 
 import json
 from collections import Counter
@@ -34,7 +34,7 @@ LETTERS = gym("letter_counting")
 
 
 class Guess(MultiTurn):
-    """Guess a digit; worth 1 if right, in two turns."""
+    """Guess a digit in two turns. A correct guess earns 1/2 in each turn."""
 
     id, max_turns = "guess", 2
 
@@ -54,7 +54,7 @@ class Guess(MultiTurn):
 
 
 class Echo(SingleTurn):
-    """Worth 1 for the question itself; keeps its own verdict in the metric `gold`."""
+    """Rewards repeating the question with 1, and sets the metric `gold` itself."""
 
     id = "echo"
 
@@ -81,7 +81,7 @@ def part_names(section: Mapping[str, Any], count: int, split: Split = "train", s
     return [task.task_id.partition("/")[0] for task in islice(tasks, count)]
 
 
-def test_shares_are_the_weights_to_the_power_of_one_over_the_temperature() -> None:
+def test_shares_follow_weights_and_temperature() -> None:
     section = mixture(a={**SUMS, "weight": 1}, b={**LETTERS, "weight": 4})
     assert make_environment(section).shares == pytest.approx({"a": 0.2, "b": 0.8})
     assert make_environment({**section, "temperature": 2}).shares == pytest.approx({"a": 1 / 3, "b": 2 / 3})
@@ -89,7 +89,7 @@ def test_shares_are_the_weights_to_the_power_of_one_over_the_temperature() -> No
     assert 150 < counts["a"] < 250 and counts["b"] == 1000 - counts["a"]
 
 
-def test_the_part_of_a_task_depends_on_seed_and_number_alone() -> None:
+def test_part_of_task_depends_only_on_seed_and_number() -> None:
     section = mixture(a=SUMS, b=LETTERS)
     names = part_names(section, 60)
     assert part_names(section, 60) == names != part_names(section, 60, seed=4)
@@ -97,7 +97,7 @@ def test_the_part_of_a_task_depends_on_seed_and_number_alone() -> None:
     assert part_names(mixture(a=harder, b=LETTERS), 60) == names
 
 
-def test_a_task_is_its_part_s_own_but_for_the_name_before_its_id() -> None:
+def test_mixture_task_equals_task_of_part_except_id_prefix() -> None:
     environment = make_environment(mixture(a=SUMS, b=LETTERS))
     for name, section in (("a", SUMS), ("b", LETTERS)):
         own = make_environment(section)
@@ -119,7 +119,7 @@ def test_a_task_is_its_part_s_own_but_for_the_name_before_its_id() -> None:
             assert part_of(environment, task).id == own.id and part_of(own, expected) is own
 
 
-def test_a_finite_part_repeats_no_task_within_an_epoch_of_its_own() -> None:
+def test_finite_part_repeats_no_task_within_epoch() -> None:
     environment = make_environment(mixture(guess=GUESS, sums=SUMS))
     ids = [task.task_id for task in islice(environment.tasks("train", 0), 120)]
     guesses = [name for name in ids if name.startswith("guess/")][:40]
@@ -129,7 +129,7 @@ def test_a_finite_part_repeats_no_task_within_an_epoch_of_its_own() -> None:
     assert len(set(sums)) == len(sums)
 
 
-def test_held_out_tasks_come_once_from_all_parts_in_turn() -> None:
+def test_heldout_tasks_alternate_between_parts() -> None:
     section = mixture(guess={**GUESS, "weight": 0}, sums=SUMS)
     assert "guess" not in part_names(section, 100)
     assert part_names(section, 6, "heldout") == ["guess", "sums"] * 3
@@ -137,7 +137,7 @@ def test_held_out_tasks_come_once_from_all_parts_in_turn() -> None:
     assert names[:20] == ["guess", "sums"] * 10 and set(names[20:]) == {"sums"}
 
 
-def test_a_reward_scale_changes_the_reward_and_keeps_the_verdict() -> None:
+def test_reward_scale_changes_reward_and_keeps_gold_metric() -> None:
     section = mixture(sums={**SUMS, "reward_scale": 0.5}, echo=ECHO, guess={**GUESS, "reward_scale": 3})
     environment = make_environment(section)
     tasks = {task.task_id.partition("/")[0]: task for task in islice(environment.tasks("train", 0), 30)}
@@ -155,7 +155,7 @@ def test_a_reward_scale_changes_the_reward_and_keeps_the_verdict() -> None:
     assert "gold" not in plain.score(tasks["sums"], Transcript("x")).metrics
 
 
-def test_a_session_is_that_of_the_part_alone() -> None:
+def test_mixture_session_matches_session_of_part() -> None:
     environment, own = make_environment(mixture(guess=GUESS, sums=SUMS)), make_environment(GUESS)
     assert environment.max_turns == 2
     task = next(task for task in environment.tasks("train", 0) if task.task_id.startswith("guess/"))
@@ -163,7 +163,7 @@ def test_a_session_is_that_of_the_part_alone() -> None:
     assert environment.reset(task, 5).observation == own.reset(alone, 5).observation
 
 
-def test_each_part_has_its_prompting_and_its_rewards() -> None:
+def test_each_part_uses_own_prompting_and_rewards() -> None:
     asked = {"format": "boxed", "system": "Count.", "stop": ["}"]}
     section = mixture(
         sums={**SUMS, "rewards": {"verifier": 2.0, "well_formed": 0.5}},
@@ -186,7 +186,7 @@ def test_each_part_has_its_prompting_and_its_rewards() -> None:
     }
 
 
-def test_a_part_without_prompting_or_rewards_has_those_of_the_mixture() -> None:
+def test_part_inherits_prompting_and_rewards_of_mixture() -> None:
     function = "def half(completions, **kwargs):\n    return [0.5]\n"
     section = {
         **mixture(a={**gym("chain_sum"), "weight": 2}, b={**LETTERS, "prompting": {"format": "json"}}),
@@ -201,7 +201,7 @@ def test_a_part_without_prompting_or_rewards_has_those_of_the_mixture() -> None:
         assert {one.reward for one in scorer.score([(task, Transcript("x")) for task in tasks])} == {0.5}
 
 
-def test_files_of_parts_are_files_of_the_mixture(tmp_path: Path) -> None:
+def test_file_fields_include_files_of_parts(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": str(n), "answer": str(n)}) + "\n" for n in range(40)))
     section = mixture(own={"id": "jsonl", "path": str(rows)}, sums=SUMS)
@@ -213,7 +213,7 @@ def test_files_of_parts_are_files_of_the_mixture(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "where", "what"),
+    ("section", "where", "error"),
     [
         (mixture(a=mixture(b=SUMS)), "environment.parts.a.id", "cannot be a mixture"),
         (mixture(a={**SUMS, "episodes": {"seconds": 3}}), "environment.parts.a.episodes", "whole mixture"),
@@ -236,7 +236,7 @@ def test_files_of_parts_are_files_of_the_mixture(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_wrong_mixtures_are_refused_and_the_part_is_named(section: Any, where: str, what: str) -> None:
-    with pytest.raises(RequestError, match=what) as caught:
+def test_invalid_mixture_names_part(section: Any, where: str, error: str) -> None:
+    with pytest.raises(RequestError, match=error) as caught:
         make_environment(section)
     assert caught.value.where == where

@@ -1,4 +1,4 @@
-"""Environments of several turns, and chance in them."""
+"""Multi-turn environments and their random numbers."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ class Game(MultiTurn):
 
 
 class Guess(Game):
-    """Find a digit; every wrong guess costs a tenth."""
+    """Find a digit. Every wrong guess costs 0.1."""
 
     id = "guess"
     max_turns = 4
@@ -51,7 +51,7 @@ class Guess(Game):
 
 
 class Shells(Game):
-    """Both hide a number at once; the larger wins."""
+    """Two players choose a number each. The larger number wins."""
 
     id = "shells"
     players = 2
@@ -67,14 +67,14 @@ def secret(seed):
     return str(KeyedRandom(seed, TASK.task_id).integer(10, "secret"))
 
 
-def test_an_episode_follows_its_seed_and_adds_up():
+def test_episode_depends_on_seed_and_score_sums_steps():
     environment = Guess()
     wrong = "0" if secret(3) != "0" else "1"
     session = environment.reset(TASK, 3)
     assert session.observation == Observation()
-    said = session.step(wrong)
-    assert said.messages == ({"role": "user", "content": "higher" if wrong < secret(3) else "lower"},)
-    assert not said.done
+    hint = session.step(wrong)
+    assert hint.messages == ({"role": "user", "content": "higher" if wrong < secret(3) else "lower"},)
+    assert not hint.done
     assert session.step(secret(3)).done and environment.closed == 1
     session.close()
     assert environment.closed == 1
@@ -82,7 +82,7 @@ def test_an_episode_follows_its_seed_and_adds_up():
     assert score == Score(0.9, {"misses": 1}, {"strategy/lucky": 1.0})
 
 
-def test_it_ends_after_its_turns_and_when_an_action_was_cut_off():
+def test_episode_ends_at_max_turns_and_on_truncated_action():
     environment = Guess()
     wrong = "0" if secret(3) != "0" else "1"
     session = environment.reset(TASK, 3)
@@ -97,7 +97,7 @@ def test_it_ends_after_its_turns_and_when_an_action_was_cut_off():
     assert environment.score(TASK, Transcript(secret(3), finished=False, seed=3)).reward == 0.0
 
 
-def test_a_failure_names_its_boundary_and_an_impossible_transcript_is_one():
+def test_score_returns_failure_of_episode_and_of_impossible_transcript():
     environment = Guess()
     assert environment.score(TASK, Transcript("fail", seed=3)) == Failure("sandbox", "it burns")
     too_long = Transcript("x", earlier=(secret(3),), seed=3)
@@ -105,7 +105,7 @@ def test_a_failure_names_its_boundary_and_an_impossible_transcript_is_one():
     assert environment.closed == 2
 
 
-def test_a_play_that_just_ends_is_a_mistake_of_the_environment():
+def test_play_without_end_episode_raises_runtime_error():
     class Short(Guess):
         def play(self, task, rng):
             yield ask()
@@ -114,7 +114,7 @@ def test_a_play_that_just_ends_is_a_mistake_of_the_environment():
         Short().reset(TASK, 0).step("x")
 
 
-def test_players_are_paid_apart():
+def test_each_player_gets_own_reward():
     environment = Shells()
     session = environment.reset(TASK, 0)
     assert session.observation.player == 0 and session.step("2").player == 1
@@ -123,7 +123,7 @@ def test_players_are_paid_apart():
         assert environment.score(TASK, Transcript("1", earlier=("2",), player=player)).reward == reward
 
 
-def test_a_failed_verdict_of_one_turn_is_its_own_failure():
+def test_single_turn_session_raises_failure_of_score():
     class Unsure(SingleTurn):
         id = "unsure"
 
@@ -138,7 +138,7 @@ def test_a_failed_verdict_of_one_turn_is_its_own_failure():
     assert caught.value.failure == Failure("verifier", "who knows")
 
 
-def test_chance_is_a_function_of_its_name():
+def test_keyed_random_depends_on_seed_task_and_key():
     rng = KeyedRandom(7, "t")
     assert rng.uniform("die", 3) == KeyedRandom(7, "t").uniform("die", 3)
     draws = [

@@ -1,4 +1,4 @@
-"""OOLONG made offline: gold answers agree with brute force over the text, scores are the official ones."""
+"""Generated OOLONG tasks: gold answers match brute force over the text, and scores follow OOLONG."""
 
 import json
 import time
@@ -40,22 +40,22 @@ LOOSE = ROOT / "examples" / "reward_audit" / "contains_answer.py"
 STYLES = ("natural", "compact")
 
 
-def drawn(count, split="train", seed=0, **settings):
+def draw(count, split="train", seed=0, **settings):
     return list(islice(draw_tasks(OolongSettings(**settings), split, seed), count))
 
 
-def of_kind(find, style="natural", **settings):
-    """The data of the first task that asks so."""
+def task_data_for(find, style="natural", **settings):
+    """The data of the first task with that kind of question."""
     tasks = draw_tasks(OolongSettings(style=style, **settings), "train", 0)
     return next(data for _, data in tasks if data["question"]["find"] == find)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("style", STYLES)
-def test_ten_thousand_gold_answers_agree_with_brute_force_over_the_text(style):
+def test_gold_answers_match_brute_force_over_text(style):
     finds = set()
     for lengths, users, count in (((8, 12, 16), 4, 2500), ((24, 32, 40), 8, 2500)):
-        for _, data in drawn(count, style=style, lengths=lengths, users=users):
+        for _, data in draw(count, style=style, lengths=lengths, users=users):
             read = answer_by_reading(style, context_lines(data), question(data))
             stated = gold(data)
             if not isinstance(read, str):
@@ -103,12 +103,12 @@ LINES = [
         (Question("pairs", 1, relation="sum", number=3, since=400), ()),
     ],
 )
-def test_the_evaluator_on_seven_lines(asked, answer):
+def test_evaluate_on_seven_lines(asked, answer):
     assert evaluate(asked, LINES) == answer
 
 
-def test_a_context_is_drawn_again_from_its_description_and_never_stored():
-    (_, data), *_ = drawn(1, lengths=(5000,))
+def test_context_is_regenerated_from_small_task_data():
+    (_, data), *_ = draw(1, lengths=(5000,))
     again = json.loads(json.dumps(data))
     assert list(context_lines(again)) == list(context_lines(data)) and len(list(context_lines(data))) == 5000
     assert (question(again), gold(again)) == (question(data), gold(data))
@@ -117,15 +117,15 @@ def test_a_context_is_drawn_again_from_its_description_and_never_stored():
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("users", [8, 1000])
-def test_lengths_in_tokens_are_kept(style, users):
-    data = drawn(1, style=style, users=users, lengths=(20_000,), unit="tokens")[0][1]
+def test_context_has_requested_length_in_tokens(style, users):
+    data = draw(1, style=style, users=users, lengths=(20_000,), unit="tokens")[0][1]
     text = "".join(context_lines(data))
     tokens = len(text) if style == "compact" else sum(map(is_token, pieces(text)))
     assert tokens == pytest.approx(20_000, rel=0.06)
 
 
 def pieces(text):
-    """Words, and every other character."""
+    """Yields words and all other characters."""
     word = ""
     for character in text:
         if character.isalpha():
@@ -140,71 +140,71 @@ def is_token(piece):
     return piece not in ("", " ")
 
 
-def test_mixed_lengths_and_kinds_are_drawn():
-    tasks = [data for _, data in drawn(60, lengths=(16, 64), kinds=("counting",))]
+def test_tasks_mix_lengths_and_kinds():
+    tasks = [data for _, data in draw(60, lengths=(16, 64), kinds=("counting",))]
     assert {data["lines"] for data in tasks} == {16, 64}
     assert {data["question"]["find"] for data in tasks} == {"count", "most", "least", "compare"}
     assert all(data["question"]["user"] == 0 and data["question"]["since"] == 0 for data in tasks)
 
 
-def test_tasks_are_distinct_and_no_context_is_in_both_splits():
+def test_tasks_are_distinct_and_splits_share_no_context():
     ids, texts = {}, {}
     for split in ("train", "heldout"):
-        tasks = drawn(40, split) + drawn(40, split, seed=1)
+        tasks = draw(40, split) + draw(40, split, seed=1)
         ids[split] = {task_id for task_id, _ in tasks}
         texts[split] = {"".join(context_lines(data)) for _, data in tasks}
         assert len(ids[split]) == len(texts[split]) == 80
     assert not ids["train"] & ids["heldout"] and not texts["train"] & texts["heldout"]
-    assert drawn(5) == drawn(5) and drawn(5) != drawn(5, seed=1)
+    assert draw(5) == draw(5) and draw(5) != draw(5, seed=1)
 
 
-def test_questions_about_a_context_follow_each_other_and_are_distinct():
-    tasks = drawn(50, questions=5)
+def test_questions_of_one_context_are_consecutive_and_distinct():
+    tasks = draw(50, questions=5)
     assert len({task_id for task_id, _ in tasks}) == 50
     seeds = [data["seed"] for _, data in tasks]
     assert seeds == sorted(seeds, key=seeds.index) and 10 <= len(set(seeds)) <= 12
     assert len({question(data) for _, data in tasks[:4]}) == 4
-    assert all(split_of(task_id) == "heldout" for task_id, _ in drawn(20, "heldout", questions=5))
-    same, others = dict(drawn(40)), dict(drawn(40, kinds=("temporal",)))
+    assert all(split_of(task_id) == "heldout" for task_id, _ in draw(20, "heldout", questions=5))
+    same, others = dict(draw(40)), dict(draw(40, kinds=("temporal",)))
     assert same.keys() & others.keys() != same.keys()  # the same contexts, and some of the same questions
     assert all(same[task_id] == others[task_id] for task_id in same.keys() & others.keys())
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_parts_of_a_context_have_labels_and_answers_of_their_own(style):
+def test_gold_of_part_matches_reading_of_part(style):
     for find in ("count", "compare"):
-        data = of_kind(find, style)
+        data = task_data_for(find, style)
         lines = list(context_lines(data))
         assert gold_of_part(data, 0, len(lines)) == gold(data)
         assert gold_of_part(data, 8, 20) == answer_by_reading(style, lines[8:20], question(data))
-    everything = {**of_kind("count", style), "question": asdict(Question("count", 2))}
+    everything = {**task_data_for("count", style), "question": asdict(Question("count", 2))}
     label = (compact if style == "compact" else natural).LABELS[2]
     assert str(list(line_labels(everything)).count(label)) == gold_of_part(everything, 0, 10**9)
 
 
-def test_users_are_zipf_distributed_and_labels_differ_by_user_and_month():
+def test_users_are_zipf_distributed_and_labels_vary():
     counts = {}
-    data = {**drawn(1)[0][1], "lines": 20_000, "users": 50, "style": "compact"}
+    data = {**draw(1)[0][1], "lines": 20_000, "users": 50, "style": "compact"}
     for line in context_lines(data):
         user = line[1:-3]
         counts[user] = counts.get(user, 0) + 1
     ranked = sorted(counts.values(), reverse=True)
     assert ranked[0] / ranked[1] == pytest.approx(2, rel=0.15)
     assert ranked[0] / ranked[9] == pytest.approx(10, rel=0.25)
-    long = [drawn_data for _, drawn_data in drawn(40, lengths=(2000,), kinds=("user", "temporal"))]
+    long = [drawn_data for _, drawn_data in draw(40, lengths=(2000,), kinds=("user", "temporal"))]
     most = {data["answer"] for data in long if data["question"]["find"] == "most"}
     assert len(most) >= 4
 
 
-def test_counts_score_as_in_oolong_and_everything_else_by_equality():
-    count = {**of_kind("count"), "answer": "12"}
+def test_counts_score_as_in_oolong_and_other_answers_by_equality():
+    count = {**task_data_for("count"), "answer": "12"}
     for answer, score in (("12", 1), (" 12\n", 1), ("13", 0.75), ("10", 0.75**2), ("0", 0.75**12)):
         assert score_answer(count, answer) == pytest.approx(score)
-    label = {**of_kind("most"), "answer": "human being"}
+    label = {**task_data_for("most"), "answer": "human being"}
     for answer in ("Human being", "human", "human beings", "human being, location", "human being location"):
         assert score_answer(label, answer) == 0
     assert score_answer(label, " human being\n") == 1
-    month = {**of_kind("month"), "answer": "2024-03"}
+    month = {**task_data_for("month"), "answer": "2024-03"}
     assert score_answer(month, "2024-03") == 1 and score_answer(month, "2024-3") == 0
 
 
@@ -216,8 +216,8 @@ def test_counts_score_as_in_oolong_and_everything_else_by_equality():
         ("(1, 4), (2, 3)", 0), ("", 0), ("1-4,, 2-3", 0), ("01-4, 2-3", 0),
     ],
 )  # fmt: skip
-def test_pairs_score_by_f1_where_a_repetition_is_wrong(answer, score):
-    assert score_answer({**of_kind("pairs"), "answer": "1-4, 2-3"}, answer) == pytest.approx(score)
+def test_pairs_score_by_f1_with_repetitions_as_errors(answer, score):
+    assert score_answer({**task_data_for("pairs"), "answer": "1-4, 2-3"}, answer) == pytest.approx(score)
 
 
 HOSTILE = [
@@ -229,8 +229,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("find", ["count", "most", "compare", "user", "month", "pairs", "pairs_count"])
-def test_hostile_answers_score_nothing_quickly(find):
-    data = of_kind(find)
+def test_hostile_answers_score_0_quickly(find):
+    data = task_data_for(find)
     if find in ("count", "pairs_count", "user"):
         data = {**data, "answer": "12"}
     begin = time.process_time()
@@ -239,7 +239,7 @@ def test_hostile_answers_score_nothing_quickly(find):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_single_turn_environment_pays_the_right_answer_alone(style):
+def test_single_turn_environment_rewards_only_correct_answer(style):
     environment = make_environment({"id": "oolong", "style": style, "rewards": {"official": 1.0}})
     plain = make_environment({"id": "oolong", "style": style})
     for task in islice(plain.tasks("heldout", 0), 30):
@@ -257,7 +257,7 @@ def test_the_single_turn_environment_pays_the_right_answer_alone(style):
     assert environment.score(nearly, one_more).reward == 0.75
 
 
-def test_a_compact_task_fits_a_small_window_and_takes_working_before_the_mark():
+def test_compact_task_fits_256_characters_and_accepts_working():
     environment = make_environment({"id": "oolong", "style": "compact", "lengths": [32]})
     for task in islice(environment.tasks("train", 0), 200):
         assert len(task.prompt[0]["content"]) + len(environment.gold(task).text) <= 256
@@ -268,7 +268,7 @@ def test_a_compact_task_fits_a_small_window_and_takes_working_before_the_mark():
 
 
 @pytest.mark.parametrize("strategy", ["worked", "direct"])
-def test_the_teacher_writes_right_answers_that_fit_a_small_window(strategy):
+def test_oolong_teacher_writes_correct_answers_of_256_characters(strategy):
     environment = make_environment({"id": "oolong", "style": "compact"})
     tasks = list(islice(environment.tasks("train", 0), 200))
     for task, (text,) in ((task, script(task, strategy)) for task in tasks):
@@ -285,7 +285,7 @@ def script(task, strategy):
     return make_teacher("oolong", {strategy: 1.0}).script(task, strategy, KeyedRandom(0, ""))
 
 
-def test_the_notes_of_the_teacher_are_of_the_lines_that_count():
+def test_teacher_notes_cover_relevant_lines():
     records = ["c3du", "c3he", "d1du", "e3fe"]
     lines = [Record(301, 3, 0, 0), Record(302, 3, 1, 0), Record(401, 1, 0, 0), Record(501, 3, 0, 1)]
     assert [compact.line(one) for one in lines] == records
@@ -302,19 +302,19 @@ def test_the_notes_of_the_teacher_are_of_the_lines_that_count():
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_it_conforms(style):
+def test_oolong_passes_conformance(style):
     found = check_environment({"id": "oolong", "style": style}, tasks=2)
     assert not found.findings, found.findings
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_audit_trusts_its_reward(style):
+def test_audit_grades_oolong_a(style):
     audit = audit_reward({"id": "oolong", "style": style, "lengths": [16]}, tasks=4, search_budget=48)
     assert audit.grade == "A", audit.findings
     assert audit.searched and not audit.unjudged
 
 
-def test_the_audit_finds_that_naming_all_labels_is_paid_by_a_loose_scorer():
+def test_audit_finds_loose_scorer_that_rewards_naming_all_labels():
     loose = {"function": "contains_answer.py:contains_answer", "source": LOOSE.read_text(), "format": "text"}
     section = {"id": "oolong", "lengths": [16], "kinds": ["counting"], "rewards": {"paid": loose}}
     audit = audit_reward(section, tasks=6, search_budget=0)
@@ -328,13 +328,13 @@ def test_the_audit_finds_that_naming_all_labels_is_paid_by_a_loose_scorer():
 
 
 @pytest.mark.parametrize("wrong", [{"lengths": [4]}, {"lengths": []}, {"kinds": ["speaker"]}, {"users": 1}])
-def test_wrong_settings_are_refused(wrong):
+def test_oolong_rejects_invalid_settings(wrong):
     with pytest.raises(RequestError, match=next(iter(wrong))):
         make_environment({"id": "oolong", **wrong})
 
 
 @pytest.mark.parametrize("style", ["compact", "natural"])
-def test_a_glimpse_is_that_of_the_whole_context(style: str) -> None:
+def test_glimpse_matches_whole_context(style: str) -> None:
     environment: Any = make_environment({"id": "oolong", "lengths": [40], "style": style})
     task = next(environment.bare_tasks("train", 0))
     assert task.prompt == () and replace(task, prompt=next(environment.tasks("train", 0)).prompt) == next(

@@ -1,4 +1,4 @@
-"""The OpenEnv client, against a server process that runs the package's own server code."""
+"""The OpenEnv client, with a server process that runs the package's server code."""
 
 import socket
 import subprocess
@@ -25,7 +25,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def started():
+def start_server():
     port = free_port()
     process = subprocess.Popen([sys.executable, str(SERVER), str(port)], stderr=subprocess.DEVNULL)
     for _ in range(1200):
@@ -34,12 +34,12 @@ def started():
                 return process, f"http://127.0.0.1:{port}"
         time.sleep(0.05)
     process.kill()
-    raise RuntimeError("the server does not come up")
+    raise RuntimeError("the server has not started within 60 s")
 
 
 @pytest.fixture(scope="module")
 def url():
-    process, url = started()
+    process, url = start_server()
     yield url
     process.kill()
     process.wait()
@@ -49,7 +49,7 @@ def section(url, **more):
     return {"id": "openenv", "url": url, "prompt": "Find it.", "observation": "text", "turns": 12, **more}
 
 
-def opened(section, seed=0):
+def open_session(section, seed=0):
     environment = make_environment(section)
     task = next(environment.tasks("train", 0))
     return environment, task, environment.reset(task, seed)
@@ -63,20 +63,20 @@ def failure_of(session, action):
     return caught.value.failure.reason
 
 
-def test_it_does_what_every_environment_must(url):
+def test_openenv_environment_passes_conformance(url):
     assert not check_environment(section(url), tasks=1).findings
 
 
-def test_an_episode_is_told_and_paid_as_the_server_says(url):
-    environment, task, session = opened(section(url))
+def test_episode_shows_observations_and_rewards_of_server(url):
+    environment, task, session = open_session(section(url))
     assert session.observation.messages == ({"role": "tool", "content": "a number from 0 to 9?"},)
     low, high, guesses = 0, 9, []
     while not session.observation.done:
         guesses.append(str((low + high) // 2))
-        told = session.step(guesses[-1])
-        if not told.done:
-            assert told.rewards == (-0.01,)
-            low, high = ((low + high) // 2 + 1, high) if told.messages[0]["content"] == "higher" else (
+        reply = session.step(guesses[-1])
+        if not reply.done:
+            assert reply.rewards == (-0.01,)
+            low, high = ((low + high) // 2 + 1, high) if reply.messages[0]["content"] == "higher" else (
                 low, (low + high) // 2 - 1)  # fmt: skip
     assert session.observation.rewards == (1.0 / len(guesses),)
     session.close()
@@ -84,26 +84,26 @@ def test_an_episode_is_told_and_paid_as_the_server_says(url):
     assert score.reward == pytest.approx(1.0 / len(guesses) - 0.01 * (len(guesses) - 1))
 
 
-def test_a_reset_is_told_seed_and_config(url):
+def test_reset_sends_seed_and_config(url):
     def first(seed):
-        _, _, session = opened(section(url, config={"upto": 99}), seed)
+        _, _, session = open_session(section(url, config={"upto": 99}), seed)
         assert session.observation.messages[0]["content"] == "a number from 0 to 99?"
-        said = tuple(session.step(str(n)).messages[0]["content"] for n in (20, 40, 60, 80))
+        hints = tuple(session.step(str(n)).messages[0]["content"] for n in (20, 40, 60, 80))
         session.close()
-        return said
+        return hints
 
     assert first(1) == first(1)
     assert len({first(seed) for seed in range(6)}) > 1
 
 
-def test_the_whole_observation_and_the_whole_action_may_be_json(url):
-    _, _, session = opened(section(url, observation=None))
+def test_observation_and_action_may_be_json(url):
+    _, _, session = open_session(section(url, observation=None))
     assert session.observation.messages[0]["content"] == '{"text": "a number from 0 to 9?", "tries": 0}'
     session.close()
-    _, _, session = opened(section(url, action="wrong"))
-    told = session.step("3")
-    assert told.messages[0]["content"] == '{"error": "that is no valid action"}'
-    assert told.rewards == (0.0,) and told.metrics == {"illegal": 1.0} and not told.done
+    _, _, session = open_session(section(url, action="wrong"))
+    reply = session.step("3")
+    assert reply.messages[0]["content"] == '{"error": "that is no valid action"}'
+    assert reply.rewards == (0.0,) and reply.metrics == {"illegal": 1.0} and not reply.done
     session.close()
 
 
@@ -116,22 +116,22 @@ def test_the_whole_observation_and_the_whole_action_may_be_json(url):
         ("flood", "the server closed the connection after a step"),
     ],
 )
-def test_a_server_that_misbehaves_costs_the_episode(url, action, reason):
-    _, _, session = opened(section(url, seconds=1.0))
-    if action == "nan":  # the package's server writes it as null, which is nothing earned
+def test_misbehaving_server_fails_episode(url, action, reason):
+    _, _, session = open_session(section(url, seconds=1.0))
+    if action == "nan":  # the package's server sends null, which earns 0
         assert session.step("nan").rewards == (0.0,)
         session.close()
     else:
         assert reason in failure_of(session, action)
 
 
-def test_a_server_that_dies_or_is_not_there_costs_the_episode():
-    process, url = started()
-    _, _, session = opened(section(url))
+def test_dead_or_missing_server_fails_episode():
+    process, url = start_server()
+    _, _, session = open_session(section(url))
     assert "closed the connection after a step" in failure_of(session, "die")
     process.wait()
     with pytest.raises(EpisodeFailedError, match="cannot be reached"):
-        opened(section(url))
+        open_session(section(url))
     with Scorer(section(url)) as scorer:
         environment = make_environment(section(url))
         (live,) = Sessions(scorer.processes, environment).open([(next(environment.tasks("train", 0)), 0)])
@@ -153,24 +153,24 @@ GARBAGE = {
 }
 
 
-def test_garbage_is_a_failure_of_the_environment():
-    said = iter(GARBAGE)
+def test_malformed_message_is_environment_failure():
+    replies = iter(GARBAGE)
 
     def answer(socket):
         socket.recv()
-        socket.send(next(said))
+        socket.send(next(replies))
 
     with serve(answer, "127.0.0.1", 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
         for reason in GARBAGE.values():
             with pytest.raises(EpisodeFailedError) as caught:
-                opened(section(url))
+                open_session(section(url))
             assert caught.value.failure.boundary == "environment" and reason in caught.value.failure.reason
         server.shutdown()
 
 
-def test_what_is_no_server_is_refused_and_the_package_is_named(monkeypatch):
+def test_invalid_url_is_rejected_and_missing_package_is_named(monkeypatch):
     for url in ("127.0.0.1:80", "file:///etc/passwd", "ws://host"):
         with pytest.raises(RequestError, match="HOST"):
             make_environment(section(url))

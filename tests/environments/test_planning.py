@@ -1,4 +1,4 @@
-"""Trips: plans that work are found and accepted, each constraint is a term, and brute force agrees."""
+"""Trip planning: solvers and verifier match brute force, and each constraint is a reward term."""
 
 import itertools
 import random
@@ -52,12 +52,12 @@ def drawn_trips(draw, **limits):
     return draw_trip(draw(trip_settings(**limits)), random.Random(draw(st.integers(0, 10**6))))
 
 
-def broken(trip, plan):
+def broken_terms(trip, plan):
     return {name for name, holds in judge(trip, plan).items() if not holds}
 
 
 def every_plan(trip):
-    """Each place left out or entered on some day at some step, whatever comes of it."""
+    """All plans, valid or not: each place is left out, or entered on some day at some step."""
     entries = [None, *itertools.product(range(1, trip.days + 1), range(trip.length))]
     for chosen in itertools.product(entries, repeat=len(trip.places)):
         visits = [Visit(*at, p.name) for at, p in zip(chosen, trip.places, strict=True) if at is not None]
@@ -66,13 +66,13 @@ def every_plan(trip):
 
 @given(drawn_trips(), st.sampled_from(sorted(STYLES)))
 @settings(max_examples=60, deadline=None)
-def test_the_planted_and_the_best_plan_are_accepted_as_they_are_written(made, style):
+def test_planted_and_best_plans_are_accepted_in_each_style(made, style):
     trip, planted = made
     best = best_plan(trip, 1.0)
     assert best.proven and interest(trip, best.plan) == best.interest >= interest(trip, planted)
     writing = STYLES[style]
     for plan in (planted, best.plan):
-        assert not broken(trip, plan)
+        assert not broken_terms(trip, plan)
         for text in (writing.write(trip, plan), writing.working(trip, plan) + writing.write(trip, plan)):
             assert list(writing.read(text)) == list(plan)
             assert works(trip.to_json(), style, text)
@@ -81,12 +81,12 @@ def test_the_planted_and_the_best_plan_are_accepted_as_they_are_written(made, st
 @pytest.mark.thorough
 @given(drawn_trips(most_places=3, longest=7), st.integers(0, 3), st.integers(0, 3))
 @settings(max_examples=20, deadline=None)
-def test_trying_every_plan_agrees_with_verifier_and_solvers_on_what_is_possible_and_best(made, poorer, more):
+def test_verifier_and_solvers_match_brute_force_over_plans(made, poorer, more):
     trip = replace(made[0], budget=max(0, made[0].budget - poorer), visits=made[0].visits + more // 3)
     good = []
     for plan in every_plan(trip):
         text = compact.write(trip, plan)
-        accepted = not broken(trip, plan)
+        accepted = not broken_terms(trip, plan)
         assert works(trip.to_json(), "compact", text) == accepted
         if accepted:
             good.append(interest(trip, plan))
@@ -94,20 +94,20 @@ def test_trying_every_plan_agrees_with_verifier_and_solvers_on_what_is_possible_
         if found is None:
             assert not good
         else:
-            assert not broken(trip, found.plan)
+            assert not broken_terms(trip, found.plan)
             assert found.proven and max(good) == found.interest == interest(trip, found.plan)
 
 
 @pytest.mark.thorough
 @given(drawn_trips(most_places=6), st.integers(0, 8), st.integers(0, 2))
 @settings(max_examples=25, deadline=None)
-def test_both_solvers_find_plans_of_the_same_interest(made, poorer, more):
+def test_both_solvers_find_plans_of_equal_interest(made, poorer, more):
     trip = replace(made[0], budget=max(0, made[0].budget - poorer), visits=made[0].visits + more)
     sets, solver = by_sets(trip), by_cpsat(trip, 1.0)
     assert (sets is None) == (solver is None)
     if sets is not None:
         assert sets.interest == solver.interest == solver.bound
-        assert not broken(trip, sets.plan) and not broken(trip, solver.plan)
+        assert not broken_terms(trip, sets.plan) and not broken_terms(trip, solver.plan)
 
 
 THREE = {
@@ -136,14 +136,14 @@ THREE = {
         ({"days": 2, "length": 7}, {}, 21),
     ],
 )
-def test_every_constraint_binds_both_solvers_as_it_does_whoever_tries_every_plan(trip, places, best):
+def test_both_solvers_respect_every_constraint(trip, places, best):
     made = tuple(replace(place, **places.get(name, {})) for name, place in THREE.items())
     tight = replace(Trip(1, 12, 12, 1, made), **trip)
-    good = [interest(tight, plan) for plan in every_plan(tight) if not broken(tight, plan)]
+    good = [interest(tight, plan) for plan in every_plan(tight) if not broken_terms(tight, plan)]
     assert max(good, default=None) == best
     for found in (by_sets(tight), by_cpsat(tight, 1.0)):
         assert (found and found.interest) == best
-        assert found is None or (found.proven and not broken(tight, found.plan))
+        assert found is None or (found.proven and not broken_terms(tight, found.plan))
 
 
 TRIP = Trip(
@@ -179,17 +179,17 @@ PLAN = (Visit(1, 2, "A"), Visit(1, 6, "B"))
         ("visits", {"visits": 3}, PLAN),
     ],
 )
-def test_what_breaks_one_constraint_flips_that_term_alone(name, change, plan):
-    assert not broken(TRIP, PLAN)
+def test_plan_that_breaks_constraint_fails_only_its_term(name, change, plan):
+    assert not broken_terms(TRIP, PLAN)
     trip = replace(TRIP, **change)
-    assert broken(trip, plan) == {name}
+    assert broken_terms(trip, plan) == {name}
     assert not works(trip.to_json(), "compact", compact.write(trip, plan))
     assert not works(trip.to_json(), "words", words.write(trip, plan))
 
 
 @given(drawn_trips())
 @settings(max_examples=60, deadline=None)
-def test_a_trip_made_a_little_tighter_than_its_plan_breaks_that_term_alone(made):
+def test_tightened_trip_breaks_only_tightened_term(made):
     trip, plan = made
     last = plan[-1]
     place = trip.place(last.name)
@@ -199,16 +199,18 @@ def test_a_trip_made_a_little_tighter_than_its_plan_breaks_that_term_alone(made)
     def with_place(**changes):
         return replace(trip, places=(*others, replace(place, **changes)))
 
-    assert broken(replace(trip, budget=sum(trip.place(v.name).price for v in plan) - 1), plan) == {"budget"}
-    assert broken(replace(trip, visits=len(plan) + 1), plan) == {"visits"}
-    assert broken(with_place(closes=end - 1), plan) == {"hours"}
-    assert broken(with_place(opens=last.start + 1), plan) == {"hours"}
-    assert broken(with_place(window=Window(last.day, last.start + 1, 99)), plan) == {"window"}
-    assert broken(with_place(at=(99, 0), opens=0), plan) >= {"travel", "day"}
+    assert broken_terms(replace(trip, budget=sum(trip.place(v.name).price for v in plan) - 1), plan) == {
+        "budget"
+    }
+    assert broken_terms(replace(trip, visits=len(plan) + 1), plan) == {"visits"}
+    assert broken_terms(with_place(closes=end - 1), plan) == {"hours"}
+    assert broken_terms(with_place(opens=last.start + 1), plan) == {"hours"}
+    assert broken_terms(with_place(window=Window(last.day, last.start + 1, 99)), plan) == {"window"}
+    assert broken_terms(with_place(at=(99, 0), opens=0), plan) >= {"travel", "day"}
     latest = max(v.start + trip.place(v.name).stay + travel(trip.place(v.name).at, (0, 0)) for v in plan)
-    assert broken(replace(trip, length=latest - 1), plan) == {"day"}
+    assert broken_terms(replace(trip, length=latest - 1), plan) == {"day"}
     missed = Place("Z", (0, 0), 0, 1, 1, 1, 1, must_see=True)
-    assert broken(replace(trip, places=(*trip.places, missed)), plan) == {"must_see"}
+    assert broken_terms(replace(trip, places=(*trip.places, missed)), plan) == {"must_see"}
 
 
 @pytest.mark.parametrize(
@@ -218,9 +220,9 @@ def test_a_trip_made_a_little_tighter_than_its_plan_breaks_that_term_alone(made)
         ";A02,B06.", ";A02,B06 A", ";٠A02", ";A٠٢,B٠٦", ";A02,B06,", ";A-2,B06", ";A002",
     ],
 )  # fmt: skip
-def test_what_is_no_plan_holds_nothing(text):
+def test_malformed_compact_plan_fails_all_terms(text):
     assert compact.read(text) is None
-    assert broken(TRIP, compact.read(text)) == set(TERMS)
+    assert broken_terms(TRIP, compact.read(text)) == set(TERMS)
     assert not works(TRIP.to_json(), "compact", text)
 
 
@@ -233,11 +235,11 @@ def test_what_is_no_plan_holds_nothing(text):
         "PLAN\n- 1 10:00 aquarium", "PLAN\n1 10:00 Aquarium", "PLAN\n\n1 10:00 aquarium",
     ],
 )  # fmt: skip
-def test_words_that_are_no_plan_hold_nothing(text):
+def test_malformed_plan_in_words_is_rejected(text):
     assert words.read(text) is None and not works(TRIP.to_json(), "words", text)
 
 
-def test_what_is_asked_and_answered_in_characters():
+def test_compact_prompt_working_and_plan():
     assert (
         compact.prompt(TRIP) == "T20 $20 #2\nA2 00-20 1 $3 *5!\nB5 03-15 2 $4 *7 @05-09\nC1 00-20 1 $1 *2\n"
     )
@@ -260,7 +262,7 @@ def test_what_is_asked_and_answered_in_characters():
         pytest.param("planning_repair", "words", marks=pytest.mark.thorough),
     ],
 )
-def test_it_conforms_and_its_reward_can_be_trusted(name, style):
+def test_planning_passes_conformance_and_audit(name, style):
     section = {"id": name, "style": style, **HARD}
     found = check_environment(section, tasks=2)
     assert not found.findings, found.findings
@@ -269,7 +271,7 @@ def test_it_conforms_and_its_reward_can_be_trusted(name, style):
     assert audit.searched and not audit.unjudged
 
 
-def test_tasks_do_not_depend_on_those_before_and_no_trip_is_in_both_splits():
+def test_tasks_are_reproducible_and_splits_share_no_trip():
     environment = make_environment({"id": "planning", **HARD})
     first = list(islice(environment.tasks("train", 3), 20))
     assert first == list(islice(environment.tasks("train", 3), 20))
@@ -284,7 +286,7 @@ def test_tasks_do_not_depend_on_those_before_and_no_trip_is_in_both_splits():
     assert train and heldout and not train & heldout
 
 
-def test_the_reward_is_feasibility_and_quality_counts_only_when_weighted():
+def test_reward_is_feasibility_unless_quality_has_weight():
     section = {"id": "planning", "places": 6, "budget_slack": 1.0, "slack": 8}
     plain = make_environment(section)
     weighted = make_environment(section | {"rewards": {"verifier": 1.0, "quality": 0.5}})
@@ -305,7 +307,7 @@ def test_the_reward_is_feasibility_and_quality_counts_only_when_weighted():
     assert 0 < min(shares) < 1
 
 
-def test_more_places_than_sets_can_be_counted_are_solved_the_same_way_twice():
+def test_cpsat_solves_large_trips_deterministically():
     section = {"id": "planning", "places": 13, "visits": 4, "days": 2}
     first, again = (
         list(islice(make_environment(section).tasks("train", 1), 2)) for _ in range(2)
@@ -314,7 +316,7 @@ def test_more_places_than_sets_can_be_counted_are_solved_the_same_way_twice():
     assert all(task.data["interest"] == task.data["bound"] for task in first)
 
 
-def test_a_solver_that_is_not_installed_is_named_and_small_trips_do_without(monkeypatch):
+def test_large_trips_name_missing_solver_and_small_trips_need_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     assert next(make_environment({"id": "planning"}).tasks("train", 0))
     with pytest.raises(RequestError, match="OR-Tools") as caught:
@@ -323,7 +325,7 @@ def test_a_solver_that_is_not_installed_is_named_and_small_trips_do_without(monk
 
 
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("change", "error"),
     [
         ({"visits": 5}, "visits is 5, but there are only 4 places"),
         ({"must_see": 3}, "must not exceed visits"),
@@ -332,25 +334,25 @@ def test_a_solver_that_is_not_installed_is_named_and_small_trips_do_without(monk
         ({"tempo": 3}, "no field 'tempo'"),
     ],
 )
-def test_impossible_dials_are_refused(change, what):
-    with pytest.raises(RequestError, match=what):
+def test_invalid_trip_settings_are_rejected(change, error):
+    with pytest.raises(RequestError, match=error):
         make_environment({"id": "planning", **change})
 
 
-def test_visits_that_never_fit_are_told_when_the_first_trip_is_drawn():
+def test_first_task_fails_when_visits_never_fit():
     crowded = make_environment({"id": "planning", "places": 9, "visits": 9, "length": 6})
     with pytest.raises(RequestError, match="hardly ever fit") as caught:
         next(crowded.tasks("train", 0))
     assert caught.value.where == "environment.length"
 
 
-def test_a_proposal_is_told_what_it_breaks_until_one_works():
+def test_repair_names_broken_terms_until_proposal_works():
     environment = make_environment({"id": "planning_repair", **HARD, "proposals": 3})
     task = next(environment.tasks("train", 0))
     (right,) = environment.gold(task).actions
     session = environment.reset(task, 0)
-    told = session.step("nothing")
-    assert [dict(one) for one in told.messages] == [{"role": "tool", "content": f"?{','.join(TERMS)}\n"}]
+    reply = session.step("nothing")
+    assert [dict(one) for one in reply.messages] == [{"role": "tool", "content": f"?{','.join(TERMS)}\n"}]
     assert "visits" in session.step(";").messages[0]["content"]
     end = session.step(right)
     assert end.done and end.rewards == (1.0,) and end.metrics["proposals"] == 3.0
@@ -362,7 +364,7 @@ def test_a_proposal_is_told_what_it_breaks_until_one_works():
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_planner_writes_what_is_accepted_in_each_of_its_ways(style):
+def test_planning_teacher_writes_accepted_plans_with_each_strategy(style):
     environment = make_environment({"id": "planning_repair", "style": style, **HARD})
     tasks = list(islice(environment.tasks("train", 0), 30))
     teacher = make_teacher("planning", {"worked": 0.3, "direct": 0.3, "mended": 0.4})
@@ -380,7 +382,7 @@ def test_the_planner_writes_what_is_accepted_in_each_of_its_ways(style):
     )
 
 
-def test_the_planner_refuses_what_it_does_not_know():
+def test_planning_teacher_rejects_unsupported_environments():
     trip = next(make_environment({"id": "planning"}).tasks("train", 0))
     with pytest.raises(RequestError, match="needs an environment with several proposals"):
         list(make_teacher("planning", {"mended": 1.0}).candidates([trip], 0))

@@ -1,4 +1,4 @@
-"""Programs of others as environments: their calls are turns, and what they do stays in their episode."""
+"""Agent programs as environments: model calls are turns, and each program is confined to its episode."""
 
 import errno
 import json
@@ -58,7 +58,7 @@ def processes() -> str:
     return subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
 
 
-def test_calls_are_turns_and_the_output_is_scored(tasks: Path) -> None:
+def test_program_calls_become_turns_and_output_is_scored(tasks: Path) -> None:
     spec = section(tasks)
     environment = make_environment(spec)
     task = next(environment.tasks("train", 0))
@@ -74,7 +74,7 @@ def test_calls_are_turns_and_the_output_is_scored(tasks: Path) -> None:
     environment.close()
 
 
-def test_rewards_of_the_recipe_weigh_the_tasks_own(tasks: Path) -> None:
+def test_recipe_rewards_weight_scores_of_tasks(tasks: Path) -> None:
     spec = section(tasks, answer="reply", rewards={"verifier": 0.5, "match": 2.0})
     environment = make_environment(spec)
     task = next(environment.tasks("train", 0))
@@ -84,7 +84,7 @@ def test_rewards_of_the_recipe_weigh_the_tasks_own(tasks: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "cause"), [("crash", "crash"), ("hang", "timeout"), ("flood", "crash")])
-def test_a_program_that_breaks_has_reward_0_and_touches_no_other(tasks: Path, mode: str, cause: str) -> None:
+def test_failed_program_gets_reward_0_and_does_not_affect_others(tasks: Path, mode: str, cause: str) -> None:
     spec = section(tasks, seconds=2.0 if mode == "hang" else 8.0)
     first = next(make_environment(spec).tasks("train", 0)).data["prompt"][0]["content"].strip()
     spec["variables"]["MODE"] = f"{mode}:{first}"
@@ -100,7 +100,7 @@ def test_a_program_that_breaks_has_reward_0_and_touches_no_other(tasks: Path, mo
     assert isinstance(failed.result, Failure) and failed.result.boundary == "environment"
 
 
-def test_no_process_outlives_its_environment(tasks: Path) -> None:
+def test_close_ends_processes_of_program(tasks: Path) -> None:
     environment = make_environment(section(tasks, "hang"))
     session = environment.reset(next(environment.tasks("train", 0)), 0)
     stepping = threading.Thread(target=session.step, args=("a",), daemon=True)
@@ -113,14 +113,14 @@ def test_no_process_outlives_its_environment(tasks: Path) -> None:
     assert "sleep 61.25" not in processes()
 
 
-def test_a_program_that_never_calls_is_a_failure(tasks: Path) -> None:
+def test_program_without_model_call_is_failure(tasks: Path) -> None:
     (silent,) = play(section(tasks, "silent"))
     assert silent.result == Failure("environment", "the program ended without a call of the model")
     (broken,) = play(section(tasks) | {"command": ["python", "-c", "import nowhere"], "file": None})
     assert isinstance(broken.result, Failure) and "No module named 'nowhere'" in broken.result.reason
 
 
-def test_an_edited_history_begins_another_conversation(tasks: Path) -> None:
+def test_edited_history_starts_new_conversation(tasks: Path) -> None:
     environment = make_environment(section(tasks, "edit"))
     task = next(environment.tasks("train", 0))
     session = environment.reset(task, 0)
@@ -133,7 +133,7 @@ def test_an_edited_history_begins_another_conversation(tasks: Path) -> None:
     assert isinstance(one.result, Failure) and "changed earlier messages" in one.result.reason
 
 
-def test_calls_made_together_have_the_same_turns_in_any_order() -> None:
+def test_parallel_calls_give_same_turns_in_any_order() -> None:
     def call(*contents: str) -> Call:
         roles = ["user", "assistant"] * len(contents)
         said = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
@@ -155,7 +155,7 @@ def test_calls_made_together_have_the_same_turns_in_any_order() -> None:
     ]
 
 
-def test_stop_texts_must_be_in_the_recipe(tasks: Path) -> None:
+def test_stop_texts_of_program_must_be_in_recipe(tasks: Path) -> None:
     (one,) = play(section(tasks, "stop"))
     assert isinstance(one.result, Failure) and "add it to environment.stop" in one.result.reason
     spec = section(tasks, "stop", stop=("##",), answer="reply")
@@ -167,7 +167,7 @@ def test_stop_texts_must_be_in_the_recipe(tasks: Path) -> None:
 
 
 @pytest.mark.skipif(not CONFINED, reason="needs Landlock of Linux 6.7")
-def test_a_program_reaches_the_gateway_and_nothing_else(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_reaches_only_gateway(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SECRET", "x")
     outside = tasks.parent / "outside"
     outside.write_text("answers")
@@ -191,7 +191,7 @@ def test_a_program_reaches_the_gateway_and_nothing_else(tasks: Path, monkeypatch
     assert outside.read_text() == "answers"
 
 
-def test_a_section_that_cannot_work_is_refused(tasks: Path) -> None:
+def test_program_rejects_section_without_file_or_with_multi_turn_tasks(tasks: Path) -> None:
     with pytest.raises(RequestError, match="set file"):
         make_environment(section(tasks) | {"file": None})
     with pytest.raises(RequestError, match="one answer"):
@@ -205,7 +205,7 @@ def request(**more: Any) -> bytes:
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def test_requests_that_would_change_the_answer_are_refused() -> None:
+def test_read_request_rejects_unsupported_options() -> None:
     assert read_request(request(temperature=0, max_tokens=3, n=1, stop="x")).stop == ("x",)
     for bad in (b"{", b"[]", request(n=2), request(logprobs=True), request(messages=[]), request(tools=[1])):
         with pytest.raises(RefusedCallError):
@@ -214,7 +214,7 @@ def test_requests_that_would_change_the_answer_are_refused() -> None:
         read_request(request(messages=[{"role": "assistant", "content": "x"}]))
 
 
-def test_openai_s_client_calls_tools_and_repeats_them() -> None:
+def test_openai_client_calls_tools_and_sends_calls_back() -> None:
     openai = pytest.importorskip("openai")
     gateway = Gateway()
     calls: list[Call] = []
@@ -258,7 +258,7 @@ def test_openai_s_client_calls_tools_and_repeats_them() -> None:
     gateway.close()
 
 
-def test_hostile_requests_are_answered_and_disturb_no_other() -> None:
+def test_gateway_answers_hostile_requests_with_error_status() -> None:
     gateway = Gateway()
     key = gateway.open(lambda call: call.reply.put(ChatAnswer(call.request, 0, "fine")))
     path = f"POST /{key}/v1/chat/completions HTTP/1.1\r\n"
@@ -270,7 +270,7 @@ def test_hostile_requests_are_answered_and_disturb_no_other() -> None:
                 connection.sendall(text.encode())
                 connection.shutdown(socket.SHUT_WR)
                 return connection.makefile("rb").readline()
-            except OSError as error:  # it closed the connection with bytes unread
+            except OSError as error:  # the server closed the connection before it read all bytes
                 if error.errno not in (errno.ECONNRESET, errno.ENOTCONN, errno.EPIPE):
                     raise
                 return b" 413 431 "
@@ -289,7 +289,7 @@ def test_hostile_requests_are_answered_and_disturb_no_other() -> None:
     gateway.close()
 
 
-def test_a_call_that_waits_is_refused_at_the_end_of_its_session() -> None:
+def test_waiting_call_is_rejected_when_session_closes() -> None:
     openai = pytest.importorskip("openai")
     gateway = Gateway()
     waiting = threading.Event()

@@ -1,4 +1,4 @@
-"""The `prompting` section: what the model is asked, and which answers are scored."""
+"""The `prompting` section: the prompt, and parsing of answers."""
 
 from dataclasses import replace
 from itertools import islice
@@ -18,31 +18,31 @@ from perilune.verifiers.conformance import check_environment
 SUMS = {"id": "reasoning_gym", "task": "chain_sum", "config": {"min_terms": 2, "max_terms": 2}}
 
 
-def asked(section=SUMS, **prompting):
+def make_prompted(section=SUMS, **prompting):
     return make_environment({**section, "prompting": prompting})
 
 
-def first(environment, split="heldout"):
+def first_task(environment, split="heldout"):
     return next(environment.tasks(split, 0))
 
 
-def test_without_the_section_nothing_changes() -> None:
-    plain, empty = make_environment(SUMS), asked()
+def test_empty_prompting_section_changes_nothing() -> None:
+    plain, empty = make_environment(SUMS), make_prompted()
     assert list(islice(plain.tasks("heldout", 0), 20)) == list(islice(empty.tasks("heldout", 0), 20))
     assert make_environment({**SUMS, "prompting": None}).tasks("train", 0)
-    task = first(plain)
+    task = first_task(plain)
     for text in ("<answer>5</answer>", "5", plain.gold(task).text):
         assert empty.score(task, Transcript(text)) == plain.score(task, Transcript(text))
 
 
-def test_the_prompt_has_system_examples_and_the_question() -> None:
+def test_prompt_contains_system_examples_and_question() -> None:
     plain = make_environment(SUMS)
-    environment = asked(system="Add.", few_shot=2, format="answer_tags")
-    task = first(environment)
-    assert task.task_id == first(plain).task_id
+    environment = make_prompted(system="Add.", few_shot=2, format="answer_tags")
+    task = first_task(environment)
+    assert task.task_id == first_task(plain).task_id
     system, *shots, question = task.prompt
     assert system == {"role": "system", "content": "Add."}
-    own = first(plain).prompt[0]["content"]
+    own = first_task(plain).prompt[0]["content"]
     ask = "End with the final answer between tags: <answer>your answer</answer>"
     assert question == {"role": "user", "content": f"{own}\n\n{ask}"}
     examples = list(islice(plain.tasks("train", 0), 2))
@@ -58,16 +58,25 @@ def test_the_prompt_has_system_examples_and_the_question() -> None:
     assert trained == [one.task_id for one in islice(plain.tasks("train", 0), 2, 32)]
 
 
-def test_where_the_instruction_and_the_system_prompt_go() -> None:
+def test_instruct_and_system_as_settings_place_instruction_and_system() -> None:
     ask = {"format": "boxed", "instruction": "Box it."}
-    own = first(make_environment(SUMS)).prompt[0]["content"]
-    assert first(asked(**ask, system="Add.", instruct="system")).prompt[0]["content"] == "Add.\n\nBox it."
-    assert first(asked(**ask, instruct="system")).prompt[0] == {"role": "system", "content": "Box it."}
-    (only,) = first(asked(**ask, system="Add.", system_as="user")).prompt
+    own = first_task(make_environment(SUMS)).prompt[0]["content"]
+    assert (
+        first_task(make_prompted(**ask, system="Add.", instruct="system")).prompt[0]["content"]
+        == "Add.\n\nBox it."
+    )
+    assert first_task(make_prompted(**ask, instruct="system")).prompt[0] == {
+        "role": "system",
+        "content": "Box it.",
+    }
+    (only,) = first_task(make_prompted(**ask, system="Add.", system_as="user")).prompt
     assert only == {"role": "user", "content": f"Add.\n\n{own}\n\nBox it."}
-    assert first(asked(format="boxed", instruction="")).prompt == first(make_environment(SUMS)).prompt
+    assert (
+        first_task(make_prompted(format="boxed", instruction="")).prompt
+        == first_task(make_environment(SUMS)).prompt
+    )
     shot = {"question": "1 + 1?", "answer": "1 + 1 = 2, so \\boxed{2}"}
-    prompt = first(asked(**ask, system="Add.", system_as="user", few_shot=[shot])).prompt
+    prompt = first_task(make_prompted(**ask, system="Add.", system_as="user", few_shot=[shot])).prompt
     assert [one["content"] for one in prompt] == [
         "Add.\n\n1 + 1?\n\nBox it.",
         "1 + 1 = 2, so \\boxed{2}",
@@ -75,9 +84,9 @@ def test_where_the_instruction_and_the_system_prompt_go() -> None:
     ]
 
 
-def test_only_the_marked_answer_is_scored() -> None:
-    environment = asked(format="answer_tags")
-    task = first(environment)
+def test_only_marked_answer_is_scored() -> None:
+    environment = make_prompted(format="answer_tags")
+    task = first_task(environment)
     gold = environment.gold(task)
     answer = task.data["answer"]
     assert gold.text == f"<answer>{answer}</answer>"
@@ -93,17 +102,17 @@ def test_only_the_marked_answer_is_scored() -> None:
     assert environment.score(task, Transcript(gold.text, finished=False)).terms["format"] == 0.0
 
 
-def test_a_text_without_an_answer_earns_nothing_from_a_lenient_verifier() -> None:
+def test_text_without_marked_answer_earns_nothing_from_lenient_verifier() -> None:
     environment = make_environment(
         {"id": "factory", "factory": "test_prompting:Lenient", "prompting": {"format": "boxed"}}
     )
-    task = first(environment)
+    task = first_task(environment)
     assert environment.score(task, Transcript("hm")) == Score(0.0, {"kind": 0.0, "harm": -1.0, "format": 0.0})
     assert environment.score(task, Transcript("\\boxed{x}")).reward == 1.0
 
 
 class Lenient:
-    """Pays everything, and fails on nothing."""
+    """Rewards every text with 1."""
 
     id = "lenient"
 
@@ -122,21 +131,21 @@ class Lenient:
         pass
 
 
-def test_the_format_is_a_reward_term() -> None:
+def test_format_is_reward_term() -> None:
     section = {**SUMS, "prompting": {"format": "json"}, "rewards": {"verifier": 1.0, "format": 0.1}}
     environment = make_environment(section)
-    task = first(environment)
+    task = first_task(environment)
     assert environment.score(task, environment.gold(task)).reward == pytest.approx(1.1)
     outcome = environment.score(task, Transcript('{"answer": "no"}'))
     assert outcome.reward == pytest.approx(0.1)
     assert outcome.metrics["gold"] == 0.0
 
 
-def test_every_action_of_several_turns_is_parsed() -> None:
+def test_every_action_of_multi_turn_episode_is_parsed() -> None:
     section = {"id": "calculator", "digits": 1, "prompting": {"format": "answer_tags", "few_shot": 1}}
     environment = make_environment(section)
     assert check_environment(section, tasks=2).findings == []
-    task = first(environment)
+    task = first_task(environment)
     gold = environment.gold(task)
     assert all(action.startswith("<answer>") for action in gold.actions)
     outcome = environment.score(task, gold)
@@ -148,7 +157,7 @@ def test_every_action_of_several_turns_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    "section, prompting, what",
+    "section, prompting, error",
     [
         (SUMS, {"format": "xml"}, "prompting.format"),
         (SUMS, {"fewshot": 3}, "no field"),
@@ -160,18 +169,18 @@ def test_every_action_of_several_turns_is_parsed() -> None:
         ({"id": "open_spiel", "game": "tic_tac_toe"}, {"few_shot": 1}, "states no right answer"),
     ],
 )
-def test_settings_that_contradict_are_refused(section, prompting, what) -> None:
-    with pytest.raises(RequestError, match=what) as caught:
-        asked(section, **prompting)
+def test_contradicting_prompting_settings_are_rejected(section, prompting, error) -> None:
+    with pytest.raises(RequestError, match=error) as caught:
+        make_prompted(section, **prompting)
     assert caught.value.where.startswith("environment.prompting")
 
 
-def test_more_examples_than_training_tasks_are_refused(tmp_path) -> None:
+def test_more_examples_than_training_tasks_are_rejected(tmp_path) -> None:
     rows = "".join(f'{{"prompt": "{n}?", "answer": "{n}"}}\n' for n in range(30))
     (tmp_path / "rows.jsonl").write_text(rows)
-    environment = asked({"id": "jsonl", "path": str(tmp_path / "rows.jsonl")}, few_shot=40)
+    environment = make_prompted({"id": "jsonl", "path": str(tmp_path / "rows.jsonl")}, few_shot=40)
     with pytest.raises(RequestError, match="training tasks"):
-        first(environment)
+        first_task(environment)
 
 
 @pytest.mark.parametrize(
@@ -186,14 +195,14 @@ def test_more_examples_than_training_tasks_are_refused(tmp_path) -> None:
         ({"id": "instructions"}, "A"),
     ],
 )
-def test_the_audit_grades_what_is_asked_for(section, grade) -> None:
+def test_audit_grades_each_answer_format(section, grade) -> None:
     audit = audit_reward(section, tasks=3, search_budget=40)
     assert audit.grade == grade, audit.findings[0]
     assert audit.form != "…" or section.get("prompting", {}).get("format") in (None, "last_number")
 
 
 class Helped(MultiTurn):
-    """The player asks, a sub-agent answers, and the player repeats it."""
+    """The player asks, a sub-agent answers, and the player repeats the answer."""
 
     id = "helped"
     max_turns = 2
@@ -211,11 +220,11 @@ class Helped(MultiTurn):
         yield ask()
         turn = AgentTurn("helper", ({"role": "user", "content": "?"},))
         yield Observation(turns=(turn,))
-        said = yield ask("done")
-        yield Observation(rewards=(float(said == "12"),), done=True)
+        answer = yield ask("done")
+        yield Observation(rewards=(float(answer == "12"),), done=True)
 
 
-def test_only_the_player_has_the_format():
+def test_format_applies_only_to_player():
     environment = PromptedEnvironment(Helped(), PromptingSettings(format="boxed"))
     task = next(environment.tasks("train", 0))
     gold = environment.gold(task)

@@ -1,4 +1,4 @@
-"""Every family of the installed reasoning-gym, through the adapter, in its original wording."""
+"""Every family of the installed reasoning-gym, through the adapter, with the original prompts."""
 
 import json
 import os
@@ -14,27 +14,27 @@ from perilune.environments import Failure, Transcript, make_environment
 from perilune.environments.adapters.reasoning_gym import HASH_SEEDED, ReasoningGymEnvironment
 
 TASKS = 3
-SMALL = {  # settings that make slow generators quick
+SMALL = {  # settings that make slow generators fast
     "futoshiki": {"min_board_size": 4, "max_board_size": 4},
     "sokoban": {"min_w": 6, "max_w": 6, "min_h": 6, "max_h": 6, "min_boxes": 1, "max_boxes": 2},
     "zebra_puzzles": {"num_people": 3, "num_characteristics": 3},
 }
-SLOW = {"knight_swap"}  # searches for seconds before it has a solvable board
+SLOW = {"knight_swap"}  # searches for seconds before it finds a solvable board
 NO_STATED_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 WORTHLESS = ("", " ", "xyzzy", "I do not know.", ";", "()", "[]", "{}", "None", "a" * 10_000)
 
 
 @pytest.fixture(autouse=True)
 def fixed_hash_seed(monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # the tasks may differ from process to process here
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # some families draw tasks that depend on the hash seed
 
 
-def test_there_are_about_a_hundred_families():
+def test_families_has_more_than_100_names():
     assert len(ReasoningGymEnvironment.families()) > 100
 
 
 @pytest.mark.parametrize("family", [one for one in ReasoningGymEnvironment.families() if one not in SLOW])
-def test_family(family):
+def test_family_tasks_are_reproducible_and_scored_correctly(family):
     environment = make_environment(gym(family, config=SMALL.get(family, {})))
     tasks = list(islice(environment.tasks("train", 0), TASKS))
     assert len({task.task_id for task in tasks}) == TASKS
@@ -56,7 +56,7 @@ def test_family(family):
             assert outcome.reward == 0.0, text
 
 
-def test_scoring_is_quick():
+def test_scoring_2000_answers_takes_less_than_half_a_second():
     environment = make_environment(gym("chain_sum"))
     pairs = [(task, environment.gold(task)) for task in islice(environment.tasks("train", 0), 2000)]
     begun = time.process_time()
@@ -78,7 +78,7 @@ print(json.dumps(drawn))
 
 
 def draw(families, hash_seed):
-    """Tasks of `families`, drawn in a process of its own."""
+    """Tasks of `families`, drawn in a new process."""
     command = [sys.executable, "-c", DRAW, json.dumps({family: SMALL.get(family, {}) for family in families})]
     environment = os.environ | {"PYTHONHASHSEED": str(hash_seed)}
     return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
@@ -86,7 +86,7 @@ def draw(families, hash_seed):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_other_processes_draw_the_same_tasks():
+def test_tasks_are_equal_in_other_processes():
     every = set(ReasoningGymEnvironment.families()) - SLOW
     first, second = draw(sorted(every), 1), draw(sorted(every), 2)
     assert {family for family in every if first[family] != second[family]} <= HASH_SEEDED

@@ -1,4 +1,4 @@
-"""The reasoning-gym adapter: tasks, splits, prompts, rewards, strategies and refusals."""
+"""The reasoning-gym adapter: tasks, splits, prompts, rewards, strategies and errors."""
 
 import json
 import time
@@ -36,20 +36,20 @@ def prompt(task):
 # Tasks and splits
 
 
-def test_thousands_of_distinct_tasks_come_in_seconds(addition):
+def test_5000_distinct_tasks_take_less_than_5_seconds(addition):
     begun = time.process_time()
     tasks = take(addition, 5000)
-    assert time.process_time() - begun < 5.0  # without bounds on what is tried again, minutes
+    assert time.process_time() - begun < 5.0  # takes minutes without a limit on retries
     assert len({task.task_id for task in tasks}) == 5000
 
 
-def test_the_seed_fixes_the_order(addition):
+def test_seed_determines_task_order(addition):
     again = make_environment(ADDITION)
     assert take(addition, 2500, seed=3) == take(again, 2500, seed=3)
     assert take(addition, 100, seed=3) != take(addition, 100, seed=4)
 
 
-def test_no_question_is_in_both_splits_whatever_the_seeds_and_the_order_of_operands(addition):
+def test_splits_share_no_question_for_any_seed_and_operand_order(addition):
     def operands(task):
         return tuple(sorted(prompt(task).removesuffix("=").split("+")))
 
@@ -59,7 +59,7 @@ def test_no_question_is_in_both_splits_whatever_the_seeds_and_the_order_of_opera
     assert len(train) > 10_000
 
 
-def test_one_tenth_is_held_out(addition):
+def test_one_tenth_of_tasks_is_held_out(addition):
     stream = addition.tasks("train", 0)
     ids = [task.task_id for task in islice(stream, 9000)]
     held = take(addition, 1000, "heldout")
@@ -70,7 +70,7 @@ def test_one_tenth_is_held_out(addition):
     assert 5 <= len(heldout) <= 40
 
 
-def test_prompt_mode_changes_neither_task_nor_split():
+def test_prompt_mode_does_not_change_task_or_split():
     spec = gym("chain_sum", config={"max_terms": 2})
     original, compact = (
         take(make_environment(spec | {"prompt": mode}), 50) for mode in ("original", "compact")
@@ -80,17 +80,17 @@ def test_prompt_mode_changes_neither_task_nor_split():
     assert len(prompt(compact[0])) < 12
 
 
-def test_tasks_are_json_and_survive_it(addition):
+def test_task_data_round_trips_through_json(addition):
     for task in (*take(addition, 5), *take(make_environment(gym("rearc")), 2)):
         assert json.loads(json.dumps(task.data)) == task.data
 
 
-def test_metadata_survives_json_exactly():
+def test_encode_and_decode_preserve_metadata_through_json():
     value = {"a": (1, (2,)), "b": {3: [4], (5, 6): None}, "c": {"d": "e"}}
     assert decode(json.loads(json.dumps(encode(value)))) == value
 
 
-def test_difficulty_of_a_sum_counts_columns_and_carries(addition):
+def test_difficulty_of_sum_counts_columns_and_carries(addition):
     by_prompt = {prompt(task): task.difficulty for task in take(addition, 3000)}
     for text, difficulty in by_prompt.items():
         a, b = text.removesuffix("=").split("+")
@@ -100,12 +100,12 @@ def test_difficulty_of_a_sum_counts_columns_and_carries(addition):
         assert difficulty == columns + carries
 
 
-def test_difficulty_elsewhere_is_the_familys_own_figure():
+def test_difficulty_of_other_families_is_value_of_family():
     (task,) = take(make_environment(gym("countdown", config={"min_numbers": 4, "max_numbers": 4})), 1)
     assert task.difficulty == 4
 
 
-def test_hash_seeded_families_ask_for_a_fixed_hash_seed(monkeypatch):
+def test_hash_seeded_families_require_fixed_hash_seed(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     environment = make_environment(gym("word_ladder"))
     with pytest.raises(RequestError) as caught:
@@ -118,7 +118,7 @@ def test_hash_seeded_families_ask_for_a_fixed_hash_seed(monkeypatch):
 
 
 @pytest.mark.parametrize("family", sorted(PROMPTS))
-def test_compact_prompts_are_short_and_the_gold_answer_passes(family):
+def test_compact_prompts_are_short_and_gold_answer_passes(family):
     environment = make_environment(gym(family, prompt="compact"))
     for task in take(environment, 20):
         assert len(prompt(task)) <= 60 and "\n" not in prompt(task)
@@ -127,20 +127,20 @@ def test_compact_prompts_are_short_and_the_gold_answer_passes(family):
         assert environment.score(task, gold).reward == 1.0
 
 
-def test_compact_addition_looks_as_in_a_sum(addition):
+def test_compact_addition_prompt_is_sum(addition):
     for task in take(addition, 20):
         a, b = prompt(task).removesuffix("=").split("+")
         assert task.data["answer"] == str(int(a) + int(b))
 
 
-def test_a_family_without_a_compact_prompt_says_which_have_one():
+def test_family_without_compact_prompt_lists_families_with_one():
     with pytest.raises(RequestError) as caught:
         make_environment(gym("sudoku", prompt="compact"))
     assert caught.value.where == "environment.prompt"
     assert "chain_sum" in caught.value.remedy
 
 
-def test_the_answer_in_free_text():
+def test_original_answer_finds_answer_in_free_text():
     assert original_answer("<think>1+1</think>\n 2 ") == "2"
     assert original_answer("no <answer>1</answer> but <answer> 2</answer>.") == "2"
     assert original_answer(" 2") == "2"
@@ -182,7 +182,7 @@ def sum_task(addition):
         (";6150", 0.0, "direct", None),
     ],
 )
-def test_compact_sums_are_judged_by_their_answer_and_described_by_their_working(
+def test_compact_sum_is_scored_by_answer_and_labelled_by_working(
     addition, sum_task, text, reward, strategy, valid
 ):
     outcome = addition.score(sum_task, Transcript(text))
@@ -191,14 +191,14 @@ def test_compact_sums_are_judged_by_their_answer_and_described_by_their_working(
     assert outcome.metrics.get("trace_valid") == valid
 
 
-def test_strict_wants_the_end_of_sequence(addition, sum_task):
+def test_strict_requires_finished_answer(addition, sum_task):
     assert addition.score(sum_task, Transcript(";615", finished=False)).reward == 0.0
     lenient = make_environment(ADDITION | {"strict": False})
     assert lenient.score(sum_task, Transcript(";615", finished=False)).reward == 1.0
     assert lenient.score(sum_task, Transcript(";0615")).terms == {"raw": 0.75, "well_formed": 0.0}
 
 
-def test_partial_credit_vanishes_under_the_threshold_and_shows_without_it():
+def test_threshold_removes_partial_credit():
     config = {"min_numbers": 3, "max_numbers": 3}
     strict = make_environment(gym("countdown", config=config))
     lenient = make_environment(gym("countdown", config=config, strict=False))
@@ -211,13 +211,13 @@ def test_partial_credit_vanishes_under_the_threshold_and_shows_without_it():
     assert strict.score(task, strict.gold(task)).reward == 1.0
 
 
-def test_strict_gives_nothing_for_nothing_even_without_a_threshold():
+def test_strict_gives_no_reward_for_empty_answer_without_threshold():
     environment = make_environment(gym("countdown", threshold=None))
     (task,) = take(environment, 1)
     assert environment.score(task, Transcript("")).reward == 0.0
 
 
-def test_a_scorer_that_raises_is_a_failure():
+def test_exception_in_scorer_is_verifier_failure():
     environment = make_environment(gym("prime_factorization", strict=False))
     (task,) = take(environment, 1)
     outcome = environment.score(task, Transcript("xyzzy"))
@@ -225,13 +225,13 @@ def test_a_scorer_that_raises_is_a_failure():
     assert "ValueError" in outcome.reason
 
 
-def test_a_scorer_that_returns_no_number_is_a_failure(addition, sum_task, monkeypatch):
+def test_score_that_is_not_finite_is_failure(addition, sum_task, monkeypatch):
     for figure in (float("nan"), float("inf"), None):
         monkeypatch.setattr(addition._dataset, "score_answer", lambda answer, entry, f=figure: f)
         assert isinstance(addition.score(sum_task, Transcript(";615")), Failure)
 
 
-def test_scoring_is_pure(addition):
+def test_scoring_is_repeatable_and_does_not_change_task(addition):
     for task in take(addition, 50):
         before = json.dumps(task.data)
         outcomes = {repr(addition.score(task, addition.gold(task))) for _ in range(3)}
@@ -239,7 +239,7 @@ def test_scoring_is_pure(addition):
         assert json.dumps(task.data) == before
 
 
-def test_a_session_is_one_answer(addition, sum_task):
+def test_session_ends_after_one_answer(addition, sum_task):
     session = addition.reset(sum_task, seed=0)
     assert session.observation == Observation()
     found = session.step(";615")
@@ -248,13 +248,13 @@ def test_a_session_is_one_answer(addition, sum_task):
         session.step(";615")
 
 
-def test_score_is_a_score(addition, sum_task):
+def test_score_returns_reward_terms_and_strategy(addition, sum_task):
     assert addition.score(sum_task, Transcript(";615")) == Score(
         1.0, {"raw": 1.0, "well_formed": 1.0}, {"strategy/direct": 1.0}
     )
 
 
-# Refusals
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_score_is_a_score(addition, sum_task):
         ({"id": "reasoning_gym"}, "environment.task", ""),
     ],
 )
-def test_a_wrong_section_is_refused_by_key_with_the_nearest_valid_one(spec, where, hint):
+def test_invalid_section_names_key_and_suggests_valid_key(spec, where, hint):
     with pytest.raises(RequestError) as caught:
         make_environment(spec)
     assert caught.value.where == where

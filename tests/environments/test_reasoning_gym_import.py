@@ -1,4 +1,4 @@
-"""One family of reasoning-gym is imported alone, and nobody else notices."""
+"""Importing a single family of reasoning-gym does not affect other code."""
 
 import subprocess
 import sys
@@ -34,11 +34,11 @@ def run(code: str) -> None:
         "assert one_family('no_such_family') is None and one_family('chain_sum')",
     ],
 )
-def test_other_code_of_the_process_sees_the_whole_package(code: str) -> None:
+def test_other_code_of_process_sees_whole_package(code: str) -> None:
     run(ALONE + code)
 
 
-def test_every_family_is_found_in_a_module_of_its_own() -> None:
+def test_module_of_finds_module_of_every_family() -> None:
     from perilune.environments.adapters.reasoning_gym_import import _module_of
 
     families = all_families()

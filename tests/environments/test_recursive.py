@@ -1,4 +1,4 @@
-"""The environment recursive: code explores the context, asks are sub-agents, and a replay gives the same."""
+"""The environment `recursive`: code explores the context, asks start sub-agents, and replays are equal."""
 
 import json
 import re
@@ -40,16 +40,17 @@ def deep() -> Iterator[Any]:
     made.close()
 
 
-def first(environment: Any) -> Task:
+def first_task(environment: Any) -> Task:
     return next(environment.tasks("train", 0))
 
 
 def play(
     environment: Any, task: Task, own: Sequence[str], answer: Callable[[str, str], str] = lambda *_: "A"
 ) -> tuple[Observation, list[tuple[str, str]], list[int], Transcript]:
-    """Play the player's actions, and `answer(agent, text)` for its sub-agents.
+    """Plays the player's actions, and `answer(agent, text)` for its sub-agents.
 
-    Returns the last observation, (agent, what it saw) of each turn, the turns due at once, and a transcript.
+    Returns the last observation; for each turn (agent, text that it saw), and the number of due turns; and a
+    transcript.
     """
     session = environment.reset(task, 0)
     left, seen, due, actions = list(own), [], [], []
@@ -69,15 +70,15 @@ def fenced(code: str) -> str:
     return f"```python\n{code}\n```"
 
 
-def test_the_prompt_has_length_first_lines_and_question(environment: Any, deep: Any) -> None:
-    compact = first(environment).prompt[0]["content"]
+def test_prompt_contains_length_first_lines_and_question(environment: Any, deep: Any) -> None:
+    compact = first_task(environment).prompt[0]["content"]
     assert re.fullmatch(r"0000016\n[a-l]\d\w\w\n[a-l]\d\w\w\n\S+\n", compact)
-    natural = first(deep).prompt[0]["content"]
+    natural = first_task(deep).prompt[0]["content"]
     assert "80 characters in 16 lines" in natural and "ask_all(questions, contexts)" in natural
     assert "ask" not in make_environment({**COMPACT, "prompt": "natural", "depth": 0}).spec.tasks.id
 
 
-def test_each_strategy_of_the_teacher_is_right_for_every_kind_of_question() -> None:
+def test_each_teacher_strategy_is_correct_for_every_kind_of_question() -> None:
     kinds = ["counting", "user", "temporal", "pairs"]
     environment = make_environment({**COMPACT, "tasks": {**TASKS, "kinds": kinds, "users": 5}})
     teacher = make_teacher("recursive", {"lines": 1.0})
@@ -99,9 +100,9 @@ def test_each_strategy_of_the_teacher_is_right_for_every_kind_of_question() -> N
     assert len({find for find, _ in found}) >= 7
 
 
-def test_asks_of_one_call_are_due_at_once_and_their_answers_return_in_order(environment: Any) -> None:
+def test_ask_all_runs_sub_agents_in_parallel_and_returns_answers_in_order(environment: Any) -> None:
     code = "x=ask_all(C.split()[:3]);answer.update(content=','.join(x)+ask('z'),ready=1)"
-    task = first(environment)
+    task = first_task(environment)
     end, seen, due, transcript = play(environment, task, [code], lambda agent, text: f"<{agent}:{text}>")
     lines = task.data["task"], [text for agent, text in seen if agent]
     assert [agent for agent, _ in seen] == ["", "0", "1", "2", "3"] and due == [1, 3, 2, 1, 1]
@@ -110,9 +111,9 @@ def test_asks_of_one_call_are_due_at_once_and_their_answers_return_in_order(envi
     assert replayed.reward == end.rewards[0] and replayed.metrics == end.metrics
 
 
-def test_the_answer_of_the_code_is_scored_and_asks_have_a_price() -> None:
+def test_answer_of_code_is_scored_and_asks_cost_reward() -> None:
     environment = make_environment({**COMPACT, "ask_price": 0.01})
-    task = first(environment)
+    task = first_task(environment)
     right = task.data["task"]["answer"]
     for content, reward in ((right, 1.0), (right + "0", 0.0)):
         code = f"ask('a');answer['content']={content!r};answer['ready']=True"
@@ -122,20 +123,20 @@ def test_the_answer_of_the_code_is_scored_and_asks_have_a_price() -> None:
     environment.close()
 
 
-def test_variables_last_and_earlier_blocks_are_silent(deep: Any) -> None:
+def test_variables_persist_and_earlier_blocks_print_nothing_again(deep: Any) -> None:
     own = [fenced("n = len(C.split()); print('first')"), fenced("print(n + 1)"), fenced("print(answer)")]
-    end, seen, *_ = play(deep, first(deep), own)
+    end, seen, *_ = play(deep, first_task(deep), own)
     assert [text for _, text in seen][1:] == ["first\n", "17\n"]
     assert end.truncated and end.rewards == (0.0,) and end.metrics["blocks"] == 3
 
 
-def test_errors_of_the_code_are_shown_and_killed_blocks_leave_no_trace(deep: Any) -> None:
+def test_errors_are_shown_and_killed_blocks_change_no_variables(deep: Any) -> None:
     own = [fenced("n = 5\nprint(m)"), fenced("n = 6\nwhile True: pass"), "no code"]
-    _, seen, *_ = play(deep, first(deep), [*own[:2], fenced("print(n)")])
+    _, seen, *_ = play(deep, first_task(deep), [*own[:2], fenced("print(n)")])
     shown = [text for _, text in seen]
     assert "NameError: name 'm' is not defined" in shown[1] and 'File "block 1", line 2' in shown[1]
     assert "inside" not in shown[1] and shown[2].startswith("[ended: timeout")
-    end, seen, *_ = play(deep, first(deep), [fenced("n = 6"), own[2], fenced("print(n)")])
+    end, seen, *_ = play(deep, first_task(deep), [fenced("n = 6"), own[2], fenced("print(n)")])
     assert seen[2][1] == "error: neither a call nor an <answer>\n" and end.truncated
 
 
@@ -150,13 +151,13 @@ def test_errors_of_the_code_are_shown_and_killed_blocks_leave_no_trace(deep: Any
         ("ask({1})", "TypeError: Object of type set is not JSON serializable"),
     ],
 )
-def test_a_call_that_cannot_be_answered_is_an_error_in_the_code(deep: Any, code: str, error: str) -> None:
+def test_invalid_ask_raises_error_in_code(deep: Any, code: str, error: str) -> None:
     caught = f"try: {code}\nexcept Exception as e: print(f'{{type(e).__name__}}: {{e}}')"
-    _, seen, *_ = play(deep, first(deep), [fenced(caught), "<answer>1</answer>"])
+    _, seen, *_ = play(deep, first_task(deep), [fenced(caught), "<answer>1</answer>"])
     assert seen[1][1].startswith(error)
 
 
-def test_equal_runs_are_made_once_but_for_those_that_ran_out_of_time(deep: Any) -> None:
+def test_code_runs_are_cached_except_timeouts(deep: Any) -> None:
     runner, texts = deep._code, (("C.txt", "abc"),)
     state = {"prelude": "", "texts": {"C": "C.txt"}, "functions": [], "results": []}
     once = json.dumps(state | {"blocks": ["import time; print(time.time_ns())"]})
@@ -168,60 +169,60 @@ def test_equal_runs_are_made_once_but_for_those_that_ran_out_of_time(deep: Any) 
     assert first_run.cause == second.cause == "timeout" and first_run.output != second.output
 
 
-def test_asks_in_a_loop_are_limited(deep: Any) -> None:
+def test_calls_setting_limits_asks_of_block(deep: Any) -> None:
     own = [fenced("for n in range(4): ask(str(n))"), "<answer>1</answer>"]
-    _, seen, *_ = play(deep, first(deep), own)
+    _, seen, *_ = play(deep, first_task(deep), own)
     assert [agent for agent, _ in seen] == ["", "0", "1", "2", ""]
     assert seen[-1][1].startswith("[ended: calls")
 
 
-def test_code_cannot_catch_the_end_of_a_run_at_a_call(deep: Any) -> None:
+def test_code_cannot_catch_interruption_at_ask(deep: Any) -> None:
     code = "try: x = ask('q')\nexcept BaseException: x = 'caught'\nfinally: print('once')\nprint(x)"
-    _, seen, *_ = play(deep, first(deep), [fenced(code), "<answer>1</answer>"])
+    _, seen, *_ = play(deep, first_task(deep), [fenced(code), "<answer>1</answer>"])
     assert seen[-1][1] == "once\nA\n"
 
 
 def test_equal_questions_are_asked_separately(deep: Any) -> None:
     answers = iter("BCD")
     code = "print(ask('q'), *ask_all(['q', 'q']))"
-    _, seen, *_ = play(deep, first(deep), [fenced(code), "x"], lambda *_: next(answers))
+    _, seen, *_ = play(deep, first_task(deep), [fenced(code), "x"], lambda *_: next(answers))
     assert seen[-1][1] == "B C D\n"
 
 
-def test_a_nested_agent_explores_its_own_context(deep: Any) -> None:
+def test_nested_agent_explores_own_context(deep: Any) -> None:
     def answer(agent: str, text: str) -> str:
         return {"0": fenced("answer.update(content=ask(C[:2]) + C[2:], ready=True)"), "0.0": "Z"}[agent]
 
     code = "answer.update(content=ask('which?', 'abc\\n'), ready=True)"
-    end, seen, *_ = play(deep, first(deep), [fenced(code)], answer)
+    end, seen, *_ = play(deep, first_task(deep), [fenced(code)], answer)
     assert [agent for agent, _ in seen] == ["", "0", "0.0"] and seen[2][1] == "ab"
     assert "C is a str of 4 characters in 1 lines" in seen[1][1] and "which?" in seen[1][1]
     assert end.done and end.metrics["agents"] == 1 and end.metrics["blocks"] == 2
 
 
-def test_forged_files_of_the_sandbox_change_nothing_but_the_own_answer(deep: Any) -> None:
+def test_forged_sandbox_files_do_not_break_episode(deep: Any) -> None:
     forged = [
         "open('outcome.json', 'w').write('[' * 100000)",
         "import json; json.dump({'call': ['eval', ['1'], {}]}, open('outcome.json', 'w'))",
         "import json; json.dump({'answer': 3}, open('outcome.json', 'w'))",
     ]
     for code in forged:
-        end, seen, *_ = play(deep, first(deep), [fenced(code), "<answer>1</answer>"])
+        end, seen, *_ = play(deep, first_task(deep), [fenced(code), "<answer>1</answer>"])
         assert end.done and seen[1][1] == "(no output)"
 
 
-def test_without_depth_there_is_nothing_to_ask() -> None:
+def test_depth_0_has_no_ask_function() -> None:
     environment = make_environment({**COMPACT, "prompt": "natural", "depth": 0})
-    task = first(environment)
+    task = first_task(environment)
     assert "language model" not in task.prompt[0]["content"]
     _, seen, *_ = play(environment, task, [fenced("ask('q')"), "x"])
     assert "NameError: name 'ask' is not defined" in seen[1][1]
     environment.close()
 
 
-def test_without_code_the_answers_to_single_asks_enter_the_context() -> None:
+def test_ask_tool_shows_answers_in_context() -> None:
     environment = make_environment({**COMPACT, "tool": "ask", "turns": 4})
-    task = first(environment)
+    task = first_task(environment)
     (own, *labels, last) = make_teacher("recursive", {"ranges": 1.0}).script(  # type: ignore[attr-defined]
         task, "ranges", KeyedRandom(0, task.task_id)
     )
@@ -236,14 +237,14 @@ def test_without_code_the_answers_to_single_asks_enter_the_context() -> None:
     natural = make_environment({**COMPACT, "tool": "ask", "prompt": "natural"})
     call = '{"name": "ask", "arguments": {"question": "all?", "first": 2, "last": 3}}'
     actions = [f"<tool_call>{call}</tool_call>", call, "<tool_call>{}</tool_call>"]
-    task = first(natural)
+    task = first_task(natural)
     assert "Python" not in task.prompt[0]["content"]
     _, seen, *_ = play(natural, task, actions, lambda *_: "AB")
     assert seen[1][1].endswith("\nall?") and len(seen[1][1].split("\n")) == 3
     assert [text for _, text in seen[2:]] == ["AB", "error: neither a call nor an <answer>\n"]
 
 
-def test_traces_have_a_record_for_each_distinct_conversation_of_a_sub_agent() -> None:
+def test_traces_contain_record_for_each_distinct_sub_agent_conversation() -> None:
     teacher = make_teacher("recursive", {"lines": 1.0})
     found = collect_traces(COMPACT, teacher, 6, 0, extra={})
     own = [one for one in found.kept if not one.is_sub_agent]
@@ -253,7 +254,7 @@ def test_traces_have_a_record_for_each_distinct_conversation_of_a_sub_agent() ->
     assert all(re.fullmatch("[A-F]", one.answer) and len(one.prompt) == 4 for one in asked)
 
 
-def test_contexts_can_be_a_column_of_own_questions(tmp_path: Path) -> None:
+def test_contexts_may_come_from_column_of_jsonl_file(tmp_path: Path) -> None:
     rows = [
         {"prompt": "How many words?", "context": "a b c\n" * n, "answer": f"{3 * n}"} for n in range(1, 60)
     ]
@@ -261,7 +262,7 @@ def test_contexts_can_be_a_column_of_own_questions(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     section = {"id": "recursive", "tasks": {"id": "jsonl", "path": str(path)}}
     environment = make_environment(section)
-    task = first(environment)
+    task = first_task(environment)
     assert "How many words?" in task.prompt[0]["content"] and "It begins:\na b c" in task.prompt[0]["content"]
     code = "answer['content'], answer['ready'] = len(C.split()), True"
     end, *_ = play(environment, task, [fenced(code)])
@@ -269,10 +270,10 @@ def test_contexts_can_be_a_column_of_own_questions(tmp_path: Path) -> None:
     assert end.rewards == (1.0,)
     path.write_text("".join(json.dumps({"prompt": f"{n}?", "answer": "3"}) + "\n" for n in range(60)))
     with pytest.raises(RequestError, match="no text in the column `context`"):
-        first(make_environment(section))
+        first_task(make_environment(section))
 
 
-def test_tasks_without_contexts_are_refused() -> None:
+def test_tasks_without_contexts_are_rejected() -> None:
     with pytest.raises(RequestError, match="no long contexts"):
         make_environment({**COMPACT, "tasks": {"id": "instructions"}})
     teacher = make_teacher("recursive", {"lines": 1.0})

@@ -1,4 +1,4 @@
-"""Column arithmetic: examples by hand, and the arithmetic itself by property."""
+"""Column arithmetic: examples, and properties of the written working."""
 
 import pytest
 from hypothesis import given
@@ -26,11 +26,11 @@ from perilune.environments.adapters.scratchpad import carries, factors, terms, w
         ("7", ""),
     ],
 )
-def test_working_is_written_as_on_paper(expression, expected):
+def test_working_writes_column_arithmetic(expression, expected):
     assert working(expression) == expected
 
 
-def test_brief_working_keeps_the_result_of_each_column():
+def test_brief_working_keeps_result_of_each_column():
     assert working("347+268", brief=True) == "15,11,06"
     assert working("1+2+3", brief=True) == "03/3/06"
 
@@ -38,7 +38,7 @@ def test_brief_working_keeps_the_result_of_each_column():
 @pytest.mark.parametrize(
     "expression", ["", "a+b", "1/2", "(1+2)", "1+2*3", "1**2", "1+", "1.5+2", "²+1", "1 + 2"]
 )
-def test_what_is_no_plain_sum_or_product_has_no_working(expression):
+def test_working_is_none_for_other_expressions(expression):
     assert working(expression) is None
 
 
@@ -46,13 +46,13 @@ numbers = st.integers(-(10**6), 10**6)
 
 
 def value(groups, base=10):
-    """The number that the last digits of columns spell, with the carry of the last column in front."""
+    """The number formed by the last digits of the columns, preceded by the carry of the last column."""
     digits = "".join(group[-1] for group in reversed(groups))
     return int(digits) + int(groups[-1][-2]) * base ** len(groups)
 
 
 @given(st.lists(numbers, min_size=2, max_size=5))
-def test_sums_follow_their_working(values):
+def test_working_of_sums_gives_correct_totals(values):
     expression = str(values[0]) + "".join(f"{'-' if i % 2 else '+'}{v}" for i, v in enumerate(values[1:], 1))
     signed = [v if i % 2 == 0 else -v for i, v in enumerate(values)]
     assert terms(expression) == tuple(signed)
@@ -66,11 +66,11 @@ def test_sums_follow_their_working(values):
             assert value(groups) == abs(total)
         else:
             assert int("".join(group[-1] for group in reversed(groups))) == abs(total)
-            assert groups[-1][3] == "0"  # the larger minus the smaller owes nothing in the end
+            assert groups[-1][3] == "0"  # the larger minus the smaller leaves no borrow
 
 
 @given(st.integers(-9999, 9999), st.integers(-9999, 9999))
-def test_products_follow_their_working(a, b):
+def test_working_of_products_gives_correct_result(a, b):
     assert factors(f"{a}*{b}") == (a, b)
     parts = working(f"{a}*{b}").split("/")
     last = parts[-1].split(",")
@@ -80,14 +80,14 @@ def test_products_follow_their_working(a, b):
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
-def test_carries_are_those_of_the_sum(a, b):
+def test_carries_match_digit_sums(a, b):
     def digit_sum(number):
         return sum(map(int, str(number)))
 
     assert carries(a, b) * 9 == digit_sum(a) + digit_sum(b) - digit_sum(a + b)
 
 
-def test_every_column_of_a_difference_balances():
+def test_every_column_of_difference_balances():
     for group in scratchpad.working("1000-1").split(","):
         top, bottom, borrow, owes, digit = map(int, group)
         assert top - bottom - borrow == digit - 10 * owes

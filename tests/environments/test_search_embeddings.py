@@ -20,7 +20,7 @@ TOPICS = ("moon satellite", "sun star")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Embeds a text as the number of its words of each topic; the last text first."""
+    """Embeds a text as its number of words of each topic. Returns the vectors in reverse order."""
 
     def do_POST(self) -> None:
         server: Any = self.server
@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content.encode())
 
     def log_message(self, *_: object) -> None:
-        """Keep the output clean."""
+        """Writes no log."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def documents(*texts: str) -> list[dict[str, str]]:
     return [{"id": "", "title": "", "text": text} for text in texts]
 
 
-def test_rerank_orders_by_meaning_and_embeds_each_text_once(
+def test_rerank_orders_by_similarity_and_embeds_each_text_once(
     server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMBEDDINGS_TOKEN", "secret")
@@ -87,7 +87,7 @@ def test_recorded_embeddings_need_no_server(server: Any, tmp_path: Path) -> None
     assert len(server.seen) == 2
 
 
-def test_a_busy_server_is_asked_again(server: Any) -> None:
+def test_request_is_retried_when_server_is_busy(server: Any) -> None:
     server.planned = [(503, "busy")]
     assert Embeddings(spec(server)).similarities("sun", ["star"]) == [1.0] and len(server.seen) == 2
 
@@ -107,7 +107,7 @@ def test_a_busy_server_is_asked_again(server: Any) -> None:
         (200, '{"data": [{"index": 0, "embedding": [NaN]}, {"index": 1, "embedding": [1]}]}', "equally long"),
     ],
 )
-def test_a_wrong_answer_fails_the_episode_and_blames_the_model(
+def test_invalid_response_fails_episode_with_model_boundary(
     server: Any, status: int, content: str, error: str
 ) -> None:
     server.planned = [(status, content)]
@@ -124,7 +124,7 @@ def test_a_wrong_answer_fails_the_episode_and_blames_the_model(
         ("record", "record.jsonl", "must be absolute"),
     ],
 )
-def test_wrong_settings_are_refused(key: str, value: str, error: str) -> None:
+def test_invalid_embeddings_settings_are_rejected(key: str, value: str, error: str) -> None:
     section = {"url": "http://127.0.0.1:1", "model": "m", key: value}
     with pytest.raises(RequestError, match=error):
         make_environment({"id": "search", "tasks": {"id": "facts"}, "embeddings": section})

@@ -1,4 +1,4 @@
-"""The environment search: functions called from code and as single calls, on generated and own corpora."""
+"""The environment `search`: functions in code and as single calls, on generated and user corpora."""
 
 import json
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def documents(*texts: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A section with files of a user."""
+    """A section with a user's corpus and questions."""
     folder: Path = tmp_path_factory.mktemp("corpus")
     (folder / "planets.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PLANETS))
     rows = [{"prompt": f"What is a moon of Mars? {n}", "answer": "Phobos"} for n in range(20)]
@@ -52,7 +52,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def play(section: dict[str, Any], actions: Sequence[str]) -> tuple[Score, list[str]]:
-    """The score of an episode, and what the policy saw after its prompt."""
+    """The score of an episode, and the tool messages that the policy saw."""
     environment = make_environment(section)
     task = next(environment.tasks("train", 0))
     transcript = Transcript(actions[-1], earlier=tuple(actions[:-1]))
@@ -71,19 +71,19 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def test_search_ranks_rare_words_first_and_ties_in_the_order_of_documents() -> None:
+def test_search_ranks_rare_words_first_and_breaks_ties_by_document_order() -> None:
     index = Index(documents("a b", "a c", "a b", "d"))
     assert [one["id"] for one in index.search("a b", 9)] == ["d1", "d3", "d2"]
     assert index.search("B", 1) == [index.search("b", 1)[0]] and index.search("nothing", 5) == []
     assert Index(documents("...", "?")).search("a", 3) == []
 
 
-def test_equal_corpora_share_an_index() -> None:
+def test_equal_corpora_share_index() -> None:
     one, other = (Corpus(tuple(documents("a", "b"))) for _ in range(2))
     assert index_of(one) is index_of(other) is not index_of(Corpus(tuple(documents("a"))))
 
 
-def test_filter_dedup_and_extract() -> None:
+def test_filter_dedup_and_extract_functions() -> None:
     found = documents("Kova has its seat in Lumi.", "kova has its SEAT in lumi", "Bela is led by Rita.")
     assert functions.filter(found, "seat LUMI") == found[:2] and functions.filter(found, "sea") == []
     assert functions.dedup(found) == [found[0], found[2]]
@@ -96,14 +96,14 @@ def test_filter_dedup_and_extract() -> None:
             functions.extract(found, wrong)
 
 
-def test_rerank_orders_given_documents_and_keeps_those_without_a_match() -> None:
+def test_rerank_keeps_documents_without_match() -> None:
     stack = SearchStack(Index(documents("a")), 5, 5)
     given = documents("x", "y z", "z")
     assert [one["id"] for one in stack.call("rerank", [given, "z"], {})] == ["d3", "d2", "d1"]
     assert stack.call("rerank", [given], {"query": "y", "k": 1}) == [given[1]]
 
 
-def test_a_search_returns_at_most_the_results_that_the_section_allows() -> None:
+def test_search_limits_number_and_size_of_results() -> None:
     stack = SearchStack(Index(documents("a", "a", "a")), 2, 5)
     assert len(stack.call("search", ["a"], {})) == 2 and len(stack.call("search", ["a", 1], {})) == 1
     assert len(stack.call("fan_out", [["a", "b", "a"]], {})) == 4 and stack.searches == 5
@@ -126,13 +126,13 @@ def test_a_search_returns_at_most_the_results_that_the_section_allows() -> None:
         ("dedup", [[{}]], "dedup: 'text'"),
     ],
 )
-def test_wrong_calls_are_refused_with_the_reason(name: str, arguments: list[Any], error: str) -> None:
+def test_invalid_calls_are_rejected_with_reason(name: str, arguments: list[Any], error: str) -> None:
     with pytest.raises(InvalidCallError, match=error):
         SearchStack(Index(documents("a")), 5, 5).call(name, arguments, {})
 
 
 @pytest.mark.parametrize("mode", ["code", "calls"])
-def test_the_teacher_is_right_for_every_kind_of_question(mode: str) -> None:
+def test_search_teacher_is_correct_for_every_kind_of_question(mode: str) -> None:
     environment = make_environment({**COMPACT, "mode": mode})
     teacher = make_teacher("search", {mode: 1.0})
     observed: dict[str, float] = {}
@@ -150,33 +150,33 @@ def test_the_teacher_is_right_for_every_kind_of_question(mode: str) -> None:
     assert all(fewest <= number <= most for number in observed.values())
 
 
-def test_answers_agree_with_a_search_through_all_documents() -> None:
+def test_answers_match_scan_of_all_documents() -> None:
     environment: Any = make_environment(FACTS)
     for task in islice(environment.tasks("heldout", 3), 60):
-        said = {one["text"] for one in environment.corpus(task).documents}
+        texts = {one["text"] for one in environment.corpus(task).documents}
         name, goods = task.data["question"]["name"], task.data["question"]["goods"]
-        in_city = {text.split()[0] for text in said if text.endswith(f" c {name}")}
+        in_city = {text.split()[0] for text in texts if text.endswith(f" c {name}")}
         match task.data["question"]["kind"]:
             case "one":
                 relation = task.data["question"]["relation"]
-                assert f"{name} {relation} {task.data['answer']}" in said
+                assert f"{name} {relation} {task.data['answer']}" in texts
             case "two":
-                (head,) = (text.split()[2] for text in said if text.startswith(f"{name} h "))
-                assert f"{head} l {task.data['answer']}" in said
+                (head,) = (text.split()[2] for text in texts if text.startswith(f"{name} h "))
+                assert f"{head} l {task.data['answer']}" in texts
             case "count":
                 assert task.data["answer"] == str(len(in_city))
             case "join":
-                assert task.data["answer"] == str(sum(f"{one} s {goods}" in said for one in in_city))
+                assert task.data["answer"] == str(sum(f"{one} s {goods}" in texts for one in in_city))
 
 
-def test_no_corpus_is_in_both_splits_and_tasks_end() -> None:
+def test_splits_share_no_corpus_and_tasks_are_finite() -> None:
     environment: Any = make_environment({**FACTS, "companies": 4, "corpora": 1})
     train, heldout = (list(environment.tasks(split, 0)) for split in ("train", "heldout"))
     assert 0 < len(train) < 50 and len({one.task_id for one in train}) == len(train)
     assert not {one.data["world"] for one in train} & {one.data["world"] for one in heldout}
 
 
-def test_results_of_single_calls_enter_the_context_and_those_of_code_do_not(own: dict[str, Any]) -> None:
+def test_context_contains_results_of_calls_but_not_of_code(own: dict[str, Any]) -> None:
     searches = "found = search('moons of Mars')"
     score, seen = play(own, [fenced(searches), fenced("print(len(dedup(found)))"), "<answer>Phobos</answer>"])
     assert seen == ["(no output)", "2\n"] and score.reward == 1.0
@@ -193,7 +193,7 @@ def test_results_of_single_calls_enter_the_context_and_those_of_code_do_not(own:
     assert score.reward == 1.0 and score.metrics["calls"] == 3
 
 
-def test_single_calls_work_on_the_documents_that_were_seen_last(own: dict[str, Any]) -> None:
+def test_calls_use_documents_of_previous_call(own: dict[str, Any]) -> None:
     actions = [
         call("dedup"),
         call("fan_out", queries=["venus", "star"]),
@@ -213,7 +213,7 @@ def test_single_calls_work_on_the_documents_that_were_seen_last(own: dict[str, A
     assert seen[7:] == ["error: there is no function python", "error: a malformed call"]
 
 
-def test_calls_that_are_too_large_for_the_sandbox_end_the_block_and_not_the_episode(
+def test_too_large_results_end_block_but_not_episode(
     own: dict[str, Any],
 ) -> None:
     code = "for n in range(6): search(f'{n}' * 10**6)"
@@ -221,7 +221,7 @@ def test_calls_that_are_too_large_for_the_sandbox_end_the_block_and_not_the_epis
     assert seen[1].startswith("[ended: results") and seen[2] == "5\n" and score.reward == 1.0
 
 
-def test_errors_of_functions_are_exceptions_in_the_code(own: dict[str, Any]) -> None:
+def test_function_errors_are_exceptions_in_code(own: dict[str, Any]) -> None:
     code = "try: search('a', k='b')\nexcept RuntimeError as error: print(error)\nextract([], 'x')"
     _, (seen,) = play(own, [fenced(code), "<answer>x</answer>"])
     assert seen.startswith("search: k: Input should be a valid integer") and "needs one {}" in seen
@@ -230,12 +230,12 @@ def test_errors_of_functions_are_exceptions_in_the_code(own: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "text", ["search", "search(*x)", "(" * 3000, "__import__('os')", "search(open('a'))"]
 )
-def test_compact_calls_that_are_no_calls_are_told_so(text: str) -> None:
+def test_malformed_compact_call_shows_error(text: str) -> None:
     _, (seen,) = play({**COMPACT, "mode": "calls"}, [text, ";x"])
     assert seen.startswith("error: ")
 
 
-def test_an_episode_without_an_answer_is_truncated_with_its_metrics() -> None:
+def test_episode_without_answer_earns_0_and_keeps_metrics() -> None:
     score, seen = play({**COMPACT, "mode": "calls", "turns": 2}, ["search('a')", "search('c')"])
     assert score.reward == 0.0 and score.metrics["searches"] == 2 and len(seen) == 1
 
@@ -244,13 +244,13 @@ def test_an_episode_without_an_answer_is_truncated_with_its_metrics() -> None:
     "section",
     [FACTS, {**FACTS, "style": "natural"}, COMPACT, {**COMPACT, "prompt": "natural", "mode": "calls"}],
 )
-def test_the_environments_conform(section: dict[str, Any]) -> None:
+def test_search_environments_pass_conformance(section: dict[str, Any]) -> None:
     found = check_environment(section, tasks=1)
     assert not found.findings, found.findings
 
 
 @pytest.mark.parametrize("style", ["natural", "compact"])
-def test_the_audit_trusts_the_reward_of_facts(style: str) -> None:
+def test_audit_grades_facts_a(style: str) -> None:
     audit = audit_reward({**FACTS, "style": style}, tasks=2, search_budget=8)
     assert audit.grade == "A", audit.findings
 
@@ -259,14 +259,14 @@ def test_the_audit_trusts_the_reward_of_facts(style: str) -> None:
     ("line", "error"),
     [("[]", "not a JSON object"), ('{"text": 3}', "'text' is not a text"), ("", "has no documents")],
 )
-def test_a_corpus_that_cannot_be_used_is_refused(tmp_path: Path, line: str, error: str) -> None:
+def test_invalid_corpus_is_rejected(tmp_path: Path, line: str, error: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(line)
     with pytest.raises(RequestError, match=error):
         make_environment({"id": "search", "corpus": str(path), "tasks": {"id": "instructions"}})
 
 
-def test_documents_come_from_the_tasks_or_from_a_file() -> None:
+def test_search_needs_documents_from_either_tasks_or_file() -> None:
     with pytest.raises(RequestError, match="have no documents"):
         make_environment({"id": "search", "tasks": {"id": "instructions"}})
     with pytest.raises(RequestError, match="have documents of their own"):

@@ -1,4 +1,4 @@
-"""Games of TextArena: the real package, games that need no network."""
+"""TextArena games that need no network, with the real package."""
 
 import random
 from itertools import islice
@@ -26,7 +26,7 @@ def section(game, **more):
     return {"id": "textarena", "game": game, **more}
 
 
-def played(environment, moves, task=None, seed=0):
+def play(environment, moves, task=None, seed=0):
     session = environment.reset(task or next(environment.tasks("train", 0)), seed)
     seen = [session.observation]
     for move in moves:
@@ -35,7 +35,7 @@ def played(environment, moves, task=None, seed=0):
     return seen
 
 
-def played_out(environment, texts, seed):
+def play_to_end(environment, texts, seed):
     session = environment.reset(next(environment.tasks("train", 0)), seed)
     seen = [session.observation]
     while not session.observation.done:
@@ -46,27 +46,27 @@ def played_out(environment, texts, seed):
 @pytest.mark.parametrize(
     "game", [GAMES[0], *(pytest.param(other, marks=pytest.mark.thorough) for other in GAMES[1:])]
 )
-def test_games_do_what_every_environment_must(game):
+def test_textarena_games_pass_conformance(game):
     assert not check_environment(section(game, turns=20), tasks=1).findings
 
 
 @pytest.mark.parametrize("game", MORE)
-def test_the_same_seed_is_the_same_game(game):
+def test_same_seed_gives_same_game(game):
     environment = make_environment(section(game, turns=30))
     texts = [
         KeyedRandom(0, game).choice(("[1]", "[0]", "[up]", "[1 2]", "hello"), turn) for turn in range(30)
     ]
-    one, same, other = (played_out(environment, texts, seed) for seed in (3, 3, 4))
-    assert one == same and (one != other or game == "Nim-v0")  # nothing is drawn in Nim
+    one, same, other = (play_to_end(environment, texts, seed) for seed in (3, 3, 4))
+    assert one == same and (one != other or game == "Nim-v0")  # Nim has no random numbers
     assert one[-1].done and len(one[-1].rewards) in (0, environment.players)
 
 
-def test_a_game_of_two_is_told_and_paid_by_player():
+def test_each_player_of_tic_tac_toe_gets_own_messages_and_reward():
     environment = make_environment(section("TicTacToe-v0"))
     assert environment.players == 2
     task = next(environment.tasks("train", 0))
     moves = ("[0]", "[3]", "[1]", "[4]", "[2]")
-    seen = played(environment, moves, task)
+    seen = play(environment, moves, task)
     assert [one.player for one in seen[:-1]] == [0, 1, 0, 1, 0]
     first, second, third = (one.messages[0]["content"] for one in seen[:3])
     assert first.startswith("You are Player 0") and second.startswith("You are Player 1")
@@ -77,36 +77,36 @@ def test_a_game_of_two_is_told_and_paid_by_player():
         assert environment.score(task, transcript).reward == reward
 
 
-def test_the_game_says_what_is_no_move_and_who_insists_loses():
+def test_repeated_invalid_move_loses_game():
     environment = make_environment(section("TicTacToe-v0"))
-    _, again, end = played(environment, ("hello", "[9]"))
+    _, again, end = play(environment, ("hello", "[9]"))
     assert again.player == 0 and "attempted an invalid move" in again.messages[0]["content"]
     assert end.rewards == (-1.0, 1.0) and end.metrics["illegal"] == 1.0
 
 
-def test_cards_follow_the_seed_whatever_else_draws():
+def test_cards_depend_only_on_seed():
     environment = make_environment(section("KuhnPoker-v0", config={"max_rounds": 3}))
     task = next(environment.tasks("train", 0))
     before = random.getstate(), np.random.get_state()[1].tolist()
     moves = ("[check]", "[check]") * 2
-    one = played(environment, moves, task, seed=4)
+    one = play(environment, moves, task, seed=4)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
     session, other = environment.reset(task, 4), environment.reset(task, 5)
-    for move, expected in zip(moves, one[1:], strict=True):  # another game between the moves of this one
+    for move, expected in zip(moves, one[1:], strict=True):  # play another game between the moves
         random.random()
         other.step(move)
         assert session.step(move) == expected
-    dealt = {played(environment, (), task, seed)[0].messages[0]["content"][-60:] for seed in range(8)}
+    dealt = {play(environment, (), task, seed)[0].messages[0]["content"][-60:] for seed in range(8)}
     assert len(dealt) > 2
 
 
-def test_a_game_that_takes_too_long_is_cut():
+def test_game_is_truncated_at_turn_limit():
     environment = make_environment(section("GuessTheNumber-v0", turns=2))
-    seen = played(environment, ("[1]", "[2]"))
+    seen = play(environment, ("[1]", "[2]"))
     assert seen[-1].truncated and seen[-1].done
 
 
-def test_how_many_play_can_be_said():
+def test_players_setting_sets_number_of_players():
     assert make_environment(section("LiarsDice-v0", players=4)).players == 4
     assert make_environment(section("MarketEntryGame-v0")).players > 1
     tasks = make_environment(section("Nim-v0")).tasks
@@ -119,17 +119,17 @@ def test_how_many_play_can_be_said():
         (section("TicTacTo-v0"), "environment.game"),
         (section("TicTacToe-v0", players=3), "environment.players"),
         (section("TicTacToe-v0", config={"size": 4}), "environment.config"),
-        (section("Debate-v0"), "environment.game"),  # asks a model for its verdict
+        (section("Debate-v0"), "environment.game"),  # uses a model as a judge
     ],
 )
-def test_what_cannot_be_played_is_refused(wrong, where, monkeypatch):
+def test_invalid_game_settings_are_rejected(wrong, where, monkeypatch):
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     with pytest.raises(RequestError) as caught:
         make_environment(wrong)
     assert caught.value.where == where
 
 
-def test_without_the_package_it_says_what_to_install(monkeypatch):
+def test_missing_package_names_extra_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "textarena.envs.registration", None)
     with pytest.raises(RequestError) as caught:
         make_environment(section("TicTacToe-v0"))

@@ -1,4 +1,4 @@
-"""Tasks with tools: what is paid, what is told, and that the policy's code cannot pay itself."""
+"""Tasks with tools: rewards, tool messages, and protection against reward forgery by the policy's code."""
 
 from itertools import islice
 
@@ -38,12 +38,12 @@ def block(code):
 
 
 def transcript(task, *code, answer=None):
-    said = task.data["answer"] if answer is None else answer
-    return Transcript(f"<answer>{said}</answer>", earlier=tuple(map(block, code)))
+    text = task.data["answer"] if answer is None else answer
+    return Transcript(f"<answer>{text}</answer>", earlier=tuple(map(block, code)))
 
 
 @pytest.mark.parametrize("compact", [False, True])
-def test_actions_are_read(compact):
+def test_read_action_reads_calls_and_answers(compact):
     read = lambda text: read_action(text, compact=compact)  # noqa: E731
     if compact:
         assert read(";42") == Answer("42") and read("print(1)") == Call("python", {"code": "print(1)"})
@@ -69,12 +69,12 @@ def test_actions_are_read(compact):
         '<tool_call>{"name": "read_file", "arguments": {"path": "a", "x": "y"}}</tool_call>',
     ],
 )  # fmt: skip
-def test_what_is_no_call_is_misunderstood(text):
+def test_read_action_rejects_malformed_calls(text):
     assert isinstance(read_action(text, compact=False), Misunderstood)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_pays_its_solution_and_nothing_else(family):
+def test_each_family_rewards_only_its_solution(family):
     environment = make_environment({"id": "tools", "task": family})
     try:
         for task in islice(environment.tasks("train", 3), 4):
@@ -88,7 +88,7 @@ def test_each_family_pays_its_solution_and_nothing_else(family):
 
 
 @pytest.mark.parametrize("section", [{}, {"task": "figure", "prompt": "compact", "turns": 2}])
-def test_it_does_what_every_environment_must(section):
+def test_tools_environment_passes_conformance(section):
     assert not check_environment({"id": "tools", **section}, tasks=1).findings
 
 
@@ -141,28 +141,28 @@ def __getattr__(name):
     [*(("repair", cheat) for cheat in CHEATS), ("transform", "prints an answer's mark"),
      ("transform", "a module in the checker's way")],
 )  # fmt: skip
-def test_the_policys_code_cannot_pay_itself(tools, by_family, cheat, family):
+def test_policy_code_cannot_forge_reward(tools, by_family, cheat, family):
     score = tools.score(by_family[family], transcript(by_family[family], CHEATS[cheat]))
     assert isinstance(score, Score) and score.reward == 0.0
 
 
-def test_a_right_function_is_paid_whatever_else_its_file_does(tools, by_family):
-    """Results count, not manners: what is printed, patched or left behind does not matter."""
+def test_correct_function_is_rewarded_despite_side_effects(tools, by_family):
+    """Only results count. Printed text, patched modules and leftover files do not matter."""
     task = by_family["repair"]
     code = task.data["solution"] + "\nopen('solution.py', 'a').write('\\nprint(1)\\nimport json; json.x = 1')"
     assert tools.score(task, transcript(task, code)).reward == 1.0
 
 
-def test_files_stay_from_turn_to_turn_and_nothing_else_does(tools, by_family):
+def test_files_but_not_variables_persist_between_turns(tools, by_family):
     task = by_family["figure"]
     code = ["x = 1; open('kept', 'w').write('1')", "print(open('kept').read(), 'x' in globals())"]
-    *_, told, _ = conversation(tools, task, transcript(task, *code))
-    assert told == {"role": "tool", "content": "1 False\n"}
+    *_, reply, _ = conversation(tools, task, transcript(task, *code))
+    assert reply == {"role": "tool", "content": "1 False\n"}
     score = tools.score(task, transcript(task, *code))
     assert (score.reward, score.metrics) == (1.0, {"strategy/tools": 1.0, "calls": 2.0})
 
 
-def test_tools_of_other_names(tools, by_family):
+def test_file_tools_list_read_and_write(tools, by_family):
     task = by_family["figure"]
     (name,) = task.data["files"]
     calls = [
@@ -172,28 +172,28 @@ def test_tools_of_other_names(tools, by_family):
         '{"name": "write_file", "arguments": {"path": "/etc/b", "text": ""}}',
     ]  # fmt: skip
     earlier = tuple(f"<tool_call>{call}</tool_call>" for call in calls)
-    told = conversation(tools, task, Transcript("<answer>1</answer>", earlier=earlier))
-    said = [message["content"] for message in told if message["role"] == "tool"]
+    messages = conversation(tools, task, Transcript("<answer>1</answer>", earlier=earlier))
+    replies = [message["content"] for message in messages if message["role"] == "tool"]
     listed = "\n".join(sorted(["d/b", name]))
-    assert said[:4] == ["4 characters written\n", listed, "{x}\n", "error: no such file"]
-    assert "Read-only file system" in said[4] or "Permission denied" in said[4]
+    assert replies[:4] == ["4 characters written\n", listed, "{x}\n", "error: no such file"]
+    assert "Read-only file system" in replies[4] or "Permission denied" in replies[4]
 
 
-def test_what_has_to_be_stopped_is_told_and_counted(tools, by_family):
+def test_stopped_code_is_shown_and_counted_in_metrics(tools, by_family):
     task = by_family["figure"]
     code = ["while True: pass", "x = bytearray(10**10)", "for i in range(10_000): print('line', i)"]
-    told = [
+    replies = [
         one["content"] for one in conversation(tools, task, transcript(task, *code)) if one["role"] == "tool"
     ]
-    assert told[0] == "[ended: timeout]\n" and told[1].endswith("MemoryError\n[ended: memory]\n")
-    assert "bytes were cut" in told[2] and len(told[2]) < 2100
+    assert replies[0] == "[ended: timeout]\n" and replies[1].endswith("MemoryError\n[ended: memory]\n")
+    assert "bytes were cut" in replies[2] and len(replies[2]) < 2100
     metrics = tools.score(task, transcript(task, *code)).metrics
     assert metrics == {
         "strategy/tools": 1.0, "calls": 3.0, "contained/timeout": 1.0, "contained/memory": 1.0
     }  # fmt: skip
 
 
-def test_a_replay_that_says_other_things_is_told(tools, by_family):
+def test_score_reports_replay_with_different_output(tools, by_family):
     task = by_family["figure"]
     steady, unsteady = (transcript(task, code) for code in ("print(1)", "import os; print(os.urandom(8))"))
     for one, differs in ((steady, 0.0), (unsteady, 1.0)):
@@ -206,7 +206,7 @@ def test_a_replay_that_says_other_things_is_told(tools, by_family):
     twice.close()
 
 
-def test_a_sandbox_that_fails_is_no_fault_of_the_policy(tools, by_family, monkeypatch):
+def test_sandbox_error_is_failure_with_sandbox_boundary(tools, by_family, monkeypatch):
     task = by_family["figure"]
     with Scorer({"id": "tools", "sandbox": {"processes": 1}}) as scorer:
         (score,) = scorer.score([(task, transcript(task, "print(1)"))])
@@ -225,25 +225,27 @@ def test_a_sandbox_that_fails_is_no_fault_of_the_policy(tools, by_family, monkey
     [(b"[1, 2]", True), (b"[1,2]\n", True), (b"[1.0, 2]", False), (b"[true, 2]", False), (b"", False),
      (b"\xff", False), (b"[" * 100_000, False), (b"NaN", False)],
 )  # fmt: skip
-def test_files_are_compared_as_what_they_hold(content, right):
+def test_json_files_are_compared_by_value(content, right):
     assert is_right([1, 2], "x.json", content) is right
 
 
-def test_tables_are_compared_by_rows():
-    wanted = [["item", "amount"], ["a", "1"]]
-    assert is_right(wanted, "x.csv", b"item,amount\r\na,1\r\n") and is_right(
-        wanted, "x.csv", b'"item",amount\na,1\n\n'
+def test_csv_files_are_compared_by_rows():
+    expected = [["item", "amount"], ["a", "1"]]
+    assert is_right(expected, "x.csv", b"item,amount\r\na,1\r\n") and is_right(
+        expected, "x.csv", b'"item",amount\na,1\n\n'
     )
-    assert not is_right(wanted, "x.csv", b"item,amount\na,1\nb,2\n") and not is_right(wanted, "x.csv", b"\0")
+    assert not is_right(expected, "x.csv", b"item,amount\na,1\nb,2\n") and not is_right(
+        expected, "x.csv", b"\0"
+    )
     assert not is_right(1, "a.json", b"true")
 
 
-def test_only_one_family_is_compact():
+def test_only_figure_family_has_compact_prompt():
     with pytest.raises(RequestError, match="only the family figure has a compact prompt"):
         make_environment({"id": "tools", "prompt": "compact"})
 
 
-def test_its_teacher_writes_episodes_that_are_right():
+def test_tools_teacher_writes_correct_episodes():
     environment = make_environment({"id": "tools", "task": "figure", "prompt": "compact"})
     tasks = list(islice(environment.tasks("train", 0), 24))
     teacher = make_teacher("tools", {"solve": 0.4, "careful": 0.3, "guess": 0.3})
@@ -261,7 +263,7 @@ def test_its_teacher_writes_episodes_that_are_right():
     assert all(len(record.messages) == turns[record.source] for record in records)
 
 
-def test_its_teacher_does_not_guess_files(by_family):
+def test_tools_teacher_does_not_guess_files(by_family):
     teacher = make_teacher("tools", {"guess": 1.0})
     found = {one.task.data["family"]: one.source for one in teacher.candidates(by_family.values(), 0)}
     solved = {"clean", "transform", "repair"}

@@ -1,4 +1,4 @@
-"""Environments written for verifiers: tasksets of the real package."""
+"""Tasksets for the package verifiers, with the real package."""
 
 import signal
 from dataclasses import replace
@@ -19,34 +19,36 @@ def section(package, **more):
     return {"id": "verifiers", "package": package, **more}
 
 
-def opened(package, seed=0, **more):
+def open_session(package, seed=0, **more):
     environment = make_environment(section(package, **more))
     task = next(environment.tasks("train", 0))
     return environment, task, environment.reset(task, seed)
 
 
 @pytest.mark.thorough
-def test_it_does_what_every_environment_must():
+def test_verifiers_taskset_passes_conformance():
     assert not check_environment(section("taskset_guess"), tasks=1).findings
 
 
 @pytest.mark.thorough
-def test_an_environment_is_played_in_a_confined_process():
-    environment, task, session = opened("taskset_guess", seed=3)
-    with Scorer(section("taskset_guess")) as scorer:  # each that imports verifiers takes seconds to begin
+def test_confined_session_matches_local_session():
+    environment, task, session = open_session("taskset_guess", seed=3)
+    with Scorer(
+        section("taskset_guess")
+    ) as scorer:  # a process that imports verifiers takes seconds to start
         sessions = Sessions(scorer.processes, environment)
         (live,) = sessions.open([(task, 3)])
         assert live.result == session.observation
-        for said in ("0", "4", "8"):
-            sessions.step([(live, [said], True)])
-            assert replace(live.result, info={}) == session.step(said)  # without the checksum
+        for action in ("0", "4", "8"):
+            sessions.step([(live, [action], True)])
+            assert replace(live.result, info={}) == session.step(action)  # without the checksum
         (found,) = scorer.score([(task, Transcript("8", earlier=("0", "4"), seed=3))])
     assert found == environment.score(task, Transcript("8", earlier=("0", "4"), seed=3))
 
 
-def test_turns_are_played_and_chance_follows_the_seed():
+def test_episode_depends_on_seed():
     def played(seed):
-        environment, task, session = opened("taskset_guess", seed, turns=6)
+        environment, task, session = open_session("taskset_guess", seed, turns=6)
         guesses = []
         while not session.observation.done:
             guesses.append(str(len(guesses) + 3))
@@ -61,36 +63,36 @@ def test_turns_are_played_and_chance_follows_the_seed():
     assert ((0.0,), 6) in worth and len(worth) > 2
 
 
-def test_a_tenth_is_held_out():
+def test_heldout_split_is_small_and_disjoint():
     environment = make_environment(section("taskset_reverse"))
     train, kept = ({task.task_id for task in environment.tasks(split, 0)} for split in ("train", "heldout"))
     assert len(train | kept) == 40 and not train & kept and 0 < len(kept) < 12
 
 
-def test_sessions_do_not_disturb_each_other():
+def test_interleaved_sessions_are_independent():
     environment = make_environment(section("taskset_guess"))
     first, second = list(environment.tasks("train", 0))[:2]
     alone = environment.reset(first, 1)
     expected = [alone.step(str(n)) for n in (0, 9, 1)]
     one, two = environment.reset(first, 1), environment.reset(second, 2)
-    for n, wanted in zip((0, 9, 1), expected, strict=True):
+    for n, observation in zip((0, 9, 1), expected, strict=True):
         two.step("5") if not two.observation.done else None
-        assert one.step(str(n)) == wanted
+        assert one.step(str(n)) == observation
 
 
-def test_a_taskset_is_judged_by_its_task():
-    _, task, session = opened("taskset_reverse")
+def test_taskset_uses_rewards_and_metrics_of_task():
+    _, task, session = open_session("taskset_reverse")
     assert task.prompt[0] == {"role": "system", "content": "Reverse it."}
     found = session.step(task.prompt[1]["content"][::-1])
     assert found.done and found.rewards == (1.0,) and found.terms == {"right": 2.0}
     assert found.metrics == {"letters": float(len(task.prompt[1]["content"]))}
 
 
-def test_an_environment_of_v1_is_played_turn_by_turn():
-    environment, _, session = opened("taskset_guess", turns=10)
+def test_v1_environment_runs_turn_by_turn():
+    environment, _, session = open_session("taskset_guess", turns=10)
     assert environment.max_turns == 10
-    told = session.step("x")
-    assert told.messages == ({"role": "user", "content": "no"},)
+    reply = session.step("x")
+    assert reply.messages == ({"role": "user", "content": "no"},)
     digit = 0
     while not session.observation.done:
         session.step(str(digit))
@@ -99,8 +101,8 @@ def test_an_environment_of_v1_is_played_turn_by_turn():
     assert session.observation.metrics["replies"] == digit + 1
 
 
-def test_a_reward_that_raises_is_a_failure_of_the_verifier():
-    environment, task, _ = opened("taskset_reverse", config={"task": {"broken": True}})
+def test_exception_in_reward_is_verifier_failure():
+    environment, task, _ = open_session("taskset_reverse", config={"task": {"broken": True}})
     found = environment.score(task, Transcript("1"))
     assert isinstance(found, Failure) and found.boundary == "verifier"
     assert "no key for the judge" in found.reason
@@ -120,13 +122,13 @@ def test_a_reward_that_raises_is_a_failure_of_the_verifier():
         (section("taskset_reverse", config={"words": 0}), "has no tasks"),
     ],
 )
-def test_what_is_not_here_is_refused(wrong, message, monkeypatch):
+def test_unsupported_packages_and_settings_are_rejected(wrong, message, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     with pytest.raises(RequestError, match=message):
         make_environment(wrong)
 
 
-def test_signals_stay_ours_and_a_missing_package_is_named(monkeypatch):
+def test_signal_handlers_are_kept_and_missing_package_is_named(monkeypatch):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     make_environment(section("taskset_reverse"))
     assert before == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))

@@ -1,4 +1,4 @@
-"""Wide lookups: an orchestrator reads shards itself or spawns sub-agents that read them."""
+"""Wide lookups: an orchestrator reads shards, or spawns sub-agents that read them."""
 
 import math
 from itertools import islice
@@ -29,11 +29,11 @@ def section(**settings):
 
 
 def play(*by_agent, task=TASK, **settings):
-    """Play an episode in rounds: all turns that are due are taken at the same time.
+    """Plays an episode in rounds: each round takes all due turns.
 
     Args:
         by_agent: the actions of the player, of the first sub-agent, of the second and so on. The last action
-            of a sub-agent is repeated for ever.
+            of a sub-agent repeats.
 
     Returns:
         the last observation, the number of rounds, and all messages that the player saw.
@@ -60,14 +60,14 @@ def reader(key, value):
 READERS = [reader(key, value) for key, value in TASK.data["values"].items()]
 
 
-def test_one_agent_reads_a_shard_a_turn():
+def test_single_agent_reads_one_shard_per_turn():
     end, rounds, seen = play(["?A", "A1\n?B", "B2\n?C", "C3\n?D", "D4\n."])
     assert end.rewards == (1.0,) and rounds == end.metrics["critical_steps"] == KEYS + 1
     assert end.terms == {"parallel": 0.0, "finish": 0.0, "performance": 1.0}
     assert seen == ["xA1y\n", "B2z\n", "wwC3\n", "D4\n"] and end.metrics["own_reads"] == KEYS
 
 
-def test_sub_agents_read_at_the_same_time_and_only_what_they_return_comes_back():
+def test_sub_agents_read_in_parallel_and_return_only_values():
     end, rounds, seen = play([SPAWN_ALL, "."], *READERS)
     assert end.rewards == (1.0,) and rounds == end.metrics["critical_steps"] == 4
     assert end.terms == {
@@ -78,31 +78,31 @@ def test_sub_agents_read_at_the_same_time_and_only_what_they_return_comes_back()
     assert seen == ["A1\nB2\nC3\nD4\n"]
 
 
-def test_the_orchestrator_goes_on_while_sub_agents_run_until_it_joins_them():
+def test_orchestrator_continues_until_join():
     end, rounds, seen = play(["+A\n+B\n?C", "C3\n?D", "D4\n*", "."], *READERS[:2])
     assert end.rewards == (1.0,) and rounds == end.metrics["critical_steps"] == 4
     assert seen == ["wwC3\n", "D4\n", "A1\nB2\n"]
 
 
-def test_a_sub_agent_may_have_several_keys():
+def test_sub_agent_may_have_several_keys():
     end, rounds, seen = play(["+AB\n+CD\n*", "."], ["?A", "A1\n?B", "B2\n."], ["?C", "C3\n?D", "D4\n."])
     assert end.rewards == (1.0,) and rounds == 5 and seen == ["A1\nB2\nC3\nD4\n"]
     assert end.metrics["spawned"] == 2 and end.terms["finish"] == 1.0
 
 
-def test_a_sub_agent_that_never_ends_does_not_hold_the_join_for_ever():
+def test_sub_agent_turns_setting_ends_endless_sub_agent():
     end, rounds, seen = play([SPAWN_ALL, "A1\n."], ["?A"], *READERS[1:], sub_agent_turns=6)
     assert rounds == end.metrics["critical_steps"] == 1 + 6 + 1
     assert seen == ["!\nB2\nC3\nD4\n"] and end.rewards == (1.0,)
     assert end.metrics["finished"] == 3 and end.terms["finish"] == 0.75
 
 
-def test_a_sub_agent_that_ends_without_a_value_has_not_finished():
+def test_sub_agent_without_value_does_not_count_as_finished():
     end, _, seen = play([SPAWN_ALL, "."], ["."], *READERS[1:])
     assert seen == ["!\nB2\nC3\nD4\n"] and end.rewards == (0.0,) and end.metrics["finished"] == 3
 
 
-def test_sub_agents_without_a_place_count_as_spawned_and_never_run():
+def test_sub_agents_above_limit_are_spawned_but_never_run():
     end, _, seen = play(["+A\n" * 6 + "*", "."], *[READERS[0]] * 2, sub_agents=2)
     assert seen == ["!\n!\n!\n!\nA1\nA1\n"]
     assert (end.metrics["spawned"], end.metrics["finished"]) == (6, 2)
@@ -111,13 +111,13 @@ def test_sub_agents_without_a_place_count_as_spawned_and_never_run():
     ] == pytest.approx(1 / 3)
 
 
-def test_agents_that_nobody_joins_are_given_up():
+def test_sub_agents_without_join_are_abandoned():
     end, rounds, _ = play(["+A\n+B", "A1\nB2\nC3\nD4\n."], ["?A"], ["?B"])
     assert rounds == 2 and end.rewards == (1.0,) and end.metrics["finished"] == 0
 
 
 @pytest.mark.parametrize(("budget", "reward"), [(4, 1.0), (3, 0.0)])
-def test_success_counts_only_within_the_budget_of_critical_steps(budget, reward):
+def test_reward_requires_critical_steps_within_budget(budget, reward):
     end, _, _ = play([SPAWN_ALL, "."], *READERS, critical_budget=budget)
     assert end.rewards == (reward,) and end.terms["performance"] == reward and end.metrics["right"] == 1.0
 
@@ -134,23 +134,23 @@ def test_success_counts_only_within_the_budget_of_critical_steps(budget, reward)
         ("", "\n", 0),
     ],
 )
-def test_bad_lines_are_shown_and_counted(action, shown, bad):
+def test_invalid_lines_are_shown_and_counted(action, shown, bad):
     end, _, seen = play([action, "."])
     assert seen == [shown] and end.metrics["bad_lines"] == bad and end.rewards == (0.0,)
 
 
-def test_a_sub_agent_can_neither_spawn_nor_join():
+def test_sub_agent_can_neither_spawn_nor_join():
     end, rounds, seen = play(["+A\n*", "."], ["+B\n*", "A1\n."])
     assert rounds == 4 and seen == ["A1\n"] and end.metrics["spawned"] == 1
 
 
-def test_the_last_turn_ends_the_episode():
+def test_last_turn_ends_episode():
     end, rounds, _ = play(["A1\nB2\nC3\nD4", "?A", "?B"], turns=3)
     assert rounds == 3 and end.rewards == (1.0,) and not end.truncated
 
 
 @pytest.mark.parametrize(("strategy", "steps"), [("serial", KEYS + 1), ("parallel", 4)])
-def test_the_teacher_finds_all_values(strategy, steps):
+def test_wide_lookup_teacher_finds_all_values(strategy, steps):
     environment = make_environment(section(critical_budget=steps))
     teacher = make_teacher("wide_lookup", {strategy: 1.0})
     for one in islice(teacher.candidates(environment.tasks("train", 0), 0), 8):
@@ -163,7 +163,7 @@ def test_the_teacher_finds_all_values(strategy, steps):
             )
 
 
-def test_the_task_of_a_single_key_is_what_a_sub_agent_gets():
+def test_single_key_task_equals_prompt_of_sub_agent():
     (task,) = islice(make_environment(section(keys=[1])).tasks("train", 0), 1)
     (key,) = task.data["values"]
     session = make_environment(section()).reset(TASK, 0)
@@ -174,17 +174,17 @@ def test_the_task_of_a_single_key_is_what_a_sub_agent_gets():
     assert (read, note) == (f"?{key}", f"{key}{task.data['values'][key]}\n.")
 
 
-def test_the_teacher_refuses_tasks_of_other_environments():
+def test_wide_lookup_teacher_rejects_other_environments():
     with pytest.raises(RequestError, match="supports only"):
         list(make_teacher("wide_lookup").candidates([Task("0", (), {})], 0))
 
 
 @pytest.mark.parametrize("budget", [None, 4])
-def test_it_conforms(budget):
+def test_wide_lookup_passes_conformance(budget):
     assert not check_environment(section(critical_budget=budget)).findings
 
 
-def test_a_task_has_its_values_in_its_shards():
+def test_shards_contain_values():
     tasks = list(islice(make_environment(section(letters=5, keys=[2, 6])).tasks("heldout", 0), 50))
     assert {len(task.data["values"]) for task in tasks} == {2, 6} and len(
         {task.task_id for task in tasks}
@@ -195,7 +195,7 @@ def test_a_task_has_its_values_in_its_shards():
             assert key + value in shard and len(shard) == 7 and sum(map(str.isdigit, shard)) == 1
 
 
-def test_a_turn_that_was_cut_off_is_not_read_and_ends_the_episode():
+def test_truncated_turn_is_ignored_and_ends_episode():
     session = make_environment(section()).reset(TASK, 0)
     for action in ("+A\nA1\nB2\nC3\nD4", "?A"):
         end = session.step(action, finished=action != "?A")
@@ -204,7 +204,7 @@ def test_a_turn_that_was_cut_off_is_not_read_and_ends_the_episode():
     assert end.done and end.rewards == (1.0,) and end.terms["finish"] == 0.0
 
 
-def test_an_answer_format_is_asked_of_the_orchestrator_alone():
+def test_answer_format_applies_only_to_orchestrator():
     actions = [
         f"<answer>{SPAWN_ALL}</answer>",
         *(turn for turns in zip(*READERS, strict=True) for turn in turns),
@@ -220,7 +220,7 @@ def test_an_answer_format_is_asked_of_the_orchestrator_alone():
     assert score.reward == 1.0 and score.terms == end.terms
 
 
-def test_only_the_last_action_is_read_for_notes_that_count_last() -> None:
+def test_notes_last_reads_only_last_action() -> None:
     earlier = ["?A", "A1\n?B", "B2\n?C", "C3\n?D"]
     forgotten, _, _ = play([*earlier, "D4\n."], notes="last")
     repeated, _, _ = play([*earlier, ALL], notes="last")
@@ -228,7 +228,7 @@ def test_only_the_last_action_is_read_for_notes_that_count_last() -> None:
 
 
 @pytest.mark.parametrize(("rule", "strategy"), [("fold", "repeated"), ("policy", "folded")])
-def test_the_teacher_is_right_in_every_context(rule: str, strategy: str) -> None:
+def test_wide_lookup_teacher_is_correct_with_managed_context(rule: str, strategy: str) -> None:
     environment = make_environment(section(notes="last", context={"rule": rule, "above": 30, "last": 1}))
     teacher = make_teacher("wide_lookup", {strategy: 1.0}, {})
     for one in teacher.candidates(list(islice(environment.tasks("train", 0), 3)), 0):
