@@ -157,12 +157,12 @@ def check_other_runs_continue(control: Control, perilune: Command, fleet: Fleet,
         session.get_one(Machine, key).lease = LEASE.model_copy(update={"max_lifetime": 0.1}).model_dump()
     healthy = submitted(control, steps=1, noise=True)
 
-    def over() -> bool:
+    def others_have_ended() -> bool:
         control.reconciler.all()
         done = control.run(healthy).state == "succeeded"
         return done and fleet.machine(key).state == "gone"  # type: ignore[union-attr]
 
-    wait_for(over, "the end of the other run and of its machine")
+    wait_for(others_have_ended, "the end of the other run and of its machine")
     assert key in bill(cloud)["costs"] and key not in bill(cloud)["alive"]
     assert "".join(logs(control, healthy))
     for command in (
@@ -176,9 +176,9 @@ def check_other_runs_continue(control: Control, perilune: Command, fleet: Fleet,
 
 def ends_attempt(verb: str, error: Exception) -> bool:
     """Whether the error of a verb ends the attempt instead of becoming a condition."""
-    of_connection = isinstance(error, HostUnreachableError | HostRefusedError)
-    told = isinstance(error, PeriluneError) and not of_connection
-    return (verb in {"stage", "start"} and told) or (verb == "pull" and isinstance(error, WorkFailedError))
+    connection = isinstance(error, HostUnreachableError | HostRefusedError)
+    own = isinstance(error, PeriluneError) and not connection
+    return (verb in {"stage", "start"} and own) or (verb == "pull" and isinstance(error, WorkFailedError))
 
 
 @pytest.fixture
@@ -220,17 +220,17 @@ def test_placement_errors_become_conditions_of_their_run(
         if verb in {"stop", "remove"}:
             assert control.run(run_id).state == "failed", (verb, error)
             assert words in conditions_of(control, run_id)[0], (verb, error)
-        faulty[run_id].verb = ""  # mended
+        faulty[run_id].verb = ""  # repaired
     for run_id in runs:
         control.reconciler.look_now(run_id)
 
-    def mended() -> bool:
+    def conditions_cleared() -> bool:
         control.reconciler.all()
         return all(
             RunState(control.run(one).state).terminal and not conditions_of(control, one) for one in runs
         )
 
-    wait_for(mended, "the end of all conditions")
+    wait_for(conditions_cleared, "the end of all conditions")
 
 
 @pytest.mark.thorough
@@ -268,11 +268,11 @@ def test_provider_errors_become_conditions_of_their_machine(
         if not RunState(control.run(run_id).state).terminal:
             request_cancel(control, run_id)
 
-    def mended() -> bool:
+    def conditions_cleared() -> bool:
         control.reconciler.all()
         return not fleet.all() and not control.reconciler.conditions.all()
 
-    wait_for(mended, "the end of all machines and conditions")
+    wait_for(conditions_cleared, "the end of all machines and conditions")
     assert not bill(cloud)["alive"]
 
 
@@ -331,7 +331,7 @@ def states():
     control.reconciler.all()
     return control.run(first).state == "failed" and control.run(second).state == "succeeded"
 
-wait_for(states, "both ends")
+wait_for(states, "the end of both runs")
 assert control.run(first).cause == "disk_full", control.run(first).message
 assert "".join(logs(control, second))
 print([str(one) for one in control.reconciler.conditions.all()])

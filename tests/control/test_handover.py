@@ -165,7 +165,7 @@ def test_stage_resumes_on_own_machine_when_shared_lease_ends(
     second = start_second_on_same_machine(control, events)
     (machine,) = machines(control)
     checkpoint = control.home.attempt(second, 1) / "artifacts" / "checkpoints" / "step-000002"
-    wait_for(lambda: control.reconciler.one(second) and checkpoint.exists(), "its second checkpoint")
+    wait_for(lambda: control.reconciler.one(second) and checkpoint.exists(), "the second checkpoint")
     with control.store.transaction() as session:
         session.get_one(Machine, machine.key).lease = LEASE.model_copy(update={"max_cost": 1e-9}).model_dump()
     last = list(events)[-1]

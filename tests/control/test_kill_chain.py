@@ -151,7 +151,7 @@ def test_suspended_command_takes_no_result_after_its_machine_is_gone(
 
     stopped = multiprocessing.get_context("fork").Process(target=command)
     stopped.start()
-    wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED, "the stop")
+    wait_for(lambda: psutil.Process(stopped.pid).status() == psutil.STATUS_STOPPED, "the suspended command")
     (key,) = bill(cloud)["alive"]
     cloud.inject(key=key, fault=Fault.HOST_DEATH)
     control = drill_control(home)

@@ -140,7 +140,7 @@ def test_run_behind_jump_host_survives_cuts_of_both_links(far: Far, net: Network
 
     net.far.cut()
     (tmp_path / "gate").touch()
-    wait_for((far.there(run_id) / "runtime" / "result.json").exists, "the end of the worker there")
+    wait_for((far.there(run_id) / "runtime" / "result.json").exists, "the end of the remote worker")
     far.until(run_id, unreachable)
     assert far.states(run_id) == [("running", "")]
     net.far.restore()
@@ -167,13 +167,13 @@ def test_attempt_unreachable_for_too_long_stops_and_its_result_is_ignored(
     net.near.cut()
     (tmp_path / "gate").touch()  # one run ends unobserved, the other hangs
 
-    def given_up() -> bool:
+    def both_lost() -> bool:
         far.control.reconciler.look_now(ends)
         far.control.reconciler.look_now(hangs)
         far.control.reconciler.all(act=False)
         return far.states(ends) == far.states(hangs) == [("lost", "unreachable")]
 
-    wait_for(given_up, "the loss of both attempts")
+    wait_for(both_lost, "the loss of both attempts")
     assert not marked(MARK, nonce)  # the attempt stopped itself
     net.near.restore()
     for run_id, why in ((ends, ""), (hangs, "no contact for 5 s")):

@@ -40,13 +40,13 @@ def test_runs_start_in_order_of_priority(control: Control) -> None:
     runs = [*low, high]
     most = 0
 
-    def over() -> bool:
+    def all_succeeded() -> bool:
         nonlocal most
         control.reconciler.all()
         most = max(most, states(control, runs).count("active"))
         return states(control, runs) == ["succeeded"] * 3
 
-    wait_for(over)
+    wait_for(all_succeeded, "the end of all runs")
     assert most == 1
     assert start_order(control) == [high, *low]
 

@@ -84,23 +84,23 @@ def create_machines(
     provider.create(key, MachineRequest(kind, lifetime, nodes))
     tag = key.removesuffix("-0")
 
-    def there() -> list[RentedMachine]:
+    def running() -> list[RentedMachine]:
         found = list(provider.list(tag))
         assert all(one.status is not MachineStatus.ENDED for one in found), found
         return found if all(one.status is MachineStatus.RUNNING for one in found) else []
 
-    found: list[RentedMachine] = until(there, "machines")
+    found: list[RentedMachine] = until(running, "the start of the machines")
     return found
 
 
 def has_ended(provider: RayCluster, key: str) -> str:
     """Wait for the end of a machine; return the reason."""
 
-    def over() -> RentedMachine | None:
+    def ended() -> RentedMachine | None:
         seen = provider.find(key).machine
         return seen if seen is not None and seen.status is MachineStatus.ENDED else None
 
-    return str(until(over, "its end").reason)
+    return str(until(ended, "the end of the machine").reason)
 
 
 def on(host: Host, folder: Path, workspace: str = "~/.perilune/attempts") -> RemotePlacement:

@@ -195,7 +195,7 @@ def test_run_survives_broken_link(control: Control, box: Elsewhere, tmp_path: Pa
         (one,) = attempts_of(control, run_id)
         return (one.state, one.reachability) == ("running", "unreachable")
 
-    wait_for(unreachable, "the attempt to be unreachable")
+    wait_for(unreachable, "the unreachable state")
     box.restore()
     assert isinstance(finish(control), StageFinished)
     assert states(control) == [("succeeded", "")]
@@ -429,7 +429,7 @@ def test_secret_reaches_remote_task_and_is_stored_nowhere(
     next(advance(control, begin(control, [plan]), [plan], template=box.template))
     run_id = only_run(control).id
     log = control.home.attempt(run_id, 1) / "runtime" / "runtime.log"
-    wait_for(lambda: control.reconciler.one(run_id) and log.exists() and log.read_bytes(), "its log")
+    wait_for(lambda: control.reconciler.one(run_id) and log.exists() and log.read_bytes(), "the local log")
     lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.is_dir()]
     assert not any(value.encode() in line for line in lines)
     there = [path for path in box.workspace.rglob("*") if path.is_file()]

@@ -78,7 +78,7 @@ def hanging(control: Control, template: Template) -> Iterator[StageEvent]:
     wait_for_progress(events)
     run = only_run(control)
     second = control.directory(run) / "artifacts" / "checkpoints" / "step-000002"
-    wait_for(lambda: control.reconciler.one(run.id) and second.exists(), "its second checkpoint")
+    wait_for(lambda: control.reconciler.one(run.id) and second.exists(), "the second checkpoint")
     return events
 
 

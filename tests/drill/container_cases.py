@@ -45,9 +45,9 @@ class Program:
     image: str
 
     @property
-    def unspoilt(self) -> Program:
+    def without_faults(self) -> Program:
         """The same program without injected faults."""
-        return Program(self.path.with_name("unspoilt"), self.image)
+        return Program(self.path.with_name("without-faults"), self.image)
 
     @contextmanager
     def fault(self, command: str, line: str) -> Iterator[None]:
@@ -103,8 +103,8 @@ def program(folder: Path, name: str, command: str) -> Program:
     (folder / "faults").mkdir()
     fault = f'program="{command}"; [ ! -e "{folder}/faults/$1" ] || . "{folder}/faults/$1"'
     path.write_text(f'#!/bin/sh\n{fault}\nexec {command} "$@"\n')
-    (folder / "unspoilt").write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-    for one in (path, folder / "unspoilt"):
+    (folder / "without-faults").write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    for one in (path, folder / "without-faults"):
         one.chmod(0o755)
     made = subprocess.run(
         [str(path), "import", "-", "drill"], input=image(), capture_output=True, check=False
@@ -130,7 +130,7 @@ def docker(folder: Path) -> Iterator[Program]:
                 pytest.xfail(
                     f"this machine does not let dockerd start: {(folder / 'log').read_text()[-500:]}"
                 )
-            yield tried(program(folder, "docker", f"docker --host unix://{socket}"))
+            yield checked(program(folder, "docker", f"docker --host unix://{socket}"))
         finally:
             daemon.send_signal(signal.SIGTERM)
             daemon.wait()
@@ -150,10 +150,10 @@ def podman(folder: Path) -> Iterator[Program]:
     (folder / "conf").write_text(PODMAN)
     with TemporaryDirectory(prefix="podman") as state:
         places = f"--root {folder}/data --runroot {state} --storage-driver vfs"
-        yield tried(program(folder, "podman", f"env CONTAINERS_CONF={folder}/conf podman {places}"))
+        yield checked(program(folder, "podman", f"env CONTAINERS_CONF={folder}/conf podman {places}"))
 
 
-def tried(found: Program) -> Program:
+def checked(found: Program) -> Program:
     """Return the program if this machine can run containers with it; otherwise xfail."""
     where = ["run", "--rm", "--network=none", "--volume=/usr:/usr:ro", found.image]
     command = [str(found.path), *where, "/usr/bin/true"]

@@ -75,7 +75,7 @@ def verdict_of(bundle: Path) -> dict[str, Any]:
     return dict(read_json(bundle / "runtime" / "result.json"))
 
 
-def wait_for(happened: Callable[[], Any], what: str = "it") -> Any:
+def wait_for(happened: Callable[[], Any], what: str = "the expected state") -> Any:
     deadline = time.monotonic() + PATIENCE
     while not (found := happened()):
         assert time.monotonic() < deadline, f"{what} did not happen in {PATIENCE:.0f} s"

@@ -113,7 +113,7 @@ class Server(Machine):
         config.write_text(f"Port 22\nListenAddress {address}\nLogLevel INFO\n{keys}{CONFIG}")
         own = self.inside("--net", "--pid", "--mount", "--uts")
         subprocess.run([*own, program, "-E", str(self._log), "-f", str(config)], check=True)
-        wait_for(lambda: self._record_event("Server listening") == 2, "its sshd")  # also on the loopback
+        wait_for(lambda: self._record_event("Server listening") == 2, "sshd")  # also on the loopback
         children = psutil.Process(self.first).children()
         (self._sshd,) = (one for one in children if one.name() == "sshd")
 
@@ -140,7 +140,7 @@ class Server(Machine):
         before = self._record_event("Server listening")
         shutil.copy(self.folder / key, self.folder / "host_key")
         self._sshd.send_signal(signal.SIGHUP)
-        wait_for(lambda: self._record_event("Server listening") == before + 2, "its sshd")
+        wait_for(lambda: self._record_event("Server listening") == before + 2, "the start of sshd")
         self.cut_sessions()
 
     def _record_event(self, words: str) -> int:

@@ -61,11 +61,11 @@ def home_has(placement: Placement, attempt: Assignment, path: str) -> None:
 
 
 def ended(placement: Placement, attempt: Assignment) -> Observation:
-    def over() -> Observation | None:
+    def with_verdict() -> Observation | None:
         seen = look(placement, attempt)
         return seen if seen.verdict is not None else None
 
-    seen: Observation = until(over, "a verdict")
+    seen: Observation = until(with_verdict, "a verdict")
     return seen
 
 

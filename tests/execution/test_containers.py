@@ -148,7 +148,7 @@ def test_unreachable_daemon_means_unknown_and_stop_removes_orphaned_container(
         assert not placement.stop(attempt)
         with pytest.raises(WorkFailedError, match="still runs"):
             placement.remove(attempt)
-        assert container_ids(program.unspoilt) == [container]
+        assert container_ids(program.without_faults) == [container]
     assert placement.stop(attempt) and container_ids(program) == [] and not working(attempt)
     assert look(placement, attempt).worker is Presence.ABSENT
     placement.remove(attempt)
