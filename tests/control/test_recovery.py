@@ -40,6 +40,7 @@ from perilune.control.runs.progress import (
 from perilune.control.runs.requests import cancel, retry
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.placements import Assignment, local
+from perilune.execution.processes import Presence
 from perilune.execution.verdict import read_verdict
 from perilune.files import read_json, read_json_lines, write_json
 
@@ -341,6 +342,26 @@ def test_failed_worker_start_is_reported_with_its_output(
     last = carry_out(control, drill_plan())[-1]
     assert isinstance(last, StageFailed) and last.cause == "start_failed"
     assert "psutil is broken here" in last.message
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"epoch": 1, "cause": "", "exit_code": "0"}'])
+def test_a_worker_that_left_a_damaged_result_ends_its_run(control: Control, content: str) -> None:
+    plan = drill_plan(steps=1)
+    run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
+    control.reconciler.one(run_id)
+    attempt = control.home.attempt(run_id, 1)
+    wait_for((attempt / "runtime" / "result.json").exists, "the result")
+    placement, there = control.reconciler.placements.local, Assignment(run_id, 1, attempt)
+    wait_for(lambda: placement.observe(there).worker is Presence.ABSENT, "the end of the worker")
+    (attempt / "runtime" / "result.json").write_text(content)
+    last = list(watch(control, run_id, poll=0.02))[-1]
+    assert (
+        isinstance(last, StageFailed) and last.cause == "artifact_invalid" and "result.json" in last.message
+    )
+    again = carry_out(control, plan)
+    assert isinstance(again[-1], StageFinished)
+    (control.home.attempt(again[-1].run_id, 1) / "runtime" / "result.json").write_text(content)
+    assert not control.intact(control.run(again[-1].run_id))
 
 
 def test_cancel_while_another_command_watches(control: Control) -> None:

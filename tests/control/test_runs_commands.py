@@ -107,6 +107,24 @@ def test_reproduce_exits_with_0_only_for_identical_results(perilune: Command, co
     assert Path(document["directory"], "runtime", "result.json").exists()
 
 
+def test_a_damaged_bundle_or_recipe_is_named(perilune: Command, control: Control, tmp_path: Path) -> None:
+    last = carry_out(control, drill_plan("one", steps=1))[-1]
+    (recipe,) = control.home.experiments.glob("*/recipe.json")
+    page = tmp_path / "report.html"
+    for content, why in (("{", "not valid JSON"), ("[]", "not the recipe of an experiment")):
+        recipe.write_text(content)
+        assert perilune("report", "one", "--out", str(page))[0] == 0
+        assert why in page.read_text()
+    (control.home.bundle(last.run_id) / "job.json").unlink()
+    code, _, err = perilune("reproduce", "one")
+    assert code == 2 and "job.json is missing" in err
+    result = control.home.attempt(last.run_id, 1) / "runtime" / "result.json"
+    result.write_text("true")
+    code, _, err = perilune("bundle", "inspect", str(result.parents[1]))
+    assert code == 2 and "result.json: not a JSON object" in err
+    assert "artifacts: damaged or missing" in perilune("show", "one")[1]
+
+
 def test_reproduce_names_changed_package(
     perilune: Command, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

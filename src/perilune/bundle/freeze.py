@@ -78,6 +78,8 @@ def attempt_copy(bundle: Path, destination: Path) -> None:
             no files behind.
     """
     digest = recorded_digest(bundle)
+    if not all((bundle / name).exists() for name in FROZEN):
+        require_verified(bundle, digest)  # names what is missing
     with storage_errors("copy the bundle", destination), built_beside(destination) as building:
         for directory in ("inputs", "scripts", *OBSERVED):
             (building / directory).mkdir()

@@ -41,7 +41,7 @@ def inspect(bundle: Path) -> dict[str, Any]:
             **_extent(bundle / "artifacts"),
             "manifest": (bundle / "artifacts" / MANIFEST).is_file(),
         },
-        "result": read_json(result) if result.is_file() else None,
+        "result": _object(result) if result.is_file() else None,
     }
 
 
@@ -63,6 +63,13 @@ def read_job(bundle: Path) -> Job:
             where=str(path),
             remedy="freeze the bundle with this version of perilune",
         ) from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    document = read_json(path)
+    if not isinstance(document, dict):
+        raise RequestError("not a JSON object", where=str(path), remedy="fetch the bundle again")
+    return document
 
 
 def _extent(path: Path) -> dict[str, int]:

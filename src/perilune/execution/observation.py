@@ -6,7 +6,7 @@ from pathlib import Path
 from perilune.errors import RequestError
 from perilune.execution.claim import Claim, read_claim
 from perilune.execution.processes import Presence
-from perilune.execution.verdict import Verdict, read_verdict
+from perilune.execution.verdict import Verdict, damaged_verdict, read_verdict
 from perilune.files import read_json
 
 
@@ -46,14 +46,17 @@ def observe_files(bundle: Path, epoch: int) -> Observation:
     The process is observed before the verdict: a worker seen dead writes nothing more.
 
     Raises:
-        RequestError: the claim or the verdict is damaged.
+        RequestError: the claim is damaged.
     """
     runtime = bundle / "runtime"
     claim = read_claim(runtime)
     if claim is None or claim.epoch != epoch:
         return Observation(superseded=claim is not None and claim.epoch > epoch)
     worker = claim.process.presence()
-    verdict = read_verdict(runtime, epoch)
+    try:
+        verdict = read_verdict(runtime, epoch)
+    except RequestError as error:  # a worker that lives may still replace it
+        verdict = damaged_verdict(epoch, str(error)) if worker is Presence.ABSENT else None
     return Observation(claim, worker, verdict, heartbeat=_heartbeat(runtime, epoch))
 
 

@@ -3,10 +3,13 @@
 import errno
 import signal
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from perilune.errors import PeriluneError, ProcessLostError, RequestError, WorkFailedError
 from perilune.files import read_json
@@ -86,9 +89,25 @@ def read_verdict(runtime: Path, epoch: int) -> Verdict | None:
     if not path.exists():
         return None
     fields: dict[str, Any] = read_json(path)
-    if fields.get("epoch") != epoch:
-        return None
-    return Verdict(**{name: fields.get(name) for name in Verdict.__slots__})  # type: ignore[arg-type]
+    try:
+        return checked_verdict(fields) if fields["epoch"] == epoch else None
+    except (KeyError, TypeError, ValueError):
+        raise RequestError("not the result of an attempt", where=str(path)) from None
+
+
+def checked_verdict(fields: Mapping[str, Any]) -> Verdict:
+    """The verdict with these fields, whose types are checked.
+
+    Raises:
+        KeyError, TypeError, ValueError: they are not those of a verdict.
+    """
+    Cause(fields["cause"])
+    return TypeAdapter(Verdict).validate_python(dict(fields))
+
+
+def damaged_verdict(epoch: int, why: str) -> Verdict:
+    """The verdict on an attempt whose worker has ended and left a verdict that cannot be read."""
+    return Verdict(epoch, None, None, Cause.ARTIFACT_INVALID, why, None, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

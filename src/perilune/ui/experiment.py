@@ -1,6 +1,7 @@
 """Views of the experiments and runs of a home, or of a folder. Everything is read; nothing is changed."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from perilune.control.queries.lookup import (
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.files import read_json
-from perilune.ui.view import ExperimentView, StageView, state_in_files, view_folder
+from perilune.ui.view import ExperimentView, StageView, seed_of, state_in_files, view_folder
 
 PATHS = (".", "/", "~")  # a target that starts so is a path
 
@@ -56,21 +57,37 @@ def view_in_home(control: Control, target: str) -> ExperimentView:
 
 
 def experiment_view(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
-    """An experiment and the stages in `statuses`."""
-    recipe, text = _recipe(control.home.experiment(experiment_id) / "recipe.json")
+    """An experiment and the stages in `statuses`. If its recipe is damaged, the view says so instead."""
     stages = tuple(stage_view(control, one) for one in statuses)
-    placed = placed_attempts(control, [one.run_id for one in statuses if one.run_id])
-    declared = {stage["name"]: stage["spec"] for stage in recipe["stages"]}
-    return ExperimentView(recipe["name"], recipe["seed"], text, stages, tuple(placed), declared)
+    placed = tuple(placed_attempts(control, [one.run_id for one in statuses if one.run_id]))
+    try:
+        recipe = _recipe(control.home.experiment(experiment_id) / "recipe.json")
+    except RequestError as error:
+        return ExperimentView(statuses[0].experiment, seed_of(stages), f"# {error}\n", stages, placed)
+    return ExperimentView(recipe.name, recipe.seed, recipe.text, stages, placed, recipe.declared)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """A submitted recipe: its YAML, and the settings of its stages by name."""
+
+    name: str
+    seed: int
+    text: str
+    declared: dict[str, dict[str, Any]]
 
 
 @lru_cache(maxsize=64)  # a recipe never changes, and a page asks for it all the time
-def _recipe(path: Path) -> tuple[dict[str, Any], str]:
-    """A submitted recipe, and its YAML."""
+def _recipe(path: Path) -> _Recipe:
     import yaml
 
     document = read_json(path)
-    return document, yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    try:
+        declared = {stage["name"]: dict(stage["spec"]) for stage in document["stages"]}
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+        return _Recipe(str(document["name"]), int(document["seed"]), text, declared)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise RequestError("not the recipe of an experiment", where=str(path)) from None
 
 
 def stage_view(control: Control, one: StageStatus) -> StageView:

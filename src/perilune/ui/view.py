@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,8 +87,14 @@ def view_folder(path: Path) -> ExperimentView:
         newest = max(tries, key=lambda folder: int(folder.name) if folder.name.isdigit() else 0)
         stages.append((_began(newest), _stage(newest, len(tries))))
     stages.sort(key=lambda pair: pair[0])
-    seed = int(read_json(stages[0][1].attempt_dir / "job.json").get("seed", 0))  # type: ignore[operator]
-    return ExperimentView(path.resolve().name, seed, "", tuple(stage for _, stage in stages))
+    ordered = tuple(stage for _, stage in stages)
+    return ExperimentView(path.resolve().name, seed_of(ordered), "", ordered)
+
+
+def seed_of(stages: Sequence[StageView]) -> int:
+    """The seed of the first stage that has begun; 0 without one."""
+    jobs = [one.attempt_dir / "job.json" for one in stages if one.attempt_dir is not None]
+    return int(read_json(jobs[0]).get("seed", 0)) if jobs else 0
 
 
 def _was_begun(folder: Path) -> bool:

@@ -91,7 +91,10 @@ class Control:
 
     def intact(self, run: Run) -> bool:
         """Whether the committed evidence of a succeeded run is still in place."""
-        verdict = read_verdict(self.directory(run) / "runtime", run.current_epoch)
+        try:
+            verdict = read_verdict(self.directory(run) / "runtime", run.current_epoch)
+        except RequestError:
+            return False
         if verdict is None or verdict.manifest_digest != run.manifest_digest:
             return False
         removed = removed_from(self.home, run.id, run.current_epoch)

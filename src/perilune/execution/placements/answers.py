@@ -11,7 +11,7 @@ from perilune.execution.claim import Claim
 from perilune.execution.hosts.protocol import HostUnreachableError
 from perilune.execution.observation import Observation
 from perilune.execution.processes import Presence
-from perilune.execution.verdict import Cause, Verdict
+from perilune.execution.verdict import checked_verdict, damaged_verdict
 
 LINE = 1 << 20  # longest line in bytes
 MESSAGE = 2000  # longest message in characters
@@ -57,8 +57,10 @@ def observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observati
     claim = TypeAdapter(Claim).validate_python({**fields, "starttime": fields["starttime"] or 0})
     verdict = None
     if result is not None:
-        checked = {"cause": Cause(result["cause"]).value, "message": str(result["message"])[:MESSAGE]}
-        verdict = TypeAdapter(Verdict).validate_python({**result, **checked})
+        try:
+            verdict = checked_verdict({**result, "message": str(result["message"])[:MESSAGE]})
+        except (KeyError, TypeError, ValueError):
+            verdict = damaged_verdict(epoch, "runtime/result.json is not the result of an attempt")
     if claim.epoch != epoch or (verdict is not None and verdict.epoch != epoch):
         raise ValueError("the answer is about another attempt")
     worker = {True: Presence.PRESENT, False: Presence.ABSENT, None: Presence.UNKNOWN}[seen["alive"]]
