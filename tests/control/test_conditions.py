@@ -20,11 +20,14 @@ from perilune.control.queries.explanation import explain
 from perilune.control.queries.lookup import run_document
 from perilune.control.record.store import Attempt, Machine, Run
 from perilune.control.record.transitions import AttemptState, MachineState, RunState
-from perilune.control.runs.experiments import Control, advance
+from perilune.control.runs import experiments
+from perilune.control.runs.experiments import Control, advance, watch
 from perilune.control.runs.placements import Placements
+from perilune.control.runs.progress import StageFailed, StageProgress
 from perilune.control.runs.requests import logs, request_cancel
 from perilune.control.runs.templates import TEMPLATE, OnRented, Template
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
+from perilune.execution.background import in_background
 from perilune.execution.claim import Claim
 from perilune.execution.hosts import HostRefusedError, HostUnreachableError
 from perilune.execution.observation import Observation
@@ -298,6 +301,29 @@ def test_slow_upload_blocks_nothing_else(
     wait_for(lambda: control.run(slow).state == "failed", "the end of the run")
     assert [run.state for run in control.reconciler.all(patience=0.0) if run.id == slow] == ["failed"]
     assert slow not in {run.id for run in control.reconciler.all(patience=0.0)}
+
+
+def test_watched_upload_keeps_leases(
+    control: Control, fleet: Fleet, faulty: dict[str, Failing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiments, "PATIENCE", 0.1)
+    slow = waiting_run(control, "01SLOW")
+    faulty[slow] = place = Slow()
+    key = rented(control, fleet)
+    tend_until(fleet, key, MachineState.READY)
+    with control.store.transaction() as session:
+        session.get_one(Machine, key).lease = SHORT.model_dump()
+    control.reconciler.rentals._provided.add("01RUN")
+    attempts = control.home.attempt(slow, 1).parent
+    attempts.mkdir()
+    write_json(attempts / "1.sent-0.json", {"done": 1, "total": 3, "unit": "bytes sent", "figures": {}})
+    watching = in_background(lambda: list(watch(control, slow, poll=0.02)))
+    wait_for(lambda: fleet.machine(key).state == "gone", "the end of the lease")  # type: ignore[union-attr]
+    assert place.uploads.is_set() and control.run(slow).state == "active"
+    place.let_go.set()
+    first, *_, last = watching.result(PATIENCE)
+    assert isinstance(first, StageProgress) and (first.done, first.unit) == (1, "bytes sent")
+    assert isinstance(last, StageFailed)
 
 
 ISOLATED = ["unshare", "--user", "--map-root-user", "--mount"]

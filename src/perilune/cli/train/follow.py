@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -16,16 +15,12 @@ from perilune.control.runs.experiments import advance, stage_plans
 from perilune.control.runs.requests import cancel, request_cancel, request_experiment_cancel
 from perilune.control.runs.stage_failures import explain_failure
 from perilune.errors import PeriluneError, RequestError
-from perilune.execution.placements.upload import read_sent
 from perilune.metrics.training import training_sentence
 
 if TYPE_CHECKING:
-    from perilune.control.record.home import Home
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
-
-UPLOAD_INTERVAL = 0.5  # seconds between two looks at an upload
 
 
 def follow(
@@ -46,13 +41,12 @@ def follow(
     running: events.StageStarted | None = None
     failure: PeriluneError | None = None
     trackers = Trackers(control, recipe.tracking)
-    with stage_progress() as view, upload_progress(control.home, view) as started:
+    with stage_progress() as view:
         try:
             plans = stage_plans(recipe, template)
             for event in advance(control, experiment, plans, template=template, asked=asked):
                 if isinstance(event, events.StageStarted):
                     running = event
-                    started(event.stage, event.run_id)
                     trackers.begin(event.stage, event.run_id)
                 elif isinstance(event, events.StageReused):
                     trackers.begin(event.stage, event.run_id, ended=True)
@@ -102,32 +96,6 @@ def show_event(event: events.StageEvent, view: StageProgress) -> None:
             view.ended(event.stage, "done", duration(event.seconds) + (f"; {figures}" if figures else ""))
         case events.StageFailed():
             view.ended(event.stage, "failed", event.cause)
-
-
-@contextmanager
-def upload_progress(home: Home, view: StageProgress) -> Iterator[Callable[[str, str], None]]:
-    """Show how much of the current stage's newest attempt has been uploaded to its machine.
-
-    Yields:
-        A function to call when a stage starts, with its name and the id of its run.
-    """
-    started: list[tuple[str, str]] = []
-    stop = threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(UPLOAD_INTERVAL):
-            for stage, run_id in started[-1:]:
-                sent = read_sent(home.attempt(run_id, home.newest_attempt(run_id)))
-                if sent is not None:
-                    view.progressed(stage, sent["done"], sent["total"], sent["unit"], sent["figures"])
-
-    watcher = threading.Thread(target=watch, name="upload progress", daemon=True)
-    watcher.start()
-    try:
-        yield lambda stage, run_id: started.append((stage, run_id))
-    finally:
-        stop.set()
-        watcher.join()
 
 
 @contextmanager

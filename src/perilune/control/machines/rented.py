@@ -203,8 +203,8 @@ class Rentals:
             self._swept = now
             sweep(self.fleet)
 
-    def follow(self) -> list[Machine]:
-        """Reconcile the machines of ended attempts that this process managed.
+    def follow(self, *, live: bool = False) -> list[Machine]:
+        """Reconcile the machines of ended attempts that this process managed; with `live`, of all attempts.
 
         Returns:
             Those that were not proven gone before.
@@ -214,10 +214,10 @@ class Rentals:
             return []
         query = select(Machine).where(Machine.run_id.in_(runs), Machine.state != MachineState.GONE.value)
         with self.fleet.store.snapshot() as session:
-            ended = [machine for machine in session.scalars(query) if not _held(session, machine)]
-        for machine in ended:
+            found = [one for one in session.scalars(query) if live or not _held(session, one)]
+        for machine in found:
             self.fleet.reconcile(machine.key)
-        return ended
+        return found
 
     def newest_epoch(self, placement: Placement, run: Run) -> int | None:
         """The newest attempt of a run that has a machine, which a restored database may not know.

@@ -5,6 +5,7 @@ Several commands may work on the same recipe. They follow the same runs, and eac
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from perilune.control.runs.reconcile import Reconciler
 from perilune.control.runs.submission import Submission, submit
 from perilune.control.runs.templates import BUILT_IN, LOCAL, Template
 from perilune.errors import RequestError
+from perilune.execution.background import in_background, wait_until
 from perilune.execution.log import log_tail
 from perilune.execution.placements.upload import read_sent
 from perilune.execution.verdict import read_verdict
@@ -48,6 +50,7 @@ from perilune.recipe.schema import MODEL, Recipe, job_for
 from perilune.recipe.staging import staged
 
 POLL_SECONDS = 0.2
+PATIENCE = 1.0  # seconds for one look at a run, after which other machines are looked at
 OVERRIDES = "overrides.json"  # in an experiment's directory: the overrides that it was created with
 
 
@@ -246,11 +249,21 @@ def with_inputs(
 def watch(
     control: Control, run_id: str, *, poll: float = POLL_SECONDS, stage: str = ""
 ) -> Iterator[StageEvent]:
-    """Follow a run to its end and reconcile it; the last event is StageFinished or StageFailed."""
+    """Follow a run to its end and reconcile it; the last event is StageFinished or StageFailed.
+
+    Meanwhile, also during transfers, the leases of the machines that this process rented are kept.
+    """
     shown: Any = None
     attempt, said = 0, ""
+    look: Future[Run] | None = None
     while True:
-        run = control.reconciler.one(run_id)
+        look = look or in_background(partial(control.reconciler.one, run_id))
+        wait_until(time.monotonic() + PATIENCE, look)
+        if look.done():
+            run, look = look.result(), None
+        else:  # it is transferring files
+            run = control.run(run_id)
+            control.reconciler.rentals.follow(live=True)
         name = stage or run.stage
         directory = control.directory(run)
         if run.current_epoch > attempt:
@@ -272,7 +285,7 @@ def watch(
                 str(progress["unit"]),
                 progress["figures"],
             )
-        if RunState(run.state).terminal:
+        if look is None and RunState(run.state).terminal:
             yield _last_event(control, run, name)
             return
         time.sleep(poll)
