@@ -96,6 +96,17 @@ def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
     assert rl["derived"]["warning 1"].startswith(said)
 
 
+def test_tasks_with_one_id_or_a_prompt_without_end_are_warnings(tmp_path: Path) -> None:
+    task = 'yield Task("same", ({"role": "user", "content": "7" * 5000},), {"answer": "7"})'
+    source = BROKEN.replace("yield Task(split", f"{task}\n        yield Task('same'")
+    (tmp_path / "broken.py").write_text(source)
+    text = 'name: broken\nmodel: {preset: tiny}\nenvironment: {id: "broken.py:Broken"}\nstages:\n'
+    (tmp_path / "broken.yaml").write_text(text + "  - {name: rl, task: rl, checkpoint: model, steps: 5}\n")
+    (rl,) = derive(load_recipe(tmp_path / "broken.yaml"), check=True)
+    assert "2 of the first 2 training tasks" in rl["derived"]["warning 1"]
+    assert "'same' has 5,0" in rl["derived"]["warning 2"]
+
+
 def test_plan_refuses_absent_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perilune.bundle.machine._nvidia_gpus", lambda: iter(()))
     if Path("/dev/nvidia0").exists():

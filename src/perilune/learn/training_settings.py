@@ -135,11 +135,19 @@ class LoRASettings(Frozen):
     )
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse some targets that the model lacks, and a base in which its experts cannot be stored.
+        """Refuse a rank above that of every matrix, targets that the model lacks, and a base in which its
+        experts cannot be stored.
 
         Raises:
-            RequestError: for either.
+            RequestError: for any of them.
         """
+        widest = config.hidden_size  # one side of every linear map that may get an adapter
+        if self.rank > widest:
+            raise RequestError(
+                f"rank {self.rank:,} exceeds the rank of every matrix of this model, {widest:,} at most",
+                where="lora.rank",
+                remedy=f"set it to {widest} at most; 8 to 64 is usual",
+            )
         known = [name for name in get_args(LoRATarget) if adapter_parameters(config, 1, [name])]
         missing = [name for name in self.targets if name not in known]
         if missing and len(set(self.targets)) < len(get_args(LoRATarget)):

@@ -7,6 +7,7 @@ only `perilune run --plan` does them.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 MOST_TASKS = 4096  # that are made to count them
 READ = 32  # training tasks whose characters are looked at
+LISTED = 256  # training tasks whose ids and lengths are compared
 TRIED = 8  # training tasks that a teacher is tried on
 
 
@@ -99,7 +101,8 @@ def check_job(job: Job) -> list[str]:
     if job.task == "collect":
         _require_tasks("traces", job.environment, "train", job.spec["traces"], job.seed)
     _require_terms(job)
-    return list(_teacher_warnings(job) if job.task == "collect" else _verifier_warnings(job))
+    own = _teacher_warnings(job) if job.task == "collect" else _verifier_warnings(job)
+    return [*_task_warnings(job), *own]
 
 
 def _heldout(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
@@ -151,6 +154,35 @@ def _require_terms(job: Job) -> None:
     (outcome,) = _score(job, [(task, Transcript(""))])
     if isinstance(outcome, Failure) and outcome.reason.startswith("no reward term"):
         raise RequestError(outcome.reason, where=REWARDS, remedy="correct the name, or write a function")
+
+
+def _task_warnings(job: Job) -> Iterator[str]:
+    """Look for training tasks with the same id, and for a prompt that leaves no room for an answer."""
+    environment = make_environment(job.environment)
+    tasks = list(islice(environment.tasks("train", job.seed), LISTED))
+    repeated = [(count, one) for one, count in Counter(task.task_id for task in tasks).items() if count > 1]
+    if repeated:
+        count, one = max(repeated)
+        yield (
+            f"{count} of the first {len(tasks)} training tasks of {environment.id} have the id {one!r}:"
+            " give each task an id of its own"
+        )
+    if tasks and job.model and job.model.get("tokenizer") != "bpe":  # which is made from the tasks
+        longest = max(tasks, key=lambda task: sum(len(message["content"]) for message in task.prompt))
+        yield from _length_warnings(job, longest)
+
+
+def _length_warnings(job: Job, task: Task) -> Iterator[str]:
+    from perilune.models.text.template_facts import recipe_tokenizer
+    from perilune.tasks.stage.memory_plan import model_config
+
+    positions = model_config(job).max_position_embeddings
+    length = len(recipe_tokenizer(job.model).encode_prompt(task.prompt)) if task.prompt else 0
+    if length >= positions:
+        yield (
+            f"the prompt of task {task.task_id!r} has {length:,} tokens, and the model has {positions:,}"
+            " positions for prompt and answer: shorten the prompt"
+        )
 
 
 def _verifier_warnings(job: Job) -> Iterator[str]:
