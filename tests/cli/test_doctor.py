@@ -62,7 +62,7 @@ def test_doctor_exits_with_1_for_unusable_home(tmp_path):
     done = doctor("--quick", home=tmp_path / "file" / "home")
     assert done.returncode == 1
     assert "missing" in done.stdout
-    assert "set PERILUNE_HOME to a writable directory" in done.stdout
+    assert "set PERILUNE_HOME to a writable directory; to see these runs, to a copy" in done.stdout
     assert "not ready" in done.stdout
 
 

@@ -143,7 +143,9 @@ class Sqlite:
             what = f"the file would exceed the file size limit of this process ({message})"
             return RequestError(what, where=self.where, remedy="raise `ulimit -f`")
         if "readonly" in message or "unable to open" in message:
-            return RequestError(f"cannot write the state database ({message})", where=self.where)
+            remedy = "make file and folder writable, or set PERILUNE_HOME to a copy of the home"
+            what = f"cannot write the state database ({message})"
+            return RequestError(what, where=self.where, remedy=remedy)
         if "not a database" in message or "malformed" in message:
             return DamagedError(f"the state database is damaged ({message})", where=self.where, remedy=REPAIR)
         if "locked" in message:

@@ -64,7 +64,7 @@ class Home:
             raise RequestError(
                 f"cannot write to the home directory ({error.strerror or error})",
                 where=str(home.root),
-                remedy="set PERILUNE_HOME to a writable directory",
+                remedy="set PERILUNE_HOME to a writable directory; to see these runs, to a copy of it",
             ) from None
         return home
 
