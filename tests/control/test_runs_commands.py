@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, wait_for, worker_of
 
+from perilune.bundle.manifest import write_manifest
 from perilune.cli.inspect.run_table import doubts
 from perilune.control.queries.lookup import find_run
 from perilune.control.runs.experiments import Control
@@ -55,6 +56,7 @@ def test_show_prints_warnings_and_metrics(perilune: Command, control: Control) -
     trained = {"first": {"loss": 2.5}, "last": {"loss": 0.5}, "validation": {"validation_accuracy": 0.75}}
     summary = {**json.loads(path.read_text()), "warnings": ["the reward collapsed"], **trained}
     path.write_text(json.dumps(summary))
+    write_manifest(path.parents[1])
     shown = perilune("show", "one")[1]
     assert "  warning    the reward collapsed\n" in shown
     assert "  loss                   2.5 to 0.5 (first to last steps)\n" in shown
@@ -77,7 +79,7 @@ def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Pa
     (damaged / "attempts" / "1" / "artifacts" / "metrics.jsonl").write_text("")
     code, _, err = perilune("collect", "one")
     assert code == 1 and "artifacts/metrics.jsonl has changed" in err
-    for content in ("{}", "{"):  # a changed summary and a truncated one
+    for content in ("{}", "{", '"x"', '{"first": {"loss": 1}, "last": 2}'):
         (damaged / "attempts" / "1" / "artifacts" / "summary.json").write_text(content)
         code, out, _ = perilune("show", "one")
         assert code == 0

@@ -8,14 +8,16 @@ from typing import Any, TypeVar
 from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
+from perilune.bundle.verify import attested_hashes
 from perilune.control.machines.budget import Use, uses
 from perilune.control.record.store import Attempt, EarlierUse, Event, Experiment, Machine, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
 from perilune.control.runs.experiments import OVERRIDES, Control
 from perilune.errors import RequestError
 from perilune.execution.launchers.docker import container_of
-from perilune.files import read_json
+from perilune.files import read_json, sha256_file
 
+SUMMARY = "artifacts/summary.json"
 WAITING = "waiting"  # state of a stage without a run
 BULKY = ("kind", "correct_per_task", "seconds")  # parts of a summary that listings omit
 
@@ -235,8 +237,8 @@ def _status(
     errors, summary = list(conditions.get(run.id, ())) if run else [], {}
     try:
         summary = dict(control.summary(run)) if run else {}
-    except RequestError as damaged:
-        errors.append(str(damaged))
+    except (RequestError, TypeError, ValueError) as damaged:
+        errors.append(f"artifacts: {damaged}")
     return StageStatus(
         experiment_id=experiment.id,
         experiment=experiment.name,
@@ -367,13 +369,22 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
 def _summary(control: Control, run: Run) -> tuple[dict[str, Any], str]:
     """The run's summary, and what is wrong with its artifacts."""
     summary: dict[str, Any] = {}
+    succeeded = run.state == RunState.SUCCEEDED
     try:
-        summary = dict(control.summary(run))
-        intact = run.state != RunState.SUCCEEDED or control.intact(run)
-    except RequestError:
+        if intact := not succeeded or _is_attested(control, run):
+            summary = dict(control.summary(run))
+            intact = not succeeded or control.intact(run)
+    except (RequestError, TypeError, ValueError):
         intact = False
     remedy = f"`perilune verify {run.id}` lists them, and `perilune run` runs the stage again"
     return summary, "" if intact else f"damaged or missing; {remedy}"
+
+
+def _is_attested(control: Control, run: Run) -> bool:
+    """Whether the summary of a succeeded run is the one that its manifest lists."""
+    path = control.directory(run) / SUMMARY
+    found = sha256_file(path) if path.is_file() else None
+    return found == attested_hashes(control.directory(run)).get(SUMMARY)
 
 
 def _container(control: Control, attempt: Attempt) -> dict[str, str] | None:
