@@ -96,7 +96,7 @@ def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
     assert rl["derived"]["warning 1"].startswith(said)
 
 
-def test_tasks_with_one_id_or_a_prompt_without_end_are_warnings(tmp_path: Path) -> None:
+def test_plan_warns_of_repeated_ids_and_long_prompts(tmp_path: Path) -> None:
     task = 'yield Task("same", ({"role": "user", "content": "7" * 5000},), {"answer": "7"})'
     source = BROKEN.replace("yield Task(split", f"{task}\n        yield Task('same'")
     (tmp_path / "broken.py").write_text(source)

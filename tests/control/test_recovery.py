@@ -345,7 +345,7 @@ def test_failed_worker_start_is_reported_with_its_output(
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"epoch": 1, "cause": "", "exit_code": "0"}'])
-def test_a_worker_that_left_a_damaged_result_ends_its_run(control: Control, content: str) -> None:
+def test_damaged_result_ends_the_run(control: Control, content: str) -> None:
     plan = drill_plan(steps=1)
     run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
     control.reconciler.one(run_id)

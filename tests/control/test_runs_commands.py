@@ -109,7 +109,7 @@ def test_reproduce_exits_with_0_only_for_identical_results(perilune: Command, co
     assert Path(document["directory"], "runtime", "result.json").exists()
 
 
-def test_a_damaged_bundle_or_recipe_is_named(perilune: Command, control: Control, tmp_path: Path) -> None:
+def test_damaged_bundle_or_recipe_is_named(perilune: Command, control: Control, tmp_path: Path) -> None:
     last = carry_out(control, drill_plan("one", steps=1))[-1]
     (recipe,) = control.home.experiments.glob("*/recipe.json")
     page = tmp_path / "report.html"
