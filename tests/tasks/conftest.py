@@ -1,4 +1,4 @@
-"""Tasks run here on one thread, and in processes that find the environments of these tests."""
+"""Tasks run on one thread, and their processes can import the environments of these tests."""
 
 import os
 from collections.abc import Iterator

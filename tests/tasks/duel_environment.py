@@ -1,4 +1,4 @@
-"""A game of two players for tests of self-play: each says a digit unseen, and the higher one wins."""
+"""A two-player game for tests of self-play: each player names a hidden digit, and the higher digit wins."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from perilune.errors import RequestError
 
 
 class Duel(MultiTurn):
-    """What is no digit is an illegal move, and loses. `opponent: random` says any digit."""
+    """Any action but a digit is an illegal move and loses. `opponent: random` names a random digit."""
 
     id = "duel"
     max_turns = 2
@@ -18,7 +18,7 @@ class Duel(MultiTurn):
     def __init__(self, section: Mapping[str, Any]) -> None:
         self.opponent = section.get("opponent", "self")
         if self.opponent not in ("self", "random"):
-            raise RequestError(f"nobody is called {self.opponent}")
+            raise RequestError(f"no opponent {self.opponent!r}")
         self.players = 2 if self.opponent == "self" else 1
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:

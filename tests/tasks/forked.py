@@ -1,6 +1,6 @@
-"""Processes forked from one that has loaded torch, the tasks and the cases, so that each starts in a moment.
+"""A fork server that has loaded torch, the tasks and the test cases, so that processes start quickly.
 
-Whichever test comes first starts the server. Its modules are the same for all; those not found are left out.
+The first test that needs it starts the server. Modules that are not found are skipped.
 """
 
 import multiprocessing

@@ -1,6 +1,7 @@
-"""Each task goes wrong in its own way: {"id": "factory", "factory": "mischief:Mischief"}.
+"""An environment whose tasks fail in different ways: {"id": "factory", "factory": "mischief:Mischief"}.
 
-A task's `kind` is what its episodes do, whatever the policy says; those of the sandbox run their code in it.
+A task's `kind` decides how its episodes fail, whatever the policy writes. The kinds in CODE run code in
+the sandbox.
 """
 
 import os
@@ -30,7 +31,7 @@ KINDS = (
 
 
 class Mischief(MultiTurn):
-    """Pays by the length of what is said, so that groups differ."""
+    """The reward is the length of the action, so that groups have different rewards."""
 
     id = "mischief"
     max_turns = 2
@@ -48,7 +49,7 @@ class Mischief(MultiTurn):
                 yield Task(task_id, ({"role": "user", "content": f"{number}="},), {"kind": kind})
 
     def play(self, task, chance):
-        """What goes wrong goes wrong at once: a policy that knows nothing hardly ever ends its first turn."""
+        """Fail before the first action, because an untrained policy rarely ends its first turn."""
         first = {}
         match task.data["kind"]:
             case "raises":

@@ -1,4 +1,4 @@
-"""Mistakes between the episode and the next weights, each planted in the real code by a function here."""
+"""Bugs between the episode and the next weights. Each function injects a bug into the real code."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,11 +27,11 @@ from perilune.tasks.stage import policy as session
 
 Patch = pytest.MonkeyPatch
 LAST = 2  # layer of the tiny model
-TRIED = 32  # width and vocabulary of the model that is tried before a run
+TRIED = 32  # width and vocabulary size of the preflight model
 
 
 def rows_off_by_one(patch: Patch) -> None:
-    """Each token is learned from the state that has already seen it."""
+    """Each token is predicted from the hidden state that has already seen it."""
     right = packing._pack_bin
 
     def shifted(items: Any, temperature: float) -> PackedBatch:
@@ -42,7 +42,7 @@ def rows_off_by_one(patch: Patch) -> None:
 
 
 def mask_swapped_with_advantages(patch: Patch) -> None:
-    """Where a token's advantage is to be, there is 1."""
+    """Every token has advantage 1."""
     right = base.aggregate
     patch.setattr(
         base, "aggregate", lambda group, scale, mode, **k: right(group, [1.0 for _ in scale], mode, **k)
@@ -50,7 +50,7 @@ def mask_swapped_with_advantages(patch: Patch) -> None:
 
 
 def advantage_on_the_last_token(patch: Patch) -> None:
-    """As when a reward at the end is taken for an advantage a token."""
+    """Only the last token has an advantage, as if a final reward were a per-token advantage."""
     right = GRPO.component
 
     def last_only(self: GRPO, group: Sequence[Episode], scale: Any, context: Any) -> Any:
@@ -62,7 +62,7 @@ def advantage_on_the_last_token(patch: Patch) -> None:
 
 
 def temperature_missing_in_the_run(patch: Patch) -> None:
-    """The same where only the run does it, and not what is tried before."""
+    """`temperature_missing` in the run alone, not in the preflight."""
     right = trainer.row_logprobs
 
     def logprobs(logits: Any, targets: Any, temperature: float) -> Any:
@@ -72,7 +72,7 @@ def temperature_missing_in_the_run(patch: Patch) -> None:
 
 
 def token_mean_a_micro_batch(patch: Patch) -> None:
-    """Each group is a micro-batch, divided by its own tokens; what counts is the mean of those means."""
+    """Each group is a micro-batch with its own token denominator, and the loss is the mean of the means."""
     right = policy_update.pack
 
     def own_means(groups: Sequence[WeightedGroup], *args: Any, **options: Any) -> list[PackedBatch]:
@@ -88,7 +88,7 @@ def temperature_missing(patch: Patch) -> None:
 
 
 def another_reference(patch: Patch) -> None:
-    """The KL is to the preset's weights of another seed."""
+    """The KL reference has weights of another seed."""
     right = session.load_policy
     calls: list[None] = []
 
@@ -104,7 +104,7 @@ def another_reference(patch: Patch) -> None:
 
 
 def reference_is_trained(patch: Patch) -> None:
-    """Policy and reference are one object."""
+    """Policy and reference are the same object."""
     right = session.load_policy
     loaded: list[session.Policy] = []
 
@@ -117,7 +117,7 @@ def reference_is_trained(patch: Patch) -> None:
 
 
 def group_baseline_forgotten(patch: Patch) -> None:
-    """Rewards are taken for advantages."""
+    """Rewards are used as advantages."""
     patch.setattr("perilune.learn.algorithms.group_relative.standardised", lambda scores: scores)
 
 
@@ -127,7 +127,7 @@ def micro_batch_twice(patch: Patch) -> None:
 
 
 def gradients_scaled_twice(patch: Patch) -> None:
-    """Weights have the denominator of the step, and the sum is divided by the micro-batches once more."""
+    """The gradient is divided by the number of micro-batches, although the weights already are."""
     right = Learner.forward_backward
 
     def twice(self: Learner, batches: Any) -> dict[str, float]:
@@ -172,7 +172,7 @@ def kl_to_the_sampler(patch: Patch) -> None:
 
 
 def kl_to_the_sampler_in_the_run(patch: Patch) -> None:
-    """The same where only the run does it, and not what is tried before."""
+    """`kl_to_the_sampler` in the run alone, not in the preflight."""
 
     def own(batches: Any, *_: Any) -> Any:
         return [batch.with_reference(batch.sampler_logprobs) for batch in batches]
@@ -206,7 +206,7 @@ def clip_takes_the_larger(patch: Patch) -> None:
 
 
 def ratio_is_1(patch: Patch) -> None:
-    """The policy that learns is compared with itself."""
+    """The importance ratio compares the policy with itself."""
     right = losses.policy_gradient
     patch.setattr(losses, "policy_gradient", lambda now, old, *args: right(now, now.detach(), *args))
 
@@ -220,7 +220,7 @@ def dual_clip_not_forwarded(patch: Patch) -> None:
 
 
 def moments_reset(patch: Patch) -> None:
-    """The optimizer is made anew for every step."""
+    """The optimizer state is reset in every step."""
     right = Learner.forward_backward
 
     def fresh(self: Learner, batches: Any) -> dict[str, float]:
@@ -267,7 +267,7 @@ def parameters_left_out(patch: Patch) -> None:
 
 
 def no_learning_rate_for_some(patch: Patch) -> None:
-    """The embedding stays where it is."""
+    """The embedding is never updated."""
     right = AdamW.update
 
     def update(self: AdamW, lr: float) -> float:
@@ -280,7 +280,7 @@ def no_learning_rate_for_some(patch: Patch) -> None:
 
 
 def rewards_in_another_order(patch: Patch) -> None:
-    """The algorithm reads of each episode the reward of the next."""
+    """The algorithm reads the reward of the next episode."""
     right = group_relative.rewards
     patch.setattr(group_relative, "rewards", lambda group: np.roll(right(group), -1))
 
@@ -297,7 +297,7 @@ def baseline_of_the_batch(patch: Patch) -> None:
         scores = [group_relative.rewards(group) for group in groups]
         white = iter(group_relative.standardised(np.concatenate(scores)))
         patched = [np.array([next(white) for _ in values]) for values in scores]
-        # centred in its group again, so that only the scale is of the batch
+        # centred in its group again, so that only the scale comes from the batch
         return [
             self.weight_tokens(group, values, advantages - advantages.mean(), context)
             for group, values, advantages in zip(groups, scores, patched, strict=True)
@@ -312,7 +312,7 @@ def critic_learns_twice_as_much(patch: Patch) -> None:
 
 
 def dropout_while_learning(patch: Patch) -> None:
-    """Layers drop out of passes with a gradient."""
+    """Dropout in forward passes with a gradient."""
     right = Block.forward
     patch.setattr(
         Block, "forward",
@@ -321,7 +321,7 @@ def dropout_while_learning(patch: Patch) -> None:
 
 
 def dropout_while_learning_in_the_run(patch: Patch) -> None:
-    """The same where only the run does it, and not what is tried before."""
+    """`dropout_while_learning` in the run alone, not in the preflight."""
     right = Block.forward
 
     def forward(self: Block, x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -331,7 +331,7 @@ def dropout_while_learning_in_the_run(patch: Patch) -> None:
 
 
 def dropout_always_in_the_run(patch: Patch) -> None:
-    """Layers drop out of every pass of the decoder that learns."""
+    """Dropout in every forward pass of the trained decoder."""
     right = Block.forward
     patch.setattr(
         Block, "forward",

@@ -1,4 +1,4 @@
-"""Mistakes between the task and the episode, each planted in the real code by a function of this module."""
+"""Bugs between the task and the episode. Each function injects a bug into the real code."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,17 +33,17 @@ def with_mask(mask: Callable[[np.ndarray], np.ndarray]) -> Callable[[RolloutWork
 
 
 def mask_off_by_one(patch: Patch) -> None:
-    """As when a mask of prompt and answer is shifted like the labels, but once more."""
+    """The loss mask is shifted twice instead of once."""
     change_episodes(patch, with_mask(lambda mask: np.concatenate([[False], mask[:-1]])))
 
 
 def stale_weights(patch: Patch) -> None:
-    """The engine counts versions, and samples with the first weights."""
+    """The engine counts versions but samples with the first weights."""
     patch.setattr(Engine, "update_weights", lambda self, state, version: setattr(self, "version", version))
 
 
 def engine_of_another_model(patch: Patch) -> None:
-    """It is given a copy of the policy, which nobody trains."""
+    """The engine gets an untrained copy of the policy."""
 
     def copied(decoder: Decoder, **options: Any) -> Engine:
         copy = Decoder(decoder.config)
@@ -54,7 +54,7 @@ def engine_of_another_model(patch: Patch) -> None:
 
 
 def weights_stop_at_the_runner(patch: Patch) -> None:
-    """As a merged adapter that does not reach the kernels: all but what computes has the new weights."""
+    """New weights reach the engine but not its runner, as if a merged adapter missed the kernels."""
     for runner in (NativeRunner, TorchRunner):
         right = runner.load_weights
 
@@ -67,7 +67,7 @@ def weights_stop_at_the_runner(patch: Patch) -> None:
 
 
 def adapter_stays_behind(patch: Patch) -> None:
-    """The engine copies the frozen matrices, and not what is learned beside them."""
+    """The engine copies the frozen matrices without the adapter."""
     for runner in (NativeRunner, TorchRunner):
         right = runner.load_weights
 
@@ -78,12 +78,12 @@ def adapter_stays_behind(patch: Patch) -> None:
 
 
 def versions_relabelled(patch: Patch) -> None:
-    """Every token says that the newest weights sampled it."""
+    """Every token is labelled with a later policy version than sampled it."""
     change_episodes(patch, lambda _, one: replace(one, policy_version=one.policy_version + 1))
 
 
 def versions_miscounted_by_the_engine(patch: Patch) -> None:
-    """It samples with the newest weights, and says of its tokens that they are of weights to come."""
+    """The engine samples with the newest weights and reports a future version."""
     right = Engine.sample
 
     def reported(self: Engine, *args: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def versions_miscounted_by_the_engine(patch: Patch) -> None:
 
 
 def temperature_missing_from_the_sampler(patch: Patch) -> None:
-    """It draws at the temperature, and reports log-probs without."""
+    """The engine samples at the temperature and reports log-probs at temperature 1."""
 
     right = Engine.sample
 
@@ -106,7 +106,7 @@ def temperature_missing_from_the_sampler(patch: Patch) -> None:
 
 
 def end_of_sequence_masked(patch: Patch) -> None:
-    """The end token is taken for padding."""
+    """The end-of-sequence token is masked like padding."""
 
     def masked(self: RolloutWorker, one: Episode) -> Episode:
         return replace(one, loss_mask=one.token_ids != self.tokenizer.eos_token_id)
@@ -115,7 +115,7 @@ def end_of_sequence_masked(patch: Patch) -> None:
 
 
 def turns_tokenised_again(patch: Patch) -> None:
-    """The tokens are those of the text, which has no end token."""
+    """The tokens are retokenized from the text, which has no end-of-sequence token."""
 
     def again(self: RolloutWorker, one: Episode) -> Episode:
         ids = np.array(self.tokenizer.encode(one.text), np.int32)
@@ -147,7 +147,7 @@ def _next(items: Any) -> Any:
 
 
 def rewards_of_neighbours(patch: Patch) -> None:
-    """Each episode has the reward of the next of its group."""
+    """Each episode has the reward of the next episode in its group."""
     right = RolloutWorker._group
 
     def group(self: RolloutWorker, parts: Any, *args: Any) -> Any:
@@ -165,7 +165,7 @@ def rewards_of_neighbours(patch: Patch) -> None:
 
 
 def verdicts_of_neighbours(patch: Patch) -> None:
-    """The verifier's answers come back in another order."""
+    """The verifier's results return in another order."""
     right = Sessions.step
 
     def step(self: Sessions, moves: Any) -> None:
@@ -190,7 +190,7 @@ def texts_of_neighbours(patch: Patch) -> None:
 
 
 def top_p_unreported(patch: Patch) -> None:
-    """The engine draws from the nucleus, and reports log-probs of the whole distribution."""
+    """The engine samples with top-p and reports log-probs of the full distribution."""
     right = Engine.sample
 
     def sample(self: Engine, prompts: Any, n: int, params: Any, on_progress: Any = None) -> Any:
@@ -201,7 +201,7 @@ def top_p_unreported(patch: Patch) -> None:
 
 
 def seeds_reused(patch: Patch) -> None:
-    """Every step draws with the random numbers of the first."""
+    """Every step samples with the random numbers of the first step."""
     right = RolloutWorker._begin
 
     def begun(self: RolloutWorker, sessions: Any, tasks: Any, samples: Any, step: int, places: Any) -> Any:
@@ -220,7 +220,7 @@ def seeds_reused(patch: Patch) -> None:
 
 
 def same_tasks_again(patch: Patch) -> None:
-    """Every step is asked the tasks of the first."""
+    """Every step gets the tasks of the first step."""
     right = TrainingTasks.take
     first: list[Any] = []
 
@@ -232,7 +232,7 @@ def same_tasks_again(patch: Patch) -> None:
 
 
 def end_of_sequence_dropped(patch: Patch) -> None:
-    """The engine gives answers without the token that ended them."""
+    """The engine returns answers without their end-of-sequence token."""
 
     def shortened(one: Any) -> Any:
         if one.finish_reason != "stop" or len(one.token_ids) < 2:
@@ -244,7 +244,7 @@ def end_of_sequence_dropped(patch: Patch) -> None:
 
 
 def aborted_are_judged(patch: Patch) -> None:
-    """What the engine gave up is scored like an answer."""
+    """Aborted completions are scored like answers."""
     right = Rollout.take
 
     def take(self: Rollout, sampled: Any) -> list[str]:
@@ -263,12 +263,12 @@ def aborted_are_judged(patch: Patch) -> None:
 
 
 def logprobs_off_by_one(patch: Patch) -> None:
-    """The engine reports of each token the log-prob of the one before."""
+    """The engine reports the log-prob of the previous token."""
     change_completions(patch, lambda one: replace(one, logprobs=np.roll(one.logprobs, 1)))
 
 
 def prompt_cut_for_the_engine(patch: Patch) -> None:
-    """The engine continues the end of the prompt only, and the learner learns from all of it."""
+    """The engine gets a truncated prompt, and the learner the whole prompt."""
     right = Engine.sample
 
     def sample(self: Engine, prompts: Any, *args: Any, **options: Any) -> Any:

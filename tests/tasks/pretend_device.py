@@ -1,9 +1,10 @@
-"""A device that is none: tensors on it lie in the CPU's memory, and mixing them with the CPU's is an error.
+"""A simulated device: its tensors lie in CPU memory, and mixing them with CPU tensors is an error.
 
-So code for a GPU is run, with right numbers, where there is no GPU, and fails where a GPU would fail: an
-operation on tensors of both, `numpy()` on the device. What it does not show is what kernels do there.
+Code for a GPU runs here without a GPU and with correct numbers. It fails where a GPU would fail: operations
+on tensors of both devices, and `numpy()` on the device. GPU kernels are not covered.
 
-Import it before anything of perilune, in a process of its own: it takes PyTorch's place for new backends.
+Import it before any module of perilune and in a separate process, because it registers the PyTorch backend
+for private devices.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _INDEXED = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"}  # an i
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor that says that it is on the device."""
+    """A tensor that reports the simulated device."""
 
     inner: Tensor
 
@@ -61,7 +62,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class Device(TorchDispatchMode):
-    """Where the device is there."""
+    """A context in which the device exists."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
@@ -91,14 +92,14 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _indices(key: Any) -> Any:
-    """Lists as tensors, which PyTorch would make behind our back."""
+    """Convert lists to tensors, which PyTorch would otherwise do out of sight of the dispatch mode."""
     if isinstance(key, list):
         return torch.tensor(key, dtype=torch.int64)
     return tuple(map(_indices, key)) if isinstance(key, tuple) else key
 
 
 def _here_first(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same function, that makes a tensor where we see it and then moves it."""
+    """Wrap `make` to create the tensor on the CPU and then move it, visibly to the dispatch mode."""
 
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         one = make(data, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What runs on a GPU, run on a device that only pretends to be one. `test_pretend_device.py` starts it."""
+"""GPU code on the simulated device of `pretend_device.py`. `test_pretend_device.py` runs these tests."""
 
 import copy
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def device() -> Iterator[None]:
         yield
 
 
-def test_the_device_is_one(device: None) -> None:
+def test_pretend_device_rejects_mixed_tensors(device: None) -> None:
     there, here = torch.arange(6.0, device=DEVICE).view(2, 3), torch.ones(3)
     assert there.device.type == "pretend" and (there + 1).tolist() == [[1, 2, 3], [4, 5, 6]]
     for wrong in (lambda: there + here, lambda: here[there[0].long()], there.numpy, lambda: np.array(there)):
@@ -60,7 +60,7 @@ def test_the_device_is_one(device: None) -> None:
 
 
 @pytest.mark.parametrize("cache", ["float32", "int8"])
-def test_an_engine_gives_the_same_there(cache: Any) -> None:
+def test_engine_results_equal_those_on_the_cpu(cache: Any) -> None:
     name = "model.layers.0.self_attn.q_proj"
     shape = Decoder(CONFIG).get_submodule(name).weight.shape
     generator = torch.Generator().manual_seed(0)
@@ -97,7 +97,7 @@ def test_an_engine_gives_the_same_there(cache: Any) -> None:
     with Device():
         there, checksum = play(copy.deepcopy(decoder).to(DEVICE))
     assert checksum == its_checksum
-    tolerance = 1e-4 if cache == "float32" else 1e-3  # rounding can move a number by one of 256 levels
+    tolerance = 1e-4 if cache == "float32" else 1e-3  # rounding can move a value by 1 of 256 levels
     for (tokens, logprobs), (expected, its_logprobs) in zip(there, here, strict=True):
         assert tokens == expected
         np.testing.assert_allclose(logprobs, its_logprobs, atol=tolerance)
@@ -105,8 +105,8 @@ def test_an_engine_gives_the_same_there(cache: Any) -> None:
 
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("longest", [40, 600])
-def test_packed_attention_gives_the_same_there(longest: int, window: int | None, device: None) -> None:
-    """Of short sequences in padded blocks, and of long ones one by one, after a part of another or alone."""
+def test_packed_attention_equals_that_on_the_cpu(longest: int, window: int | None, device: None) -> None:
+    """Short sequences in padded blocks and long sequences one by one, with and without a shared prefix."""
     lengths = torch.tensor([30, 5, longest, 0, 9])
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     of, cut = torch.tensor([-1, 0, 0, -1, -1]), torch.tensor([0, 30, 17, 0, 0])
@@ -134,8 +134,8 @@ LEARNERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("learner", LEARNERS)
-def test_reinforcement_learning_runs_there(learner: str, tmp_path: Path, device: None) -> None:
-    """With the preflight, the checks of every step and checkpoints."""
+def test_rl_runs_on_the_device(learner: str, tmp_path: Path, device: None) -> None:
+    """Includes the preflight, the checks of every step, and checkpoints."""
     bundle = run_task(tmp_path / "rl", "rl", environment=DIGITS, **{**SMALL, **LEARNERS[learner]})
     (line,) = metrics(bundle)
     assert line["logprob_gap_max"] < (1e-4 if learner == "whole" else 1e-1)
@@ -143,5 +143,5 @@ def test_reinforcement_learning_runs_there(learner: str, tmp_path: Path, device:
     assert (bundle / "artifacts/checkpoints").is_dir()
 
 
-def test_distillation_runs_there(tmp_path: Path, device: None) -> None:
+def test_distill_runs_on_the_device(tmp_path: Path, device: None) -> None:
     assert metrics(run_task(tmp_path / "distill", "distill", **SMALL))

@@ -1,4 +1,4 @@
-"""Digits with a stated answer: {"id": "factory", "factory": "process_environments:Stated"}."""
+"""Digits with a reference answer: {"id": "factory", "factory": "process_environments:Stated"}."""
 
 from task_environments import Digits
 
@@ -7,7 +7,7 @@ from perilune.environments.core.reference_answer import ReferenceAnswer
 
 
 class Stated(Digits):
-    """Worth 1 for an answer that has a digit; ";" begins it."""
+    """The reward is 1 if the text has a digit. The reference answer begins with ";"."""
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         return Score(float(any(character.isdigit() for character in transcript.text)))

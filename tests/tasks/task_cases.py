@@ -1,4 +1,4 @@
-"""Jobs small enough for a second, and the bundles they run in."""
+"""Jobs that take about a second, and their bundles."""
 
 import os
 import shutil
@@ -167,7 +167,7 @@ def make_job(
 
 
 def make_bundle(root: Path, job: Job, inputs: Mapping[str, Path] | None = None) -> Path:
-    """What of a bundle a task sees: its job and its inputs."""
+    """Write the parts of a bundle that a task reads: the job and the inputs."""
     for directory in ("inputs", "artifacts"):
         (root / directory).mkdir(parents=True)
     (root / "job.json").write_bytes(job_document(job))
@@ -178,7 +178,7 @@ def make_bundle(root: Path, job: Job, inputs: Mapping[str, Path] | None = None) 
 
 
 def run_in(bundle: Path) -> Path:
-    """Run a bundle's task here, and write its summary; returns the bundle."""
+    """Run a bundle's task in this process and write its summary. Returns the bundle."""
     workspace = Workspace(bundle)
     plugin = load_plugin(workspace.job.task)
     if not was_finished(workspace, plugin):
@@ -188,7 +188,7 @@ def run_in(bundle: Path) -> Path:
 
 
 def run_on_a_slow_disk(bundle: Path) -> None:
-    """As `run_in`, and every file takes a few milliseconds more, so that kills hit while one is written."""
+    """Like `run_in`, with a few milliseconds more per fsync, so that kills hit during writes."""
     durable = os.fsync
 
     def slowly(descriptor: int) -> None:

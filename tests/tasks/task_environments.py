@@ -1,4 +1,4 @@
-"""An environment for these tests that starts in a moment: {"id": "factory", "factory": MODULE:Digits}."""
+"""Small environments that start quickly: {"id": "factory", "factory": "task_environments:Digits"}."""
 
 import math
 import os
@@ -30,12 +30,12 @@ from perilune.environments import (
 
 
 class Digits:
-    """Write digits: worth the share of digits in an answer, so that even a fresh policy can climb.
+    """Write digits: the reward is the share of digits in an answer, so that even a new policy can improve.
 
-    The section may say `raises`, `hangs` and `refuses`: first hex digits of the ids of tasks whose scorer
-    does so; `raises_on`: characters, at the start of an answer, on which it raises; `equal`: every answer is
-    worth that; `limit`: how many questions there are; `prefix`: what stands before each question; `answer`:
-    what the environment states as the right one.
+    Keys of the section: `raises`, `hangs` and `refuses` list first hex digits of task ids whose scorer does
+    so. The scorer raises on answers that start with a character of `raises_on`. `equal` is the reward of
+    every answer, `limit` the number of questions, `prefix` the text before each question, and `answer` the
+    reference answer.
     """
 
     id = "digits"
@@ -71,7 +71,7 @@ class Digits:
 
 
 class Ends(Digits):
-    """Worth 1 for an answer that has a digit, so that a fresh policy is right now and then; else 0."""
+    """The reward is 1 for an answer with a digit and 0 otherwise, so that a new policy sometimes passes."""
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         return Score(float(any(character.isdigit() for character in transcript.text)))
@@ -85,7 +85,7 @@ class OnlyTraining(Digits):
 
 
 class Silent(Digits):
-    """Asks nothing."""
+    """The questions are empty."""
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         for task in super().tasks(split, seed):
@@ -93,7 +93,7 @@ class Silent(Digits):
 
 
 class Fades(Digits):
-    """Worth less from the 31st task on."""
+    """Rewards are lower from the 31st task on."""
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         for number, task in enumerate(super().tasks(split, seed)):
@@ -105,17 +105,17 @@ class Fades(Digits):
 
 
 class HalfRight(Ends):
-    """As Ends; a second opinion, which has nothing to do with the verdict, calls half of the tasks right."""
+    """Like Ends, with labels independent of the reward: half of the tasks are right."""
 
     def is_right(self, task: Task, transcript: Transcript) -> bool:
         return int(task.task_id[0], 16) % 2 == 0
 
 
 class Talk(MultiTurn):
-    """Says how many characters an action has, three times; worth the share of actions that have a digit.
+    """Three turns, each answered with the length of the action. The reward is the share with a digit.
 
-    The section may say `players`; `turns`; `unsteady`: the prompt is another every time; and, by the first
-    character of an action, what happens after it: `raises`, `hangs`, `nan`, `stuck`, `dies`, `sandbox`.
+    Keys of the section: `players`, `turns`, and `unsteady` (the prompt changes every time). `raises`,
+    `hangs`, `nan`, `stuck`, `dies` and `sandbox` list first characters of actions that cause that failure.
     """
 
     id = "talk"
@@ -163,7 +163,7 @@ class Talk(MultiTurn):
 
 
 class Waits(Talk):
-    """As Talk, with actions that end at the first vowel or digit, each followed by a wait of up to 0.1 s."""
+    """Like Talk. Actions end at the first vowel or digit, and each is followed by a wait of up to 0.1 s."""
 
     id = "waits"
     stop_texts = tuple("aeiou0123456789")
@@ -173,10 +173,10 @@ class Waits(Talk):
 
 
 class Team(MultiTurn):
-    """The player starts sub-agents of several turns in three stages; worth the share of turns with a digit.
+    """The player starts sub-agents in three stages. The reward is the share of turns with a digit.
 
-    The task decides how many turns each takes. The first of a stage starts one of its own after its first
-    turn, and waits for it.
+    The task decides the number of turns of each sub-agent. The first sub-agent of a stage starts a nested
+    sub-agent after its first turn and waits for it.
     """
 
     id = "team"
@@ -189,7 +189,7 @@ class Team(MultiTurn):
 
     @staticmethod
     def stages(task: Task) -> list[list[tuple[int, int]]]:
-        """The turns of each sub-agent of each stage, and those of its own sub-agent."""
+        """For each sub-agent of each stage, its turns and those of its nested sub-agent."""
         digits = [int(digit, 16) for digit in task.task_id]
         return [
             [(digits[stage + one] % 3 + 1, digits[9 + stage] % 4 * (not one)) for one in range(stage + 1)]
@@ -218,7 +218,7 @@ class Team(MultiTurn):
 
 
 class Wordless(Team):
-    """The player asks a sub-agent nothing; a task in two begins without text itself."""
+    """The player sends a sub-agent an empty prompt. Every second task also begins with an empty prompt."""
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         yield ask("" if task.data["blank"] else "begin ")
@@ -247,9 +247,9 @@ class Beside(Team):
 
 
 class Long(MultiTurn):
-    """Three turns with an output after each; worth the share of digits in the last action."""
+    """Three turns with tool outputs between them. The reward is the share of digits in the last action."""
 
-    id, max_turns, cut_off = "long", 3, "0"  # so that an action that is too long ends nothing
+    id, max_turns, cut_off = "long", 3, "0"  # so that an overlong action does not end the episode
 
     def __init__(self, section: Mapping[str, Any]) -> None:
         self.section = dict(section)

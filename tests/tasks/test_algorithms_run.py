@@ -1,4 +1,4 @@
-"""Algorithms as an rl stage runs them: critic, reference, refills, several updates, corrections, resuming."""
+"""Algorithms in rl stages: critic, reference, refills, several updates, off-policy correction, resume."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from perilune.tasks.stage.training import StepReport
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 DECOUPLED = {"proximal": "learner", "weight": "truncate", "bounds": [0.0, 2.0], "ess_target": 1.0}
 
-# Each needs something of a step that no other does: a critic; a reference; new tasks; what it learned before.
+# Each algorithm exercises another part of a step: critic, reference, refills, or state of earlier steps.
 DEMANDING: dict[str, dict[str, Any]] = {
     "ppo": {
         "algorithm": {
@@ -45,16 +45,16 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, run_task(folder, "rl", keep={"optimizer": True}, **DEMANDING[request.param])
 
 
-def test_what_it_does_is_written_down(whole: tuple[str, Path]) -> None:
+def test_algorithm_writes_its_metrics(whole: tuple[str, Path]) -> None:
     name, bundle = whole
     lines = metrics(bundle)
     assert summary(bundle)["algorithm"] == name
     if name == "ppo":
         assert lines[0]["value_error"] > 0
-        assert [line["staleness_max"] for line in lines] == [3.0] * 4  # two parts, and each once more
+        assert [line["staleness_max"] for line in lines] == [3.0] * 4  # two parts, two epochs each
         state = read_json(bundle / "artifacts" / "checkpoints" / "final" / "optimizer" / "state.json")
         assert state["version"] == 4 * 2 * 2
-        assert all(line["truncated"] > 0 for line in lines)  # so there are values to go on with
+        assert all(line["truncated"] > 0 for line in lines)  # so that values are bootstrapped
         # Sampler and learner agree, so there is nothing to correct.
         assert all(line["off_policy/ess"] == pytest.approx(1, abs=1e-6) for line in lines)
         assert all(line["off_policy/weight_max"] == pytest.approx(1, abs=1e-5) for line in lines)
@@ -69,10 +69,10 @@ def test_what_it_does_is_written_down(whole: tuple[str, Path]) -> None:
         assert any(line["groups"] > 4 for line in lines)
         assert all(line["groups_learned"] <= 4 for line in lines)
         ids = list(episodes(bundle)["task_id"].drop_duplicates())
-        assert len(ids) == sum(line["groups"] for line in lines)  # no task twice, none left out
+        assert len(ids) == sum(line["groups"] for line in lines)  # every task exactly once
 
 
-def test_an_interrupted_run_ends_as_the_whole_one(
+def test_interrupted_run_equals_uninterrupted_run(
     whole: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, expected = whole
@@ -92,7 +92,7 @@ def test_an_interrupted_run_ends_as_the_whole_one(
     assert compare_artifacts(expected, bundle) == []
 
 
-def test_later_updates_of_a_batch_are_clipped(tmp_path: Path) -> None:
+def test_second_update_of_a_batch_is_clipped(tmp_path: Path) -> None:
     options: dict[str, Any] = {"steps": 2, "warmup": 0, "lr": 2e-2, "algorithm": "dr_grpo"}
     once = run_task(tmp_path / "once", "rl", **options)
     twice = run_task(tmp_path / "twice", "rl", updates_per_batch=2, **options)
@@ -102,7 +102,7 @@ def test_later_updates_of_a_batch_are_clipped(tmp_path: Path) -> None:
     assert metrics(twice)[0]["tokens"] == metrics(once)[0]["tokens"]
 
 
-def test_too_few_samples_are_refused_before_anything_runs() -> None:
+def test_spec_refuses_too_few_samples_for_pkpo() -> None:
     with pytest.raises(ValueError, match="samples is 4, and pkpo needs at least 5"):
         make_job("rl", algorithm={"name": "pkpo", "k": 4})
     make_job("rl", algorithm="ppo", samples=1)

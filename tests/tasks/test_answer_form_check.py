@@ -1,4 +1,4 @@
-"""The warning about answers without the form that is scored, in evaluations and in the first RL steps."""
+"""The warning about answers without the expected format, in evaluations and in the first RL steps."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def episode(**terms):
     return SimpleNamespace(reward_terms=terms)
 
 
-def test_the_share_is_that_of_the_format_before_that_of_the_environment() -> None:
+def test_form_share_prefers_format_over_well_formed() -> None:
     assert form_share([episode(format=1.0, well_formed=0.0), episode(format=0.0, well_formed=0.0)]) == 0.5
     assert form_share([episode(well_formed=1.0), episode()]) == 1.0
     assert form_share([episode(raw=1.0)]) is None
@@ -32,14 +32,14 @@ def test_the_share_is_that_of_the_format_before_that_of_the_environment() -> Non
         (job(PRESET), 0.1, ["sft"], ["few_shot", "prompting.format"]),
     ],
 )
-def test_the_warning_names_what_to_set(asked, truncated, named, not_named) -> None:
+def test_warning_names_the_settings_to_change(asked, truncated, named, not_named) -> None:
     warning = rare_form(0.01, truncated, asked)
     assert all(one in warning for one in ["1.0%", *named])
     assert not any(one in warning for one in not_named)
     assert rare_form(0.05, truncated, asked) == rare_form(None, truncated, asked) == ""
 
 
-def test_rl_is_judged_by_its_first_three_steps() -> None:
+def test_form_watch_warns_after_three_steps() -> None:
     watch = FormWatch(SimpleNamespace(job=job()))
     lines = [{"term/format": share, "truncated": 0.0} for share in (0.0, 0.1, 0.0, 0.0)]
     assert [bool(watch.observe(line)) for line in lines] == [False, False, True, False]

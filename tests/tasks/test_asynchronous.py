@@ -1,4 +1,4 @@
-"""Asynchronous training: rollout processes, their schedule, and what survives a kill."""
+"""Asynchronous training: rollout processes, replay of schedules, and resume after a kill."""
 
 import shutil
 import time
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 CORRECTED = {"off_policy": {"proximal": "learner", "weight": "truncate"}}
 
 
-def test_without_staleness_it_is_synchronous_training(tmp_path: Path) -> None:
-    """Also with a curriculum, and weights that are rounded for the engine and sent as deltas."""
+def test_zero_staleness_equals_synchronous_training(tmp_path: Path) -> None:
+    """Includes a curriculum, bfloat16 engine weights, and weight updates sent as deltas."""
     options = {**CORRECTED, "precision": "bfloat16", "curriculum": {"candidates": 2}}
     one = run_task(tmp_path / "synchronous", "rl", **options)
     ahead = {"staleness": 0, "weights": "delta"}
@@ -59,7 +59,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def free(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that wrote its own schedule."""
+    """A run without a given schedule, which writes its own."""
     return run_task(tmp_path_factory.mktemp("free") / "bundle", "rl", **OPTIONS)
 
 
@@ -70,14 +70,14 @@ def following(schedule: Path, folder: Path) -> Path:
     return bundle
 
 
-def test_a_run_follows_the_schedule_of_another(free: Path, tmp_path: Path) -> None:
+def test_run_replays_the_schedule_of_another_run(free: Path, tmp_path: Path) -> None:
     assert max(line["staleness_max"] for line in metrics(free)) >= 1
     assert max(line["mixed_versions"] for line in metrics(free)) > 0
     assert compare_artifacts(free, run_in(following(free, tmp_path / "again"))) == []
 
 
 @pytest.mark.thorough
-def test_a_killed_run_follows_the_schedule_too(free: Path, tmp_path: Path) -> None:
+def test_killed_run_replays_its_schedule_after_resume(free: Path, tmp_path: Path) -> None:
     attempt = following(free, tmp_path / "0")
     for number, lines in enumerate((3, 6), 1):
         process = context.Process(target=run_in, args=(attempt,))
@@ -93,8 +93,8 @@ def test_a_killed_run_follows_the_schedule_too(free: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.thorough
-def test_a_killed_run_continues_its_episodes(tmp_path: Path) -> None:
-    """Without a schedule, it goes on with the tokens that it had."""
+def test_killed_run_continues_its_episodes(tmp_path: Path) -> None:
+    """Without a schedule, the resumed run keeps the tokens of unfinished episodes."""
     attempt = make_bundle(tmp_path / "0", make_job("rl", **OPTIONS))
     process = context.Process(target=run_in, args=(attempt,))
     process.start()
@@ -109,7 +109,7 @@ def test_a_killed_run_continues_its_episodes(tmp_path: Path) -> None:
     assert compare_artifacts(again, run_in(following(again, tmp_path / "2"))) == []
 
 
-def test_a_lost_rollout_process_costs_its_episodes_alone(tmp_path: Path) -> None:
+def test_lost_rollout_process_does_not_stop_the_run(tmp_path: Path) -> None:
     bundle = make_bundle(
         tmp_path / "bundle",
         make_job("rl", **{**OPTIONS, "asynchronous": {"staleness": 1, "workers": 2}, "lora": {"rank": 4}}),
@@ -135,7 +135,7 @@ def test_a_lost_rollout_process_costs_its_episodes_alone(tmp_path: Path) -> None
     ) == 1
 
 
-def test_a_node_keeps_the_updates_that_are_not_loaded_yet(tmp_path: Path) -> None:
+def test_actor_keeps_weights_that_are_not_loaded_yet(tmp_path: Path) -> None:
     actor = object.__new__(_Actor)
     actor._folder, actor._lines = tmp_path, iter([b'{"settled": 1}', b'{"holds": 10}'])
     for version in (9, 10, 11):

@@ -1,4 +1,4 @@
-"""Auxiliary rewards: terms are added with weights that fall to 0, and the reward itself is kept."""
+"""Auxiliary rewards: weighted terms that decay to 0, with the environment reward kept as gold."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,23 +30,23 @@ EPISODE = Episode(
 )
 
 
-def test_weights_fall_linearly_to_zero() -> None:
+def test_auxiliary_weights_fall_linearly_to_zero() -> None:
     half = AuxiliaryRewards(weights={"parallel": 1.0})
     assert [half.scale(step, 8) for step in range(1, 9)] == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0]
     whole = AuxiliaryRewards(weights={"parallel": 1.0}, until=1.0)
     assert [whole.scale(step, 4) for step in range(1, 5)] == [1.0, 0.75, 0.5, 0.25]
 
 
-def test_terms_are_added_and_the_reward_is_kept_as_gold() -> None:
+def test_add_keeps_the_environment_reward_as_gold() -> None:
     auxiliary = AuxiliaryRewards(weights={"parallel": 2.0, "finish": -4.0})
     failed, short = replace(EPISODE, reward=None, failure="f"), replace(EPISODE, reward_terms={})
     (found,) = auxiliary.add([(EPISODE, failed, short)], 3, 8)
     assert found[0].reward == 0.5 + 0.5 * (2.0 - 1.0) and found[0].metrics == {"gold": 0.5}
     assert found[1] == failed
-    assert found[2].reward == 0.5  # a limit ended it before the environment stated its terms
+    assert found[2].reward == 0.5  # truncated before the environment reported its terms
 
 
-def test_an_unknown_term_is_named() -> None:
+def test_unknown_auxiliary_term_is_named() -> None:
     with pytest.raises(RequestError, match="'paralel'") as caught:
         AuxiliaryRewards(weights={"paralel": 1.0}).add([(EPISODE,)], 1, 8)
     assert "finish, parallel" in caught.value.remedy
@@ -58,14 +58,14 @@ def test_invalid_sections_are_refused(section: dict[str, object]) -> None:
         AuxiliaryRewards.model_validate(section)
 
 
-def test_a_stage_trains_with_auxiliary_rewards_and_reports_the_reward_without_them(tmp_path: Path) -> None:
+def test_rl_with_auxiliary_rewards_reports_reward_and_gold(tmp_path: Path) -> None:
     auxiliary = {"weights": {"digits": 3.0}, "until": 1.0}
     bundle = run_task(tmp_path, "rl", steps=2, auxiliary_rewards=auxiliary)
     rows = episodes(bundle)
     for line, scale, (_, step) in zip(metrics(bundle), (1.0, 0.5), rows.groupby("step"), strict=True):
         digits = [figures_of(terms)["digits"] for terms in step["reward_terms"]]
         gold = [figures_of(figures)["gold"] for figures in step["metrics"]]
-        assert gold == digits  # of this environment, whose only term is its reward
+        assert gold == digits  # this environment's only term is its reward
         assert step["reward"].tolist() == pytest.approx([(1 + 3 * scale) * one for one in digits])
         assert line["reward"] == pytest.approx((1 + 3 * scale) * line["gold"]) and line["gold"] > 0
         assert line["auxiliary_scale"] == scale

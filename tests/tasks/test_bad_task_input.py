@@ -1,4 +1,4 @@
-"""Wrong requests that only show when a task runs: one message that names the place, and exit code 2."""
+"""Invalid input that only a running task can detect: an error with its place, and exit code 2."""
 
 import json
 import shutil
@@ -20,8 +20,8 @@ from perilune.files import read_json
 Row = dict[str, Any]
 
 
-def written(folder: Path, *answers: str) -> Path:
-    """A data set with one trace an answer."""
+def write_traces(folder: Path, *answers: str) -> Path:
+    """Write a dataset with one trace per answer."""
     records = [
         TraceRecord(
             [{"role": "user", "content": f"{place}="}, {"role": "assistant", "content": answer}],
@@ -34,7 +34,7 @@ def written(folder: Path, *answers: str) -> Path:
 
 
 def with_second_row(folder: Path, change: Callable[[Row], object]) -> Path:
-    """The data set with its second row changed by hand."""
+    """Apply `change` to the second row of a dataset."""
     file = folder / "records.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     change(rows[1])
@@ -53,8 +53,10 @@ def with_second_row(folder: Path, change: Callable[[Row], object]) -> Path:
         (lambda row: row["messages"][1].update(content="2"), "the row was changed"),
     ],
 )
-def test_a_row_that_breaks_the_schema(change: Callable[[Row], object], said: str, tmp_path: Path) -> None:
-    data = with_second_row(written(tmp_path / "data", "1", "1", "1"), change)
+def test_row_that_violates_the_schema_is_refused(
+    change: Callable[[Row], object], said: str, tmp_path: Path
+) -> None:
+    data = with_second_row(write_traces(tmp_path / "data", "1", "1", "1"), change)
     with pytest.raises(RequestError) as caught:
         run_task(tmp_path / "sft", "sft", inputs={"data": data})
     assert said in caught.value.what
@@ -69,21 +71,21 @@ def test_a_row_that_breaks_the_schema(change: Callable[[Row], object], said: str
         ("naïve", "the tokenizer cannot encode 'ï' in 'naïve'"),
     ],
 )
-def test_a_trace_that_the_model_cannot_take(answer: str, said: str, tmp_path: Path) -> None:
+def test_trace_that_the_model_cannot_encode_is_refused(answer: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
-        run_task(tmp_path / "sft", "sft", inputs={"data": written(tmp_path / "data", "1", answer, "1")})
+        run_task(tmp_path / "sft", "sft", inputs={"data": write_traces(tmp_path / "data", "1", answer, "1")})
     assert said in caught.value.what
     assert caught.value.where == f"{tmp_path}/sft/inputs/data/records.jsonl:2"
     assert caught.value.remedy
 
 
-def test_no_traces(tmp_path: Path) -> None:
+def test_empty_dataset_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no traces to train on"):
-        run_task(tmp_path / "sft", "sft", inputs={"data": written(tmp_path / "data")})
+        run_task(tmp_path / "sft", "sft", inputs={"data": write_traces(tmp_path / "data")})
 
 
 @pytest.mark.parametrize(("task", "options"), [("evaluate", {"tasks": 20}), ("collect", {"traces": 60})])
-def test_an_environment_that_runs_out_of_tasks(task: str, options: Row, tmp_path: Path) -> None:
+def test_environment_with_too_few_tasks_is_an_error(task: str, options: Row, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"digits gave|no more training tasks") as caught:
         run_task(tmp_path / task, task, environment={**DIGITS, "limit": 60}, **options)
     if task == "collect":
@@ -96,7 +98,7 @@ def test_an_environment_that_runs_out_of_tasks(task: str, options: Row, tmp_path
 
 
 @pytest.mark.parametrize("task", ["rl", "evaluate"])
-def test_answers_longer_than_the_model(task: str, tmp_path: Path) -> None:
+def test_max_tokens_beyond_the_model_positions_is_refused(task: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="max_tokens is 4096, and the model has 4096 positions"):
         run_task(tmp_path / "whole", task, max_tokens=4096)
     with pytest.raises(RequestError, match=r"\d tokens and 4095 more exceed the model's 4096"):
@@ -104,21 +106,21 @@ def test_answers_longer_than_the_model(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["rl", "evaluate"])
-def test_a_prompt_that_the_tokenizer_cannot_read(task: str, tmp_path: Path) -> None:
+def test_prompt_that_the_tokenizer_cannot_encode_is_refused(task: str, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot encode '€' in '€"):
         run_task(tmp_path / task, task, environment={**DIGITS, "prefix": "€"})
 
 
 @pytest.mark.parametrize("task", ["rl", "evaluate"])
-def test_an_empty_prompt(task: str, tmp_path: Path) -> None:
+def test_empty_prompts_fail_the_stage(task: str, tmp_path: Path) -> None:
     environment = {"id": "factory", "factory": "task_environments:Silent"}
     with pytest.raises(WorkFailedError, match=r"scored no .*: the prompt has no tokens"):
         run_task(tmp_path / task, task, environment=environment)
 
 
-def test_through_the_worker_it_is_a_wrong_request(tmp_path: Path) -> None:
-    """Exit code 2 and the place, in the verdict that outlives the process."""
-    data = with_second_row(written(tmp_path / "data", "1", "1"), lambda row: row.pop("score"))
+def test_worker_exits_with_code_2_on_bad_input(tmp_path: Path) -> None:
+    """The stored result also has exit code 2 and the cause."""
+    data = with_second_row(write_traces(tmp_path / "data", "1", "1"), lambda row: row.pop("score"))
     bundle = tmp_path / "bundle"
     freeze(make_job("sft", inputs={"data": data}), {"data": data}, bundle)
     script = "import sys; from perilune.cli.main import main; sys.exit(main())"
@@ -132,9 +134,9 @@ def test_through_the_worker_it_is_a_wrong_request(tmp_path: Path) -> None:
     assert (verdict["exit_code"], verdict["cause"]) == (2, "request_error")
 
 
-def test_a_staged_model_that_is_damaged(tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     first = run_task(
-        tmp_path / "sft", "sft", inputs={"data": written(tmp_path / "data", *string.digits)}, steps=1
+        tmp_path / "sft", "sft", inputs={"data": write_traces(tmp_path / "data", *string.digits)}, steps=1
     )
     folder = shutil.copytree(first / "artifacts" / "checkpoints" / "final", tmp_path / "copy")
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])

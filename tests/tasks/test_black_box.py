@@ -1,4 +1,4 @@
-"""Somebody else's program as a stage: at one commit, in an environment of its own, its files untouched."""
+"""External programs as stages: fixed commit, separate environment, and unmodified sources."""
 
 import json
 import subprocess
@@ -75,7 +75,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
     opened.store.close()
 
 
-def carried_out(control: Control, folder: Path, text: str) -> StageFinished | StageFailed:
+def run_recipe(control: Control, folder: Path, text: str) -> StageFinished | StageFailed:
     (folder / "recipe.yaml").write_text(text)
     recipe = load_recipe(folder / "recipe.yaml")
     *_, last = advance(control, open_experiment(control, recipe), stage_plans(recipe))
@@ -83,13 +83,13 @@ def carried_out(control: Control, folder: Path, text: str) -> StageFinished | St
     return last
 
 
-def test_one_commit_is_run_and_what_it_left_is_untouched(
+def test_black_box_runs_the_given_commit_and_keeps_its_outputs(
     control: Control, repository: Path, tmp_path: Path
 ) -> None:
     commit = git(repository, "rev-parse", "HEAD")
     (repository / "program.py").write_text("raise SystemExit(1)")
     git(repository, "commit", "--quiet", "-am", "a later one")
-    last = carried_out(control, tmp_path, RECIPE.format(source="theirs", commit=f"commit: {commit}"))
+    last = run_recipe(control, tmp_path, RECIPE.format(source="theirs", commit=f"commit: {commit}"))
     assert isinstance(last, StageFinished)
     assert last.summary["score"] == 7 and last.summary["commit"] == commit
     run = control.run(last.run_id)
@@ -108,18 +108,18 @@ def test_one_commit_is_run_and_what_it_left_is_untouched(
     assert not (bundle / "inputs" / "source" / ".git").exists()
 
 
-def test_a_program_that_fails_fails_its_stage(control: Control, tmp_path: Path) -> None:
+def test_failing_program_fails_its_stage(control: Control, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "program.py").write_text("import sys; print('no luck'); sys.exit(3)")
-    last = carried_out(control, tmp_path, RECIPE.format(source="plain", commit=""))
+    last = run_recipe(control, tmp_path, RECIPE.format(source="plain", commit=""))
     assert isinstance(last, StageFailed)
     assert "the program exited with 3" in last.message
     (tmp_path / "plain" / "program.py").write_text("print('nothing is made')")
-    last = carried_out(control, tmp_path, RECIPE.format(source="plain", commit=""))
+    last = run_recipe(control, tmp_path, RECIPE.format(source="plain", commit=""))
     assert isinstance(last, StageFailed) and "no file of the program matches 'made/**/*.txt'" in last.message
 
 
-def test_a_repository_is_run_clean_and_at_a_whole_commit_or_not_at_all(
+def test_fetch_source_requires_a_clean_repository_and_full_commit(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -140,7 +140,7 @@ def test_a_repository_is_run_clean_and_at_a_whole_commit_or_not_at_all(
         fetch_source("--upload-pack=id", commit)
 
 
-def test_a_repository_with_submodules_is_refused(
+def test_repository_with_submodules_is_refused(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -151,7 +151,7 @@ def test_a_repository_with_submodules_is_refused(
         fetch_source(str(repository), git(repository, "rev-parse", "HEAD"))
 
 
-def test_requirements_are_exact(tmp_path: Path) -> None:
+def test_requirements_must_be_pinned(tmp_path: Path) -> None:
     check_pinned(["six==1.17.0", "torch==2.13.0 ; sys_platform == 'linux'"])
     for loose in ("six", "six>=1", "six==1.*", "six @ https://example.org/six.whl", "not a requirement"):
         with pytest.raises(RequestError):
@@ -165,7 +165,7 @@ def test_requirements_are_exact(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_what_it_needs_is_installed_beside_us(control: Control, tmp_path: Path) -> None:
+def test_requirements_are_installed_in_a_separate_environment(control: Control, tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "lock.txt").write_text("six==1.17.0\n")
     (tmp_path / "plain" / "program.py").write_text("import six, sys; print(six.__version__, sys.prefix)")
@@ -173,7 +173,7 @@ def test_what_it_needs_is_installed_beside_us(control: Control, tmp_path: Path) 
         'outputs: ["made/**/*.txt"]', ""
     )
     text = text[: text.index("    figures")]
-    last = carried_out(control, tmp_path, text)
+    last = run_recipe(control, tmp_path, text)
     assert isinstance(last, StageFinished), last
     bundle = control.directory(control.run(last.run_id))
     assert (
@@ -184,7 +184,7 @@ def test_what_it_needs_is_installed_beside_us(control: Control, tmp_path: Path) 
     assert "six==1.17.0" in told["packages"] and len(told["record_digests"]["six"]) == 64
 
 
-def test_places_of_a_command_are_known() -> None:
+def test_unknown_command_placeholder_is_refused() -> None:
     with pytest.raises(ValueError, match="is none of"):
         BlackBoxSpec(source=".", command=("python", "{sed}"))
     BlackBoxSpec(source=".", command=("python", "{seed}", "{{literal}}"))

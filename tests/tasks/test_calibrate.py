@@ -1,4 +1,4 @@
-"""Calibration: are values of prefixes in the order that play gives them?"""
+"""Calibration: rank agreement of prefix values with the pass rates of continuations."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ STATED = {"id": "factory", "factory": "process_environments:Stated"}
 
 
 def answers(noise: float, sign: float = 1.0, tasks: int = 40, played: int = 16) -> list[CalibratedAnswer]:
-    """Answers whose prefixes are worth something, and values that are that with `noise`."""
+    """Answers with known prefix values, observed with `noise` and multiplied by `sign`."""
     rng = np.random.default_rng(0)
     made = []
     for task in range(tasks):
@@ -29,7 +29,7 @@ def answers(noise: float, sign: float = 1.0, tasks: int = 40, played: int = 16) 
     return made
 
 
-def test_good_values_reach_the_ceiling_and_others_do_not() -> None:
+def test_accurate_values_reach_the_correlation_ceiling() -> None:
     good, noisy, none, turned = (
         calibration_summary(answers(noise, sign), 0)["differences"]
         for noise, sign in ((0.0, 1.0), (0.5, 1.0), (50.0, 1.0), (0.0, -1.0))
@@ -41,7 +41,7 @@ def test_good_values_reach_the_ceiling_and_others_do_not() -> None:
     assert turned["spearman"]["high"] < -0.8
 
 
-def test_the_noise_of_play_is_told() -> None:
+def test_summary_reports_the_standard_error_of_continuations() -> None:
     """K continuations give a standard error of at most 0.5 / sqrt(K) (0.167 for 9)."""
     even = [CalibratedAnswer("t", np.zeros(2), np.array([[0.0, 1.0] * 8] * 2))]
     assert calibration_summary(even, 0)["standard_error"] == pytest.approx(0.5 / 4)
@@ -50,7 +50,7 @@ def test_the_noise_of_play_is_told() -> None:
     assert calibration_summary(answers(0, played=2), 0)["values"]["ceiling"] < nine["values"]["ceiling"] < 1
 
 
-def test_by_place_and_by_tenths() -> None:
+def test_summary_reports_positions_and_reliability_bins() -> None:
     found = calibration_summary(answers(0.0), 0)
     assert [one["count"] for one in found["by_place"]] == [80] * 4
     assert all(one["spearman"] > 0.8 for one in found["by_place"])
@@ -61,7 +61,7 @@ def test_by_place_and_by_tenths() -> None:
     assert all(abs(part["value"] - part["played"]) < 0.15 for part in found["reliability"])
 
 
-def test_what_is_said() -> None:
+def test_description_warns_about_untrustworthy_values() -> None:
     summaries = [calibration_summary(answers(0, sign), 0) for sign in (1.0, -1.0)]
     trusted, not_trusted = map(describe_calibration, summaries)
     assert not any("do not train on these" in line for line in trusted)
@@ -71,7 +71,7 @@ def test_what_is_said() -> None:
     assert "do not train on these" in describe_calibration(calibration_summary(single, 0))[-1]
 
 
-def test_a_stage(tmp_path) -> None:
+def test_calibrate_stage_writes_summary_episodes_and_metrics(tmp_path) -> None:
     made = run_task(tmp_path / "b", "calibrate", environment=STATED)
     found = summary(made)
     assert found["kind"] == "calibration"
@@ -80,12 +80,12 @@ def test_a_stage(tmp_path) -> None:
     assert [set(line) >= {"step", "spearman_values"} for line in metrics(made)] == [True]
 
 
-def test_an_environment_without_answers(tmp_path) -> None:
+def test_environment_without_reference_answers_is_refused(tmp_path) -> None:
     with pytest.raises(RequestError, match="states no right answer"):
         run_task(tmp_path / "b", "calibrate")
 
 
-def test_the_plan_and_what_is_refused() -> None:
+def test_plan_counts_answers_and_spec_requires_answer_values() -> None:
     plan = load_plugin("calibrate").plan(make_job("calibrate", environment=SUMS))
     assert plan["answers"] == "3 held-out tasks x 2 = 6"
     for process in ("montecarlo", None):

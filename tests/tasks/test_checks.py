@@ -1,4 +1,4 @@
-"""The checks of an rl stage by themselves: what they must let pass, and what they tell apart."""
+"""Unit tests of the checks of an rl stage: valid cases they accept and faults they name."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ MIXTRAL = TINY.replace(architecture="mixtral", experts=Experts(8, 2, TINY.interm
 
 
 @pytest.mark.parametrize("config", [LATENT, LINEAR, MIXTRAL], ids=lambda one: one.architecture)
-def test_a_model_of_a_family_is_scaled_down_for_the_gradient_check(config: DecoderConfig) -> None:
+def test_scaled_down_model_keeps_its_family(config: DecoderConfig) -> None:
     small = _scaled_down(config)
     assert (small.architecture, small.num_layers) == (config.architecture, config.num_layers)
     assert DecoderConfig.from_hf(small.to_hf()) == small
@@ -41,7 +41,7 @@ def test_a_model_of_a_family_is_scaled_down_for_the_gradient_check(config: Decod
 
 
 class Repeating(Digits):
-    """Has every task several times: the same after ten, and every fifth twice in a row."""
+    """Repeats tasks: the cycle has ten tasks, and every fifth task comes twice in a row."""
 
     def tasks(self, split: Any, seed: int) -> Any:
         few = [task for task, _ in zip(super().tasks(split, seed), range(10), strict=False)]
@@ -74,32 +74,32 @@ def groups_of(tasks: list[str]) -> list[tuple[Episode, ...]]:
     ]
 
 
-def checked(environment: Digits, ids: list[str], taken: int = 0, size: int = 7) -> None:
+def check_epochs(environment: Digits, ids: list[str], taken: int = 0, size: int = 7) -> None:
     checker = EpochChecker(environment, 1, taken)
     for start in range(taken, len(ids), size):
         checker.check(groups_of(ids[start : start + size]), start)
 
 
-def test_an_environment_may_have_a_task_several_times() -> None:
+def test_epoch_checker_allows_environments_with_repeated_tasks() -> None:
     environment = Repeating({**DIGITS})
     stream = environment.tasks("train", 1)
     ids = [next(stream).task_id for _ in range(100)]
-    checked(environment, ids)
+    check_epochs(environment, ids)
     with pytest.raises(WorkFailedError, match="repeats within its epoch"):
-        checked(environment, [*ids[:50], ids[50], *ids[50:]])
+        check_epochs(environment, [*ids[:50], ids[50], *ids[50:]])
 
 
 @pytest.mark.parametrize("taken", [0, 3, 12, 15, 40])
-def test_every_epoch_may_have_every_task_once(taken: int) -> None:
+def test_epoch_checker_allows_each_task_once_per_epoch(taken: int) -> None:
     environment = Digits({**DIGITS, "limit": 16})
     own = [task.task_id for task in environment.tasks("train", 1)]
     random = np.random.default_rng(0)
     ids = [*own, *(one for _ in range(4) for one in random.permutation(own).tolist())]
-    checked(environment, ids, taken)
+    check_epochs(environment, ids, taken)
     twice = [*ids]
     twice[-1] = ids[-2]
     with pytest.raises(WorkFailedError, match="repeats within its epoch"):
-        checked(environment, twice, taken)
+        check_epochs(environment, twice, taken)
 
 
 def learner() -> Learner:
@@ -121,7 +121,7 @@ def update(learner: Learner, checker: OptimizerChecker, lr: float, size: float) 
         learner.optim_step(lr)
 
 
-def test_right_updates_pass_whatever_the_size_of_the_gradient() -> None:
+def test_optimizer_checker_accepts_gradients_of_any_size() -> None:
     one = learner()
     checker = OptimizerChecker(one, SETTINGS)
     for step, size in enumerate([1.0, 1e-3, 1e-8, 1e-20, 0.0, 1e3, 1e-12, 1.0]):
@@ -129,7 +129,7 @@ def test_right_updates_pass_whatever_the_size_of_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("what", ["weights", "first moments", "second moments"])
-def test_what_changes_between_updates_is_named(what: str) -> None:
+def test_optimizer_checker_names_state_changed_between_updates(what: str) -> None:
     one = learner()
     checker = OptimizerChecker(one, SETTINGS)
     update(one, checker, 0.01, 1.0)
@@ -144,7 +144,7 @@ def test_what_changes_between_updates_is_named(what: str) -> None:
         update(one, checker, 0.01, 1.0)
 
 
-def test_a_slow_reward_is_not_audited(
+def test_slow_reward_is_not_audited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from task_cases import make_bundle, make_job
@@ -159,8 +159,8 @@ def test_a_slow_reward_is_not_audited(
     assert "the reward was not audited, because scoring an answer takes" in capsys.readouterr().out
 
 
-def test_a_reward_is_audited_once(tmp_path: Path) -> None:
-    """An attempt that goes on with another's artifacts has its audit, and one without makes its own."""
+def test_reward_audit_is_reused_by_later_attempts(tmp_path: Path) -> None:
+    """An attempt that restores artifacts keeps the audit of the earlier attempt."""
     from task_cases import make_bundle, make_job
 
     from perilune.bundle.workspace import Workspace

@@ -1,4 +1,4 @@
-"""A run whose reward collapses is pointed out, by a stated rule; a healthy one is not."""
+"""The collapse watch: an alarm for runs whose reward collapses, and none for healthy runs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +14,8 @@ from perilune.tasks.checks.collapse import CollapseWatch
 GROUPS, SAMPLES = 32, 8
 
 
-def climb(chance: Callable[[int], float], steps: int, seed: int) -> tuple[CollapseWatch, list[str]]:
-    """What the watch says of steps whose tasks have pass rates around `chance(step)`."""
+def observe_steps(chance: Callable[[int], float], steps: int, seed: int) -> tuple[CollapseWatch, list[str]]:
+    """The messages of a watch over steps whose tasks have pass rates around `chance(step)`."""
     random = np.random.default_rng(seed)
     watch, said = CollapseWatch(), []
     for step in range(1, steps + 1):
@@ -26,8 +26,8 @@ def climb(chance: Callable[[int], float], steps: int, seed: int) -> tuple[Collap
     return watch, [one for one in said if one]
 
 
-def test_a_reward_that_falls_by_half_is_noticed() -> None:
-    found = [climb(lambda step: 0.12 if step < 40 else 0.05, 140, seed) for seed in range(10)]
+def test_halved_reward_raises_one_collapse_alarm() -> None:
+    found = [observe_steps(lambda step: 0.12 if step < 40 else 0.05, 140, seed) for seed in range(10)]
     assert all(watch.alarm and watch.since and watch.since >= 40 for watch, _ in found)
     assert all(len(said) == 1 and "the reward collapsed: 0.0" in said[0] for _, said in found)
 
@@ -37,19 +37,21 @@ def test_a_reward_that_falls_by_half_is_noticed() -> None:
     [lambda step: 0.05, lambda step: 0.3, lambda step: min(0.1 + step / 200, 0.95), lambda step: 0.97],
     ids=["low", "flat", "rising", "solved"],
 )
-def test_healthy_runs_are_left_alone(chance: Callable[[int], float]) -> None:
-    assert [said for seed in range(20) for said in climb(chance, 250, seed)[1]] == []
+def test_healthy_runs_raise_no_collapse_alarm(chance: Callable[[int], float]) -> None:
+    assert [said for seed in range(20) for said in observe_steps(chance, 250, seed)[1]] == []
 
 
-def test_it_says_it_once_and_again_when_the_reward_is_back() -> None:
-    """The reward wavers around the line for long: that is one collapse."""
-    watch, said = climb(lambda step: 0.4 if step < 40 or step > 160 else 0.24 - 0.02 * (step % 3), 220, 1)
+def test_watch_reports_one_collapse_and_one_recovery() -> None:
+    """A reward that fluctuates around the threshold counts as a single collapse."""
+    watch, said = observe_steps(
+        lambda step: 0.4 if step < 40 or step > 160 else 0.24 - 0.02 * (step % 3), 220, 1
+    )
     assert len(said) == 2 and "collapsed" in said[0] and "recovered" in said[1]
     assert not watch.alarm and watch.since is not None
 
 
-def test_when_groups_die_less_evidence_is_enough() -> None:
-    """The same rewards, with groups that go on to differ and with groups that die."""
+def test_dead_groups_lower_the_evidence_needed_for_an_alarm() -> None:
+    """The same rewards raise the alarm only if most groups are dead."""
     random = np.random.default_rng(0)
     rewards = [0.12 if step < 30 else 0.06 for step in range(60)] + random.normal(0, 0.04, 60)
     seen = []
@@ -61,10 +63,10 @@ def test_when_groups_die_less_evidence_is_enough() -> None:
     assert seen == [False, True]
 
 
-def test_a_run_that_collapses_says_so(
+def test_rl_run_warns_about_its_collapse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perilune.tasks.checks.preflight.LONG", 100)  # no bandit and no audit, to save time
+    monkeypatch.setattr("perilune.tasks.checks.preflight.LONG", 100)  # skips bandit and audit to save time
     environment = {**DIGITS, "factory": "task_environments:Fades"}
     options: dict[str, Any] = {"steps": 30, "prompts": 2, "save_every": 50, "lr": 1e-6}
     bundle = run_task(tmp_path / "rl", "rl", environment=environment, **options)

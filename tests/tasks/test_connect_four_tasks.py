@@ -1,4 +1,4 @@
-"""connect_four and its judge as stages: a kill changes nothing, and the judge is the same twice."""
+"""The connect_four and connect_four_judge stages: exact resume, determinism, and recipes."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_task(tmp_path_factory.mktemp("four") / "b", "connect_four")
 
 
-def test_a_kill_between_steps_changes_nothing(
+def test_killed_connect_four_stage_resumes_exactly(
     played: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     advance = Trainer.advance
@@ -53,7 +53,7 @@ def test_a_kill_between_steps_changes_nothing(
 
 
 @pytest.mark.thorough
-def test_the_judge_says_the_same_twice(played: Path, tmp_path: Path) -> None:
+def test_connect_four_judge_is_deterministic(played: Path, tmp_path: Path) -> None:
     first, second = (
         run_task(tmp_path / name, "connect_four_judge", inputs={"player": played / FINAL}) for name in "ab"
     )
@@ -78,13 +78,13 @@ STAGES = [
 ]
 
 
-def test_a_recipe_of_it_needs_no_model(tmp_path: Path) -> None:
+def test_connect_four_recipe_needs_no_model(tmp_path: Path) -> None:
     found = load_recipe(recipe(tmp_path, stages=STAGES))
     assert found.model is None
     assert [stage["name"] for stage in derive(found)] == ["player", "judged"]
 
 
-def test_others_in_it_do(tmp_path: Path) -> None:
+def test_other_stages_beside_connect_four_need_a_model(tmp_path: Path) -> None:
     sft = {"name": "traces", "task": "collect", "teacher": "gold", "traces": 4}
     with pytest.raises(RequestError, match="model is missing"):
         load_recipe(recipe(tmp_path, stages=[*STAGES, sft]))

@@ -1,5 +1,4 @@
-"""Everything that can go wrong in an episode, each kind in a whole climb: contained, counted, shown, and by
-the recipe's policy a reason to stop."""
+"""Every kind of episode failure in an rl run: contained, counted and recorded, or a stop by the policy."""
 
 import json
 from pathlib import Path
@@ -37,22 +36,22 @@ CONTAINED = {
 
 
 @pytest.fixture(scope="module")
-def climb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One step over a task of each kind."""
-    root = tmp_path_factory.mktemp("climb")
+def faulty_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step over a task of each kind."""
+    root = tmp_path_factory.mktemp("faulty_run")
     options = {"steps": 1, "prompts": len(KINDS), "samples": 2, "max_tokens": 6}
     return run_task(root / "rl", "rl", environment=MISCHIEF, seed=5, **options)
 
 
-def rows_of(climb: Path, kind: str) -> pd.DataFrame:
-    rows = episodes(climb)
+def rows_of(faulty_run: Path, kind: str) -> pd.DataFrame:
+    rows = episodes(faulty_run)
     numbers = [int(messages[0]["content"].rstrip("=")) for messages in rows["messages"]]
     return rows[[KINDS[number % len(KINDS)] == kind for number in numbers]]
 
 
 @pytest.mark.parametrize("kind", FAILS)
-def test_what_fails_is_recorded_with_its_boundary_and_has_no_reward(climb: Path, kind: str) -> None:
-    rows = rows_of(climb, kind)
+def test_failed_episodes_record_their_boundary_and_have_no_reward(faulty_run: Path, kind: str) -> None:
+    rows = rows_of(faulty_run, kind)
     assert len(rows) == 2
     assert rows["failure"].str.startswith(FAILS[kind]).all(), list(rows["failure"])
     assert rows["reward"].isna().all()
@@ -60,17 +59,17 @@ def test_what_fails_is_recorded_with_its_boundary_and_has_no_reward(climb: Path,
 
 
 @pytest.mark.parametrize("kind", ["well", "prints garbage", *CODE])
-def test_what_is_contained_is_an_episode_like_others(climb: Path, kind: str) -> None:
-    rows = rows_of(climb, kind)
+def test_contained_faults_give_ordinary_episodes(faulty_run: Path, kind: str) -> None:
+    rows = rows_of(faulty_run, kind)
     assert len(rows) == 2 and (rows["failure"] == "").all() and rows["reward"].notna().all()
     figures = [figures_of(pairs) for pairs in rows["metrics"]]
     if kind in CONTAINED:
         assert all(one[CONTAINED[kind]] == 1.0 for one in figures)
 
 
-def test_all_of_it_is_counted_and_the_run_goes_on(climb: Path) -> None:
-    (line,) = metrics(climb)
-    assert line["failures"] == summary(climb)["failures"] == 2 * len(FAILS)
+def test_run_counts_failures_and_continues(faulty_run: Path) -> None:
+    (line,) = metrics(faulty_run)
+    assert line["failures"] == summary(faulty_run)["failures"] == 2 * len(FAILS)
     assert line["failures/sandbox"] == 2 and line["failures/environment"] == 2 * len(FAILS) - 2
     counted = {name: count for name, count in line.items() if name.startswith("contained/")}
     assert counted == {"contained/memory": 2, "contained/output": 2, "contained/timeout": 4}
@@ -88,14 +87,16 @@ def test_all_of_it_is_counted_and_the_run_goes_on(climb: Path) -> None:
         (["raises"], {}, "scored no episode; the first failure: environment: ValueError: no idea"),
     ],
 )
-def test_or_the_recipe_says_that_it_stops(tmp_path: Path, kinds: list[str], policy: dict, said: str) -> None:
+def test_failure_policy_stops_the_run(tmp_path: Path, kinds: list[str], policy: dict, said: str) -> None:
     environment = {**MISCHIEF, "kinds": kinds, "episodes": policy}
     with pytest.raises(WorkFailedError, match=said):
         run_task(tmp_path / "rl", "rl", environment=environment, steps=1, prompts=2, samples=2, max_tokens=4)
 
 
 @pytest.mark.parametrize("policy", ["stop", "drop"])
-def test_rows_that_are_malformed(tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_rows_stop_or_are_dropped(
+    tmp_path: Path, policy: str, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(60)]
     lines = [*map(json.dumps, rows[:30]), "{]", json.dumps({"answer": "1"}), *map(json.dumps, rows[30:])]
     (tmp_path / "sums.jsonl").write_text("\n".join(lines) + "\n")
@@ -109,14 +110,14 @@ def test_rows_that_are_malformed(tmp_path: Path, policy: str, caplog: pytest.Log
     assert "left out 2 invalid rows of 62; the first: " in caplog.text
 
 
-def test_a_record_that_is_malformed_is_named(tmp_path: Path) -> None:
+def test_malformed_record_is_named(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text('{"messages": []}\n')
     with pytest.raises(RequestError, match=r"data:1: column 'messages' is not a list of messages"):
         run_task(tmp_path / "sft", "sft", inputs={"data": tmp_path / "records.jsonl"})
 
 
-def test_tools_in_small(tmp_path: Path) -> None:
-    """The bundled recipe's stages, one after the other."""
+def test_bundled_tools_recipe_runs_with_small_settings(tmp_path: Path) -> None:
+    """The first stages of the bundled recipe in order."""
     recipe = load_recipe(bundled_recipe("tools"))
     assert [stage.task for stage in recipe.stages] == ["collect", "sft", "evaluate", "rl", "evaluate"]
     environment = recipe.environment
@@ -127,7 +128,7 @@ def test_tools_in_small(tmp_path: Path) -> None:
     sft = run_task(tmp_path / "sft", "sft", inputs={"data": traces}, environment=environment, **few)
     checkpoint = {"checkpoint": sft / "artifacts" / "checkpoints" / "final"}
     small = {"steps": 1, "prompts": 2, "samples": 2, "max_tokens": 40}
-    climbed = run_task(tmp_path / "rl", "rl", inputs=checkpoint, environment=environment, **small)
-    assert metrics(climbed)[0]["failures"] == 0
-    rows = episodes(climbed)
+    trained = run_task(tmp_path / "rl", "rl", inputs=checkpoint, environment=environment, **small)
+    assert metrics(trained)[0]["failures"] == 0
+    rows = episodes(trained)
     assert all(messages[1]["role"] == "assistant" for messages in rows["messages"])

@@ -1,4 +1,4 @@
-"""Continuous rollouts give the episodes of a batch, in any order and after any interruption."""
+"""Continuous rollouts give the same episodes as batch rollouts, in any order and after interruptions."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ TASKS = list(islice(Talk(TALK).tasks("train", 0), 6))
 
 
 def mixture(seed: int = 0) -> Engine:
-    """An engine that records routes, which are a part of its episodes."""
+    """A mixture-of-experts engine that records routes."""
     config = engine_of(TOKENIZER)._config.replace(architecture="qwen3_moe", experts=Experts(4, 2, 32))
     decoder = Decoder(config)
     decoder.initialize(seed)
@@ -38,7 +38,7 @@ def mixture(seed: int = 0) -> Engine:
 
 
 class Session:
-    """Continuous rollouts of an engine, and the groups that they finished."""
+    """Continuous rollouts of an engine, and their finished groups."""
 
     def __init__(self, engine: Engine, scorer: Scorer, section: dict[str, Any] = TALK) -> None:
         self.engine = engine
@@ -64,7 +64,7 @@ class Session:
 
 @pytest.fixture
 def start() -> Iterator[Callable[[], Session]]:
-    """Starts sessions, each with environment processes of its own."""
+    """Returns a function that starts a session with separate environment processes."""
     with ExitStack() as stack:
         yield lambda: Session(mixture(), stack.enter_context(Scorer(TALK, workers=2)))
 
@@ -83,7 +83,7 @@ def version_runs_of(episode: Episode) -> VersionRuns:
     return version_runs
 
 
-def test_an_episode_is_that_of_a_batch(start: Callable[[], Session]) -> None:
+def test_continuous_rollouts_equal_batch_rollouts(start: Callable[[], Session]) -> None:
     session = start()
     session.admit(0, 3, 1)
     session.until(lambda: len(session.finished) >= 1)
@@ -93,12 +93,12 @@ def test_an_episode_is_that_of_a_batch(start: Callable[[], Session]) -> None:
     for one in (episode for group in groups for episode in group):
         assert one.routed_experts is not None
         missing = missing_rows(one.routed_experts)
-        # Only rows of tokens that no turn continued.
+        # Rows may be missing only after the last sampled token.
         assert not missing[: len(one.prompt_ids) + int(np.flatnonzero(one.loss_mask)[-1])].any()
 
 
-def swapped(start: Callable[[], Session], after: int) -> Session:
-    """A session whose engine gets other weights after `after` sampled tokens."""
+def session_with_swapped_weights(start: Callable[[], Session], after: int) -> Session:
+    """A session whose engine gets other weights after `after` engine steps."""
     session = start()
     session.admit(*range(6))
     session.until(lambda: session.engine.counters.steps >= after)
@@ -106,8 +106,8 @@ def swapped(start: Callable[[], Session], after: int) -> Session:
     return session
 
 
-def test_the_versions_of_its_tokens_determine_an_episode(start: Callable[[], Session]) -> None:
-    first = swapped(start, 5).all(6)
+def test_episodes_are_reproducible_from_their_token_versions(start: Callable[[], Session]) -> None:
+    first = session_with_swapped_weights(start, 5).all(6)
     versions = {tuple(v for v, _ in version_runs_of(one)) for group in first for one in group}
     assert (0, 1) in versions  # weights changed within an episode
     mixed = [one for group in first for one in group if len(version_runs_of(one)) > 1]
@@ -122,13 +122,13 @@ def test_the_versions_of_its_tokens_determine_an_episode(start: Callable[[], Ses
 
 
 def stored(samples: list[list[TurnTokens]]) -> list[list[TurnTokens]]:
-    """The turns of a group after a checkpoint."""
+    """The turns of a group after a JSON round trip, as in a checkpoint."""
     document = json.loads(json.dumps([[turn.to_json() for turn in turns] for turns in samples]))
     return [[TurnTokens.from_json(turn) for turn in turns] for turns in document]
 
 
 @pytest.mark.parametrize("steps", [2, 9, 30])
-def test_an_interrupted_episode_continues(start: Callable[[], Session], steps: int) -> None:
+def test_interrupted_episodes_continue_exactly(start: Callable[[], Session], steps: int) -> None:
     session = start()
     session.admit(*range(6))
     session.until(lambda: session.engine.counters.steps >= steps)
@@ -142,7 +142,7 @@ def test_an_interrupted_episode_continues(start: Callable[[], Session], steps: i
     assert same(other.all(6), play({}, engine=mixture()))
 
 
-def test_an_error_of_a_session_reaches_the_caller(start: Callable[[], Session]) -> None:
+def test_error_of_a_session_reaches_the_caller(start: Callable[[], Session]) -> None:
     session = start()
     lane = session.rollouts._lanes[0]
     lane._work.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
@@ -150,8 +150,8 @@ def test_an_error_of_a_session_reaches_the_caller(start: Callable[[], Session]) 
         session.rollouts.advance()
 
 
-def test_groups_wait_until_the_cache_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else turns evict each other's context. The episodes are the same."""
+def test_groups_wait_for_room_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting, turns evict each other's cached context. The episodes stay the same."""
     long = {**TALK, "turns": 8}
 
     def computed(cache_tokens: int) -> tuple[Groups, int]:
@@ -170,7 +170,7 @@ def test_groups_wait_until_the_cache_has_room(monkeypatch: pytest.MonkeyPatch) -
     assert same(groups, patient) and same(groups, hasty)
 
 
-def test_an_episode_with_sub_agents_fails_alone() -> None:
+def test_episodes_with_sub_agents_fail_and_others_continue() -> None:
     team = {"id": "factory", "factory": "task_environments:Team", "episodes": {"max_failures": 1.0}}
     with Scorer(team) as scorer:
         session = Session(engine_of(TOKENIZER), scorer, team)
@@ -178,4 +178,4 @@ def test_an_episode_with_sub_agents_fails_alone() -> None:
         episodes = [one for group in session.all(2) for one in group]
     failed = [one for one in episodes if one.failure]
     assert failed and all("cannot sample sub-agents yet" in one.failure for one in failed)
-    assert all(one.truncated for one in episodes if not one.failure)  # in its first turn
+    assert all(one.truncated for one in episodes if not one.failure)  # truncated in the first turn

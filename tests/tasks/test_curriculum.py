@@ -1,4 +1,4 @@
-"""A curriculum by pass rate: which tasks are drawn, with which probability, and for which objective."""
+"""Curriculum by pass rate: inclusion probabilities, draws, and importance weights."""
 
 import itertools
 import signal
@@ -44,7 +44,7 @@ def pool(size: int = 12) -> list[Task]:
     return [Task(str(n), ({"role": "user", "content": str(n)},), {}, difficulty=n % 3) for n in range(size)]
 
 
-def test_probabilities_are_proportional_and_at_most_one() -> None:
+def test_inclusion_probabilities_are_proportional_and_at_most_one() -> None:
     assert inclusion_probabilities(np.array([1.0, 1, 2]), 2).tolist() == [0.5, 0.5, 1.0]
     # 3 * 8/10 is above 1, so that task is certain and the others share the two left.
     assert inclusion_probabilities(np.array([8.0, 1, 1]), 2).tolist() == [1.0, 0.5, 0.5]
@@ -52,8 +52,8 @@ def test_probabilities_are_proportional_and_at_most_one() -> None:
     assert inclusion_probabilities(np.ones(3), 3).tolist() == [1.0, 1.0, 1.0]
 
 
-def test_each_task_is_drawn_with_its_probability() -> None:
-    """Over an even grid of starts, the share of draws that include a task is its probability."""
+def test_systematic_sample_draws_each_task_with_its_probability() -> None:
+    """Over an even grid of start values, the share of draws with a task equals its probability."""
     probabilities = inclusion_probabilities(np.array([0.1, 1.0, 0.4, 0.25, 0.9, 0.35]), 3)
     times = np.zeros(6)
     for start in (np.arange(5000) + 0.5) / 5000:
@@ -67,7 +67,7 @@ def curriculum(counts: dict[str, list[float]], **settings: Any) -> Curriculum:
     return Curriculum(CurriculumSettings(**settings), make_environment(ENDS), 0, counts)
 
 
-def test_tasks_of_middling_strata_are_likelier() -> None:
+def test_strata_with_medium_pass_rates_are_drawn_more_often() -> None:
     counts = {"digits 0": [0.0, 80.0], "digits 1": [40.0, 80.0], "digits 2": [80.0, 80.0]}
     drawn = curriculum(counts, candidates=3, floor=0.1).draw(pool(), 4, 1)
     by_level = {int(task.difficulty or 0): probability for task, probability in drawn}
@@ -83,8 +83,8 @@ def test_tasks_of_middling_strata_are_likelier() -> None:
     assert [probability for _, probability in uniform] == pytest.approx([1 / 3] * 4)
 
 
-def test_figures_of_the_uniform_objective_are_unbiased() -> None:
-    """The mean over draws of sum y / probability is the sum over the pool, whatever the counts say."""
+def test_importance_weighted_estimates_are_unbiased() -> None:
+    """The mean over draws of sum y / probability equals the sum over the pool, for any counts."""
     counts = {"digits 0": [1.0, 60.0], "digits 1": [30.0, 60.0]}
     tasks = pool()
     value = {task.task_id: float(n) ** 2 for n, task in enumerate(tasks)}
@@ -98,13 +98,13 @@ def test_figures_of_the_uniform_objective_are_unbiased() -> None:
     assert abs(np.mean(estimates) - sum(value.values())) < 4 * error
 
 
-def test_counts_decay_to_the_prior_and_are_forgotten(tmp_path: Path) -> None:
+def test_counts_decay_and_are_dropped(tmp_path: Path) -> None:
     counts = {"digits 0": [2.0, 4.0], "digits 7": [0.0, 0.01]}
     curriculum(counts, decay=0.5).observe({}, [])
     assert counts == {"digits 0": [1.0, 2.0]}
 
 
-def test_a_run_logs_the_probability_of_every_task(tmp_path: Path) -> None:
+def test_rl_logs_the_probability_of_every_task(tmp_path: Path) -> None:
     bundle = run_task(tmp_path, "rl", environment=ENDS, steps=6, curriculum={"candidates": 3})
     table = episodes(bundle)
     probabilities = [figures_of(row)[PROBABILITY] for row in table["metrics"]]
@@ -112,7 +112,7 @@ def test_a_run_logs_the_probability_of_every_task(tmp_path: Path) -> None:
     for _, group in table.groupby("group_id"):
         assert len({figures_of(row)[PROBABILITY] for row in group["metrics"]}) == 1
     lines = metrics(bundle)
-    # Before anything is known all tasks are equally likely, so the uniform figures are the plain ones.
+    # At first all tasks are equally likely, so the uniform figures equal the plain figures.
     assert probabilities[:16] == pytest.approx([1 / 3] * 16)
     assert lines[0]["uniform/reward"] == pytest.approx(lines[0]["reward"])
     assert lines[0]["uniform/ess"] == pytest.approx(1.0)
@@ -121,7 +121,7 @@ def test_a_run_logs_the_probability_of_every_task(tmp_path: Path) -> None:
 
 
 def test_importance_weights_restore_the_uniform_gradient(tmp_path: Path) -> None:
-    """With all tasks equally likely the weights are 1, and training is that of the plain curriculum."""
+    """With equally likely tasks all weights are 1, and training is unchanged."""
     uniform = {"floor": 1.0, "candidates": 2}
     plain = run_task(tmp_path / "a", "rl", environment=ENDS, curriculum=uniform)
     weighted = run_task(
@@ -142,8 +142,8 @@ def test_importance_weights_and_refills_exclude_each_other() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_the_same_draws(tmp_path: Path) -> None:
-    """A mixture of one and of several turns, with a curriculum: SIGKILL and resume, to the byte."""
+def test_killed_run_resumes_with_the_same_draws(tmp_path: Path) -> None:
+    """SIGKILL and resume on a mixture of single-turn and multi-turn tasks: equal to the byte."""
     options: dict[str, Any] = {
         "environment": MIXTURE, "steps": 12, "save_every": 3, "keep": {"optimizer": True},
         "curriculum": {"by": "environment"},

@@ -1,4 +1,4 @@
-"""The defaults of a stage that states none: by where the model comes from and its size, with the reason."""
+"""Default settings of stages: they depend on the origin and size of the model, and plans give the reason."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ LEARNERS = [name for name in plugin_names() if issubclass(load_plugin(name).spec
 
 
 def config_folder(path: Path, **shape: int) -> Path:
-    """A folder with a config.json alone, of the shape of SmolLM2-135M but for `shape`."""
+    """A folder with only a config.json: the shape of SmolLM2-135M changed by `shape`."""
     small = {"hidden_size": 576, "num_layers": 30, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
     tables = {"intermediate_size": 1536, "vocab_size": 49152, "max_position_embeddings": 8192}
     config = PRESETS["tiny"].replace(**{**small, **tables, **shape})
@@ -54,11 +54,11 @@ def jobs(tmp_path: Path, model: str, device: str = "auto") -> dict[str, dict[str
     return {stage.name: job_for(recipe, stage).spec for stage in recipe.stages}
 
 
-def test_every_task_that_learns_has_rates() -> None:
+def test_every_training_task_has_default_rates() -> None:
     assert sorted(RATES) == LEARNERS
 
 
-def test_a_new_model_gets_the_defaults_of_the_fields(tmp_path: Path) -> None:
+def test_new_model_gets_field_defaults(tmp_path: Path) -> None:
     specs = jobs(tmp_path, "{preset: tiny}")
     sft, rl = specs["sft"], specs["rl"]
     assert (sft["lr"], sft["warmup"], sft["batch_size"], sft["token_budget"]) == (3e-3, 20, 64, 4096)
@@ -66,7 +66,7 @@ def test_a_new_model_gets_the_defaults_of_the_fields(tmp_path: Path) -> None:
     assert rl["token_budget"] == 700 and specs["eval"]["max_tokens"] == 64
 
 
-def test_a_pretrained_model_gets_others_by_its_size(tmp_path: Path, folder: Path) -> None:
+def test_pretrained_model_gets_defaults_by_size(tmp_path: Path, folder: Path) -> None:
     specs = jobs(tmp_path, f"{{path: {folder}}}")
     sft, rl = specs["sft"], specs["rl"]
     assert (sft["lr"], sft["warmup"], sft["batch_size"]) == (2e-5, 5, 16)
@@ -77,20 +77,20 @@ def test_a_pretrained_model_gets_others_by_its_size(tmp_path: Path, folder: Path
     assert large["rl"]["lr"] == 1e-6 and large["sft"]["token_budget"] < sft["token_budget"]
 
 
-def test_a_gpu_gets_larger_forward_passes(tmp_path: Path, folder: Path) -> None:
+def test_gpu_gets_a_larger_token_budget(tmp_path: Path, folder: Path) -> None:
     on_cpu, on_gpu = (jobs(tmp_path, f"{{path: {folder}}}", device) for device in ("cpu", "cuda"))
     assert on_gpu["sft"]["token_budget"] >= 4 * on_cpu["sft"]["token_budget"]
-    assert on_gpu["rl"] == on_cpu["rl"]  # the recipe sets it there
+    assert on_gpu["rl"] == on_cpu["rl"]  # the recipe sets token_budget
     assert {**on_gpu["sft"], "token_budget": None} == {**on_cpu["sft"], "token_budget": None}
 
 
-def test_a_model_too_small_to_be_pretrained_counts_as_new(tmp_path: Path) -> None:
+def test_very_small_model_folder_counts_as_new(tmp_path: Path) -> None:
     save_policy(tmp_path / "m", new_model("tiny", Tokenizer.characters(), seed=0), Tokenizer.characters())
     assert jobs(tmp_path, f"{{path: {tmp_path / 'm'}}}") == jobs(tmp_path, "{preset: tiny}")
 
 
 @pytest.mark.parametrize("task", LEARNERS)
-def test_the_plan_says_the_rate_and_why(task: str, folder: Path) -> None:
+def test_plan_explains_the_learning_rate(task: str, folder: Path) -> None:
     def line(model: dict[str, str] | None = None, **options: Any) -> str:
         environment = DUEL if task == "selfplay" else DIGITS
         chosen = {} if model is None else {"model": model}
@@ -110,7 +110,7 @@ def test_the_plan_says_the_rate_and_why(task: str, folder: Path) -> None:
         assert "an adapter (LoRA) of a pretrained model of 135M parameters" in adapter
 
 
-def test_the_plan_says_the_other_defaults_and_what_was_set(folder: Path) -> None:
+def test_plan_explains_other_defaults_and_set_values(folder: Path) -> None:
     fields = {**OPTIONS["rl"], "kl": None, "max_tokens": None, "token_budget": None, "prompts": 4}
     model = {"path": str(folder)}
     kind = load_plugin("rl").spec
@@ -123,7 +123,9 @@ def test_the_plan_says_the_other_defaults_and_what_was_set(folder: Path) -> None
     assert "kl" not in load_plugin("rl").plan(make_job("rl"))  # nothing to explain for a new model
 
 
-def test_the_run_uses_it_and_logs_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_uses_and_logs_the_default_learning_rate(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     bundle = run_task(tmp_path / "b", "rl", lr=None, steps=3, warmup=2)
     assert [line["lr"] for line in metrics(bundle)] == [1e-4, 2e-4, 2e-4]
     logged = capfd.readouterr().out
@@ -133,7 +135,7 @@ def test_the_run_uses_it_and_logs_it(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("base", 3), ("medium", 10), ("large", 30)])
-def test_a_wider_preset_gets_a_lower_rate(preset: str, millions: int, tmp_path: Path) -> None:
+def test_wider_preset_gets_a_lower_learning_rate(preset: str, millions: int, tmp_path: Path) -> None:
     specs = jobs(tmp_path, f"{{preset: {preset}}}")
     width = PRESETS[preset].hidden_size
     assert specs["sft"]["lr"] == 3e-3 * 128 / width and specs["rl"]["lr"] == 2e-4 * 128 / width
@@ -144,7 +146,7 @@ def test_a_wider_preset_gets_a_lower_rate(preset: str, millions: int, tmp_path: 
     assert 0.9 < parameters / (millions * 1e6) < 1.2
 
 
-def test_a_preset_in_a_folder_is_new_whatever_its_size(tmp_path: Path) -> None:
+def test_folder_with_a_preset_config_counts_as_new(tmp_path: Path) -> None:
     config = PRESETS["large"].replace(vocab_size=777, eos_token_ids=(1,))
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(config.to_hf()))
@@ -152,7 +154,7 @@ def test_a_preset_in_a_folder_is_new_whatever_its_size(tmp_path: Path) -> None:
     assert preset_of(config) == "large" and preset_of(config.replace(num_layers=9)) is None
 
 
-def test_a_stage_is_planned_for_the_new_model_that_it_trains(tmp_path: Path) -> None:
+def test_stage_defaults_follow_the_new_model_stage_it_trains(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(
         RECIPE.replace("{MODEL}", "{preset: tiny}").replace(
             "data: traces", "checkpoint: larger, data: traces"

@@ -1,4 +1,4 @@
-"""distill, rejection_sampling and new_model as stages; prompts with a system message in front."""
+"""The distill, rejection_sampling and new_model stages, and prompts with a system message."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_task(tmp_path_factory.mktemp("larger") / "larger", "new_model")
 
 
-def test_a_new_model_has_its_own_shape(larger: Path) -> None:
+def test_new_model_stage_writes_the_preset_shape(larger: Path) -> None:
     decoder, _ = load_checkpoint(larger / "artifacts/checkpoints/final")
     assert decoder.config.hidden_size == 128
     assert summary(larger)["parameters"] == sum(p.numel() for p in decoder.parameters())
@@ -37,7 +37,7 @@ def test_a_new_model_has_its_own_shape(larger: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["reverse_kl", "gkd"])
-def test_a_student_comes_closer_to_a_larger_teacher(loss: str, larger: Path, tmp_path: Path) -> None:
+def test_distill_reduces_the_kl_to_a_larger_teacher(loss: str, larger: Path, tmp_path: Path) -> None:
     bundle = run_task(
         tmp_path / loss, "distill", loss=loss, teacher="larger", steps=8, lr=3e-3, samples=8,
         inputs={"teacher": larger / "artifacts/checkpoints/final"},
@@ -58,13 +58,13 @@ def test_a_student_comes_closer_to_a_larger_teacher(loss: str, larger: Path, tmp
     assert parts["behaviour"] + parts["composition"] == pytest.approx(parts["after"] - parts["before"])
 
 
-def test_a_student_that_teaches_itself_learns_nothing(tmp_path: Path) -> None:
+def test_self_distillation_has_zero_kl(tmp_path: Path) -> None:
     lines = metrics(run_task(tmp_path / "b", "distill", steps=1))
     assert lines[0]["reverse_kl"] == pytest.approx(0, abs=1e-6)
     assert lines[0]["overlap_ratio"] == 1.0
 
 
-def test_the_teacher_alone_sees_the_system_message(tmp_path: Path) -> None:
+def test_only_the_teacher_sees_the_system_message(tmp_path: Path) -> None:
     lines = metrics(run_task(tmp_path / "b", "distill", steps=1, system=HINT))
     assert lines[0]["reverse_kl"] != pytest.approx(0, abs=1e-4)
     import pandas as pd
@@ -73,7 +73,7 @@ def test_the_teacher_alone_sees_the_system_message(tmp_path: Path) -> None:
     assert not played.messages.map(lambda turns: any(turn["role"] == "system" for turn in turns)).any()
 
 
-def test_half_of_the_steps_may_be_on_given_traces(tmp_path: Path) -> None:
+def test_gkd_mixes_on_policy_and_trace_steps(tmp_path: Path) -> None:
     traces = run_task(tmp_path / "traces", "collect")
     bundle = run_task(
         tmp_path / "b", "distill", loss="gkd", data="traces", on_policy=0.5, steps=8, max_tokens=4,
@@ -95,12 +95,12 @@ def test_half_of_the_steps_may_be_on_given_traces(tmp_path: Path) -> None:
         {"task_reward": 1.0, "samples": 1},
     ],
 )
-def test_what_does_not_fit_together_is_refused(wrong: dict[str, object]) -> None:
+def test_inconsistent_distill_options_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match=r"need|can only train"):
         make_job("distill", **wrong)
 
 
-def test_a_task_reward_reaches_the_gradient(tmp_path: Path) -> None:
+def test_task_reward_changes_the_gradient(tmp_path: Path) -> None:
     plain, paid = (
         metrics(
             run_task(tmp_path / name, "distill", steps=1, task_reward=reward, samples=4, environment=ENDS)
@@ -111,14 +111,14 @@ def test_a_task_reward_reaches_the_gradient(tmp_path: Path) -> None:
     assert paid[0]["grad_norm"] > plain[0]["grad_norm"] + 1e-3
 
 
-def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
+def test_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.characters("0123456789=+ abc")
     save_checkpoint(tmp_path / "other", new_model("tiny", tokenizer, 0), tokenizer)
     with pytest.raises(RequestError, match="different vocabularies"):
         run_task(tmp_path / "b", "distill", teacher="x", inputs={"teacher": tmp_path / "other"})
 
 
-def test_a_teacher_never_judges_by_half_a_prompt() -> None:
+def test_teacher_prompts_are_never_truncated() -> None:
     from perilune.data.episode import Episode
 
     tokenizer = Tokenizer.characters()
@@ -137,7 +137,7 @@ def test_a_teacher_never_judges_by_half_a_prompt() -> None:
         teacher_prompts([one], teacher, "abcd")
 
 
-def test_a_hint_changes_the_prompt_alone() -> None:
+def test_with_system_changes_only_the_prompt() -> None:
     task = Task("t", ({"role": "user", "content": "1+1="},), {"answer": "2"}, 3.0)
     (told,) = with_system([task], "Think. ")
     assert [message["role"] for message in told.prompt] == ["system", "user"]
@@ -145,7 +145,7 @@ def test_a_hint_changes_the_prompt_alone() -> None:
     assert with_system([task], "") == [task]
 
 
-def test_collect_puts_a_system_message_before_a_strategy(tmp_path: Path) -> None:
+def test_collect_adds_the_system_message_of_a_strategy(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "b", "collect", system={"direct": "At once: "})
     for record in read_records(bundle / "artifacts/traces"):
         assert record.messages[0] == {"role": "system", "content": "At once: "}
@@ -160,20 +160,20 @@ def test_collect_puts_a_system_message_before_a_strategy(tmp_path: Path) -> None
         ("Work it out: 78015;615", "copies"),
         ("I WORK  it\nout, 615", "copies"),
         ("As  instructed, 615", "mentions its instructions: 'as instructed'"),
-        ("work;615", None),  # four characters in a row are not eight
+        ("work;615", None),  # 4 characters are shorter than the n-gram of 8
     ],
 )
-def test_leaks(text: str, found: str | None) -> None:
+def test_leak_finds_copied_and_mentioned_instructions(text: str, found: str | None) -> None:
     said = leak(text, "Work it out: ", "347+268=", ngram=8)
     assert (said is None) if found is None else (said is not None and found in said)
 
 
-def test_what_the_prompt_itself_says_is_no_leak() -> None:
+def test_text_of_the_prompt_is_no_leak() -> None:
     assert leak("workitout", "Work it out", "please work it out", ngram=8) is None
     assert leak("as instructed", "x", "do as instructed", ngram=8) is None
 
 
-def test_rejection_keeps_right_answers_that_stand_alone(tmp_path: Path) -> None:
+def test_rejection_sampling_keeps_right_answers_without_the_hint(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "b", "rejection_sampling", system=HINT, environment=ENDS, min_logprob=-12.0)
     told = summary(bundle)
     records = read_records(bundle / "artifacts/traces")
@@ -189,8 +189,8 @@ def test_rejection_keeps_right_answers_that_stand_alone(tmp_path: Path) -> None:
     assert told["rejected"] == len(reasons) == round(48 * (1 - told["accept_rate"]))
 
 
-def test_leaks_and_implausible_answers_are_counted(tmp_path: Path) -> None:
-    """A threshold that nothing meets, and runs of two characters that nearly everything has."""
+def test_rejection_sampling_counts_leaks_and_implausible_answers(tmp_path: Path) -> None:
+    """A log-prob threshold that no answer meets, and n-grams of 2 characters that nearly every answer has."""
     from perilune.errors import WorkFailedError
 
     system = "0123456789" * 3
@@ -204,7 +204,7 @@ def test_leaks_and_implausible_answers_are_counted(tmp_path: Path) -> None:
     assert told["leak_rate"] > 0
 
 
-def test_evaluation_under_a_system_message(tmp_path: Path) -> None:
+def test_evaluate_adds_the_system_message(tmp_path: Path) -> None:
     import pandas as pd
 
     bundle = run_task(tmp_path / "b", "evaluate", system=HINT, tasks=2, samples=2)

@@ -1,4 +1,4 @@
-"""New tasks in place of dead groups: how many, in which order, and when it makes do."""
+"""Dynamic sampling: refills for dead groups, their size, order, and limit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,7 @@ def group(name: int, rewards: Sequence[float]) -> tuple[Episode, ...]:
 
 
 class Playing:
-    """Groups by their place: live where `live` says so."""
+    """Groups by index: live where the pattern `live` has a plus sign."""
 
     def __init__(self, live: str) -> None:
         self.live = live
@@ -40,28 +40,28 @@ def test_live_groups_need_no_refill() -> None:
     assert play.asked == [(4, 0)]
 
 
-def test_without_refills_dead_groups_stay() -> None:
+def test_dead_groups_stay_without_refills() -> None:
     play = Playing("-")
     assert len(play_until_live(play, 4, refills=0)) == 4
 
 
-def test_what_is_missing_is_drawn_at_the_rate_at_which_groups_live() -> None:
+def test_refill_size_follows_the_rate_of_live_groups() -> None:
     play = Playing("+---")
     groups = play_until_live(play, 8, refills=10)
-    assert play.asked == [(8, 0), (8, 8), (8, 16), (8, 24)]  # 6 missing at 1 in 4, but never more than 8
+    assert play.asked == [(8, 0), (8, 8), (8, 16), (8, 24)]  # 6 missing at a rate of 1 in 4, at most 8 a time
     assert [one[0].group_id for one in groups] == [str(i) for i in range(32)]
     few = Playing("+++-")
     play_until_live(few, 8, refills=10)
-    assert few.asked == [(8, 0), (3, 8)]  # 2 missing at 3 in 4
+    assert few.asked == [(8, 0), (3, 8)]  # 2 missing at a rate of 3 in 4
 
 
-def test_a_task_that_nobody_solves_ends_at_the_cap() -> None:
+def test_refills_stop_at_the_limit() -> None:
     play = Playing("-")
     assert len(play_until_live(play, 4, refills=3)) == 16
     assert len(play.asked) == 4
 
 
-def test_the_first_live_groups_are_kept_in_order() -> None:
+def test_kept_returns_the_first_live_groups_in_order() -> None:
     weighted = [WeightedGroup((), dead=dead) for dead in (True, False, False, True, False)]
     assert kept(weighted, 2, refills=1) == [weighted[1], weighted[2]]
     assert kept(weighted, 2, refills=0) == weighted

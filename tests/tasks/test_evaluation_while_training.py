@@ -1,4 +1,4 @@
-"""Evaluation while a stage trains: what it measures, that training is not touched by it, and what follows."""
+"""Evaluation during training: figures, unchanged training, best checkpoint, and early stopping."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,7 +29,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An rl stage of four steps, evaluated on two sets before it, after two steps and at the end."""
+    """An rl stage of four steps, evaluated on two sets at steps 0, 2 and 4."""
     root = tmp_path_factory.mktemp("rl") / "bundle"
     return run_task(root, "rl", environment=ENDS, eval={**EVAL, **OTHERS, "max_tokens": 9})
 
@@ -42,7 +42,7 @@ def figures(bundle: Path, name: str) -> dict[int, Any]:
     return {line["step"]: line[name] for line in metrics(bundle) if name in line}
 
 
-def test_rl_trains_the_same_bits_with_and_without(evaluated: Path, tmp_path: Path) -> None:
+def test_evaluation_does_not_change_rl_training(evaluated: Path, tmp_path: Path) -> None:
     plain = run_task(tmp_path / "plain", "rl", environment=ENDS)
     assert weights_of(plain) == weights_of(evaluated)
     own = [
@@ -54,7 +54,7 @@ def test_rl_trains_the_same_bits_with_and_without(evaluated: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("task", ["sft", "distill"])
-def test_other_stages_train_the_same_bits_too(task: str, traces: Path, tmp_path: Path) -> None:
+def test_evaluation_does_not_change_sft_and_distill_training(task: str, traces: Path, tmp_path: Path) -> None:
     inputs = {"data": traces} if task == "sft" else {}
     options = {"steps": 3} if task == "sft" else {"steps": 2}
     plain = run_task(tmp_path / "plain", task, inputs=inputs, **options)
@@ -63,8 +63,8 @@ def test_other_stages_train_the_same_bits_too(task: str, traces: Path, tmp_path:
     assert list(figures(measured, "eval/heldout/pass@1")) == list(range(options["steps"] + 1))
 
 
-def test_the_figures_are_those_of_an_evaluate_stage(evaluated: Path, tmp_path: Path) -> None:
-    """Of the untrained model and of the final checkpoint, on both sets: the same tasks and answers."""
+def test_evaluation_figures_equal_those_of_an_evaluate_stage(evaluated: Path, tmp_path: Path) -> None:
+    """Both sets, at the untrained model and the final checkpoint: the same tasks and answers."""
     final = {"checkpoint": evaluated / "artifacts" / "checkpoints" / "final"}
     for name, section in (("heldout", ENDS), ("prefixed", {**ENDS, "prefix": "7"})):
         for step, inputs in ((0, {}), (4, final)):
@@ -84,14 +84,14 @@ def test_the_figures_are_those_of_an_evaluate_stage(evaluated: Path, tmp_path: P
             assert figures(evaluated, f"eval/{name}/length")[step] == found["length"]["mean"]
 
 
-def test_the_best_checkpoint_stays_and_is_handed_on_if_asked(tmp_path: Path) -> None:
+def test_best_checkpoint_is_kept_and_can_be_the_output(tmp_path: Path) -> None:
     """With a learning rate that destroys the policy, the best evaluation is an early one."""
     ruin = {"environment": ENDS, "steps": 6, "lr": 0.3, "warmup": 0, "save_every": 1, "kl": 0.0}
     last = run_task(tmp_path / "last", "rl", **ruin, eval={**EVAL, "every": 1})
     best = run_task(tmp_path / "best", "rl", **ruin, eval={**EVAL, "every": 1, "output": "best"})
     curve = figures(last, "eval/heldout/pass@1")
     chosen = max(curve, key=lambda step: (curve[step], -step))
-    assert chosen != 6, "the learning rate is to be one that ruins the policy"
+    assert chosen != 6, "the learning rate must be high enough to ruin the policy"
     for bundle, checkpoint, output in ((last, "best", "last"), (best, "final", "best")):
         found = summary(bundle)
         assert found["best"]["figure"] == "eval/heldout/pass@1"
@@ -106,10 +106,10 @@ def test_the_best_checkpoint_stays_and_is_handed_on_if_asked(tmp_path: Path) -> 
     assert not (best / "artifacts" / "checkpoints" / "best").exists()
 
 
-def test_it_stops_after_evaluations_without_a_new_best(
+def test_stop_after_ends_training_without_a_new_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Equal rewards teach nothing, so no evaluation is better than the first."""
+    """Equal rewards give no gradient, so no evaluation is better than the first."""
     same = {"environment": {**DIGITS, "equal": 0.0}, "steps": 12, "save_every": 3}
     bundle = run_task(tmp_path / "bundle", "rl", **same, eval={**EVAL, "stop_after": 2})
     found = summary(bundle)
@@ -130,10 +130,10 @@ def test_it_stops_after_evaluations_without_a_new_best(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("stage", ["rl", "sft"])
-def test_a_run_that_dies_between_evaluations_ends_the_same(
+def test_run_killed_between_evaluations_resumes_exactly(
     stage: str, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It dies after a best evaluation was measured and before its checkpoint, and again later."""
+    """The first kill comes between the best evaluation and its checkpoint."""
     saves = TrainingLoop._save_when_due
     inputs = {"data": traces} if stage == "sft" else {}
     options: dict[str, Any] = {"steps": 6, "save_every": 3, "inputs": inputs, "eval": {**EVAL, **OTHERS}}
@@ -164,10 +164,10 @@ def test_a_run_that_dies_between_evaluations_ends_the_same(
         assert (whole / "artifacts" / name).read_bytes() == (last / "artifacts" / name).read_bytes()
 
 
-def test_training_that_leaves_held_out_tasks_behind_is_a_warning(
+def test_gap_between_training_and_held_out_tasks_is_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training tasks are always right and held-out ones never: the run says so by itself."""
+    """Training tasks always pass and held-out tasks never pass, so the run warns."""
     split = {"id": "factory", "factory": "task_environments:OnlyTraining"}
     bundle = run_task(
         tmp_path / "bundle", "rl", environment=split, steps=3, eval={**EVAL, "every": 1, "tasks": 20}
@@ -184,7 +184,7 @@ def test_training_that_leaves_held_out_tasks_behind_is_a_warning(
     ]  # fmt: skip
 
 
-def test_traces_held_out_of_the_data_are_not_trained_on(traces: Path, tmp_path: Path) -> None:
+def test_validation_traces_are_not_trained_on(traces: Path, tmp_path: Path) -> None:
     only = {"every": 3, "tasks": 0}
     inputs = {"data": traces}
     bundle = run_task(tmp_path / "bundle", "sft", inputs=inputs, validation=0.3, eval=only, lr=0.02)
@@ -207,7 +207,7 @@ def test_traces_held_out_of_the_data_are_not_trained_on(traces: Path, tmp_path: 
             "model.embed_tokens.weight"
         ].shape[0]
     )
-    assert loss[0] == pytest.approx(uniform, rel=0.2)  # an untrained model guesses
+    assert loss[0] == pytest.approx(uniform, rel=0.2)  # an untrained model is near uniform
 
 
 @pytest.mark.parametrize(
@@ -221,19 +221,21 @@ def test_traces_held_out_of_the_data_are_not_trained_on(traces: Path, tmp_path: 
         ("rl", {"eval": {"best": "heldout/loss/more"}}, "should match pattern"),
     ],
 )
-def test_what_contradicts_is_refused(task: str, options: dict[str, Any], message: str) -> None:
+def test_contradictory_evaluation_options_are_refused(
+    task: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValidationError, match=message):
         make_job(task, **options)
 
 
-def test_too_few_held_out_tasks_end_the_stage_before_it_trains(tmp_path: Path) -> None:
+def test_too_few_held_out_tasks_fail_before_training(tmp_path: Path) -> None:
     few = {**DIGITS, "limit": 12}
     with pytest.raises(RequestError, match=r"digits gave \d of 100 held-out tasks"):
         run_task(tmp_path / "bundle", "rl", environment=few, eval={**EVAL, "tasks": 100})
     assert metrics(tmp_path / "bundle") == []
 
 
-def test_the_plan_tells_of_the_evaluations_and_their_memory() -> None:
+def test_plan_describes_evaluations_and_their_memory() -> None:
     job = make_job("sft", steps=25, eval={**EVAL, **OTHERS, "every": 10, "stop_after": 3})
     plan = load_plugin("sft").plan(job)
     assert plan["evaluation"] == (

@@ -1,4 +1,4 @@
-"""Move probabilities of a language model in every situation of a game: those that the engine has."""
+"""Exact move probabilities of a language model in every decision of a game."""
 
 import math
 
@@ -25,7 +25,7 @@ def decoder() -> Decoder:
     return made
 
 
-def test_a_context_is_what_an_episode_would_have_grown_to() -> None:
+def test_decision_contexts_equal_those_of_episodes() -> None:
     assert KUHN is not None
     for one in KUHN.decisions:
         move = {"role": "assistant", "content": one.moves[0]}
@@ -37,7 +37,7 @@ def test_a_context_is_what_an_episode_would_have_grown_to() -> None:
     assert any(len(one.messages) == 4 for one in KUHN.decisions)
 
 
-def test_probabilities_are_those_of_the_engine(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_move_probabilities_equal_engine_scores(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert KUHN is not None
     monkeypatch.setattr(exact_play, "AT_ONCE", 5)  # several batches
     found = move_probabilities(KUHN.decisions, decoder, TOKENIZER, 0.7)
@@ -49,7 +49,7 @@ def test_probabilities_are_those_of_the_engine(decoder: Decoder, monkeypatch: py
         assert chances == pytest.approx([math.exp(score.sum()) for score in scores], rel=1e-4)
 
 
-def test_figures_of_a_policy_that_says_anything(decoder: Decoder) -> None:
+def test_exact_figures_of_an_untrained_policy(decoder: Decoder) -> None:
     assert KUHN is not None
     found = exact_figures(KUHN, decoder, TOKENIZER, 1.0)
     assert found["illegal_mass"] > 0.99 and 0 < found["exploitability"] < 1.5
@@ -57,6 +57,6 @@ def test_figures_of_a_policy_that_says_anything(decoder: Decoder) -> None:
     assert all(chances[1] / chances[0] == pytest.approx(98, rel=0.01) for chances in even)
 
 
-def test_who_never_moves_legally_loses_all(decoder: Decoder) -> None:
+def test_policy_without_legal_moves_loses_every_game(decoder: Decoder) -> None:
     noughts = make_environment({"id": "open_spiel", "game": "tic_tac_toe"})
     assert all(one.low > 0.99 for one in reply_bounds(noughts, decoder, TOKENIZER, least=0.1))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A verifier that fails is recorded, leaves its group, and never counts as zero; if all fail, work stops."""
+"""Failing verifiers: recorded, excluded from the group, never scored as zero, and a stop if all fail."""
 
 from itertools import islice
 from pathlib import Path
@@ -11,11 +11,11 @@ from task_environments import Digits
 from perilune.errors import WorkFailedError
 from perilune.files import read_json_lines
 
-HALF = "02468ace"  # of the task ids begin with one of these
+HALF = "02468ace"  # first hex digits of half of the task ids
 TOLERANT = {**DIGITS, "episodes": {"max_failures": 1.0, "seconds": 0.4}}
 
 
-def test_failures_on_some_tasks_of_a_climb(tmp_path: Path) -> None:
+def test_rl_records_verifier_failures_of_some_tasks(tmp_path: Path) -> None:
     environment = {**TOLERANT, "raises": HALF, "refuses": "1"}
     bundle = run_task(tmp_path / "rl", "rl", environment=environment, prompts=8)
     rows = episodes(bundle)
@@ -29,14 +29,14 @@ def test_failures_on_some_tasks_of_a_climb(tmp_path: Path) -> None:
     assert set(rows["failure"][rows["task_id"].str[0] == "1"]) <= {"environment: nobody can judge this"}
     for line, (_, step) in zip(metrics(bundle), rows.groupby("step"), strict=True):
         assert line["failures"] == (step["failure"] != "").sum()
-        assert line["reward"] == pytest.approx(step["reward"].mean())  # over those that were judged
+        assert line["reward"] == pytest.approx(step["reward"].mean())  # over judged episodes
         assert line["dead_groups"] >= step[step["failure"] != ""]["group_id"].nunique() / line["groups"]
     assert summary(bundle)["failures"] == failing.sum()
     assert not any("advantage" in figures_of(pairs) for pairs in rows["metrics"][failing])
 
 
-def test_a_failed_episode_leaves_its_group(tmp_path: Path) -> None:
-    """Its fellows are compared with each other, and it teaches nothing."""
+def test_failed_episode_is_excluded_from_its_group(tmp_path: Path) -> None:
+    """The remaining episodes are compared with each other, and the failed episode has no advantage."""
     environment = {**TOLERANT, "raises_on": list("abcdefghijklmnopqrstuvwxyz")}
     bundle = run_task(tmp_path / "rl", "rl", environment=environment, steps=2, samples=8)
     rows = episodes(bundle)
@@ -58,7 +58,7 @@ def test_a_failed_episode_leaves_its_group(tmp_path: Path) -> None:
     assert [line["tokens"] for line in metrics(bundle)] == list(lengths)
 
 
-def test_hangs_and_refusals_in_an_evaluation(tmp_path: Path) -> None:
+def test_evaluate_excludes_hangs_and_refusals(tmp_path: Path) -> None:
     asked = [task.task_id[0] for task in islice(Digits({}).tasks("heldout", 1), 12)]
     rare = min(sorted(set(asked)), key=asked.count)
     others = "89abcdef".replace(rare, "")
@@ -70,12 +70,12 @@ def test_hangs_and_refusals_in_an_evaluation(tmp_path: Path) -> None:
     assert set(rows["failure"][hung]) == {"verifier: no answer within 0.4 s"}
     assert told["tasks_without_verdict"] == (hung | refused).sum()
     assert told["tasks"] == 12 - told["tasks_without_verdict"]
-    assert told["failures"] == 2 * told["tasks_without_verdict"]  # the sample and the greedy answer of each
+    assert told["failures"] == 2 * told["tasks_without_verdict"]  # one sample and one greedy answer per task
     judged = {task for task, _, _ in told["correct_per_task"]}
     assert judged == set(rows["task_id"][~(hung | refused)])
 
 
-def test_rejected_traces_are_kept_apart_with_the_reason(tmp_path: Path) -> None:
+def test_rejected_traces_are_stored_with_the_reason(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "collect", "collect", environment={**DIGITS, "raises": HALF})
     told = summary(bundle)
     reason = "verifier: scorer raised ValueError: no idea what this is"
@@ -96,7 +96,7 @@ def test_rejected_traces_are_kept_apart_with_the_reason(tmp_path: Path) -> None:
         ("collect", r"0 of 5 traces passed the verifier \(21 x verifier: scorer raised ValueError: no idea"),
     ],
 )
-def test_when_every_verdict_fails_the_work_stops(task: str, said: str, tmp_path: Path) -> None:
+def test_stage_stops_when_every_verdict_fails(task: str, said: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"traces": 5} if task == "collect" else {}
     with pytest.raises(WorkFailedError, match=said) as caught:
         run_task(tmp_path / task, task, environment={**DIGITS, "raises": "0123456789abcdef"}, **options)
@@ -113,7 +113,7 @@ def test_when_every_verdict_fails_the_work_stops(task: str, said: str, tmp_path:
         ({"on_failure": "stop", "max_failures": 1.0}, r"\d+ of 32 episodes failed, and none are allowed"),
     ],
 )
-def test_a_climb_stops_by_the_policy_of_its_recipe(
+def test_rl_stops_by_the_failure_policy_of_the_recipe(
     episodes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     environment = {**DIGITS, "raises": HALF + "13", "episodes": episodes}

@@ -1,4 +1,4 @@
-"""flywheel as a stage: what rounds do, that they stop, and that a kill between them changes nothing."""
+"""The flywheel stage: rounds, early stop, exact resume, and verifier quality."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_task(tmp_path_factory.mktemp("wheel") / "b", "flywheel", environment=ENDS)
 
 
-def test_each_round_learns_its_right_answers_and_the_yield_grows(turned: Path) -> None:
+def test_each_round_learns_new_right_answers_and_raises_pass_rate(turned: Path) -> None:
     lines, told = metrics(turned), summary(turned)
     assert [line["step"] for line in lines] == [0, 1, 2] and told["rounds"] == 2
     assert lines[-1]["pass_rate"] > lines[0]["pass_rate"]
@@ -43,7 +43,7 @@ def test_each_round_learns_its_right_answers_and_the_yield_grows(turned: Path) -
 
 
 @pytest.mark.thorough
-def test_a_kill_between_rounds_changes_nothing(
+def test_flywheel_killed_between_rounds_resumes_exactly(
     turned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = make_job("flywheel", environment=ENDS)
@@ -67,7 +67,7 @@ def test_a_kill_between_rounds_changes_nothing(
     assert sha256_file(again / WEIGHTS) == sha256_file(turned / WEIGHTS)
 
 
-def test_it_stops_when_a_round_may_have_gained_nothing(tmp_path: Path) -> None:
+def test_flywheel_stops_when_a_round_shows_no_gain(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "b", "flywheel", environment=ENDS, lr=1e-7, steps=5)
     told = summary(bundle)
     assert told["rounds"] < 5 and told["stopped"] == "a round may have gained nothing"
@@ -75,13 +75,13 @@ def test_it_stops_when_a_round_may_have_gained_nothing(tmp_path: Path) -> None:
     assert (bundle / WEIGHTS).exists()
 
 
-def test_nothing_right_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_flywheel_without_right_answers_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkFailedError, match="none of 96 answers passed"):
         run_task(tmp_path / "b", "flywheel", environment=NEVER)
 
 
-def test_the_verifier_is_measured_against_labels_that_are_not_the_reward(tmp_path: Path) -> None:
+def test_verifier_is_measured_against_independent_labels(tmp_path: Path) -> None:
     lines = metrics(run_task(tmp_path / "b", "flywheel", environment=LABELLED, tasks=64, steps=1))
     assert (
         lines[1]["verifier_ratio_low"] < 1 < lines[1]["verifier_ratio_high"]
-    )  # labels have nothing to do with it
+    )  # the labels are independent of the verifier

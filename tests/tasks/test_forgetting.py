@@ -1,4 +1,4 @@
-"""What training cost elsewhere: English text, other environments, and the KL to the start."""
+"""Forgetting: perplexity of English text, other environments, and the KL to the starting policy."""
 
 import math
 from pathlib import Path
@@ -43,7 +43,7 @@ def measured(tmp_path: Path, before: Path, after: Path) -> dict:
     )
 
 
-def test_nothing_is_lost_without_training(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_unchanged_model_shows_no_forgetting(tmp_path: Path, folders: dict[str, Path]) -> None:
     found = measured(tmp_path, folders["start"], folders["start"])
     text = found["text"]
     assert text["perplexity"]["before"] == text["perplexity"]["after"]
@@ -51,11 +51,11 @@ def test_nothing_is_lost_without_training(tmp_path: Path, folders: dict[str, Pat
     (other,) = found["environments"]
     assert other["environment"] == "reasoning_gym/spell_backward" and other["tasks"] == 2
     assert other["pass@1"]["change"]["mean"] == 0
-    assert found["kl"]["answers"] == 4 and found["kl"]["per_answer"]["mean"] == 0  # engine and engine agree
+    assert found["kl"]["answers"] == 4 and found["kl"]["per_answer"]["mean"] == 0  # both sides use the engine
     assert found["warnings"] == []
 
 
-def test_figures_are_those_of_the_models_own_logits(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_forgetting_figures_match_the_model_logits(tmp_path: Path, folders: dict[str, Path]) -> None:
     found = measured(tmp_path, folders["start"], folders["noisy"])
     nats, size = 0.0, 0
     decoder, tokenizer = load_checkpoint(folders["noisy"])
@@ -66,13 +66,13 @@ def test_figures_are_those_of_the_models_own_logits(tmp_path: Path, folders: dic
             logits = decoder.logits(decoder(tokens, torch.arange(len(tokens)), attention))
         logprobs = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
         nats -= float(logprobs[CONTEXT - 1 :].sum())
-        size += len(tokens) - CONTEXT  # one byte a character
+        size += len(tokens) - CONTEXT  # one byte per character
     assert found["text"]["bits_per_byte"]["after"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
     assert found["text"]["perplexity"]["after"] == pytest.approx(math.exp(nats / size), rel=1e-4)
     assert found["kl"]["per_answer"]["mean"] > 0
 
 
-def test_a_training_stage_measures_it_if_asked(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_rl_measures_forgetting_when_configured(tmp_path: Path, folders: dict[str, Path]) -> None:
     model = {"path": str(folders["start"])}
     options = {"steps": 1, "prompts": 2, "environment": DIGITS, "model": model}
     asked = run_task(
@@ -84,7 +84,7 @@ def test_a_training_stage_measures_it_if_asked(tmp_path: Path, folders: dict[str
     assert "forgetting" not in summary(unasked)
 
 
-def test_a_failure_to_measure_does_not_lose_the_checkpoint(
+def test_failed_forgetting_measurement_keeps_the_checkpoint(
     tmp_path: Path, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import psutil
@@ -101,7 +101,7 @@ def test_a_failure_to_measure_does_not_lose_the_checkpoint(
     assert "0.0 GiB are free" in summary(bundle)["forgetting"]["skipped"]
 
 
-def test_the_trained_environment_is_left_out() -> None:
+def test_forgetting_leaves_out_the_trained_environment() -> None:
     settings = ForgettingSettings(environments=("reasoning_gym/gcd", "reasoning_gym/lcm"))
     sections = settings.sections({"id": "reasoning_gym", "task": "gcd", "prompt": "compact"})
     assert sections == [{"id": "reasoning_gym", "task": "lcm", "prompting": {"few_shot": 3}}]

@@ -1,4 +1,4 @@
-"""What is planned for adapters, narrow bases and recomputed layers, held against what learning then takes."""
+"""Memory plans for adapters, narrow bases and recomputed layers, compared with measured memory."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ TOKENS = 1024
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("o_proj", "gate_proj", "down_proj")])
 @pytest.mark.parametrize("config", [PRESETS["tiny"], MIXTURE, LATENT, LINEAR, SHARED, ONE_MATRIX])
-def test_numbers_of_an_adapter_are_counted(config: DecoderConfig, targets: tuple[str, ...]) -> None:
+def test_adapter_parameters_are_counted(config: DecoderConfig, targets: tuple[str, ...]) -> None:
     decoder = Decoder(config)
     attach(decoder, targets, 4, alpha=8.0, seed=0)
     counted = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
@@ -55,7 +55,7 @@ def test_numbers_of_an_adapter_are_counted(config: DecoderConfig, targets: tuple
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("config", [PRESETS["tiny"], WIDE])
-def test_a_narrow_base_takes_what_was_planned(config: DecoderConfig, kind: BaseKind) -> None:
+def test_narrow_base_takes_the_planned_memory(config: DecoderConfig, kind: BaseKind) -> None:
     decoder = Decoder(config)
     narrow_base(decoder, kind)
     held = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
@@ -63,9 +63,9 @@ def test_a_narrow_base_takes_what_was_planned(config: DecoderConfig, kind: BaseK
 
 
 def learn(folder: Path, options: dict[str, Any], sender: Any) -> None:
-    """Train one step, and send by how many bytes this process has grown."""
+    """Train one step and send the growth of this process in bytes."""
     torch.set_num_threads(1)
-    one = torch.ones(1, requires_grad=True)  # loads what recomputing needs before the measurement
+    one = torch.ones(1, requires_grad=True)  # loads the modules for recomputation before the measurement
     checkpoint(torch.sin, one, use_reentrant=False, preserve_rng_state=False).backward()
     start = peak_resident()
     settings = LearnerSettings.model_validate(options)
@@ -87,8 +87,8 @@ def learn(folder: Path, options: dict[str, Any], sender: Any) -> None:
     sender.send(peak_resident() - start)
 
 
-def test_peaks_are_within_the_plan_and_in_its_order(tmp_path: Path) -> None:
-    """Of fresh processes: a fork of this one would reuse heap that earlier tests have freed."""
+def test_peak_memory_matches_the_plan_and_its_order(tmp_path: Path) -> None:
+    """Measured in fresh processes: a fork of this process would reuse heap that earlier tests have freed."""
     settings: dict[str, dict[str, Any]] = {
         "whole": {},
         "adapter": {"lora": {"base": "int8"}},
@@ -116,7 +116,7 @@ def test_peaks_are_within_the_plan_and_in_its_order(tmp_path: Path) -> None:
     assert peaks["both"] < peaks["adapter"] < peaks["whole"], told
 
 
-def test_the_plan_of_a_stage_says_what_it_saves(tmp_path: Path) -> None:
+def test_plan_shows_memory_saved_by_adapter_and_recomputation(tmp_path: Path) -> None:
     large = {
         "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072,
         "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,

@@ -1,4 +1,4 @@
-"""A model in Hugging Face format, made here by transformers, goes through every task and comes out as one."""
+"""A model in Hugging Face format, made by transformers, passes through every task and keeps the format."""
 
 import json
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ def sizes(**others: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As a base model comes: its own end of sequence is not the one that ends a turn of its chat."""
+    """A base model whose end-of-sequence token differs from the token that ends a chat turn."""
     folder = tmp_path_factory.mktemp("qwen")
     tasks = islice(make_environment(WORDS).tasks("train", 0), 50)
     texts = [task.prompt[0]["content"] for task in tasks]
@@ -63,7 +63,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.save_pretrained(folder)
     config = transformers.Qwen3Config(
-        vocab_size=backend.get_vocab_size() + 13,  # padded, as large ones are
+        vocab_size=backend.get_vocab_size() + 13,  # padded, as in large models
         eos_token_id=backend.token_to_id(END_OF_TEXT),
         bos_token_id=None,
         tie_word_embeddings=True,
@@ -76,7 +76,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Journey:
-    """Bundles of the four tasks, one after the other."""
+    """Bundles of the four tasks in order."""
 
     collect: Path
     sft: Path
@@ -90,7 +90,7 @@ class Journey:
 
 @pytest.fixture(scope="module")
 def journey(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Journey:
-    """Traces in a family's own wording, a cold start, an evaluation; then a climb on another environment."""
+    """Traces, SFT and an evaluation on one environment, then RL on another environment."""
     folder = tmp_path_factory.mktemp("journey")
     model = {"path": str(qwen)}
     collect = run_task(folder / "collect", "collect", environment=WORDS, model=model, traces=30)
@@ -106,13 +106,13 @@ def journey(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Journey:
     return Journey(collect, sft, evaluate, rl)
 
 
-def test_gold_traces_in_the_familys_own_wording(journey: Journey) -> None:
+def test_gold_traces_use_the_environments_wording(journey: Journey) -> None:
     rows = list(read_json_lines(journey.collect / "artifacts" / "traces" / "records.jsonl"))
     assert len(rows) == 30
     assert all("Spell this word backward" in row["messages"][0]["content"] for row in rows)
 
 
-def test_what_is_learned_and_judged(journey: Journey, qwen: Path) -> None:
+def test_sft_evaluate_and_rl_run_on_a_hugging_face_model(journey: Journey, qwen: Path) -> None:
     losses = [line["loss"] for line in metrics(journey.sft)]
     assert losses[-1] < losses[0]
     told = summary(journey.evaluate)
@@ -125,8 +125,8 @@ def test_what_is_learned_and_judged(journey: Journey, qwen: Path) -> None:
     assert all(line["logprob_gap_max"] <= 1e-6 for line in metrics(journey.rl))
 
 
-def test_an_answer_ends_where_training_ended_it(journey: Journey) -> None:
-    """The tokenizer's end of sequence stops a sample, also where the model's own list lacks it."""
+def test_samples_end_at_the_tokenizers_end_of_sequence(journey: Journey) -> None:
+    """The tokenizer's end-of-sequence token stops a sample even if the model config does not list it."""
     rows = episodes(journey.rl)
     last = rows["token_ids"].map(lambda ids: int(ids[-1]))
     ended = rows["finish_reason"] == "stop"
@@ -137,7 +137,7 @@ def test_an_answer_ends_where_training_ended_it(journey: Journey) -> None:
     assert generation["eos_token_id"] == [0, 2]
 
 
-def test_transformers_reads_the_result(journey: Journey) -> None:
+def test_transformers_loads_the_result(journey: Journey) -> None:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(journey.final)
     tokenizer = transformers.AutoTokenizer.from_pretrained(journey.final)
     decoder, own = load_checkpoint(journey.final)
@@ -163,14 +163,14 @@ def test_transformers_reads_the_result(journey: Journey) -> None:
     assert generated.tolist() == ours
 
 
-def test_the_weights_have_moved(journey: Journey, qwen: Path) -> None:
+def test_every_training_stage_changes_the_weights(journey: Journey, qwen: Path) -> None:
     folders = (qwen, journey.sft / "artifacts" / "checkpoints" / "final", journey.final)
     norms = [load_checkpoint(folder)[0].model.layers[0].mlp.up_proj.weight for folder in folders]
     assert not torch.equal(norms[0], norms[1])
     assert not torch.equal(norms[1], norms[2])
 
 
-def test_another_chat_template(qwen: Path, tmp_path: Path) -> None:
+def test_recipe_chat_template_replaces_that_of_the_model(qwen: Path, tmp_path: Path) -> None:
     model = {"path": str(qwen), "chat_template": OTHER}
     bundle = run_task(tmp_path / "evaluate", "evaluate", inputs={"model": qwen}, model=model, tasks=1)
     _, tokenizer = load_checkpoint(qwen)
@@ -178,8 +178,8 @@ def test_another_chat_template(qwen: Path, tmp_path: Path) -> None:
     assert tokenizer.decode(row["prompt_ids"]) == row["messages"][0]["content"] + " Answer:"
 
 
-def test_a_llama_that_reads_characters(tmp_path: Path) -> None:
-    """No chat template, a head of its own, compact prompts, original answers judged by their own scorer."""
+def test_llama_with_character_tokenizer_and_no_chat_template(tmp_path: Path) -> None:
+    """Also covers an untied output head, compact prompts, and the environment's own scorer."""
     folder = tmp_path / "llama"
     alphabet = ["<pad>", "<s>", "</s>", *map(chr, range(32, 127))]
     backend = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(alphabet)}))

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, the best by a figure, and always the one to resume from."""
+"""Checkpoint retention: the newest, the best by a metric, and always a checkpoint to resume from."""
 
 import re
 import shutil
@@ -33,7 +33,7 @@ def names(bundle: Path) -> set[str]:
 
 
 def workspace_of(tmp_path: Path, figures: list[float], spec: TrainingSpec, name: str = "reward") -> Workspace:
-    """A workspace with one figure a step, and a checkpoint wherever one is due."""
+    """A workspace with one metric per step and a checkpoint at every due step."""
     workspace = Workspace(make_bundle(tmp_path / "bundle", make_job("rl")))
     for step, value in enumerate(figures, 1):
         workspace.metric(step, **{name: value})
@@ -43,12 +43,12 @@ def workspace_of(tmp_path: Path, figures: list[float], spec: TrainingSpec, name:
     return workspace
 
 
-def test_the_newest_and_the_best_stay(kept: Path) -> None:
+def test_newest_and_best_checkpoints_are_kept(kept: Path) -> None:
     best = summary(kept)["best"]
     figures = {line["step"]: line["entropy"] for line in metrics(kept)}
     means = {end: (figures[end - 1] + figures[end]) / 2 for end in (2, 4, 6, 8)}
     assert best["step"] == max(means, key=lambda end: means[end])
-    assert best["step"] != 8, "the seed is to be one whose best is not its last"
+    assert best["step"] != 8, "choose a seed whose best checkpoint is not the last"
     assert best["interval"]["mean"] == pytest.approx(means[best["step"]])
     assert best["interval"]["low"] <= best["interval"]["mean"] <= best["interval"]["high"]
     assert best["last"]["mean"] == pytest.approx(means[8])
@@ -75,16 +75,18 @@ def test_the_newest_and_the_best_stay(kept: Path) -> None:
     [
         ("reward", [0, 0, 9, 9, 1, 1, 2, 2], 1, [4, 8]),
         ("reward", [0, 0, 9, 9, 1, 1, 2, 2], 2, [4, 6, 8]),
-        ("reward", [0, 0, 1, 9, 5, 5, 2, 2], 1, [4, 8]),  # equal means: the earlier
+        ("reward", [0, 0, 1, 9, 5, 5, 2, 2], 1, [4, 8]),  # the earlier of equal means
         ("validation_nll", [3, 3, 9, 9, 4, 4, 5, 5], 1, [2, 8]),
     ],
 )
-def test_what_stays(tmp_path: Path, name: str, figures: list[float], last: int, stay: list[int]) -> None:
+def test_prune_keeps_the_best_and_last_checkpoints(
+    tmp_path: Path, name: str, figures: list[float], last: int, stay: list[int]
+) -> None:
     spec = TrainingSpec(steps=100, save_every=2, keep=Keep(last=last, best=name))
     assert saved_steps(workspace_of(tmp_path, figures, spec, name)) == stay
 
 
-def test_the_plan_says_what_the_disk_must_hold(kept: Path) -> None:
+def test_plan_states_the_disk_space_of_checkpoints(kept: Path) -> None:
     options: dict[str, Any] = OPTIONS | {"keep": {"last": 2, "best": "entropy"}}
     line = load_plugin("rl").plan(make_job("rl", **options))["checkpoints"]
     said = re.fullmatch(
@@ -94,7 +96,7 @@ def test_the_plan_says_what_the_disk_must_hold(kept: Path) -> None:
     assert summary(kept)["disk_bytes"] <= int(said[1]) * 1e6 <= 2 * summary(kept)["disk_bytes"]
 
 
-def test_a_figure_that_never_comes_keeps_the_newest_alone(tmp_path: Path) -> None:
+def test_missing_best_metric_keeps_only_the_newest_checkpoint(tmp_path: Path) -> None:
     spec = TrainingSpec(steps=100, save_every=2, keep=Keep(best="no_such_figure"))
     workspace = workspace_of(tmp_path, [1.0] * 6, spec)
     assert saved_steps(workspace) == [6]
@@ -102,10 +104,10 @@ def test_a_figure_that_never_comes_keeps_the_newest_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_a_kill_while_one_is_removed_leaves_whole_ones(
+def test_kill_during_prune_leaves_complete_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At every file that removing an old checkpoint takes away, the process dies."""
+    """The process dies after deleting 1 or 4 files of an old checkpoint."""
     whole = run_task(tmp_path / "whole", "rl", **OPTIONS)
     for died_at in (1, 4):
         bundle = make_bundle(tmp_path / f"killed{died_at}", make_job("rl", **OPTIONS))
@@ -131,10 +133,10 @@ def test_a_kill_while_one_is_removed_leaves_whole_ones(
 
 
 @pytest.mark.thorough
-def test_one_that_is_damaged_does_not_push_out_the_one_to_resume_from(
+def test_damaged_checkpoint_does_not_replace_the_resumable_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or the next kill would begin from nothing."""
+    """Otherwise a kill would lose all steps."""
     bundle = run_task(tmp_path / "1", "rl", **OPTIONS, keep={"last": 4})
     again = make_bundle(tmp_path / "2", make_job("rl", **OPTIONS))
     restore_outputs(bundle / "artifacts", again / "artifacts")
@@ -151,10 +153,10 @@ def test_one_that_is_damaged_does_not_push_out_the_one_to_resume_from(
 
     monkeypatch.setattr(training, "prune", watched)
     run_in(again)
-    assert there == [[4], [6], []]  # it began after step 2; at the end the final one takes their place
+    assert there == [[4], [6], []]  # resumed after step 2; the final checkpoint replaces them
 
 
-def test_a_figure_that_no_step_writes_is_told_of_at_the_end(
+def test_unknown_best_metric_is_reported_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bundle = run_task(tmp_path / "bundle", "rl", keep={"best": "rewrad"}, steps=1)

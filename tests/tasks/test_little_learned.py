@@ -1,4 +1,4 @@
-"""A run that learned little says why."""
+"""The explanation for a run that learned little."""
 
 from typing import Any
 
@@ -33,16 +33,16 @@ FLAT = [0.04] * 20
         (lines([0.5] * 10 + [0.2] * 10), "went from 0.500 to 0.200"),
     ],
 )
-def test_it_names_the_cause(steps: list[dict[str, Any]], said: str) -> None:
+def test_little_learned_names_the_cause(steps: list[dict[str, Any]], said: str) -> None:
     assert said in little_learned(steps, 64)
 
 
 @pytest.mark.parametrize("rates", [[0.1] * 10 + [0.3] * 10, [0.95] * 20, [0.04] * 9])
-def test_it_is_silent_on_a_climb_a_solved_task_and_a_short_run(rates: list[float]) -> None:
+def test_little_learned_is_empty_for_gains_solved_tasks_and_short_runs(rates: list[float]) -> None:
     assert little_learned(lines(rates, dead=0.9), 64) == ""
 
 
-def test_chance_is_no_climb() -> None:
+def test_gain_within_two_standard_errors_counts_as_none() -> None:
     """A rise within two standard errors counts as none."""
     assert little_learned(lines([0.30] * 10 + [0.31] * 10), 64)
     assert not little_learned(lines([0.30] * 10 + [0.31] * 10), 64_000)

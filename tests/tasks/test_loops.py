@@ -1,4 +1,4 @@
-"""A stage names the module of its loop, which is imported only when the stage runs."""
+"""Stages name the module of their training loop and import it only when they run."""
 
 from importlib import import_module
 from typing import Any, get_type_hints
@@ -15,7 +15,7 @@ STAGES = [plugin for name in plugin_names() if isinstance(plugin := load_plugin(
 @pytest.mark.parametrize(
     "stage", [one for one in STAGES if type(one).execute is Stage.execute], ids=lambda one: one.name
 )
-def test_the_loop_takes_the_spec_of_its_stage(stage: Stage[Any]) -> None:
+def test_loop_signature_matches_the_spec_of_its_stage(stage: Stage[Any]) -> None:
     hints = get_type_hints(import_module(stage.loop).run)
     assert list(hints.items())[:2] == [("workspace", Workspace), ("spec", stage.spec)]
     assert hints["return"] == dict[str, Any]

@@ -1,4 +1,4 @@
-"""Stages that learn an adapter: what they leave, what follows on them, and a kill that changes nothing."""
+"""Stages that train a LoRA adapter: outputs, later stages, exact resume, and sharding limits."""
 
 import multiprocessing
 import os
@@ -34,7 +34,7 @@ def final(bundle: Path) -> Path:
 
 
 def run_until_killed(attempt: Path) -> None:
-    """Die in the third step, with two checkpoints written."""
+    """Run until a SIGKILL in the third step, after two checkpoints."""
     from perilune.tasks.rl import update as policy_update
 
     right = policy_update.PolicyUpdates._make
@@ -49,7 +49,7 @@ def run_until_killed(attempt: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_killed_it_ends_as_if_never_killed(tmp_path: Path) -> None:
+def test_killed_lora_run_resumes_exactly(tmp_path: Path) -> None:
     whole = run_task(tmp_path / "whole", "rl", **FRUGAL)
     attempt = make_bundle(tmp_path / "1", make_job("rl", **FRUGAL))
     process = multiprocessing.get_context("fork").Process(target=run_until_killed, args=(attempt,))
@@ -69,14 +69,14 @@ def test_killed_it_ends_as_if_never_killed(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model after a little sft with an adapter."""
+    """A merged model after a short sft stage with an adapter."""
     folder = tmp_path_factory.mktemp("taught")
     traces = run_task(folder / "collect", "collect") / "artifacts" / "traces"
     keep = {"optimizer": True}
     return run_task(folder / "sft", "sft", inputs={"data": traces}, lora={"rank": 4}, lr=1e-2, keep=keep)
 
 
-def test_a_stage_leaves_the_merged_policy_and_the_adapter(taught: Path, tmp_path: Path) -> None:
+def test_lora_stage_saves_merged_policy_and_adapter(taught: Path, tmp_path: Path) -> None:
     from perilune.models.checkpoints.loading import new_model
     from perilune.models.text.tokenizer import Tokenizer
 
@@ -101,7 +101,9 @@ def test_a_stage_leaves_the_merged_policy_and_the_adapter(taught: Path, tmp_path
         ("evaluate", {}),
     ],
 )
-def test_later_stages_begin_with_it(taught: Path, tmp_path: Path, task: str, options: dict[str, Any]) -> None:
+def test_later_stages_start_from_the_merged_policy(
+    taught: Path, tmp_path: Path, task: str, options: dict[str, Any]
+) -> None:
     inputs = {"checkpoint": final(taught)} | ({"teacher": final(taught)} if task == "distill" else {})
     kept = {} if task == "evaluate" else {"keep": {"optimizer": True}}
     bundle = run_task(tmp_path / task, task, inputs=inputs, **kept, **options)
@@ -114,7 +116,7 @@ def test_later_stages_begin_with_it(taught: Path, tmp_path: Path, task: str, opt
         assert metrics(bundle)[0].get("kl_reference", 0.0) == 0.0
 
 
-def test_the_plan_says_what_learns_and_how() -> None:
+def test_plan_describes_adapter_and_precision() -> None:
     lora = {"rank": 4, "alpha": 8, "base": "int8"}
     job = make_job("rl", lora=lora, precision="bfloat16", activation_checkpointing=True)
     told = "adapter of rank 4, alpha 8, base in int8, bfloat16 products, layers recomputed"
@@ -129,7 +131,7 @@ def test_the_plan_says_what_learns_and_how() -> None:
         ({}, {"path": "mixture"}, "a mixture of experts cannot be sharded"),
     ],
 )
-def test_the_plan_refuses_what_cannot_be_sharded(
+def test_plan_refuses_sharding_of_lora_and_experts(
     tmp_path: Path, spec: dict[str, Any], model: dict[str, str], message: str
 ) -> None:
     if "path" in model:
@@ -158,7 +160,7 @@ def test_the_plan_refuses_what_cannot_be_sharded(
         ("2.10.0", {"processes": 2, "device": "cuda"}, False),
     ],
 )
-def test_the_plan_says_which_torch_can_shard(
+def test_plan_refuses_sharding_with_old_torch(
     monkeypatch: pytest.MonkeyPatch, installed: str, resources: dict[str, Any], refused: bool
 ) -> None:
     monkeypatch.setattr(training_settings, "version", lambda name: installed)

@@ -1,4 +1,4 @@
-"""What plans derive before any work starts, held against what the work then takes."""
+"""Memory plans made before a stage starts, compared with measured memory."""
 
 import dataclasses
 from pathlib import Path
@@ -58,11 +58,11 @@ QWEN3_8B = QWEN3_0_6B | {
 
 
 @pytest.mark.parametrize("config", [TINY, WIDE, TINY.replace(tie_word_embeddings=False)])
-def test_parameters_are_counted(config: DecoderConfig) -> None:
+def test_parameter_count_matches_the_decoder(config: DecoderConfig) -> None:
     assert card_of(config).parameters == sum(p.numel() for p in Decoder(config).parameters())
 
 
-def test_a_published_count() -> None:
+def test_parameter_count_matches_the_published_model() -> None:
     assert (
         card_of(DecoderConfig.from_hf(QWEN3_0_6B)).parameters == 596_049_920
     )  # the model card says 0.6 billion
@@ -70,8 +70,8 @@ def test_a_published_count() -> None:
 
 @pytest.mark.parametrize("config", [TINY, WIDE])
 @pytest.mark.parametrize(("sequences", "length"), [(32, 32), (4, 256)])
-def test_activations_are_within_the_estimate(config: DecoderConfig, sequences: int, length: int) -> None:
-    """All that autograd keeps of a learner's forward pass, each storage counted once, weights left out."""
+def test_activation_memory_is_within_the_estimate(config: DecoderConfig, sequences: int, length: int) -> None:
+    """Measured: all storages that autograd saves in a forward pass, each counted once, without weights."""
     decoder = Decoder(config)
     own = {parameter.untyped_storage().data_ptr() for parameter in decoder.parameters()}
     kept: dict[int, int] = {}
@@ -93,17 +93,19 @@ def test_activations_are_within_the_estimate(config: DecoderConfig, sequences: i
 
 
 @pytest.mark.parametrize("config", [TINY, WIDE])
-def test_the_cache_is_what_was_planned(config: DecoderConfig) -> None:
+def test_cache_memory_equals_the_plan(config: DecoderConfig) -> None:
     cache = PagedCache(config, (1 + 8 * blocks_for(300),), torch.float32)
     assert cache.nbytes == cache_bytes(config, 8, 300)
 
 
-def test_only_the_largest_of_what_passes_counts() -> None:
+def test_total_counts_only_the_largest_transient_memory() -> None:
     plan = plan_memory(TINY, sampling=(256, 64), learning=(4096, 64), reference=True)
     weights = 4 * card_of(TINY).parameters
     assert plan.persistent["weights"] == plan.persistent["reference"] == weights
     assert plan.persistent["moments"] == 2 * weights
-    assert plan.persistent["engine"] == weights + 4 * 98 * 96  # the embedding twice: it is the head too
+    assert (
+        plan.persistent["engine"] == weights + 4 * 98 * 96
+    )  # the embedding counts twice, because it is also the output head
     assert plan.total == sum(plan.persistent.values()) + max(plan.transient.values())
     assert plan_memory(TINY, sampling=(256, 64)).transient.keys() == {"sampling"}
     assert str(plan).startswith(f"about {plan.total / 2**20:.0f} MiB: process ")
@@ -111,7 +113,7 @@ def test_only_the_largest_of_what_passes_counts() -> None:
 
 @pytest.fixture
 def large(tmp_path: Path) -> dict[str, Any]:
-    """A model of which there is only the configuration."""
+    """A model folder with only a config.json."""
     write_json(tmp_path / "config.json", QWEN3_0_6B)
     return {"path": str(tmp_path)}
 
@@ -120,7 +122,7 @@ def derived(task: str, **options: Any) -> dict[str, str]:
     return {name: str(value) for name, value in load_plugin(task).plan(make_job(task, **options)).items()}
 
 
-def test_plans_say_what_will_be_done() -> None:
+def test_plans_describe_the_amount_of_work() -> None:
     rl = derived("rl", steps=10, prompts=4, samples=8, max_tokens=20)
     assert rl["episodes"] == "10 steps x 4 tasks x 8 = 320"
     assert rl["tokens at most"] == "6,400"
@@ -136,9 +138,9 @@ def test_plans_say_what_will_be_done() -> None:
     }
 
 
-def test_plans_of_a_large_model_need_its_configuration_alone(large: dict[str, Any]) -> None:
+def test_memory_plan_needs_only_the_model_config(large: dict[str, Any]) -> None:
     rl = derived("rl", model=large, prompts=32, samples=8, max_tokens=256, kl=0.01)["memory"]
-    # 256 samples of 512 tokens of 8 * 28 * 8 * 128 bytes would be 28 GiB: there are fewer in flight.
+    # 256 samples of 512 tokens of 8 * 28 * 8 * 128 bytes would take 28 GiB, so fewer run at a time.
     assert "weights 2.2 GiB, engine 2.8 GiB, cache 3.9 GiB, reference 2.2 GiB, moments 4.4 GiB" in rl
     assert "learning 17.2 GiB or update 1.7 GiB" in rl
     few = derived("rl", model=large, prompts=2, samples=4, max_tokens=256, token_budget=512)["memory"]
@@ -146,10 +148,10 @@ def test_plans_of_a_large_model_need_its_configuration_alone(large: dict[str, An
     assert "learning 5.5 GiB" in few
 
 
-def test_a_stage_that_does_not_fit_is_refused_with_what_would(
+def test_stage_that_does_not_fit_is_refused_with_a_fitting_budget(
     large: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine with 23 GiB, a plan of 33: the budget that is named fits, one more token does not."""
+    """The plan needs 33 GiB of 23 GiB. The suggested token budget fits, and one more token does not."""
     observed = machine.observe_machine()
     small = dataclasses.replace(observed, memory=machine.Memory(64 << 30, 23 << 30), gpus=())
     monkeypatch.setattr(machine, "observe_machine", lambda: small)
@@ -171,7 +173,7 @@ def test_a_stage_that_does_not_fit_is_refused_with_what_would(
     assert "lora" in refused.value.remedy, "no token budget helps"
 
 
-def test_a_command_refuses_it_before_any_stage_begins(
+def test_derive_refuses_a_stage_that_does_not_fit(
     large: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "large.yaml"
@@ -187,7 +189,7 @@ def test_a_command_refuses_it_before_any_stage_begins(
         derive(load_recipe(path))
 
 
-def test_samples_in_flight_fit_their_room() -> None:
+def test_samples_in_flight_fit_the_cache() -> None:
     config = DecoderConfig.from_hf(QWEN3_0_6B)
     cpu = CacheRoom("auto", "bfloat16")  # on a CPU the cache stays float32
     slots = slots_for(config, 256, cpu)
@@ -198,13 +200,13 @@ def test_samples_in_flight_fit_their_room() -> None:
     assert slots_for(TINY, 64, cpu) == SLOTS
     assert engine_size(TINY, 64, cpu)["cache_tokens"] == SLOTS * 320
     assert engine_size(TINY, 64, cpu, samples=24) == {"slots": 24, "cache_tokens": 24 * 320}
-    long = config.replace(num_layers=1)  # few samples are planned for, but one of the longest has room
+    long = config.replace(num_layers=1)  # few samples are planned, but the longest possible sample fits
     assert engine_size(long.replace(max_position_embeddings=200_000), 16, cpu)["cache_tokens"] == 200_000
     assert slots_for(config.replace(num_layers=10_000), 40_000, cpu) == 1
 
 
 @pytest.mark.parametrize(("precision", "item"), [("float32", 4), ("bfloat16", 2)])
-def test_a_gpu_takes_samples_of_the_expected_length_and_its_cache_is_planned(
+def test_gpu_slots_are_planned_for_the_expected_length(
     precision: Literal["float32", "bfloat16"], item: int
 ) -> None:
     config = DecoderConfig.from_hf(QWEN3_8B)
@@ -220,11 +222,11 @@ def test_a_gpu_takes_samples_of_the_expected_length_and_its_cache_is_planned(
     plan = stage_memory(config, samples=512, max_tokens=16_384, cache=room, learner=settings)
     assert plan.slots == slots and plan.persistent["cache"] == held
     few = stage_memory(config, samples=4, max_tokens=256, cache=room, learner=settings)
-    one = cache_bytes(config, 1, config.max_position_embeddings, item)  # room for the longest that there is
+    one = cache_bytes(config, 1, config.max_position_embeddings, item)  # room for the longest possible sample
     assert few.persistent["cache"] == one > cache_bytes(config, 4, 512, item)
 
 
-def test_the_engine_of_a_gpu_has_matrices_in_the_precision_of_products(
+def test_gpu_engine_stores_matrices_in_the_compute_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ops, "available", lambda: False)  # plain tensors, as on a GPU
@@ -237,18 +239,18 @@ def test_the_engine_of_a_gpu_has_matrices_in_the_precision_of_products(
     stored += copy.model.embed_tokens.weight.nbytes
     plan = stage_memory(config, samples=4, max_tokens=64, cache=CacheRoom("cuda", "bfloat16"))
     norms = 2 * (2 * config.num_layers + 1) * config.hidden_size + 4 * config.num_layers * config.head_dim
-    assert plan.persistent["engine"] == stored + norms  # which the plan counts as two bytes too
+    assert plan.persistent["engine"] == stored + norms  # the plan counts norms at two bytes, too
 
 
 @pytest.mark.parametrize("task", ["rl", "evaluate"])
-def test_a_plan_refuses_answers_that_leave_no_room(task: str, large: dict[str, Any]) -> None:
+def test_plan_refuses_answers_that_leave_no_room_for_prompts(task: str, large: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="max_tokens is 40960, and the model has 40960 positions"):
         derived(task, model=large, max_tokens=40960)
     derived(task, model=large, max_tokens=40959)
 
 
 @pytest.mark.parametrize("task", ["rl", "sft", "evaluate"])
-def test_a_plan_refuses_a_model_that_is_not_implemented(task: str, large: dict[str, Any]) -> None:
+def test_plan_refuses_an_unsupported_model_type(task: str, large: dict[str, Any]) -> None:
     write_json(Path(large["path"]) / "config.json", QWEN3_0_6B | {"model_type": "mamba"})
     with pytest.raises(RequestError, match="model_type is 'mamba'"):
         derived(task, model=large)

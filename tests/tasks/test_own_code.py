@@ -1,4 +1,4 @@
-"""Stages with the code of a user in a bundle: an environment, an algorithm, a teacher and metrics."""
+"""Stages with user code in the bundle: an environment, an algorithm, a teacher and metrics."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ OWN = {name: {"name": f"own.py:{name}", "source": METRICS} for name in ("episode
 TALK = {"id": "factory", "factory": "task_environments:Talk"}
 
 
-def test_rl_runs_the_user_s_environment_algorithm_and_metrics(
+def test_rl_runs_user_environment_algorithm_and_metrics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     algorithm = {"name": "plain.py:Plain", "source": ALGORITHM}
@@ -68,13 +68,13 @@ def test_rl_runs_the_user_s_environment_algorithm_and_metrics(
     assert capsys.readouterr().out.count("metric 'broken' failed: TypeError") == 1
 
 
-def test_collect_runs_the_user_s_teacher(tmp_path: Path) -> None:
+def test_collect_runs_a_user_teacher(tmp_path: Path) -> None:
     teacher = {"name": "nines.py:Nines", "source": TEACHER}
     bundle = run_task(tmp_path, "collect", environment=LETTERS, teacher=teacher, traces=10)
     assert summary(bundle)["sources"] == {"nines/few": 10}
 
 
-def test_an_evaluation_has_the_figures_of_each_part(tmp_path: Path) -> None:
+def test_evaluate_reports_figures_of_each_mixture_part(tmp_path: Path) -> None:
     ends = {**DIGITS, "factory": "task_environments:Ends", "weight": 0}
     parts = {"letters": {**LETTERS, "reward_scale": 2.0}, "ends": ends, "talk": TALK}
     bundle = run_task(
@@ -98,7 +98,7 @@ def test_an_evaluation_has_the_figures_of_each_part(tmp_path: Path) -> None:
     assert {part: sum(own) / len(own) for part, own in rates.items()} == pytest.approx(passes)
 
 
-def test_evaluations_during_training_have_the_figures_of_each_part(tmp_path: Path) -> None:
+def test_evaluation_during_training_reports_each_mixture_part(tmp_path: Path) -> None:
     parts = {"letters": LETTERS, "talk": TALK}
     bundle = run_task(
         tmp_path,

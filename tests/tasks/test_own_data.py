@@ -1,4 +1,4 @@
-"""Stages on the user's own files: planned, frozen into the bundle, trained on; no environment is needed."""
+"""Stages on user data files, without an environment: plans, bundles, formats and errors."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ stages:
 """
 
 
-def lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -51,14 +51,14 @@ def recipe(folder: Path, task: str, data: str, more: str = "") -> Path:
     return path
 
 
-def test_a_file_is_part_of_the_bundle_and_of_its_digest(tmp_path: Path) -> None:
-    lines(tmp_path / "chats.jsonl", CHATS)
+def test_data_file_is_part_of_the_bundle_digest(tmp_path: Path) -> None:
+    write_rows(tmp_path / "chats.jsonl", CHATS)
     loaded = load_recipe(recipe(tmp_path, "sft", "chats.jsonl"))
     assert loaded.stage("own").consumes == {"checkpoint": "model"}
     job, files = staged(job_for(loaded, loaded.stage("own")))
     assert files == {"data": tmp_path / "chats.jsonl"} and job.spec["data"] == "inputs/data"
     digests = [freeze(job, files, tmp_path / "first")]
-    lines(tmp_path / "chats.jsonl", CHATS[1:])
+    write_rows(tmp_path / "chats.jsonl", CHATS[1:])
     digests.append(freeze(job, files, tmp_path / "second"))
     assert len(set(digests)) == 2
     bundle = tmp_path / "first"
@@ -67,12 +67,14 @@ def test_a_file_is_part_of_the_bundle_and_of_its_digest(tmp_path: Path) -> None:
     assert told["traces"] == 12 and told["data"]["rows"] == 12
     answers = [text["content"] for row in CHATS for text in row["messages"][1::2]]
     assert told["data"]["learned"] == sum(len(text) + 1 for text in answers)
-    assert data_words(told).startswith(f"12 rows, {told['data']['tokens']:,} tokens, ")  # in the report
+    assert data_words(told).startswith(
+        f"12 rows, {told['data']['tokens']:,} tokens, "
+    )  # as shown in the report
     assert len(metrics(bundle)) == 2
 
 
-def test_bytes_encode_what_characters_cannot(tmp_path: Path) -> None:
-    lines(tmp_path / "chats.jsonl", [{"prompt": "naïve", "completion": " 東京 🙂"}] * 4)
+def test_byte_tokenizer_is_chosen_for_non_ascii_data(tmp_path: Path) -> None:
+    write_rows(tmp_path / "chats.jsonl", [{"prompt": "naïve", "completion": " 東京 🙂"}] * 4)
     path = recipe(tmp_path, "sft", "chats.jsonl")
     with pytest.raises(RequestError, match=r"no token for 'ï' in .*chats.jsonl:1"):
         load_recipe(path, ["model.tokenizer=characters"])
@@ -89,9 +91,9 @@ def test_bytes_encode_what_characters_cannot(tmp_path: Path) -> None:
     assert told["learned"] == 4 * (len(" 東京 🙂".encode()) + 1)
 
 
-def test_bpe_is_trained_on_the_file_and_stays_with_the_checkpoint(tmp_path: Path) -> None:
+def test_bpe_is_trained_on_the_file_and_saved_in_the_checkpoint(tmp_path: Path) -> None:
     rows = [{"prompt": f"Πόσο κάνει {n} συν {n};", "completion": f"Κάνει {2 * n}."} for n in range(12)]
-    lines(tmp_path / "chats.jsonl", rows)
+    write_rows(tmp_path / "chats.jsonl", rows)
     path = recipe(tmp_path, "sft", "chats.jsonl")
     loaded = load_recipe(path, ["model.tokenizer=bpe", "model.vocab_size=512", "own.steps=40"])
     (planned,) = derive(loaded)
@@ -108,7 +110,7 @@ def test_bpe_is_trained_on_the_file_and_stays_with_the_checkpoint(tmp_path: Path
     assert summary(bundle)["last"]["loss"] < 0.5
     assert f"{summary(bundle)['data']['tokens']:,} tokens" in planned["derived"]["data"]
     options = {"tasks": 4, "samples": 1, "max_tokens": 24}
-    questions = lines(
+    questions = write_rows(
         tmp_path / "q.jsonl", [{"prompt": r["prompt"], "answer": r["completion"]} for r in rows]
     )
     environment = {"id": "jsonl", "path": str(questions), "heldout": {"share": 0.5}}
@@ -119,22 +121,22 @@ def test_bpe_is_trained_on_the_file_and_stays_with_the_checkpoint(tmp_path: Path
 
 
 @pytest.mark.parametrize("task", ["preference", "reward_model"])
-def test_pairs_of_a_file(task: str, tmp_path: Path) -> None:
-    data = lines(tmp_path / "pairs.jsonl", PAIRS)
+def test_preference_tasks_read_pairs_of_a_file(task: str, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "pairs.jsonl", PAIRS)
     options = {"data": "inputs/data", "steps": 2, "batch_size": 4}
     told = summary(run_task(tmp_path / "run", task, inputs={"data": data}, environment={}, **options))
     assert told["pairs"] + told["validation_pairs"] == 12 == told["data"]["rows"]
 
 
-def test_the_same_rows_train_the_same_model_in_every_format(tmp_path: Path) -> None:
+def test_every_file_format_trains_the_same_model(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     pq.write_table(pa.Table.from_pylist(CHATS), tmp_path / "chats.parquet")
     (tmp_path / "folder").mkdir()
-    lines(tmp_path / "folder" / "train.jsonl", CHATS)
+    write_rows(tmp_path / "folder" / "train.jsonl", CHATS)
     losses = []
-    for name in (lines(tmp_path / "chats.jsonl", CHATS).name, "chats.parquet", "folder"):
+    for name in (write_rows(tmp_path / "chats.jsonl", CHATS).name, "chats.parquet", "folder"):
         loaded = load_recipe(recipe(tmp_path, "sft", f"./{name}"))
         job, files = staged(job_for(loaded, loaded.stage("own")))
         bundle = tmp_path / f"{name}-bundle"
@@ -143,18 +145,18 @@ def test_the_same_rows_train_the_same_model_in_every_format(tmp_path: Path) -> N
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_the_plan_counts_rows_and_tokens(tmp_path: Path) -> None:
-    lines(tmp_path / "chats.jsonl", CHATS)
+def test_plan_counts_rows_and_epochs(tmp_path: Path) -> None:
+    write_rows(tmp_path / "chats.jsonl", CHATS)
     (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl")))
     assert stage["derived"]["data"].startswith("chats.jsonl: 12 rows, ")
     assert stage["derived"]["data"].endswith("0.7 epochs")
-    lines(tmp_path / "pairs.jsonl", PAIRS)
+    write_rows(tmp_path / "pairs.jsonl", PAIRS)
     (stage,) = derive(load_recipe(recipe(tmp_path, "preference", "pairs.jsonl")))
     assert stage["derived"]["data"].startswith("pairs.jsonl: 12 rows, ")
 
 
-def test_the_plan_counts_epochs_of_the_rows_that_are_not_held_out(tmp_path: Path) -> None:
-    path = lines(tmp_path / "chats.jsonl", CHATS)
+def test_plan_counts_epochs_of_training_rows_only(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "chats.jsonl", CHATS)
     evaluated = ["own.validation=0.4", "own.eval={every: 1, tasks: 0}", "own.batch_size=12", "own.steps=2"]
     (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), evaluated))
     reader = tokens.RowReader(Tokenizer.characters(), 512)
@@ -164,8 +166,8 @@ def test_the_plan_counts_epochs_of_the_rows_that_are_not_held_out(tmp_path: Path
     assert "data warning" not in stage["derived"]
 
 
-def test_texts_are_held_out_one_by_one(tmp_path: Path) -> None:
-    path = lines(tmp_path / "texts.jsonl", [{"text": f"a text, number {n}"} for n in range(40)])
+def test_texts_are_held_out_individually(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "texts.jsonl", [{"text": f"a text, number {n}"} for n in range(40)])
     reader = tokens.RowReader(Tokenizer.characters(), 512)
     data = Demonstrations([path], reader, seed=0, validation=0.3)
     assert len(data) + len(data.held_out) == 40 and 3 < len(data.held_out) < 25
@@ -174,29 +176,29 @@ def test_texts_are_held_out_one_by_one(tmp_path: Path) -> None:
     )
 
 
-def test_the_plan_warns_about_an_empty_answer(tmp_path: Path) -> None:
-    lines(tmp_path / "chats.jsonl", [*CHATS, {"prompt": "1+1=", "completion": ""}])
+def test_plan_warns_about_empty_answers_and_high_rates(tmp_path: Path) -> None:
+    write_rows(tmp_path / "chats.jsonl", [*CHATS, {"prompt": "1+1=", "completion": ""}])
     (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), ["own.lr=1.0"]))
     assert stage["derived"]["data warning"] == "an empty answer in 1 of 13 rows, first chats.jsonl:13"
     assert "times the default" in stage["derived"]["warning"]
 
 
-def test_of_a_large_file_the_plan_counts_some_tokens_and_checks_all_rows(
+def test_plan_of_a_large_file_samples_tokens_and_checks_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "MOST_CHECKED", 5)
-    path = lines(tmp_path / "chats.jsonl", CHATS)
+    path = write_rows(tmp_path / "chats.jsonl", CHATS)
     loaded = load_recipe(recipe(tmp_path, "sft", "chats.jsonl"))
     (stage,) = derive(loaded)
     assert stage["derived"]["data"].startswith("chats.jsonl: 12 rows; the first 5 rows, ")
-    lines(path, [*CHATS, {"messages": []}])
+    write_rows(path, [*CHATS, {"messages": []}])
     with pytest.raises(RequestError) as caught:
         derive(loaded)
     assert caught.value.where == f"stages.own: {path}:13"
 
 
-def test_a_wrong_row_stops_the_plan_with_file_and_line(tmp_path: Path) -> None:
-    path = lines(tmp_path / "chats.jsonl", [*CHATS, {"messages": [{"role": "user", "content": "x"}]}])
+def test_invalid_row_fails_the_plan_with_file_and_line(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "chats.jsonl", [*CHATS, {"messages": [{"role": "user", "content": "x"}]}])
     command = [sys.executable, "-m", "perilune.cli.main", "run", str(recipe(tmp_path, "sft", "chats.jsonl"))]
     done = subprocess.run([*command, "--plan"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -213,25 +215,25 @@ def test_a_wrong_row_stops_the_plan_with_file_and_line(tmp_path: Path) -> None:
         ("rl", "chats.jsonl", "", "is not a known key"),
     ],
 )
-def test_a_wrong_path_is_an_error_of_the_recipe(
+def test_invalid_data_path_is_a_recipe_error(
     task: str, data: str, more: str, said: str, tmp_path: Path
 ) -> None:
-    lines(tmp_path / "chats.jsonl", CHATS)
+    write_rows(tmp_path / "chats.jsonl", CHATS)
     with pytest.raises(RequestError) as caught:
         load_recipe(recipe(tmp_path, task, data, more))
     assert said in str(caught.value) and caught.value.where.startswith(f"{tmp_path}/own.yaml:")
 
 
 def test_other_tasks_still_need_an_environment(tmp_path: Path) -> None:
-    lines(tmp_path / "chats.jsonl", CHATS)
+    write_rows(tmp_path / "chats.jsonl", CHATS)
     path = recipe(tmp_path, "sft", "chats.jsonl")
     path.write_text(path.read_text() + "  - {name: after, task: evaluate, checkpoint: own}\n")
     with pytest.raises(RequestError, match="environment is missing"):
         load_recipe(path)
 
 
-def test_a_killed_stage_resumes_from_its_own_data(tmp_path: Path) -> None:
-    data = lines(tmp_path / "chats.jsonl", CHATS)
+def test_killed_stage_resumes_on_its_data_file(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "chats.jsonl", CHATS)
     options = {"data": "inputs/data", "steps": 4, "save_every": 2, "environment": {}}
     whole = run_task(tmp_path / "whole", "sft", inputs={"data": data}, **options)
     bundle = make_bundle(tmp_path / "cut", make_job("sft", inputs={"data": data}, **options), {"data": data})

@@ -1,6 +1,6 @@
-"""Mistakes that training systems have shipped, planted in the real code one at a time.
+"""Bugs known from training systems, injected into the real code one at a time.
 
-Each must stop a short run with the settings that every run has, and the message must name the culprit.
+Each bug must stop a short run with default checks, and the message must name the cause.
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     ),
     (learning.loss_has_the_wrong_sign, {}, "the gradient of the policy loss .*: its sign is wrong"),
     (learning.optimizer_climbs_the_loss, {}, "did not move as AdamW says.*: the update climbs the loss"),
-    # What that review planted, and no check saw.
+    # Bugs that the review injected and no check found at the time.
     (
         sampling.rewards_of_neighbours,
         {},
@@ -87,7 +87,7 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
     (learning.dropout_while_learning, {}, RANDOM),
     (learning.dropout_while_learning_in_the_run, {}, "its own without one: it has dropout"),
     (learning.dropout_always_in_the_run, {}, RANDOM),
-    # Mistakes that nobody had planted before.
+    # Bugs added since.
     (sampling.seeds_reused, {}, "it drew them with the random numbers of step 1"),
     (sampling.end_of_sequence_dropped, {"samples": 12}, "not an end-of-sequence token: was it cut off"),
     (sampling.aborted_are_judged, {}, "was aborted by the engine and has reward"),
@@ -110,7 +110,7 @@ PLANTED: list[tuple[Callable[[Patch], None], dict[str, Any], str]] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("plant", "options", "said"), PLANTED, ids=[case[0].__name__ for case in PLANTED])
-def test_a_planted_mistake_stops_the_run_and_is_named(
+def test_injected_bug_stops_the_run_and_is_named(
     plant: Callable[[Patch], None],
     options: dict[str, Any],
     said: str,
@@ -124,9 +124,9 @@ def test_a_planted_mistake_stops_the_run_and_is_named(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_no_false_alarm(seed: int, tmp_path: Path) -> None:
-    """The settings under which mistakes are planted, all at once, without one."""
-    environment = {**DIGITS, "raises": "0"}  # tasks whose ids begin with it: some fail
+def test_checks_raise_no_false_alarm(seed: int, tmp_path: Path) -> None:
+    """All settings of the injected bugs at once, without a bug."""
+    environment = {**DIGITS, "raises": "0"}  # some verifiers fail
     options: dict[str, Any] = {"token_budget": 24, "kl": 0.1, "samples": 6, "updates_per_batch": 2}
     bundle = run_task(
         tmp_path / "rl", "rl", seed=seed, environment=environment, prompts=5, steps=3, **options
@@ -134,8 +134,8 @@ def test_no_false_alarm(seed: int, tmp_path: Path) -> None:
     assert len(metrics(bundle)) == 3
 
 
-def test_an_algorithm_may_say_that_it_is_sparse_or_not_centred(tmp_path: Path, monkeypatch: Patch) -> None:
-    """As one that credits one token, or only the best answer, rightly does."""
+def test_sparse_and_uncentred_algorithms_pass_the_checks(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Valid for algorithms that credit a single token or only the best answer."""
     learning.advantage_on_the_last_token(monkeypatch)
     learning.group_baseline_forgotten(monkeypatch)
     monkeypatch.setattr(GRPO, "sparse", True)

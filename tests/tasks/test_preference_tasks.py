@@ -1,4 +1,4 @@
-"""Pairs, preference and reward_model as stages: from sampled answers to a policy and a judge."""
+"""The pairs, preference and reward_model stages, and rl on a reward model."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def read_preferences(path: Path) -> list[PreferenceRecord]:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pairs from a fresh policy."""
+    """Pairs sampled from an untrained policy."""
     return run_task(tmp_path_factory.mktemp("pairs") / "pairs", "pairs", environment=ENDS)
 
 
@@ -56,7 +56,7 @@ def trained(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_task(root, "preference", inputs={"data": pairs / "artifacts/pairs"})
 
 
-def test_each_pair_has_a_better_and_a_worse_answer_to_one_task(pairs: Path) -> None:
+def test_pairs_hold_a_better_and_a_worse_answer_to_the_same_task(pairs: Path) -> None:
     records = read_preferences(pairs / "artifacts" / "pairs")
     judged = episodes(pairs)
     rewards = dict(zip(zip(judged.task_id, judged.text, strict=True), judged.reward, strict=True))
@@ -73,15 +73,15 @@ def test_each_pair_has_a_better_and_a_worse_answer_to_one_task(pairs: Path) -> N
     assert metrics(pairs)[0]["rows"] == len(records)
 
 
-def test_a_policy_that_is_never_right_gives_no_pairs(tmp_path: Path) -> None:
+def test_policy_without_right_answers_gives_no_pairs(tmp_path: Path) -> None:
     with pytest.raises(WorkFailedError, match="no two of 96 answers make a pair"):
         run_task(tmp_path / "b", "pairs", environment={**DIGITS, "equal": 0.0})
 
 
-def test_preference_writes_its_figures(trained: Path, pairs: Path) -> None:
+def test_preference_writes_metrics_and_summary(trained: Path, pairs: Path) -> None:
     lines = metrics(trained)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
-    assert lines[0]["margin"] == pytest.approx(0, abs=1e-5)  # reference and policy begin as one
+    assert lines[0]["margin"] == pytest.approx(0, abs=1e-5)  # the policy starts as the reference
     assert lines[-1]["margin"] > 0
     assert "validation_accuracy" not in lines[0]
     assert 0 <= lines[-1]["validation_accuracy"] <= 1
@@ -92,7 +92,7 @@ def test_preference_writes_its_figures(trained: Path, pairs: Path) -> None:
     assert (trained / "artifacts/checkpoints/final/model.safetensors").exists()
 
 
-def test_an_evaluation_has_the_loss_that_is_trained(pairs: Path, tmp_path: Path) -> None:
+def test_evaluation_loss_equals_the_validation_loss(pairs: Path, tmp_path: Path) -> None:
     bundle = run_task(
         tmp_path / "b", "preference", inputs={"data": pairs / "artifacts/pairs"},
         nll=1.0, dpop=5.0, lr=0.01, eval={"every": 4, "tasks": 0},
@@ -101,7 +101,7 @@ def test_an_evaluation_has_the_loss_that_is_trained(pairs: Path, tmp_path: Path)
     assert last["eval/data/loss"] == pytest.approx(last["validation_loss"], rel=1e-5)
 
 
-def test_preference_resumes_where_it_was(trained: Path, tmp_path: Path, pairs: Path) -> None:
+def test_interrupted_preference_stage_resumes_exactly(trained: Path, tmp_path: Path, pairs: Path) -> None:
     bundle = tmp_path / "again"
     inputs = {"data": pairs / "artifacts/pairs"}
     make_bundle(bundle, make_job("preference", inputs=inputs), inputs)
@@ -128,7 +128,7 @@ def test_preference_resumes_where_it_was(trained: Path, tmp_path: Path, pairs: P
     assert metrics(bundle) == metrics(trained)
 
 
-def test_another_reference_than_the_start_stops_the_run(
+def test_wrong_reference_model_stops_the_run(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from perilune.models.checkpoints.loading import new_model
@@ -143,7 +143,7 @@ def test_another_reference_than_the_start_stops_the_run(
         run_task(tmp_path / "b", "preference", inputs={"data": pairs / "artifacts/pairs"})
 
 
-def test_the_alarm_is_raised_once_after_a_few_steps(tmp_path: Path) -> None:
+def test_collapse_alarm_is_raised_once_after_several_steps(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text(make_job("preference").model_dump_json())
     (tmp_path / "artifacts").mkdir()
     workspace = Workspace(tmp_path)
@@ -153,12 +153,12 @@ def test_the_alarm_is_raised_once_after_a_few_steps(tmp_path: Path) -> None:
         alarm.observe(step, figures)
         workspace.metric(step, **figures)
     assert alarm.step == 8
-    assert CollapseAlarm(workspace).step == 8  # as a new attempt would see it
+    assert CollapseAlarm(workspace).step == 8  # a new attempt finds the recorded alarm
     events = (tmp_path / "runtime" / "events.jsonl").read_text().splitlines()
     assert [json.loads(event)["step"] for event in events] == [8]
 
 
-def test_both_sides_end_alike_and_nothing_is_cut(pairs: Path) -> None:
+def test_chosen_and_rejected_end_with_eos_and_are_never_truncated(pairs: Path) -> None:
     tokenizer = Tokenizer.characters()
     paths = [pairs / "artifacts/pairs"]
     data = PreferenceData.load(paths, RowReader(tokenizer, 1000), 0, validation=0.3)
@@ -189,7 +189,7 @@ def test_both_sides_end_alike_and_nothing_is_cut(pairs: Path) -> None:
         ({"extra": 1}, "unknown field 'extra'"),
     ],
 )
-def test_damaged_pairs_are_refused_with_their_line(
+def test_damaged_pair_error_names_the_line(
     pairs: Path, tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     lines = (pairs / "artifacts/pairs/preferences.jsonl").read_text().splitlines()
@@ -199,11 +199,11 @@ def test_damaged_pairs_are_refused_with_their_line(
         read_preferences(tmp_path / "p.jsonl")
 
 
-def test_a_reward_model_is_trained_refreshed_and_scores(pairs: Path, tmp_path: Path) -> None:
+def test_reward_model_learns_and_continues_with_refresh(pairs: Path, tmp_path: Path) -> None:
     inputs = {"data": pairs / "artifacts/pairs"}
     judge = run_task(tmp_path / "judge", "reward_model", inputs=inputs)
     told = summary(judge)
-    assert told["accuracy_before"] == 0.0  # a head of zeros prefers nothing
+    assert told["accuracy_before"] == 0.0  # a zero head prefers neither answer
     assert told["last"]["loss"] < told["first"]["loss"]
     final = judge / "artifacts/checkpoints/final"
     model, _ = load_reward_model(final)
@@ -212,21 +212,21 @@ def test_a_reward_model_is_trained_refreshed_and_scores(pairs: Path, tmp_path: P
         tmp_path / "again", "reward_model", refresh="judge", replay="pairs",
         inputs={**inputs, "refresh": final, "replay": pairs / "artifacts/pairs"},
     )  # fmt: skip
-    assert summary(again)["accuracy_before"] > 0.5  # it goes on from what it knew
+    assert summary(again)["accuracy_before"] > 0.5  # training continues from the refreshed model
     assert summary(again)["pairs"] == 2 * told["pairs"]
 
 
-def test_a_climb_on_a_reward_model_keeps_the_verdict_apart(pairs: Path, tmp_path: Path) -> None:
+def test_rl_on_a_reward_model_reports_the_verifier_score_as_gold(pairs: Path, tmp_path: Path) -> None:
     judge = run_task(tmp_path / "judge", "reward_model", inputs={"data": pairs / "artifacts/pairs"})
     inputs = {"reward_model": judge / "artifacts/checkpoints/final"}
-    climb = run_task(tmp_path / "climb", "rl", inputs=inputs, reward_model="judge", environment=ENDS)
-    played = episodes(climb)
+    rl_run = run_task(tmp_path / "rl_run", "rl", inputs=inputs, reward_model="judge", environment=ENDS)
+    played = episodes(rl_run)
     for one in played.itertuples():
         terms, found = figures_of(one.reward_terms), figures_of(one.metrics)
         assert one.reward == terms["learned"]
         assert found["gold"] == terms["verifier"]
         assert terms["learned"] != terms["verifier"]
-    lines = metrics(climb)
+    lines = metrics(rl_run)
     for line in lines:
         of_step = played[played.step == f"step-{line['step']:06d}"]
         verdicts = [figures_of(one)["gold"] for one in of_step.metrics]
@@ -235,8 +235,8 @@ def test_a_climb_on_a_reward_model_keeps_the_verdict_apart(pairs: Path, tmp_path
         assert line["reward"] == pytest.approx(of_step.reward.mean())
     assert lines[0]["kl_start"] == pytest.approx(0, abs=1e-9)
     assert lines[-1]["kl_start"] > 0
-    assert summary(climb)["gold"]["first"] == lines[0]["gold"]
-    check_kl_from_start(climb, lines[-1])
+    assert summary(rl_run)["gold"]["first"] == lines[0]["gold"]
+    check_kl_from_start(rl_run, lines[-1])
     both = run_task(
         tmp_path / "both", "rl", inputs=inputs, reward_model="judge", verifier_weight=2.0, environment=ENDS
     )
@@ -245,11 +245,11 @@ def test_a_climb_on_a_reward_model_keeps_the_verdict_apart(pairs: Path, tmp_path
         assert one.reward == pytest.approx(terms["learned"] + 2 * terms["verifier"])
 
 
-def check_kl_from_start(climb: Path, line: dict[str, Any]) -> None:
-    """`kl_start` of a step is that of the start's log-probs of each answer alone, to the bit."""
-    files = sorted((climb / "artifacts/episodes").glob("step-*.parquet"))
+def check_kl_from_start(rl_run: Path, line: dict[str, Any]) -> None:
+    """`kl_start` equals the KL computed from the starting policy's log-probs, bit for bit."""
+    files = sorted((rl_run / "artifacts/episodes").glob("step-*.parquet"))
     played = list(read_episodes(files[line["step"] - 1]))
-    workspace = Workspace(climb)
+    workspace = Workspace(rl_run)
     start = load_recipe_model(workspace, torch.device("cpu")).decoder
     scores = Engine(start).score(
         [one.prompt_ids.tolist() for one in played],
@@ -260,17 +260,17 @@ def check_kl_from_start(climb: Path, line: dict[str, Any]) -> None:
     assert line["kl_start"] == kl_from_start(played, by_id)
 
 
-def test_the_distance_of_a_large_model_is_estimated_from_every_fourth_group(
+def test_kl_start_of_a_large_model_uses_every_fourth_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    climb = run_task(tmp_path / "climb", "rl", steps=1, prompts=5)
-    (file,) = (climb / "artifacts/episodes").glob("step-*.parquet")
+    rl_run = run_task(tmp_path / "rl_run", "rl", steps=1, prompts=5)
+    (file,) = (rl_run / "artifacts/episodes").glob("step-*.parquet")
     groups: dict[str, list[Episode]] = {}
-    for number, one in enumerate(read_episodes(file)):  # as if a policy at some distance had sampled them
+    for number, one in enumerate(read_episodes(file)):  # as if sampled by a distant policy
         far = replace(one, logprobs=one.logprobs * (1 + number / 100), metrics={"gold": 1.0})
         groups.setdefault(one.group_id, []).append(far)
     workspace = Workspace(make_bundle(tmp_path / "bundle", make_job("rl")))
-    start = load_recipe_model(Workspace(climb), torch.device("cpu")).decoder
+    start = load_recipe_model(Workspace(rl_run), torch.device("cpu")).decoder
 
     def distance(some: list[list[Episode]]) -> float:
         return GoldWatch(workspace, lambda: start, 1.0, 4096).observe(1, some)["kl_start"]
@@ -282,17 +282,17 @@ def test_the_distance_of_a_large_model_is_estimated_from_every_fourth_group(
     assert distance(played) == fourth != whole
 
 
-def test_a_climb_without_gold_is_not_watched(tmp_path: Path) -> None:
-    climb = run_task(tmp_path / "climb", "rl")
-    assert "gold" not in metrics(climb)[0]
-    told = summary(climb)
+def test_rl_without_reward_model_reports_no_gold(tmp_path: Path) -> None:
+    rl_run = run_task(tmp_path / "rl_run", "rl")
+    assert "gold" not in metrics(rl_run)[0]
+    told = summary(rl_run)
     assert "gold" not in told
     parts = told["length_dynamics"]
     assert parts["behaviour"] + parts["composition"] == pytest.approx(parts["after"] - parts["before"])
     assert {row["difficulty"] for row in parts["table"]} <= {"0", "1"}
 
 
-def test_a_policy_is_not_taken_for_a_reward_model(pairs: Path, trained: Path, tmp_path: Path) -> None:
+def test_policy_checkpoint_is_refused_as_reward_model(pairs: Path, trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "artifacts/checkpoints/final", tmp_path / "policy")
     with pytest.raises(RequestError, match=r"score.weight is missing"):
         run_task(tmp_path / "b", "rl", inputs={"reward_model": tmp_path / "policy"}, reward_model="x")

@@ -1,4 +1,4 @@
-"""Before a run its gradients and advantages are checked; before a long one it must also solve a bandit."""
+"""The preflight checks gradients and advantages. Before a long run it must also solve a bandit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +33,7 @@ def spec(**options: Any) -> RLSpec:
 
 
 @pytest.mark.parametrize("algorithm", KINDS)
-def test_every_kind_of_algorithm_solves_it(algorithm: str) -> None:
+def test_every_algorithm_solves_the_bandit(algorithm: str) -> None:
     told = solve_bandit(
         spec(algorithm=algorithm, kl=0.05, temperature=0.7, updates_per_batch=2), torch.device("cpu")
     )
@@ -49,11 +49,11 @@ def test_every_kind_of_algorithm_solves_it(algorithm: str) -> None:
         {"algorithm": "grpo", "kl": 0.05, "kl_estimator": "k3_corrected"},
     ],
 )
-def test_every_option_of_learning_solves_it(options: dict[str, Any]) -> None:
+def test_every_learning_option_solves_the_bandit(options: dict[str, Any]) -> None:
     assert "solved a bandit in" in solve_bandit(spec(**options), torch.device("cpu"))
 
 
-def test_it_leaves_the_random_numbers_of_the_run_alone() -> None:
+def test_solve_bandit_does_not_change_the_random_state() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
     solve_bandit(spec(algorithm="ppo"), torch.device("cpu"))
@@ -61,7 +61,7 @@ def test_it_leaves_the_random_numbers_of_the_run_alone() -> None:
 
 
 @pytest.mark.parametrize("plant", [gradients_scaled_twice, micro_batch_forgotten, loss_has_the_wrong_sign])
-def test_a_wrong_gradient_stops_a_long_run(
+def test_preflight_stops_a_long_run_with_a_wrong_gradient(
     plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
@@ -73,8 +73,8 @@ def test_a_wrong_gradient_stops_a_long_run(
     assert metrics(tmp_path / "rl") == []
 
 
-def test_an_algorithm_that_unlearns_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards count the other way, and all that follows is consistent."""
+def test_solve_bandit_detects_inverted_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards are negated, and everything after that is consistent."""
     right = GRPO.weight_group
 
     def turned(self: GRPO, group: Any, context: Any) -> Any:
@@ -104,7 +104,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_gradient_of_every_family_is_the_one_by_hand(family: str) -> None:
+def test_check_gradient_passes_for_every_model_family(family: str) -> None:
     sizes = {
         "vocab_size": 1000, "hidden_size": 96, "intermediate_size": 160, "num_layers": 3, "num_heads": 4,
         "num_kv_heads": 2, "head_dim": 64,
@@ -118,11 +118,11 @@ def test_the_gradient_of_every_family_is_the_one_by_hand(family: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [*RL_ALGORITHMS])
-def test_the_advantages_and_gradients_of_every_algorithm_are_right(algorithm: str) -> None:
+def test_check_advantages_and_gradient_pass_for_every_algorithm(algorithm: str) -> None:
     twin = Twin(spec(algorithm=algorithm, kl=0.05, temperature=0.7), PRESETS["tiny"], torch.device("cpu"))
     check_advantages(twin)
     check_gradient(twin)
 
 
-def test_every_component_of_a_loss_is_written_out_by_hand() -> None:
+def test_gradient_check_covers_every_loss_component() -> None:
     assert set(gradient._LOSSES) == set(gradient._LABELS) == set(COMPONENTS)

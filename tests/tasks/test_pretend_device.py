@@ -1,4 +1,4 @@
-"""Engine, learner and tasks on another device than the CPU: nothing is left behind, or fetched in passing."""
+"""Engine, learner and tasks on a simulated device, where mixing its tensors with CPU tensors is an error."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ new_backends = pytest.mark.skipif(
 
 
 @new_backends
-def test_what_runs_on_a_gpu_runs_on_a_device_that_pretends_to_be_one() -> None:
+def test_gpu_code_runs_on_the_pretend_device() -> None:
     cases = Path(__file__).parent / "pretend_device_cases.py"
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
     ran = subprocess.run(

@@ -1,4 +1,4 @@
-"""Process rewards in a climb: where they come from, and what they must not do."""
+"""Process rewards: answer values, Monte Carlo values, and rl stages with them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -46,7 +46,7 @@ SHORT = {"cut": "length", "least": 2}
 
 
 class Spy:
-    """A scorer that remembers what it was asked."""
+    """A scorer that records its requests."""
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer, self.items = scorer, []
@@ -75,7 +75,7 @@ def process(policy, settings, max_tokens: int = 8) -> ProcessRewards:
     return ProcessRewards(settings, policy.decoder, rollouts, spec, 512)
 
 
-def played(made: ProcessRewards, count: int = 3):
+def tasks_and_options(made: ProcessRewards, count: int = 3):
     tasks = list(islice(made.rollouts.environment.tasks("train", 0), count))
     params = made.sampling.params(made.decoder.config.eos_token_ids)
     how = {"samples": 2, "params": params, "step": 1, "watch": Stopwatch(), "first": 0}
@@ -83,8 +83,8 @@ def played(made: ProcessRewards, count: int = 3):
 
 
 @given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=6), st.integers(0, 4))
-def test_more_segments_do_not_earn_more(values: list[float], detours: int) -> None:
-    """What the segments earn adds up to minus what the start was worth, however the answer is cut."""
+def test_sum_of_step_rewards_is_independent_of_segments(values: list[float], detours: int) -> None:
+    """The step rewards sum to minus the value of the start, however the answer is segmented."""
 
     def earned(path: list[float]) -> float:
         one = SimpleNamespace(loss_mask=np.ones(len(path), bool))
@@ -96,13 +96,13 @@ def test_more_segments_do_not_earn_more(values: list[float], detours: int) -> No
     assert earned(longer) == pytest.approx(-values[0], abs=1e-5)
 
 
-def test_what_is_earned_stands_at_the_last_token_that_the_policy_wrote() -> None:
+def test_step_rewards_are_placed_at_the_last_policy_token() -> None:
     one = SimpleNamespace(loss_mask=np.array([True, True, False, True, False]))
     found = step_rewards(SegmentedEpisode(Task("", (), {}), one, (0, 3), None), np.array([0.25, 0.75]))
     np.testing.assert_array_equal(found, np.array([np.nan, 0.5, np.nan, -0.75, np.nan], np.float32))
 
 
-def test_an_answer_that_is_easily_guessed_says_nothing_of_the_working() -> None:
+def test_guessable_answers_get_no_potential() -> None:
     likely, unlikely = np.log([0.6, 0.7]), np.log([0.4, 0.7])
     assert potential(likely, AnswerValues()) is None
     np.testing.assert_allclose(potential(unlikely, AnswerValues()), [0.4, 0.7])
@@ -110,7 +110,7 @@ def test_an_answer_that_is_easily_guessed_says_nothing_of_the_working() -> None:
     np.testing.assert_allclose(potential(np.array([-5, -1]), AnswerValues(floor=-2)), [-1, -0.5])
 
 
-def test_the_answer_is_joined_to_the_lead_as_the_tokenizer_would() -> None:
+def test_answers_are_tokenized_together_with_the_lead() -> None:
     vocabulary = {token: index for index, token in enumerate(["<eos>", "i", "s", ":", "6", "1", ":6", "is"])}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, [("i", "s"), (":", "6")]))
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
@@ -119,14 +119,14 @@ def test_the_answer_is_joined_to_the_lead_as_the_tokenizer_would() -> None:
     assert module._endings(tokenizer, "is:", ("61", "1")) == [([7, 6, 5], 2), ([7, 3, 5], 1)]
 
 
-def test_values_are_the_sampling_policys_and_of_its_own_tokens(policy) -> None:
+def test_answer_values_come_from_the_sampling_policy(policy) -> None:
     made = process(policy, AnswerValues(segments=SHORT, guessable=1.0))
-    tasks, how = played(made)
+    tasks, how = tasks_and_options(made)
     plain = made.rollouts.play(tasks, **how)
     groups = made.play(tasks, **how)
     for task, group, before in zip(tasks, groups, plain, strict=True):
         for one, other in zip(group, before, strict=True):
-            assert one.messages == other.messages  # nothing of the answer reaches what is learned from
+            assert one.messages == other.messages  # the reference answer must not leak into training data
             np.testing.assert_array_equal(one.token_ids, other.token_ids)
             np.testing.assert_array_equal(one.prompt_ids, other.prompt_ids)
             walk = made._segment(task, made.rollouts.environment.reference_answer(task), one)
@@ -145,9 +145,9 @@ def test_values_are_the_sampling_policys_and_of_its_own_tokens(policy) -> None:
     assert how["watch"].process_rewards > 0
 
 
-def test_writing_the_answer_down_again_earns_nothing(policy) -> None:
+def test_repeating_the_answer_earns_nothing(policy) -> None:
     made = process(policy, AnswerValues(segments={"separators": ["\n"], "least": 1}))
-    tasks, how = played(made, 1)
+    tasks, how = tasks_and_options(made, 1)
     one = made.rollouts.play(tasks, **how)[0][0]
     gold = tasks[0].data["answer"]
 
@@ -165,18 +165,18 @@ def test_writing_the_answer_down_again_earns_nothing(policy) -> None:
     assert prefixes(f"{gold}\n{gold}\n;{gold}") == (0,)
 
 
-def test_no_answer_no_room_no_process_rewards(policy) -> None:
+def test_missing_or_too_long_answers_get_no_step_rewards(policy) -> None:
     made = process(policy, AnswerValues(segments=SHORT, guessable=1.0))
-    tasks, how = played(made, 2)
+    tasks, how = tasks_and_options(made, 2)
     silent = {tasks[0].task_id: None, tasks[1].task_id: ReferenceAnswer(";", ("9" * 5000,), (";",))}
     made.rollouts.environment.reference_answer = lambda task: silent[task.task_id]
     groups = made.play(tasks, **how)
     assert [one.step_rewards for group in groups for one in group] == [None] * 4
 
 
-def test_play_goes_on_from_where_an_answer_stands(policy) -> None:
+def test_continuations_start_from_the_prefix(policy) -> None:
     made = process(policy, MonteCarloValues())
-    (task,), how = played(made, 1)
+    (task,), how = tasks_and_options(made, 1)
     scorer = made.rollouts.scorer
     prompt = np.array(policy.tokenizer.encode_prompt(task.prompt), np.int32)
     written = np.array(policy.tokenizer.encode("ab"), np.int32)
@@ -187,7 +187,7 @@ def test_play_goes_on_from_where_an_answer_stands(policy) -> None:
     params = replace(how["params"], max_tokens=4)
     positions = [start, Prefix(task, prompt, written), start]
     first, middle, again = score_continuations(made.rollouts, positions, 40, params, 1)
-    assert len(drawn[0]) == 2  # equal positions are played once
+    assert len(drawn[0]) == 2  # equal prefixes are sampled once
     assert first is again
     texts = [transcript.text for _, transcript in scorer.items[40:]]
     assert all(text.startswith("ab") and len(text) <= 4 for text in texts)
@@ -199,9 +199,9 @@ def test_play_goes_on_from_where_an_answer_stands(policy) -> None:
     assert cut and not all(transcript.finished for transcript in cut)
 
 
-def test_continuations_are_other_draws_than_the_episodes(policy) -> None:
+def test_continuations_use_other_random_numbers_than_episodes(policy) -> None:
     made = process(policy, MonteCarloValues(continuations=2, segments=SHORT))
-    tasks, how = played(made, 1)
+    tasks, how = tasks_and_options(made, 1)
     texts = {one.text for one in made.rollouts.play(tasks, **how)[0]}
     made.rollouts.scorer.items.clear()
     prompt = np.array(policy.tokenizer.encode_prompt(tasks[0].prompt), np.int32)
@@ -214,14 +214,14 @@ def test_continuations_are_other_draws_than_the_episodes(policy) -> None:
     assert [transcript.text for _, transcript in made.rollouts.scorer.items] != drawn
 
 
-def test_play_is_within_one_turn(policy) -> None:
+def test_monte_carlo_values_refuse_multi_turn_environments(policy) -> None:
     made = process(policy, AnswerValues())
     made.rollouts.environment.max_turns = 3
     with pytest.raises(RequestError, match="several turns"):
         replace(made, settings=MonteCarloValues())
 
 
-def test_a_prefix_without_a_verdict_has_no_value() -> None:
+def test_prefix_without_a_verdict_has_no_mean() -> None:
     np.testing.assert_array_equal(prefix_means(np.array([[1, 0, np.nan], [1, 1, 1]])), [0.5, 1.0])
     assert prefix_means(np.array([[1.0, 0.0], [np.nan, np.nan]])) is None
 
@@ -236,7 +236,7 @@ def test_a_prefix_without_a_verdict_has_no_value() -> None:
         ("reinforce_pp", {"name": "montecarlo", "role": "reward", "continuations": 2}),
     ],
 )
-def test_climbs_with_process_rewards(tmp_path, algorithm: str, settings: dict) -> None:
+def test_rl_with_process_rewards(tmp_path, algorithm: str, settings: dict) -> None:
     made = run_task(
         tmp_path / "b", "rl", environment=STATED, algorithm=algorithm, steps=2,
         process_rewards={**settings, "segments": SHORT}, prompts=3, samples=3,
@@ -248,8 +248,8 @@ def test_climbs_with_process_rewards(tmp_path, algorithm: str, settings: dict) -
     assert all(0 < line["process_rewards"] <= line["other"] for line in timings)
 
 
-def test_values_are_frozen_while_a_batch_is_learned_from(tmp_path) -> None:
-    """A step's process rewards are of the weights that sampled, however many updates are made of it."""
+def test_process_rewards_are_computed_before_the_updates_of_a_batch(tmp_path) -> None:
+    """Process rewards use the sampling weights, however many updates the batch gets."""
     seen = {}
     for updates in (1, 3):
         made = run_task(
@@ -270,20 +270,20 @@ def test_values_are_frozen_while_a_batch_is_learned_from(tmp_path) -> None:
         ({"process_rewards": {"name": "answer", "continuations": 3}}, "continuations"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields: dict, said: str) -> None:
+def test_inconsistent_process_reward_options_are_refused(fields: dict, said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         RLSpec(checkpoint="model", **fields)
 
 
-def test_the_plan_says_what_play_takes() -> None:
+def test_plan_describes_monte_carlo_process_rewards() -> None:
     job = make_job("rl", environment=STATED, process_rewards={"name": "montecarlo"})
     plan = load_plugin("rl").plan(job)
     told = "as advantage, at most 24 segments an answer, 9 continuations from the beginning of each"
     assert plan["process rewards"] == told
 
 
-def test_the_bundled_recipe(tmp_path) -> None:
-    """Its stages with process rewards, made small, on a policy that has learned nothing."""
+def test_bundled_process_rewards_recipe_runs_with_small_settings(tmp_path) -> None:
+    """The stages with process rewards, scaled down, on an untrained policy."""
     recipe = load_recipe(bundled_recipe("process_rewards"))
     small = {"tasks": 3, "samples": 2, "continuations": 2}
     for stage in recipe.stages:
@@ -301,14 +301,14 @@ def test_the_bundled_recipe(tmp_path) -> None:
             assert "process/without" in metrics(made)[0]
 
 
-def test_an_environment_that_states_no_answer_is_refused_at_once(policy) -> None:
+def test_answer_values_refuse_environments_without_answers(policy) -> None:
     made = process(policy, AnswerValues())
     silent = replace(made.rollouts, environment=Digits({}))
     with pytest.raises(RequestError, match="states no right answer"):
         replace(made, rollouts=silent)
 
 
-def test_rewards_that_would_not_be_climbed_are_refused() -> None:
+def test_plan_refuses_rewards_ignored_beside_a_reward_model() -> None:
     environment = {**STATED, "rewards": {"verifier": 1.0}}
     job = make_job("rl", environment=environment, reward_model="judge")
     with pytest.raises(RequestError, match="`rewards` is ignored when `reward_model` is set"):

@@ -1,4 +1,4 @@
-"""A program of others is trained: its episodes hold what the engine sampled, and repeat."""
+"""RL on external agent programs: episodes hold the sampled tokens and are reproducible."""
 
 import json
 from pathlib import Path
@@ -23,11 +23,11 @@ def section(folder: Path, mode: str) -> dict[str, Any]:
         "confined": CONFINED,
         "tasks": {"id": "jsonl", "path": str(folder / "tasks.jsonl"), "match": "contains"},
         "variables": {"MODE": mode},
-        "stop": ["i", "#", "7", "X"],  # so that a new model ends its turns
+        "stop": ["i", "#", "7", "X"],  # so that an untrained model ends its turns
     }
 
 
-def test_conversations_of_its_own_making_are_learned_too(tmp_path: Path) -> None:
+def test_rewritten_conversations_of_a_program_are_trained(tmp_path: Path) -> None:
     environment = section(tmp_path, "edit")
     options = {"environment": environment, "steps": 2, "prompts": 4, "samples": 3, "max_tokens": 80}
     bundle = run_task(tmp_path / "run", "rl", train_sub_agents=True, **options)
@@ -40,7 +40,7 @@ def test_conversations_of_its_own_making_are_learned_too(tmp_path: Path) -> None
         assert one.loss_mask.all() and not one.failure
 
 
-def test_a_climb_of_an_agent_program_is_exact_and_repeats(tmp_path: Path) -> None:
+def test_rl_on_an_agent_program_is_deterministic(tmp_path: Path) -> None:
     environment = section(tmp_path, "crash:3")
     options = {"environment": environment, "steps": 2, "prompts": 4, "samples": 3, "max_tokens": 80}
     bundle, again = (run_task(tmp_path / name, "rl", **options) for name in ("one", "two"))
@@ -54,6 +54,6 @@ def test_a_climb_of_an_agent_program_is_exact_and_repeats(tmp_path: Path) -> Non
     assert crashed and len(finished)
     one = finished.iloc[0]
     turns = np.flatnonzero(np.diff(one.loss_mask.astype(int))) + 1
-    assert len(turns) == 2  # the program's text between two turns is not learned
+    assert len(turns) == 2  # the program's text between turns is masked
     assert [message["role"] for message in one.messages] == ["user", "assistant"] * 2
     assert one.messages[2]["content"] == " again "

@@ -1,4 +1,4 @@
-"""Stages of an environment with a `prompting` section: stop texts, and the warning about the format."""
+"""Stages with a `prompting` section: stop texts, and the warning about the answer format."""
 
 from task_cases import episodes, run_task, summary
 
@@ -13,7 +13,7 @@ SUMS = {
 }  # fmt: skip
 
 
-def test_an_evaluation_stops_at_the_texts_and_a_new_model_needs_no_format(tmp_path) -> None:
+def test_evaluate_ends_answers_at_stop_texts(tmp_path) -> None:
     workspace = run_task(tmp_path, "evaluate", max_tokens=40, environment=SUMS)
     table = episodes(workspace)
     texts = [messages[-1]["content"] for messages in table["messages"]]
@@ -25,10 +25,10 @@ def test_an_evaluation_stops_at_the_texts_and_a_new_model_needs_no_format(tmp_pa
     ]  # fmt: skip
     found = summary(workspace)
     assert found["format"] == 0.0
-    assert "warnings" not in found  # a new model is not expected to know the form
+    assert "warnings" not in found  # a new model is not expected to know the format
 
 
-def test_an_evaluation_of_a_trained_model_warns_about_the_format(tmp_path) -> None:
+def test_evaluate_warns_when_a_trained_model_misses_the_format(tmp_path) -> None:
     tokenizer = Tokenizer.characters()
     save_checkpoint(tmp_path / "sft", new_model(PRESETS["tiny"], tokenizer, seed=0), tokenizer)
     inputs = {"checkpoint": tmp_path / "sft"}
@@ -39,7 +39,7 @@ def test_an_evaluation_of_a_trained_model_warns_about_the_format(tmp_path) -> No
     assert "0.0% of answers have the form" in warning and "sft stage" in warning
 
 
-def test_rl_warns_after_its_first_steps(tmp_path) -> None:
+def test_rl_warns_about_the_format_after_its_first_steps(tmp_path) -> None:
     workspace = run_task(tmp_path, "rl", environment=SUMS)
     assert any("have the form" in one for one in summary(workspace)["warnings"])
 

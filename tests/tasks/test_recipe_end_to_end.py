@@ -1,4 +1,4 @@
-"""One recipe through the control plane, a kill on its way, and everything it leaves."""
+"""A recipe of five stages through the control plane, with a kill, and all its artifacts."""
 
 import signal
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ RECIPE = {
 
 @dataclass
 class Story:
-    """What the experiment left: attempt directory and frozen bundle of each stage, and the events."""
+    """The results: attempt directory and frozen bundle of each stage, and the resume events."""
 
     attempts: dict[str, Path]
     bundles: dict[str, Path]
@@ -63,7 +63,7 @@ class Story:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """The recipe run to its end; the task process of stage rl is killed once, after its first step."""
+    """Run the recipe to its end, with one kill of the task process of stage rl after its first step."""
     folder = tmp_path_factory.mktemp("story")
     (folder / "small.yaml").write_text(yaml.safe_dump(RECIPE))
     recipe = load_recipe(folder / "small.yaml")
@@ -86,10 +86,10 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 
 def kill_task(attempt: Path) -> int:
-    """SIGKILL the task's process, as the kernel would for want of memory; its worker lives on.
+    """SIGKILL the task's process, as the kernel does when memory runs out. The worker survives.
 
     Returns:
-        how many processes were killed.
+        the number of killed processes.
     """
     claim = read_claim(attempt / "runtime")
     assert claim is not None
@@ -99,12 +99,12 @@ def kill_task(attempt: Path) -> int:
             if "task_process" in " ".join(process.cmdline()):
                 process.send_signal(signal.SIGKILL)
                 killed += 1
-        except psutil.NoSuchProcess:  # the task was quicker
+        except psutil.NoSuchProcess:  # the task had ended
             continue
     return killed
 
 
-def test_what_a_stage_takes_is_shared_and_not_copied(story: Story) -> None:
+def test_large_stage_inputs_are_shared_and_not_copied(story: Story) -> None:
     name = "model.safetensors"
     left = story.attempts["sft"] / "artifacts" / "checkpoints" / "final" / name
     for folder in (story.bundles["rl"], story.attempts["rl"]):
@@ -112,7 +112,7 @@ def test_what_a_stage_takes_is_shared_and_not_copied(story: Story) -> None:
     assert left.stat().st_mode & 0o222 == 0
 
 
-def test_every_stage_ends_with_its_output(story: Story) -> None:
+def test_every_stage_writes_its_output(story: Story) -> None:
     assert list(story.attempts) == ["traces", "base", "sft", "rl", "after"]
     kinds = {name: summary(attempt)["kind"] for name, attempt in story.attempts.items()}
     assert kinds == {
@@ -128,14 +128,14 @@ def test_every_stage_ends_with_its_output(story: Story) -> None:
     assert "second moments restored" in (story.attempts["rl"] / "artifacts" / "task.log").read_text()
 
 
-def test_a_killed_climb_goes_on_as_if_nothing_had_happened(story: Story, tmp_path: Path) -> None:
+def test_killed_rl_stage_resumes_exactly(story: Story, tmp_path: Path) -> None:
     assert len(story.resumed) == 1
     again = tmp_path / "again"
     attempt_copy(story.bundles["rl"], again)
     assert compare_artifacts(story.attempts["rl"], run_in(again)) == []
 
 
-def test_metrics_of_a_climb(story: Story) -> None:
+def test_rl_metrics(story: Story) -> None:
     lines = metrics(story.attempts["rl"])
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     promised = {
@@ -162,7 +162,7 @@ def test_metrics_of_a_climb(story: Story) -> None:
     assert [line["lr"] for line in lines[:3]] == [5e-4, 1e-3, 1e-3]
 
 
-def test_metrics_of_imitation(story: Story) -> None:
+def test_sft_metrics(story: Story) -> None:
     lines = metrics(story.attempts["sft"])
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert all({"loss", "lr", "grad_norm", "tokens"} <= line.keys() for line in lines)
@@ -172,7 +172,7 @@ def test_metrics_of_imitation(story: Story) -> None:
     assert told["last"]["loss"] < told["first"]["loss"]
 
 
-def test_times_are_told_apart_from_metrics(story: Story) -> None:
+def test_timings_are_stored_apart_from_metrics(story: Story) -> None:
     rows = list(read_json_lines(story.attempts["rl"] / "artifacts" / "timings.jsonl"))
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
@@ -180,7 +180,7 @@ def test_times_are_told_apart_from_metrics(story: Story) -> None:
         assert min(row.values()) >= 0 and row["processor"] > 0
 
 
-def test_summary_of_a_climb(story: Story) -> None:
+def test_rl_summary(story: Story) -> None:
     told = summary(story.attempts["rl"])
     assert told["algorithm"] == "grpo"
     assert told["steps"] == STEPS
@@ -190,11 +190,11 @@ def test_summary_of_a_climb(story: Story) -> None:
     for edge in ("first", "last"):
         assert told[edge].keys() == {"reward", "pass_rate", "length"}
     curve = dict(map(tuple, told["implicit_objective"]))
-    assert curve[0.5] > 0  # GRPO with four samples: the group with two right and two wrong weighs most
+    assert curve[0.5] > 0  # GRPO: the group of two right and two wrong answers has the largest weight
     assert curve[0.5] == max(curve.values()) or curve[0.5] == pytest.approx(max(curve.values()), rel=0.2)
 
 
-def test_episodes_are_read_by_pandas(story: Story) -> None:
+def test_episodes_are_readable_with_pandas(story: Story) -> None:
     rows = episodes(story.attempts["rl"])
     assert len(rows) == STEPS * PROMPTS * SAMPLES
     assert rows["episode_id"].is_unique
@@ -220,8 +220,8 @@ def test_advantages_are_stored_and_centred(story: Story) -> None:
             assert (group["advantage"] == 0).all()
 
 
-def test_figures_follow_from_the_episodes(story: Story) -> None:
-    """Read by DuckDB, another reader than ours."""
+def test_metrics_can_be_recomputed_from_the_episodes(story: Story) -> None:
+    """Read with DuckDB, independently of our reader."""
     pattern = story.attempts["rl"] / "artifacts" / "episodes" / "step-*.parquet"
     found = duckdb.sql(
         f"""select episode_id.split('/')[1]::int as step, avg(reward) as reward,
@@ -235,7 +235,7 @@ def test_figures_follow_from_the_episodes(story: Story) -> None:
     assert found["digits"].to_numpy() == pytest.approx(told["strategy/digits"].fillna(0).to_numpy())
 
 
-def test_summary_of_an_evaluation(story: Story) -> None:
+def test_evaluate_summary(story: Story) -> None:
     for name in ("base", "after"):
         told = summary(story.attempts[name])
         assert told["environment"] == "digits"
@@ -257,7 +257,7 @@ def test_summary_of_an_evaluation(story: Story) -> None:
     )
 
 
-def test_episodes_of_an_evaluation(story: Story) -> None:
+def test_evaluate_summary_agrees_with_its_episodes(story: Story) -> None:
     attempt = story.attempts["after"]
     samples, greedy = episodes(attempt), episodes(attempt, "greedy.parquet")
     told = summary(attempt)
@@ -275,8 +275,8 @@ def test_held_out_tasks_were_never_trained_on(story: Story) -> None:
         [task for task, _, _ in summary(story.attempts[name])["correct_per_task"]]
         for name in ("base", "after")
     ]
-    assert judged[0] == judged[1]  # the same tasks for every checkpoint, so that differences can be paired
-    assert len(trained) == 60  # RL takes the tasks in the same order, and has fewer of them
+    assert judged[0] == judged[1]  # paired comparisons need the same tasks for every checkpoint
+    assert len(trained) == 60  # RL uses a prefix of the same task order
     assert not trained & set(judged[0])
 
 
@@ -290,8 +290,8 @@ def test_traces_are_verified_answers(story: Story) -> None:
 
 
 @pytest.mark.parametrize("stage", ["base", "sft", "rl"])
-def test_memory_is_told(story: Story, stage: str) -> None:
-    """A process of its own is needed here: the peak is one of the whole process."""
+def test_peak_memory_is_close_to_the_plan(story: Story, stage: str) -> None:
+    """Measured in the task's own process, because the peak covers the whole process."""
     memory = summary(story.attempts[stage])["memory"]
-    # The plan is of full batches, and these hold a few traces.
+    # The plan assumes full batches, and these batches hold few traces.
     assert 0.4 < memory["peak_bytes"] / memory["planned_bytes"] < 1.5

@@ -1,4 +1,4 @@
-"""`restore_optimizer`: a stage starts with a fresh AdamW unless it is asked not to, and never pretends."""
+"""`restore_optimizer`: stages start with a fresh AdamW by default, and missing state is an error."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ LEARNERS = [name for name in plugin_names() if "restore_optimizer" in load_plugi
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What tasks consume as `data`."""
+    """Datasets for the tasks that consume `data`."""
     folder = tmp_path_factory.mktemp("data")
     return {
         "sft": run_task(folder / "collect", "collect") / "artifacts" / "traces",
@@ -24,7 +24,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("task", LEARNERS)
-def test_nothing_to_restore_is_an_error(task: str, tmp_path: Path, data: dict[str, Path]) -> None:
+def test_restore_optimizer_without_saved_state_is_an_error(
+    task: str, tmp_path: Path, data: dict[str, Path]
+) -> None:
     inputs = {"data": data[task]} if task in data else {}
     with pytest.raises(RequestError, match="has no optimizer state"):
         run_task(
@@ -36,14 +38,14 @@ def test_nothing_to_restore_is_an_error(task: str, tmp_path: Path, data: dict[st
         )
 
 
-def test_every_task_that_learns_a_policy_has_the_key() -> None:
+def test_every_policy_training_task_has_restore_optimizer() -> None:
     assert LEARNERS == ["distill", "flywheel", "preference", "rl", "selfplay", "sft"]
     assert not any(make_job(task).spec["restore_optimizer"] for task in LEARNERS)
 
 
-def test_bundled_recipes_keep_what_they_restore() -> None:
+def test_bundled_recipes_keep_the_optimizer_that_they_restore() -> None:
     restoring = 0
-    for name in (one for one in bundled_recipes() if "/" not in one):  # the others need a fetched model
+    for name in (one for one in bundled_recipes() if "/" not in one):  # other recipes need a downloaded model
         recipe = load_recipe(bundled_recipe(name))
         for stage in recipe.stages:
             if stage.spec.get("restore_optimizer"):

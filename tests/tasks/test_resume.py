@@ -1,4 +1,4 @@
-"""A task killed at any instant and taken up again ends as if nothing had happened."""
+"""Tasks killed at any instant resume exactly."""
 
 import random
 import shutil
@@ -42,9 +42,9 @@ KEEP = {"optimizer": True}
 
 
 @pytest.fixture(scope="module")
-def climb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A climb that nobody disturbed."""
-    return run_task(tmp_path_factory.mktemp("climb") / "bundle", "rl", kl=0.05, keep=KEEP)
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An rl run without interruption."""
+    return run_task(tmp_path_factory.mktemp("uninterrupted") / "bundle", "rl", kl=0.05, keep=KEEP)
 
 
 def metrics_bytes(bundle: Path) -> bytes:
@@ -56,13 +56,13 @@ def final_weights(bundle: Path) -> str:
 
 
 def checkpoint_bytes(bundle: Path) -> dict[str, str]:
-    """Every file of the final checkpoint, the optimizer's state among them, by its digest."""
+    """Digests of all files of the final checkpoint, including the optimizer state."""
     final = bundle / "artifacts" / "checkpoints" / "final"
     return {str(path.relative_to(final)): sha256_file(path) for path in final.rglob("*") if path.is_file()}
 
 
 def next_attempt(job: Job, inputs: dict[str, Path], previous: Path | None, folder: Path) -> Path:
-    """A working copy as the control plane makes it after an attempt has died."""
+    """A bundle with the artifacts of the dead attempt, as the control plane makes it."""
     number = int(previous.name) + 1 if previous else 1
     bundle = make_bundle(folder / str(number), job, inputs)
     if previous:
@@ -79,7 +79,7 @@ def being_written(bundle: Path, pattern: str) -> bool:
     return any((bundle / "artifacts" / "checkpoints").glob(pattern))
 
 
-# What is waited for before a kill, and seconds of which a random part passes until it.
+# The condition to wait for before a kill, and the maximum of a random delay in seconds.
 INSTANTS: dict[str, tuple[Callable[[Path], bool], float]] = {
     "before the first step": (lambda bundle: (bundle / "runtime").exists(), 0.4),
     "while a checkpoint is written": (lambda bundle: being_written(bundle, ".step-*.tmp"), 0.03),
@@ -90,8 +90,8 @@ INSTANTS: dict[str, tuple[Callable[[Path], bool], float]] = {
 
 
 @pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.thorough), "rl"])
-def test_killed_at_any_instant_it_ends_as_if_never_killed(task: str, traces: Path, tmp_path: Path) -> None:
-    """train(30) is train(15), SIGKILL, resume: weights, optimizer state, figures, episodes, to the byte."""
+def test_run_killed_at_any_instant_resumes_exactly(task: str, traces: Path, tmp_path: Path) -> None:
+    """train(30) equals train(15), SIGKILL, resume: weights, optimizer, metrics and episodes, to the byte."""
     inputs = {"data": traces} if task == "sft" else {}
     options: dict[str, Any] = {"steps": STEPS, "save_every": 3, "keep": KEEP}
     options |= {"kl": 0.05, "eval": {"every": 4, "tasks": 4, "samples": 2}} if task == "rl" else {}
@@ -108,13 +108,13 @@ def test_killed_at_any_instant_it_ends_as_if_never_killed(task: str, traces: Pat
         time.sleep(random.uniform(0.0, within))
         process.kill()
         process.join()
-        assert process.exitcode == -signal.SIGKILL, f"it ended before it could be killed {instant}"
+        assert process.exitcode == -signal.SIGKILL, f"the process ended before the kill {instant}"
         assert not (attempt / "artifacts" / "summary.json").exists()
     attempt = run_in(next_attempt(job, inputs, attempt, tmp_path / "attempts"))
 
     resumed = [event["step"] for event in read_json_lines(attempt / "runtime" / "events.jsonl")
                if event["kind"] == "resumed"]  # fmt: skip
-    assert resumed[0] >= STEPS // 2, "the last attempt did not take up what the ones before had done"
+    assert resumed[0] >= STEPS // 2, "the last attempt did not resume the steps of earlier attempts"
     assert compare_artifacts(whole, attempt) == []
     assert metrics_bytes(whole) == metrics_bytes(attempt)
     assert checkpoint_bytes(whole) == checkpoint_bytes(attempt)
@@ -123,31 +123,31 @@ def test_killed_at_any_instant_it_ends_as_if_never_killed(task: str, traces: Pat
     assert audited == [task == "rl"] * 2
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(climb: Path, tmp_path: Path) -> None:
+def test_artifacts_depend_on_the_seed_alone(uninterrupted: Path, tmp_path: Path) -> None:
     again = run_task(tmp_path / "again", "rl", kl=0.05, keep=KEEP)
-    assert compare_artifacts(climb, again) == []
+    assert compare_artifacts(uninterrupted, again) == []
     other = run_task(tmp_path / "other", "rl", kl=0.05, seed=2)
-    assert metrics(other) != metrics(climb)
-    assert final_weights(other) != final_weights(climb)
-    assert set(episodes(other)["task_id"]) != set(episodes(climb)["task_id"])
+    assert metrics(other) != metrics(uninterrupted)
+    assert final_weights(other) != final_weights(uninterrupted)
+    assert set(episodes(other)["task_id"]) != set(episodes(uninterrupted)["task_id"])
 
 
-def test_what_is_finished_is_not_done_again(climb: Path, tmp_path: Path) -> None:
+def test_finished_steps_are_not_repeated(uninterrupted: Path, tmp_path: Path) -> None:
     """Killed between the final checkpoint and the summary."""
     bundle = make_bundle(tmp_path / "bundle", make_job("rl", kl=0.05, keep=KEEP))
-    restore_outputs(climb / "artifacts", bundle / "artifacts")
+    restore_outputs(uninterrupted / "artifacts", bundle / "artifacts")
     for name in ("timings.jsonl", "summary.json"):
         (bundle / "artifacts" / name).unlink()
     run_in(bundle)
     events = list(read_json_lines(bundle / "runtime" / "events.jsonl"))
     assert [(event["kind"], event["step"]) for event in events] == [("resumed", 4)]
-    assert not (bundle / "artifacts" / "timings.jsonl").exists()  # no step was done
-    assert summary(bundle)["last"] == summary(climb)["last"]
-    assert final_weights(bundle) == final_weights(climb)
+    assert not (bundle / "artifacts" / "timings.jsonl").exists()  # no step ran
+    assert summary(bundle)["last"] == summary(uninterrupted)["last"]
+    assert final_weights(bundle) == final_weights(uninterrupted)
 
 
-def test_an_attempt_after_the_summary_does_nothing(tmp_path: Path) -> None:
-    """Killed before the result was recorded, when the optimizer's state was deleted already."""
+def test_attempt_after_the_summary_does_nothing(tmp_path: Path) -> None:
+    """Killed before the result was recorded but after the optimizer state was deleted."""
     whole = run_task(tmp_path / "whole", "rl", kl=0.05)
     assert "optimizer/state.json" not in checkpoint_bytes(whole)
     bundle = make_bundle(tmp_path / "bundle", make_job("rl", kl=0.05))
@@ -158,36 +158,36 @@ def test_an_attempt_after_the_summary_does_nothing(tmp_path: Path) -> None:
     assert checkpoint_bytes(whole) == checkpoint_bytes(bundle)
 
 
-def test_a_damaged_final_checkpoint_is_made_again(climb: Path, tmp_path: Path) -> None:
+def test_damaged_final_checkpoint_is_rebuilt(uninterrupted: Path, tmp_path: Path) -> None:
     bundle = make_bundle(tmp_path / "bundle", make_job("rl", kl=0.05, keep=KEEP))
-    restore_outputs(climb / "artifacts", bundle / "artifacts")
+    restore_outputs(uninterrupted / "artifacts", bundle / "artifacts")
     damaged = bundle / "artifacts" / "checkpoints" / "final" / "optimizer" / "first_moments.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     (bundle / "artifacts" / "summary.json").unlink()
     run_in(bundle)
-    assert compare_artifacts(climb, bundle) == []
+    assert compare_artifacts(uninterrupted, bundle) == []
 
 
-def test_what_was_being_written_is_removed(climb: Path, tmp_path: Path) -> None:
-    """The same directory again, as `perilune worker` runs it by hand."""
+def test_partial_checkpoint_is_removed(uninterrupted: Path, tmp_path: Path) -> None:
+    """Run in the same directory again, as a manual `perilune worker` does."""
     bundle = make_bundle(tmp_path / "bundle", make_job("rl", kl=0.05, keep=KEEP))
     unfinished = bundle / "artifacts" / "checkpoints" / ".step-000002.0a1b.tmp"
     unfinished.mkdir(parents=True)
     (unfinished / "weights.safetensors").write_bytes(b"half")
     run_in(bundle)
-    assert compare_artifacts(climb, bundle) == []
+    assert compare_artifacts(uninterrupted, bundle) == []
 
 
 @pytest.mark.parametrize("task", ["evaluate", "collect"])
-def test_a_task_without_steps_begins_anew(task: str, tmp_path: Path) -> None:
+def test_task_without_steps_restarts_exactly(task: str, tmp_path: Path) -> None:
     first = run_task(tmp_path / "first", task)
     second = make_bundle(tmp_path / "second", make_job(task))
     restore_outputs(first / "artifacts", second / "artifacts")
     assert compare_artifacts(first, run_in(second)) == []
 
 
-def test_dead_steps_of_an_earlier_attempt_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a run that is killed often enough would never be stopped."""
+def test_dead_steps_of_earlier_attempts_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a run that is killed often would never stop."""
     monkeypatch.setattr("perilune.tasks.rl.metrics.DEAD_PATIENCE", 3)
     job = make_job("rl", environment={**DIGITS, "equal": 0.0}, steps=8)
     first = make_bundle(tmp_path / "1", job)

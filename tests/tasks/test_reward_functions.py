@@ -1,4 +1,4 @@
-"""Reward functions as TRL has them, in the scorer's process: terms by name and weight, failures recorded."""
+"""TRL-style reward functions in the scorer process: weighted terms, confinement, and failures."""
 
 import re
 from pathlib import Path
@@ -73,12 +73,12 @@ def function(name: str, **rest: Any) -> dict[str, Any]:
     return {"function": f"rewards.py:{name}", **rest}
 
 
-def judged(environment: dict[str, Any], *texts: str) -> list[Score | Failure]:
+def score_texts(environment: dict[str, Any], *texts: str) -> list[Score | Failure]:
     with Scorer(environment) as scorer:
         return scorer.score([(TASK, Transcript(text)) for text in texts])
 
 
-def test_terms_add_up_by_weight_and_the_verdict_stays_beside() -> None:
+def test_reward_is_the_weighted_sum_and_gold_the_verdict() -> None:
     environment = section(
         verifier=1.0,
         digits=0.5,
@@ -86,7 +86,7 @@ def test_terms_add_up_by_weight_and_the_verdict_stays_beside() -> None:
         plain=function("plain", format="text"),
         slowly=function("slowly", weight=-1.0),
     )
-    right, wrong = judged(environment, "71", "no")
+    right, wrong = score_texts(environment, "71", "no")
     assert isinstance(right, Score)
     assert isinstance(wrong, Score)
     assert right.terms == {"digits": 1.0, "verifier": 1.0, "brevity": -0.2, "plain": 1.0, "slowly": 2.0}
@@ -96,24 +96,24 @@ def test_terms_add_up_by_weight_and_the_verdict_stays_beside() -> None:
     assert wrong.metrics["gold"] == 0.0
 
 
-def test_what_is_not_named_is_not_climbed() -> None:
-    (found,) = judged(section(brevity=function("brevity")), "71")
+def test_unlisted_terms_do_not_count() -> None:
+    (found,) = score_texts(section(brevity=function("brevity")), "71")
     assert isinstance(found, Score)
     assert found.reward == -0.2
     assert found.terms["verifier"] == 1.0
-    (alone,) = judged(section(verifier=1.0), "71")
+    (alone,) = score_texts(section(verifier=1.0), "71")
     assert isinstance(alone, Score)
-    assert "gold" not in alone.metrics  # what is climbed is the verdict
+    assert "gold" not in alone.metrics  # the reward is the verdict
 
 
-def test_none_does_not_apply() -> None:
-    here, away = judged(section(verifier=1.0, sometimes=function("sometimes")), "71", "no")
+def test_reward_function_that_returns_none_is_skipped() -> None:
+    here, away = score_texts(section(verifier=1.0, sometimes=function("sometimes")), "71", "no")
     assert isinstance(here, Score)
     assert here.reward == 5.0
     assert isinstance(away, Score)
     assert away.reward == 0.0
     assert "sometimes" not in away.terms
-    (nothing,) = judged(section(sometimes=function("sometimes")), "no")
+    (nothing,) = score_texts(section(sometimes=function("sometimes")), "no")
     assert nothing == Failure("verifier", "no reward function applies to this task")
 
 
@@ -129,43 +129,43 @@ def test_none_does_not_apply() -> None:
         ("reads", "raised PermissionError"),
     ],
 )  # fmt: skip
-def test_what_goes_wrong_is_a_failure_and_not_a_zero(name: str, said: str) -> None:
-    (found,) = judged(section(verifier=1.0, it=function(name)), "71")
+def test_broken_reward_function_is_a_failure_and_not_zero(name: str, said: str) -> None:
+    (found,) = score_texts(section(verifier=1.0, it=function(name)), "71")
     assert isinstance(found, Failure)
     assert said in found.reason
 
 
-def test_it_sees_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reward_function_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "12345")
-    (found,) = judged(section(it=function("tells_secrets")), "71")
+    (found,) = score_texts(section(it=function("tells_secrets")), "71")
     assert isinstance(found, Score)
     assert found.reward == 0.0
 
 
-def test_an_unknown_term_names_those_there_are() -> None:
-    (found,) = judged(section(raw=1.0), "71")
+def test_unknown_reward_term_error_lists_the_terms() -> None:
+    (found,) = score_texts(section(raw=1.0), "71")
     assert found == Failure("verifier", "no reward term 'raw'; there are digits, verifier")
 
 
-def test_a_function_that_cannot_be_loaded_is_named() -> None:
+def test_unloadable_reward_function_is_named() -> None:
     with pytest.raises(RequestError, match=r"rewards\.it\.function: cannot load 'no_such_module:f'"):
-        judged(section(it={"function": "no_such_module:f", "source": None}), "71")
+        score_texts(section(it={"function": "no_such_module:f", "source": None}), "71")
 
 
 class Long(Digits):
-    """As an environment of several turns says that it is one."""
+    """Declares several turns."""
 
     max_turns = 3
 
 
 class Reaching(Digits):
-    """As one that needs what a confined process has not."""
+    """Declares that it cannot run in a confined process."""
 
     confined = False
 
 
 @pytest.mark.parametrize(("kind", "said"), [("Long", "single-turn"), ("Reaching", "cannot run there")])
-def test_an_environment_that_they_do_not_fit_is_refused_with_the_recipe(
+def test_reward_functions_are_refused_for_unsuitable_environments(
     kind: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
@@ -175,17 +175,17 @@ def test_an_environment_that_they_do_not_fit_is_refused_with_the_recipe(
         load_recipe(tmp_path / "paid.yaml")
 
 
-def test_nothing_is_run_where_an_environment_is_only_looked_at(tmp_path: Path) -> None:
+def test_make_environment_does_not_run_reward_functions(tmp_path: Path) -> None:
     source = f"open({str(tmp_path / 'ran')!r}, 'w').close()\ndef f(completions): return [1.0]"
     environment = make_environment(section(it=function("f", source=source)))
     next(iter(environment.tasks("train", 0)))
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(RequestError, match="PermissionError"):  # nor may it do that where it is run
-        judged(section(it=function("f", source=source)), "71")
+    with pytest.raises(RequestError, match="PermissionError"):  # the confined scorer may not do that either
+        score_texts(section(it=function("f", source=source)), "71")
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_climb_is_paid_by_them(tmp_path: Path) -> None:
+def test_rl_trains_on_the_weighted_reward(tmp_path: Path) -> None:
     environment = section(verifier=1.0, brevity=function("brevity", weight=0.1))
     bundle = run_task(tmp_path / "rl", "rl", steps=2, environment=environment)
     line = metrics(bundle)[-1]
@@ -196,8 +196,8 @@ def test_a_climb_is_paid_by_them(tmp_path: Path) -> None:
         assert one["reward"] == pytest.approx(terms["verifier"] + 0.1 * terms["brevity"])
 
 
-def test_what_is_right_is_the_verifier_s_to_say(tmp_path: Path) -> None:
-    """Traces are kept, and answers counted, by its verdict: neither pays nor forbids by the other terms."""
+def test_collect_and_evaluate_use_the_verifier_verdict(tmp_path: Path) -> None:
+    """The verdict alone decides which traces are kept and which answers count as right."""
     environment = section(verifier=1.0, digits=5.0, brevity=function("brevity", weight=-1.0))
     bundle = run_task(tmp_path / "collect", "collect", environment=environment)
     (traces,) = (bundle / "artifacts").rglob("records.jsonl")
@@ -220,7 +220,7 @@ stages:
 """
 
 
-def test_a_recipe_carries_the_function_s_text(tmp_path: Path) -> None:
+def test_recipe_freezes_the_source_of_reward_functions(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     (tmp_path / "paid.yaml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "paid.yaml")
@@ -242,9 +242,9 @@ def test_a_recipe_carries_the_function_s_text(tmp_path: Path) -> None:
         load_recipe(tmp_path / "paid.yaml")
 
 
-def test_the_audit_of_a_reward_is_of_the_whole(tmp_path: Path) -> None:
-    """What `environments audit` and the check before a run judge is what will be climbed."""
+def test_reward_audit_judges_the_combined_reward(tmp_path: Path) -> None:
+    """`environments audit` and the preflight judge the reward that training uses."""
     from perilune.verifiers.audit import audit_reward
 
     audit = audit_reward(section(slowly=function("slowly")), tasks=2, search_budget=0, seed=0)
-    assert audit.findings, "a reward that pays everything alike was found sound"
+    assert audit.findings, "the audit missed a constant reward"

@@ -1,4 +1,4 @@
-"""What counts as rounding: each token where bits are equal, and otherwise the mean and the KL divergence."""
+"""Rounding limits: per token where bits must be equal, otherwise by the mean and the KL divergence."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,7 @@ NOISE = RNG.normal(0, 0.012, 200_000)
 
 
 class Bare(torch.nn.Module):
-    """A decoder as far as this is concerned."""
+    """A stand-in decoder with a precision and a device."""
 
     def __init__(self, precision: str, device: str) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Bare(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, device=device))
 
 
-def test_rounding_of_a_million_tokens_is_no_reason_to_stop() -> None:
+def test_rounding_noise_of_many_tokens_is_allowed() -> None:
     noise = NOISE.copy()
     noise[7] = 1.4  # the largest difference of a step, far beyond any limit on one token
     assert GPU.allows(noise)
@@ -43,18 +43,18 @@ def test_rounding_of_a_million_tokens_is_no_reason_to_stop() -> None:
         pytest.param(np.append(NOISE, np.nan), id="not finite"),
     ],
 )
-def test_a_mistake_is_more_than_rounding(mistake: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+def test_errors_beyond_rounding_are_refused(mistake: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
     assert not GPU.allows(mistake)
 
 
-def test_another_temperature_is_more_than_rounding() -> None:
+def test_wrong_temperature_is_refused() -> None:
     logits = torch.from_numpy(RNG.normal(0, 2, (5_000, 64)))
     right, wrong = logits.log_softmax(-1), (logits / 0.8).log_softmax(-1)
     drawn = torch.multinomial(right.exp(), 1, generator=torch.Generator().manual_seed(0))
     assert not GPU.allows((right.gather(1, drawn) - wrong.gather(1, drawn))[:, 0].numpy())
 
 
-def test_figures_over_many_tokens_decide_as_the_tokens_do() -> None:
+def test_permits_decides_by_aggregate_figures() -> None:
     k3 = np.expm1(-NOISE) + NOISE
     assert GPU.permits(float(np.abs(NOISE).max()), float(np.abs(NOISE).mean()), float(k3.mean()))
     assert not GPU.permits(0.1, 0.06, 0.001)
@@ -62,7 +62,7 @@ def test_figures_over_many_tokens_decide_as_the_tokens_do() -> None:
     assert not Rounding(1e-4).permits(2e-4, 0.0, 0.0)
 
 
-def test_the_limits_of_a_decoder_are_those_of_its_device_and_precision() -> None:
+def test_rounding_limits_depend_on_device_and_precision() -> None:
     assert rounding_of(Bare("float32", "cpu")).largest == 1e-4  # type: ignore[arg-type]
     assert plain_rounding(Bare("float32", "cpu")).largest == 1e-3  # type: ignore[arg-type]
     assert rounding_of(Bare("bfloat16", "meta")) == GPU  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_the_limits_of_a_decoder_are_those_of_its_device_and_precision() -> None
     assert GPU.allows(np.zeros(0))
 
 
-def test_scores_for_checks_are_computed_for_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_scores_are_computed_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = new_model("tiny", Tokenizer.characters(), seed=0)
     ids = RNG.integers(90, size=70)
     whole, first = publishing.plain_scores(decoder, ids, 69, 0.7, whole=5)
@@ -86,7 +86,7 @@ def test_scores_for_checks_are_computed_for_some_rows_at_a_time(monkeypatch: pyt
     assert torch.equal(first.gather(1, torch.from_numpy(ids[1:6, None]))[:, 0], whole[:5])
 
 
-def test_an_evaluation_rounds_when_it_is_told_to(tmp_path: Path) -> None:
+def test_evaluate_samples_in_the_configured_precision(tmp_path: Path) -> None:
     of_first_token = []
     for precision in ("float32", "bfloat16"):
         played = episodes(run_task(tmp_path / precision, "evaluate", tasks=4, samples=2, precision=precision))
@@ -97,9 +97,9 @@ def test_an_evaluation_rounds_when_it_is_told_to(tmp_path: Path) -> None:
     np.testing.assert_allclose(rounded, exact, atol=0.2)
 
 
-def test_an_evaluation_can_sample_from_the_likeliest_tokens_alone(tmp_path: Path) -> None:
+def test_evaluate_with_top_k_1_equals_greedy(tmp_path: Path) -> None:
     played = run_task(tmp_path, "evaluate", tasks=4, samples=3, sampling={"top_k": 1})
     greedy = episodes(played, "greedy.parquet").set_index("task_id")
     for row in episodes(played).itertuples():
         assert row.token_ids.tolist() == greedy.token_ids[row.task_id].tolist()
-        assert not np.any(row.logprobs)  # of the only token that was left
+        assert not np.any(row.logprobs)  # log-probs of the only possible token are 0

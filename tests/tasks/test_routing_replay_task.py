@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Options of a job with the mixture as its model."""
+    """Job options with the mixture-of-experts model."""
     tokenizer, folder = Tokenizer.characters(), tmp_path_factory.mktemp("model") / "mixture"
     save_checkpoint(folder, new_model(MIXTURE, tokenizer, seed=0), tokenizer)
     return {"model": {"path": str(folder)}, "inputs": {"model": folder}, **OPTIONS}
@@ -53,7 +53,7 @@ def recorded(bundle: Path) -> list[Episode]:
     return read_episodes(bundle / "artifacts" / "episodes" / "step-000001.parquet")
 
 
-def test_replay_changes_nothing_where_sampler_and_learner_agree(
+def test_replay_changes_nothing_when_sampler_and_learner_agree(
     mixture: dict[str, Any], replayed: Path, tmp_path: Path
 ) -> None:
     plain = run_task(tmp_path / "plain", "rl", **mixture)
@@ -70,7 +70,7 @@ def test_replay_changes_nothing_where_sampler_and_learner_agree(
 
 
 @pytest.mark.slow
-def test_rollout_processes_hand_routes_over(mixture: dict[str, Any], replayed: Path, tmp_path: Path) -> None:
+def test_rollout_processes_return_routes(mixture: dict[str, Any], replayed: Path, tmp_path: Path) -> None:
     options = {"routing_replay": True, "asynchronous": {"staleness": 0}, **mixture}
     other = run_task(tmp_path / "asynchronous", "rl", **options)
     differences = {one.path for one in compare_artifacts(replayed, other)}
@@ -78,7 +78,7 @@ def test_rollout_processes_hand_routes_over(mixture: dict[str, Any], replayed: P
     assert metrics(other)[0]["routing/missing"] == 0
 
 
-def test_a_mapped_file_gives_routes_after_it_was_deleted(replayed: Path, tmp_path: Path) -> None:
+def test_memory_mapped_routes_survive_deletion_of_the_file(replayed: Path, tmp_path: Path) -> None:
     episodes = recorded(replayed)
     (path := tmp_path / "group.arrow").write_bytes(to_bytes(episodes))
     mapped = map_episodes(path)
@@ -89,14 +89,14 @@ def test_a_mapped_file_gives_routes_after_it_was_deleted(replayed: Path, tmp_pat
         np.testing.assert_array_equal(one.token_ids, again.token_ids)
 
 
-def test_a_dense_model_has_nothing_to_replay() -> None:
+def test_routing_replay_is_refused_for_dense_models() -> None:
     job = make_job("rl", routing_replay=True)
     with pytest.raises(RequestError, match="no experts"):
         plugin.describe(plugin.spec.model_validate(job.spec), job)
 
 
-def test_the_check_of_the_sampler_replays_routes(tmp_path: Path) -> None:
-    """Otherwise a flipped expert would look like a wrong sampler."""
+def test_sampler_check_replays_routes(tmp_path: Path) -> None:
+    """Without replay, a flipped expert would look like a sampler error."""
     tokenizer, decoder = Tokenizer.characters(), new_model(MIXTURE, Tokenizer.characters(), seed=0)
     engine = Engine(decoder, slots=2)
     engine.record_routes()
@@ -114,4 +114,4 @@ def test_the_check_of_the_sampler_replays_routes(tmp_path: Path) -> None:
     np.testing.assert_allclose(rescored(decoder, episode, 1.0), episode.logprobs, atol=1e-4)
     watch = GoldWatch(Workspace(make_bundle(tmp_path / "bundle", make_job("rl"))), lambda: decoder, 1.0, 4096)
     kl = [watch.observe(1, [[replace(x, metrics={"gold": 1.0})]])["kl_start"] for x in (flipped, episode)]
-    assert kl[0] == kl[1]  # the policy before training routes by itself
+    assert kl[0] == kl[1]  # the starting policy uses its own routes

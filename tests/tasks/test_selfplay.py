@@ -1,4 +1,4 @@
-"""selfplay as a stage: who is met, what is judged, what is published, and that a kill changes nothing."""
+"""The selfplay stage: opponents, matches, publishing, and exact resume."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ LEAGUE = "artifacts/checkpoints/league"
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy that says a digit, any."""
+    """A policy that writes a random digit."""
     folder = tmp_path_factory.mktemp("start")
     rows = [
         TraceRecord(
@@ -56,12 +56,12 @@ def options(**more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def played(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Self-play that nobody disturbed."""
+    """A selfplay run without interruption."""
     folder = tmp_path_factory.mktemp("played") / "b"
     return run_task(folder, "selfplay", inputs={"checkpoint": start}, **options())
 
 
-def test_it_learns_to_win_and_says_by_how_much(played: Path) -> None:
+def test_selfplay_improves_and_reports_ratings(played: Path) -> None:
     told, lines = summary(played)["league"], metrics(played)
     assert [one["step"] for one in told["judgements"]] == [0, 2, 4, 6]
     first, *_, last = told["judgements"]
@@ -74,18 +74,18 @@ def test_it_learns_to_win_and_says_by_how_much(played: Path) -> None:
     assert {line["met"] for line in lines[:2]} == {0.0}
 
 
-def test_the_frozen_have_seats_in_their_share_of_the_tasks_and_teach_nobody(played: Path) -> None:
+def test_league_members_play_their_share_of_tasks_without_training(played: Path) -> None:
     found = episodes(played)
     groups = found.groupby("group_id").size()
     tasks = {name.removesuffix("/p1") for name in groups.index}
     assert len(tasks) == 36 and set(groups) == {6}
-    with_league = 2 * len(tasks) - len(groups)  # of those only one seat's group is there
+    with_league = 2 * len(tasks) - len(groups)  # only one seat of these tasks has a training group
     assert 8 <= with_league <= 28
     newest = found.groupby("step")["policy_version"].apply(lambda column: {int(v.max()) for v in column})
     assert list(newest) == [{version} for version in range(6)]
 
 
-def test_turns_without_a_history_are_trained_and_matches_are_played(tmp_path: Path) -> None:
+def test_selfplay_trains_turns_without_history(tmp_path: Path) -> None:
     about = {"id": "open_spiel", "game": "liars_dice", "config": {"dice_sides": 3}, "history": False}
     traces = run_task(
         tmp_path / "traces", "collect", environment=about, teacher="open_spiel", traces=20,
@@ -97,7 +97,7 @@ def test_turns_without_a_history_are_trained_and_matches_are_played(tmp_path: Pa
     )  # fmt: skip
     folder = run_task(
         tmp_path / "b", "selfplay", inputs={"checkpoint": model / FINAL}, steps=1,
-        environment=about | {"random_moves": 1},  # after it, the second player begins
+        environment=about | {"random_moves": 1},  # so the second player begins
         prompts=8, samples=6, max_tokens=8, train_sub_agents=True, league={"games": 4, "share": 0.0},
     )  # fmt: skip
     found = episodes(folder)
@@ -111,10 +111,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return dict(checkpoints.read(folder, ("weights",))[0]["weights"])
 
 
-def test_opponents_are_the_ones_that_were_frozen(
+def test_league_opponents_use_their_frozen_weights(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the second engine computes with is looked at whenever it samples."""
+    """Record the weights of the league's engine whenever it samples."""
     seen: list[tuple[int, dict[str, torch.Tensor]]] = []
     sample, prepare = Engine.sample, League.prepare
     leagues: list[League] = []
@@ -142,10 +142,10 @@ def test_opponents_are_the_ones_that_were_frozen(
 
 
 @pytest.mark.thorough
-def test_a_kill_changes_nothing_league_included(
+def test_killed_selfplay_resumes_exactly_with_its_league(
     played: Path, start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed after the fifth step, whose judgement of step 4 no checkpoint has."""
+    """Killed in the fifth step, when no checkpoint has the judgement of step 4."""
     job, inputs = make_job("selfplay", inputs={"checkpoint": start}, **options()), {"checkpoint": start}
     broken = make_bundle(tmp_path / "one", job, inputs)
     record = Recorder.record
@@ -167,7 +167,7 @@ def test_a_kill_changes_nothing_league_included(
         assert sha256_file(path) == sha256_file(again / path.relative_to(played)), path
 
 
-def test_a_frozen_policy_that_was_changed_is_refused(played: Path, start: Path, tmp_path: Path) -> None:
+def test_modified_snapshot_is_refused(played: Path, start: Path, tmp_path: Path) -> None:
     decoder = load_checkpoint(start, torch.device("cpu"))[0]
     snapshots = Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2))
     digest = snapshots.save(3, decoder)
@@ -180,8 +180,8 @@ def test_a_frozen_policy_that_was_changed_is_refused(played: Path, start: Path, 
         Snapshots(tmp_path / "league", decoder, Engine(decoder, slots=2)).load(3, digest)
 
 
-def test_a_worse_policy_is_not_published(start: Path, tmp_path: Path) -> None:
-    """A learning rate that destroys: the collapse is told, and the first policy stays champion."""
+def test_collapsed_policy_is_not_published(start: Path, tmp_path: Path) -> None:
+    """A destructive learning rate: the collapse is reported, and the first policy stays champion."""
     harmful = options(lr=0.3, warmup=0, steps=10, keep={"optimizer": True})
     bundle = run_task(tmp_path / "b", "selfplay", inputs={"checkpoint": start}, **harmful)
     told = summary(bundle)["league"]
@@ -236,11 +236,11 @@ EVEN, WON, LOST = [1.0, -1.0] * 20, [1.0] * 30 + [-1.0] * 10, [1.0] * 10 + [-1.0
         ),
     ],
 )
-def test_the_gate(first: dict[str, Any], then: dict[str, Any], why: list[str]) -> None:
+def test_gate_reports_reasons_to_reject(first: dict[str, Any], then: dict[str, Any], why: list[str]) -> None:
     assert table(first, then).reasons_to_reject(1, 0) == why
 
 
-def test_prioritised_choices_go_to_who_is_hard_to_beat(played: Path) -> None:
+def test_prioritised_choice_prefers_hard_opponents(played: Path) -> None:
     chosen = {choice: drawn(choice) for choice in ("uniform", "prioritised")}
     assert 60 < chosen["uniform"].count(0) < 140
     assert chosen["prioritised"].count(0) > 170
@@ -266,7 +266,7 @@ def drawn(choice: str) -> list[int]:
         ({"league": {"against": ["nobody"]}}, r"league.against: the environment has no player .nobody."),
     ],
 )
-def test_what_has_nobody_to_play_against_is_refused(change: dict[str, Any], message: str) -> None:
+def test_selfplay_without_opponents_is_refused(change: dict[str, Any], message: str) -> None:
     from perilune.tasks.selfplay.stage import plugin
 
     with pytest.raises(RequestError, match=message):
@@ -274,7 +274,7 @@ def test_what_has_nobody_to_play_against_is_refused(change: dict[str, Any], mess
 
 
 @pytest.mark.thorough
-def test_the_magnet_is_the_newest_member_after_a_kill_too(
+def test_magnet_is_the_newest_member_before_and_after_resume(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, str]] = []
@@ -307,6 +307,6 @@ def test_the_magnet_is_the_newest_member_after_a_kill_too(
 @pytest.mark.parametrize(
     ("more", "what"), [({}, "kl is 0"), ({"kl": 0.1, "lora": {"rank": 2}}, "Remove lora")]
 )
-def test_a_magnet_without_a_reference_that_can_move_is_refused(more: dict[str, Any], what: str) -> None:
+def test_magnet_without_a_movable_reference_is_refused(more: dict[str, Any], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         SelfPlaySpec.model_validate({"checkpoint": "sft", "league": {"magnet": "newest"}, **more})

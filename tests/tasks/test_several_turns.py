@@ -1,4 +1,4 @@
-"""Episodes of several turns: their tokens only grow, and everything that can go wrong in one stays in it."""
+"""Multi-turn episodes: tokens are only appended, and failures stay in their episode."""
 
 from dataclasses import replace
 from itertools import islice
@@ -31,12 +31,12 @@ from perilune.tasks.stage.training import StepReport
 from perilune.verifiers import Scorer
 
 TALK = {"id": "factory", "factory": "task_environments:Talk"}
-ENDS = tuple(range(1, 14))  # any of them ends a turn, so that even a fresh policy takes several
+ENDS = tuple(range(1, 14))  # any of them ends a turn, so that an untrained policy takes several turns
 PARAMS = SamplingParams(24, 1.0, ENDS)
 
 
 def many_spellings() -> Tokenizer:
-    """Of digits and spaces, where pairs of digits are tokens too: nearly nothing is spelt but in one way."""
+    """A tokenizer with tokens for digits and pairs of digits, so that most texts have several encodings."""
     symbols = ["<pad>", "<eos>", *"0123456789 luck[]=?"]
     pairs = [(a, b) for a in "0123456789" for b in "0123456789"]
     vocabulary = {token: place for place, token in enumerate([*symbols, *(a + b for a, b in pairs)])}
@@ -51,7 +51,7 @@ TOKENIZER = many_spellings()
 
 
 class Recording(Engine):
-    """An engine that remembers what it was asked, and what it gave."""
+    """An engine that records its prompts and completions."""
 
     log: list[tuple[Prompt, list[Completion]]]
 
@@ -90,12 +90,12 @@ def play(
 
 
 def runs(mask: np.ndarray) -> list[slice]:
-    """Where the policy's turns are."""
+    """The token ranges of the policy's turns."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(int), [0]])))
     return [slice(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
 
 
-def test_no_token_that_was_sampled_is_ever_made_again() -> None:
+def test_sampled_tokens_are_never_retokenized() -> None:
     engine = engine_of(TOKENIZER)
     groups = play({}, engine=engine)
     everything = [one for group in groups for one in group]
@@ -113,10 +113,10 @@ def test_no_token_that_was_sampled_is_ever_made_again() -> None:
         assert (one.policy_version[~one.loss_mask] == -1).all()
     assert sorted(turns) == sorted(given)
     assert sum(len(runs(one.loss_mask)) == 3 for one in everything) > 4
-    assert respelt > len(turns) / 2  # a tokenizer that would notice
+    assert respelt > len(turns) / 2  # so retokenization would show
 
 
-def test_what_is_said_between_turns_is_there_and_the_text_is_a_view_of_it() -> None:
+def test_messages_match_the_tokens_of_turns_and_observations() -> None:
     one = next(one for group in play({}) for one in group if one.metrics["turns"] == 3)
     turns = runs(one.loss_mask)
     contents = [message["content"] for message in one.messages]
@@ -131,7 +131,7 @@ def test_what_is_said_between_turns_is_there_and_the_text_is_a_view_of_it() -> N
     assert one.prompt_ids.tolist() == TOKENIZER.encode(contents[0] + contents[1])
 
 
-def test_log_probs_are_those_of_the_whole_context() -> None:
+def test_logprobs_are_conditioned_on_the_whole_context() -> None:
     engine = engine_of(TOKENIZER)
     everything = [one for group in play({}, engine=engine) for one in group]
     scores = engine.score([one.prompt_ids for one in everything], [one.token_ids for one in everything])
@@ -139,7 +139,7 @@ def test_log_probs_are_those_of_the_whole_context() -> None:
         np.testing.assert_allclose(one.logprobs[one.loss_mask], scored[one.loss_mask], atol=1e-4)
 
 
-def test_the_likeliest_tokens_are_recorded_and_change_nothing() -> None:
+def test_recording_top_logprobs_does_not_change_sampling() -> None:
     plain = [one for group in play({}) for one in group]
     recorded = [one for group in play({}, params=replace(PARAMS, top_logprobs=4)) for one in group]
     assert plain[0].top_ids is None
@@ -156,7 +156,7 @@ def test_the_likeliest_tokens_are_recorded_and_change_nothing() -> None:
     assert seen > 20
 
 
-def test_an_episode_depends_on_its_place_alone() -> None:
+def test_episode_depends_only_on_its_index() -> None:
     whole, part = play({}), play({}, count=2, skip=3)
     for group, again in zip(whole[3:5], part, strict=True):
         for one, other in zip(group, again, strict=True):
@@ -164,7 +164,7 @@ def test_an_episode_depends_on_its_place_alone() -> None:
             assert np.array_equal(one.token_ids, other.token_ids)
             assert np.array_equal(one.logprobs, other.logprobs)
     texts = {one.text for group in whole for one in group}
-    assert len(texts) > 12  # turns draw random numbers of their own
+    assert len(texts) > 12  # turns have independent random numbers
 
 
 def test_no_two_turns_share_random_numbers() -> None:
@@ -175,7 +175,7 @@ def test_no_two_turns_share_random_numbers() -> None:
     assert all(0 <= lane < 2**32 for (_, *lanes), _ in drawn for lane in lanes)
 
 
-def test_the_reward_can_be_judged_again() -> None:
+def test_score_reproduces_the_reward_from_the_transcript() -> None:
     environment = Talk({})
     tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 6)}
     for group in play({}):
@@ -194,7 +194,7 @@ def test_the_reward_can_be_judged_again() -> None:
 @pytest.mark.parametrize(
     ("bounds", "turns"), [({"max_turns": 2}, 2), ({"max_tokens": 30}, 30), ({"max_tokens": 24}, 1)]
 )
-def test_bounds_cut_an_episode_short(bounds: dict[str, int], turns: int) -> None:
+def test_turn_and_token_limits_truncate_episodes(bounds: dict[str, int], turns: int) -> None:
     everything = [one for group in play({"episodes": bounds, "turns": 30}) for one in group]
     assert max(one.metrics["turns"] for one in everything) <= turns
     assert all(one.truncated and one.reward is not None and not one.failure for one in everything)
@@ -202,7 +202,7 @@ def test_bounds_cut_an_episode_short(bounds: dict[str, int], turns: int) -> None
     assert max(len(one.token_ids) for one in everything) <= longest + len("[48]")
 
 
-def test_an_unfinished_turn_ends_its_episode() -> None:
+def test_truncated_turn_ends_its_episode() -> None:
     for group in play({}):
         for one in group:
             *_, last = runs(one.loss_mask)
@@ -211,7 +211,7 @@ def test_an_unfinished_turn_ends_its_episode() -> None:
                 assert last.stop == len(one.token_ids)
 
 
-def test_every_player_has_an_episode_and_a_group_of_its_own() -> None:
+def test_every_player_has_a_separate_episode_and_group() -> None:
     groups = play({"players": 2}, count=3)
     assert [group[0].group_id for group in groups] == ["1/0", "1/0/p1", "1/1", "1/1/p1", "1/2", "1/2/p1"]
     for first, second in zip(groups[::2], groups[1::2], strict=True):
@@ -225,7 +225,7 @@ def test_every_player_has_an_episode_and_a_group_of_its_own() -> None:
             said = [message["content"] for message in one.messages if message["role"] == "assistant"]
             assert (
                 other.messages[1]["content"] == f"[{len(said[0])}]"
-            )  # hears of the first move, not its text
+            )  # sees the length of the first action, not its text
     assert {one.reward for group in groups for one in group} - {0.0}
 
 
@@ -244,7 +244,7 @@ ANY = [*"0123456789"]
         ({"unsteady": True}, "environment: the same task and seed began differently"),
     ],
 )
-def test_what_goes_wrong_in_one_episode_stays_there(section: dict[str, Any], said: str) -> None:
+def test_environment_failures_are_contained_in_their_episodes(section: dict[str, Any], said: str) -> None:
     section = {"episodes": {"max_failures": 1.0}} | section
     section["episodes"] = {"max_failures": 1.0} | section["episodes"]
     everything = [one for group in play(section, count=8) for one in group]
@@ -255,8 +255,8 @@ def test_what_goes_wrong_in_one_episode_stays_there(section: dict[str, Any], sai
     assert all(one.reward is not None for one in everything if not one.failure)
 
 
-def turns_tokenised_again(patch: pytest.MonkeyPatch) -> None:
-    """The next turn continues the tokens of the text."""
+def turns_are_retokenized(patch: pytest.MonkeyPatch) -> None:
+    """The next turn continues the retokenized text."""
     patch.setattr(
         Trajectory,
         "context",
@@ -264,8 +264,8 @@ def turns_tokenised_again(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def episode_tokenised_again(patch: pytest.MonkeyPatch) -> None:
-    """The tokens to learn from are those of the text."""
+def episode_is_retokenized(patch: pytest.MonkeyPatch) -> None:
+    """The trained tokens are retokenized from the text."""
     right = RolloutWorker._episode
 
     def again(self: RolloutWorker, *args: Any) -> Episode:
@@ -276,26 +276,26 @@ def episode_tokenised_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RolloutWorker, "_episode", again)
 
 
-def what_others_said_is_learned(patch: pytest.MonkeyPatch) -> None:
+def observations_are_learned(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trajectory, "mask", lambda self: np.ones(len(self.token_ids), np.bool_))
 
 
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (turns_tokenised_again, "continued other tokens: was its text tokenised again"),
-        (episode_tokenised_again, "was its text tokenised again"),
-        (what_others_said_is_learned, r"a loss mask with token \d+, which the policy did not choose"),
+        (turns_are_retokenized, "continued other tokens: was its text tokenised again"),
+        (episode_is_retokenized, "was its text tokenised again"),
+        (observations_are_learned, r"a loss mask with token \d+, which the policy did not choose"),
     ],
 )
-def test_a_planted_mistake_is_named(plant: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_bug_is_named(plant: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(WorkFailedError, match=said):
         play({})
 
 
-def test_a_climb_over_several_turns_and_players_with_failures(tmp_path: Path) -> None:
-    """All checks of a step are on: sampler against learner, masks, weights, packing."""
+def test_rl_with_several_turns_players_and_failed_episodes(tmp_path: Path) -> None:
+    """All checks of a step are on: sampler against learner, masks, weights, and packing."""
     environment = {**TALK, "players": 2, "raises": [*"abcdefghijklmnop"]}
     bundle = run_task(tmp_path / "rl", "rl", environment=environment, steps=3, samples=6, max_tokens=80)
     rows = episodes(bundle)
@@ -309,15 +309,15 @@ def test_a_climb_over_several_turns_and_players_with_failures(tmp_path: Path) ->
     assert {figures_of(pairs)["turns"] for pairs in rows["metrics"]} > {1.0}
 
 
-def test_an_evaluation_over_several_turns(tmp_path: Path) -> None:
+def test_evaluate_with_several_turns(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "evaluate", "evaluate", environment=TALK, tasks=4, samples=2, max_tokens=80)
     told = summary(bundle)
     assert told["tasks"] == 4 and "strategies" in told
     assert any(len(messages) > 3 for messages in episodes(bundle)["messages"])
 
 
-def test_episodes_that_failed_before_their_first_turn_do_no_harm(tmp_path: Path) -> None:
-    """Of each group one begins, and the others differ from it; with a reference and a measured ratio."""
+def test_rl_tolerates_episodes_that_fail_before_their_first_turn(tmp_path: Path) -> None:
+    """One episode of each group succeeds, and the others fail at the start. Includes a reference policy."""
     environment = {**TALK, "unsteady": True, "episodes": {"max_failures": 1.0}}
     options: dict[str, Any] = {"kl": 0.1, "steps": 2, "off_policy": {"level": "token"}}
     bundle = run_task(tmp_path / "rl", "rl", environment=environment, **options)
@@ -327,7 +327,7 @@ def test_episodes_that_failed_before_their_first_turn_do_no_harm(tmp_path: Path)
     assert metrics(bundle)[0]["failures/environment"] == 12
 
 
-def test_traces_of_ones_own_keep_every_turn(tmp_path: Path) -> None:
+def test_rejection_sampling_traces_keep_every_turn(tmp_path: Path) -> None:
     options = {"tasks": 8, "samples": 4, "max_tokens": 60, "system": "hint"}
     environment = {**TALK, "turns": 2}
     bundle = run_task(tmp_path / "own", "rejection_sampling", environment=environment, **options)
@@ -341,7 +341,7 @@ def test_traces_of_ones_own_keep_every_turn(tmp_path: Path) -> None:
     assert len(metrics(imitated)) == 2
 
 
-def test_a_student_is_distilled_over_several_turns(tmp_path: Path) -> None:
+def test_distill_with_several_turns(tmp_path: Path) -> None:
     bundle = run_task(
         tmp_path / "distill", "distill", environment=TALK, steps=2, system="hint", max_tokens=40
     )
@@ -350,15 +350,15 @@ def test_a_student_is_distilled_over_several_turns(tmp_path: Path) -> None:
     assert len(lines) == 2 and told["loss_mask"].map(lambda mask: not all(mask)).any()
 
 
-def test_pairs_of_several_turns_are_refused(tmp_path: Path) -> None:
+def test_pairs_refuse_multi_turn_environments(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="talk has several turns"):
         run_task(tmp_path / "pairs", "pairs", environment=TALK)
 
 
-def test_a_climb_of_two_players_goes_on_with_the_tasks_it_would_have_had(
+def test_interrupted_rl_with_two_players_resumes_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups are twice as many as tasks."""
+    """Each task has two groups."""
     environment = {**TALK, "players": 2}
     options: dict[str, Any] = {"environment": environment, "max_tokens": 40, "steps": 4, "save_every": 2}
     whole = run_task(tmp_path / "whole", "rl", **options)
@@ -376,13 +376,13 @@ def test_a_climb_of_two_players_goes_on_with_the_tasks_it_would_have_had(
     assert compare_artifacts(whole, run_in(broken)) == []
 
 
-def test_the_calculators_story_in_small(tmp_path: Path) -> None:
+def test_calculator_stages_run_with_small_settings(tmp_path: Path) -> None:
     environment = {"id": "calculator"}
     told = run_task(tmp_path / "collect", "collect", environment=environment, teacher="calculator")
     traces = told / "artifacts" / "traces"
     sft = run_task(tmp_path / "sft", "sft", inputs={"data": traces}, environment=environment)
     checkpoint = {"checkpoint": sft / "artifacts" / "checkpoints" / "final"}
-    climbed = run_task(tmp_path / "rl", "rl", inputs=checkpoint, environment=environment, max_tokens=12)
-    assert len(metrics(climbed)) == 4
+    trained = run_task(tmp_path / "rl", "rl", inputs=checkpoint, environment=environment, max_tokens=12)
+    assert len(metrics(trained)) == 4
     judged = run_task(tmp_path / "evaluate", "evaluate", inputs=checkpoint, environment=environment)
     assert summary(judged)["environment"] == "calculator" and summary(judged)["failures"] == 0

@@ -1,4 +1,4 @@
-"""The speech stages: each takes what the one before made, and a kill changes nothing."""
+"""The speech stages: each consumes the output of the previous stage, and resume is exact."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ FRAME = 1280
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Utterances of noise: the program espeak-ng may not be installed."""
+    """Utterances of noise, because espeak-ng may be missing."""
     drawn = torch.Generator().manual_seed(0)
 
     def noise(text: str, **_: object) -> object:
@@ -46,7 +46,7 @@ def voice(teacher: Path, codec: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run_task(tmp_path_factory.mktemp("voice") / "b", "speech_voice", inputs=inputs)
 
 
-def test_utterances_are_read_back_split_by_text(teacher: Path) -> None:
+def test_utterances_are_split_by_text_and_normalized(teacher: Path) -> None:
     train = read_utterances(teacher / UTTERANCES, "train")
     held_out = read_utterances(teacher / UTTERANCES, "heldout")
     assert (len(train), len(held_out)) == (6, 3)
@@ -59,7 +59,7 @@ def test_utterances_are_read_back_split_by_text(teacher: Path) -> None:
 
 
 @pytest.mark.parametrize("task", ["speech_codec", "speech_voice"])
-def test_a_kill_between_steps_changes_nothing(
+def test_killed_speech_stage_resumes_exactly(
     task: str, teacher: Path, codec: Path, voice: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, whole = {"data": teacher / UTTERANCES}, codec
@@ -87,7 +87,7 @@ def test_a_kill_between_steps_changes_nothing(
     assert summary(again) == summary(whole)
 
 
-def test_the_engine_draws_what_the_loss_says_is_likely(voice: Path) -> None:
+def test_engine_reproduces_codes_that_the_voice_has_learned(voice: Path) -> None:
     model = load_speech_model(voice / FINAL)
     codes = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0], [2, 4, 6, 1], [3, 5, 1, 2]])
     optimizer = torch.optim.Adam(model.talker.parameters(), 2e-2)
@@ -96,12 +96,14 @@ def test_the_engine_draws_what_the_loss_says_is_likely(voice: Path) -> None:
         loss = sum(voice_losses(model.talker, model.tokenizer, [("one two", codes)]))
         loss.backward()
         optimizer.step()
-    assert loss.item() < 0.05  # a code that is not the most likely one would add log 2 / 12
+    assert loss.item() < 0.05  # a code that is not the most likely adds at least log 2 / 12
     (spoken,) = Speaker(model).say([Utterance("one two")])
     assert torch.allclose(torch.from_numpy(spoken), model.codec(codes[None])[0], atol=1e-5)
 
 
-def test_the_listener_hears_teacher_codec_and_voice(teacher: Path, voice: Path, tmp_path: Path) -> None:
+def test_speech_evaluation_reports_word_error_rates_per_speaker(
+    teacher: Path, voice: Path, tmp_path: Path
+) -> None:
     inputs = {"data": teacher / UTTERANCES, "voice": voice / FINAL}
     heard = run_task(tmp_path / "b", "speech_evaluation", inputs=inputs)
     rates = summary(heard)["word_error_rates"]
@@ -114,7 +116,7 @@ def test_the_listener_hears_teacher_codec_and_voice(teacher: Path, voice: Path, 
     assert len(metrics(heard)) == 1
 
 
-def test_the_plan_warns_of_missing_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_plan_warns_when_espeak_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from perilune.tasks.speech.stages import utterances
 
     job = make_job("utterances")

@@ -1,4 +1,4 @@
-"""A run that cannot be right is stopped: nothing to learn from, or sampler and learner differ."""
+"""Runs stop without a learning signal, or when sampler and learner differ."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from perilune.tasks.rl.metrics import DEAD_PATIENCE
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
-def test_equal_rewards_for_too_long(algorithm: str, tmp_path: Path) -> None:
+def test_rl_stops_after_too_many_steps_of_equal_rewards(algorithm: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"prompts": 2, "samples": 2, "max_tokens": 1, "save_every": 100, "steps": 50}
     with pytest.raises(WorkFailedError, match="nothing to learn from") as caught:
         run_task(tmp_path / "rl", "rl", environment={**DIGITS, "equal": 0.5}, algorithm=algorithm, **options)
@@ -25,14 +25,14 @@ def test_equal_rewards_for_too_long(algorithm: str, tmp_path: Path) -> None:
     assert {line["tokens"] for line in lines} == {0.0}
 
 
-def test_the_default_settings_pass(tmp_path: Path) -> None:
-    """What the planted defects below change is what makes the difference."""
+def test_default_settings_pass_the_logprob_check(tmp_path: Path) -> None:
+    """The control for the injected bugs below."""
     bundle = run_task(tmp_path / "rl", "rl", lr=2e-4, warmup=10, steps=3)
     assert max(line["logprob_gap_max"] for line in metrics(bundle)) <= 1e-6
 
 
-def test_an_engine_with_stale_weights_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says that it has the new weights, and samples with the old ones."""
+def test_engine_with_stale_weights_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine reports the new version but samples with the old weights."""
 
     def claim_only(engine: Engine, state: None, version: int) -> None:
         engine.version = version
@@ -42,9 +42,7 @@ def test_an_engine_with_stale_weights_is_caught(tmp_path: Path, monkeypatch: pyt
         run_task(tmp_path / "rl", "rl", lr=2e-4, warmup=10, steps=12)
 
 
-def test_a_temperature_that_the_learner_forgets_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_learner_without_temperature_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = policy_update.pack
     monkeypatch.setattr(policy_update, "pack", lambda groups, budget, temperature: pack(groups, budget))
     with pytest.raises(WorkFailedError, match="sampler and learner differ by") as caught:

@@ -1,4 +1,4 @@
-"""Sub-agents: their turns are sampled together, recorded as spans, and trained if the stage says so."""
+"""Sub-agents: batched sampling, spans, and optional training."""
 
 from dataclasses import replace
 from itertools import islice
@@ -48,17 +48,17 @@ def play(
 
 
 def longest_path(stages: list[list[tuple[int, int]]]) -> int:
-    """The published formula: turns of the player and the longest sub-agent of each stage."""
+    """The published formula: turns of the player plus those of the longest sub-agent of each stage."""
     return 1 + sum(1 + max(turns + nested for turns, nested in stage) for stage in stages)
 
 
-def is_whole(one: Episode) -> bool:
+def is_complete(one: Episode) -> bool:
     return not one.truncated
 
 
-def test_critical_steps_are_those_of_the_formula_where_sub_agents_join_at_their_stage() -> None:
+def test_critical_steps_match_the_published_formula() -> None:
     groups, tasks = play()
-    whole = [one for group in groups for one in group if is_whole(one)]
+    whole = [one for group in groups for one in group if is_complete(one)]
     assert len(whole) > 8
     for one in whole:
         stages = Team.stages(tasks[one.task_id])
@@ -73,7 +73,7 @@ def test_critical_steps_are_those_of_the_formula_where_sub_agents_join_at_their_
             assert span.joined in (*parent.rounds, -1)
 
 
-def test_all_turns_that_are_due_are_sampled_in_one_call() -> None:
+def test_all_due_turns_are_sampled_in_one_call() -> None:
     engine = engine_of(TOKENIZER)
     calls = []
     right = engine.sample
@@ -84,7 +84,7 @@ def test_all_turns_that_are_due_are_sampled_in_one_call() -> None:
     assert max(calls) > len(groups[0])
 
 
-def test_an_episode_does_not_depend_on_those_beside_it() -> None:
+def test_episode_is_independent_of_other_episodes() -> None:
     whole, _ = play()
     part, _ = play(2, skip=2)
     for group, again in zip(whole[2:4], part, strict=True):
@@ -102,7 +102,7 @@ def test_no_two_turns_share_random_numbers() -> None:
 
 
 def actions_of(one: Episode, task: Task, seed: int) -> list[str]:
-    """The actions of an episode in the order in which the environment asks for them."""
+    """The actions of an episode in the order of the environment's requests."""
     texts = {
         span.span_id: iter(
             [turn["content"] for turn in (span.messages or one.messages) if turn["role"] == "assistant"]
@@ -117,9 +117,9 @@ def actions_of(one: Episode, task: Task, seed: int) -> list[str]:
     return actions
 
 
-def test_the_reward_can_be_judged_again() -> None:
+def test_score_reproduces_the_reward_from_the_transcript() -> None:
     groups, tasks = play()
-    for one in (one for group in groups for one in group if is_whole(one)):
+    for one in (one for group in groups for one in group if is_complete(one)):
         step, index = map(int, one.group_id.split("/"))
         seed = session_seed((one.seed, step, index))
         *earlier, last = actions_of(one, tasks[one.task_id], seed)
@@ -127,14 +127,14 @@ def test_the_reward_can_be_judged_again() -> None:
         assert Team(TEAM).score(tasks[one.task_id], transcript).reward == one.reward
 
 
-def test_spans_survive_the_file(tmp_path: Path) -> None:
+def test_spans_round_trip_through_parquet(tmp_path: Path) -> None:
     groups, _ = play()
     everything = [one for group in groups for one in group]
     write_episodes(tmp_path / "a.parquet", everything)
     assert [one.spans for one in read_episodes(tmp_path / "a.parquet")] == [one.spans for one in everything]
 
 
-def test_a_frozen_policy_samples_the_sub_agents() -> None:
+def test_frozen_policy_samples_the_sub_agents() -> None:
     frozen, policy = engine_of(TOKENIZER, seed=3), engine_of(TOKENIZER)
     groups, _ = play(engine=policy, sub_agents=SubAgents(frozen))
     spans = [span for group in groups for one in group for span in one.spans[1:]]
@@ -143,7 +143,7 @@ def test_a_frozen_policy_samples_the_sub_agents() -> None:
     assert not own & {tuple(prompt.token_ids) for prompt, _ in frozen.log}
 
 
-def test_trained_sub_agents_have_episodes_with_the_reward_of_their_player() -> None:
+def test_trained_sub_agents_get_the_reward_of_their_player() -> None:
     groups, _ = play(sub_agents=SubAgents(trained=True))
     for own, parts in zip(groups[::2], groups[1::2], strict=True):
         assert parts[0].group_id == f"{own[0].group_id}/agents"
@@ -159,10 +159,10 @@ def test_trained_sub_agents_have_episodes_with_the_reward_of_their_player() -> N
             assert one.messages == spans[name].messages and one.sampled == spans[name].tokens
 
 
-def test_a_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutWorker, "_fits", lambda self, trajectory, params: trajectory.name != "part")
     groups, tasks = play(2)
-    whole = [one for group in groups for one in group if is_whole(one)]
+    whole = [one for group in groups for one in group if is_complete(one)]
     assert whole
     for one in whole:
         assert not one.failure and not any(span.tokens for span in one.spans[1:])
@@ -175,20 +175,20 @@ def test_a_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.Monkey
         )
 
 
-def test_prompts_without_tokens_fail_alone() -> None:
+def test_empty_prompts_fail_only_their_episodes() -> None:
     section = {"id": "factory", "factory": "task_environments:Wordless"}
     environment = Wordless(section)
     tasks = list(islice(environment.tasks("train", 0), 4))
     with Scorer(section) as scorer:
         rollouts = RolloutWorker(engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7)
         groups = rollouts.play(tasks, samples=4, params=PARAMS, step=1, watch=Stopwatch())
-    found = [[one for one in group if is_whole(one)] for group in groups]
+    found = [[one for one in group if is_complete(one)] for group in groups]
     assert all(one.reward == 1 for group in found[::2] for one in group) and any(found[::2])
     failures = {one.failure for group in groups[1::2] for one in group}
     assert failures == {"environment: the prompt has no tokens"}
 
 
-def test_a_turn_that_is_cut_off_ends_the_episode_while_sub_agents_run() -> None:
+def test_truncated_turn_ends_the_episode_and_its_sub_agents() -> None:
     section = {"id": "factory", "factory": "task_environments:Beside"}
     environment = Beside(section)
     tasks = list(islice(environment.tasks("train", 0), 2))
@@ -202,7 +202,7 @@ def test_a_turn_that_is_cut_off_ends_the_episode_while_sub_agents_run() -> None:
     assert all(len(one.spans) == 2 and one.spans[0].rounds == one.spans[1].rounds for one in cut)
 
 
-def test_a_recording_leaves_out_what_no_tape_holds() -> None:
+def test_record_refuses_episodes_with_sub_agents() -> None:
     groups, _ = play(sub_agents=SubAgents(trained=True))
     origin = Origin(
         run="r",
@@ -227,7 +227,7 @@ def test_a_recording_leaves_out_what_no_tape_holds() -> None:
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_stage_trains_with_sub_agents(tmp_path: Path, trained: bool) -> None:
+def test_rl_with_sub_agents(tmp_path: Path, trained: bool) -> None:
     bundle = run_task(
         tmp_path,
         "rl",
@@ -248,7 +248,7 @@ def test_a_stage_trains_with_sub_agents(tmp_path: Path, trained: bool) -> None:
     assert any("sub_agents" in figures_of(pairs) for pairs in own["metrics"])
 
 
-def test_a_policy_learns_in_every_context_of_a_long_episode(tmp_path: Path) -> None:
+def test_rl_trains_every_context_of_a_folded_episode(tmp_path: Path) -> None:
     section = {
         "id": "factory",
         "factory": "task_environments:Long",
@@ -269,7 +269,7 @@ def test_a_policy_learns_in_every_context_of_a_long_episode(tmp_path: Path) -> N
         plugin.describe(RLSpec(checkpoint="sft", **options), make_job("rl", environment=section))
 
 
-def test_a_stage_takes_the_sub_agents_of_an_earlier_checkpoint(tmp_path: Path) -> None:
+def test_sub_agent_checkpoint_replaces_the_sub_agent_policy(tmp_path: Path) -> None:
     first = run_task(tmp_path / "first", "rl", environment=TEAM, steps=2, prompts=3, samples=4, max_tokens=80)
     inputs = {"sub_agent_checkpoint": first / "artifacts" / "checkpoints" / "final"}
     options = {"environment": TEAM, "tasks": 4, "samples": 2, "max_tokens": 80}
@@ -281,4 +281,6 @@ def test_a_stage_takes_the_sub_agents_of_an_earlier_checkpoint(tmp_path: Path) -
     inputs |= {"checkpoint": inputs["sub_agent_checkpoint"]}
     both = {"checkpoint": "first", "sub_agent_checkpoint": "first"}
     same = run_task(tmp_path / "same", "evaluate", inputs=inputs, **both, **options)
-    assert episodes(same)["spans"].map(len).sum() > 0  # a policy in files does not hide where it runs
+    assert (
+        episodes(same)["spans"].map(len).sum() > 0
+    )  # sub-agents from a checkpoint still run when the policy is the same checkpoint

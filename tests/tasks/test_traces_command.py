@@ -1,4 +1,4 @@
-"""`perilune traces` on the episodes that a stage wrote: recorded, played, sampled again, forked, shrunk."""
+"""`perilune traces` on the episodes of a stage: record, run, suite, fork, shrink and gate."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Run = Callable[..., tuple[int, Any]]
 
 @pytest.fixture(scope="module")
 def attempt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An evaluation of a new model on sums with a calculator."""
+    """An evaluation of an untrained model on the calculator environment."""
     root = tmp_path_factory.mktemp("traces")
     tokenizer = Tokenizer.characters("0123456789+*=;?\n")
     save_checkpoint(root / "weights", new_model("tiny", tokenizer, 3), tokenizer)
@@ -45,7 +45,7 @@ def perilune(capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def test_episodes_of_a_stage_become_tests(attempt: Path, tmp_path: Path, perilune: Run) -> None:
+def test_record_and_run_replay_episodes_of_a_stage(attempt: Path, tmp_path: Path, perilune: Run) -> None:
     suite, weights = tmp_path / "suite", attempt / "inputs" / "checkpoint"
     code, made = perilune("record", attempt, "--out", suite)
     assert code == 0 and not made["refused"] and len(made["cases"]) == 6 * 4 + 6  # samples and greedy
@@ -64,7 +64,7 @@ def test_episodes_of_a_stage_become_tests(attempt: Path, tmp_path: Path, perilun
     assert "no episode fulfils" in perilune("record", attempt, "--out", suite, "--where", "reward > 5")[1]
 
 
-def test_a_suite_is_clustered_forked_and_shrunk(attempt: Path, tmp_path: Path, perilune: Run) -> None:
+def test_suite_fork_and_shrink(attempt: Path, tmp_path: Path, perilune: Run) -> None:
     suite, weights = tmp_path / "suite", attempt / "inputs" / "checkpoint"
     options = ("--where", "truncated", "--each", 6, "--hold-out", 0.5, "--out", suite)
     _, made = perilune("suite", attempt, *options)
@@ -81,8 +81,8 @@ def test_a_suite_is_clustered_forked_and_shrunk(attempt: Path, tmp_path: Path, p
     assert perilune("run", tmp_path / "small")[0] == 0
 
 
-def test_the_gate_fails_and_accepts(attempt: Path, tmp_path: Path, perilune: Run) -> None:
-    """Whoever changes what a suite expects sees the change, and without it the gate stays shut."""
+def test_run_reports_changes_until_they_are_accepted(attempt: Path, tmp_path: Path, perilune: Run) -> None:
+    """A changed expectation fails the run until --accept, which prints the difference."""
     suite = tmp_path / "suite"
     perilune("record", attempt, "--most", 2, "--out", suite)
     index = json.loads((suite / "suite.json").read_text())
@@ -107,14 +107,14 @@ def test_the_gate_fails_and_accepts(attempt: Path, tmp_path: Path, perilune: Run
     assert code == 2 and "--mode" in said
 
 
-def test_a_checkpoint_that_is_worse_on_a_suite_fails_its_gate(
+def test_gate_fails_for_a_worse_checkpoint(
     attempt: Path, tmp_path: Path, perilune: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
     weights = attempt / "inputs" / "checkpoint"
     perilune("suite", attempt, "--where", "truncated", "--each", 2, "--out", tmp_path / "made")
     made = Suite(tmp_path / "made")
-    # The recording says that every episode was right, which no new model repeats.
+    # The recorded verdicts claim that every episode was right, which an untrained model cannot repeat.
     solved = []
     for case in made.index.cases:
         cassette = made.cassettes[case.digest]
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_is_worse_on_a_suite_fails_its_gate(
     assert (code, found["passed"], found["change"]) == (0, True, {"mean": 0.0, "low": 0.0, "high": 0.0})
 
 
-def test_a_suite_is_an_environment_of_the_environments_it_was_recorded_in(
+def test_suite_is_an_environment_of_its_recorded_environments(
     attempt: Path, tmp_path: Path, perilune: Run
 ) -> None:
     perilune("suite", attempt, "--each", 1, "--hold-out", 0.5, "--out", tmp_path / "made")

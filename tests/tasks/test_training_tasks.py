@@ -1,4 +1,4 @@
-"""Training never runs out of tasks: where an environment has only so many, they come again in a new order."""
+"""Training tasks: finite task sets repeat in a new order each epoch."""
 
 from collections import Counter
 from itertools import islice
@@ -27,7 +27,7 @@ def ids(tasks: TrainingTasks, size: int) -> list[str]:
     return [task.task_id for task in tasks.take(size)]
 
 
-def test_every_epoch_has_every_task_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_every_epoch_has_every_task_once_in_a_new_order(tmp_path: Path) -> None:
     own = [task.task_id for task in Digits(FEW).tasks("train", 1)]
     size = len(own)
     drawn = ids(training_tasks(tmp_path / "a"), 4 * size)
@@ -39,26 +39,26 @@ def test_every_epoch_has_every_task_once_in_an_order_of_its_own(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("skip", [0, 3, 11, 12, 13, 40])
-def test_a_resumed_run_goes_on_with_the_tasks_it_would_have_had(tmp_path: Path, skip: int) -> None:
+def test_resumed_run_continues_with_the_same_tasks(tmp_path: Path, skip: int) -> None:
     whole = training_tasks(tmp_path / "whole")
     drawn = ids(whole, skip + 20)
     resumed = training_tasks(tmp_path / "resumed", skip)
     assert ids(resumed, 20) == drawn[skip:] and resumed.epoch == whole.epoch
 
 
-def test_an_environment_with_tasks_enough_is_asked_for_no_more_than_is_used(tmp_path: Path) -> None:
+def test_large_task_set_is_read_lazily(tmp_path: Path) -> None:
     endless = {**DIGITS, "limit": 10**12}
     tasks = training_tasks(tmp_path, environment=endless)
     assert ids(tasks, 100) == [task.task_id for task in islice(Digits(endless).tasks("train", 1), 100)]
     assert tasks.epoch == 0
 
 
-def test_no_tasks_at_all_is_a_wrong_request(tmp_path: Path) -> None:
+def test_environment_without_training_tasks_is_a_request_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no training tasks"):
         training_tasks(tmp_path, environment={**DIGITS, "limit": 0}).take(1)
 
 
-def test_epochs_are_recorded(tmp_path: Path) -> None:
+def test_epochs_are_recorded_in_metrics_and_events(tmp_path: Path) -> None:
     bundle = run_task(tmp_path, "rl", environment=FEW, steps=8)
     size = len(list(Digits(FEW).tasks("train", 1)))
     expected = [(4 * step - 1) // size for step in range(1, 9)]

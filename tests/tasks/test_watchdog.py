@@ -1,4 +1,4 @@
-"""A wait that makes no progress ends the process, says its name and shows where everything hangs."""
+"""The watchdog ends a process that makes no progress, and prints the wait's name and all stacks."""
 
 import subprocess
 import sys
@@ -39,22 +39,22 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
 
 
-def test_a_stall_ends_the_process_and_shows_all_stacks() -> None:
+def test_stall_ends_the_process_and_prints_stacks() -> None:
     ended = run(HANGS)
     assert ended.returncode == 1
-    assert ended.stdout == "alive\n"  # progress had put the deadline off
+    assert ended.stdout == "alive\n"  # progress had extended the deadline
     assert "failed: sampling: nothing has happened for 0.3 s" in ended.stderr
     assert "in stuck" in ended.stderr
     assert "a wait that ends" not in ended.stderr
 
 
-def test_code_that_holds_the_interpreter_is_ended_too() -> None:
+def test_stall_ends_code_that_holds_the_interpreter_lock() -> None:
     ended = run(HOLDS_THE_LOCK)
     assert ended.returncode == 1
     assert 'File "<string>", line 7' in ended.stderr
 
 
-def test_the_deadline_of_learning_follows_the_slowest_step_up_to_the_limit() -> None:
+def test_learning_deadline_follows_the_slowest_step_up_to_a_limit() -> None:
     assert deadline(100, 1.0, None) == STALL + 100
     assert deadline(100, 1.0, 0.01) == pytest.approx(STALL + 100 * PATIENCE * 0.01)
     assert deadline(100, 1.0, 0.04) > deadline(100, 1.0, 0.01)
