@@ -40,7 +40,7 @@ class Window:
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on(
             "dialog",
-            lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.request_termination()),
+            lambda dialog: (self.errors.append(f"dialog {dialog.message}"), dialog.dismiss()),
         )
         page.on("request", lambda request: self.requests.append(request.url))
         page.goto(report.as_uri())
