@@ -159,7 +159,7 @@ def test_slow_reward_is_not_audited(
     assert "the reward was not audited, because scoring an answer takes" in capsys.readouterr().out
 
 
-def test_reward_audit_is_reused_by_later_attempts(tmp_path: Path) -> None:
+def test_reward_audit_is_reused_by_later_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attempt that restores artifacts keeps the audit of the earlier attempt."""
     from task_cases import make_bundle, make_job
 
@@ -167,6 +167,7 @@ def test_reward_audit_is_reused_by_later_attempts(tmp_path: Path) -> None:
     from perilune.execution.placements.local import restore_outputs
     from perilune.tasks.checks.reward import FILE, check_reward
 
+    monkeypatch.setattr("perilune.tasks.checks.reward.PATIENCE", 1e9)
     first, second = (Workspace(make_bundle(tmp_path / name, make_job("rl"))) for name in ("a", "b"))
     check_reward(first)
     restore_outputs(first.artifacts, second.artifacts)
