@@ -103,7 +103,7 @@ def test_run_resumes_on_next_cluster_after_losing_the_first(
     sky.weather(before_status=2)
     until(control, lambda: unseen(fleet, first))
     until(control, lambda: not unseen(fleet, first))
-    assert attempts(control)[0].state == "running"
+    until(control, lambda: attempts(control)[0].state == "running")
     sky.change(first, alive=False)
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
