@@ -8,6 +8,7 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parts_cases import read_pieces
 from served import served
 from tokenizers import AddedToken
 
@@ -29,15 +30,7 @@ PIECES = [
 
 def read(pieces: list[str], *, calls: bool = True, begins: Beginning = "channels") -> Parts:
     """Read all pieces; consecutive texts of one kind are joined."""
-    reader = ChannelsReader(calls=FORM if calls else None, begins=begins)
-    whole = Parts()
-    for place, piece in enumerate(pieces):
-        for kind, one in reader.feed(piece, last=place == len(pieces) - 1).items:
-            if isinstance(one, str) and whole.items and whole.items[-1][0] == kind:
-                whole.items[-1] = (kind, whole.items[-1][1] + one)  # type: ignore[operator, assignment]
-            else:
-                whole.items.append((kind, one))  # type: ignore[arg-type]
-    return whole
+    return read_pieces(ChannelsReader(calls=FORM if calls else None, begins=begins), pieces)
 
 
 @pytest.mark.parametrize(

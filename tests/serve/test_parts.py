@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parts_cases import read_pieces
 from tokenizers import AddedToken
 
 from perilune.models.text.tokenizer import Tokenizer
@@ -106,15 +107,7 @@ MARKS = {
 
 def read(pieces: list[str], *, calls: str | None = "hermes", begins: Beginning = "start") -> Parts:
     """Read all pieces; consecutive texts of one kind are joined."""
-    reader = PartsReader(calls=FORMATS[calls] if calls else None, begins=begins)
-    whole = Parts()
-    for place, piece in enumerate(pieces):
-        for kind, one in reader.feed(piece, last=place == len(pieces) - 1).items:
-            if isinstance(one, str) and whole.items and whole.items[-1][0] == kind:
-                whole.items[-1] = (kind, whole.items[-1][1] + one)  # type: ignore[operator, assignment]
-            else:
-                whole.items.append((kind, one))  # type: ignore[arg-type]
-    return whole
+    return read_pieces(PartsReader(calls=FORMATS[calls] if calls else None, begins=begins), pieces)
 
 
 @pytest.mark.parametrize(

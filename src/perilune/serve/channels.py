@@ -92,4 +92,3 @@ class ChannelsReader:
         elif self._calls_left:
             self._calls_left -= 1
             parts.add_calls([("call", found.calls[0]), ("end", "")])
-        self._header = None

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from perilune.errors import RequestError
+from perilune.serve.tool_format_names import ToolFormatName
 
 Host = Annotated[str, Option(help="Address to listen on.")]
 Port = Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
@@ -134,19 +135,7 @@ class Settings:
         Option("--reasoning", help="Return the text in <think> ... </think> as reasoning_content."),
     ] = False
     tool_format: Annotated[
-        Literal[
-            "auto",
-            "hermes",
-            "mistral",
-            "llama3_json",
-            "pythonic",
-            "qwen3_coder",
-            "glm45",
-            "deepseek_v3",
-            "deepseek_v31",
-            "kimi_k2",
-            "openai",
-        ],
+        Literal["auto", ToolFormatName],
         Option(help="How the model writes tool calls. auto finds it in the chat template."),
     ] = "auto"
     embeddings: Annotated[

@@ -31,22 +31,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from perilune.data.tool_calls import ToolCall, describe_tools, write_call
+from perilune.serve.tool_format_names import ToolFormatName
 
-ToolFormatName = Literal[
-    "hermes",
-    "mistral",
-    "llama3_json",
-    "pythonic",
-    "qwen3_coder",
-    "glm45",
-    "deepseek_v3",
-    "deepseek_v31",
-    "kimi_k2",
-    "openai",
-]
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the arguments of functions, by name."""
 

@@ -52,9 +52,8 @@ class LocalHost:
                 code = self._wait(process, timeout, (sink or out, errors))
             finally:
                 if process.poll() is None:
-                    os.killpg(
-                        process.pid, signal.SIGKILL
-                    )  # its children would write on, until the disk is full
+                    # Without it, its children would write on until the disk is full.
+                    os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             out.seek(0)
             return Answer(code if code >= 0 else 128 - code, out.read(), _tail(errors))
