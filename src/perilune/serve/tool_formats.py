@@ -16,9 +16,9 @@
     openai        <|channel|>commentary to=functions.f <|constrain|>json          gpt-oss
                   <|message|>{"a": 1}<|call|>
 
-The names are those of vLLM's tool parsers. Marks surround all calls of the three formats before the last. In
-`llama3_json` and `pythonic`, a call is recognised only at the beginning of the content. The arguments of a
-call become canonical JSON. A malformed call is content.
+The names are those of vLLM's tool parsers. In `deepseek_v3`, `deepseek_v31` and `kimi_k2`, another pair of
+marks surrounds all calls of an answer. In `llama3_json` and `pythonic`, a call is recognised only at the
+beginning of the content. The arguments of a call become canonical JSON. A malformed call is content.
 """
 
 from __future__ import annotations

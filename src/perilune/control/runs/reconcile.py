@@ -68,7 +68,7 @@ class Reconciler:
     def all(self, *, act: bool = True, patience: float | None = None) -> list[Run]:
         """Reconcile every live run and return all of them; with `act=False` only finish, start nothing.
 
-        A run that ended after the last pass, in a transfer for which that pass did not wait, is returned too.
+        Runs that the previous pass returned as live are returned once more if they have ended since.
 
         Runs on this machine are reconciled one after the other, runs on other machines concurrently. An error
         of a run or a machine is recorded as its condition and does not affect the others.
