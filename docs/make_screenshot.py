@@ -3,7 +3,7 @@
     perilune report quickstart --out report.html
     python docs/make_screenshot.py report.html docs/images
 
-writes report.png (the top of the page), report-dark.png and episodes.png (the browser of episodes).
+Writes report.png (the top of the page) and report-dark.png (the same in dark mode).
 Needs `pip install playwright` and Chromium.
 """
 
@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 1280, 800
 
 
 def main() -> None:
-    """Take the three pictures."""
+    """Take both pictures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,9 +39,6 @@ def main() -> None:
             page.goto(arguments.report.resolve().as_uri())
             page.wait_for_selector(".hero svg")
             page.screenshot(path=arguments.folder / f"{name}.png")
-            if scheme == "light" and page.locator("#episodes").count():
-                page.evaluate("document.querySelector('.masthead').hidden = true")
-                page.locator("#episodes").screenshot(path=arguments.folder / "episodes.png")
             page.close()
         browser.close()
 
