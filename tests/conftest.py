@@ -52,7 +52,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 @pytest.fixture(autouse=True)
 def no_secrets_of_other_tests() -> None:
     """Reset the secrets that redaction has collected in this process."""
-    redaction.KNOWN.__dict__.update(redaction.Redactor().__dict__)
+    redaction.KNOWN_SECRETS.__dict__.update(redaction.Redactor().__dict__)
 
 
 @pytest.fixture(autouse=True)

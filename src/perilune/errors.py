@@ -41,4 +41,4 @@ class WorkFailedError(PeriluneError, RuntimeError):
 
 
 class ProcessLostError(WorkFailedError):
-    """Another process of the same run has ended. Its log, not ours, has the cause."""
+    """Another process of the same run has ended. The log of that process has the cause."""

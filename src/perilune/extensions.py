@@ -1,6 +1,6 @@
-"""Code of a user that a recipe names: an entry point of a package, module:name, or file.py:name.
+"""User code that a recipe names: an entry point of a package, module:name, or file.py:name.
 
-The text of a file is frozen into the bundle as `source`, next to the name. Such code runs in the process that
+The text of a file is frozen into the bundle as `source`, next to the name. User code runs in the process that
 needs it, with the rights of that process, like the code of an installed package. Reward functions are the
 exception: only the confined scorer loads them (`perilune.environments.core.rewards`).
 """
@@ -27,7 +27,7 @@ METRIC_GROUP = "perilune.metrics"
 REWARD_GROUP = "perilune.rewards"
 TEACHER_GROUP = "perilune.teachers"
 
-NOT_INSTALLED = (
+INSTALL_REMEDY = (
     "install that package into Perilune's environment; only the named file becomes part of the bundle, so it"
     " cannot import files next to it"
 )
@@ -36,15 +36,15 @@ _FILE = re.compile(r"[^:]+\.py:[A-Za-z_]\w*")
 
 
 class CodeFile(Frozen):
-    """What a loaded recipe has in place of file.py:name."""
+    """The section that replaces file.py:name in a loaded recipe."""
 
     name: str = Field(pattern=_FILE.pattern, description="file.py:name, relative to the recipe")
     source: str | None = Field(None, description="text of the file; filled in when the recipe is loaded")
 
 
 @dataclass(frozen=True, slots=True)
-class NamesCode:
-    """Marks a field of a spec that names code of the user, by itself or as the key `name` of a section.
+class CodeReference:
+    """Marks a field of a spec that names user code, by itself or as the key `name` of a section.
 
     When a recipe is loaded, file.py:name becomes a section with `name` and `source`.
 
@@ -55,13 +55,13 @@ class NamesCode:
     many: bool = False
 
 
-def names_file(reference: object) -> bool:
-    """Whether a value of a recipe is file.py:name."""
+def is_file_reference(reference: object) -> bool:
+    """Return whether a value of a recipe is file.py:name."""
     return isinstance(reference, str) and _FILE.fullmatch(reference) is not None
 
 
 def load_extension(reference: str, source: str | None, group: str, where: str) -> Any:
-    """The object that `reference` names.
+    """Import the object that `reference` names.
 
     Args:
         source: text of the file, if it names a file.
@@ -69,47 +69,47 @@ def load_extension(reference: str, source: str | None, group: str, where: str) -
         where: key of the recipe, for errors.
 
     Raises:
-        RequestError: saying why it cannot be loaded, with the line of the file.
+        RequestError: when it cannot be loaded, with the cause and the line of the file.
     """
     file, _, name = reference.rpartition(":")
     try:
-        if names_file(reference):
+        if is_file_reference(reference):
             if source is None:
                 raise RequestError(
                     "the text of the file is missing", where=where, remedy="name the file in a recipe"
                 )
-            return getattr(_module(file, source), name)
+            return getattr(_execute_file(file, source), name)
         if file:
             return getattr(import_module(file), name)
         (point,) = entry_points(group=group, name=reference)
         return point.load()
     except RequestError:
         raise
-    except BaseException as error:  # the code of a user may even exit
+    except BaseException as error:  # user code may even exit
         if isinstance(error, KeyboardInterrupt):
             raise
-        line = next((f":{one.lineno}" for one in reversed(_frames(error)) if one.filename == file), "")
+        line = next((f":{one.lineno}" for one in reversed(_stack_frames(error)) if one.filename == file), "")
         raise RequestError(
             f"cannot load {file}{line}: {type(error).__name__}: {error}",
             where=where,
-            remedy=NOT_INSTALLED if isinstance(error, ModuleNotFoundError) else "",
+            remedy=INSTALL_REMEDY if isinstance(error, ModuleNotFoundError) else "",
         ) from None
 
 
 def extension_names(group: str) -> tuple[str, ...]:
-    """Names of the entry points of a group, sorted."""
+    """Return names of the entry points of a group, sorted."""
     return tuple(sorted({point.name for point in entry_points(group=group)}))
 
 
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+def _stack_frames(error: BaseException) -> list[traceback.FrameSummary]:
     if isinstance(error, SyntaxError):
         return [traceback.FrameSummary(error.filename or "", error.lineno or 0, "")]
     return list(traceback.extract_tb(error.__traceback__))
 
 
 @cache
-def _module(file: str, source: str) -> ModuleType:
-    """The module that the text of a file defines, under a name that no other text has."""
+def _execute_file(file: str, source: str) -> ModuleType:
+    """Return the module that the text of a file defines, under a name that is unique to the text."""
     digest = hashlib.sha256(f"{file}\0{source}".encode()).hexdigest()
     module = ModuleType(f"perilune_user_{digest[:16]}")
     module.__file__ = file

@@ -1,6 +1,6 @@
 """Canonical JSON, digests, atomic writes and append-only lines.
 
-Every function here that writes JSON keeps the values of secrets out of it, see `perilune.redaction`.
+Every function here that writes JSON redacts the values of secrets, see `perilune.redaction`.
 """
 
 import errno
@@ -20,7 +20,7 @@ from perilune.redaction import redact_document
 
 MAX_FILE_BYTES = 1 << 28  # of a file that is read into memory
 BOM = b"\xef\xbb\xbf"  # of UTF-8
-COMPRESSED = (
+COMPRESSED_MAGIC = (
     b"\x1f\x8b",
     b"\x28\xb5\x2f\xfd",
     b"BZh",
@@ -30,7 +30,7 @@ COMPRESSED = (
 
 
 def home_directory() -> Path:
-    """The directory with all state of Perilune: $PERILUNE_HOME or ~/.perilune. Creates nothing."""
+    """Return the directory with all state of Perilune: $PERILUNE_HOME or ~/.perilune. Creates nothing."""
     return Path(os.environ.get("PERILUNE_HOME") or "~/.perilune").expanduser().absolute()
 
 
@@ -38,88 +38,88 @@ def canonical_json(value: Any) -> bytes:
     """Encode `value` as sorted, compact UTF-8 JSON: equal values give equal bytes.
 
     Raises:
-        ValueError: on NaN or infinity, which JSON cannot say.
+        ValueError: on NaN or infinity, which JSON cannot represent.
     """
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     ).encode()
 
 
-def with_field(section: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A copy of `section` with another value at the dotted `key`."""
+def replace_field(section: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return a copy of `section` with `value` at the dotted `key`."""
     first, _, rest = key.partition(".")
-    return {**section, first: with_field(section[first], rest, value) if rest else value}
+    return {**section, first: replace_field(section[first], rest, value) if rest else value}
 
 
-def field_of(section: Mapping[str, Any], key: str) -> Any:
-    """The value at the dotted `key` of `section`; None where a part is missing."""
+def get_field(section: Mapping[str, Any], key: str) -> Any:
+    """Return the value at the dotted `key` of `section`; None where a part is missing."""
     value: Any = section
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
-def strict_json(data: bytes) -> Any:
+def parse_strict_json(data: bytes) -> Any:
     """Decode untrusted JSON, without the extensions that the standard decoder accepts.
 
     Raises:
-        ValueError: saying why: not UTF-8 or not JSON, a key twice in one object, a number beyond the range of
-            floats, half of a surrogate pair, or too deep a nesting.
+        ValueError: when the data is not UTF-8 or JSON, repeats a key of an object, has a number beyond the
+            range of floats or half of a surrogate pair, or is nested too deeply.
     """
     try:
         value = json.loads(
             data.decode("utf-8"),
-            object_pairs_hook=_once_each,
-            parse_float=_finite,
-            parse_constant=_no_number,
+            object_pairs_hook=_reject_duplicate_keys,
+            parse_float=_parse_finite,
+            parse_constant=_reject_constant,
         )
         if b"\\ud" in data.lower():
             canonical_json(value)
     except UnicodeDecodeError:
         raise ValueError("not UTF-8 text") from None
     except UnicodeEncodeError:
-        raise ValueError("half of a surrogate pair, which is no character") from None
+        raise ValueError("half of a surrogate pair, which is not a character") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
 
 
-def format_problem(head: bytes) -> tuple[str, str] | None:
-    """What is wrong with a text file that begins with `head`, and the remedy; None if it may be UTF-8."""
-    if head.startswith(COMPRESSED):
+def detect_wrong_format(head: bytes) -> tuple[str, str] | None:
+    """Return the problem of a text file that begins with `head`, and its remedy; None if it may be UTF-8."""
+    if head.startswith(COMPRESSED_MAGIC):
         return "is compressed", "decompress it, for example with gunzip; save a spreadsheet as CSV"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "is UTF-16 text", "convert it: iconv -f UTF-16 -t UTF-8 OLD > NEW"
     return None
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"the key {name[:80]!r} is there twice")
+            raise ValueError(f"the key {name[:80]!r} occurs twice")
         found[name] = value
     return found
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is beyond the range of numbers")
     return value
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number that JSON has")
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def sha256_bytes(data: bytes) -> str:
-    """Hex SHA-256 of `data`."""
+    """Return the hex SHA-256 of `data`."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of the file at `path`, read in bounded memory."""
+    """Return the hex SHA-256 of the file at `path`, read in bounded memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -155,20 +155,20 @@ def fsync_directory(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Atomically write `value` as indented JSON with sorted keys, ended by a newline."""
-    told = redact_document(value)
-    text = json.dumps(told, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False)
+    redacted = redact_document(value)
+    text = json.dumps(redacted, sort_keys=True, indent=2, ensure_ascii=False, allow_nan=False)
     write_atomic(path, text + "\n")
 
 
-def stays_inside(path: str) -> bool:
-    """Whether an untrusted relative path names something below its root. Its parts are between "/"."""
+def is_inside_root(path: str) -> bool:
+    """Return whether an untrusted relative path, with "/" between its parts, stays below its root."""
     return not any(part in {"", ".", ".."} or "\0" in part for part in path.split("/"))
 
 
 def open_inside(root: Path, path: Path) -> BinaryIO:
     """Open the regular file `path` inside the folder `root` for reading.
 
-    No part of the path between them may be a symbolic link, so nobody can lead it elsewhere between a check
+    No part of the path below `root` may be a symbolic link, so the path cannot be redirected between a check
     and this call.
 
     Raises:
@@ -208,7 +208,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a regular file of at most `limit` bytes.
+    """Return the content of a regular file of at most `limit` bytes.
 
     Raises:
         RequestError: as `open_regular`, and when the file is larger.
@@ -230,7 +230,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(data: bytes, path: Path) -> Any:
-    """The JSON value in the content of the file `path`.
+    """Return the JSON value in the content of the file `path`.
 
     Raises:
         RequestError: when it is malformed, naming file and line.
@@ -242,16 +242,16 @@ def parse_json(data: bytes, path: Path) -> Any:
         raise RequestError(f"not valid JSON: {error}", where=f"{path}:{line}") from None
 
 
-def read_measured(path: Path) -> dict[str, Any]:
-    """The object in a JSON file that can be measured again; {} if there is no such file, or it is damaged."""
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if the file is missing or damaged. For data that can be remade."""
     try:
         return dict(read_json(path))
     except (RequestError, OSError, TypeError, ValueError):
         return {}
 
 
-def extract_all(archive: tarfile.TarFile, root: Path) -> None:
-    """Extract a tar archive below `root`, refusing whatever leads outside of it, and devices.
+def extract_archive(archive: tarfile.TarFile, root: Path) -> None:
+    """Extract a tar archive below `root`. Refuses devices, and members that lead outside of `root`.
 
     Raises:
         RequestError: naming the member.

@@ -1,14 +1,13 @@
-"""Garbage collection in processes that import much."""
+"""Settings of the garbage collector for processes that import large packages."""
 
 import atexit
 import gc
 
 
-def collect_seldom() -> None:
-    """Collect garbage less often, and not at the exit of the process.
+def reduce_garbage_collection() -> None:
+    """Collect garbage less often, and not at exit.
 
-    By default, collection is a tenth of the time to import torch or to load a stage. At exit, Python would
-    collect garbage in all modules, which takes 0.4 s with torch.
+    By default, collection takes a tenth of the time to import torch or to load a stage, and 0.4 s at exit.
     """
     gc.set_threshold(50_000, 20, 50)
     atexit.register(gc.freeze)

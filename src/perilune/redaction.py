@@ -1,7 +1,7 @@
 """Redacts the values of secrets in text, plain or encoded, by replacing them with "[NAME]".
 
-A process learns a value when it reads it (`learn`). All text that it writes afterwards passes `redact`,
-`redact_text` or `redact_document`; `Stream` does the same for text in pieces.
+A process registers each value that it reads (`register_secret`). All text that it writes afterwards passes
+`redact`, `redact_text` or `redact_document`; `RedactedStream` does the same for text in pieces.
 
 Values are searched in two views of a text. The first drops white space, quotes and backslashes, so that line
 breaks, string literals and UTF-16 do not hide a value. The second also decodes percent, backslash and HTML
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
     Places = Callable[[bytes], "tuple[list[int], list[int]]"]
 
-SHORTEST = 4  # characters of a value; shorter ones occur in every text
-SHORTEST_ENCODED = 6  # characters of an encoded form, for the same reason
-LONG_LINE = 16  # characters from which a line of a value is a secret itself, as in a PEM file
-SPREAD = 4096  # bytes that may separate the parts of a value
-_BLOCK = 1 << 20  # bytes read at once
-WIDEST_ESCAPE = 8  # approximate bytes of an escape of one byte
+MIN_SECRET_LENGTH = 4  # characters of a value; shorter ones occur in ordinary text
+MIN_ENCODED_LENGTH = 6  # characters of an encoded form, for the same reason
+MIN_LINE_LENGTH = 16  # characters from which a line of a value is redacted by itself, as in a PEM file
+MAX_GAP_BYTES = 4096  # bytes that may separate the parts of a value
+_BLOCK_BYTES = 1 << 20  # bytes read at once
+MAX_ESCAPE_BYTES = 8  # approximate bytes of an escape of one byte
 
 _DROPPED = b" \t\r\n\v\f\0\\\"'"
 _KEPT = re.compile(b"[^" + re.escape(_DROPPED) + b"]+")
@@ -51,37 +51,37 @@ _CUT_ESCAPE = re.compile(  # at the end of a text
 
 
 class Redactor:
-    """Secrets, and the byte strings to search for."""
+    """Registered secrets, and the byte strings to search for."""
 
     def __init__(self) -> None:
         self._names: dict[bytes, str] = {}  # needle in a view to the name of its secret
         self._needles: tuple[bytes, ...] = ()  # the longest first
         self._window = 0  # bytes at the end of a text in which a value may start
 
-    def learn(self, name: str, value: str) -> None:
-        """Redact the value of the secret `name` from now on. Ignores a value that is too short."""
-        if len(_squeeze(value.encode("utf-8", "surrogateescape"))) < SHORTEST:
+    def register_secret(self, name: str, value: str) -> None:
+        """Redact the value of the secret `name` from now on. A value that is too short is ignored."""
+        if len(_drop_separators(value.encode("utf-8", "surrogateescape"))) < MIN_SECRET_LENGTH:
             return
         found = dict(self._names)
-        for form in _forms(value):
-            for needle in (_squeeze(form), _squeeze(_unescape(form))):
-                if len(needle) >= SHORTEST:
+        for form in _search_forms(value):
+            for needle in (_drop_separators(form), _drop_separators(_unescape(form))):
+                if len(needle) >= MIN_SECRET_LENGTH:
                     found.setdefault(needle, name)
         self._names, self._needles = found, tuple(sorted(found, key=len, reverse=True))
-        self._window = WIDEST_ESCAPE * len(self._needles[0]) + SPREAD
+        self._window = MAX_ESCAPE_BYTES * len(self._needles[0]) + MAX_GAP_BYTES
 
     def redact(self, data: bytes) -> bytes:
-        """`data` with "[NAME]" in place of every value."""
-        return _replaced(data, self.spans(data)) if self._needles else data
+        """Replace every value in `data` by "[NAME]"."""
+        return _replace_spans(data, self.find_spans(data)) if self._needles else data
 
-    def spans(self, data: bytes) -> list[tuple[int, int, str]]:
-        """The spans of values in `data`: first byte, byte after the last, name; in order, without overlaps.
+    def find_spans(self, data: bytes) -> list[tuple[int, int, str]]:
+        """Find the values in `data`: (first byte, byte after the last, name), in order, without overlaps.
 
         Overlapping values make one span with the name of the longest.
         """
-        found = [*self._in_view(data, _squeeze(data), _squeezed_places)]
-        if _may_escape(data):
-            found += self._in_view(data, _squeeze(_unescape(data)), _unescaped_places)
+        found = [*self._find_in_view(data, _drop_separators(data), _map_squeezed)]
+        if _may_contain_escape(data):
+            found += self._find_in_view(data, _drop_separators(_unescape(data)), _map_unescaped)
         merged: list[tuple[int, int, str]] = []
         widest = 0
         for start, end, name in sorted(found):
@@ -95,7 +95,7 @@ class Redactor:
                 merged[-1] = (before[0], max(end, before[1]), keeps)
         return merged
 
-    def _in_view(self, data: bytes, view: bytes, places: Places) -> Iterator[tuple[int, int, str]]:
+    def _find_in_view(self, data: bytes, view: bytes, places: Places) -> Iterator[tuple[int, int, str]]:
         starts: list[int] = []
         ends: list[int] = []
         for needle in self._needles:
@@ -106,28 +106,28 @@ class Redactor:
                 yield starts[at], ends[at + len(needle) - 1], self._names[needle]
                 at = view.find(needle, at + 1)
 
-    def unfinished(self, data: bytes) -> int:
-        """The number of bytes at the end of `data` that may be the start of a value."""
+    def count_held_bytes(self, data: bytes) -> int:
+        """Return count the bytes at the end of `data` that may be the start of a value."""
         tail = data[-self._window :]
-        held = self._begun(_squeeze(tail), tail, _squeezed_places)
-        if _may_escape(tail):
+        held = self._count_partial_bytes(_drop_separators(tail), tail, _map_squeezed)
+        if _may_contain_escape(tail):
             escape = _CUT_ESCAPE.search(tail)
             whole = tail[: escape.start()] if escape else tail
             cut = len(tail) - len(whole)
-            begun = self._begun(_squeeze(_unescape(whole)), whole, _unescaped_places)
+            begun = self._count_partial_bytes(_drop_separators(_unescape(whole)), whole, _map_unescaped)
             held = max(held, cut + begun)
         return held
 
-    def _begun(self, view: bytes, text: bytes, places: Places) -> int:
-        length = max(_overlap(view, needle) for needle in self._needles)
+    def _count_partial_bytes(self, view: bytes, text: bytes, places: Places) -> int:
+        length = max(_count_overlap(view, needle) for needle in self._needles)
         return len(text) - places(text)[0][-length] if length else 0
 
-    def find(self, file: BinaryIO) -> str | None:
-        """The name of the first secret whose value is in `file`, which is read in bounded memory."""
+    def find_secret(self, file: BinaryIO) -> str | None:
+        """Return the name of the first secret whose value is in `file`. Reads the file in bounded memory."""
         tail = b""
-        while self and (block := file.read(_BLOCK)):
+        while self and (block := file.read(_BLOCK_BYTES)):
             tail += block
-            if spans := self.spans(tail):
+            if spans := self.find_spans(tail):
                 return spans[0][2]
             tail = tail[-self._window :]
         return None
@@ -136,7 +136,7 @@ class Redactor:
         return bool(self._needles)
 
 
-class Stream:
+class RedactedStream:
     """Redacts text in pieces, which may split a value anywhere."""
 
     def __init__(self, redactor: Redactor) -> None:
@@ -147,53 +147,53 @@ class Stream:
         if not self._redactor:
             return data
         text = self._rest + data
-        spans = self._redactor.spans(text)
-        cut = len(text) - self._redactor.unfinished(text)
+        spans = self._redactor.find_spans(text)
+        cut = len(text) - self._redactor.count_held_bytes(text)
         for start, end, _ in reversed(spans):
             cut = min(cut, start) if end > cut else cut
         self._rest = text[cut:]
-        return _replaced(text[:cut], [span for span in spans if span[1] <= cut])
+        return _replace_spans(text[:cut], [span for span in spans if span[1] <= cut])
 
     def close(self) -> bytes:
-        """The rest of the text, after the last piece."""
+        """Return the rest of the text, after the last piece."""
         rest, self._rest = self._rest, b""
         return self._redactor.redact(rest)
 
 
-KNOWN = Redactor()  # all secrets that this process has read
+KNOWN_SECRETS = Redactor()  # of this process
 
 
-def learn(name: str, value: str) -> None:
-    """Redact the value of the secret `name` in everything that this process writes from now on."""
-    KNOWN.learn(name, value)
+def register_secret(name: str, value: str) -> None:
+    """Redact the value of the secret `name` in all output of this process from now on."""
+    KNOWN_SECRETS.register_secret(name, value)
 
 
 def redact_text(text: str) -> str:
-    """`text` with the values of all known secrets redacted."""
-    if not KNOWN:
+    """Redact the values of all known secrets in `text`."""
+    if not KNOWN_SECRETS:
         return text
     data = text.encode("utf-8", "surrogatepass")
-    found = KNOWN.redact(data)
+    found = KNOWN_SECRETS.redact(data)
     return text if found is data else found.decode("utf-8", "surrogatepass")
 
 
 def redact_document(value: Any) -> Any:
-    """A JSON value with all texts redacted."""
-    if not KNOWN or not KNOWN.spans(json.dumps(value, default=str).encode()):
+    """Redact all texts of a JSON value."""
+    if not KNOWN_SECRETS or not KNOWN_SECRETS.find_spans(json.dumps(value, default=str).encode()):
         return value
-    return _redacted(value)
+    return _redact_value(value)
 
 
-def _redacted(value: Any) -> Any:
+def _redact_value(value: Any) -> Any:
     if isinstance(value, str):
         return redact_text(value)
     if isinstance(value, dict):
-        return {_redacted(key): _redacted(item) for key, item in value.items()}
-    return [_redacted(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {_redact_value(key): _redact_value(item) for key, item in value.items()}
+    return [_redact_value(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @contextlib.contextmanager
-def redacted_output() -> Iterator[None]:
+def redact_output() -> Iterator[None]:
     """Redact what the block writes to `sys.stdout` and `sys.stderr`."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _RedactedText(before[0]), _RedactedText(before[1])
@@ -221,36 +221,36 @@ class _RedactedText:
         return getattr(self._stream, name)
 
 
-def _forms(value: str) -> Iterator[bytes]:
-    """The forms of a value to search for."""
+def _search_forms(value: str) -> Iterator[bytes]:
+    """Yield the byte strings to search for: the value, its long lines, and its encodings."""
     plain = value.encode("utf-8", "surrogateescape")
     yield plain
     yield plain.replace(b" ", b"+")  # as in an HTML form
-    yield from (line for line in plain.splitlines() if len(line.strip()) >= LONG_LINE)
+    yield from (line for line in plain.splitlines() if len(line.strip()) >= MIN_LINE_LENGTH)
     encoded = [value[::-1].encode("utf-8", "surrogateescape"), plain.hex().encode()]
     encoded.append(encoded[-1].upper())
     for offset, begin in ((0, 0), (1, 2), (2, 3)):  # the characters that no byte before the value affects
         end = (offset + len(plain)) * 8 // 6  # nor a byte after it
         for encode in (b64encode, urlsafe_b64encode):
             encoded.append(encode(bytes(offset) + plain)[begin:end])
-    yield from (form for form in encoded if len(form) >= SHORTEST_ENCODED)
+    yield from (form for form in encoded if len(form) >= MIN_ENCODED_LENGTH)
 
 
-def _may_escape(data: bytes) -> bool:
+def _may_contain_escape(data: bytes) -> bool:
     return b"%" in data or b"\\" in data or b"&" in data
 
 
-def _squeeze(data: bytes) -> bytes:
+def _drop_separators(data: bytes) -> bytes:
     return data.translate(None, _DROPPED)
 
 
 def _unescape(data: bytes) -> bytes:
-    return _ESCAPES.sub(lambda found: _decode(found[0]), data)
+    return _ESCAPES.sub(lambda found: _decode_escape(found[0]), data)
 
 
 @lru_cache(4096)
-def _decode(whole: bytes) -> bytes:
-    """The bytes of an escape; empty for white space."""
+def _decode_escape(whole: bytes) -> bytes:
+    """Decode an escape; empty for white space."""
     if whole[:1] == b"%":
         return bytes.fromhex(whole[-2:].decode())
     if whole[:1] == b"&":
@@ -267,16 +267,16 @@ def _decode(whole: bytes) -> bytes:
     return b""
 
 
-def _squeezed_places(data: bytes) -> tuple[list[int], list[int]]:
-    """For each byte of the first view, its start and end in `data`."""
+def _map_squeezed(data: bytes) -> tuple[list[int], list[int]]:
+    """Return the start and the end in `data` of each byte of the first view."""
     starts: list[int] = []
     for kept in _KEPT.finditer(data):
         starts.extend(range(kept.start(), kept.end()))
     return starts, [start + 1 for start in starts]
 
 
-def _unescaped_places(data: bytes) -> tuple[list[int], list[int]]:
-    """For each byte of the second view, the start and end in `data` of what it stands for."""
+def _map_unescaped(data: bytes) -> tuple[list[int], list[int]]:
+    """Return the start and the end in `data` of each byte of the second view, or of its escape."""
     starts: list[int] = []
     ends: list[int] = []
     at = 0
@@ -285,7 +285,7 @@ def _unescaped_places(data: bytes) -> tuple[list[int], list[int]]:
         ends.extend(range(at + 1, token.start() + 1))
         at = token.end()
         if token[1] is not None:
-            made = len(_squeeze(_decode(token[1])))
+            made = len(_drop_separators(_decode_escape(token[1])))
             starts.extend([token.start()] * made)
             ends.extend([at] * made)
     starts.extend(range(at, len(data)))
@@ -293,8 +293,8 @@ def _unescaped_places(data: bytes) -> tuple[list[int], list[int]]:
     return starts, ends
 
 
-def _overlap(text: bytes, needle: bytes) -> int:
-    """The number of bytes at the end of `text` that are the start, but not all, of `needle`."""
+def _count_overlap(text: bytes, needle: bytes) -> int:
+    """Return count the bytes at the end of `text` that are the start, but not all, of `needle`."""
     tail = text[-(len(needle) - 1) :]
     at = tail.find(needle[:1])
     while at >= 0 and not needle.startswith(tail[at:]):
@@ -302,7 +302,7 @@ def _overlap(text: bytes, needle: bytes) -> int:
     return len(tail) - at if at >= 0 else 0
 
 
-def _replaced(data: bytes, spans: list[tuple[int, int, str]]) -> bytes:
+def _replace_spans(data: bytes, spans: list[tuple[int, int, str]]) -> bytes:
     if not spans:
         return data
     parts, at = [], 0

@@ -9,13 +9,13 @@ from urllib.parse import urlsplit
 
 from perilune.errors import RequestError
 
-_LONGEST_WAIT = 30.0  # seconds between two attempts
-_BUSY = frozenset({429, 502, 503, 504})
-_MOST_BYTES = 256 << 20  # in one answer
+_MAX_RETRY_DELAY_S = 30.0  # seconds between two attempts
+_RETRY_STATUSES = frozenset({429, 502, 503, 504})
+_MAX_ANSWER_BYTES = 256 << 20  # in one answer
 
 
 class ServerError(Exception):
-    """A request that got no usable answer.
+    """A request without a usable answer.
 
     Attributes:
         status: the HTTP status; 0 if the server does not answer, 200 if its answer is unusable.
@@ -28,17 +28,17 @@ class ServerError(Exception):
     @property
     def is_refusal(self) -> bool:
         """Whether the request itself is wrong, so that another attempt is useless."""
-        return 300 <= self.status < 500 and self.status not in _BUSY
+        return 300 <= self.status < 500 and self.status not in _RETRY_STATUSES
 
 
 class JsonClient:
-    """Sends JSON to a server and reads JSON. A busy or restarting server is asked again. Safe for threads.
+    """A client that sends and receives JSON, and retries while the server is busy. Thread-safe.
 
     Args:
         url: URL of the server's root or of its /v1, http or https.
         token: bearer token. No message contains it.
         timeout: seconds to wait for one answer.
-        connections: most requests at once.
+        connections: maximum number of concurrent requests.
         attempts: requests to a server that is busy or does not answer.
 
     Raises:
@@ -54,10 +54,10 @@ class JsonClient:
         connections: int = 32,
         attempts: int = 6,
     ) -> None:
-        require_client("url")
+        require_httpx("url")
         import httpx
 
-        self.url, self._broken = server_root(url), httpx.TransportError
+        self.url, self._transport_error = parse_server_url(url), httpx.TransportError
         self._attempts = attempts
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
@@ -73,22 +73,22 @@ class JsonClient:
         """Send a request. Returns the parsed answer.
 
         Raises:
-            ServerError: when the server refuses, fails, stays busy, or its answer is too large or no JSON.
+            ServerError: when the server refuses, fails, stays busy, or its answer is too large or not JSON.
         """
         for attempt in range(1, self._attempts + 1):
             try:
                 status, headers, content = self._exchange(method, path, body)
-            except self._broken as error:
+            except self._transport_error as error:
                 # The message may name the host, but never the token.
                 status, headers, content = 0, {}, f"{type(error).__name__}: {error}".encode()
             if status == 200:
-                return _parsed(content)
-            if status not in _BUSY and status:
-                raise ServerError(f"the server refuses with {status}: {_message(content)}", status)
+                return _parse_json(content)
+            if status not in _RETRY_STATUSES and status:
+                raise ServerError(f"the server refuses with {status}: {_error_message(content)}", status)
             if attempt < self._attempts:
-                time.sleep(_wait(headers, attempt))
+                time.sleep(_retry_delay(headers, attempt))
         what = f"answers {status}" if status else "does not answer"
-        raise ServerError(f"the server {what} ({_message(content)}), {self._attempts} times", status)
+        raise ServerError(f"the server {what} ({_error_message(content)}), {self._attempts} times", status)
 
     def _exchange(
         self, method: str, path: str, body: Mapping[str, Any] | None
@@ -97,13 +97,13 @@ class JsonClient:
             content = bytearray()
             for part in response.iter_bytes():
                 content += part
-                if len(content) > _MOST_BYTES:
-                    raise ServerError(f"an answer is larger than {_MOST_BYTES >> 20} MiB", 200)
+                if len(content) > _MAX_ANSWER_BYTES:
+                    raise ServerError(f"an answer is larger than {_MAX_ANSWER_BYTES >> 20} MiB", 200)
             return response.status_code, response.headers, bytes(content)
 
 
-def require_client(where: str) -> None:
-    """Check that the package for requests is installed.
+def require_httpx(where: str) -> None:
+    """Check that httpx is installed.
 
     Raises:
         RequestError: when it is not. `where` is the setting that needs it.
@@ -113,8 +113,8 @@ def require_client(where: str) -> None:
         raise RequestError(what, where=where, remedy="pip install 'perilune[remote]'")
 
 
-def server_root(url: str) -> str:
-    """The URL without a trailing /v1.
+def parse_server_url(url: str) -> str:
+    """Return the URL without a trailing /v1.
 
     Raises:
         RequestError: when it is not http or https, has no host, or holds a password.
@@ -130,24 +130,24 @@ def server_root(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _parsed(content: bytes) -> Any:
+def _parse_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
         raise ServerError("the server's answer is not JSON", 200) from None
 
 
-def _wait(headers: Mapping[str, str], attempt: int) -> float:
-    """Seconds until the next attempt: what the server requests, otherwise doubling each time."""
+def _retry_delay(headers: Mapping[str, str], attempt: int) -> float:
+    """Return the seconds until the next attempt: as the server requests, otherwise doubling each time."""
     try:
         seconds = float(headers.get("Retry-After", ""))
     except ValueError:  # a date, or nothing
         seconds = 0.25 * 2**attempt
-    return min(max(seconds, 0.0), _LONGEST_WAIT)
+    return min(max(seconds, 0.0), _MAX_RETRY_DELAY_S)
 
 
-def _message(content: bytes) -> str:
-    """The message of an error body, in one short line."""
+def _error_message(content: bytes) -> str:
+    """Return the message of an error body as one short line."""
     text = content.decode(errors="replace")
     try:
         document = json.loads(text)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from perilune.errors import RequestError
-from perilune.files import extract_all
+from perilune.files import extract_archive
 
 
 def archive(*members: tuple[str, bytes, str]) -> tarfile.TarFile:
@@ -32,7 +32,7 @@ def both(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_extract_all_writes_files_and_links_inside_target(tmp_path: Path) -> None:
-    extract_all(archive(("a/b", tarfile.REGTYPE, ""), ("a/c", tarfile.SYMTYPE, "b")), tmp_path)
+    extract_archive(archive(("a/b", tarfile.REGTYPE, ""), ("a/c", tarfile.SYMTYPE, "b")), tmp_path)
     assert (tmp_path / "a" / "c").read_text() == "hi"
 
 
@@ -43,5 +43,5 @@ def test_extract_all_writes_files_and_links_inside_target(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_extract_all_rejects_unsafe_members(member: tuple[str, bytes, str], tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=f"'{member[0]}'"):
-        extract_all(archive(member), tmp_path / "root")
+        extract_archive(archive(member), tmp_path / "root")
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.redaction import Redactor, Stream, learn, redact_document, redact_text
+from perilune.redaction import RedactedStream, Redactor, redact_document, redact_text, register_secret
 
 VALUES = (
     "canary-7f3a91c4e5",
@@ -63,7 +63,7 @@ ENCODINGS: dict[str, Callable[[str], str]] = {
 def redactor_for(**values: str) -> Redactor:
     redactor = Redactor()
     for name, value in values.items():
-        redactor.learn(name, value)
+        redactor.register_secret(name, value)
     return redactor
 
 
@@ -78,7 +78,7 @@ def test_redactor_replaces_encoded_values_for_every_chunk_boundary(encoding: str
         left = whole.replace(b"[KEY]", b"").removeprefix(b"before it:").removesuffix(b":after it\n").strip()
         assert len(left) <= 9, (value, whole)  # quotes, and Base64 characters shared with neighbouring bytes
         for cut in range(1, len(text), 5):
-            stream = Stream(redactor)
+            stream = RedactedStream(redactor)
             assert stream.feed(text[:cut]) + stream.feed(text[cut:]) + stream.close() == whole
 
 
@@ -88,7 +88,7 @@ def test_redactor_replaces_overlapping_values_completely() -> None:
     whole = redactor.redact(text)
     assert whole == b"a [SHORT] b [LONG] c [LONG] d"
     for cut in range(1, len(text)):
-        stream = Stream(redactor)
+        stream = RedactedStream(redactor)
         assert stream.feed(text[:cut]) + stream.feed(text[cut:]) + stream.close() == whole
 
 
@@ -100,7 +100,7 @@ def test_stream_redacts_chunks_as_redact_does_whole_text(data: st.DataObject) ->
         ["abcab-secret", "abca", "%41", "\\u0061", "\\", "&amp;", "\n", " x", "%", "&", '"']
     )
     text = "".join(data.draw(st.lists(parts, max_size=20))).encode()
-    stream, pieces, at = Stream(redactor), [], 0
+    stream, pieces, at = RedactedStream(redactor), [], 0
     while at < len(text):
         size = data.draw(st.integers(1, 7))
         pieces.append(stream.feed(text[at : at + size]))
@@ -111,7 +111,7 @@ def test_stream_redacts_chunks_as_redact_does_whole_text(data: st.DataObject) ->
 def test_redactor_leaves_text_without_values_unchanged() -> None:
     redactor = redactor_for(**{f"KEY{number}": value for number, value in enumerate(VALUES)})
     noise = random.Random(0).randbytes(1 << 18)
-    stream = Stream(redactor)
+    stream = RedactedStream(redactor)
     pieces = [stream.feed(noise[at : at + 1000]) for at in range(0, len(noise), 1000)]
     assert b"".join([*pieces, stream.close()]) == noise
     line = b"step 3, 45% done, loss 0.25 \\ C:\\new &c.\n"
@@ -128,6 +128,6 @@ def test_redactor_replaces_single_lines_of_private_key() -> None:
 def test_redact_document_and_redact_text_replace_learned_value() -> None:
     document = {"a": [1, 2.5, None, "key canary-7f3a91c4e5"], "canary-7f3a91c4e5": {"b": True}}
     assert redact_document(document) is document and redact_text("canary-7f3a91c4e5") == "canary-7f3a91c4e5"
-    learn("KEY", "canary-7f3a91c4e5")
+    register_secret("KEY", "canary-7f3a91c4e5")
     assert redact_document(document) == {"a": [1, 2.5, None, "key [KEY]"], "[KEY]": {"b": True}}
     assert redact_text("lone \ud800 canary-7f3a91c4e5") == "lone \ud800 [KEY]"

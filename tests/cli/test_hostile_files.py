@@ -9,7 +9,7 @@ from perilune.data.records import TraceRecord, read_records, write_records
 from perilune.data.sources import read_rows
 from perilune.data.stream import stream_lines
 from perilune.errors import RequestError
-from perilune.files import strict_json
+from perilune.files import parse_strict_json
 
 RECIPE = """\
 name: sums
@@ -64,15 +64,15 @@ def test_commands_refuse_oversized_files(folder, here):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"a": 1, "a": 2}', "'a' is there twice"), ('[{"b": {"c": 1, "c": 1}}]', "'c' is there twice"),
-        ("1e400", "beyond the range"), ("[-1e999]", "beyond the range"), ("NaN", "NaN is no number"),
-        ("[-Infinity]", "Infinity is no number"), (r'"\ud800"', "surrogate"), (r'{"\uDFFF": 1}', "surrogate"),
+        ('{"a": 1, "a": 2}', "'a' occurs twice"), ('[{"b": {"c": 1, "c": 1}}]', "'c' occurs twice"),
+        ("1e400", "beyond the range"), ("[-1e999]", "beyond the range"), ("NaN", "NaN is not"),
+        ("[-Infinity]", "Infinity is not"), (r'"\ud800"', "surrogate"), (r'{"\uDFFF": 1}', "surrogate"),
         ("[" * 100_000, "too deeply"), ('{"a": }', "Expecting value"), ("1" * 5000, "digits"),
     ],
 )  # fmt: skip
 def test_readers_refuse_rows_that_are_not_strict_json(text, why, tmp_path):
     with pytest.raises(ValueError, match=why):
-        strict_json(text.encode())
+        parse_strict_json(text.encode())
     file = tmp_path / "rows.jsonl"
     messages = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
     record = TraceRecord(messages, environment="sums", task_id="1", score=1.0, source="hand", seed=0)
@@ -90,6 +90,6 @@ def test_readers_refuse_rows_that_are_not_strict_json(text, why, tmp_path):
 
 def test_strict_json_reads_valid_json():
     said = r'{"a": [1, 2.5, -3e7, true, null, "\u00e9\ud83d\ude00"], "b": {"a": 1}}'
-    assert strict_json(said.encode()) == json.loads(said)
+    assert parse_strict_json(said.encode()) == json.loads(said)
     with pytest.raises(ValueError, match="UTF-8"):
-        strict_json(b'"\xff"')
+        parse_strict_json(b'"\xff"')

@@ -17,7 +17,7 @@ from mcp.types import Tool
 
 from perilune.cli.agents.output import MOST, marked, render
 from perilune.errors import RequestError
-from perilune.redaction import learn
+from perilune.redaction import register_secret
 
 pytestmark = pytest.mark.slow
 
@@ -292,7 +292,7 @@ def test_render_marks_untrusted_text_in_every_part() -> None:
 
 
 def test_render_escapes_hidden_characters_and_redacts_secrets() -> None:
-    learn("API_KEY", "swordfish-47")
+    register_secret("API_KEY", "swordfish-47")
     text = render(
         {"text": "a\x1b[2Jb\u202ec\U000e0041d\ud800", "log": "key swordfish-47", "sword\u200bkey": 1}
     )

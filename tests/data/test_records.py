@@ -49,7 +49,7 @@ def test_digest_depends_only_on_messages():
     [
         ({"score": None}, "field 'score' is None, not a finite number"),
         ({"score": True}, "field 'score'"),
-        ({"score": float("inf")}, "Infinity is no number"),
+        ({"score": float("inf")}, "Infinity is not a JSON number"),
         ({"seed": "0"}, "field 'seed' is '0', not an integer"),
         ({"task_id": ""}, "field 'task_id'"),
         ({"messages": []}, "field 'messages'"),

@@ -204,11 +204,11 @@ def test_read_rows_drops_null_columns_and_fields(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "error"),
     [
-        (b'{"text": NaN}', "NaN is no number"),
+        (b'{"text": NaN}', "NaN is not a JSON number"),
         (b'{"text": "\xff\xfe"}', "not UTF-8"),
         (b'{"text": "\\ud800"}', "surrogate"),
         (b'{"text": ' + b"[" * 100_000, "nested too deeply"),
-        (b'{"text": "a", "text": "b"}', "is there twice"),
+        (b'{"text": "a", "text": "b"}', "occurs twice"),
         (b'"text"', "a row must be a JSON object"),
         (b'{"text": "' + b"a" * (17 << 20) + b'"}', "longer than"),
         (b'{"text": "cut', "not valid JSON"),

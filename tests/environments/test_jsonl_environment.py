@@ -167,15 +167,15 @@ BROKEN = {
     '{"prompt": "1?"}': "has no answer",
     '{"prompt": "1?", "answer": true}': "of type bool, neither",
     '{"prompt": "1?", "answer": "one"}': "contains no number",
-    '{"prompt": "1?", "answer": NaN}': "no number that JSON has",
+    '{"prompt": "1?", "answer": NaN}': "is not a JSON number",
     '{"prompt": "1?", "answer": 1, "task_id": 3}': "is reserved",
     '{"messages": [{"role": "robot", "content": "1?"}], "answer": 1}': "must have a role",
     '{"messages": [{"role": "assistant", "content": "1"}], "answer": 1}': "the assistant's",
     '{"prompt": "What is 0 + 0?", "answer": 5}': "has the same prompt",
     '{"prompt": "\\ud800", "answer": 5}': "half of a surrogate pair",
     "[" * 100_000: "nested too deeply",
-    '{"prompt": "1 + 1", "answer": 2, "answer": 3}': "'answer' is there twice",
-    '{"prompt": "1 + 1", "answer": 2, "more": {"a": 1, "a": 2}}': "'a' is there twice",
+    '{"prompt": "1 + 1", "answer": 2, "answer": 3}': "'answer' occurs twice",
+    '{"prompt": "1 + 1", "answer": 2, "more": {"a": 1, "a": 2}}': "'a' occurs twice",
     '{"prompt": "1 + 1", "answer": 1e400}': "beyond the range",
 }
 

@@ -18,7 +18,7 @@ NOTHING = Redactor()
 
 def make_redactor() -> Redactor:
     redactor = Redactor()
-    redactor.learn("TOKEN", VALUE.decode())
+    redactor.register_secret("TOKEN", VALUE.decode())
     return redactor
 
 

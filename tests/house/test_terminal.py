@@ -1,4 +1,4 @@
-"""`printable` shows untrusted text on a terminal without executing its control sequences."""
+"""`escape_control` shows untrusted text on a terminal without executing its control sequences."""
 
 import unicodedata
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 HOSTILE = {
     "clipboard": "\x1b]52;c;cm0gLXJmIH4=\x07",
@@ -24,17 +24,17 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_printable_escapes_terminal_commands(text: str) -> None:
-    shown = printable(text)
+    shown = escape_control(text)
     assert shown != text
     assert not [one for one in shown if unicodedata.category(one) in {"Cc", "Cf"} and one not in "\n\t"]
 
 
 def test_printable_keeps_text_readable() -> None:
-    assert printable("\x1b[31mred\x9b") == "\\x1b[31mred\\x9b"
-    assert printable("one\r\ntwo\rthree\n") == "one\ntwo\nthree\n"
-    assert printable("a\u202eb") == "a\\u202eb"
+    assert escape_control("\x1b[31mred\x9b") == "\\x1b[31mred\\x9b"
+    assert escape_control("one\r\ntwo\rthree\n") == "one\ntwo\nthree\n"
+    assert escape_control("a\u202eb") == "a\\u202eb"
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cf", "Zl", "Zp"])))
 def test_printable_keeps_ordinary_text(text: str) -> None:
-    assert printable(text) == text
+    assert escape_control(text) == text

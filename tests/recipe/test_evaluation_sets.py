@@ -7,7 +7,7 @@ import pytest
 
 from perilune.bundle.job import Job
 from perilune.errors import RequestError
-from perilune.files import field_of
+from perilune.files import get_field
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import job_for
 from perilune.recipe.staging import staged
@@ -35,7 +35,7 @@ def loaded(tmp_path: Path, sets: str) -> Job:
 
 
 def sets_of(job: Job) -> dict[str, Any]:
-    found: dict[str, Any] = field_of(job.spec, "eval.sets")
+    found: dict[str, Any] = get_field(job.spec, "eval.sets")
     return found
 
 

@@ -6,21 +6,21 @@ import sys
 import pytest
 
 from perilune.tasks.rl.update import PATIENCE, deadline
-from perilune.watchdog import STALL
+from perilune.watchdog import STALL_SECONDS
 
 HANGS = """
 import time
-from perilune.watchdog import Waiting
+from perilune.watchdog import Watchdog
 
 def stuck():
     time.sleep(60)
 
-with Waiting("a wait that ends", 0.3) as wait:
+with Watchdog("a wait that ends", 0.3) as wait:
     for _ in range(8):
         time.sleep(0.06)
         wait.progress()
 print("alive", flush=True)
-with Waiting("sampling", 0.3):
+with Watchdog("sampling", 0.3):
     stuck()
 """
 
@@ -28,8 +28,8 @@ HOLDS_THE_LOCK = """
 import re
 from perilune import watchdog
 
-watchdog.GRACE = 0.2
-with watchdog.Waiting("sampling", 0.2):
+watchdog.GRACE_SECONDS = 0.2
+with watchdog.Watchdog("sampling", 0.2):
     re.match("(a*)*b", "a" * 40)
 """
 
@@ -55,7 +55,7 @@ def test_stall_ends_code_that_holds_the_interpreter_lock() -> None:
 
 
 def test_learning_deadline_follows_the_slowest_step_up_to_a_limit() -> None:
-    assert deadline(100, 1.0, None) == STALL + 100
-    assert deadline(100, 1.0, 0.01) == pytest.approx(STALL + 100 * PATIENCE * 0.01)
+    assert deadline(100, 1.0, None) == STALL_SECONDS + 100
+    assert deadline(100, 1.0, 0.01) == pytest.approx(STALL_SECONDS + 100 * PATIENCE * 0.01)
     assert deadline(100, 1.0, 0.04) > deadline(100, 1.0, 0.01)
-    assert deadline(100, 1.0, 3.0) == STALL + 100
+    assert deadline(100, 1.0, 3.0) == STALL_SECONDS + 100

@@ -16,7 +16,7 @@ from perilune.bundle.digest import source_files
 from perilune.bundle.storage import built_beside, publish, storage_errors
 from perilune.bundle.verify import require_verified
 from perilune.errors import RequestError
-from perilune.files import open_regular, stays_inside
+from perilune.files import is_inside_root, open_regular
 
 _CHUNK = 1 << 20  # bytes read at a time; a larger header is an attack
 _LONGEST_PATH = 1024  # characters
@@ -170,7 +170,7 @@ def _safe(member: tarfile.TarInfo) -> PurePosixPath:
     name = member.name
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE) or member.issparse():
         raise RequestError(f"{name!r} is a link or a special file; a bundle has none")
-    if len(name) > _LONGEST_PATH or not name.isprintable() or "\\" in name or not stays_inside(name):
+    if len(name) > _LONGEST_PATH or not name.isprintable() or "\\" in name or not is_inside_root(name):
         raise RequestError(f"{name[:200]!r} is not a plain relative path")
     return PurePosixPath(name)
 

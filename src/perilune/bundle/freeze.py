@@ -23,7 +23,7 @@ from perilune.bundle.storage import READ_ONLY, built_beside, place, publish, sto
 from perilune.bundle.verify import require_verified, verify
 from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_file
-from perilune.redaction import KNOWN
+from perilune.redaction import KNOWN_SECRETS
 
 
 def freeze(job: Job, inputs: Mapping[str, Path], destination: Path, shared: SharedFiles | None = None) -> str:
@@ -151,7 +151,7 @@ def _refuse_secrets(job: Job, building: Path) -> None:
     learn_secrets(job.secrets)
     for relative, path in source_files(building):
         with path.open("rb") as file:
-            found = KNOWN.find(file)
+            found = KNOWN_SECRETS.find_secret(file)
         if found is not None:
             raise RequestError(
                 f"{relative} contains the value of the secret {found}",

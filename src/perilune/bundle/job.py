@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from perilune.files import with_field
+from perilune.files import replace_field
 from perilune.frozen import Frozen
 
 SCHEMA_VERSION = 1
@@ -104,5 +104,5 @@ class Job(Frozen):
         for reference in self.inputs:
             if reference.kind == "tasks":
                 part, _, key = reference.name.partition(".")
-                parts[part] = with_field(parts[part], key, str((root / reference.path).absolute()))
+                parts[part] = replace_field(parts[part], key, str((root / reference.path).absolute()))
         return self.model_copy(update=parts)

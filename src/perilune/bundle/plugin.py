@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from perilune.bundle.job import OutputKind, Resources
 from perilune.errors import RequestError
-from perilune.extensions import NamesCode
+from perilune.extensions import CodeReference
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
@@ -170,13 +170,13 @@ def path_fields(spec: type[BaseModel]) -> list[str]:
     ]
 
 
-def code_fields(spec: type[BaseModel]) -> dict[str, NamesCode]:
+def code_fields(spec: type[BaseModel]) -> dict[str, CodeReference]:
     """Fields of `spec` that name code of the user, with the mark of each."""
     return {
         name: mark
         for name, info in spec.model_fields.items()
         for mark in info.metadata
-        if isinstance(mark, NamesCode)
+        if isinstance(mark, CodeReference)
     }
 
 

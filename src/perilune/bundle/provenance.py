@@ -18,7 +18,7 @@ from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.wheel import differing_files
 from perilune.bundle.workspace import Workspace
 from perilune.files import sha256_bytes, write_atomic, write_json
-from perilune.redaction import KNOWN
+from perilune.redaction import KNOWN_SECRETS
 
 PATCH_LIMIT = 1 << 20  # largest recorded patch of a dirty checkout, in bytes
 _UNTRACKED_LIMIT = 100  # names
@@ -40,7 +40,7 @@ def record_precheck(workspace: Workspace) -> dict[str, Any]:
     if facts["git"] is not None and facts["git"]["dirty"]:
         patch, whole = _patch(Path(facts["git"]["checkout"]))
         learn_secrets(workspace.job.secrets)
-        patch = KNOWN.redact(patch)
+        patch = KNOWN_SECRETS.redact(patch)
         facts["git"]["patch"] = {"sha256": sha256_bytes(patch), "size": len(patch), "whole": whole}
         write_atomic(workspace.artifacts / "source.patch", patch)
     write_json(workspace.artifacts / "precheck.json", facts)

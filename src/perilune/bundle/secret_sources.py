@@ -28,7 +28,7 @@ from pydantic import (
 from perilune.errors import RequestError
 from perilune.files import home_directory, write_atomic
 from perilune.frozen import Frozen
-from perilune.redaction import SHORTEST, learn
+from perilune.redaction import MIN_SECRET_LENGTH, register_secret
 
 FILE = "secrets.yaml"
 MOST_BYTES = 1 << 16  # of a file with a secret
@@ -79,7 +79,7 @@ def secret_value(name: str) -> str | None:
     if not value and (source := read_sources().get(name)) is not None:
         value = source.value(name)
     if value:
-        learn(name, value)
+        register_secret(name, value)
     return value or None
 
 
@@ -91,10 +91,10 @@ def learn_secrets(names: Iterable[str]) -> None:
     """
     for name in names:
         value = secret_value(name)
-        if value is not None and len(value) < SHORTEST:
+        if value is not None and len(value) < MIN_SECRET_LENGTH:
             raise RequestError(
                 f"the secret {name} has only {len(value)} characters, which is too short to redact",
-                remedy=f"use a value of at least {SHORTEST} characters",
+                remedy=f"use a value of at least {MIN_SECRET_LENGTH} characters",
             )
 
 
@@ -159,7 +159,7 @@ def keep_in_keyring(service: str, name: str, value: str) -> None:
     Raises:
         RequestError: when there is no keyring, or it refuses.
     """
-    learn(name, value)
+    register_secret(name, value)
     keyring = _keyring()
     try:
         keyring.set_password(service, name, value)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
 from perilune.cli.output import shown
 from perilune.cli.units import duration
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -64,7 +64,7 @@ def figures_text(figures: Mapping[str, float], separator: str = ", ") -> str:
     """All metrics as text, the most important first."""
     order = {name: place for place, name in enumerate(LEADING)}
     names = sorted(figures, key=lambda name: order.get(name, len(order)))
-    return printable(separator.join(figure(name, figures[name]) for name in names))
+    return escape_control(separator.join(figure(name, figures[name]) for name in names))
 
 
 class PlainLines:

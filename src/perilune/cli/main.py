@@ -17,8 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 from perilune.cli.commands import COMMANDS, NAME, PANELS, program, with_program
 from perilune.cli.failures import explain, flush
 from perilune.errors import RequestError
-from perilune.garbage import collect_seldom
-from perilune.redaction import redacted_output
+from perilune.garbage import reduce_garbage_collection
+from perilune.redaction import redact_output
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
@@ -115,12 +115,12 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the command's exit code."""
-    collect_seldom()
+    reduce_garbage_collection()
     given = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in given
     # People add --debug at the end of the line that failed, so it may stand anywhere.
     given = [argument for argument in given if argument != "--debug"]
-    with redacted_output():
+    with redact_output():
         try:
             typer.main.get_command(app).main(given, prog_name=program())
         except SystemExit as leaving:

@@ -9,12 +9,12 @@ from typing import Any
 import typer
 
 from perilune.cli.commands import with_program
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 
 def shown(text: str) -> str:
     """`text` as the terminal gets it: control characters escaped, commands with the path of this program."""
-    return with_program(printable(text))
+    return with_program(escape_control(text))
 
 
 def echo(text: str, *, err: bool = False) -> None:
@@ -24,7 +24,7 @@ def echo(text: str, *, err: bool = False) -> None:
 
 def write(text: str) -> None:
     """Print a piece of the text of a model or a log, without a newline, and flush it."""
-    sys.stdout.write(printable(text))
+    sys.stdout.write(escape_control(text))
     sys.stdout.flush()
 
 

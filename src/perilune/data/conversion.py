@@ -11,7 +11,7 @@ from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_
 from perilune.data.records import TraceRecord, as_row, parse_provenance, parse_record, records_file
 from perilune.data.stream import stream_bytes
 from perilune.errors import RequestError
-from perilune.files import canonical_json, fsync_directory, sha256_bytes, strict_json
+from perilune.files import canonical_json, fsync_directory, parse_strict_json, sha256_bytes
 
 Format = Literal["records", "openai", "sharegpt"]
 FORMATS: tuple[Format, ...] = ("records", "openai", "sharegpt")
@@ -76,7 +76,7 @@ def convert_files(
 def _read(raw: bytes, defaults: ImportDefaults) -> tuple[TraceRecord | None, str]:
     """The record of a row, or the reason why it has none."""
     try:
-        row = strict_json(raw)
+        row = parse_strict_json(raw)
         if isinstance(row, dict) and "digest" in row:
             return parse_record(raw, ""), ""
         return _imported(row, defaults), ""

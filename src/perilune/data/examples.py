@@ -15,7 +15,7 @@ from perilune.data.preferences import preference_of
 from perilune.data.records import record_of
 from perilune.data.sources import Row
 from perilune.errors import RequestError
-from perilune.files import canonical_json, sha256_bytes, strict_json
+from perilune.files import canonical_json, parse_strict_json, sha256_bytes
 
 Message = dict[str, Any]
 
@@ -214,7 +214,7 @@ def _variables(row: Row) -> dict[str, Any]:
 def _json(text: str) -> Any:
     """The value of JSON text; None if it is not JSON."""
     try:
-        return strict_json(text.encode())
+        return parse_strict_json(text.encode())
     except ValueError:
         return None
 

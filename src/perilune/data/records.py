@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.files import canonical_json, open_regular, sha256_bytes, strict_json, write_json_lines
+from perilune.files import canonical_json, open_regular, parse_strict_json, sha256_bytes, write_json_lines
 
 _AGENT = "agent"  # in `details`
 _ROLES = {"system", "user", "assistant", "tool"}
@@ -205,7 +205,7 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
         RequestError: for invalid JSON, and for another value than an object.
     """
     try:
-        row = strict_json(line)
+        row = parse_strict_json(line)
     except ValueError as error:
         raise RequestError(f"not valid JSON: {error}", where=where) from None
     if not isinstance(row, dict):

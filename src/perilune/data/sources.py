@@ -14,7 +14,7 @@ from typing import Any
 
 from perilune.data.stream import stream_bytes
 from perilune.errors import RequestError
-from perilune.files import BOM, format_problem, open_regular, read_json, read_regular, strict_json
+from perilune.files import BOM, detect_wrong_format, open_regular, parse_strict_json, read_json, read_regular
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 OWN_FILES = ("records.jsonl", "preferences.jsonl")  # what stages write
@@ -147,7 +147,7 @@ def _rows(file: Path) -> Iterator[Row]:
         starts = opened.read(4096).removeprefix(BOM).lstrip()
     if starts.startswith(b"["):
         return _array_rows(file)
-    if problem := format_problem(head):
+    if problem := detect_wrong_format(head):
         raise RequestError(problem[0], where=str(file), remedy=problem[1])
     delimiter = _delimiter(starts)
     if delimiter is None and file.suffix in (".csv", ".tsv"):
@@ -164,7 +164,7 @@ def _line_rows(file: Path) -> Iterator[Row]:
         if problem:
             raise RequestError(problem, where=place)
         try:
-            value = strict_json(raw.removeprefix(BOM))
+            value = parse_strict_json(raw.removeprefix(BOM))
         except ValueError as error:
             remedy = "write one object in each line, or one list of objects, in UTF-8"
             raise RequestError(f"not valid JSON: {error}", where=place, remedy=remedy) from None
@@ -173,7 +173,7 @@ def _line_rows(file: Path) -> Iterator[Row]:
 
 def _array_rows(file: Path) -> Iterator[Row]:
     try:
-        values = strict_json(read_regular(file).removeprefix(BOM))
+        values = parse_strict_json(read_regular(file).removeprefix(BOM))
     except ValueError as error:
         raise RequestError(f"not valid JSON: {error}", where=str(file)) from None
     for number, value in enumerate(values, start=1):

@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 from perilune.execution.log import LogWriter
-from perilune.redaction import Redactor, Stream
-from perilune.terminal import printable
+from perilune.redaction import RedactedStream, Redactor
+from perilune.terminal import escape_control
 
 CHUNK = 1 << 16
 DRAIN_SECONDS = 5.0
@@ -25,7 +25,7 @@ class LogPump:
 
     def __init__(self, runtime: Path, redactor: Redactor, *, echo: bool = False) -> None:
         self._log = LogWriter(runtime)
-        self._stream = Stream(redactor)
+        self._stream = RedactedStream(redactor)
         self._echo = codecs.getincrementaldecoder("utf-8")(errors="replace") if echo else None
         self._reader, self.writer = os.pipe()
         self._thread = threading.Thread(target=self._copy, name="log", daemon=True)
@@ -46,5 +46,5 @@ class LogPump:
     def _write(self, text: bytes) -> None:
         self._log.write(text)
         if self._echo is not None:
-            sys.stdout.write(printable(self._echo.decode(text)))
+            sys.stdout.write(escape_control(self._echo.decode(text)))
             sys.stdout.flush()

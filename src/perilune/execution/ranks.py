@@ -30,7 +30,7 @@ from perilune.execution.log import write_whole_log
 from perilune.execution.output import LogPump
 from perilune.execution.task_environment import task_environment
 from perilune.execution.verdict import FAILURE, Cause, Ending, ending_of
-from perilune.redaction import KNOWN
+from perilune.redaction import KNOWN_SECRETS
 
 RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # variable: a file through which the processes find each other
 POLL_SECONDS = 0.1
@@ -134,7 +134,7 @@ class Ranks:
         directory = directory_of(self._bundle, rank)
         directory.mkdir(exist_ok=True)
         (directory / FAILURE).unlink(missing_ok=True)
-        pump = LogPump(directory, KNOWN, echo=self._echo and rank == 0)
+        pump = LogPump(directory, KNOWN_SECRETS, echo=self._echo and rank == 0)
         self._pumps.append(pump)
         module = "perilune.execution.task_process"
         return subprocess.Popen(

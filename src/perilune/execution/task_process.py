@@ -22,8 +22,8 @@ from perilune.execution.processes import die_with
 from perilune.execution.ranks import directory_of
 from perilune.execution.verdict import FAILURE, RESERVE, Cause, cause_of, describe_error
 from perilune.files import write_json
-from perilune.garbage import collect_seldom
-from perilune.watchdog import leave_stacks_in
+from perilune.garbage import reduce_garbage_collection
+from perilune.watchdog import write_stacks_to
 
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
@@ -73,13 +73,13 @@ class _Missing(Exception):  # noqa: N818 - marks a cause, never raised by itself
 
 def main() -> None:
     """Run the task of the bundle named on the command line; the exit code is 0, 1 or 2."""
-    collect_seldom()
+    reduce_garbage_collection()
     bundle = Path(sys.argv[1]).absolute()
     own = directory_of(bundle, _rank())
     own.mkdir(parents=True, exist_ok=True)
     die_with(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid())
     faulthandler.enable()
-    leave_stacks_in(own)
+    write_stacks_to(own)
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     try:

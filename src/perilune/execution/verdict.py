@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from perilune.errors import PeriluneError, ProcessLostError, RequestError, WorkFailedError
 from perilune.files import read_json
 from perilune.sandbox.control_group import own_group
-from perilune.watchdog import STACKS, stall_in
+from perilune.watchdog import STACKS_FILE, read_stall
 
 FAILURE = "failure.json"  # in runtime/: the task process's own report of its failure
 RESERVE = ".reserve"  # in runtime/: space for failure report and verdict on a full disk
@@ -140,8 +140,8 @@ def ending_of(status: int, failure: Path, *, stopped: bool, memory_kill: bool) -
     if failure.exists():
         report = read_json(failure)
         return Ending(code, None, Cause(report["cause"]), str(report["message"]))
-    if stall := stall_in(failure.parent):
-        message = f"{stall}; the stacks of all threads are in {failure.parent.name}/{STACKS}"
+    if stall := read_stall(failure.parent):
+        message = f"{stall}; the stacks of all threads are in {failure.parent.name}/{STACKS_FILE}"
         return Ending(code, None, Cause.STALLED, message)
     return Ending(code, None, Cause.EXITED, f"the task exited with code {code}")
 

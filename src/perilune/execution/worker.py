@@ -39,7 +39,7 @@ from perilune.execution.verdict import (
     memory_kills,
 )
 from perilune.files import canonical_json, fsync_directory, read_json, write_json
-from perilune.redaction import redact_text, redacted_output
+from perilune.redaction import redact_output, redact_text
 
 HEARTBEAT_SECONDS = 1.0
 STOP_GRACE = 10.0  # seconds between TERM and KILL
@@ -219,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     given: Any = parser.parse_args(arguments)
     if given.tied:
         die_with(os.getppid())
-    with redacted_output():
+    with redact_output():
         try:
             verdict = run_bundle(given.bundle, given.epoch, grace=given.grace)
         except PeriluneError as error:

@@ -30,7 +30,7 @@ from safetensors.numpy import load, save
 from torch import Tensor, nn
 
 from perilune.errors import ProcessLostError, WorkFailedError
-from perilune.watchdog import STALL, Waiting
+from perilune.watchdog import STALL_SECONDS, Watchdog
 
 RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # path of the file through which ranks of one machine connect
 _NEVER = timedelta(days=30)  # the watchdog acts sooner
@@ -171,7 +171,7 @@ class Ranks:
         Raises:
             ProcessLostError: when another process has ended.
         """
-        with Waiting(f"{what}, of the other processes", STALL + time.monotonic() - self._met):
+        with Watchdog(f"{what}, of the other processes", STALL_SECONDS + time.monotonic() - self._met):
             try:
                 yield
             except RuntimeError as error:

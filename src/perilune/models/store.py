@@ -16,7 +16,7 @@ from typing import Any
 
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, home_directory, read_json, sha256_file, write_json
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 SOURCE = "source.json"
 GGUF_SUFFIX = ".gguf"
@@ -113,7 +113,9 @@ def converted_gguf(path: Path) -> Path:
     def build(folder: Path) -> dict[str, Any]:
         from perilune.models.gguf.convert import convert
 
-        print(f"converting {printable(str(path))} once, for {folder.parent}", file=sys.stderr, flush=True)
+        print(
+            f"converting {escape_control(str(path))} once, for {folder.parent}", file=sys.stderr, flush=True
+        )
         convert(path, folder)
         return {"kind": "gguf", "file": path.name, "sha256": digest}
 

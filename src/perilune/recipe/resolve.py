@@ -19,8 +19,8 @@ from perilune.bundle.plugin import (
 )
 from perilune.data.sources import find_source
 from perilune.errors import RequestError
-from perilune.extensions import names_file
-from perilune.files import field_of, with_field
+from perilune.extensions import is_file_reference
+from perilune.files import get_field, replace_field
 from perilune.recipe.aliases import TASKS
 from perilune.recipe.model_files import find_model, read_chat_template
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
@@ -156,14 +156,14 @@ def _environment(
     if not isinstance(value, dict):
         raise ProblemsError([Problem(where, f"{label} must be a section with keys")])
     registry = environment_registry()
-    if names_file(value.get("id")) and registry.SOURCE not in value:
+    if is_file_reference(value.get("id")) and registry.SOURCE not in value:
         key = (*where, "id")
         value = {**value, registry.SOURCE: read_code(value["id"], base(key), key)}
     checked: dict[str, Any] = value
     try:
         source = value.get(registry.SOURCE)
         if registry.is_known(value) and (model := registry.environment_spec(value["id"], source)) is not None:
-            of_file = {key: value[key] for key in ("id", registry.SOURCE) if names_file(value["id"])}
+            of_file = {key: value[key] for key in ("id", registry.SOURCE) if is_file_reference(value["id"])}
             fields = {key: field for key, field in value.items() if key not in of_file}
             checked = validate(model, fields, where, label).model_dump(mode="json") | of_file
             if value["id"] == registry.MIXTURE:
@@ -264,10 +264,10 @@ def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environmen
     }
     section = _changed(stage.environment, environment, base, (*path, "environment"), label)
     for field in environment_fields(spec):
-        for name, keys in (field_of(fields, field) or {}).items():
+        for name, keys in (get_field(fields, field) or {}).items():
             key = f"{field}.{name}"
             whole = _changed(keys, section or environment, base, (*path, *key.split(".")), label)
-            fields = with_field(fields, key, whole or keys)
+            fields = replace_field(fields, key, whole or keys)
     return stage.model_copy(update={"spec": fields, "consumes": consumes, "environment": section})
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.extensions import NamesCode, names_file
+from perilune.extensions import CodeReference, is_file_reference
 from perilune.files import read_regular
 from perilune.frozen import Frozen
 from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
@@ -62,7 +62,7 @@ def with_source(name: str, term: RewardFunction, base: Path, where: KeyPath = ("
     Raises:
         ProblemsError: when the file cannot be read, is not Python, or does not define the function.
     """
-    if not names_file(term.function) or term.source is not None:
+    if not is_file_reference(term.function) or term.source is not None:
         return term
     path = (*where, name, "function")
     return term.model_copy(update={"source": read_code(term.function, base, path)})
@@ -84,7 +84,10 @@ def file_source(reference: str, base: Path, place: str) -> str:
 
 
 def with_code(
-    fields: Mapping[str, Any], marks: Mapping[str, NamesCode], base: Callable[[KeyPath], Path], where: KeyPath
+    fields: Mapping[str, Any],
+    marks: Mapping[str, CodeReference],
+    base: Callable[[KeyPath], Path],
+    where: KeyPath,
 ) -> dict[str, Any]:
     """The keys of a stage with the text of every file that they name.
 
@@ -100,7 +103,7 @@ def with_code(
     def read(value: Any, path: KeyPath) -> Any:
         section = {"name": value} if isinstance(value, str) else value
         name = section.get("name") if isinstance(section, dict) else None
-        if not names_file(name) or "source" in section:
+        if not is_file_reference(name) or "source" in section:
             return value
         return {**section, "source": read_code(str(name), base(path), path)}
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.plugin import consumed_fields, environment_fields, file_fields, load_plugin
-from perilune.files import field_of, with_field
+from perilune.files import get_field, replace_field
 
 
 def staged(job: Job) -> tuple[Job, dict[str, Path]]:
@@ -46,7 +46,7 @@ def _environments(job: Job) -> tuple[Job, dict[str, Path]]:
     parts, references = {"environment": job.environment, "spec": job.spec}, list(job.inputs)
     sections = {"environment": job.environment}
     for field in environment_fields(load_plugin(job.task).spec):
-        named = field_of(job.spec, field) or {}
+        named = get_field(job.spec, field) or {}
         sections |= {f"spec.{field}.{name}": section for name, section in named.items()}
     found: dict[str, Path] = {}
     for place, section in sections.items():
@@ -54,7 +54,7 @@ def _environments(job: Job) -> tuple[Job, dict[str, Path]]:
             name = f"{place}.{key}"
             reference = InputReference(name=name, path=f"inputs/{name}", digest="", kind="tasks")
             part, _, rest = name.partition(".")
-            parts[part] = with_field(parts[part], rest, reference.path)
+            parts[part] = replace_field(parts[part], rest, reference.path)
             references.append(reference)
             found[name] = Path(path)
     return job.model_copy(update={**parts, "inputs": tuple(references)}), found

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.bundle.plugin import environment_fields, file_fields, load_plugin
-from perilune.files import field_of
+from perilune.files import get_field
 from perilune.recipe.problems import Problem, ProblemsError
 from perilune.recipe.schema import Recipe
 
@@ -52,7 +52,7 @@ def _sources(recipe: Recipe) -> Iterator[Iterator[tuple[str, str]]]:
             yield _texts().data_texts(Path(path))
         own = [stage.environment]
         for field in environment_fields(spec):
-            own += (field_of(stage.spec, field) or {}).values()
+            own += (get_field(stage.spec, field) or {}).values()
         sections += [section for section in own if section not in sections]
     yield from (_texts().environment_texts(section) for section in sections if section)
 

@@ -32,7 +32,7 @@ from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.verifiers import Scorer
 from perilune.verifiers.sessions import RemoteSession, Sessions
-from perilune.watchdog import STALL, Waiting
+from perilune.watchdog import STALL_SECONDS, Watchdog
 
 Progress = Callable[[int, int], None]
 
@@ -180,7 +180,7 @@ class RolloutWorker:
     ) -> None:
         """Sample the turns that are due in the rollouts, and let the environment take them."""
         began = time.perf_counter()
-        with Waiting("sampling") as wait:
+        with Watchdog("sampling") as wait:
 
             def progress(finished: int, total: int) -> None:
                 wait.progress()
@@ -336,8 +336,8 @@ class RolloutWorker:
         tokens = len(trajectory.prompt_ids) + len(trajectory.token_ids) + params.max_tokens
         return positions is None or tokens <= positions
 
-    def _scoring(self, moves: int) -> Waiting:
-        return Waiting("scoring", STALL + 2 * moves * self.scorer.item_seconds)
+    def _scoring(self, moves: int) -> Watchdog:
+        return Watchdog("scoring", STALL_SECONDS + 2 * moves * self.scorer.item_seconds)
 
     def text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.token_ids.tolist())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from perilune.errors import RequestError
-from perilune.files import read_measured, write_json
+from perilune.files import read_json_or_empty, write_json
 from perilune.simulate.step_cost import NAMES, StepCost, StepTimes
 
 FILE = "simulation.json"  # in the home
@@ -127,7 +127,7 @@ def engine_digest() -> str:
 
 def save(home: Path, found: Calibrated) -> None:
     """Keep coefficients in the home, in place of earlier ones of the same machine and model."""
-    document = read_measured(home / FILE)
+    document = read_json_or_empty(home / FILE)
     document.setdefault(found.machine, {})[found.model] = asdict(found)
     write_json(home / FILE, document)
 
@@ -139,7 +139,7 @@ def load(home: Path, machine: str, model: str) -> Calibrated:
         RequestError: when there are none, or another version of the engine was measured.
     """
     try:
-        found = _read(read_measured(home / FILE)[machine][model])
+        found = _read(read_json_or_empty(home / FILE)[machine][model])
     except (KeyError, TypeError):  # none, or damaged
         found = None
     remedy = "run perilune calibrate RECIPE, or name other machines with --machines"

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from perilune.errors import WorkFailedError
-from perilune.files import strict_json
+from perilune.files import parse_strict_json
 from perilune.traces.cassette import Cassette
 from perilune.traces.causes import cause
 from perilune.traces.replay import TokenizerOf
@@ -56,7 +56,7 @@ def run_elsewhere(
         own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(command, env=own, capture_output=True, timeout=SECONDS, check=False)
         try:
-            results = strict_json(done.stdout)["results"]
+            results = parse_strict_json(done.stdout)["results"]
             return {one["digest"]: {it["kind"] for it in one["differences"]} for one in results}
         except (ValueError, KeyError, TypeError):
             said = done.stderr.decode(errors="replace")[-300:].strip()

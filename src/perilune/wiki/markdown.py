@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from perilune.files import sha256_bytes
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 HAND, END_OF_HAND = "<!-- hand -->", "<!-- /hand -->"
 _REGION = re.compile(rf"{re.escape(HAND)}\n(.*)\n?{re.escape(END_OF_HAND)}", re.DOTALL)
@@ -39,7 +39,7 @@ class Citation:
 
 def quoted(text: str) -> str:
     """Untrusted text as inline code, in which nothing is a link, a citation, a region or a table's border."""
-    flat = " ".join(printable(text).split())[:LONGEST]
+    flat = " ".join(escape_control(text).split())[:LONGEST]
     return f"`{neutral(flat).replace('`', chr(39)).replace('|', '¦')}`" if flat else ""
 
 

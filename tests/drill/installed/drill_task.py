@@ -138,11 +138,11 @@ class Drill:
                 workspace.event("hangs")
                 time.sleep(600)
             case "stall":
-                with watchdog.Waiting("a drill", 0.3):
+                with watchdog.Watchdog("a drill", 0.3):
                     time.sleep(60)
             case "stall_in_c":
-                watchdog.GRACE = 0.2
-                with watchdog.Waiting("a drill", 0.2):
+                watchdog.GRACE_SECONDS = 0.2
+                with watchdog.Watchdog("a drill", 0.2):
                     re.match("(a*)*b", "a" * 40)  # keeps the interpreter's lock
             case "stubborn":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

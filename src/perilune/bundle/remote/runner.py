@@ -458,8 +458,8 @@ def stream(attempt: Attempt, secrets: dict[str, str]) -> Any:
     redaction = runpy.run_path(str(attempt.runner.with_name("redaction.py")))
     redactor = redaction["Redactor"]()
     for name, value in secrets.items():
-        redactor.learn(name, value)
-    return redaction["Stream"](redactor)
+        redactor.register_secret(name, value)
+    return redaction["RedactedStream"](redactor)
 
 
 def copy(pipe: Any, redacted: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from perilune.errors import RequestError
 from perilune.redaction import redact_document
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 MOST = 16_000  # characters of a result, about 5,000 tokens
 LADDER = (  # items of a list or an object, and characters of a text, until a result fits
@@ -176,4 +176,4 @@ def _short(value: float) -> float | None:
 
 def _harmless(text: str) -> str:
     """`text` with control characters and characters that people do not see in written form."""
-    return _INVISIBLE.sub(lambda found: f"\\u{{{ord(found[0]):x}}}", printable(text))
+    return _INVISIBLE.sub(lambda found: f"\\u{{{ord(found[0]):x}}}", escape_control(text))

@@ -21,7 +21,7 @@ from perilune.cli.agents.reading import Reader
 from perilune.cli.arguments import refreshed
 from perilune.errors import PeriluneError
 from perilune.redaction import redact_text
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 INSTRUCTIONS = """\
 Perilune post-trains language models. An experiment is a recipe that was run; its stages have runs.
@@ -86,10 +86,10 @@ class Tools:
         except ValidationError as error:
             return self._refusal(name, error), True
         except PeriluneError as error:
-            return printable(redact_text(str(error))), True
+            return escape_control(redact_text(str(error))), True
         except Exception as error:
             sys.stderr.write(redact_text(traceback.format_exc()))
-            return printable(redact_text(f"unexpected {type(error).__name__}: {error}")), True
+            return escape_control(redact_text(f"unexpected {type(error).__name__}: {error}")), True
 
     def _result(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in self._calls:

@@ -135,7 +135,7 @@ def ask(
     \b
     perilune wiki ask "which recipe reached the best pass@1?"
     """
-    from perilune.servers import JsonClient, require_client
+    from perilune.servers import JsonClient, require_httpx
     from perilune.wiki import search as searching
     from perilune.wiki.markdown import neutral, slug
 
@@ -145,7 +145,7 @@ def ask(
     body = "\n".join(f"* [{one.heading}](../{one.page}.md)" for one in found)
     unsupported: tuple[str, ...] = ()
     if url and found:
-        require_client("--url")
+        require_httpx("--url")
         client = JsonClient(url, token=os.environ.get(token), timeout=120.0, connections=1, attempts=2)
         try:
             reply = searching.ask_model(client, model, question, found)

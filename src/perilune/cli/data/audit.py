@@ -179,10 +179,10 @@ def _refuse_code(section: Mapping[str, Any], file: Path) -> None:
         RequestError: when it holds any.
     """
     from perilune.environments.core.registry import part_sections
-    from perilune.extensions import names_file
+    from perilune.extensions import is_file_reference
 
     for one in (section, *part_sections(section).values()):
-        if names_file(one.get("id")):
+        if is_file_reference(one.get("id")):
             raise RequestError(
                 f"the audit holds the code of {one['id']}, which is not run from a saved file",
                 where=str(file),

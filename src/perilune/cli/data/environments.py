@@ -310,10 +310,10 @@ def section_of(name: str, settings: list[str]) -> dict[str, Any]:
         RequestError: when an option is malformed.
     """
     from perilune.environments.core.registry import SOURCE, family_field
-    from perilune.extensions import names_file
+    from perilune.extensions import is_file_reference
     from perilune.recipe.reward_files import file_source
 
-    if names_file(name):
+    if is_file_reference(name):
         own = {"id": name, SOURCE: file_source(name, Path.cwd(), "environment")}
     else:
         identifier, _, family = name.partition("/")

@@ -19,7 +19,7 @@ from perilune.control.queries.explanation import explain
 from perilune.control.runs.requests import request_cancel
 from perilune.errors import PeriluneError
 from perilune.execution.log import log_tail
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
@@ -106,7 +106,7 @@ class Screen(App[None]):
         return row.status.state == "active" if before is None else row.status.run_id == before.status.run_id
 
     def _cells(self, row: LiveStage) -> list[Text]:
-        cells = [Text(printable(cell)) for cell in row.cells()]
+        cells = [Text(escape_control(cell)) for cell in row.cells()]
         cells[2].stylize(COLOURS.get(row.status.state, ""))
         return cells
 
@@ -133,7 +133,7 @@ class Screen(App[None]):
             lines = explanation_lines(explain(self._control, status.run_id))
             return shown("\n".join(line.strip() for line in lines))
         text = log_tail(status.attempt_dir / "runtime", LOG_LINES) if status.attempt_dir else ""
-        return printable(text) or "the log is empty"
+        return escape_control(text) or "the log is empty"
 
     def action_show(self, what: str) -> None:
         """Show the log, or the explanation of the state."""

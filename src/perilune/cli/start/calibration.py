@@ -23,7 +23,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from perilune.errors import WorkFailedError
-from perilune.files import read_json_lines, read_measured, write_json
+from perilune.files import read_json_lines, read_json_or_empty, write_json
 
 if TYPE_CHECKING:
     from perilune.data.episode import Episode
@@ -352,14 +352,14 @@ def machine_name() -> str:
 
 def save(home: Path, found: Sequence[Calibration]) -> None:
     """Keep the calibrations of this machine in the home, those of other machines untouched."""
-    document = read_measured(home / FILE)
+    document = read_json_or_empty(home / FILE)
     document[machine_name()] = {one.device: asdict(one) for one in found}
     write_json(home / FILE, document)
 
 
 def load(home: Path, device: str) -> Calibration | None:
     """The calibration of a device of this machine ("cuda", or a number of threads), or None."""
-    found = read_measured(home / FILE).get(machine_name(), {}).get(device)
+    found = read_json_or_empty(home / FILE).get(machine_name(), {}).get(device)
     try:
         kinds = ("decode", "update", "reinforce")
         speeds = [Speed(one["parameters"], *(tuple(one[kind]) for kind in kinds)) for one in found["speeds"]]

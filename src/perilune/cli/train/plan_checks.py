@@ -19,7 +19,7 @@ from perilune.bundle.plugin import load_plugin
 from perilune.environments.core.registry import REWARDS, make_environment, part_sections
 from perilune.environments.core.rewards import VERIFIER
 from perilune.errors import RequestError
-from perilune.extensions import names_file
+from perilune.extensions import is_file_reference
 from perilune.files import canonical_json
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _verifier_warnings(job: Job) -> Iterator[str]:
     """Score one answer where the user's own code scores: it may raise, or return what is no reward."""
     for section in part_sections(job.environment).values() or (job.environment,):
         functions = any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values())
-        if (functions or names_file(section["id"])) and (
+        if (functions or is_file_reference(section["id"])) and (
             reason := _failure(canonical_json(section), job.seed)
         ):
             yield f"{section['id']} fails to score the answer '0' to its first task: {reason}"

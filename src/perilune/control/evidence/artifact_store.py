@@ -28,7 +28,7 @@ from perilune.control.evidence.verification import export
 from perilune.control.record.store import Run
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError, WorkFailedError
-from perilune.files import canonical_json, sha256_file, stays_inside
+from perilune.files import canonical_json, is_inside_root, sha256_file
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -196,7 +196,7 @@ class ArtifactStore:
 def _is_entry(name: str, file: Mapping[str, Any]) -> bool:
     """Whether a list of files may contain this entry: a path inside, a size, a SHA-256 and a mode."""
     return (
-        stays_inside(name)
+        is_inside_root(name)
         and "\\" not in name
         and type(file["size"]) is int
         and re.fullmatch("[0-9a-f]{64}", file["sha256"]) is not None

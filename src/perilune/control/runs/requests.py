@@ -168,7 +168,7 @@ def retry(control: Control, run_id: str) -> Run:
 def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str]:
     """The text of a run's log; with `follow`, as it grows, across all attempts, until the run ends.
 
-    The text is raw: pass it through `perilune.terminal.printable` before showing it.
+    The text is raw: pass it through `perilune.terminal.escape_control` before showing it.
     """
     if follow:
         require_own_run(control.home, run_id)

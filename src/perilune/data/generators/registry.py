@@ -19,8 +19,8 @@ from perilune.data.generators.teacher import Teacher
 from perilune.data.records import Provenance, settings_digest
 from perilune.environments.core.registry import did_you_mean, file_fields
 from perilune.errors import RequestError
-from perilune.extensions import TEACHER_GROUP, CodeFile, load_extension, names_file
-from perilune.files import sha256_file, with_field
+from perilune.extensions import TEACHER_GROUP, CodeFile, is_file_reference, load_extension
+from perilune.files import replace_field, sha256_file
 
 _BUILT_IN = {
     "arithmetic": "perilune.data.generators.arithmetic:ArithmeticTeacher",
@@ -93,12 +93,12 @@ def by_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """An environment section with the SHA-256 of files in place of their paths."""
     for key, path in file_fields(section).items():
         files = sorted(Path(path).rglob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
-        section = with_field(section, key, [sha256_file(file) for file in files])
+        section = replace_field(section, key, [sha256_file(file) for file in files])
     return section
 
 
 def _class(name: str, source: str | None) -> Any:
-    if names_file(name):
+    if is_file_reference(name):
         teacher_class = load_extension(name, source, TEACHER_GROUP, "teacher")
         if not isinstance(getattr(teacher_class, "strategies", None), Mapping) or not callable(
             getattr(teacher_class, "candidates", None)

@@ -20,7 +20,14 @@ from perilune.data.sources import is_held_out
 from perilune.environments.core.matching import Match, unmatchable_reason
 from perilune.environments.core.protocol import Message, Split
 from perilune.errors import RequestError
-from perilune.files import BOM, canonical_json, format_problem, open_regular, sha256_bytes, strict_json
+from perilune.files import (
+    BOM,
+    canonical_json,
+    detect_wrong_format,
+    open_regular,
+    parse_strict_json,
+    sha256_bytes,
+)
 from perilune.frozen import Frozen
 
 LONGEST_LINE = 16 << 20  # bytes; a longer line is invalid
@@ -280,7 +287,7 @@ def _check_format(file: Path, starts: bytes) -> None:
     Raises:
         RequestError: naming the format.
     """
-    if problem := format_problem(starts):
+    if problem := detect_wrong_format(starts):
         raise RequestError(problem[0], where=str(file), remedy=problem[1])
     formats = (
         (starts.startswith(b"PAR1"), "parquet", "a Parquet file"),
@@ -301,7 +308,7 @@ def parse_row(raw: bytes, place: str, match: Match | None) -> Row:
         InvalidRowError: if it is not a valid row.
     """
     try:
-        row = strict_json(raw.removeprefix(BOM))
+        row = parse_strict_json(raw.removeprefix(BOM))
     except ValueError as error:
         raise InvalidRowError(f"not JSON: {error}") from None
     if not isinstance(row, dict):

@@ -15,7 +15,7 @@ from perilune.environments.core.rewards import GOLD
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.tasks_section import TasksSection
 from perilune.frozen import Frozen
-from perilune.servers import JsonClient, ServerError, require_client, server_root
+from perilune.servers import JsonClient, ServerError, parse_server_url, require_httpx
 
 _TIMEOUT, _ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
 _FIELDS = re.compile(r"\{(question|answer|reference)\}")
@@ -80,8 +80,8 @@ class JudgeEnvironment(SingleTurn):
     is_judge = True
 
     def __init__(self, spec: JudgeSpec, sections: Mapping[str, Mapping[str, Any]]) -> None:
-        require_client("environment.url")
-        server_root(spec.url)
+        require_httpx("environment.url")
+        parse_server_url(spec.url)
         self.spec = spec
         self._borrowed = BorrowedTasks(sections[registry.TASKS])
         self._source: Any = self._borrowed.environment

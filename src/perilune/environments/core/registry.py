@@ -31,8 +31,8 @@ from perilune.environments.core.protocol import Environment
 from perilune.environments.core.rewards import WeightedRewards
 from perilune.environments.core.tasks_section import TasksSection
 from perilune.errors import RequestError
-from perilune.extensions import load_extension, names_file
-from perilune.files import field_of, with_field
+from perilune.extensions import is_file_reference, load_extension
+from perilune.files import get_field, replace_field
 
 ENVIRONMENT_GROUP = "perilune.environments"
 FACTORY_ID = "factory"
@@ -92,7 +92,7 @@ def environment_spec(name: str, source: str | None = None) -> type[BaseModel] | 
 def is_known(section: Mapping[str, Any]) -> bool:
     """Whether the section names an installed environment, or one of a file."""
     name = section.get("id")
-    return isinstance(name, str) and (name in _factories() or names_file(name))
+    return isinstance(name, str) and (name in _factories() or is_file_reference(name))
 
 
 def family_field(name: str) -> str:
@@ -101,7 +101,7 @@ def family_field(name: str) -> str:
     Raises:
         RequestError: if the environment is not installed.
     """
-    if name == FACTORY_ID or names_file(name):
+    if name == FACTORY_ID or is_file_reference(name):
         return "task"
     return str(getattr(_factory({"id": name}), "family_field", "task"))
 
@@ -112,7 +112,7 @@ def environment_families(name: str) -> tuple[str, ...]:
     Raises:
         RequestError: if the environment or the package that it adapts is not installed.
     """
-    if name == FACTORY_ID or names_file(name):
+    if name == FACTORY_ID or is_file_reference(name):
         return ()
     families: tuple[str, ...] = getattr(_factory({"id": name}), "families", tuple)()
     return families
@@ -135,7 +135,7 @@ def environment_notes(name: str) -> dict[str, dict[str, str]]:
     Raises:
         RequestError: if the environment is not installed.
     """
-    if name == FACTORY_ID or names_file(name):
+    if name == FACTORY_ID or is_file_reference(name):
         return {}
     notes: dict[str, dict[str, str]] = getattr(_factory({"id": name}), "notes", dict)()
     return notes
@@ -148,7 +148,7 @@ def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
     """
     paths: dict[str, str] = {}
     for key in getattr(_factory(section), "files", ()) if is_known(section) else ():
-        value = field_of(section, key)
+        value = get_field(section, key)
         if isinstance(value, str):
             paths[key] = value
     for name, part in part_sections(section).items():
@@ -181,7 +181,7 @@ def part_place(section: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 def borrows(section: Mapping[str, Any]) -> bool:
     """Whether the tasks are those of the environment in the field `tasks`, a `TasksSection`."""
-    if section.get("id") == FACTORY_ID or names_file(section.get("id")) or not is_known(section):
+    if section.get("id") == FACTORY_ID or is_file_reference(section.get("id")) or not is_known(section):
         return False
     model: type[BaseModel] | None = getattr(_factory(section), "Spec", None)
     field = model.model_fields.get(TASKS) if model else None
@@ -198,7 +198,7 @@ def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path])
     """The section with absolute paths. `base` returns the folder that the path in a field is relative to."""
     absolute = dict(section)
     for key, path in file_fields(section).items():
-        absolute = with_field(absolute, key, str((base(key) / Path(path).expanduser()).absolute()))
+        absolute = replace_field(absolute, key, str((base(key) / Path(path).expanduser()).absolute()))
     return absolute
 
 
@@ -225,7 +225,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     factory = _factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
     shared = (REWARDS, KEY, prompting.KEY, managed_context.KEY)
-    apart = (*shared, *(("id", SOURCE) if names_file(spec.get("id")) else ()))
+    apart = (*shared, *(("id", SOURCE) if is_file_reference(spec.get("id")) else ()))
     own = {name: value for name, value in spec.items() if name not in apart}
     settings = _shared(EpisodeSettings, KEY, spec.get(KEY) or {})
     try:
@@ -237,10 +237,10 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
             raise
         raise _request_error(error, model) from None
     except Exception as error:
-        if not names_file(spec.get("id")):
+        if not is_file_reference(spec.get("id")):
             raise
         raise _not_made(spec["id"], factory, error) from None
-    if names_file(spec.get("id")):
+    if is_file_reference(spec.get("id")):
         _require_protocol(environment, spec["id"])
         if hasattr(environment, "__dict__"):
             vars(environment)["tasks"] = explained_tasks(environment.tasks, spec["id"])
@@ -341,7 +341,7 @@ def _factories() -> dict[str, str]:
 
 def _factory(spec: Mapping[str, Any]) -> Any:
     name = spec.get("id")
-    if names_file(name):
+    if is_file_reference(name):
         return load_extension(str(name), spec.get(SOURCE), ENVIRONMENT_GROUP, "environment.id")
     if name == FACTORY_ID:
         reference = spec.get("factory")

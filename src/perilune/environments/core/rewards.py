@@ -29,7 +29,7 @@ from perilune.environments.core.protocol import (
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.wrapping import Wrapping
 from perilune.errors import RequestError
-from perilune.extensions import NOT_INSTALLED, REWARD_GROUP
+from perilune.extensions import INSTALL_REMEDY, REWARD_GROUP
 
 VERIFIER = "verifier"  # the term that holds the environment's own reward
 GOLD = "gold"  # the metric that keeps that reward when training optimizes another one
@@ -179,7 +179,7 @@ def _load_function(name: str, section: Mapping[str, Any]) -> Function:
     except BaseException as error:
         remedy = "write module:function of an installed package, or file.py:function next to the recipe"
         if isinstance(error, ImportError):
-            remedy = NOT_INSTALLED
+            remedy = INSTALL_REMEDY
         elif isinstance(error, PermissionError):
             remedy = CONFINED
         raise RequestError(

@@ -13,7 +13,7 @@ from perilune.environments.core.protocol import EpisodeFailedError
 from perilune.errors import RequestError
 from perilune.files import append_json_line, read_json_lines, sha256_bytes
 from perilune.frozen import Frozen
-from perilune.servers import JsonClient, ServerError, require_client, server_root
+from perilune.servers import JsonClient, ServerError, parse_server_url, require_httpx
 
 _TEXTS = 64  # of a request
 _TIMEOUT, _ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
@@ -39,7 +39,7 @@ class EmbeddingsSpec(Frozen):
     @classmethod
     def _is_a_server(cls, url: str) -> str:
         try:
-            return server_root(url)
+            return parse_server_url(url)
         except RequestError as error:
             raise ValueError(f"{error.what}; {error.remedy}") from None
 
@@ -59,7 +59,7 @@ class Embeddings:
     """
 
     def __init__(self, spec: EmbeddingsSpec) -> None:
-        require_client("environment.embeddings")
+        require_httpx("environment.embeddings")
         self._spec = spec
         self._known: dict[str, list[float]] = {}
 

@@ -12,7 +12,7 @@ from typing import Any
 from perilune.bundle.digest import Entry
 from perilune.bundle.remote.runner import STATES
 from perilune.execution.placements.upload import Upload
-from perilune.files import canonical_json, read_json, read_json_lines, stays_inside, write_atomic
+from perilune.files import canonical_json, is_inside_root, read_json, read_json_lines, write_atomic
 
 CHECKPOINT = "checkpoint"  # kind of the event that a task records after it has written a checkpoint
 
@@ -25,7 +25,7 @@ def held_entries(listed: Any) -> list[Entry]:
     """
     entries = [Entry(str(path), int(size), str(sha), str(mode)) for path, size, sha, mode in listed]
     for entry in entries:
-        if not stays_inside(entry.path) or not entry.path.startswith(STATES) or entry.size < 0:
+        if not is_inside_root(entry.path) or not entry.path.startswith(STATES) or entry.size < 0:
             raise ValueError(f"the machine lists {entry.path[:200]!r}, which is not in a checkpoint")
         if not re.fullmatch("[0-9a-f]{64}", entry.sha256) or not re.fullmatch("[0-7]{4}", entry.mode):
             raise ValueError(f"the machine lists {entry.path[:200]!r} with a malformed digest or mode")

@@ -23,10 +23,10 @@ from perilune.execution.hosts.protocol import HostRefusedError
 from perilune.files import (
     canonical_json,
     fsync_directory,
+    is_inside_root,
     read_json,
     sha256_bytes,
     sha256_file,
-    stays_inside,
     write_atomic,
 )
 
@@ -276,7 +276,7 @@ def _checked(path: Any) -> str:
     Raises:
         HostRefusedError: it is anything else.
     """
-    if isinstance(path, str) and stays_inside(path):
+    if isinstance(path, str) and is_inside_root(path):
         folder, _, rest = path.partition("/")
         if folder in OBSERVED and rest:
             return path

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 from pydantic import Field, ValidationError
 
 from perilune.errors import RequestError
-from perilune.extensions import NamesCode
+from perilune.extensions import CodeReference
 from perilune.learn.algorithms.base import Algorithm, StepContext
 from perilune.learn.algorithms.dgpo import DGPO
 from perilune.learn.algorithms.extension import OrExtension
@@ -48,7 +48,7 @@ RL_ALGORITHMS: dict[str, type[Algorithm]] = {
 ALGORITHMS: dict[str, type[Algorithm]] = {**RL_ALGORITHMS, "sft": SFT}
 
 
-RLAlgorithm = Annotated[_Section, NameOrSection(RL_ALGORITHMS), OrExtension(RL_ALGORITHMS), NamesCode()]
+RLAlgorithm = Annotated[_Section, NameOrSection(RL_ALGORITHMS), OrExtension(RL_ALGORITHMS), CodeReference()]
 """Type of a field that holds an algorithm: `grpo`, `{name: grpo, clip_high: 0.2}`, or one of a user."""
 
 

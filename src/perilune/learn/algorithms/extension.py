@@ -9,7 +9,13 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from perilune.errors import RequestError
-from perilune.extensions import ALGORITHM_GROUP, CODE_SCHEMA, extension_names, load_extension, names_file
+from perilune.extensions import (
+    ALGORITHM_GROUP,
+    CODE_SCHEMA,
+    extension_names,
+    is_file_reference,
+    load_extension,
+)
 from perilune.learn.algorithms.base import Algorithm
 
 _NAMED: dict[type[Algorithm], tuple[str, str | None]] = {}  # the name and the text of each loaded class
@@ -57,7 +63,7 @@ class OrExtension:
 
 
 def _is_extension(name: str) -> bool:
-    return names_file(name) or name in extension_names(ALGORITHM_GROUP)
+    return is_file_reference(name) or name in extension_names(ALGORITHM_GROUP)
 
 
 def _load(name: str, source: str | None) -> type[Algorithm]:

@@ -25,7 +25,7 @@ from perilune.models.config.reader import Reader
 from perilune.models.decoder import Decoder
 from perilune.models.store import model_folder
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 DecoderT = TypeVar("DecoderT", bound=Decoder)
 
@@ -230,7 +230,9 @@ def _without_mtp(stored: dict[str, Stored], config: DecoderConfig, read: Reader)
     if len(kept) < len(stored):
         skipped = f"skipping {len(stored) - len(kept)} tensors for multi-token prediction"
         print(
-            f"{printable(read.where)}: {skipped}, which the decoder does not use", file=sys.stderr, flush=True
+            f"{escape_control(read.where)}: {skipped}, which the decoder does not use",
+            file=sys.stderr,
+            flush=True,
         )
     return kept
 

@@ -24,7 +24,7 @@ from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.text.chat_template import ChatTemplate
 from perilune.models.text.spelled_tokens import Rendered, SpelledTokens
 from perilune.models.text.token_bytes import Boundaries, token_bytes
-from perilune.terminal import printable
+from perilune.terminal import escape_control
 
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
 
@@ -252,7 +252,7 @@ class Tokenizer:
                 " model.resize_token_embeddings(len(tokenizer))",
             )
         said = f"{self._where}: ignores {', '.join(dropped)}, which the model has no embedding for"
-        print(printable(said), file=sys.stderr, flush=True)
+        print(escape_control(said), file=sys.stderr, flush=True)
         return limited
 
     def to_json(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from perilune.bundle.storage import built_beside, publish, storage_errors
 from perilune.errors import RequestError
-from perilune.files import extract_all
+from perilune.files import extract_archive
 from perilune.tasks.black_box.environment import cache
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -86,7 +86,7 @@ def _check_out(source: str, commit: str, destination: Path) -> None:
         archive = Path(scratch) / "files.tar"
         _git("-C", bare, "archive", "--format=tar", f"--output={archive}", commit)
         with tarfile.open(archive) as tar:
-            extract_all(tar, destination)
+            extract_archive(tar, destination)
 
 
 def _git(*arguments: str) -> str:

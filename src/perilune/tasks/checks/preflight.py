@@ -14,7 +14,7 @@ from perilune.tasks.checks.gradient import check_gradient
 from perilune.tasks.checks.reward import check_reward
 from perilune.tasks.checks.twin import Twin
 from perilune.tasks.rl.spec import RLSpec
-from perilune.watchdog import Waiting
+from perilune.watchdog import Watchdog
 
 LONG = 20  # fewest steps of a run with a bandit and an audit
 
@@ -32,7 +32,7 @@ def run_preflight(
     """
     if not workspace.leads:
         return
-    with Waiting("preflight"):
+    with Watchdog("preflight"):
         twin = Twin(spec, config, device)
         check_gradient(twin)
         check_advantages(twin)

@@ -8,7 +8,7 @@ from perilune.environments.core.registry import make_environment
 from perilune.files import write_json
 from perilune.verifiers import Scorer
 from perilune.verifiers.audit import Audit, audit_reward
-from perilune.watchdog import Waiting
+from perilune.watchdog import Watchdog
 
 TASKS = 3  # fewest tasks from which an audit draws conclusions across tasks
 SCORINGS = 600  # about as many answers does it score
@@ -25,7 +25,7 @@ def check_reward(workspace: Workspace) -> None:
     """
     if (workspace.artifacts / FILE).exists():
         return
-    with Waiting("reward audit"):
+    with Watchdog("reward audit"):
         if (each := _seconds_to_score(workspace)) * SCORINGS > PATIENCE:
             workspace.log(
                 f"the reward was not audited, because scoring an answer takes {each:.2g} s;"

@@ -6,7 +6,7 @@ from pydantic import Field, WithJsonSchema
 
 from perilune.bundle.plugin import Consumes
 from perilune.data.leaks import PHRASES
-from perilune.extensions import CodeFile, NamesCode
+from perilune.extensions import CodeFile, CodeReference
 from perilune.frozen import Frozen
 from perilune.tasks.stage.sampling import SamplingSpec
 
@@ -14,7 +14,7 @@ from perilune.tasks.stage.sampling import SamplingSpec
 class CollectSpec(Frozen):
     """Fields of a collect stage."""
 
-    teacher: Annotated[str | CodeFile, NamesCode(), WithJsonSchema({"type": "string"})] = Field(
+    teacher: Annotated[str | CodeFile, CodeReference(), WithJsonSchema({"type": "string"})] = Field(
         description="teacher that writes candidate traces: a name, or file.py:name"
     )
     strategies: dict[str, float] = Field(

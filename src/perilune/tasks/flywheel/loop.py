@@ -29,7 +29,7 @@ from perilune.tasks.stage.publishing import Publisher
 from perilune.tasks.stage.training import StepReport, TrainingLoop
 from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.tasks.supervised.tokens import RowReader
-from perilune.watchdog import Waiting
+from perilune.watchdog import Watchdog
 
 HELD_OUT_SAMPLES = 4
 GOAL = 0.9  # pass rate for which the number of further rounds is predicted
@@ -130,7 +130,7 @@ class Rounds:
         reader = RowReader(self._player.policy.tokenizer, decoder.config.max_position_embeddings)
         traces = Demonstrations(self._all_traces(number), reader, self._workspace.job.seed)
         sft = algorithm("sft")
-        with Waiting("learning") as waiting:
+        with Watchdog("learning") as waiting:
             for update in range((number - 1) * spec.updates, number * spec.updates):
                 batch = traces.batch(update, spec.batch_size)
                 figures = self._learner.forward_backward(pack([sft(batch, max_tokens=0)], spec.token_budget))

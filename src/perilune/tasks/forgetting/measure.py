@@ -37,7 +37,7 @@ from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.forgetting.settings import ForgettingSettings
 from perilune.tasks.stage.outcomes import passed
 from perilune.verifiers import Scorer
-from perilune.watchdog import Waiting
+from perilune.watchdog import Watchdog
 
 DIGEST = "sha256:0e03ab53ba6523a2abf4454f3955c14c33cd996c7c534123bce559de1ee011ed"
 CONTEXT = 16  # first tokens of a passage, which are not scored
@@ -156,7 +156,7 @@ class _Measurement:
     def checkpoint(self, sections: Sequence[Mapping[str, Any]]) -> Checkpoint:
         """Score the passages, and answer the tasks of the environments."""
         nats = {}
-        with Waiting("scoring of English text") as waiting:
+        with Watchdog("scoring of English text") as waiting:
             for one in self.passages:
                 (scores,) = self.engine.score([one.context], [one.scored])
                 nats[one.name] = -float(scores.sum(dtype="float64"))
@@ -233,7 +233,7 @@ def _kl_figures(answers: Sequence[Episode], start: Engine, seed: int) -> dict[st
 
     The estimate sums log-prob differences over the sampled tokens (k1). The interval is over answers.
     """
-    with Waiting("scoring of the policy's answers"):
+    with Watchdog("scoring of the policy's answers"):
         scores = start.score(
             [one.prompt_ids.tolist() for one in answers], [one.token_ids.tolist() for one in answers]
         )

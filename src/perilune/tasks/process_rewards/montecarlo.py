@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.environments.core.protocol import Score, Task, Transcript
 from perilune.rollout.worker import RolloutWorker
-from perilune.watchdog import STALL, Waiting
+from perilune.watchdog import STALL_SECONDS, Watchdog
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ def score_continuations(
         Prompt([*one.prompt_ids.tolist(), *one.token_ids.tolist()], (seed, step, index))
         for index, one in enumerate(distinct.values())
     ]
-    with Waiting("sampling") as wait:
+    with Watchdog("sampling") as wait:
         completions = rollouts.engine.sample(
             prompts, count, replace(params, max_tokens=longest), lambda *_: wait.progress()
         )
@@ -51,7 +51,7 @@ def score_continuations(
             tokens = [*one.token_ids.tolist(), *sample.token_ids[:room].tolist()]
             finished = sample.finish_reason == "stop" and len(sample.token_ids) <= room
             items.append((one.task, Transcript(rollouts.tokenizer.decode(tokens), finished=finished)))
-    with Waiting("scoring", STALL + 2 * len(items) * rollouts.scorer.item_seconds):
+    with Watchdog("scoring", STALL_SECONDS + 2 * len(items) * rollouts.scorer.item_seconds):
         outcomes = rollouts.scorer.score(items)
     rewards = [outcome.reward if isinstance(outcome, Score) else np.nan for outcome in outcomes]
     by_key = dict(zip(distinct, np.array(rewards).reshape(len(distinct), count), strict=True))

@@ -24,7 +24,7 @@ from perilune.tasks.process_rewards.montecarlo import Prefix, score_continuation
 from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.verifiers.segments import end_of_reasoning, segment_boundaries
 from perilune.verifiers.step_rewards import shaping
-from perilune.watchdog import Waiting
+from perilune.watchdog import Watchdog
 
 Values = NDArray[np.float64]
 
@@ -138,7 +138,7 @@ class ProcessRewards:
         probes = [self._probe(one, settings) for one in segmented]
         possible = [probe for probe in probes if probe is not None]
         temperature = self.sampling.temperature
-        with Waiting("process rewards"):
+        with Watchdog("process rewards"):
             values = iter(
                 prefix_values(self.decoder, possible, token_budget=self.token_budget, temperature=temperature)
             )

@@ -28,7 +28,7 @@ from perilune.tasks.checks.optimizer import OptimizerChecker
 from perilune.tasks.rl.curriculum import importance_weighted
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.rounding import is_exact
-from perilune.watchdog import STALL, Waiting
+from perilune.watchdog import STALL_SECONDS, Watchdog
 
 TRUNCATED = OffPolicySettings(proximal="learner", weight="truncate")
 """Truncated importance sampling: the default where rounding separates sampler and learner."""
@@ -43,7 +43,7 @@ def deadline(tokens: int, most: float, slowest: float | None) -> float:
         most: seconds a token that no step exceeds.
         slowest: seconds a token of the slowest step so far; None before the first.
     """
-    return STALL + tokens * (most if slowest is None else min(most, PATIENCE * slowest))
+    return STALL_SECONDS + tokens * (most if slowest is None else min(most, PATIENCE * slowest))
 
 
 def off_policy_of(spec: RLSpec, exact: bool) -> OffPolicySettings:
@@ -102,7 +102,7 @@ class PolicyUpdates:
         """
         tokens = sum(len(one.prompt_ids) + len(one.token_ids) for group in groups for one in group)
         began = time.monotonic()
-        with Waiting("learning", deadline(tokens, self._most, self._slowest)):
+        with Watchdog("learning", deadline(tokens, self._most, self._slowest)):
             made = self._make(groups, step)
         self._slowest = max(self._slowest or 0.0, (time.monotonic() - began) / max(tokens, 1))
         return made

@@ -26,7 +26,7 @@ from perilune.tasks.selfplay.matches import MatchEvaluator, Standings
 from perilune.tasks.selfplay.snapshots import Snapshots
 from perilune.tasks.selfplay.spec import SelfPlaySpec
 from perilune.tasks.stage.publishing import Publisher
-from perilune.watchdog import Waiting
+from perilune.watchdog import Watchdog
 
 DECAY = 0.9  # weight of earlier steps in the mean points against a member
 
@@ -149,7 +149,7 @@ class League(NoOpponents):
     def _add_member(self, step: int) -> dict[str, float]:
         """Add the current policy to the league, evaluate it, and return its metrics."""
         record, standings, evaluator = self._record, self._standings, self._evaluator
-        with Waiting("judging", 3600.0):
+        with Watchdog("judging", 3600.0):
             Publisher(evaluator.engine, self._learner).publish()
             digest = self._snapshots.save(step, self._learner.decoder)
             returns = {name: evaluator.against_named(name) for name in self._settings.against}

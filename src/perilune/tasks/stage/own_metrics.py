@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from perilune.errors import RequestError
-from perilune.extensions import METRIC_GROUP, CodeFile, NamesCode, load_extension
+from perilune.extensions import METRIC_GROUP, CodeFile, CodeReference, load_extension
 
 if TYPE_CHECKING:
     from perilune.data.episode import Episode
 
 OwnMetric = Callable[[Sequence["Episode"]], float | None]
 OwnMetricsField = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str | CodeFile], NamesCode(many=True)
+    dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str | CodeFile], CodeReference(many=True)
 ]
 
 

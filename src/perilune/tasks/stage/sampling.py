@@ -12,7 +12,7 @@ from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.learn.name_or_section import NameOrSection
 from perilune.rollout.sub_agents import SubAgents
-from perilune.servers import require_client, server_root
+from perilune.servers import parse_server_url, require_httpx
 from perilune.tasks.stage.defaults import ModelDefaults
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ def check_server(spec: ServerSpec, job: Job) -> None:
     Raises:
         RequestError: when the URL is malformed, the recipe's secrets lack the token, or httpx is missing.
     """
-    require_client("engine.url")
-    server_root(spec.url)
+    require_httpx("engine.url")
+    parse_server_url(spec.url)
     if spec.token is not None and spec.token not in job.secrets:
         raise RequestError(
             f"{spec.token} is not listed in the recipe's `secrets`, and only listed variables reach a run",

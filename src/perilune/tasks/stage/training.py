@@ -38,7 +38,7 @@ from perilune.tasks.stage.retention import (
     saved_steps,
     step_directory,
 )
-from perilune.watchdog import Waiting
+from perilune.watchdog import Watchdog
 
 
 class Resumable(Protocol):
@@ -171,7 +171,7 @@ class TrainingLoop:
         is_best = self._record is not None and self._record.best == step
         if step >= spec.steps or not (is_due or is_best):
             return
-        with Waiting("checkpoint"):
+        with Watchdog("checkpoint"):
             self._before_save()
             self._learner.save_state(step_directory(workspace, step), {"step": step})
         if not workspace.leads:
@@ -280,7 +280,7 @@ def _finish(
     def write_policy(directory: Path) -> None:
         write(directory, policy.decoder, policy.tokenizer)
 
-    with Waiting("final checkpoint"):
+    with Watchdog("final checkpoint"):
         best = best_step(workspace, spec, [*saved_steps(workspace), last]) if workspace.leads else None
         if best == last or (workspace.checkpoints / BEST).exists():
             best = None

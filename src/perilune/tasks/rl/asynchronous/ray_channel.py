@@ -17,7 +17,7 @@ from textwrap import shorten
 from typing import Any
 
 from perilune.errors import RequestError, WorkFailedError
-from perilune.files import extract_all, write_atomic
+from perilune.files import extract_archive, write_atomic
 from perilune.tasks.rl.asynchronous.channel import FILES, Channel, LocalChannel, Message
 from perilune.tasks.rl.asynchronous.settings import RaySettings
 
@@ -112,7 +112,7 @@ class _Actor:
         self._folder = Path(tempfile.mkdtemp(prefix="rollouts-"))  # the process removes it in the end
         root = self._folder / "bundle"
         with tarfile.open(fileobj=io.BytesIO(bundle)) as archive:
-            extract_all(archive, root)
+            extract_archive(archive, root)
         for name in LEFT_BEHIND:
             (root / name).mkdir(exist_ok=True)
         self._channel = LocalChannel(root, self._folder)

@@ -30,7 +30,7 @@ from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.task_draw import Drawn, TaskDraw
 from perilune.tasks.stage.player import Player
 from perilune.verifiers.scorer import fields
-from perilune.watchdog import Waiting
+from perilune.watchdog import Watchdog
 from perilune.weights.delta import BoundedChange, Changed, KeptCopy
 
 MEMORY = "asynchronous"  # key of the learner's memory
@@ -190,7 +190,7 @@ class AsynchronousSampler(GroupSource):
 
     def _take(self, step: int) -> dict[int, tuple[Drawn, Finished]]:
         """The task and the finished group of each of the step's group numbers, in the order of admission."""
-        with Waiting("rollouts") as wait:
+        with Watchdog("rollouts") as wait:
             if self._schedule is not None:
                 self._fleet.settle(step)
                 numbers = list(self._schedule[step])
