@@ -220,6 +220,16 @@ def read_regular(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
     return content
 
 
+def finite_number(value: object) -> float | None:
+    """`value` as a float; None if it is no number, not finite, or an integer beyond the range of floats."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
@@ -288,7 +298,7 @@ def read_json_lines(path: Path) -> Iterator[Any]:
     """Yield the complete lines of a JSON Lines file; skips an incomplete last line."""
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
@@ -296,5 +306,5 @@ def read_json_lines(path: Path) -> Iterator[Any]:
                 continue
             try:
                 yield json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RequestError(f"not valid JSON: {error}", where=f"{path}:{number}") from None

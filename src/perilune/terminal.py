@@ -7,8 +7,11 @@ the terminal.
 
 import re
 
-# C0 except tab and newline, DEL, C1, bidirectional marks, and unusual line separators.
-_CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+# C0 except tab and newline, DEL, C1, bidirectional marks, unusual line separators, and lone surrogates, which
+# no encoding can write.
+_CONTROL_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 _LINE_END = re.compile("\r+\n?")
 
 

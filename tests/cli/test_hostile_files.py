@@ -9,7 +9,7 @@ from perilune.data.records import TraceRecord, read_records, write_records
 from perilune.data.sources import read_rows
 from perilune.data.stream import stream_lines
 from perilune.errors import RequestError
-from perilune.files import parse_strict_json
+from perilune.files import parse_strict_json, read_json_lines
 
 RECIPE = """\
 name: sums
@@ -93,3 +93,11 @@ def test_strict_json_reads_valid_json():
     assert parse_strict_json(said.encode()) == json.loads(said)
     with pytest.raises(ValueError, match="UTF-8"):
         parse_strict_json(b'"\xff"')
+
+
+def test_json_lines_reader_refuses_pipes_and_deep_nesting(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep").write_text("[" * 100_000 + "\n")
+    for name, why in (("pipe", "not a regular file"), ("deep", "not valid JSON")):
+        with pytest.raises(RequestError, match=why):
+            list(read_json_lines(tmp_path / name))

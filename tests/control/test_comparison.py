@@ -149,6 +149,22 @@ def test_compare_reports_missing_figures_and_unknown_metrics(control: Control, p
     assert perilune("compare", *ids, "--baseline", "3")[0] == 2
 
 
+def test_damaged_recipe_is_named_and_damaged_sweep_affects_only_itself(
+    control: Control, perilune: Command
+) -> None:
+    ids = all_of(control, (0,))
+    control.home.sweeps.mkdir()
+    (control.home.sweeps / "words-1.json").write_text("[]")
+    assert perilune("compare", *ids)[0] == 0
+    code, _, err = perilune("compare", "words-1")
+    assert code == 2 and "words-1.json: not a sweep" in err
+    path = control.home.experiment(ids[0]) / "recipe.json"
+    for document in ([], {"name": "words", "seed": [1], "stages": []}, {"seed": 0, "stages": 3}):
+        write_json(path, document)
+        code, _, err = perilune("compare", *ids)
+        assert code == 2 and "not the recipe of an experiment" in err
+
+
 def test_tasks_shared_by_all_seeds_are_noted(control: Control) -> None:
     found = compare_experiments(control, all_of(control, (0, 1, 2), tasks="pool"))
     assert found.arms[1].difference is not None and found.arms[1].difference.task_count == 4

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -245,3 +246,6 @@ def test_invalid_keys_and_statements_are_refused(tmp_path: Path) -> None:
         verified_statement(tmp_path / "signed", key.public)
     with pytest.raises(RequestError, match="not an Ed25519 public key"):
         verified_statement(tmp_path / "signed", tmp_path / "controller.key")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SignatureError, match="not a regular file"):
+        verified_statement(tmp_path / "pipe", key.public)

@@ -113,6 +113,13 @@ def test_play_without_end_episode_raises_runtime_error():
     with pytest.raises(RuntimeError, match="returned without"):
         Short().reset(TASK, 0).step("x")
 
+    class Shorter(Guess):
+        def play(self, task, rng):
+            yield from ()
+
+    with pytest.raises(RuntimeError, match="returned without"):
+        Shorter().reset(TASK, 0)
+
 
 def test_each_player_gets_own_reward():
     environment = Shells()

@@ -154,6 +154,7 @@ def test_dead_groups_finding_explains_the_cause_by_pass_rate(rate: float, cause:
 def test_solved_tasks_do_not_count_as_dead_groups() -> None:
     rows = [{"step": step, "groups": 16, "dead_groups": 0.9, "pass_rate": 0.97} for step in range(1, 9)]
     assert assess(Evidence(Series(rows))).status == "healthy"
+    assert Series([{"step": 1, "reward": 10**400}]).column("reward") == [None]
 
 
 def test_reward_hack_is_named_before_most_of_the_overoptimised_run_has_passed() -> None:

@@ -293,6 +293,9 @@ def test_run_seconds_sum_earlier_attempts(tmp_path: Path) -> None:
         (runtime / "result.json").write_text(json.dumps({"seconds": seconds}))
     assert Attempt(tmp_path / "2").run_seconds == 45.0
     assert Attempt(tmp_path / "2").seconds == 5.0
+    for damaged in ("[]", "null", "1" * 400):
+        (tmp_path / "2" / "runtime" / "result.json").write_text(f'{{"seconds": {damaged}}}')
+        assert Attempt(tmp_path / "2").run_seconds == 40.0
 
 
 def test_very_long_answer_is_shortened_and_hides_no_episode(experiment: ExperimentView) -> None:

@@ -59,9 +59,11 @@ def test_check_environment_finds_each_broken_rule_and_no_other(name, checks):
     assert {one.check for one in found.findings} == checks
 
 
-def test_task_rejects_text_as_prompt():
+def test_task_rejects_text_as_prompt_and_number_as_id():
     with pytest.raises(RequestError, match="a text, not messages"):
         Task("a", "what?", {})
+    with pytest.raises(RequestError, match="the id of task 7 is not a text"):
+        Task(7, ({"role": "user", "content": "what?"},), {})
 
 
 def test_check_command_lists_checks_and_fails_on_findings():

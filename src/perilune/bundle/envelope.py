@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.storage import storage_errors
 from perilune.errors import RequestError
-from perilune.files import canonical_json, fsync_directory, write_atomic
+from perilune.files import canonical_json, fsync_directory, read_regular, write_atomic
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -77,11 +77,13 @@ def verified_statement(envelope: Path, key: Path) -> dict[str, Any]:
 
     expected = read_public(key)
     try:
-        signed = Envelope.from_dict(json.loads(envelope.read_bytes()))
+        signed = Envelope.from_dict(json.loads(read_regular(envelope)))
         signed.verify([expected], 1)
         statement = json.loads(signed.payload)
     except OSError as error:
         raise SignatureError(f"cannot be read: {error.strerror}", where=str(envelope)) from None
+    except RequestError as error:
+        raise SignatureError(error.what, where=str(envelope)) from None
     except Error:
         raise SignatureError(
             "is not signed with this key, or was changed",
@@ -108,8 +110,8 @@ def read_public(path: Path) -> SSlibKey:
     from securesystemslib.signer import SSlibKey
 
     try:
-        found = load_pem_public_key(path.read_bytes())
-    except (OSError, ValueError, UnsupportedAlgorithm):
+        found = load_pem_public_key(read_regular(path))
+    except (OSError, RequestError, ValueError, UnsupportedAlgorithm):
         found = None
     if not isinstance(found, Ed25519PublicKey):
         raise RequestError("is not an Ed25519 public key", where=str(path), remedy=f"the path of a {PUBLIC}")

@@ -3,13 +3,12 @@
 Training loops do not know about trackers, so a failing tracker is only a warning.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perilune.files import read_json_lines
+from perilune.files import finite_number, read_json_lines
 
 SPENT = ("sampling", "scoring", "learning", "other")  # seconds of a step, in timings.jsonl
 
@@ -46,22 +45,26 @@ class Trail:
             artifacts: folder of the current attempt.
             ended: whether the run is over. Before, the newest step is held back, as it may lack its timings.
         """
-        timings = {row["step"]: row for row in read_json_lines(artifacts / "timings.jsonl")}
-        rows = list(read_json_lines(artifacts / "metrics.jsonl"))
+        timings = {row["step"]: row for row in _read_steps(artifacts / "timings.jsonl")}
+        rows = list(_read_steps(artifacts / "metrics.jsonl"))
         seconds = 0.0
         for row in rows if ended else rows[:-1]:
-            step = int(row["step"])
+            step = row["step"]
             timing = timings.get(step, {})
-            seconds += sum(float(timing.get(name, 0.0)) for name in SPENT)
+            seconds += sum(finite_number(timing.get(name)) or 0.0 for name in SPENT)
             if step > self._last:
                 self._last = step
                 values = _numbers(row) | {f"timing/{name}": one for name, one in _numbers(timing).items()}
                 yield Figures(step, seconds, values)
 
 
+def _read_steps(path: Path) -> Iterator[Mapping[str, Any]]:
+    """The lines of a file of metrics that have a step; a damaged line is left out."""
+    for row in read_json_lines(path):
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            yield row
+
+
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if name != "step" and isinstance(value, int | float) and math.isfinite(value)
-    }
+    numbers = {name: finite_number(value) for name, value in row.items() if name != "step"}
+    return {name: value for name, value in numbers.items() if value is not None}

@@ -15,7 +15,7 @@ from perilune.data.episode import Episode
 from perilune.data.episodes_file import Score, read_episodes, read_scores
 from perilune.errors import RequestError
 from perilune.execution.log import log_tail
-from perilune.files import read_json, read_json_lines
+from perilune.files import finite_number, read_json, read_json_lines
 
 T = TypeVar("T")
 Columns = dict[str, list[Any]]
@@ -136,12 +136,11 @@ class Attempt:
     @property
     def seconds(self) -> float | None:
         """Seconds from claim to verdict; of a running attempt, from claim to its last progress."""
-        if "seconds" in self.verdict:
-            return float(self.verdict["seconds"])
-        if "seconds" in self.summary:
-            return float(self.summary["seconds"])
-        began, latest = self.began, self.progress.get("time")
-        return max(0.0, float(latest) - began) if began is not None and latest is not None else None
+        for document in (self.verdict, self.summary):
+            if (seconds := finite_number(document.get("seconds"))) is not None:
+                return seconds
+        began, latest = self.began, finite_number(self.progress.get("time"))
+        return max(0.0, latest - began) if began is not None and latest is not None else None
 
     @property
     def run_seconds(self) -> float | None:

@@ -7,6 +7,7 @@ differences over the tasks of single runs only support claims about these checkp
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -147,7 +148,7 @@ def compare_experiments(
     """
     sweeps = [found for one in references if (found := find_sweep(control, one)) is not None]
     ids = list(dict.fromkeys(one for name in references for one in _experiments(control, name)))
-    documents = {one: read_json(control.home.experiment(one) / "recipe.json") for one in ids}
+    documents = {one: _read_recipe(control.home.experiment(one) / "recipe.json") for one in ids}
     stages = statuses_by_experiment(control, ids)
     metric = metric or next((one.metric for one in sweeps if one.metric), None) or _default_metric(stages)
     known = dict.fromkeys(one.name for found in stages.values() for one in found)
@@ -157,7 +158,7 @@ def compare_experiments(
     arms = _differing(_arms(documents, stages, metric))
     if not 0 <= baseline < len(arms):
         raise RequestError(f"there are {len(arms)} arms", where=f"--baseline {baseline + 1}")
-    names = [one.name for one in sweeps] or dict.fromkeys(str(one["name"]) for one in documents.values())
+    names = [one.name for one in sweeps] or dict.fromkeys(one["name"] for one in documents.values())
     arms = _with_differences(arms, baseline)
     return Comparison(", ".join(names), metric, tuple(arms[0].settings), tuple(arms), baseline)
 
@@ -207,6 +208,15 @@ def _figure(stages: Sequence[StageStatus], metric: str) -> Interval | None:
     return Interval(float(value), math.nan, math.nan) if isinstance(value, int | float) else None
 
 
+def _read_recipe(path: Path) -> dict[str, Any]:
+    document = read_json(path)
+    try:
+        _settings(document)
+        return {**document, "name": str(document["name"]), "seed": int(document["seed"])}
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise RequestError("not the recipe of an experiment", where=str(path)) from None
+
+
 def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a resolved recipe by the keys that `--set` takes; without its name and seed."""
     flat: dict[str, Any] = {}
@@ -237,14 +247,14 @@ def _arms(
     arms = []
     for group in groups.values():
         members = tuple(
-            _member(one, int(documents[one]["seed"]), stages[one], metric)
-            for one in sorted(group, key=lambda one: int(documents[one]["seed"]))
+            _member(one, documents[one]["seed"], stages[one], metric)
+            for one in sorted(group, key=lambda one: documents[one]["seed"])
         )
         figures = [one.figure for one in members if one.figure is not None]
         figure = figures[0] if figures else None
         if len(figures) > 1:
             figure = Interval(**interval([one.mean for one in figures]))
-        arms.append(Arm(str(documents[group[0]]["name"]), _settings(documents[group[0]]), members, figure))
+        arms.append(Arm(documents[group[0]]["name"], _settings(documents[group[0]]), members, figure))
     return arms
 
 

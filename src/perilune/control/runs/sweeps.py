@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -108,18 +109,26 @@ def recorded_sweeps(control: Control) -> list[Sweep]:
     Raises:
         RequestError: a file is damaged.
     """
-    found = []
-    for path in control.home.sweeps.glob("*.json"):
-        try:
-            found.append(Sweep.model_validate(read_json(path)))
-        except ValidationError as error:
-            raise RequestError(f"not a sweep: {error.errors()[0]['msg']}", where=str(path)) from None
+    found = map(_read_sweep, control.home.sweeps.glob("*.json"))
     return sorted(found, key=lambda one: one.created)
 
 
 def find_sweep(control: Control, name: str) -> Sweep | None:
-    """The sweep called `name`, or None."""
-    return next((one for one in recorded_sweeps(control) if one.name == name), None)
+    """The sweep called `name`, or None.
+
+    Raises:
+        RequestError: its file is damaged.
+    """
+    path = control.home.sweeps / f"{name}.json"
+    return _read_sweep(path) if re.fullmatch(NAME_PATTERN, name) and path.exists() else None
+
+
+def _read_sweep(path: Path) -> Sweep:
+    try:
+        return Sweep.model_validate(read_json(path))
+    except ValidationError as error:
+        what = f"not a sweep: {error.errors()[0]['msg']}"
+        raise RequestError(what, where=str(path), remedy="remove the file; the experiments stay") from None
 
 
 @dataclass(frozen=True, slots=True)

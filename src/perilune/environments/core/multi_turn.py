@@ -95,7 +95,7 @@ class ScriptedSession:
         if not isinstance(play, Generator):
             raise TypeError("play is not a generator: `yield ask(...)` where the policy moves")
         self._play, self._left, self._cut_off = play, max_turns, cut_off
-        self.observation = next(play)
+        self.observation = self._next(None)
 
     def step(self, action: str, finished: bool = True) -> Observation:
         """Send the action of the player whose turn it is, and return the next observation."""
@@ -112,7 +112,7 @@ class ScriptedSession:
     def close(self) -> None:
         self._play.close()
 
-    def _next(self, action: str) -> Observation:
+    def _next(self, action: str | None) -> Observation:
         try:
             seen = self._play.send(action)
         except StopIteration:

@@ -18,7 +18,7 @@ the episode). Both implement the protocol, and `perilune.verifiers.conformance` 
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from perilune.errors import RequestError
 
@@ -46,7 +46,13 @@ class Task:
     difficulty: float | None = None
 
     def __post_init__(self) -> None:
-        prompt: Any = self.prompt
+        prompt, task_id = cast("Any", self.prompt), cast("Any", self.task_id)
+        if not isinstance(task_id, str):
+            raise RequestError(
+                f"the id of task {task_id!r} is not a text",
+                where="environment",
+                remedy=f"Task('{task_id}', ...)",
+            )
         if isinstance(prompt, str):
             what = f"the prompt of task {self.task_id} is a text, not messages"
             raise RequestError(what, where="environment", remedy='write ({"role": "user", "content": text},)')

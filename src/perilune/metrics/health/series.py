@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from perilune.files import finite_number
+
 CONFIRM = 2  # consecutive steps before a condition counts, and before its end counts
 BASELINE = 12  # undisturbed steps that a step is compared with
 LEAST_BASELINE = 5
@@ -25,7 +27,7 @@ class Series:
     def column(self, name: str) -> list[float | None]:
         """The values of a metric by step; None where it is missing or not finite."""
         if name not in self._columns:
-            self._columns[name] = [_number(row.get(name)) for row in self._rows]
+            self._columns[name] = [finite_number(row.get(name)) for row in self._rows]
         return self._columns[name]
 
     def since(self, flags: Sequence[bool]) -> int | None:
@@ -84,9 +86,3 @@ def median(values: Values) -> float | None:
     """The median of the known values; None without any."""
     known = sorted(value for value in values if value is not None)
     return known[len(known) // 2] if known else None
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
