@@ -26,7 +26,7 @@ from perilune.bundle.machine import describe_machine
 from perilune.execution.worker import run_bundle
 from perilune.files import read_json_lines
 from perilune.recipe.load import bundled_recipe, load_recipe
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 
 HERE = Path(__file__).resolve().parent
 ARMS = {
@@ -50,7 +50,7 @@ def main() -> None:
     arguments = parser.parse_args()
     overrides = (*OVERRIDES, f"rl.steps={arguments.steps}", f"rl.token_budget={arguments.token_budget}")
     recipe = load_recipe(bundled_recipe("quickstart"), overrides)
-    jobs = {stage.name: job_for(recipe, stage) for stage in recipe.stages}
+    jobs = {stage.name: build_job(recipe, stage) for stage in recipe.stages}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
     figures = set()
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:

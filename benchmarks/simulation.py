@@ -26,7 +26,7 @@ from perilune.files import read_json_lines
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.recipe.load import bundled_recipe
-from perilune.simulate.calibrate import WARM, Clock, measure_steps
+from perilune.simulate.calibrate import WARMUP_STEPS, Clock, measure_steps
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel, StepLog
 from perilune.simulate.recording import RecordedEngine
 from perilune.simulate.step_cost import StepCost
@@ -164,7 +164,9 @@ def compared(workload: Workload, costs: dict[str, StepCost], clock: Clock) -> di
     tails = [tail(times) for times, _ in real[1:]]
     began = time.perf_counter()
     log = StepLog()
-    engine = SimulatedEngine(SimulatedModel.of(workload.decoder.config), cost, **workload.size, log=log)
+    engine = SimulatedEngine(
+        SimulatedModel.from_config(workload.decoder.config), cost, **workload.size, log=log
+    )
     predicted, counters = play_simulated(engine, workload, known)
     spent = time.perf_counter() - began
     total, percentile = max(predicted.values()), tail(predicted)
@@ -229,7 +231,7 @@ def play(engine: RecordedEngine, workload: Workload, known: Known, clock: Clock)
     ends: Times = {}
     began = 0.0
     for turn, asked in enumerate(rounds(workload, known)):
-        _, times = engine.timed([one for _, one in asked], clock)
+        _, times = engine.run_timed([one for _, one in asked], clock)
         for (index, sample), seconds in times.items():
             (number, first), _ = asked[index]
             ends[turn, number, first + sample] = began + seconds
@@ -244,7 +246,7 @@ def play_simulated(engine: SimulatedEngine, workload: Workload, known: Known) ->
         ids = {}
         for (number, first), one in asked:
             tokens = [known[turn, number, first + sample] for sample in range(one.n)]
-            ids[engine.enter(one.token_ids, tokens)] = number, first
+            ids[engine.submit(one.token_ids, tokens)] = number, first
         while engine.unfinished:
             for delta in engine.step():
                 number, first = ids[delta.request_id]
@@ -266,7 +268,7 @@ def arriving(decoder: Decoder, cost: StepCost, clock: Clock) -> Iterator[dict[st
         rng = np.random.default_rng(int(100 * load))
         arrivals = np.cumsum(rng.exponential(1 / (load * capacity), ARRIVALS)).tolist()
         real = [real_latencies(Engine(decoder, **size), asked, arrivals, clock) for _ in range(REPEATS)]
-        engine = SimulatedEngine(SimulatedModel.of(decoder.config), cost, **size)
+        engine = SimulatedEngine(SimulatedModel.from_config(decoder.config), cost, **size)
         predicted = simulated_latencies(engine, asked, arrivals, known)
         means, tails = [fmean(one) for one in real], [float(np.percentile(one, 99)) for one in real]
         row = {
@@ -308,16 +310,16 @@ def simulated_latencies(
     def wait(until: float) -> None:
         engine.clock.now = max(engine.clock.now, until)
 
-    def enter(number: int) -> int:
-        return engine.enter(asked[number].token_ids, [known[0, number, 0]])
+    def submit(number: int) -> int:
+        return engine.submit(asked[number].token_ids, [known[0, number, 0]])
 
-    return latencies(engine, arrivals, enter, lambda: engine.clock.now, wait)
+    return latencies(engine, arrivals, submit, lambda: engine.clock.now, wait)
 
 
 def latencies(
     engine: Engine,
     arrivals: Sequence[float],
-    enter: Callable[[int], int],
+    submit: Callable[[int], int],
     now: Callable[[], float],
     wait: Callable[[float], None],
 ) -> list[float]:
@@ -329,7 +331,7 @@ def latencies(
         if not engine.unfinished:
             wait(arrivals[coming])
         while coming < len(arrivals) and arrivals[coming] <= now():
-            ids[enter(coming)] = coming
+            ids[submit(coming)] = coming
             coming += 1
         for delta in engine.step():
             number = ids[delta.request_id]
@@ -375,7 +377,9 @@ def stage_row(
 
     def error(part: str) -> float:
         """Without the first steps, which allocate memory: the start of a stage has their excess."""
-        own, theirs = (sum(line[part] for line in some[WARM:]) for some in (predicted["steps"], lines))
+        own, theirs = (
+            sum(line[part] for line in some[WARMUP_STEPS:]) for some in (predicted["steps"], lines)
+        )
         return 100 * (own / theirs - 1)
 
     row = {

@@ -83,7 +83,7 @@ def test_every_command_loads_and_has_help(name: str) -> None:
 
 def test_cli_reference_page_is_current() -> None:
     page = ROOT / "docs" / "reference" / "cli.md"
-    assert page.read_text() == reference.markdown(), (
+    assert page.read_text() == reference.render_markdown(), (
         "python -m perilune.cli.reference > docs/reference/cli.md"
     )
 

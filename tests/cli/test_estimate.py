@@ -22,7 +22,7 @@ from perilune.environments import Score, Transcript, make_environment
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import Recipe, job_for
+from perilune.recipe.schema import Recipe, build_job
 
 RECIPE = """name: pens
 model: {preset: tiny}
@@ -71,7 +71,7 @@ def load_pens_recipe(folder: Path) -> Recipe:
 
 def test_work_of_counts_tokens_turns_and_passes(tmp_path: Path) -> None:
     recipe = load_pens_recipe(tmp_path)
-    work = work_of(job_for(recipe, recipe.stage("rl")), LENGTHS, live=0.5)
+    work = work_of(build_job(recipe, recipe.stage("rl")), LENGTHS, live=0.5)
     assert work is not None
     rollouts, judged = 5 * 16, 2 * 16  # 5 steps, and evaluations before and after
     assert work["sampled"] == (rollouts + judged) * 3
@@ -81,7 +81,7 @@ def test_work_of_counts_tokens_turns_and_passes(tmp_path: Path) -> None:
     assert work["reinforced"] == 0.5 * (5 * 4 * 8 + rollouts * 5)
     assert work["forward"] == (5 + 2) * 4 * 8 + (rollouts + judged) * (2 + 16)  # prompts, observations
 
-    sft = work_of(job_for(recipe, recipe.stage("sft")), LENGTHS, rows=8)
+    sft = work_of(build_job(recipe, recipe.stage("sft")), LENGTHS, rows=8)
     assert sft == {"update": 10, "learned": 10 * 4 * 13, "row": 8, "forward": 0}
 
 
@@ -153,7 +153,7 @@ def test_lengths_of_rows_count_equal_prompts_once() -> None:
 
 
 def test_estimate_takes_lengths_from_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_for(recipe := load_pens_recipe(tmp_path), recipe.stage("rl"))
+    job = build_job(recipe := load_pens_recipe(tmp_path), recipe.stage("rl"))
     artifacts = tmp_path / "artifacts"
     artifacts.mkdir()
     (artifacts / "summary.json").write_text("{}")

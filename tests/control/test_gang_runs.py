@@ -34,7 +34,7 @@ from perilune.execution.ranks import interface_to
 from perilune.execution.verdict import Verdict
 from perilune.files import read_json, read_json_lines, sha256_file
 from perilune.recipe.load import bundled_recipe, load_recipe
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def rl_job(folder: Path) -> Job:
         "stages.rl.samples=4", "stages.rl.max_tokens=40", "resources.device=cpu", "resources.threads=1",
     ]  # fmt: skip
     recipe = load_recipe(bundled_recipe("quickstart"), overrides)
-    return job_for(recipe, recipe.stage("rl"))
+    return build_job(recipe, recipe.stage("rl"))
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from perilune.environments.builtin.jsonl_index import HeldOut, indexed
 from perilune.environments.core.matching import last_number, matches
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import job_for
-from perilune.recipe.staging import staged
+from perilune.recipe.schema import build_job
+from perilune.recipe.staging import stage_files
 from perilune.verifiers.audit.audit import audit_reward
 from perilune.verifiers.conformance import check_environment
 from perilune.verifiers.scorer import Scorer
@@ -282,7 +282,7 @@ def test_bundle_contains_rows_and_digest_does_not_depend_on_folder(tmp_path):
         write_rows(folder / "kept.jsonl", rows(3, start=50))
         (folder / "sums.yaml").write_text(RECIPE)
         recipe = load_recipe(folder / "sums.yaml")
-        job, inputs = staged(job_for(recipe, recipe.stages[0]))
+        job, inputs = stage_files(build_job(recipe, recipe.stages[0]))
         digests.append(freeze(job, inputs, tmp_path / f"bundle-{name}"))
         shutil.rmtree(folder)
     assert digests[0] == digests[1]

@@ -13,7 +13,7 @@ from perilune.cli.main import main
 from perilune.control.record.store import Attempt, Event, Machine, Run
 from perilune.execution.providers.fake.weather import WEATHERS, FaultInjector, Weather, weather
 from perilune.files import write_json
-from perilune.lab.invariants import INVARIANTS, check
+from perilune.lab.invariants import INVARIANTS, check_invariants
 from perilune.lab.laboratory import Laboratory, Plan
 
 pytestmark = pytest.mark.slow
@@ -32,9 +32,9 @@ def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
         lab.tick()
         lab.plan = Plan(ROUGH, seed=3, kills=1e6)
         lab.tick(submitting=False)
-        lab.calm()
+        lab.stop_failures()
         deadline = time.monotonic() + 200
-        while not lab.settled():
+        while not lab.is_settled():
             assert time.monotonic() < deadline, lab.snapshot()
             lab.tick(submitting=False)
             time.sleep(0.2)
@@ -42,14 +42,14 @@ def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
 
 
 def broken(lab: Laboratory) -> set[str]:
-    return {verdict.name for verdict in check(lab) if verdict.broken}
+    return {verdict.name for verdict in check_invariants(lab) if verdict.broken}
 
 
 def test_run_succeeds_and_all_invariants_hold(settled: Laboratory) -> None:
-    assert [verdict.broken for verdict in check(settled)] == [()] * len(INVARIANTS)
+    assert [verdict.broken for verdict in check_invariants(settled)] == [()] * len(INVARIANTS)
     now = settled.snapshot()
     assert now.runs == {"succeeded": 1} and set(now.machines) == {"gone"} and now.cost > 0
-    assert now.faults["controller_killed"] >= 1 and settled.bill()["alive"] == []
+    assert now.faults["controller_killed"] >= 1 and settled.read_bill()["alive"] == []
 
 
 def test_check_finds_violated_invariants(settled: Laboratory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_check_finds_violated_invariants(settled: Laboratory, monkeypatch: pytes
     note.unlink()
 
     with monkeypatch.context() as patch:
-        patch.setattr(settled, "bill", lambda: {"costs": {"perilune-x": 1.0}, "alive": ["perilune-x"]})
+        patch.setattr(settled, "read_bill", lambda: {"costs": {"perilune-x": 1.0}, "alive": ["perilune-x"]})
         assert broken(settled) == {"I4"}
     monkeypatch.setitem(settled.submitted, "01NEVER", 2)
     assert broken(settled) == {"I1"}

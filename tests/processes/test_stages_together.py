@@ -20,7 +20,7 @@ from perilune.cli.train.plan import derive
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import sha256_file
 from perilune.recipe.load import bundled_recipe, load_recipe
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ STAGES: dict[str, dict[str, Any]] = {
 
 def test_only_parallel_stages_get_several_processes() -> None:
     recipe = load_recipe(bundled_recipe("quickstart"), ["resources.processes=2"])
-    given = {stage.name: job_for(recipe, stage).resources.processes for stage in recipe.stages}
+    given = {stage.name: build_job(recipe, stage).resources.processes for stage in recipe.stages}
     assert given == {"traces": 1, "base": 1, "sft": 2, "after_sft": 1, "rl": 2, "after_rl": 1}
     plan = {stage["name"]: stage["derived"].get("processes") for stage in derive(recipe)}
     assert plan["rl"] == "2, each with that memory"

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from perilune.errors import RequestError
-from perilune.recipe.axes import draw, grid, parse_axis, parse_seeds
+from perilune.recipe.axes import grid_arms, parse_axis, parse_seeds, sample_arms
 from perilune.recipe.source import parse_yaml
 
 
@@ -50,23 +50,23 @@ def test_parse_axis_error_names_the_option(option: str, message: str) -> None:
 
 def test_grid_lists_every_combination_in_order() -> None:
     axes = [parse_axis("rl.lr=1e-5,3e-5"), parse_axis("rl.samples=4,8")]
-    assert grid(axes) == [
+    assert grid_arms(axes) == [
         ("rl.lr=1e-05", "rl.samples=4"),
         ("rl.lr=1e-05", "rl.samples=8"),
         ("rl.lr=3e-05", "rl.samples=4"),
         ("rl.lr=3e-05", "rl.samples=8"),
     ]
-    assert grid([]) == [()]
+    assert grid_arms([]) == [()]
     with pytest.raises(RequestError, match=r"rl\.lr has a range") as found:
-        grid([parse_axis("rl.lr=1e-6..1e-4")])
+        grid_arms([parse_axis("rl.lr=1e-6..1e-4")])
     assert "--random" in found.value.remedy
 
 
 def test_draw_is_log_uniform_and_longer_draws_share_a_prefix() -> None:
     axes = [parse_axis("rl.lr=1e-6..1e-4"), parse_axis("rl.steps=5..9"), parse_axis("rl.algorithm=grpo,gspo")]
-    arms = draw(axes, 400)
-    assert draw(axes, 10) == arms[:10]
-    assert draw(axes, 10, seed=1) != arms[:10]
+    arms = sample_arms(axes, 400)
+    assert sample_arms(axes, 10) == arms[:10]
+    assert sample_arms(axes, 10, seed=1) != arms[:10]
     rates = [float(lr.partition("=")[2]) for lr, _, _ in arms]
     assert min(rates) >= 1e-6 and max(rates) <= 1e-4
     below = sum(rate < 1e-5 for rate in rates) / len(rates)  # half of them: 1e-5 is the middle on a log scale

@@ -10,7 +10,7 @@ from perilune.bundle.plugin import load_plugin
 from perilune.cli.train.plan import derive
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 
 ENVIRONMENT = """
 from pydantic import BaseModel
@@ -144,7 +144,7 @@ def test_environment_file_is_frozen_as_text(tmp_path: Path) -> None:
     assert loaded.environment["source"] == ENVIRONMENT and loaded.environment["words"] == 5
     (tmp_path / "world.py").unlink()  # the frozen text must be enough from here on
     assert derive(loaded)[0]["name"] == "rl"
-    job = job_for(loaded, loaded.stages[0])
+    job = build_job(loaded, loaded.stages[0])
     assert job.environment["id"] == "world.py:Echo" and str(tmp_path) not in job.model_dump_json()
 
 
@@ -160,7 +160,7 @@ def test_algorithm_file_is_frozen_as_text(tmp_path: Path, written: Any) -> None:
     loaded = load_recipe(recipe(tmp_path, {**RL, "algorithm": written}))
     (tmp_path / "method.py").unlink()
     derive(loaded)
-    spec = load_plugin("rl").spec.model_validate(job_for(loaded, loaded.stages[0]).spec)
+    spec = load_plugin("rl").spec.model_validate(build_job(loaded, loaded.stages[0]).spec)
     assert spec.algorithm.name == "plain"  # type: ignore[attr-defined]
     section = spec.model_dump(mode="json")["algorithm"]
     assert section["name"] == "method.py:Plain" and section["source"] == ALGORITHM

@@ -9,8 +9,8 @@ from perilune.bundle.job import Job
 from perilune.errors import RequestError
 from perilune.files import get_field
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import job_for
-from perilune.recipe.staging import staged
+from perilune.recipe.schema import build_job
+from perilune.recipe.staging import stage_files
 
 RECIPE = """name: pens
 model: {{preset: tiny}}
@@ -31,7 +31,7 @@ def loaded(tmp_path: Path, sets: str) -> Job:
         )
     (tmp_path / "pens.yaml").write_text(RECIPE.format(sets=sets))
     recipe = load_recipe(tmp_path / "pens.yaml")
-    return job_for(recipe, recipe.stages[0])
+    return build_job(recipe, recipe.stages[0])
 
 
 def sets_of(job: Job) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_evaluation_set_overrides_the_recipe_environment(tmp_path: Path) -> None
 
 
 def test_files_of_evaluation_sets_are_frozen_into_the_bundle(tmp_path: Path) -> None:
-    job, files = staged(loaded(tmp_path, "{more: {path: more.jsonl}}"))
+    job, files = stage_files(loaded(tmp_path, "{more: {path: more.jsonl}}"))
     name = "spec.eval.sets.more.path"
     assert files[name] == tmp_path / "more.jsonl"
     assert sets_of(job)["more"]["path"] == f"inputs/{name}"

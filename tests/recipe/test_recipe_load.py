@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perilune.errors import RequestError
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
 from perilune.recipe.resolve import resolve
-from perilune.recipe.schema import Recipe, job_for
+from perilune.recipe.schema import Recipe, build_job
 from perilune.recipe.source import MAX_BYTES, parse_yaml
 
 pytestmark = pytest.mark.usefixtures("tasks")
@@ -71,7 +71,7 @@ def test_load_recipe_fills_in_every_default(dinner: Path) -> None:
 
 def test_job_contains_only_its_own_stage(dinner: Path) -> None:
     recipe = load_recipe(dinner)
-    job = job_for(recipe, recipe.stage("egg"))
+    job = build_job(recipe, recipe.stage("egg"))
     assert (job.task, job.stage, job.seed, job.inputs) == ("lay", "egg", 3, ())
     assert job.spec == {"hen": "brown", "after": None}
     assert job.model["preset"] == "tiny"
@@ -172,7 +172,7 @@ BAD = {  # (old text, new text): place, parts of the message
         "one of: egg",
     ),
     ("flour: bread", "flour: cake"): (":6:", "cannot consume itself", "one of: model, bread"),
-    ("flour: model", "flour: cake"): (":6:", "in a circle: cake <- bread <- cake", ""),
+    ("flour: model", "flour: cake"): (":6:", "in a cycle: cake <- bread <- cake", ""),
     ("flour: model", "tags: []"): (":8:", "stages.bread.flour is missing", ""),
     ("{preset: tiny}", "{}"): (":3:", "model: needs exactly one of preset and path", ""),
     ("{preset: tiny}", "{preset: tiny, path: x}"): (

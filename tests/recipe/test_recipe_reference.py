@@ -14,8 +14,8 @@ from perilune.environments import environment_ids
 from perilune.errors import RequestError
 from perilune.recipe.aliases import ALIASES
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
-from perilune.recipe.problems import nearest
-from perilune.recipe.reference import markdown, recipe_schema, sections
+from perilune.recipe.problems import suggest_name
+from perilune.recipe.reference import list_sections, recipe_schema, render_markdown
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 STORY = ("collect", "sft", "rl", "evaluate")
@@ -27,7 +27,9 @@ MOST_MORE = 13  # names that each further task or environment may add
 
 def test_reference_page_and_schema_are_up_to_date() -> None:
     how = "python -m perilune.recipe.reference"
-    assert (REFERENCE / "recipe.md").read_text() == markdown(), f"{how} markdown > docs/reference/recipe.md"
+    assert (REFERENCE / "recipe.md").read_text() == render_markdown(), (
+        f"{how} markdown > docs/reference/recipe.md"
+    )
     schema = json.loads((REFERENCE / "recipe.schema.json").read_text())
     assert schema == recipe_schema(), f"{how} schema > docs/reference/recipe.schema.json"
 
@@ -39,7 +41,7 @@ def user_keys() -> list[str]:
     and the keys of optional sections (such as `lora`).
     """
     holders = {f"recipe/{name}" for name in ("model", "environment", "resources", "stages")}
-    own = [(name, key) for name, keys in sections().items() if KNOWN.match(name) for key in keys]
+    own = [(name, key) for name, keys in list_sections().items() if KNOWN.match(name) for key in keys]
     all_keys = {f"{section}/{key.name}" for section, key in own}
     return [
         key
@@ -76,7 +78,7 @@ def test_number_of_recipe_keys_is_bounded() -> None:
 
 
 def test_every_recipe_key_has_a_description() -> None:
-    for section, keys in sections().items():
+    for section, keys in list_sections().items():
         for key in keys:
             assert key.description, f"{section}: {key.name}"
             assert "|" not in key.description + key.type
@@ -133,7 +135,7 @@ def test_every_option_in_the_trl_table_has_a_hint() -> None:
     silent = [
         name
         for name in options
-        if all(name not in keys and nearest(name, keys).startswith("one of") for keys in kinds)
+        if all(name not in keys and suggest_name(name, keys).startswith("one of") for keys in kinds)
     ]
     assert silent == []
 
@@ -161,6 +163,6 @@ def test_error_for_an_option_without_equivalent_gives_a_remedy(written: str, our
 
 
 def test_every_alias_names_recipe_keys() -> None:
-    rows = re.findall(r"^\| `([\w.]+)`", markdown(), re.MULTILINE)
+    rows = re.findall(r"^\| `([\w.]+)`", render_markdown(), re.MULTILINE)
     keys = {part for row in rows for part in row.split(".")}
     assert {name for names in ALIASES.values() for name in names} <= keys

@@ -4,7 +4,7 @@ import pytest
 
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 
 RECIPE = """name: dishes
 model: {{preset: tiny}}
@@ -25,7 +25,7 @@ def loaded(tmp_path, own, overrides=()):
 
 
 def sections(recipe):
-    return {stage.name: job_for(recipe, stage).environment for stage in recipe.stages}
+    return {stage.name: build_job(recipe, stage).environment for stage in recipe.stages}
 
 
 def test_stage_environment_overrides_fields_of_the_recipe(tmp_path):

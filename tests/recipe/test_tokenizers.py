@@ -11,8 +11,8 @@ from perilune.cli.train.plan import derive, print_plan
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import bundled_recipes, load_recipe
-from perilune.recipe.schema import Recipe, job_for
-from perilune.recipe.tokenizers import foreign_character
+from perilune.recipe.schema import Recipe, build_job
+from perilune.recipe.tokenizers import find_foreign_character
 
 ROWS = [{"prompt": f"{n}+1=", "answer": f"{n + 1}"} for n in range(60)]
 RECIPE = """\
@@ -75,7 +75,7 @@ def tokenizer(recipe: Recipe) -> str | None:
 def test_printable_ascii_keeps_the_character_tokenizer(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, ROWS)
     assert tokenizer(recipe) is None
-    model = job_for(recipe, recipe.stages[0]).model
+    model = build_job(recipe, recipe.stages[0]).model
     assert model["tokenizer"] is None
 
 
@@ -90,7 +90,7 @@ def test_printable_ascii_keeps_the_character_tokenizer(tmp_path: Path) -> None:
 def test_single_non_ascii_row_selects_bytes(row: dict[str, Any], tmp_path: Path) -> None:
     recipe = loaded(tmp_path, [*ROWS, row])
     assert tokenizer(recipe) == "bytes"
-    assert f"{tmp_path / 'rows.jsonl'}:61" in (foreign_character(recipe) or "")
+    assert f"{tmp_path / 'rows.jsonl'}:61" in (find_foreign_character(recipe) or "")
 
 
 def test_non_ascii_answers_of_an_environment_select_bytes(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_non_ascii_answers_of_an_environment_select_bytes(tmp_path: Path) -> Non
     recipe = loaded(tmp_path, ROWS, environment="{id: 'capitals.py:Capitals'}")
     assert tokenizer(recipe) == "bytes"
     expected = "characters has no token for 'Α' in capitals, training task 1, message of the assistant"
-    assert foreign_character(recipe) == expected
+    assert find_foreign_character(recipe) == expected
     print_plan(recipe, derive(recipe), out := StringIO())
     assert f"tokenizer: bytes; {expected}" in out.getvalue()
 
@@ -117,7 +117,7 @@ def test_non_ascii_text_of_any_environment_selects_bytes(changes: dict[str, str]
     (tmp_path / "greek.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = loaded(tmp_path, ROWS, **changes)
     assert tokenizer(recipe) == "bytes"
-    assert "greek.jsonl:1" in (foreign_character(recipe) or "")
+    assert "greek.jsonl:1" in (find_foreign_character(recipe) or "")
 
 
 def test_explicit_character_tokenizer_is_refused_for_non_ascii_text(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_plan_refuses_a_model_whose_tokenizer_lacks_characters(tmp_path: Path) -
 def test_first_turn_of_a_multi_turn_environment_is_checked(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(SEVERAL_TURNS)
     recipe = loaded(tmp_path, ROWS, environment="{id: 'guess.py:Guess'}")
-    found = foreign_character(recipe) or ""
+    found = find_foreign_character(recipe) or ""
     assert "no token for '→' in guess, training task 1, message of the user" in found
 
 

@@ -9,11 +9,11 @@ from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel, StepLog
 from perilune.simulate.recording import RecordedEngine
-from perilune.simulate.step_cost import NAMES, StepCost, StepWork, fit, relative_fit
+from perilune.simulate.step_cost import FEATURE_NAMES, StepCost, StepWork, fit_relative, fit_step_cost
 
 FULL = PRESETS["tiny"].replace(num_layers=2, hidden_size=32, intermediate_size=32, num_heads=2, head_dim=16)
 WINDOWS = FULL.replace(architecture="qwen2", windows=(None, 32))
-COST = StepCost({name: 1e-3 * (1 + number) for number, name in enumerate(NAMES)})
+COST = StepCost({name: 1e-3 * (1 + number) for number, name in enumerate(FEATURE_NAMES)})
 SMALL = {"slots": 8, "cache_tokens": 8 * 200, "token_budget": 4096}
 
 
@@ -65,12 +65,12 @@ def test_simulated_steps_equal_those_of_the_real_engine(config: DecoderConfig, s
     decoder, asked = decoder_of(config), requests(0, 30)
     known = traces(decoder, asked)
     real = RecordedEngine(decoder, **{**SMALL, **size})
-    real.timed(asked, lambda: 0.0)
+    real.run_timed(asked, lambda: 0.0)
 
     log = StepLog()
-    simulated = SimulatedEngine(SimulatedModel.of(config), COST, **{**SMALL, **size}, log=log)
+    simulated = SimulatedEngine(SimulatedModel.from_config(config), COST, **{**SMALL, **size}, log=log)
     for number, one in enumerate(asked):
-        simulated.enter(one.token_ids, [known[number, sample] for sample in range(one.n)])
+        simulated.submit(one.token_ids, [known[number, sample] for sample in range(one.n)])
     ended = drained(simulated)
 
     assert log.works == real.log.works
@@ -79,7 +79,7 @@ def test_simulated_steps_equal_those_of_the_real_engine(config: DecoderConfig, s
     assert (simulated.counters.preemptions > 0) == ("cache_tokens" in size)
     assert (simulated.peak_use > 0.9) == ("cache_tokens" in size)
     assert len(ended) == len(known)
-    assert simulated.clock.now == pytest.approx(sum(map(COST.of_step, log.works)))
+    assert simulated.clock.now == pytest.approx(sum(map(COST.step_seconds, log.works)))
     assert not simulated._traces  # dropped after their requests are scheduled
 
 
@@ -95,22 +95,22 @@ def test_second_turn_hits_the_prefix_cache_like_the_real_engine() -> None:
     second = drained(real)
 
     log = StepLog()
-    simulated = SimulatedEngine(SimulatedModel.of(FULL), COST, **SMALL, log=log)
-    simulated.enter(first.token_ids, [np.array(turns[sample]) for sample in range(2)])
+    simulated = SimulatedEngine(SimulatedModel.from_config(FULL), COST, **SMALL, log=log)
+    simulated.submit(first.token_ids, [np.array(turns[sample]) for sample in range(2)])
     drained(simulated)
     for one, delta in zip(context, second, strict=True):
-        simulated.enter(one, [np.array(delta.token_ids)])
+        simulated.submit(one, [np.array(delta.token_ids)])
     drained(simulated)
     assert log.sequence == real.log.sequence
     assert simulated.counters.cached_tokens == real.counters.cached_tokens > 0
 
 
 def test_weight_swap_takes_effect_between_two_steps() -> None:
-    simulated = SimulatedEngine(SimulatedModel.of(FULL), COST, **SMALL)
-    simulated.enter([1, 2, 3], [np.arange(1, 11)])
+    simulated = SimulatedEngine(SimulatedModel.from_config(FULL), COST, **SMALL)
+    simulated.submit([1, 2, 3], [np.arange(1, 11)])
     for _ in range(4):
         simulated.step()
-    simulated.swap(7)
+    simulated.swap_weights(7)
     (delta,) = drained(simulated)
     assert delta.policy_version == [0] * 4 + [7] * 6
     assert simulated.counters.prompt_tokens == 3 + (3 + 4)  # recomputed with the new weights
@@ -133,14 +133,14 @@ def test_fit_recovers_the_costs_behind_measured_times() -> None:
         for rows in (0, 1, 2, 3, 4, 6, 8, 12, 16, 40, 100)
         for prefill in (0, 5, 90, 400)
     ]
-    seconds = [COST.of_step(work) * rng.uniform(0.99, 1.01) for work in works]
-    found = fit(works, seconds)
-    errors = [abs(found.of_step(work) / one - 1) for work, one in zip(works, seconds, strict=True)]
+    seconds = [COST.step_seconds(work) * rng.uniform(0.99, 1.01) for work in works]
+    found = fit_step_cost(works, seconds)
+    errors = [abs(found.step_seconds(work) / one - 1) for work, one in zip(works, seconds, strict=True)]
     assert max(errors) < 0.03
     assert min(found.seconds.values()) >= 0
 
 
 def test_coefficients_are_not_negative() -> None:
     features = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    found = relative_fit(features, np.array([3.0, 2.0, 1.0]))  # decreasing, unlike any cost
+    found = fit_relative(features, np.array([3.0, 2.0, 1.0]))  # decreasing, unlike any cost
     assert found[1] == 0 and found[0] == pytest.approx((1 / 3 + 1 / 2 + 1) / (1 / 9 + 1 / 4 + 1))

@@ -19,11 +19,11 @@ from perilune.simulate.engine import SimulatedEngine, SimulatedModel
 from perilune.simulate.episodes import AssumedLengths, RecordedLengths
 from perilune.simulate.hardware import CARDS, ComputedSteps, parse_machines
 from perilune.simulate.run import EnvironmentTimes, RunPlan, Scenario
-from perilune.simulate.step_cost import NAMES, StepCost, StepWork
-from perilune.simulate.times import Calibrated, MeasuredTimes, load, save
+from perilune.simulate.step_cost import FEATURE_NAMES, StepCost, StepWork
+from perilune.simulate.times import Calibrated, MeasuredTimes, load_coefficients, save_coefficients
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 
-STEP = StepCost({name: 1e-2 if name == "step" else 1e-6 for name in NAMES})
+STEP = StepCost({name: 1e-2 if name == "step" else 1e-6 for name in FEATURE_NAMES})
 TIMES = MeasuredTimes(STEP, (0.05, 1e-5, 0.0), (0.01, 0.0, 0.0), (0.0, 1e-4), 0.01, 1.0, 0.0)
 MEANS = {"prompt": 10.0, "sampled": 24.0, "longest": 60.0, "turns": 2.0, "observed": 5.0}
 PLAN = RunPlan(steps=6, prompts=4, samples=3)
@@ -92,7 +92,7 @@ def test_processes_on_one_core_are_slower() -> None:
 def test_recorded_groups_are_reused_or_drawn_from_nearby_steps(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_episodes(tmp_path / f"step-{step:06d}.parquet", [recorded(step, task) for task in range(4)])
-    lengths = RecordedLengths.of_folder(tmp_path, 0, "recorded")
+    lengths = RecordedLengths.from_folder(tmp_path, 0, "recorded")
     assert lengths is not None
     (first, *_), drawn = lengths.groups(2, 2, 2), lengths.groups(9, 5, 3)
     assert [[len(turn.sampled) for turn in one] for one in first.episodes] == [[2, 1], [2, 1]]
@@ -100,7 +100,7 @@ def test_recorded_groups_are_reused_or_drawn_from_nearby_steps(tmp_path: Path) -
     assert (first.sampled, first.fed, first.live) == (6, 2 + 2 * 6, True)
     assert len(drawn) == 5 and all(len(group.episodes) == 3 for group in drawn)
     assert {len(group.episodes[0][0].sampled) for group in drawn} <= {1, 2, 3}
-    assert RecordedLengths.of_folder(tmp_path / "empty", 0, "none") is None
+    assert RecordedLengths.from_folder(tmp_path / "empty", 0, "none") is None
 
 
 def test_recorded_waits_are_reproduced(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_recorded_waits_are_reproduced(tmp_path: Path) -> None:
         write_episodes(tmp_path / f"step-{step:06d}.parquet", [recorded(step, task) for task in range(4)])
     results = {}
     for metric in ("", "wait"):
-        lengths = RecordedLengths.of_folder(tmp_path, 0, "recorded", metric)
+        lengths = RecordedLengths.from_folder(tmp_path, 0, "recorded", metric)
         assert lengths is not None
         plan = replace(PLAN, prompts=2, samples=2)
         results[metric] = simulate_run(replace(scenario(plan), lengths=lengths)).seconds
@@ -138,7 +138,12 @@ def test_chrome_trace_has_every_span() -> None:
 
 def test_machine_descriptions_are_parsed_or_refused() -> None:
     machines = parse_machines("8xh100/4@2.5")
-    assert (machines.name, machines.replicas, machines.each, machines.cost(3600)) == ("H100", 2, 4, 20.0)
+    assert (machines.name, machines.replicas, machines.cards_per_model, machines.cost(3600)) == (
+        "H100",
+        2,
+        4,
+        20.0,
+    )
     for text, problem in (("H100", "does not describe"), ("2xH900", "H900"), ("3xH100/2", "divided")):
         with pytest.raises(RequestError, match=problem):
             parse_machines(text)
@@ -151,11 +156,11 @@ def test_computed_step_takes_the_maximum_of_memory_and_compute_time() -> None:
     model, card = card_of(PRESETS["large"]), CARDS["H100"]
     steps = ComputedSteps(parse_machines("1xH100"), model)
     weights = 2 * model.parameters / (0.7 * card.bandwidth)
-    assert steps.of_step(StepWork(1, 1.0)) == pytest.approx(1e-3 + weights, rel=1e-2)
+    assert steps.step_seconds(StepWork(1, 1.0)) == pytest.approx(1e-3 + weights, rel=1e-2)
     many = 2 * model.parameters * 1e6 / (0.5 * card.flops)
-    assert steps.of_step(StepWork(0, 0.0, 0.0, 1, 1_000_000)) == pytest.approx(1e-3 + many, rel=1e-2)
+    assert steps.step_seconds(StepWork(0, 0.0, 0.0, 1, 1_000_000)) == pytest.approx(1e-3 + many, rel=1e-2)
     assert (
-        ComputedSteps(parse_machines("4xH100/4"), model).of_step(StepWork(0, 0.0, 0.0, 1, 1_000_000))
+        ComputedSteps(parse_machines("4xH100/4"), model).step_seconds(StepWork(0, 0.0, 0.0, 1, 1_000_000))
         < 0.6 * many
     )
 
@@ -163,14 +168,14 @@ def test_computed_step_takes_the_maximum_of_memory_and_compute_time() -> None:
 def test_stale_calibration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from perilune.simulate.times import engine_digest
 
-    save(tmp_path, Calibrated(TIMES, "model", "here", engine_digest(), 0.0, 0.1))
-    assert load(tmp_path, "here", "model").times == TIMES
+    save_coefficients(tmp_path, Calibrated(TIMES, "model", "here", engine_digest(), 0.0, 0.1))
+    assert load_coefficients(tmp_path, "here", "model").times == TIMES
     for machine, model in (("there", "model"), ("here", "other")):
         with pytest.raises(RequestError, match="has not been calibrated"):
-            load(tmp_path, machine, model)
+            load_coefficients(tmp_path, machine, model)
     monkeypatch.setattr("perilune.simulate.times.engine_digest", lambda: "changed")
     with pytest.raises(RequestError, match="another version of the engine"):
-        load(tmp_path, "here", "model")
+        load_coefficients(tmp_path, "here", "model")
 
 
 RECIPE = """name: sums
@@ -206,7 +211,7 @@ def test_simulate_needs_a_calibration_of_this_machine(recipe: str) -> None:
     model = load_recipe(recipe, []).model
     assert model is not None
     digest = model_digest(model.model_dump())
-    save(Home.open().root, Calibrated(TIMES, digest, place_of("1"), engine_digest(), 0.0, 0.1))
+    save_coefficients(Home.open().root, Calibrated(TIMES, digest, place_of("1"), engine_digest(), 0.0, 0.1))
     ran = CliRunner().invoke(app, ["simulate", recipe])
     assert ran.exit_code == 0, ran.output
     assert "synchronous" in ran.output and "assumed lognormal" in ran.output

@@ -12,9 +12,9 @@ from perilune.cli.main import app
 from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.memory import card_of
-from perilune.simulate.autoscaling import Autoscaling, scale
+from perilune.simulate.autoscaling import Autoscaling, assign_replicas
 from perilune.simulate.hardware import ComputedSteps, parse_machines, transfer_seconds
-from perilune.simulate.serving import Arrival, Served, figures, poisson_requests, read_requests, serve
+from perilune.simulate.serving import Arrival, Served, poisson_requests, read_requests, serve, summarize_fleet
 from perilune.simulate.step_cost import StepWork
 
 MODEL = card_of(PRESETS["large"])
@@ -29,9 +29,9 @@ def test_single_request_takes_the_sum_of_its_steps() -> None:
     fleet = serve(ONE, MODEL, [Arrival(0, 2.0, 100, 3)])
     (one,) = fleet.served
     steps = ComputedSteps(ONE, MODEL)
-    prefill = steps.of_step(StepWork(0, 0.0, 0.0, 1, 100, 100 * 101 / 2))
-    decode = sum(steps.of_step(StepWork(1, float(keys))) for keys in (101, 102))
-    assert one.to_first == pytest.approx(prefill)
+    prefill = steps.step_seconds(StepWork(0, 0.0, 0.0, 1, 100, 100 * 101 / 2))
+    decode = sum(steps.step_seconds(StepWork(1, float(keys))) for keys in (101, 102))
+    assert one.ttft == pytest.approx(prefill)
     assert one.end - one.first == pytest.approx(decode)
     assert fleet.busy == pytest.approx(prefill + decode)
     assert fleet.steps == 3
@@ -60,18 +60,20 @@ def test_disaggregated_prefill_includes_the_transfer() -> None:
 def test_autoscaler_follows_the_request_rate_and_saves_cost() -> None:
     settings = Autoscaling.parse("1:1:5")
     quiet, busy = [10.0 * n for n in range(12)], [120 + n / 4 for n in range(480)]
-    scaled = scale(settings, [*quiet, *busy, 400.0, 410.0], most=8)
+    scaled = assign_replicas(settings, [*quiet, *busy, 400.0, 410.0], max_replicas=8)
     assert set(scaled.replica_of[: len(quiet)]) == {0}
     assert (scaled.peak, scaled.last) == (4, 1)  # four requests a second, then few
     third = scaled.replica_of.index(2)  # due to more than 2 requests per second over a minute
     assert 120 + 28 <= (quiet + busy)[third] - settings.startup <= 120 + 30
-    assert scale(settings, [*busy, *[1000 + one for one in busy]], most=8).replica_of[-1] > 4  # a new one
+    assert (
+        assign_replicas(settings, [*busy, *[1000 + one for one in busy]], max_replicas=8).replica_of[-1] > 4
+    )  # a new one
 
     arrivals = poisson_requests(2, 30, 100, 20, seed=1)
     machines = parse_machines("4xL4@3.6")
     always, scaling = (serve(machines, MODEL, arrivals, autoscaling=one) for one in (None, settings))
-    limits = {"to_first": 1.0, "per_token": 1.0}
-    paid, saved = (figures(one, machines, **limits) for one in (always, scaling))
+    limits = {"ttft": 1.0, "tpot": 1.0}
+    paid, saved = (summarize_fleet(one, machines, **limits) for one in (always, scaling))
     assert saved["requests"] == paid["requests"] and saved["cost"] < 0.8 * paid["cost"]
     assert saved["replicas_mean"] < 4 and saved["latency_mean"] >= paid["latency_mean"]
     with pytest.raises(RequestError, match="does not describe an autoscaler"):
@@ -84,7 +86,7 @@ def test_figures_report_latency_goodput_and_cost() -> None:
     served = [Served(Arrival(0, 0.0, 5, 11), 1.0, 2.0), Served(Arrival(1, 1.0, 5, 1), 4.0, 4.0)]
     machines = parse_machines("2xL4@3.6")
     fleet = replace_served(serve(machines, MODEL, [Arrival(0, 0.0, 5, 1)]), served)
-    found = figures(fleet, machines, to_first=2.0, per_token=0.2)
+    found = summarize_fleet(fleet, machines, ttft=2.0, tpot=0.2)
     assert (found["ttft_mean"], found["tpot_mean"], found["latency_mean"]) == (2.0, 0.1, 2.5)
     assert (found["goodput"], found["good_share"]) == (0.25, 0.5)  # the second request waited for 3 s
     assert found["tokens_per_second"] == 3.0

@@ -15,7 +15,7 @@ from perilune.models.config.decoder_config import PRESETS, preset_of
 from perilune.models.memory import card_of
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 from perilune.tasks.stage.defaults import RATES
 from perilune.tasks.stage.memory_plan import section_config
 
@@ -51,7 +51,7 @@ def jobs(tmp_path: Path, model: str, device: str = "auto") -> dict[str, dict[str
     text = RECIPE.replace("{MODEL}", model) + f"resources: {{device: {device}}}\n"
     (tmp_path / "r.yaml").write_text(text)
     recipe = load_recipe(tmp_path / "r.yaml")
-    return {stage.name: job_for(recipe, stage).spec for stage in recipe.stages}
+    return {stage.name: build_job(recipe, stage).spec for stage in recipe.stages}
 
 
 def test_every_training_task_has_default_rates() -> None:
@@ -162,7 +162,7 @@ def test_stage_defaults_follow_the_new_model_stage_it_trains(tmp_path: Path) -> 
         + "  - {name: larger, task: new_model, preset: large}\n"
     )
     recipe = load_recipe(tmp_path / "r.yaml")
-    made = {stage.name: job_for(recipe, stage) for stage in recipe.stages}
+    made = {stage.name: build_job(recipe, stage) for stage in recipe.stages}
     assert made["traces"].model["preset"] == "tiny"
     for name in ("larger", "sft", "rl", "eval"):
         assert made[name].model["preset"] == "large"

@@ -17,8 +17,8 @@ from perilune.files import sha256_file
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import job_for
-from perilune.recipe.staging import staged
+from perilune.recipe.schema import build_job
+from perilune.recipe.staging import stage_files
 from perilune.tasks.stage.memory_plan import model_config
 from perilune.tasks.supervised import tokens
 from perilune.tasks.supervised.demonstrations import Demonstrations
@@ -55,7 +55,7 @@ def test_data_file_is_part_of_the_bundle_digest(tmp_path: Path) -> None:
     write_rows(tmp_path / "chats.jsonl", CHATS)
     loaded = load_recipe(recipe(tmp_path, "sft", "chats.jsonl"))
     assert loaded.stage("own").consumes == {"checkpoint": "model"}
-    job, files = staged(job_for(loaded, loaded.stage("own")))
+    job, files = stage_files(build_job(loaded, loaded.stage("own")))
     assert files == {"data": tmp_path / "chats.jsonl"} and job.spec["data"] == "inputs/data"
     digests = [freeze(job, files, tmp_path / "first")]
     write_rows(tmp_path / "chats.jsonl", CHATS[1:])
@@ -81,7 +81,7 @@ def test_byte_tokenizer_is_chosen_for_non_ascii_data(tmp_path: Path) -> None:
     loaded = load_recipe(path)
     assert loaded == load_recipe(path, ["model.tokenizer=bytes"]).model_copy(update={"model": loaded.model})
     derive(loaded)
-    job, files = staged(job_for(loaded, loaded.stage("own")))
+    job, files = stage_files(build_job(loaded, loaded.stage("own")))
     freeze(job, files, tmp_path / "bundle")
     bundle = run_in(tmp_path / "bundle")
     decoder, tokenizer = load_checkpoint(bundle / "artifacts/checkpoints/final")
@@ -97,7 +97,7 @@ def test_bpe_is_trained_on_the_file_and_saved_in_the_checkpoint(tmp_path: Path) 
     path = recipe(tmp_path, "sft", "chats.jsonl")
     loaded = load_recipe(path, ["model.tokenizer=bpe", "model.vocab_size=512", "own.steps=40"])
     (planned,) = derive(loaded)
-    job, files = staged(job_for(loaded, loaded.stage("own")))
+    job, files = stage_files(build_job(loaded, loaded.stage("own")))
     digests = []
     for name in ("first", "second"):
         freeze(job, files, tmp_path / name)
@@ -138,7 +138,7 @@ def test_every_file_format_trains_the_same_model(tmp_path: Path) -> None:
     losses = []
     for name in (write_rows(tmp_path / "chats.jsonl", CHATS).name, "chats.parquet", "folder"):
         loaded = load_recipe(recipe(tmp_path, "sft", f"./{name}"))
-        job, files = staged(job_for(loaded, loaded.stage("own")))
+        job, files = stage_files(build_job(loaded, loaded.stage("own")))
         bundle = tmp_path / f"{name}-bundle"
         freeze(job, files, bundle)
         losses.append([line["loss"] for line in metrics(run_in(bundle))])

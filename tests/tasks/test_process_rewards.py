@@ -26,7 +26,7 @@ from perilune.learn.process_rewards import AnswerValues, MonteCarloValues
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import bundled_recipe, load_recipe
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.process_rewards import rewards as module
@@ -287,7 +287,7 @@ def test_bundled_process_rewards_recipe_runs_with_small_settings(tmp_path) -> No
     recipe = load_recipe(bundled_recipe("process_rewards"))
     small = {"tasks": 3, "samples": 2, "continuations": 2}
     for stage in recipe.stages:
-        whole = dict(job_for(recipe, stage).spec)
+        whole = dict(build_job(recipe, stage).spec)
         if stage.task == "calibrate":
             process_rewards = whole["process_rewards"] | {"guessable": 1.0}
             spec = whole | small | {"process_rewards": process_rewards}

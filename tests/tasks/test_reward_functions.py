@@ -12,7 +12,7 @@ from perilune.environments.core.protocol import Failure, Score, Task, Transcript
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 from perilune.verifiers import Scorer
 
 FUNCTIONS = """
@@ -224,7 +224,7 @@ def test_recipe_freezes_the_source_of_reward_functions(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     (tmp_path / "paid.yaml").write_text(RECIPE)
     recipe = load_recipe(tmp_path / "paid.yaml")
-    job = job_for(recipe, recipe.stage("rl"))
+    job = build_job(recipe, recipe.stage("rl"))
     assert job.environment["rewards"]["brevity"]["source"] == FUNCTIONS  # the bundle needs no other file
     assert job.environment["rewards"]["well_formed"] == 0.1
     for old, new, said in (

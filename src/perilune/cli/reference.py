@@ -8,7 +8,7 @@ from perilune.cli.commands import PANELS
 from perilune.cli.main import load_command
 
 
-def markdown() -> str:
+def render_markdown() -> str:
     """The reference page of the command line."""
     lines = [
         "# Command line",
@@ -61,4 +61,4 @@ def _row(parameter: Any) -> str:
 
 
 if __name__ == "__main__":
-    print(markdown(), end="")
+    print(render_markdown(), end="")

@@ -17,8 +17,8 @@ from perilune.execution.log import LogReader
 from perilune.files import read_json
 from perilune.lab.laboratory import LEASE, STEPS, Laboratory
 
-GRACE_SECONDS = 60.0  # by which a machine may outlive its lease
-FINAL = tuple(f"run.{state.value}" for state in RunState if state.terminal)
+GRACE_SECONDS = 60.0  # that a machine may outlive its lease
+FINAL_EVENTS = tuple(f"run.{state.value}" for state in RunState if state.terminal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Verdict:
     broken: tuple[str, ...]
 
 
-def check(lab: Laboratory) -> list[Verdict]:
+def check_invariants(lab: Laboratory) -> list[Verdict]:
     """Check all invariants of a lab whose runs and machines have ended."""
     with lab.control.store.snapshot() as session:
         return [Verdict(name, says, tuple(find(lab, session))) for name, (says, find) in INVARIANTS.items()]
 
 
-def _not_lost(lab: Laboratory, session: Session) -> Iterator[str]:
+def _find_lost_runs(lab: Laboratory, session: Session) -> Iterator[str]:
     for run_id, seed in lab.submitted.items():
         run = session.get(Run, run_id)
         if run is None or run.state != RunState.SUCCEEDED:
@@ -47,14 +47,14 @@ def _not_lost(lab: Laboratory, session: Session) -> Iterator[str]:
             yield f"run {run_id}: its result is {total}"
 
 
-def _one_result(lab: Laboratory, session: Session) -> Iterator[str]:
+def _find_double_results(lab: Laboratory, session: Session) -> Iterator[str]:
     succeeded = select(Attempt.run_id).where(Attempt.state == AttemptState.SUCCEEDED.value)
     for run_id, number in Counter(session.scalars(succeeded)).items():
         if number != 1:
             yield f"run {run_id}: {number} attempts succeeded"
 
 
-def _current_epoch(lab: Laboratory, session: Session) -> Iterator[str]:
+def _find_stale_results(lab: Laboratory, session: Session) -> Iterator[str]:
     for run in session.scalars(select(Run).where(Run.state == RunState.SUCCEEDED.value)):
         attempt = session.get(Attempt, (run.id, run.current_epoch))
         if attempt is None or attempt.manifest_digest != run.manifest_digest:
@@ -63,8 +63,8 @@ def _current_epoch(lab: Laboratory, session: Session) -> Iterator[str]:
             yield f"run {run.id}: {problems[0]}"
 
 
-def _all_gone(lab: Laboratory, session: Session) -> Iterator[str]:
-    bill = lab.bill()
+def _find_live_machines(lab: Laboratory, session: Session) -> Iterator[str]:
+    bill = lab.read_bill()
     for key in bill.get("alive", ["the cloud does not answer"]):
         yield f"alive: {key}"
     known = {machine.key: machine for machine in session.scalars(select(Machine))}
@@ -78,17 +78,17 @@ def _all_gone(lab: Laboratory, session: Session) -> Iterator[str]:
             yield f"{machine.key} has cost {billed:.4g} of {LEASE.max_cost:.4g}"
 
 
-def _whole_logs(lab: Laboratory, session: Session) -> Iterator[str]:
+def _find_log_gaps(lab: Laboratory, session: Session) -> Iterator[str]:
     for run in session.scalars(select(Run).where(Run.state == RunState.SUCCEEDED.value)):
         text = b"".join(LogReader(lab.control.directory(run) / "runtime").read()).decode()
         begun = re.findall(r"starts after step (\d+)$", text, re.MULTILINE)
         steps = [int(step) for step in re.findall(r"^[\d:]+ step (\d+)$", text, re.MULTILINE)]
-        # No steps, if the attempt before had done all.
+        # There are no steps if the attempt before completed all of them.
         if len(begun) != 1 or steps != list(range(int(begun[0]) + 1, STEPS + 1)):
             yield f"run {run.id}: its log starts after {begun} and has the steps {steps}"
 
 
-def _final(lab: Laboratory, session: Session) -> Iterator[str]:
+def _find_changes_after_end(lab: Laboratory, session: Session) -> Iterator[str]:
     if (broken := verify_events(session)) is not None:
         yield f"event {broken} was changed"
     ended: set[str | None] = set()
@@ -96,18 +96,18 @@ def _final(lab: Laboratory, session: Session) -> Iterator[str]:
     for run_id, kind in session.execute(kinds):
         if run_id in ended:
             yield f"run {run_id}: {kind} after its end"
-        if kind in FINAL:
+        if kind in FINAL_EVENTS:
             ended.add(run_id)
 
 
-def _no_canary(lab: Laboratory, session: Session) -> Iterator[str]:
+def _find_canary(lab: Laboratory, session: Session) -> Iterator[str]:
     needle = lab.canary.encode()
     for path in lab.folder.rglob("*"):
-        if path.is_file() and not path.is_symlink() and needle in _content(path):
+        if path.is_file() and not path.is_symlink() and needle in _read_bytes(path):
             yield str(path)
 
 
-def _nobody_helped(lab: Laboratory, session: Session) -> Iterator[str]:
+def _find_interventions(lab: Laboratory, session: Session) -> Iterator[str]:
     requests = select(Event.kind).where(Event.kind.in_(("run.cancel_requested", "run.cancel_forced")))
     yield from session.scalars(requests)
     if lab.crashes:
@@ -116,7 +116,7 @@ def _nobody_helped(lab: Laboratory, session: Session) -> Iterator[str]:
         yield f"the control process crashed {lab.crashes} times: {errors[-1]}"
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:  # a socket, or deleted meanwhile
@@ -124,12 +124,12 @@ def _content(path: Path) -> bytes:
 
 
 INVARIANTS: dict[str, tuple[str, Callable[[Laboratory, Session], Iterator[str]]]] = {
-    "I1": ("every accepted run has ended, with the right result", _not_lost),
-    "I2": ("no run has two results", _one_result),
-    "I3": ("every result is complete and from the current attempt", _current_epoch),
-    "I4": ("every machine is gone, and cost no more than its limit", _all_gone),
-    "I5": ("no log line is missing or duplicated", _whole_logs),
-    "I6": ("ended runs stay ended, and no event was changed", _final),
-    "I7": ("the secret is in no file", _no_canary),
-    "I8": ("no intervention was needed", _nobody_helped),
+    "I1": ("every accepted run has ended, with the right result", _find_lost_runs),
+    "I2": ("no run has two results", _find_double_results),
+    "I3": ("every result is complete and from the current attempt", _find_stale_results),
+    "I4": ("every machine is gone, and cost no more than its limit", _find_live_machines),
+    "I5": ("no log line is missing or duplicated", _find_log_gaps),
+    "I6": ("ended runs stay ended, and no event was changed", _find_changes_after_end),
+    "I7": ("the secret is in no file", _find_canary),
+    "I8": ("no intervention was needed", _find_interventions),
 }

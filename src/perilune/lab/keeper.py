@@ -13,7 +13,7 @@ from perilune.execution.processes import Presence, ProcessIdentity, die_with
 from perilune.execution.providers.fake.machines import Machine
 
 POLL_SECONDS = 0.5
-ROUNDS = 6  # because the server of the cloud may still create a machine while it ends
+POWER_OFF_ROUNDS = 6  # because the server of the cloud may still create a machine while it ends
 
 
 def end_machines(cloud: Path) -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     identity = ProcessIdentity.of(owner)
     while identity is not None and identity.presence() is Presence.PRESENT:
         time.sleep(POLL_SECONDS)
-    for _ in range(ROUNDS):
+    for _ in range(POWER_OFF_ROUNDS):
         end_machines(Path(mode))
         time.sleep(POLL_SECONDS)
 

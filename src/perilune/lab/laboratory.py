@@ -46,7 +46,7 @@ CANARY = "PERILUNE_LAB_CANARY"  # a secret that every run gets and that must not
 STEPS = 8
 LEASE = Lease(max_lifetime=300.0, idle=60.0, max_cost=0.05, ready_within=120.0)
 DAILY_CAP = 1000.0
-MOST_RUNS = 2000
+MAX_RUNS = 2000
 UNFINISHED = (RunState.QUEUED.value, RunState.ACTIVE.value)
 
 
@@ -94,8 +94,8 @@ class Laboratory:
         self.submitted: dict[str, int] = {}  # run to its seed
         self.injected: Counter[str] = Counter()
         self.crashes = 0  # of the control process, not counting kills
-        self._chance = random.Random(plan.seed)
-        self._began = self._ticked = time.monotonic()
+        self._rng = random.Random(plan.seed)
+        self._started_at = self._last_tick_at = time.monotonic()
 
     def __enter__(self) -> Laboratory:
         home = Home.open(self.folder / "home")
@@ -109,10 +109,10 @@ class Laboratory:
         os.environ[CANARY] = self.canary
         self.control = Control(home)
         document: dict[str, Any] = {"name": "lab", "nonce": self.canary[:8]}
-        stages = [(str(number), "rehearse") for number in range(1, MOST_RUNS + 1)]
+        stages = [(str(number), "rehearse") for number in range(1, MAX_RUNS + 1)]
         self.experiment = register_experiment(self.control, "lab", document, stages)
         self._server = server.start(self.cloud.folder, self.plan.weather)
-        self._controller = self._reconcile()
+        self._controller = self._start_controller()
         keeper = [sys.executable, "-m", "perilune.lab.keeper", str(self.cloud.folder), str(os.getpid())]
         self._keeper = subprocess.Popen(keeper, stdin=subprocess.DEVNULL, start_new_session=True)
         return self
@@ -127,22 +127,22 @@ class Laboratory:
 
     def tick(self, *, submitting: bool = True) -> Snapshot:
         """Inject failures, submit runs up to the limit, and return the state."""
-        self._inject()
+        self._inject_failures()
         if submitting:
-            for _ in range(min(self.plan.at_once - self.unfinished(), MOST_RUNS - len(self.submitted))):
-                self._submit()
+            for _ in range(min(self.plan.at_once - self.count_unfinished(), MAX_RUNS - len(self.submitted))):
+                self._submit_run()
         return self.snapshot()
 
-    def unfinished(self) -> int:
-        """The number of runs that have not ended."""
+    def count_unfinished(self) -> int:
+        """Count the runs that have not ended."""
         with self.control.store.snapshot() as session:
             return session.scalar(select(func.count()).where(Run.state.in_(UNFINISHED))) or 0
 
-    def settled(self) -> bool:
-        """Whether every run has ended and every machine is proven gone."""
-        return not self.unfinished() and not self.control.reconciler.rentals.fleet.all()
+    def is_settled(self) -> bool:
+        """Return whether every run has ended and every machine is proven gone."""
+        return not self.count_unfinished() and not self.control.reconciler.rentals.fleet.all()
 
-    def calm(self) -> None:
+    def stop_failures(self) -> None:
         """Stop injecting failures, so that live runs can end: restart the cloud with calm weather."""
         server.stop(self._server)
         calm = Weather(seed=self.plan.seed, visibility_seconds=self.plan.weather.visibility_seconds)
@@ -150,21 +150,21 @@ class Laboratory:
         self.plan = Plan(calm, self.plan.seed, self.plan.at_once, self.plan.step_seconds, kills=0.0)
 
     def snapshot(self) -> Snapshot:
-        """The current state."""
+        """Return the current state."""
         with self.control.store.snapshot() as session:
             runs, attempts, machines = (
-                dict(session.execute(_by_state(table)).all()) for table in (Run, Attempt, Machine)
+                dict(session.execute(_count_by_state(table)).all()) for table in (Run, Attempt, Machine)
             )
             cost = sum(accrued(machine) for machine in session.scalars(select(Machine)))
-        elapsed = time.monotonic() - self._began
-        return Snapshot(elapsed, runs, attempts, machines, dict(self.faults()), cost)
+        elapsed = time.monotonic() - self._started_at
+        return Snapshot(elapsed, runs, attempts, machines, dict(self.count_faults()), cost)
 
-    def faults(self) -> Counter[str]:
-        """Injected faults by kind."""
+    def count_faults(self) -> Counter[str]:
+        """Count the injected faults by kind."""
         lines = read_json_lines(self.cloud.folder / "faults.jsonl")
         return Counter(line["fault"] for line in lines) + self.injected
 
-    def _submit(self) -> None:
+    def _submit_run(self) -> None:
         seed = len(self.submitted) + 1
         job = Job(
             task="rehearse",
@@ -181,7 +181,7 @@ class Laboratory:
         self.submitted[run.id] = seed
 
     def template(self) -> Template:
-        """The template of the runs: a machine of the fake cloud that uses this Python."""
+        """Return the template of the runs: a machine of the fake cloud that uses this Python."""
         paths = [
             str(Path(path).absolute()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path
         ]
@@ -192,25 +192,25 @@ class Laboratory:
         limits = AttemptLimits(on_box_stop_after=60.0)
         return Template(placement=place, retry=retry, limits=limits, bring="all")
 
-    def _inject(self) -> None:
+    def _inject_failures(self) -> None:
         """Kill the control process or the cloud's server at random, and restart dead ones."""
         now = time.monotonic()
-        passed, self._ticked = now - self._ticked, now
-        share = self.plan.kills * passed / 60.0
-        if self._chance.random() < share:
+        elapsed, self._last_tick_at = now - self._last_tick_at, now
+        share = self.plan.kills * elapsed / 60.0
+        if self._rng.random() < share:
             self.injected["controller_killed"] += 1
             self._controller.send_signal(signal.SIGKILL)
             self._controller.wait()
-        if self._chance.random() < share / 2:
+        if self._rng.random() < share / 2:
             self.injected["cloud_killed"] += 1
             server.stop(self._server)
         if self._controller.poll() is not None:
             self.crashes += self._controller.returncode != -signal.SIGKILL
-            self._controller = self._reconcile()
+            self._controller = self._start_controller()
         if self._server.poll() is not None:
             self._server = server.start(self.cloud.folder, self.plan.weather)
 
-    def _reconcile(self) -> subprocess.Popen[bytes]:
+    def _start_controller(self) -> subprocess.Popen[bytes]:
         """Start `perilune reconcile --watch` in its own process."""
         with (self.folder / "controller.log").open("ab") as log:
             return subprocess.Popen(
@@ -221,13 +221,13 @@ class Laboratory:
                 env={**os.environ, "PERILUNE_HOME": str(self.control.home.root)},
             )
 
-    def bill(self) -> dict[str, Any]:
-        """Costs and live machines according to the cloud; empty while it does not answer."""
+    def read_bill(self) -> dict[str, Any]:
+        """Return the costs and live machines that the cloud reports; empty while it does not answer."""
         try:
             return dict(self.cloud.call("GET", "/bill"))
         except PeriluneError:
             return {}
 
 
-def _by_state(table: type[Run | Attempt | Machine]) -> Select[str, int]:
+def _count_by_state(table: type[Run | Attempt | Machine]) -> Select[str, int]:
     return select(table.state, func.count()).group_by(table.state)

@@ -87,7 +87,7 @@ _EVALUATION = "eval: {every: 10, tasks: 64}"
 _BEST = "eval: {every: 10, best: heldout/pass@1, output: best}"
 _NO_DROPOUT = "leave it out: there is no dropout, because the policy that samples would be another one"
 _NONE = "leave it out: Perilune has no such option"
-ADVICE: Mapping[str, str] = {
+REMEDIES: Mapping[str, str] = {
     "epsilon": _CLIP,
     "epsilon_high": _CLIP,
     "clip_ratio": _CLIP,
@@ -140,7 +140,7 @@ ADVICE: Mapping[str, str] = {
 """Remedies for names without a key of the same meaning in the same section."""
 
 
-TASKS: Mapping[str, str] = {
+TASK_REMEDIES: Mapping[str, str] = {
     "grpo": "task: rl, with algorithm: grpo",
     "ppo": "task: rl, with algorithm: ppo",
     "rloo": "task: rl, with algorithm: rloo",
@@ -153,6 +153,6 @@ TASKS: Mapping[str, str] = {
 """Remedies for kinds of training that other libraries name after their algorithm."""
 
 
-def alias_of(name: str, valid: Collection[str]) -> str | None:
-    """The key among `valid` that means what `name` means elsewhere, or None."""
+def find_alias(name: str, valid: Collection[str]) -> str | None:
+    """Return the key among `valid` that means what `name` means elsewhere, or None."""
     return next((key for key in ALIASES.get(name, ()) if key in valid), None)

@@ -19,7 +19,7 @@ Settings = tuple[str, ...]  # overrides of a recipe, "key=value"
 Bounds = tuple[int, int] | tuple[float, float]
 
 _RANGE = re.compile(r"\s*(?P<low>[-+\d.eE]+?)\.\.(?P<high>[-+\d.eE]+)\s*")
-DIGITS = 3  # significant digits of drawn numbers
+SIGNIFICANT_DIGITS = 3  # significant digits of drawn numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Axis:
         return self.bounds is not None and isinstance(self.bounds[0], float) and self.bounds[0] > 0
 
     def draw(self, rng: random.Random) -> str:
-        """One value: a listed value, or a number of the range."""
+        """Draw a listed value, or a number of the range."""
         if self.bounds is None:
             return rng.choice(self.values)
         low, high = self.bounds
@@ -45,52 +45,52 @@ class Axis:
         drawn = (
             math.exp(rng.uniform(math.log(low), math.log(high))) if self.is_log else rng.uniform(low, high)
         )
-        return self.number(drawn)
+        return self.format_number(drawn)
 
-    def number(self, value: float) -> str:
-        """A number of the range as text, with a few significant digits."""
+    def format_number(self, value: float) -> str:
+        """Format a number of the range with a few significant digits."""
         assert self.bounds is not None
         if isinstance(self.bounds[0], int):
             return str(round(value))
-        return str(min(max(float(f"{value:.{DIGITS}g}"), self.bounds[0]), self.bounds[1]))
+        return str(min(max(float(f"{value:.{SIGNIFICANT_DIGITS}g}"), self.bounds[0]), self.bounds[1]))
 
 
 def parse_axis(option: str) -> Axis:
-    """The axis in "key=value,value" or "key=low..high". Values are YAML; a single value is an axis too.
+    """Parse "key=value,value" or "key=low..high". Values are YAML; a single value is an axis too.
 
     Raises:
         RequestError: it has another form, no value, or a range that is empty.
     """
     key, equals, text = option.partition("=")
-    place = f"--set {option}"
+    location = f"--set {option}"
     if not equals or not key.strip():
-        raise RequestError("is not KEY=VALUES", where=place, remedy="--set rl.lr=1e-5,3e-5,1e-4")
+        raise RequestError("is not KEY=VALUES", where=location, remedy="--set rl.lr=1e-5,3e-5,1e-4")
     if key.strip() == "seed":
         raise RequestError(
-            "seeds are not an axis: arms are compared over them", where=place, remedy="--seeds 3"
+            "seeds are not an axis: arms are compared over them", where=location, remedy="--seeds 3"
         )
     if found := _RANGE.fullmatch(text):
-        return Axis(key.strip(), bounds=_bounds(found, place))
+        return Axis(key.strip(), bounds=_parse_bounds(found, location))
     try:
-        values = parse_yaml(f"[{text}]", place).value
+        values = parse_yaml(f"[{text}]", location).value
     except RequestError as error:
-        raise RequestError(error.what, where=place) from None
+        raise RequestError(error.what, where=location) from None
     if not values:
-        raise RequestError("has no value", where=place)
-    return Axis(key.strip(), tuple(dict.fromkeys(map(_text, values))))
+        raise RequestError("has no value", where=location)
+    return Axis(key.strip(), tuple(dict.fromkeys(map(_format_value, values))))
 
 
-def _bounds(found: re.Match[str], place: str) -> Bounds:
-    low, high = (parse_yaml(found[name], place).value for name in ("low", "high"))
+def _parse_bounds(found: re.Match[str], location: str) -> Bounds:
+    low, high = (parse_yaml(found[name], location).value for name in ("low", "high"))
     if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in (low, high)):
-        raise RequestError("a range is two numbers, as in 1e-6..1e-4", where=place)
+        raise RequestError("a range is two numbers, as in 1e-6..1e-4", where=location)
     if low >= high:
-        raise RequestError(f"the range is empty: {low} is not below {high}", where=place)
+        raise RequestError(f"the range is empty: {low} is not below {high}", where=location)
     return (low, high) if isinstance(low, int) and isinstance(high, int) else (float(low), float(high))
 
 
-def _text(value: Any) -> str:
-    """A value as the text that reads back as this value, without quotes where none are needed."""
+def _format_value(value: Any) -> str:
+    """Format a value as YAML that parses to the same value, without quotes where possible."""
     if isinstance(value, str):
         try:
             if parse_yaml(value, "").value == value:
@@ -100,8 +100,8 @@ def _text(value: Any) -> str:
     return json.dumps(value)
 
 
-def grid(axes: Sequence[Axis]) -> list[Settings]:
-    """Every combination of the values; the last axis changes first.
+def grid_arms(axes: Sequence[Axis]) -> list[Settings]:
+    """Return every combination of the values; the last axis changes first.
 
     Raises:
         RequestError: an axis is a range.
@@ -114,24 +114,24 @@ def grid(axes: Sequence[Axis]) -> list[Settings]:
                 where=f"--set {axis.key}={low}..{high}",
                 remedy="list the values, or add --random N or --search N",
             )
-    return [_settings(axes, values) for values in product(*(axis.values for axis in axes))]
+    return [_make_settings(axes, values) for values in product(*(axis.values for axis in axes))]
 
 
-def draw(axes: Sequence[Axis], count: int, seed: int = 0) -> list[Settings]:
-    """`count` random arms, without repetitions. A larger count gives the same arms and further ones."""
-    drawn = []
+def sample_arms(axes: Sequence[Axis], count: int, seed: int = 0) -> list[Settings]:
+    """Draw up to `count` distinct random arms. A larger count gives the same arms and further ones."""
+    arms = []
     for index in range(count):
         rng = random.Random(f"sweep/{seed}/{index}")
-        drawn.append(_settings(axes, [axis.draw(rng) for axis in axes]))
-    return list(dict.fromkeys(drawn))
+        arms.append(_make_settings(axes, [axis.draw(rng) for axis in axes]))
+    return list(dict.fromkeys(arms))
 
 
-def _settings(axes: Sequence[Axis], values: Sequence[str]) -> Settings:
+def _make_settings(axes: Sequence[Axis], values: Sequence[str]) -> Settings:
     return tuple(f"{axis.key}={value}" for axis, value in zip(axes, values, strict=True))
 
 
 def parse_seeds(text: str, first: int) -> tuple[int, ...]:
-    """The seeds in "3" (that many, from `first`), "3..5" or "0,4,7".
+    """Parse the seeds in "3" (that many, from `first`), "3..5" or "0,4,7".
 
     Raises:
         RequestError: it has another form.

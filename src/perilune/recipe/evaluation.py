@@ -9,13 +9,13 @@ from perilune.recipe.resolve import resolve
 from perilune.recipe.schema import Recipe
 from perilune.recipe.source import Document
 
-STAGE = "evaluation"
+EVALUATION_STAGE = "evaluation"
 
 
-def evaluation_recipe(
+def make_evaluation_recipe(
     folder: Path, environment: Mapping[str, Any], fields: Mapping[str, Any], seed: int, *, called: str = ""
 ) -> Recipe:
-    """The recipe that evaluates the checkpoint in `folder`.
+    """Make the recipe that evaluates the checkpoint in `folder`.
 
     Args:
         environment: the section of the environment, which may have `rewards`.
@@ -35,6 +35,6 @@ def evaluation_recipe(
         "model": {"path": str(folder)},
         "environment": section,
         "rewards": rewards,
-        "stages": [{"name": STAGE, "task": "evaluate", "checkpoint": "model", **given}],
+        "stages": [{"name": EVALUATION_STAGE, "task": "evaluate", "checkpoint": "model", **given}],
     }
     return resolve(Document(document), Path.cwd())

@@ -8,7 +8,7 @@ from typing import Any
 
 from perilune.errors import RequestError
 from perilune.files import read_regular
-from perilune.recipe.problems import Problem, nearest, raise_first
+from perilune.recipe.problems import Problem, raise_first, suggest_name
 from perilune.recipe.resolve import resolve
 from perilune.recipe.schema import Recipe
 from perilune.recipe.source import MAX_BYTES, Document, KeyPath, parse_yaml
@@ -27,20 +27,20 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(source)
     if isinstance(source, str) and not path.exists() and source in bundled_recipes():
         path = bundled_recipe(source)
-    document = parse_yaml(_read(path), str(path))
+    document = parse_yaml(_read_recipe(path), str(path))
     if not isinstance(document.value, dict):
         raise RequestError(
             "a recipe is a mapping of keys to values",
-            where=document.place(()) or str(path),
+            where=document.locate(()) or str(path),
             remedy=f"see the recipes in {_bundled_folder()}",
         )
     for override in overrides:
-        _apply(document, override)
+        _apply_override(document, override)
     return resolve(document, path.parent)
 
 
 def bundled_recipe(name: str) -> Path:
-    """Path of a recipe that ships with the package.
+    """Return the path of a recipe that ships with the package.
 
     Raises:
         RequestError: when no bundled recipe has that name.
@@ -52,7 +52,7 @@ def bundled_recipe(name: str) -> Path:
 
 
 def bundled_recipes() -> tuple[str, ...]:
-    """Names of the recipes that ship with the package, such as "quickstart" and "smollm2/arithmetic".
+    """List the recipes that ship with the package, such as "quickstart" and "smollm2/arithmetic".
 
     Those in a folder start from the pretrained model that the folder is named after.
     """
@@ -64,7 +64,7 @@ def _bundled_folder() -> Path:
     return Path(str(resources.files("perilune").joinpath("recipes")))
 
 
-def _read(path: Path) -> str:
+def _read_recipe(path: Path) -> str:
     if path.is_dir():
         raise RequestError("is a folder, not a recipe", where=str(path), remedy="the path of a YAML file")
     try:
@@ -81,21 +81,21 @@ def _read(path: Path) -> str:
         raise RequestError(f"cannot be read: {error.strerror}", where=str(path)) from None
 
 
-def _apply(document: Document, override: str) -> None:
+def _apply_override(document: Document, override: str) -> None:
     """Write one "key.key=value" into the document."""
     key, equals, text = override.partition("=")
-    place = f"--set {override}"
+    location = f"--set {override}"
     if not equals or not key.strip():
-        raise RequestError("is not KEY=VALUE", where=place, remedy="--set rl.steps=10")
+        raise RequestError("is not KEY=VALUE", where=location, remedy="--set rl.steps=10")
     try:
-        parsed = parse_yaml(text, place)
+        parsed = parse_yaml(text, location)
     except RequestError as error:
-        raise RequestError(error.what, where=place) from None
-    document.set(_key_path(document.value, key.strip().split("."), place), parsed.value, place)
+        raise RequestError(error.what, where=location) from None
+    document.set(_key_path(document.value, key.strip().split("."), location), parsed.value, location)
 
 
-def _key_path(value: dict[str, Any], keys: list[str], place: str) -> KeyPath:
-    """The path in the document that `keys` name, with the names of stages replaced by their positions."""
+def _key_path(value: dict[str, Any], keys: list[str], location: str) -> KeyPath:
+    """Return the path that `keys` name, with the names of stages replaced by their positions."""
     stages = value.get("stages")
     listed = stages if isinstance(stages, list) else []
     names = [stage.get("name") if isinstance(stage, dict) else None for stage in listed]
@@ -111,7 +111,9 @@ def _key_path(value: dict[str, Any], keys: list[str], place: str) -> KeyPath:
     if keys[0] in names:
         stage = listed[names.index(keys[0])]
         key = next((key for key, value in stage.items() if isinstance(value, int | float)), "task")
-        raise RequestError(f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.{key}", where=place)
-    problem = Problem((), f"no key or stage '{keys[0]}'", nearest(keys[0], known))
-    raise_first([problem], lambda _: place)
+        raise RequestError(
+            f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.{key}", where=location
+        )
+    problem = Problem((), f"no key or stage '{keys[0]}'", suggest_name(keys[0], known))
+    raise_first([problem], lambda _: location)
     raise AssertionError("unreachable")

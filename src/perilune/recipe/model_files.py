@@ -9,12 +9,12 @@ from perilune.errors import RequestError
 from perilune.files import read_regular
 from perilune.recipe.problems import Problem, ProblemsError
 
-LARGEST_TEMPLATE = 1 << 20  # bytes
-REQUIRED = "config.json"  # the file that every Hugging Face model has
+MAX_TEMPLATE_BYTES = 1 << 20  # bytes
+CONFIG_FILE = "config.json"  # the file that every Hugging Face model has
 
 
 def find_model(path: str, base: Path) -> Path:
-    """The absolute folder of a model, in Hugging Face format.
+    """Find the absolute folder of a model, in Hugging Face format.
 
     Args:
         path: a folder or a GGUF file (relative to `base`), the name of a model that `perilune model fetch`
@@ -24,21 +24,21 @@ def find_model(path: str, base: Path) -> Path:
         ProblemsError: when it is none of these, or cannot be read.
     """
     given = (base / Path(path).expanduser()).absolute()
-    found = given if given.exists() else _stored(path) or _cached(path)
+    found = given if given.exists() else _find_in_home(path) or _find_in_hub_cache(path)
     if found is None:
         is_path = path.startswith((".", "/", "~")) or path.endswith(".gguf")
         what = f"model.path: no file or folder {given}"
         what += "" if is_path else f", and no model {path} is fetched or in the Hugging Face cache"
         remedy = "check the path" if is_path else f"perilune model fetch {path}"
         raise ProblemsError([Problem(("model", "path"), what, remedy)])
-    if found.is_dir() and not (found / REQUIRED).is_file():
+    if found.is_dir() and not (found / CONFIG_FILE).is_file():
         files = sorted(found.glob("*.gguf"))
         remedy = str(files[0]) if files else "a folder in Hugging Face format, or a .gguf file"
         if (found / "adapter_config.json").is_file():
             remedy = "it is a LoRA adapter: merge it into its base model with PEFT and give the merged folder"
-        raise ProblemsError([Problem(("model", "path"), f"model.path: {found} has no {REQUIRED}", remedy)])
+        raise ProblemsError([Problem(("model", "path"), f"model.path: {found} has no {CONFIG_FILE}", remedy)])
     try:
-        folder: Path = _store().model_folder(found)
+        folder: Path = _import_store().model_folder(found)
     except RequestError as error:
         what = f"model.path: {error.where}: {error.what}"
         raise ProblemsError([Problem(("model", "path"), what, error.remedy)]) from None
@@ -46,14 +46,14 @@ def find_model(path: str, base: Path) -> Path:
 
 
 def read_chat_template(path: str, base: Path) -> str:
-    """The text of the chat template in the file `path` (relative to `base`).
+    """Read the chat template in the file `path` (relative to `base`).
 
     Raises:
         ProblemsError: when the file cannot be read.
     """
     file = (base / Path(path).expanduser()).absolute()
     try:
-        return read_regular(file, LARGEST_TEMPLATE).decode("utf-8")
+        return read_regular(file, MAX_TEMPLATE_BYTES).decode("utf-8")
     except RequestError as error:
         what = f"model.chat_template: {file} cannot be read: {error.what}"
         raise ProblemsError([Problem(("model", "chat_template"), what, error.remedy)]) from None
@@ -63,22 +63,22 @@ def read_chat_template(path: str, base: Path) -> str:
         raise ProblemsError([Problem(("model", "chat_template"), what)]) from None
 
 
-def _stored(name: str) -> Path | None:
-    """The folder of the model called `name` in the home, or None."""
-    found = _store().stored_model(name)
+def _find_in_home(name: str) -> Path | None:
+    """Return the folder of the model called `name` in the home, or None."""
+    found = _import_store().stored_model(name)
     return None if found is None else found.folder
 
 
-def _store() -> Any:
-    """The models of the home.
+def _import_store() -> Any:
+    """Import the module of the models in the home.
 
     Imported by name, because the control plane imports this module and must not depend on models.
     """
     return import_module("perilune.models.store")
 
 
-def _cached(model_id: str) -> Path | None:
-    """The snapshot of the branch main of `model_id` in the Hugging Face cache, or None."""
+def _find_in_hub_cache(model_id: str) -> Path | None:
+    """Return the snapshot of the branch main of `model_id` in the Hugging Face cache, or None."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     if model_id.startswith((".", "/", "~")) or ".." in model_id:

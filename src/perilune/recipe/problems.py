@@ -10,20 +10,20 @@ from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from perilune.errors import RequestError
-from perilune.recipe.aliases import ADVICE, ALIASES, alias_of
+from perilune.recipe.aliases import ALIASES, REMEDIES, find_alias
 from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-_MOST_LISTED = 16  # names that an error lists beside the nearest one
+_MAX_LISTED_NAMES = 16  # names that an error lists beside the closest one
 
-_IN_YAML = {  # pydantic speaks of JSON
+_YAML_TERMS = {  # pydantic speaks of JSON
     "should be an object": "should be a section of keys",
     "should be a valid dictionary": "should be a section of keys",
     "should be a valid array": "should be a list",
 }
 
-_NAME = re.compile(r"\^\[A-Za-z\]\[A-Za-z0-9_-\]\{0,(\d+)\}\$")  # the pattern of names
+_NAME_PATTERN = re.compile(r"\^\[A-Za-z\]\[A-Za-z0-9_-\]\{0,(\d+)\}\$")  # the pattern of names
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +44,23 @@ class ProblemsError(Exception):
         self.problems = problems
 
 
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """The remedy for a name that is not in `valid`: its meaning, or the closest name and all names."""
+def suggest_name(name: str, valid: Iterable[str]) -> str:
+    """Return the remedy for a name not in `valid`: the key that means the same, or the closest name."""
     names = list(valid)
-    meant = alias_of(name, names)
-    if not meant and name in ADVICE:
-        return ADVICE[name]
+    meant = find_alias(name, names)
+    if not meant and name in REMEDIES:
+        return REMEDIES[name]
     if not meant and name in ALIASES:
         elsewhere = " or ".join(f"'{key}'" for key in ALIASES[name])
         return f"{elsewhere}, which belongs in another section; here one of: {', '.join(names)}"
     close = [meant] if meant else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     listed = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
     if close:
-        return f"'{close[0]}'; {listed}" if len(names) <= _MOST_LISTED else f"'{close[0]}'"
+        return f"'{close[0]}'; {listed}" if len(names) <= _MAX_LISTED_NAMES else f"'{close[0]}'"
     return listed
 
 
-def raise_first(problems: Sequence[Problem], place: Callable[[KeyPath], str]) -> NoReturn:
+def raise_first(problems: Sequence[Problem], locate: Callable[[KeyPath], str]) -> NoReturn:
     """Raise the first of `problems` as the user's error, with the number of the others.
 
     Missing keys come last, because a misspelt key is also a missing key.
@@ -70,7 +70,7 @@ def raise_first(problems: Sequence[Problem], place: Callable[[KeyPath], str]) ->
     """
     first, *others = sorted(problems, key=lambda problem: problem.missing)
     more = f" (and {len(others)} more)" if others else ""
-    raise RequestError(first.what + more, where=place(first.path), remedy=first.remedy)
+    raise RequestError(first.what + more, where=locate(first.path), remedy=first.remedy)
 
 
 def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> ModelT:
@@ -91,17 +91,17 @@ def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> Mode
 
 
 def _is_wrong_alternative(detail: Mapping[str, Any], value: Any) -> bool:
-    """Whether the error only says that a section is not another type that its key also allows."""
+    """Return whether the error only says that a section is not another type that its key also allows."""
     *_, last = detail["loc"] or ("",)
     return (
         isinstance(detail["input"], dict)
         and detail["type"].endswith("_type")
-        and last not in _keys(detail, value)
+        and last not in _written_path(detail, value)
     )
 
 
-def _keys(detail: Mapping[str, Any], value: Any) -> KeyPath:
-    """The path of the error as the user wrote it.
+def _written_path(detail: Mapping[str, Any], value: Any) -> KeyPath:
+    """Return the path of the error as the user wrote it.
 
     For a union, pydantic's location also contains the chosen alternative, which is not in the document.
     """
@@ -116,12 +116,12 @@ def _keys(detail: Mapping[str, Any], value: Any) -> KeyPath:
 def _problem(
     model: type[BaseModel], detail: dict[str, Any], value: Any, path: KeyPath, label: str
 ) -> Problem:
-    location = _keys(detail, value)
+    location = _written_path(detail, value)
     key = ".".join(str(part) for part in ([label] if label else []) + list(location))
     full = (*path, *location)
     if detail["type"] == "extra_forbidden":
-        valid = _owner(model, detail["loc"]).model_fields
-        return Problem(full, f"{key} is not a known key", nearest(str(location[-1]), valid))
+        valid = _find_owner(model, detail["loc"]).model_fields
+        return Problem(full, f"{key} is not a known key", suggest_name(str(location[-1]), valid))
     if detail["type"] == "missing":
         return Problem(full, f"{key} is missing", missing=True)
     if detail["type"] == "union_tag_not_found":
@@ -129,13 +129,13 @@ def _problem(
     if detail["type"] == "union_tag_invalid":
         tag = detail["ctx"]["tag"]
         names = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
-        return Problem(full, f"{key}: no {location[-1]} '{tag}'", nearest(tag, names))
-    return _wrong_value(detail, key, full)
+        return Problem(full, f"{key}: no {location[-1]} '{tag}'", suggest_name(tag, names))
+    return _value_problem(detail, key, full)
 
 
-def _wrong_value(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
+def _value_problem(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    message = _IN_YAML.get(message, message)
+    message = _YAML_TERMS.get(message, message)
     if detail["type"] == "too_short":
         message = (
             "is empty" if not detail["input"] else f"needs at least {detail['ctx']['min_length']} entries"
@@ -145,37 +145,37 @@ def _wrong_value(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
     given = detail["input"]
     shown = json.dumps(given, ensure_ascii=False)[:80]
     remedy = ""
-    if name := _NAME.fullmatch(detail.get("ctx", {}).get("pattern", "")):
+    if name := _NAME_PATTERN.fullmatch(detail.get("ctx", {}).get("pattern", "")):
         longest = int(name[1]) + 1
         message = f"must begin with a letter and have at most {longest} letters, digits, _ and -"
         remedy = re.sub(r"[^A-Za-z0-9_-]+", "-", given).lstrip("_-0123456789")[:longest].rstrip("_-")
     return Problem(full, f"{key} is {shown} but {message}", remedy)
 
 
-def _owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:
-    """The model whose fields do not include the last part of pydantic's location."""
+def _find_owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:
+    """Return the model whose fields do not include the last part of pydantic's location."""
     kinds = [model]
     for part in location[:-1]:
-        named = [kind for kind in kinds if part in (*_names_of(kind), kind.__name__)]
+        named = [kind for kind in kinds if part in (*_selecting_names(kind), kind.__name__)]
         if named:
             kinds = named
         elif part in kinds[0].model_fields:
-            kinds = _models(kinds[0].model_fields[str(part)].annotation) or kinds
+            kinds = _models_in(kinds[0].model_fields[str(part)].annotation) or kinds
     return kinds[0]
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """All models in an annotation."""
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Return all models in an annotation."""
     if _is_model(annotation):
         return [annotation]
-    return [found for inner in get_args(annotation) for found in _models(inner)]
+    return [found for inner in get_args(annotation) for found in _models_in(inner)]
 
 
 def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _names_of(kind: type[BaseModel]) -> list[Any]:
-    """The names or types that select this model in a union."""
+def _selecting_names(kind: type[BaseModel]) -> list[Any]:
+    """Return the names or types that select this model in a union."""
     fields = [kind.model_fields[key] for key in ("name", "type") if key in kind.model_fields]
     return [name for field in fields for name in (field.default, *get_args(field.annotation))]

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from perilune.bundle.plugin import consumed_fields, file_fields, load_plugin, plugin_names
 from perilune.extensions import CODE_SCHEMA, CodeFile
-from perilune.recipe.resolve import environment_registry, with_article
+from perilune.recipe.resolve import describe_kind, import_environment_registry
 from perilune.recipe.schema import Recipe, Stage
 
 STAGE_HEADER = ("name", "task")
@@ -29,36 +29,36 @@ class Key:
     description: str
 
 
-def sections() -> dict[str, tuple[Key, ...]]:
-    """The sections of a recipe with their keys: "recipe", "model", "environment: ID", "task: NAME", ..."""
+def list_sections() -> dict[str, tuple[Key, ...]]:
+    """Return the keys of each section: "recipe", "model", "environment: ID", "task: NAME", ..."""
     fields = Recipe.model_fields
-    found = {"recipe": _keys(Recipe, only=tuple(fields))}
+    found = {"recipe": _list_keys(Recipe, only=tuple(fields))}
     for name in ("model", "resources"):
         kinds = (fields[name].annotation, *get_args(fields[name].annotation))
         found[name] = next(
-            _keys(one) for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)
+            _list_keys(one) for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)
         )
     for name, model in environment_models().items():
-        found[f"environment: {name}"] = _keys(model)
-    found["stages"] = _keys(Stage, only=(*STAGE_HEADER, "environment"))
+        found[f"environment: {name}"] = _list_keys(model)
+    found["stages"] = _list_keys(Stage, only=(*STAGE_HEADER, "environment"))
     for name in plugin_names():
-        found[f"task: {name}"] = _keys(load_plugin(name).spec)
-    return found | {title: _keys(model) for title, model in _choices().items()}
+        found[f"task: {name}"] = _list_keys(load_plugin(name).spec)
+    return found | {title: _list_keys(model) for title, model in _named_choices().items()}
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a recipe with the installed tasks and environments."""
-    schema = _inlined(Recipe)
-    header = _inlined(Stage)["properties"]
+    """Return the JSON Schema (draft 2020-12) of a recipe with the installed tasks and environments."""
+    schema = _inline_schema(Recipe)
+    header = _inline_schema(Stage)["properties"]
     stages: list[dict[str, Any]] = []
     for name in plugin_names():
-        own = _inlined(load_plugin(name).spec)
+        own = _inline_schema(load_plugin(name).spec)
         general = {"name": header["name"], "environment": header["environment"]}
         properties = {**general, "task": {"const": name}, **own.get("properties", {})}
         required = [*STAGE_HEADER, *own.get("required", [])]
         closed = {"type": "object", "additionalProperties": False}
         stages.append(closed | {"properties": properties, "required": required})
-    environments = [_inlined(model) for model in environment_models().values()]
+    environments = [_inline_schema(model) for model in environment_models().values()]
     of_file = {"type": "object", "required": ["id"], "patternProperties": {"^id$": CODE_SCHEMA}}
     environments.append(of_file)
     schema["properties"]["environment"] = {"anyOf": environments}
@@ -66,8 +66,8 @@ def recipe_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-def markdown() -> str:
-    """The reference page."""
+def render_markdown() -> str:
+    """Render the reference page."""
     lines = [
         "# Recipe",
         "",
@@ -77,7 +77,7 @@ def markdown() -> str:
         "",
         "<!-- Written by `python -m perilune.recipe.reference markdown`; a test keeps it in step. -->",
     ]
-    for title, keys in sections().items():
+    for title, keys in list_sections().items():
         heading = title if title == "recipe" else f"`{title}`"
         lines += ["", f"## {heading[0].upper()}{heading[1:]}", ""]
         if not keys:
@@ -89,14 +89,14 @@ def markdown() -> str:
 
 
 def environment_models() -> dict[str, type[BaseModel]]:
-    """The models of environment sections, by the id of the environment."""
-    registry = environment_registry()
+    """Return the models of environment sections, by the id of the environment."""
+    registry = import_environment_registry()
     models = {name: registry.environment_spec(name) for name in registry.environment_ids()}
     return {name: model for name, model in models.items() if model is not None}
 
 
-def _choices() -> dict[str, type[BaseModel]]:
-    """Sections that a key of a task selects by name: "algorithm: grpo", ..."""
+def _named_choices() -> dict[str, type[BaseModel]]:
+    """Return the sections that a key of a task selects by name: "algorithm: grpo", ..."""
     found = {}
     for task in plugin_names():
         for field, info in load_plugin(task).spec.model_fields.items():
@@ -107,26 +107,28 @@ def _choices() -> dict[str, type[BaseModel]]:
     return found
 
 
-def _keys(model: type[BaseModel], only: tuple[str, ...] | None = None, prefix: str = "") -> tuple[Key, ...]:
-    schema = _inlined(model)
+def _list_keys(
+    model: type[BaseModel], only: tuple[str, ...] | None = None, prefix: str = ""
+) -> tuple[Key, ...]:
+    schema = _inline_schema(model)
     consumed: dict[str, str] = {
-        name: f"name of a stage that makes {with_article(kind)}"
+        name: f"name of a stage that makes {describe_kind(kind)}"
         for name, kind in consumed_fields(model).items()
     }
     for name in file_fields(model, dict.fromkeys(consumed, "./")):
         consumed[name] += ", or a path"
     names = only or tuple(model.model_fields)
     return tuple(
-        key for name in names for key in _described(prefix + name, name, schema, consumed.get(name, ""))
+        key for name in names for key in _key_rows(prefix + name, name, schema, consumed.get(name, ""))
     )
 
 
-def _described(shown: str, name: str, schema: dict[str, Any], consumes: str) -> Iterator[Key]:
-    """The row of one key, or a row for each key of a nested section."""
+def _key_rows(path: str, name: str, schema: dict[str, Any], consumes: str) -> Iterator[Key]:
+    """Yield the row of a key, or a row for each key of a nested section."""
     inner = schema["properties"][name]
     optional = [part for part in inner.get("anyOf", ()) if "properties" in part]
     if optional and schema["title"] != "Recipe":
-        yield Key(shown, "section", "", inner.get("description", ""))
+        yield Key(path, "section", "", inner.get("description", ""))
         inner = optional[0]
     if "properties" in inner and schema["title"] != "Recipe":
         given = inner.get("default") or {}  # overrides the defaults of the fields
@@ -135,14 +137,14 @@ def _described(shown: str, name: str, schema: dict[str, Any], consumes: str) -> 
             for deeper, field in inner["properties"].items()
         }
         for deeper in fields:
-            yield from _described(f"{shown}.{deeper}", deeper, inner | {"properties": fields}, "")
+            yield from _key_rows(f"{path}.{deeper}", deeper, inner | {"properties": fields}, "")
         return
-    kind = consumes or _type(inner)
-    default = "required" if name in schema.get("required", ()) else _default(inner)
-    yield Key(shown, kind, default, inner.get("description", ""))
+    kind = consumes or _format_type(inner)
+    default = "required" if name in schema.get("required", ()) else _format_default(inner)
+    yield Key(path, kind, default, inner.get("description", ""))
 
 
-def _default(schema: dict[str, Any]) -> str:
+def _format_default(schema: dict[str, Any]) -> str:
     value = schema.get("default")
     if isinstance(value, dict) and "name" in value:  # a choice by name
         value = value["name"]
@@ -151,10 +153,10 @@ def _default(schema: dict[str, Any]) -> str:
     return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
 
 
-def _type(schema: dict[str, Any]) -> str:
-    """The type in a JSON schema as text."""
+def _format_type(schema: dict[str, Any]) -> str:
+    """Describe the type in a JSON schema."""
     if "anyOf" in schema:
-        parts = (_type(part) for part in schema["anyOf"] if part.get("type") != "null")
+        parts = (_format_type(part) for part in schema["anyOf"] if part.get("type") != "null")
         return " or ".join(dict.fromkeys(parts))
     if schema.get("format") == CODE_SCHEMA["format"]:
         return f"`{schema['format']}`"
@@ -167,18 +169,20 @@ def _type(schema: dict[str, Any]) -> str:
     names = {"string": "text", "array": "list", "object": "section", "boolean": "true or false"}
     kind = names.get(schema.get("type", ""), schema.get("type", "any"))
     if kind == "list" and "items" in schema:
-        kind = f"list of {_type(schema['items'])}"
+        kind = f"list of {_format_type(schema['items'])}"
     signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
-    limits = [f"{sign} {schema[word]:g}" for word, sign in signs.items() if _is_real(schema.get(word))]
+    limits = [
+        f"{sign} {schema[word]:g}" for word, sign in signs.items() if _is_explicit_limit(schema.get(word))
+    ]
     return f"{kind} {', '.join(limits)}".strip()
 
 
-def _is_real(limit: float | None) -> bool:
+def _is_explicit_limit(limit: float | None) -> bool:
     return limit is not None and abs(limit) < 2**53  # not a bound of 64-bit integers
 
 
-def _inlined(model: type[BaseModel]) -> dict[str, Any]:
-    """The JSON schema of `model` with each `$ref` replaced by its definition."""
+def _inline_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the JSON schema of `model` with each `$ref` replaced by its definition."""
     schema = model.model_json_schema()
     definitions = schema.pop("$defs", {})
 
@@ -198,4 +202,4 @@ def _inlined(model: type[BaseModel]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     kind = sys.argv[1] if len(sys.argv) > 1 else "markdown"
-    print(markdown() if kind == "markdown" else json.dumps(recipe_schema(), indent=2), end="")
+    print(render_markdown() if kind == "markdown" else json.dumps(recipe_schema(), indent=2), end="")

@@ -21,10 +21,10 @@ from perilune.data.sources import find_source
 from perilune.errors import RequestError
 from perilune.extensions import is_file_reference
 from perilune.files import get_field, replace_field
-from perilune.recipe.aliases import TASKS
+from perilune.recipe.aliases import TASK_REMEDIES
 from perilune.recipe.model_files import find_model, read_chat_template
-from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
-from perilune.recipe.reward_files import read_code, read_terms, with_code, with_source
+from perilune.recipe.problems import Problem, ProblemsError, raise_first, suggest_name, validate
+from perilune.recipe.reward_files import read_reward_source, read_reward_terms, read_source, read_source_files
 from perilune.recipe.schema import (
     MODEL,
     VERIFIER,
@@ -32,10 +32,10 @@ from perilune.recipe.schema import (
     Recipe,
     RewardFunction,
     Stage,
-    with_rewards,
+    add_rewards,
 )
 from perilune.recipe.source import Document, KeyPath
-from perilune.recipe.tokenizers import with_tokenizer
+from perilune.recipe.tokenizers import choose_tokenizer
 
 _BLANK_STAGE = {"name": "blank", "task": "blank"}
 
@@ -52,9 +52,9 @@ def resolve(document: Document, folder: Path) -> Recipe:
     problems: list[Problem] = []
     recipe: Recipe | None = None
     value = dict(document.value)
-    base = partial(_base, document, folder=folder)
-    find = partial(_environment, base=base)
-    stages = partial(_stages, base=base, environment=lambda: value.get("environment"))
+    base = partial(_base_folder, document, folder=folder)
+    find = partial(_validate_environment, base=base)
+    stages = partial(_validate_stages, base=base, environment=lambda: value.get("environment"))
     for section, check, blank in (("environment", find, {}), ("stages", stages, [_BLANK_STAGE])):
         if section in value:
             try:
@@ -65,50 +65,50 @@ def resolve(document: Document, folder: Path) -> Recipe:
     try:
         recipe = validate(Recipe, value, (), "")
         located = {
-            "model": recipe.model and _located(recipe.model, document, folder),
-            "rewards": _rewards(recipe, document, folder),
+            "model": recipe.model and _resolve_model_paths(recipe.model, document, folder),
+            "rewards": _load_rewards(recipe, document, folder),
         }
         recipe = recipe.model_copy(update=located)
-        recipe = recipe if problems else with_tokenizer(recipe)
+        recipe = recipe if problems else choose_tokenizer(recipe)
     except ProblemsError as found:
         problems += found.problems
     if problems or recipe is None:
-        raise_first(sorted(problems, key=lambda p: _order(document.place(p.path))), document.place)
+        raise_first(sorted(problems, key=lambda p: _sort_key(document.locate(p.path))), document.locate)
     return recipe
 
 
-def environment_registry() -> Any:
-    """The registry of environments.
+def import_environment_registry() -> Any:
+    """Import the registry of environments.
 
     Imported by name, because the control plane imports this module and must not depend on environments.
     """
     return import_module("perilune.environments.core.registry")
 
 
-def _order(place: str) -> tuple[bool, int, str]:
-    """Sort key of a place: overrides first, then by line."""
-    line = place.rpartition(":")[2]
-    return (not place.startswith("--set"), int(line) if line.isdigit() else 0, place)
+def _sort_key(location: str) -> tuple[bool, int, str]:
+    """Return the sort key of a location: overrides first, then by line."""
+    line = location.rpartition(":")[2]
+    return (not location.startswith("--set"), int(line) if line.isdigit() else 0, location)
 
 
-def _located(model: ModelSpec, document: Document, folder: Path) -> ModelSpec:
-    """The model with absolute paths. Paths from `--set` are relative to the working directory."""
+def _resolve_model_paths(model: ModelSpec, document: Document, folder: Path) -> ModelSpec:
+    """Make the paths of the model absolute. Paths from `--set` are relative to the working directory."""
     found: dict[str, str] = {}
     if model.path is not None:
-        found["path"] = str(find_model(model.path, _base(document, ("model", "path"), folder)))
+        found["path"] = str(find_model(model.path, _base_folder(document, ("model", "path"), folder)))
     if model.chat_template is not None:
-        base = _base(document, ("model", "chat_template"), folder)
+        base = _base_folder(document, ("model", "chat_template"), folder)
         found["chat_template"] = read_chat_template(model.chat_template, base)
     return model.model_copy(update=found)
 
 
-def _rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, float | RewardFunction]:
-    """The rewards with the source text of their functions."""
+def _load_rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, float | RewardFunction]:
+    """Return the rewards with the source text of their functions."""
     if isinstance(recipe.rewards.get(VERIFIER), RewardFunction):
         what = f"rewards.{VERIFIER} is the environment's own verifier; give a weight, or rename the function"
         raise ProblemsError([Problem(("rewards", VERIFIER), what)])
     found = {
-        name: with_source(name, term, _base(document, ("rewards", name, "function"), folder))
+        name: read_reward_source(name, term, _base_folder(document, ("rewards", name, "function"), folder))
         if isinstance(term, RewardFunction)
         else term
         for name, term in recipe.rewards.items()
@@ -116,26 +116,26 @@ def _rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, floa
     if not recipe.environment:  # empty if it was invalid, which is reported already
         return found
     if not found:
-        _require_verdicts(recipe)
+        _require_scoring(recipe)
         return found
     try:
-        environment_registry().make_environment(with_rewards(recipe.environment, found))
+        import_environment_registry().make_environment(add_rewards(recipe.environment, found))
     except RequestError as error:
         raise ProblemsError([Problem(("rewards",), f"rewards: {error.what}", error.remedy)]) from None
     return found
 
 
-def _require_verdicts(recipe: Recipe) -> None:
+def _require_scoring(recipe: Recipe) -> None:
     """Refuse environments without a verifier if no rewards are given."""
     sections: list[tuple[KeyPath, Mapping[str, Any]]] = [(("environment",), recipe.environment)]
     sections += [(("stages", n, "environment"), stage.environment) for n, stage in enumerate(recipe.stages)]
-    registry = environment_registry()
-    for place, whole in sections:
+    registry = import_environment_registry()
+    for location, whole in sections:
         parts = {
-            (*place, *registry.part_place(whole, name)): part
+            (*location, *registry.part_place(whole, name)): part
             for name, part in registry.part_sections(whole).items()
         }
-        for path, section in (parts or {place: whole}).items():
+        for path, section in (parts or {location: whole}).items():
             if not section or section.get(registry.REWARDS) or registry.has_verdict(section):
                 continue
             key = ".".join(map(str, path))
@@ -144,21 +144,21 @@ def _require_verdicts(recipe: Recipe) -> None:
             raise ProblemsError([Problem((*path, "match"), what, remedy)])
 
 
-def _base(document: Document, path: KeyPath, folder: Path) -> Path:
-    """The base of a relative path at `path`: the recipe's folder, or the working directory for `--set`."""
-    return Path.cwd() if document.place(path).startswith("--set") else folder
+def _base_folder(document: Document, path: KeyPath, folder: Path) -> Path:
+    """Return the base of relative paths at `path`: the recipe's folder; the working directory for `--set`."""
+    return Path.cwd() if document.locate(path).startswith("--set") else folder
 
 
-def _environment(
+def _validate_environment(
     value: Any, base: Callable[[KeyPath], Path], where: KeyPath = ("environment",), label: str = "environment"
 ) -> dict[str, Any]:
-    """Validate the section with the environment's model, then by constructing the environment."""
+    """Validate a section with the environment's model, then by constructing the environment."""
     if not isinstance(value, dict):
         raise ProblemsError([Problem(where, f"{label} must be a section with keys")])
-    registry = environment_registry()
+    registry = import_environment_registry()
     if is_file_reference(value.get("id")) and registry.SOURCE not in value:
         key = (*where, "id")
-        value = {**value, registry.SOURCE: read_code(value["id"], base(key), key)}
+        value = {**value, registry.SOURCE: read_source(value["id"], base(key), key)}
     checked: dict[str, Any] = value
     try:
         source = value.get(registry.SOURCE)
@@ -168,12 +168,12 @@ def _environment(
             checked = validate(model, fields, where, label).model_dump(mode="json") | of_file
             if value["id"] == registry.MIXTURE:
                 checked["parts"] = {
-                    name: _part(part, base, (*where, "parts", name), f"{label}.parts.{name}")
+                    name: _validate_part(part, base, (*where, "parts", name), f"{label}.parts.{name}")
                     for name, part in checked["parts"].items()
                 }
             if registry.borrows(value):
                 inner = (*where, registry.TASKS)
-                checked[registry.TASKS] = _part(
+                checked[registry.TASKS] = _validate_part(
                     checked[registry.TASKS], base, inner, ".".join(map(str, inner))
                 )
             checked = registry.with_absolute_paths(checked, lambda key: base((*where, *key.split("."))))
@@ -188,23 +188,23 @@ def _environment(
     return checked
 
 
-def _part(
+def _validate_part(
     part: dict[str, Any], base: Callable[[KeyPath], Path], where: KeyPath, label: str
 ) -> dict[str, Any]:
     """Validate a part of a mixture: an environment section with keys of its own and, possibly, rewards."""
-    registry = environment_registry()
+    registry = import_environment_registry()
     if part["id"] == registry.MIXTURE:
         remedy = "list its parts in the outer mixture"
         raise ProblemsError([Problem((*where, "id"), f"{label}: a part cannot be a mixture", remedy)])
-    apart = {key: part[key] for key in (*registry.PART_KEYS, registry.REWARDS) if key in part}
-    if terms := apart.get(registry.REWARDS):
-        apart[registry.REWARDS] = read_terms(terms, base, (*where, registry.REWARDS))
-    section = {key: value for key, value in part.items() if key not in apart}
-    checked = _environment(section, base, where, label)
-    return {key: value for key, value in checked.items() if key in part or key != "episodes"} | apart
+    extra = {key: part[key] for key in (*registry.PART_KEYS, registry.REWARDS) if key in part}
+    if terms := extra.get(registry.REWARDS):
+        extra[registry.REWARDS] = read_reward_terms(terms, base, (*where, registry.REWARDS))
+    section = {key: value for key, value in part.items() if key not in extra}
+    checked = _validate_environment(section, base, where, label)
+    return {key: value for key, value in checked.items() if key in part or key != "episodes"} | extra
 
 
-def _stages(
+def _validate_stages(
     value: Any, base: Callable[[KeyPath], Path], environment: Callable[[], Any]
 ) -> list[dict[str, Any]]:
     if not isinstance(value, list):
@@ -215,7 +215,7 @@ def _stages(
     for index, item in enumerate(value):
         path = ("stages", index)
         try:
-            stage = _stage(item, path, base, environment())
+            stage = _validate_stage(item, path, base, environment())
         except ProblemsError as found:
             problems += found.problems
             continue
@@ -231,13 +231,13 @@ def _stages(
             positions[stage.name] = index
             stages.append(stage)
     if not problems:
-        problems = [problem for stage in stages for problem in _links(stage, stages, positions)]
+        problems = [problem for stage in stages for problem in _check_references(stage, stages, positions)]
     if problems:
         raise ProblemsError(problems)
-    return [stage.model_dump() for stage in _ordered(stages, positions)]
+    return [stage.model_dump() for stage in _sort_stages(stages, positions)]
 
 
-def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environment: Any) -> Stage:
+def _validate_stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environment: Any) -> Stage:
     if not isinstance(item, dict):
         raise ProblemsError([Problem(path, "a stage is a mapping with at least name and task")])
     label = f"stages.{item.get('name', path[-1])}"
@@ -246,58 +246,58 @@ def _stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], environmen
     try:
         spec = load_plugin(stage.task).spec
     except RequestError as error:
-        remedy = TASKS.get(stage.task) or nearest(stage.task, plugin_names())
+        remedy = TASK_REMEDIES.get(stage.task) or suggest_name(stage.task, plugin_names())
         raise ProblemsError([Problem((*path, "task"), f"{label}.task: {error.what}", remedy)]) from None
     own = {key: value for key, value in item.items() if key not in header}
-    own = with_code(own, code_fields(spec), base, path)
+    own = read_source_files(own, code_fields(spec), base, path)
     fields = validate(spec, own, path, label).model_dump(mode="json")
     fields |= dict.fromkeys(name for name in by_model_fields(spec) if name not in own)
     for field in path_fields(spec):
-        fields[field] = _absolute(fields[field], base((*path, field)))
+        fields[field] = _absolute_path(fields[field], base((*path, field)))
     files = file_fields(spec, fields)
     for field, name in files.items():
-        fields[field] = _data(name, base((*path, field)), (*path, field), f"{label}.{field}")
+        fields[field] = _find_data(name, base((*path, field)), (*path, field), f"{label}.{field}")
     consumes = {
         field: fields[field]
         for field in consumed_fields(spec)
         if fields[field] is not None and field not in files
     }
-    section = _changed(stage.environment, environment, base, (*path, "environment"), label)
+    section = _merge_environment(stage.environment, environment, base, (*path, "environment"), label)
     for field in environment_fields(spec):
         for name, keys in (get_field(fields, field) or {}).items():
             key = f"{field}.{name}"
-            whole = _changed(keys, section or environment, base, (*path, *key.split(".")), label)
+            whole = _merge_environment(keys, section or environment, base, (*path, *key.split(".")), label)
             fields = replace_field(fields, key, whole or keys)
     return stage.model_copy(update={"spec": fields, "consumes": consumes, "environment": section})
 
 
-def _data(name: str, base: Path, path: KeyPath, key: str) -> str:
-    """The absolute path of the user's own data."""
+def _find_data(name: str, base: Path, path: KeyPath, key: str) -> str:
+    """Return the absolute path of the user's own data."""
     try:
         return str(find_source((base / Path(name).expanduser()).absolute()))
     except RequestError as error:
         raise ProblemsError([Problem(path, f"{key}: {error.where}: {error.what}", error.remedy)]) from None
 
 
-def _changed(
+def _merge_environment(
     keys: dict[str, Any], environment: Any, base: Callable[[KeyPath], Path], path: KeyPath, label: str
 ) -> dict[str, Any]:
-    """The whole section that `keys` make of `environment`; empty without keys or a valid environment."""
+    """Apply `keys` to `environment` and validate it; empty without keys or a valid environment."""
     if not keys or not (environment or "id" in keys):
         return {}
     whole = ({} if "id" in keys else environment) | keys
-    return _environment(whole, base, path, ".".join((label, *map(str, path[2:]))))
+    return _validate_environment(whole, base, path, ".".join((label, *map(str, path[2:]))))
 
 
-def _absolute(name: str | None, base: Path) -> str | None:
-    """A file or folder as an absolute path; a URL unchanged."""
+def _absolute_path(name: str | None, base: Path) -> str | None:
+    """Return the absolute path of a file or folder; a URL unchanged."""
     if name is None or "://" in name or "@" in name.partition("/")[0]:
         return name
     return str((base / Path(name).expanduser()).absolute())
 
 
-def _links(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list[Problem]:
-    """The errors in the references from `stage` to other stages."""
+def _check_references(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list[Problem]:
+    """Return the errors in the references from `stage` to other stages."""
     makes: dict[str, OutputKind] = {MODEL: "checkpoint"}
     makes |= {other.name: load_plugin(other.task).produces for other in stages if other is not stage}
     wanted = consumed_fields(load_plugin(stage.task).spec)
@@ -308,36 +308,40 @@ def _links(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list
         fitting = [name for name, made in makes.items() if made == kind]
         key = f"stages.{stage.name}.{field}"
         choices = (
-            f"one of: {', '.join(fitting)}" if fitting else f"add a stage that makes {with_article(kind)}"
+            f"one of: {', '.join(fitting)}" if fitting else f"add a stage that makes {describe_kind(kind)}"
         )
         if source == stage.name:
             problems.append(Problem(path, f"{key}: a stage cannot consume itself", choices))
         elif source not in makes:
             what = f"{key} takes the output of a stage, and no stage is named '{source}'"
-            remedy = nearest(source, fitting) if fitting else choices
+            remedy = suggest_name(source, fitting) if fitting else choices
             if file_fields(load_plugin(stage.task).spec, {field: f"./{source}"}):
                 remedy += f"; a file or folder of your own is ./{source}"
             problems.append(Problem(path, what, remedy))
         elif makes[source] != kind:
-            what = f"{key} needs a stage that makes {with_article(kind)}, and '{source}' makes"
-            what = f"{what} {with_article(makes[source])}"
+            what = f"{key} needs a stage that makes {describe_kind(kind)}, and '{source}' makes"
+            what = f"{what} {describe_kind(makes[source])}"
             problems.append(Problem(path, what, choices))
     return problems
 
 
-_WORDS = {"preferences": "preference pairs", "reward_model": "a reward model", "utterances": "utterances"}
+_KIND_NAMES = {
+    "preferences": "preference pairs",
+    "reward_model": "a reward model",
+    "utterances": "utterances",
+}
 
 
-def with_article(kind: str) -> str:
-    """An output kind as words: "a dataset", "preference pairs"."""
-    return _WORDS.get(kind, f"a {kind}")
+def describe_kind(kind: str) -> str:
+    """Return an output kind in words: "a dataset", "preference pairs"."""
+    return _KIND_NAMES.get(kind, f"a {kind}")
 
 
-def _ordered(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
-    """The stages in the written order, except that each follows the stages it consumes.
+def _sort_stages(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
+    """Sort the stages: in the written order, except that each follows the stages it consumes.
 
     Raises:
-        ProblemsError: when stages consume each other in a circle.
+        ProblemsError: when stages consume each other in a cycle.
     """
     ready: list[Stage] = []
     done = {MODEL}
@@ -345,19 +349,19 @@ def _ordered(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
     while waiting:
         free = next((stage for stage in waiting if done.issuperset(stage.consumes.values())), None)
         if free is None:
-            circle = _circle(waiting)
-            what = f"stages consume each other in a circle: {' <- '.join(circle)}"
-            raise ProblemsError([Problem(("stages", positions[circle[0]]), what)])
+            cycle = _find_cycle(waiting)
+            what = f"stages consume each other in a cycle: {' <- '.join(cycle)}"
+            raise ProblemsError([Problem(("stages", positions[cycle[0]]), what)])
         waiting.remove(free)
         ready.append(free)
         done.add(free.name)
     return ready
 
 
-def _circle(waiting: list[Stage]) -> list[str]:
-    """The names along a circle among stages that all wait for each other."""
+def _find_cycle(waiting: list[Stage]) -> list[str]:
+    """Return the names along a cycle of stages that wait for each other."""
     needs = {stage.name: stage.consumes.values() for stage in waiting}
-    walk = [waiting[0].name]
-    while walk.count(walk[-1]) == 1:
-        walk.append(next(name for name in needs[walk[-1]] if name in needs))
-    return walk[walk.index(walk[-1]) :]
+    chain = [waiting[0].name]
+    while chain.count(chain[-1]) == 1:
+        chain.append(next(name for name in needs[chain[-1]] if name in needs))
+    return chain[chain.index(chain[-1]) :]

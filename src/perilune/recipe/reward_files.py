@@ -9,34 +9,34 @@ from perilune.errors import RequestError
 from perilune.extensions import CodeReference, is_file_reference
 from perilune.files import read_regular
 from perilune.frozen import Frozen
-from perilune.recipe.problems import Problem, ProblemsError, nearest, raise_first, validate
-from perilune.recipe.schema import RewardFunction, Weight, with_rewards
+from perilune.recipe.problems import Problem, ProblemsError, raise_first, suggest_name, validate
+from perilune.recipe.schema import RewardFunction, Weight, add_rewards
 from perilune.recipe.source import KeyPath
 
-LARGEST = 1 << 20  # bytes of a file with reward functions
+MAX_SOURCE_BYTES = 1 << 20  # bytes of a file with reward functions
 
 
 class _Terms(Frozen):
     rewards: dict[str, Weight | RewardFunction]
 
 
-def reward_terms(value: Any, base: Path, place: str) -> dict[str, Any]:
+def load_reward_terms(value: Any, base: Path, location: str) -> dict[str, Any]:
     """Validate a `rewards` section from outside a recipe, and read the source of its functions.
 
     Args:
         base: base of relative paths.
-        place: name of the section in messages.
+        location: name of the section in messages.
 
     Raises:
         RequestError: with the first error.
     """
     try:
-        return read_terms(value, lambda _: base, ("rewards",))
+        return read_reward_terms(value, lambda _: base, ("rewards",))
     except ProblemsError as error:
-        raise_first(error.problems, lambda _: place)
+        raise_first(error.problems, lambda _: location)
 
 
-def read_terms(value: Any, base: Callable[[KeyPath], Path], where: KeyPath) -> dict[str, Any]:
+def read_reward_terms(value: Any, base: Callable[[KeyPath], Path], where: KeyPath) -> dict[str, Any]:
     """Validate a `rewards` section, and read the source of its functions.
 
     Args:
@@ -48,16 +48,18 @@ def read_terms(value: Any, base: Callable[[KeyPath], Path], where: KeyPath) -> d
     """
     terms = validate(_Terms, {"rewards": value}, where[:-1], ".".join(map(str, where[:-1]))).rewards
     found = {
-        name: with_source(name, term, base((*where, name, "function")), where)
+        name: read_reward_source(name, term, base((*where, name, "function")), where)
         if isinstance(term, RewardFunction)
         else term
         for name, term in terms.items()
     }
-    return dict(with_rewards({}, found).get("rewards", {}))
+    return dict(add_rewards({}, found).get("rewards", {}))
 
 
-def with_source(name: str, term: RewardFunction, base: Path, where: KeyPath = ("rewards",)) -> RewardFunction:
-    """The reward `name` with the source text of its file (relative to `base`), if it has a file.
+def read_reward_source(
+    name: str, term: RewardFunction, base: Path, where: KeyPath = ("rewards",)
+) -> RewardFunction:
+    """Return the reward `name` with the source text of its file (relative to `base`), if it has a file.
 
     Raises:
         ProblemsError: when the file cannot be read, is not Python, or does not define the function.
@@ -65,31 +67,31 @@ def with_source(name: str, term: RewardFunction, base: Path, where: KeyPath = ("
     if not is_file_reference(term.function) or term.source is not None:
         return term
     path = (*where, name, "function")
-    return term.model_copy(update={"source": read_code(term.function, base, path)})
+    return term.model_copy(update={"source": read_source(term.function, base, path)})
 
 
-def file_source(reference: str, base: Path, place: str) -> str:
-    """The text of the file of file.py:name (relative to `base`), named outside of a recipe.
+def read_source_file(reference: str, base: Path, location: str) -> str:
+    """Return the text of the file of file.py:name (relative to `base`), named outside of a recipe.
 
     Args:
-        place: name of the option or argument in messages.
+        location: name of the option or argument in messages.
 
     Raises:
         RequestError: when the file cannot be read, is not Python, or does not define the name.
     """
     try:
-        return read_code(reference, base, (place,))
+        return read_source(reference, base, (location,))
     except ProblemsError as error:
         raise_first(error.problems, lambda _: reference)
 
 
-def with_code(
+def read_source_files(
     fields: Mapping[str, Any],
     marks: Mapping[str, CodeReference],
     base: Callable[[KeyPath], Path],
     where: KeyPath,
 ) -> dict[str, Any]:
-    """The keys of a stage with the text of every file that they name.
+    """Return the keys of a stage with the text of every file that they name.
 
     Args:
         marks: of the keys that may name code.
@@ -105,7 +107,7 @@ def with_code(
         name = section.get("name") if isinstance(section, dict) else None
         if not is_file_reference(name) or "source" in section:
             return value
-        return {**section, "source": read_code(str(name), base(path), path)}
+        return {**section, "source": read_source(str(name), base(path), path)}
 
     read_fields = dict(fields)
     for key in marks.keys() & fields.keys():
@@ -117,8 +119,8 @@ def with_code(
     return read_fields
 
 
-def read_code(reference: str, base: Path, path: KeyPath) -> str:
-    """The text of the file of file.py:name.
+def read_source(reference: str, base: Path, path: KeyPath) -> str:
+    """Return the text of the file of file.py:name.
 
     Args:
         base: folder that the file is relative to.
@@ -127,12 +129,12 @@ def read_code(reference: str, base: Path, path: KeyPath) -> str:
     Raises:
         ProblemsError: when the file cannot be read, is not Python, or does not define the name.
     """
-    place, _, attribute = reference.rpartition(":")
+    location, _, attribute = reference.rpartition(":")
     key = ".".join(map(str, path))
-    file = (base / Path(place).expanduser()).absolute()
+    file = (base / Path(location).expanduser()).absolute()
     try:
-        text = read_regular(file, LARGEST).decode("utf-8-sig")
-        defined = [name for one in ast.parse(text, str(file)).body for name in _names(one)]
+        text = read_regular(file, MAX_SOURCE_BYTES).decode("utf-8-sig")
+        defined = [name for one in ast.parse(text, str(file)).body for name in _defined_names(one)]
     except RequestError as error:
         raise ProblemsError(
             [Problem(path, f"{key}: {file} cannot be read: {error.what}", error.remedy)]
@@ -149,13 +151,13 @@ def read_code(reference: str, base: Path, path: KeyPath) -> str:
         raise ProblemsError([Problem(path, f"{key}: {file} is not valid Python: {error}")]) from None
     if attribute not in defined:
         what = f"{key}: {file} does not define '{attribute}'"
-        remedy = nearest(attribute, defined) if defined else "define it there"
+        remedy = suggest_name(attribute, defined) if defined else "define it there"
         raise ProblemsError([Problem(path, what, remedy)])
     return text
 
 
-def _names(statement: ast.stmt) -> list[str]:
-    """The names that a statement of a module defines: def, class, assignment or `from` import."""
+def _defined_names(statement: ast.stmt) -> list[str]:
+    """Return the names that a statement of a module defines: def, class, assignment or `from` import."""
     match statement:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return [name]

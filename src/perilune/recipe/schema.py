@@ -31,7 +31,7 @@ class ModelSpec(Frozen):
     """The model that training starts from: a new one by `preset`, or weights at `path`.
 
     In a loaded recipe, `path` is an absolute folder, `chat_template` is the text of the template, and
-    `tokenizer` and `vocab_size` are as `with_tokenizer` chose them.
+    `tokenizer` and `vocab_size` are filled in.
     """
 
     preset: Preset | None = Field(None, description=PRESET)
@@ -144,7 +144,7 @@ class Recipe(Frozen):
         return self
 
     def stage(self, name: str) -> Stage:
-        """The stage called `name`.
+        """Return the stage called `name`.
 
         Raises:
             KeyError: when no stage has that name.
@@ -155,10 +155,10 @@ class Recipe(Frozen):
         raise KeyError(name)
 
 
-def with_rewards(
+def add_rewards(
     environment: Mapping[str, Any], rewards: Mapping[str, float | RewardFunction]
 ) -> dict[str, Any]:
-    """The environment section of a job: with the rewards, if there are any."""
+    """Return the environment section of a job: with the rewards, if there are any."""
     terms = {
         name: term.model_dump() if isinstance(term, RewardFunction) else term
         for name, term in rewards.items()
@@ -166,8 +166,8 @@ def with_rewards(
     return {**environment, "rewards": terms} if terms else dict(environment)
 
 
-def _model_of(recipe: Recipe, stage: Stage) -> dict[str, Any]:
-    """The model section of a stage's job, with the preset of the new model that its checkpoint comes from."""
+def _model_section(recipe: Recipe, stage: Stage) -> dict[str, Any]:
+    """Return the model section of a stage's job, with the preset of the new model it descends from."""
     if recipe.model is None:
         return {}
     model = recipe.model.model_dump()
@@ -177,9 +177,9 @@ def _model_of(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     return model if own is None else {**model, "preset": own}
 
 
-def job_for(recipe: Recipe, stage: Stage) -> Job:
-    """The job of one stage, without its inputs, which exist once the consumed stages have finished."""
-    model = _model_of(recipe, stage)
+def build_job(recipe: Recipe, stage: Stage) -> Job:
+    """Build the job of one stage, without its inputs, which exist once the consumed stages have finished."""
+    model = _model_section(recipe, stage)
     plugin = load_plugin(stage.task)
     resources = resources_of(plugin, recipe.resources)
     return Job(
@@ -187,7 +187,7 @@ def job_for(recipe: Recipe, stage: Stage) -> Job:
         stage=stage.name,
         spec=complete_spec(plugin.spec, stage.task, stage.spec, model, resources.device),
         model=model,
-        environment=with_rewards(stage.environment or recipe.environment, recipe.rewards),
+        environment=add_rewards(stage.environment or recipe.environment, recipe.rewards),
         seed=recipe.seed,
         resources=resources,
         secrets=recipe.secrets,

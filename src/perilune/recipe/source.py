@@ -26,16 +26,16 @@ class Document:
     """A value, and the source of every path inside it ("recipe.yaml:12" or "--set seed=1")."""
 
     value: Any
-    places: dict[KeyPath, str] = field(default_factory=dict)
+    locations: dict[KeyPath, str] = field(default_factory=dict)
 
-    def place(self, path: Sequence[str | int]) -> str:
-        """The source of the value at `path`, or of the closest section around it."""
+    def locate(self, path: Sequence[str | int]) -> str:
+        """Return the source of the value at `path`, or of the closest section around it."""
         for length in range(len(path), -1, -1):
-            if (found := self.places.get(tuple(path[:length]))) is not None:
+            if (found := self.locations.get(tuple(path[:length]))) is not None:
                 return found
         return ""
 
-    def set(self, path: KeyPath, value: Any, place: str) -> None:
+    def set(self, path: KeyPath, value: Any, location: str) -> None:
         """Replace the value at `path`, and create missing sections on the way.
 
         Raises:
@@ -46,14 +46,14 @@ class Document:
             section = walk[-1]
             container: type[Any] = list if isinstance(key, int) else dict
             if not isinstance(section, container):
-                raise RequestError(f"{dotted(path[:depth])} is not a section with keys", where=place)
+                raise RequestError(f"{dotted(path[:depth])} is not a section with keys", where=location)
             if container is dict and key not in section:
                 section[key] = {}
-                self.places[path[: depth + 1]] = place
+                self.locations[path[: depth + 1]] = location
             walk.append(section[key])
         walk[-2][path[-1]] = value
-        self.places = {old: at for old, at in self.places.items() if old[: len(path)] != path}
-        self.places[path] = place
+        self.locations = {old: source for old, source in self.locations.items() if old[: len(path)] != path}
+        self.locations[path] = location
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -72,7 +72,7 @@ def parse_yaml(text: str, name: str) -> Document:
     try:
         node = yaml.compose(text, Loader=_Loader)
         document = Document(None)
-        document.value = _build(node, (), name, document.places) if node is not None else None
+        document.value = _build(node, (), name, document.locations) if node is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
@@ -110,28 +110,28 @@ for _kind, _pattern, _first in (
     )
 
 
-def _build(node: yaml.Node, path: KeyPath, name: str, places: dict[KeyPath, str]) -> Any:
-    """The value of `node`; records in `places` where it and everything inside it is written."""
-    places.setdefault(path, _place(node, name))
+def _build(node: yaml.Node, path: KeyPath, name: str, locations: dict[KeyPath, str]) -> Any:
+    """Return the value of `node`, and record the source of every path inside it in `locations`."""
+    locations.setdefault(path, _location(node, name))
     if isinstance(node, yaml.ScalarNode):
         return _scalar(node, path, name)
     if node.tag not in _CONTAINERS:
-        raise RequestError(f"the tag {node.tag} is not supported", where=_place(node, name))
+        raise RequestError(f"the tag {node.tag} is not supported", where=_location(node, name))
     if isinstance(node, yaml.SequenceNode):
-        return [_build(item, (*path, index), name, places) for index, item in enumerate(node.value)]
+        return [_build(item, (*path, index), name, locations) for index, item in enumerate(node.value)]
     assert isinstance(node, yaml.MappingNode)
     section: dict[str, Any] = {}
     for key_node, value_node in node.value:
-        where = _place(key_node, name)
+        where = _location(key_node, name)
         if not isinstance(key_node, yaml.ScalarNode):
             raise RequestError("a key must be text", where=where)
         key = key_node.value
         inner = (*path, key)
         if key in section:
-            first = places[inner].rpartition(":")[2]
+            first = locations[inner].rpartition(":")[2]
             raise RequestError(f"{dotted(inner)} is given twice (first in line {first})", where=where)
-        places[inner] = where
-        section[key] = _build(value_node, inner, name, places)
+        locations[inner] = where
+        section[key] = _build(value_node, inner, name, locations)
     return section
 
 
@@ -150,8 +150,8 @@ def _scalar(node: yaml.ScalarNode, path: KeyPath, name: str) -> str | int | floa
             return _number(text)
         case "int" | "float":
             key = f"{dotted(path)}: " if path else ""
-            raise RequestError(f"{key}{text} is not a finite number", where=_place(node, name))
-    raise RequestError(f"the tag {node.tag} is not supported", where=_place(node, name))
+            raise RequestError(f"{key}{text} is not a finite number", where=_location(node, name))
+    raise RequestError(f"the tag {node.tag} is not supported", where=_location(node, name))
 
 
 def _number(text: str) -> float:
@@ -161,5 +161,5 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def _place(node: yaml.Node, name: str) -> str:
+def _location(node: yaml.Node, name: str) -> str:
     return f"{name}:{node.start_mark.line + 1}"

@@ -8,13 +8,13 @@ from perilune.bundle.plugin import consumed_fields, environment_fields, file_fie
 from perilune.files import get_field, replace_field
 
 
-def staged(job: Job) -> tuple[Job, dict[str, Path]]:
-    """The job with the files that it names among its inputs, and the paths to copy them from.
+def stage_files(job: Job) -> tuple[Job, dict[str, Path]]:
+    """Add the files that a job names to its inputs; return the job and the paths to copy them from.
 
     In the returned job, the keys contain the paths in the bundle, which are the same on every machine.
     """
-    job, tasks = _environments(job)
-    job, data = _data(job)
+    job, tasks = _stage_environments(job)
+    job, data = _stage_data(job)
     files = tasks | data
     stage = getattr(load_plugin(job.task), "stage", None)
     if stage is None:
@@ -26,8 +26,8 @@ def staged(job: Job) -> tuple[Job, dict[str, Path]]:
     return job.model_copy(update={"spec": dict(spec), "inputs": (*job.inputs, *references)}), files | named
 
 
-def _data(job: Job) -> tuple[Job, dict[str, Path]]:
-    """The user's own data files, in place of the outputs of earlier stages."""
+def _stage_data(job: Job) -> tuple[Job, dict[str, Path]]:
+    """Stage the user's own data files, which replace the outputs of earlier stages."""
     kind = load_plugin(job.task).spec
     found = {name: Path(path) for name, path in file_fields(kind, job.spec).items()}
     references = [
@@ -38,20 +38,20 @@ def _data(job: Job) -> tuple[Job, dict[str, Path]]:
     return job.model_copy(update={"spec": spec, "inputs": (*job.inputs, *references)}), found
 
 
-def _environments(job: Job) -> tuple[Job, dict[str, Path]]:
+def _stage_environments(job: Job) -> tuple[Job, dict[str, Path]]:
     """Stage the files of the job's environment, and of those that its spec names."""
     registry = import_module(
         "perilune.environments.core.registry"
-    )  # by name: see resolve.environment_registry
+    )  # by name: see `resolve.import_environment_registry`
     parts, references = {"environment": job.environment, "spec": job.spec}, list(job.inputs)
     sections = {"environment": job.environment}
     for field in environment_fields(load_plugin(job.task).spec):
         named = get_field(job.spec, field) or {}
         sections |= {f"spec.{field}.{name}": section for name, section in named.items()}
     found: dict[str, Path] = {}
-    for place, section in sections.items():
+    for location, section in sections.items():
         for key, path in registry.file_fields(section).items():
-            name = f"{place}.{key}"
+            name = f"{location}.{key}"
             reference = InputReference(name=name, path=f"inputs/{name}", digest="", kind="tasks")
             part, _, rest = name.partition(".")
             parts[part] = replace_field(parts[part], rest, reference.path)

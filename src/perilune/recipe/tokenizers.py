@@ -13,8 +13,8 @@ from perilune.recipe.schema import Recipe
 BPE_TOKENS = 2048  # default of vocab_size
 
 
-def with_tokenizer(recipe: Recipe) -> Recipe:
-    """The recipe with the tokenizer of its new model. Nothing changes if `characters` has all characters.
+def choose_tokenizer(recipe: Recipe) -> Recipe:
+    """Choose the tokenizer of the new model of a recipe. Keeps `characters` if it has all characters.
 
     Raises:
         ProblemsError: when the recipe says `characters`, and a text has another one.
@@ -25,7 +25,7 @@ def with_tokenizer(recipe: Recipe) -> Recipe:
     if model.tokenizer == "bpe":
         sized = model.model_copy(update={"vocab_size": model.vocab_size or BPE_TOKENS})
         return recipe.model_copy(update={"model": sized})
-    reason = foreign_character(recipe)
+    reason = find_foreign_character(recipe)
     if reason is None:
         return recipe
     if model.tokenizer == "characters":
@@ -34,29 +34,29 @@ def with_tokenizer(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": model.model_copy(update={"tokenizer": "bytes"})})
 
 
-def foreign_character(recipe: Recipe) -> str | None:
-    """The first character that the character tokenizer lacks, and its place, in words; None without."""
-    for texts in _sources(recipe):
-        found: str | None = _texts().first_lacking(texts, _texts().foreign_character)
+def find_foreign_character(recipe: Recipe) -> str | None:
+    """Describe the first character that the character tokenizer lacks, and its location; None without."""
+    for texts in _iterate_texts(recipe):
+        found: str | None = _import_texts().first_lacking(texts, _import_texts().foreign_character)
         if found is not None:
             return f"characters has {found}"
     return None
 
 
-def _sources(recipe: Recipe) -> Iterator[Iterator[tuple[str, str]]]:
-    """The texts of the user's own files, then those of each distinct environment."""
+def _iterate_texts(recipe: Recipe) -> Iterator[Iterator[tuple[str, str]]]:
+    """Yield the texts of the user's own files, then those of each distinct environment."""
     sections: list[dict[str, Any]] = [recipe.environment]
     for stage in recipe.stages:
         spec = load_plugin(stage.task).spec
         for path in file_fields(spec, stage.spec).values():
-            yield _texts().data_texts(Path(path))
+            yield _import_texts().data_texts(Path(path))
         own = [stage.environment]
         for field in environment_fields(spec):
             own += (get_field(stage.spec, field) or {}).values()
         sections += [section for section in own if section not in sections]
-    yield from (_texts().environment_texts(section) for section in sections if section)
+    yield from (_import_texts().environment_texts(section) for section in sections if section)
 
 
-def _texts() -> Any:
+def _import_texts() -> Any:
     """Imported by name, because the control plane imports this module and must not depend on environments."""
     return import_module("perilune.data.texts")

@@ -15,7 +15,7 @@ from functools import partial
 
 from perilune.engine.request import Delta
 from perilune.simulate.episodes import GroupShape, Tokens
-from perilune.simulate.run import RunResult, Scenario, Simulation, SynchronousRun, context_of, name_of
+from perilune.simulate.run import RunResult, Scenario, Simulation, SynchronousRun, process_name, turn_context
 from perilune.tasks.rl.asynchronous.sampler import may_admit
 
 
@@ -28,14 +28,14 @@ class AsynchronousRun(Simulation):
         assert settings is not None
         self._settings = settings
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap by time and order
-        self._order = self._admitted = self._step = 0
+        self._event_count = self._admitted = self._step = 0
         self._learning = self._waiting = self._done = False
         self._finished: dict[int, _Group] = {}
-        self._source = self._shapes()
-        self.now = self._began = 0.0
+        self._source = self._group_shapes()
+        self.now = self._step_began = 0.0
         count = settings.workers
         self.workers = [
-            _Worker(self, number, name_of("worker", number, count), settings.environments)
+            _Worker(self, number, process_name("worker", number, count), settings.environments)
             for number in range(count)
         ]
 
@@ -44,21 +44,21 @@ class AsynchronousRun(Simulation):
         begin = self.result.start = self.times.start
         self.now = begin + self.evaluate(0, begin)
         for worker in self.workers:
-            self.at(begin + self.times.start, worker.start)
-        self._begin(1)
+            self.schedule(begin + self.times.start, worker.start)
+        self._begin_step(1)
         while self._events and not self._done:
-            self.now, _, act = heapq.heappop(self._events)
-            act()
+            self.now, _, action = heapq.heappop(self._events)
+            action()
         for worker in self.workers:
-            worker.rest()
+            worker.end_span()
         self.result.seconds = self.now
-        self.result.read([worker.engine for worker in self.workers])
+        self.result.add_engine_counts([worker.engine for worker in self.workers])
         return self.result
 
-    def at(self, when: float, act: Callable[[], None]) -> None:
-        """Call `act` at a time."""
-        self._order += 1
-        heapq.heappush(self._events, (when, self._order, act))
+    def schedule(self, when: float, action: Callable[[], None]) -> None:
+        """Call `action` at the time `when`."""
+        self._event_count += 1
+        heapq.heappush(self._events, (when, self._event_count, action))
 
     def slowdown(self) -> float:
         """Factor of all times now: above 1 when more processes compute than there are cores."""
@@ -67,33 +67,33 @@ class AsynchronousRun(Simulation):
         busy = self._learning + sum(worker.stepping for worker in self.workers)
         return max(1.0, busy / self.plan.cores)
 
-    def deliver(self, group: _Group) -> None:
+    def add_finished_group(self, group: _Group) -> None:
         """Take a finished group."""
         self._finished[group.number] = group
-        self._take()
+        self._train_if_ready()
 
-    def _shapes(self) -> Iterator[GroupShape]:
+    def _group_shapes(self) -> Iterator[GroupShape]:
         for step in range(1, self.plan.steps + 1):
             yield from self.lengths.groups(step, self.plan.prompts, self.plan.samples)
 
-    def _begin(self, step: int) -> None:
+    def _begin_step(self, step: int) -> None:
         """Publish the weights of a step, admit groups and wait for those of the step."""
-        self._step, self._began, self._waiting = step, self.now, True
+        self._step, self._step_began, self._waiting = step, self.now, True
         arrival = (
             self.now + self.times.publish
         )  # messages keep their order, so groups begin with these weights
         for worker in self.workers:
-            self.at(arrival, partial(worker.publish, step - 1))
-        most = may_admit(self._settings, self.plan.prompts, step - 1, self.plan.steps)
-        while self._admitted < most:
+            self.schedule(arrival, partial(worker.publish, step - 1))
+        admit_limit = may_admit(self._settings, self.plan.prompts, step - 1, self.plan.steps)
+        while self._admitted < admit_limit:
             group = _Group(self._admitted, next(self._source))
             worker = min(self.workers, key=lambda one: (one.groups, one.number))
             worker.groups += 1
-            self.at(arrival, partial(worker.admit, group))
+            self.schedule(arrival, partial(worker.admit, group))
             self._admitted += 1
-        self._take()
+        self._train_if_ready()
 
-    def _take(self) -> None:
+    def _train_if_ready(self) -> None:
         """Train on the groups that were admitted first, if enough are finished."""
         plan = self.plan
         if not self._waiting or len(self._finished) < plan.prompts:
@@ -103,18 +103,23 @@ class AsynchronousRun(Simulation):
         for version, count in sum((group.versions for group in chosen), Counter[int]()).items():
             self.result.ages[self._step - 1 - version] += count
         shapes = [group.shape for group in chosen]
-        self.count(shapes)
+        self.count_tokens(shapes)
         self._learning = True
         slow = self.slowdown()
-        learning = slow * self.learn(shapes)
-        other = slow * self.record(shapes)
-        self.result.add("learner", "learn", self.now, self.now + learning)
-        self.result.add("learner", "record", self.now + learning, self.now + learning + other)
-        line = {"step": self._step, "sampling": self.now - self._began, "learning": learning, "other": other}
+        learning = slow * self.learning_seconds(shapes)
+        other = slow * self.recording_seconds(shapes)
+        self.result.add_span("learner", "learn", self.now, self.now + learning)
+        self.result.add_span("learner", "record", self.now + learning, self.now + learning + other)
+        line = {
+            "step": self._step,
+            "sampling": self.now - self._step_began,
+            "learning": learning,
+            "other": other,
+        }
         self.result.steps.append(line | {"groups_ready": float(len(self._finished))})
-        self.at(self.now + learning + other, self._end)
+        self.schedule(self.now + learning + other, self._end_step)
 
-    def _end(self) -> None:
+    def _end_step(self) -> None:
         """End a step."""
         self._learning = False
         seconds = self.evaluate(self._step, self.now)
@@ -124,7 +129,7 @@ class AsynchronousRun(Simulation):
             self.now += seconds
             return
         step = self._step + 1
-        self.at(self.now + seconds, partial(self._begin, step))
+        self.schedule(self.now + seconds, partial(self._begin_step, step))
 
 
 @dataclass(slots=True, eq=False)
@@ -134,14 +139,14 @@ class _Group:
     Attributes:
         versions: sampled tokens by the version that sampled them.
         lanes: the environment process of each episode.
-        over: finished episodes.
+        finished: finished episodes.
     """
 
     number: int
     shape: GroupShape
     versions: Counter[int] = field(default_factory=Counter)
     lanes: list[int] = field(default_factory=list)
-    over: int = 0
+    finished: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,33 +169,33 @@ class _Worker:
         self.stepping = False
         self._run, self._name, self._started = run, name, False
         self._inbox: list[Callable[[], None]] = []
-        self._asked: dict[int, _Request] = {}
+        self._requests: dict[int, _Request] = {}
         self._free = [0.0] * environments  # when each environment process is free
         self._sessions = [0] * environments
-        self._since: float | None = None  # when it began to sample without a break
+        self._sampling_since: float | None = None  # when it began to sample without a break
 
     def start(self) -> None:
         """Begin to handle messages."""
         self._started = True
         self._advance()
 
-    def post(self, act: Callable[[], None]) -> None:
+    def post(self, action: Callable[[], None]) -> None:
         """Handle a message now, or after the current step."""
-        self._inbox.append(act)
+        self._inbox.append(action)
         if self._started and not self.stepping:
             self._advance()
 
     def publish(self, version: int) -> None:
         """Take new weights between two steps."""
-        self.post(lambda: self.engine.swap(version))
+        self.post(lambda: self.engine.swap_weights(version))
 
     def admit(self, group: _Group) -> None:
         """Open the sessions of a group, then sample its first turns."""
         shape, run = group.shape, self._run
 
-        def opened() -> None:
+        def sample_first_turns() -> None:
             samples = [one[0].sampled for one in shape.episodes]
-            self._ask(shape.prompt.tolist(), samples, _Request(group, range(len(samples)), 0))
+            self._enter_request(shape.prompt.tolist(), samples, _Request(group, range(len(samples)), 0))
 
         def open_sessions() -> None:
             for _ in shape.episodes:  # each goes to the process with the fewest, after its earlier work
@@ -198,65 +203,65 @@ class _Worker:
                 self._sessions[lane] += 1
                 self._free[lane] = max(self._free[lane], run.now) + run.environment.task / len(shape.episodes)
                 group.lanes.append(lane)
-            run.at(max(self._free[lane] for lane in group.lanes), lambda: self.post(opened))
+            run.schedule(max(self._free[lane] for lane in group.lanes), lambda: self.post(sample_first_turns))
 
         self.post(open_sessions)
 
-    def _ask(self, prompt: list[int], tokens: Sequence[Tokens], request: _Request) -> None:
-        self._asked[self.engine.enter(prompt, tokens)] = request
+    def _enter_request(self, prompt: list[int], tokens: Sequence[Tokens], request: _Request) -> None:
+        self._requests[self.engine.submit(prompt, tokens)] = request
 
     def _advance(self) -> None:
         """Handle the messages, then compute a step of the engine if there is anything to sample."""
         inbox, self._inbox = self._inbox, []
-        for act in inbox:
-            act()
+        for action in inbox:
+            action()
         if not self.engine.unfinished:
-            self.rest()
+            self.end_span()
             if self._inbox:
                 self._advance()
             return
         run, engine = self._run, self.engine
         self.stepping = True
-        self._since = run.now if self._since is None else self._since
+        self._sampling_since = run.now if self._sampling_since is None else self._sampling_since
         engine.predicted.slowdown = run.slowdown()
         engine.clock.now = run.now
         deltas = engine.step()
-        run.at(engine.clock.now, lambda: self._stepped(deltas))
+        run.schedule(engine.clock.now, lambda: self._finish_step(deltas))
 
-    def rest(self) -> None:
+    def end_span(self) -> None:
         """Add the time in which it sampled until now."""
-        if self._since is not None:
-            self._run.result.add(self._name, "sample", self._since, self._run.now)
-            self._since = None
+        if self._sampling_since is not None:
+            self._run.result.add_span(self._name, "sample", self._sampling_since, self._run.now)
+            self._sampling_since = None
 
-    def _stepped(self, deltas: Sequence[Delta]) -> None:
+    def _finish_step(self, deltas: Sequence[Delta]) -> None:
         self.stepping = False
         for delta in deltas:
-            self._sampled(delta)
+            self._finish_turn(delta)
         self._advance()
 
-    def _sampled(self, delta: Delta) -> None:
+    def _finish_turn(self, delta: Delta) -> None:
         """Give a finished turn to the environment."""
-        request = self._asked[delta.request_id]
+        request = self._requests[delta.request_id]
         group, turn, sample = request.group, request.turn, request.samples[delta.sample]
         group.versions.update(delta.policy_version)
         run, episode, lane = self._run, group.shape.episodes[sample], group.lanes[sample]
-        wait = run.environment.wait_of(group.shape, sample, turn, run.rng)
+        wait = run.environment.answer_wait(group.shape, sample, turn, run.rng)
         seconds = run.times.answer + run.environment.episode / len(episode) + wait
         self._free[lane] = max(self._free[lane], run.now) + seconds
 
-        def answered() -> None:
+        def take_answer() -> None:
             if turn + 1 < len(episode):
-                context = context_of(group.shape, sample, turn + 1)
-                self._ask(context, [episode[turn + 1].sampled], _Request(group, [sample], turn + 1))
+                context = turn_context(group.shape, sample, turn + 1)
+                self._enter_request(context, [episode[turn + 1].sampled], _Request(group, [sample], turn + 1))
                 return
-            group.over += 1
+            group.finished += 1
             self._sessions[lane] -= 1
-            if group.over == len(group.shape.episodes):
+            if group.finished == len(group.shape.episodes):
                 self.groups -= 1
-                run.deliver(group)
+                run.add_finished_group(group)
 
-        run.at(self._free[lane], lambda: self.post(answered))
+        run.schedule(self._free[lane], lambda: self.post(take_answer))
 
 
 def simulate_run(scenario: Scenario) -> RunResult:

@@ -21,13 +21,13 @@ class Autoscaling:
     """The settings of an autoscaler.
 
     Attributes:
-        least: replicas that always serve.
+        min_replicas: replicas that always serve.
         rate: requests per second for which a replica is meant.
         startup: seconds from the request of a replica to its first request.
         window: seconds over which the rate is measured.
     """
 
-    least: int
+    min_replicas: int
     rate: float
     startup: float
     window: float = 60.0
@@ -40,9 +40,9 @@ class Autoscaling:
             RequestError: when it is not of that form.
         """
         try:
-            least, rate, startup = text.split(":")
-            found = cls(int(least), float(rate), float(startup))
-            if found.least < 1 or not found.rate > 0 or not found.startup >= 0:
+            min_replicas, rate, startup = text.split(":")
+            found = cls(int(min_replicas), float(rate), float(startup))
+            if found.min_replicas < 1 or not found.rate > 0 or not found.startup >= 0:
                 raise ValueError
         except ValueError:
             raise RequestError(
@@ -55,7 +55,7 @@ class Autoscaling:
 
 
 @dataclass(slots=True)
-class Scaled:
+class ScalingResult:
     """The decisions of an autoscaler for a trace.
 
     Attributes:
@@ -72,32 +72,34 @@ class Scaled:
     last: int = 0
 
 
-def scale(settings: Autoscaling, times: Sequence[float], most: int) -> Scaled:
+def assign_replicas(settings: Autoscaling, times: Sequence[float], max_replicas: int) -> ScalingResult:
     """Decide which replica serves each request.
 
     Args:
         times: of the arrivals, ascending.
-        most: replicas at once.
+        max_replicas: maximum number of replicas at once.
     """
-    result, last, numbers = Scaled(), times[0], count()
+    result, last, numbers = ScalingResult(), times[0], count()
     recent: deque[float] = deque()
-    asked: deque[tuple[float, int]] = deque()  # (time, replicas), so that the first asks for most
-    held = [(next(numbers), -math.inf) for _ in range(min(settings.least, most))]  # and since when they serve
+    demand: deque[tuple[float, int]] = deque()  # (time, replicas), so that the first has the most
+    held = [
+        (next(numbers), -math.inf) for _ in range(min(settings.min_replicas, max_replicas))
+    ]  # and since when they serve
     for turn, now in enumerate(times):
         result.seconds += (now - last) * len(held)
         last = now
         recent.append(now)
         while recent[0] <= now - settings.window:
             recent.popleft()
-        wanted = math.ceil(len(recent) / settings.window / settings.rate)
-        wanted = min(most, max(settings.least, wanted))
-        while asked and asked[-1][1] <= wanted:
-            asked.pop()
-        asked.append((now, wanted))
-        while asked[0][0] <= now - settings.window:
-            asked.popleft()
-        held += [(next(numbers), now + settings.startup) for _ in range(wanted - len(held))]
-        del held[asked[0][1] :]
+        required = math.ceil(len(recent) / settings.window / settings.rate)
+        required = min(max_replicas, max(settings.min_replicas, required))
+        while demand and demand[-1][1] <= required:
+            demand.pop()
+        demand.append((now, required))
+        while demand[0][0] <= now - settings.window:
+            demand.popleft()
+        held += [(next(numbers), now + settings.startup) for _ in range(required - len(held))]
+        del held[demand[0][1] :]
         serving = [number for number, since in held if since <= now]
         result.replica_of.append(serving[turn % len(serving)])
         result.peak = max(result.peak, len(held))

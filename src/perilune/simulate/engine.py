@@ -50,8 +50,8 @@ class SimulatedModel:
     windows: Windows
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> SimulatedModel:
-        """The model of a configuration."""
+    def from_config(cls, config: DecoderConfig) -> SimulatedModel:
+        """Return the model of a configuration."""
         windows = Counter(config.window(layer) for layer in range(config.num_layers))
         shares = {window: count / windows.total() for window, count in windows.items()}
         return cls(config.vocab_size + 1, config.max_position_embeddings, shares)
@@ -79,13 +79,13 @@ class StepLog:
     works: list[StepWork] = field(default_factory=list)
     chunks: list[tuple[int, ...]] = field(default_factory=list)
 
-    def begin(self, work: StepWork, batch: StepBatch) -> None:
+    def add_step(self, work: StepWork, batch: StepBatch) -> None:
         """Add the step of `batch`."""
         self.works.append(work)
         self.chunks.append(tuple(np.diff(batch.cu_seqlens)[batch.decodes :].tolist()))
 
-    def add(self, **counts: int) -> None:
-        """Set what followed the last step."""
+    def update_last(self, **counts: int) -> None:
+        """Set the counts of what followed the last step."""
         self.works[-1] = replace(self.works[-1], **counts)
 
     @property
@@ -109,24 +109,24 @@ class PredictedRunner:
 
     def run(self, batch: StepBatch) -> Tensor:
         """Advance the clock. The logits are empty."""
-        work, self._rows = StepWork.of(batch, self._windows), batch.decodes
+        work, self._rows = StepWork.from_batch(batch, self._windows), batch.decodes
         if self._log is not None:
-            self._log.begin(work, batch)
-        self._clock.now += self.slowdown * self._times.of_step(work)
+            self._log.add_step(work, batch)
+        self._clock.now += self.slowdown * self._times.step_seconds(work)
         return _NO_LOGITS
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
         """Advance the clock by the time of the copies."""
-        self._after(copied=sources.shape[1])
+        self._advance_clock(copied=sources.shape[1])
 
-    def drawn(self, count: int, ended: int) -> None:
+    def advance_draw(self, count: int, ended: int) -> None:
         """Advance the clock by the time of samples that begin and end, when `count` samples draw a token."""
-        self._after(begun=count - self._rows, ended=ended)
+        self._advance_clock(begun=count - self._rows, ended=ended)
 
-    def _after(self, **counts: int) -> None:
+    def _advance_clock(self, **counts: int) -> None:
         if self._log is not None:
-            self._log.add(**counts)
-        self._clock.now += self.slowdown * self._times.after_step(**counts)
+            self._log.update_last(**counts)
+        self._clock.now += self.slowdown * self._times.bookkeeping_seconds(**counts)
 
     def load_weights(self, decoder: Decoder) -> None:
         """Weights are not simulated."""
@@ -155,11 +155,11 @@ class TracedSampler(Sampler):
         begun: Callable[[list[int]], None],
     ) -> None:
         super().__init__(sequences)
-        self._traces, self._runner, self._end, self._begun = traces, runner, end, begun
+        self._traces, self._runner, self._end, self._record_first_tokens = traces, runner, end, begun
         rows = len(sequences.entries)
         self._arrival = np.zeros(rows, dtype=np.int64)
         self._tokens = np.zeros((rows, 64), dtype=np.int64)
-        self._unplaced: dict[int, int] = {}
+        self._not_begun: dict[int, int] = {}
 
     def draw(
         self,
@@ -168,17 +168,17 @@ class TracedSampler(Sampler):
         logits_of: NDArray[np.int64] | None,
         masks: Mapping[int, NDArray[np.int32]],
     ) -> Drawn:
-        """The next known token of each of `rows`, with log-probs of 0."""
+        """Return the next known token of each of `rows`, with log-probs of 0."""
         sequences = self._sequences
         new = rows[self._arrival[rows] != sequences.arrival[rows]].tolist()
         for row in new:
-            self._place(row)
+            self._load_tokens(row)
         tokens = self._tokens[rows, sequences.length[rows] - sequences.prompt_length[rows]]
-        self._runner.drawn(len(rows), int((tokens == self._end).sum()))
-        self._begun([entry.id for row in new if (entry := sequences.entries[row]) is not None])
+        self._runner.advance_draw(len(rows), int((tokens == self._end).sum()))
+        self._record_first_tokens([entry.id for row in new if (entry := sequences.entries[row]) is not None])
         return Drawn(tokens, np.zeros(len(rows), dtype=np.float32), {}, {})
 
-    def _place(self, row: int) -> None:
+    def _load_tokens(self, row: int) -> None:
         """Look up the tokens of a sample that begins."""
         entry, sample = self._sequences.entries[row], int(self._sequences.sample[row])
         assert entry is not None
@@ -188,10 +188,10 @@ class TracedSampler(Sampler):
         self._tokens[row, : len(tokens)] = tokens
         self._tokens[row, len(tokens) - 1] = self._end
         self._arrival[row] = self._sequences.arrival[row]
-        left = self._unplaced.get(entry.id, entry.request.n) - 1
-        self._unplaced[entry.id] = left
-        if not left:
-            del self._unplaced[entry.id], self._traces[entry.id]
+        remaining = self._not_begun.get(entry.id, entry.request.n) - 1
+        self._not_begun[entry.id] = remaining
+        if not remaining:
+            del self._not_begun[entry.id], self._traces[entry.id]
 
 
 class SimulatedEngine(Engine):
@@ -204,7 +204,7 @@ class SimulatedEngine(Engine):
     Attributes:
         clock: its virtual time.
         peak_use: the largest share of the cache in use so far.
-        firsts: when the first token of a request was drawn.
+        first_token_times: when the first token of a request was drawn.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class SimulatedEngine(Engine):
         log: StepLog | None = None,
     ) -> None:
         self.clock, self.peak_use = Clock(), 0.0
-        self.firsts: dict[int, float] = {}
+        self.first_token_times: dict[int, float] = {}
         self.predicted = PredictedRunner(times, model.windows, self.clock, log)
         self._traces: dict[int, list[Tokens]] = {}
         self._end = model.vocab_size - 1
@@ -233,29 +233,31 @@ class SimulatedEngine(Engine):
 
     def _open(self) -> None:
         super()._open()
-        self._sampler = TracedSampler(self._sequences, self._traces, self.predicted, self._end, self._begun)
+        self._sampler = TracedSampler(
+            self._sequences, self._traces, self.predicted, self._end, self._record_first_tokens
+        )
 
-    def _begun(self, requests: list[int]) -> None:
+    def _record_first_tokens(self, requests: list[int]) -> None:
         for request in requests:
-            self.firsts.setdefault(request, self.clock.now)
+            self.first_token_times.setdefault(request, self.clock.now)
 
     def _advance(self) -> None:
         super()._advance()
         self.peak_use = max(self.peak_use, self.cache_use)
 
     @property
-    def blocks(self) -> int:
+    def block_count(self) -> int:
         """Blocks of the cache, of the smallest pool."""
         return min(self._num_blocks) - 1
 
-    def enter(self, prompt: Sequence[int], samples: Sequence[Tokens]) -> int:
+    def submit(self, prompt: Sequence[int], samples: Sequence[Tokens]) -> int:
         """Queue a request whose samples will have these tokens; returns its id."""
         longest = max(map(len, samples))
         params = SamplingParams(longest, stop_token_ids=(self._end,))
         self._traces[self._next_id] = list(samples)
         return self.add(Request(list(prompt), params, (0, 0, 0), len(samples)), stream=False)
 
-    def swap(self, version: int) -> None:
+    def swap_weights(self, version: int) -> None:
         """Use new weights, and recompute samples in flight as `Engine.update_weights` does."""
         self.version = version
         self._scheduler.new_weights(version, recompute=True)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from perilune.data.episode import Episode
 
 Tokens = NDArray[np.int32]
-NEAR = 2  # recorded steps before and after, from which the groups of a step are drawn
+NEARBY_STEPS = 2  # recorded steps before and after, from which the groups of a step are drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,20 @@ class GroupShape:
         return sum(map(len, self.episodes))
 
     @classmethod
-    def of(cls, episodes: Sequence[Episode], wait: str = "") -> GroupShape:
-        """The shape of a recorded group.
+    def from_episodes(cls, episodes: Sequence[Episode], wait: str = "") -> GroupShape:
+        """Return the shape of a recorded group.
 
         Args:
             wait: metric with the wait of an episode.
         """
         rewards = {one.reward for one in episodes if one.reward is not None}
-        played = [(one, turns) for one in episodes if (turns := tuple(_turns(one)))]
+        played = [(one, turns) for one in episodes if (turns := tuple(_split_turns(one)))]
         waits = tuple(one.metrics.get(wait, 0.0) for one, _ in played) if wait else ()
         return cls(episodes[0].prompt_ids, tuple(turns for _, turns in played), len(rewards) > 1, waits)
 
 
-def _turns(episode: Episode) -> Iterator[TurnShape]:
-    """Runs of sampled tokens, each with the observed tokens before it."""
+def _split_turns(episode: Episode) -> Iterator[TurnShape]:
+    """Yield runs of sampled tokens, each with the observed tokens before it."""
     mask, tokens = episode.loss_mask, episode.token_ids
     bounds = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(tokens)]
     observed = tokens[:0]
@@ -91,7 +91,7 @@ class Lengths(Protocol):
     basis: str
 
     def groups(self, step: int, count: int, samples: int) -> list[GroupShape]:
-        """The groups of a step (from 1)."""
+        """Return the groups of a step (from 1)."""
 
 
 class RecordedLengths:
@@ -108,26 +108,32 @@ class RecordedLengths:
         self.basis, self._steps, self._seed = basis, steps, seed
 
     @classmethod
-    def of_folder(cls, folder: Path, seed: int, basis: str, wait: str = "") -> RecordedLengths | None:
-        """The episodes in an attempt's folder; None without any. `wait` as in `GroupShape.of`."""
+    def from_folder(cls, folder: Path, seed: int, basis: str, wait: str = "") -> RecordedLengths | None:
+        """Read the episodes in an attempt's folder; None without any. `wait` as in `from_episodes`."""
         from perilune.data.episodes_file import read_episodes
 
         steps = []
         for path in sorted(folder.glob("step-*.parquet")):
             parts = groupby(read_episodes(path), lambda one: one.group_id)
-            groups = [GroupShape.of(list(part), wait) for _, part in parts]
+            groups = [GroupShape.from_episodes(list(part), wait) for _, part in parts]
             steps.append([group for group in groups if group.episodes])
         return cls(steps, seed, basis) if steps else None
 
     def groups(self, step: int, count: int, samples: int) -> list[GroupShape]:
-        at = min(step, len(self._steps)) - 1
-        if step <= len(self._steps) and _fits(exact := self._steps[at], count, samples):
+        index = min(step, len(self._steps)) - 1
+        if step <= len(self._steps) and _has_enough(exact := self._steps[index], count, samples):
             return list(exact)
-        near = [one for steps in self._steps[max(0, at - NEAR) : at + NEAR + 1] for one in steps]
+        nearby = [
+            one
+            for steps in self._steps[max(0, index - NEARBY_STEPS) : index + NEARBY_STEPS + 1]
+            for one in steps
+        ]
         rng = np.random.default_rng((self._seed, step))
-        return [self._drawn(near[number], samples, rng) for number in rng.integers(len(near), size=count)]
+        return [
+            self._resample(nearby[number], samples, rng) for number in rng.integers(len(nearby), size=count)
+        ]
 
-    def _drawn(self, group: GroupShape, samples: int, rng: np.random.Generator) -> GroupShape:
+    def _resample(self, group: GroupShape, samples: int, rng: np.random.Generator) -> GroupShape:
         if len(group.episodes) == samples:
             return group
         chosen = rng.integers(len(group.episodes), size=samples)
@@ -135,7 +141,7 @@ class RecordedLengths:
         return GroupShape(group.prompt, tuple(group.episodes[one] for one in chosen), group.live, waits)
 
 
-def _fits(groups: Sequence[GroupShape], count: int, samples: int) -> bool:
+def _has_enough(groups: Sequence[GroupShape], count: int, samples: int) -> bool:
     return len(groups) == count and all(len(one.episodes) <= samples for one in groups)
 
 
@@ -157,16 +163,16 @@ class AssumedLengths:
 
     def groups(self, step: int, count: int, samples: int) -> list[GroupShape]:
         rng = np.random.default_rng((self._seed, step))
-        return [self._group(samples, rng) for _ in range(count)]
+        return [self._draw_group(samples, rng) for _ in range(count)]
 
-    def _group(self, samples: int, rng: np.random.Generator) -> GroupShape:
+    def _draw_group(self, samples: int, rng: np.random.Generator) -> GroupShape:
         means = self._means
-        prompt = self._tokens(max(1, round(means["prompt"])), rng)
+        prompt = self._draw_tokens(max(1, round(means["prompt"])), rng)
         return GroupShape(
-            prompt, tuple(self._episode(rng) for _ in range(samples)), bool(rng.random() < self._live)
+            prompt, tuple(self._draw_episode(rng) for _ in range(samples)), bool(rng.random() < self._live)
         )
 
-    def _episode(self, rng: np.random.Generator) -> tuple[TurnShape, ...]:
+    def _draw_episode(self, rng: np.random.Generator) -> tuple[TurnShape, ...]:
         means = self._means
         turns = max(1, round(means["turns"]))
         mean, longest = means["sampled"] / turns, max(means["longest"], means["sampled"]) / turns
@@ -176,11 +182,11 @@ class AssumedLengths:
         observed = round(means.get("observed", 0.0))
         return tuple(
             TurnShape(
-                self._tokens(observed if number else 0, rng),
-                self._tokens(max(1, round(min(length, longest))), rng),
+                self._draw_tokens(observed if number else 0, rng),
+                self._draw_tokens(max(1, round(min(length, longest))), rng),
             )
             for number, length in enumerate(lengths)
         )
 
-    def _tokens(self, count: int, rng: np.random.Generator) -> Tokens:
+    def _draw_tokens(self, count: int, rng: np.random.Generator) -> Tokens:
         return rng.integers(self._vocabulary, size=count, dtype=np.int32)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from perilune.errors import RequestError
 from perilune.models.card.model_card import ModelCard
 from perilune.simulate.step_cost import StepWork
-from perilune.simulate.times import PASSES
+from perilune.simulate.times import PASSES_PER_UPDATE
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,25 @@ CARDS: Mapping[str, Card] = MappingProxyType(
         "RTX4090": Card(1008e9, 165e12, 24e9, 64e9),
     }
 )
-ITEM = 2  # bytes of a weight, key or value: bfloat16
-STATE = 16  # bytes of training for each parameter: weights, gradient and two moments
+VALUE_BYTES = 2  # bytes of a weight, key or value: bfloat16
+TRAINING_BYTES = 16  # per parameter in training: weights, gradient and two moments
 ACHIEVED_BANDWIDTH, ACHIEVED_FLOPS, ACHIEVED_TRAINING = 0.7, 0.5, 0.4  # shares of the published figures
-TILE = 128  # queries of a prompt that read a key together
-HOST = 1e-3  # seconds of scheduler and sampler in each step of the engine
-REDUCE = 1e-5  # seconds until two cards have exchanged anything
-CACHE = 0.9  # share of the memory that weights and cache take
-NETWORK = 50e9  # bytes per second between machines: 400 Gbit/s
-START, RECORD, ANSWER = 60.0, 0.1, 1e-4  # seconds of a stage, a training step and a scored answer
-ASSUMED = (
+QUERIES_PER_KEY = 128  # queries of a prompt that read a key together
+HOST_SECONDS = 1e-3  # of scheduler and sampler in each step of the engine
+EXCHANGE_SECONDS = 1e-5  # latency of an exchange between two cards
+USED_MEMORY = 0.9  # share of the memory for weights and cache
+NETWORK_BANDWIDTH = 50e9  # bytes per second between machines: 400 Gbit/s
+START_SECONDS, RECORD_SECONDS, ANSWER_SECONDS = (
+    60.0,
+    0.1,
+    1e-4,
+)  # seconds of a stage, a training step and a scored answer
+ASSUMPTIONS = (
     f"computed from published bandwidth and FLOPs, not measured: {ACHIEVED_BANDWIDTH:.0%} of the bandwidth,"
     f" {ACHIEVED_FLOPS:.0%} of the bfloat16 FLOPs ({ACHIEVED_TRAINING:.0%} in training),"
-    f" {1e3 * HOST:g} ms of the host in each engine step, {START:g} s to start a stage"
+    f" {1e3 * HOST_SECONDS:g} ms of the host in each engine step, {START_SECONDS:g} s to start a stage"
 )
-_SPEC = re.compile(r"(?P<count>\d+)x(?P<card>[\w-]+)(/(?P<each>\d+))?(@(?P<price>\d+(\.\d+)?))?")
+_MACHINES_PATTERN = re.compile(r"(?P<count>\d+)x(?P<card>[\w-]+)(/(?P<each>\d+))?(@(?P<price>\d+(\.\d+)?))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +73,23 @@ class Machines:
     """Cards of one kind.
 
     Attributes:
-        each: cards that hold one copy of the model together.
+        cards_per_model: cards that hold one copy of the model together.
         price: of a card for an hour; None when it was not given.
     """
 
     name: str
     card: Card
     count: int
-    each: int = 1
+    cards_per_model: int = 1
     price: float | None = None
 
     @property
     def replicas(self) -> int:
         """Copies of the model."""
-        return self.count // self.each
+        return self.count // self.cards_per_model
 
     def cost(self, seconds: float) -> float | None:
-        """The price of all cards for `seconds`."""
+        """Return the price of all cards for `seconds`."""
         return None if self.price is None else self.price * self.count * seconds / 3600
 
 
@@ -95,7 +99,7 @@ def parse_machines(text: str) -> Machines:
     Raises:
         RequestError: when the text has another form, or names an unknown card.
     """
-    found = _SPEC.fullmatch(text)
+    found = _MACHINES_PATTERN.fullmatch(text)
     if found is None:
         raise RequestError(
             f"{text!r} does not describe machines",
@@ -111,48 +115,46 @@ def parse_machines(text: str) -> Machines:
             where="--machines",
             remedy=f"the cards are {', '.join(CARDS)}",
         )
-    count, each = int(found["count"]), int(found["each"] or 1)
-    if each < 1 or count < each or count % each:
+    count, size = int(found["count"]), int(found["each"] or 1)
+    if size < 1 or count < size or count % size:
         raise RequestError(
-            f"{count} cards cannot be divided by {each}",
+            f"{count} cards cannot be divided by {size}",
             where="--machines",
             remedy="give a multiple of the cards per model",
         )
-    return Machines(name, CARDS[name], count, each, float(found["price"]) if found["price"] else None)
+    return Machines(name, CARDS[name], count, size, float(found["price"]) if found["price"] else None)
 
 
 class ComputedSteps:
-    """Predicts steps of the engine on `machines.each` cards that share a model."""
+    """Predicts steps of the engine on `machines.cards_per_model` cards that share a model."""
 
     def __init__(self, machines: Machines, model: ModelCard) -> None:
-        card, each = machines.card, machines.each
-        self._bandwidth = ACHIEVED_BANDWIDTH * card.bandwidth * each
-        self._flops = ACHIEVED_FLOPS * card.flops * each
-        self._experts = ITEM * sum(layer.feed_forward.parameters for layer in model.layers)
-        self._dense = ITEM * model.parameters - self._experts
-        active = ITEM * sum(layer.feed_forward.active_parameters for layer in model.layers)
+        card, size = machines.card, machines.cards_per_model
+        self._bandwidth = ACHIEVED_BANDWIDTH * card.bandwidth * size
+        self._flops = ACHIEVED_FLOPS * card.flops * size
+        self._experts = VALUE_BYTES * sum(layer.feed_forward.parameters for layer in model.layers)
+        self._dense = VALUE_BYTES * model.parameters - self._experts
+        active = VALUE_BYTES * sum(layer.feed_forward.active_parameters for layer in model.layers)
         self._idle = 1 - active / self._experts  # share of the experts that a token does not use
-        self._key = model.cache_bytes(1, ITEM)
-        self._block = model.cache_bytes(16, ITEM)
+        self._key = model.cache_bytes(1, VALUE_BYTES)
+        self._block = model.cache_bytes(16, VALUE_BYTES)
         self._token = 2 * model.active_parameters
         self._attention = sum(layer.mixer.flops(1) for layer in model.layers)
-        exchanged = (
-            2 * len(model.layers) if each > 1 else 0
-        )  # after attention and after the feed-forward part
-        self._reduce = exchanged * REDUCE
-        self._reduced = exchanged * 2 * (each - 1) / each * ITEM * model.hidden_size / card.link
+        exchanged = 2 * len(model.layers) if size > 1 else 0  # after attention and feed-forward
+        self._reduce = exchanged * EXCHANGE_SECONDS
+        self._reduced = exchanged * 2 * (size - 1) / size * VALUE_BYTES * model.hidden_size / card.link
 
-    def of_step(self, work: StepWork) -> float:
-        """Seconds of the longer of reading and computing, with the exchange between cards."""
+    def step_seconds(self, work: StepWork) -> float:
+        """Return the seconds of the longer of reading and computing, with the exchange between cards."""
         tokens = work.rows + work.prefill
         weights = self._dense + self._experts * (1 - self._idle**tokens)
         keys = work.keys + work.prefill_keys
-        read = (weights + self._key * (work.keys + work.prefill_keys / TILE)) / self._bandwidth
+        read = (weights + self._key * (work.keys + work.prefill_keys / QUERIES_PER_KEY)) / self._bandwidth
         computed = (self._token * tokens + self._attention * keys) / self._flops
-        return HOST + max(read, computed) + self._reduce + self._reduced * tokens
+        return HOST_SECONDS + max(read, computed) + self._reduce + self._reduced * tokens
 
-    def after_step(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
-        """Seconds of the copies."""
+    def bookkeeping_seconds(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
+        """Return the seconds of the copies."""
         return 2 * copied * self._block / self._bandwidth
 
 
@@ -175,57 +177,57 @@ class ComputedTimes:
         return ComputedSteps(self.machines, self.model)
 
     def learn(self, tokens: int, episodes: int) -> float:
-        """Seconds of an update; `tokens` are those of one copy of the model."""
+        """Return the seconds of an update; `tokens` are those of one copy of the model."""
         card, model = self.machines.card, self.model
-        computed = PASSES * self.forward(tokens)
-        update = STATE * model.parameters / (ACHIEVED_BANDWIDTH * card.bandwidth * self.learners)
+        computed = PASSES_PER_UPDATE * self.forward(tokens)
+        update = TRAINING_BYTES * model.parameters / (ACHIEVED_BANDWIDTH * card.bandwidth * self.learners)
         share = 2 * (self.learners - 1) / self.learners
-        return computed + update + share * ITEM * model.parameters / card.link
+        return computed + update + share * VALUE_BYTES * model.parameters / card.link
 
     def forward(self, tokens: int) -> float:
-        """Seconds of a pass without gradients."""
-        flops = self.model.training_flops(max(1, self.length)) * tokens / PASSES
-        return flops / (ACHIEVED_TRAINING * self.machines.card.flops * self.machines.each)
+        """Return the seconds of a pass without gradients."""
+        flops = self.model.training_flops(max(1, self.length)) * tokens / PASSES_PER_UPDATE
+        return flops / (ACHIEVED_TRAINING * self.machines.card.flops * self.machines.cards_per_model)
 
     def record(self, tokens: int, episodes: int) -> float:
-        return RECORD + self.publish
+        return RECORD_SECONDS + self.publish
 
     def score(self, answers: int) -> float:
-        return ANSWER * answers
+        return ANSWER_SECONDS * answers
 
     @property
     def answer(self) -> float:
-        return ANSWER
+        return ANSWER_SECONDS
 
     @property
     def publish(self) -> float:
-        return ITEM * self.model.parameters / self.machines.card.link
+        return VALUE_BYTES * self.model.parameters / self.machines.card.link
 
     @property
     def start(self) -> float:
-        return START
+        return START_SECONDS
 
 
 def cache_tokens(machines: Machines, model: ModelCard) -> int:
-    """Tokens that the cache holds beside the weights, for requests of the maximum length.
+    """Return the tokens that the cache holds beside the weights, for requests of the maximum length.
 
     Raises:
         RequestError: when the weights do not fit.
     """
-    memory, weights = machines.card.memory * machines.each, ITEM * model.parameters
-    room = CACHE * memory - weights
+    memory, weights = machines.card.memory * machines.cards_per_model, VALUE_BYTES * model.parameters
+    room = USED_MEMORY * memory - weights
     longest = model.max_positions
-    if room < model.cache_bytes(min(longest, 4096), ITEM):
+    if room < model.cache_bytes(min(longest, 4096), VALUE_BYTES):
         raise RequestError(
-            f"{weights / 1e9:,.0f} GB of weights do not fit {machines.each} x {machines.name} with"
+            f"{weights / 1e9:,.0f} GB of weights do not fit {machines.cards_per_model} x {machines.name} with"
             f" {memory / 1e9:,.0f} GB",
             where="--machines",
             remedy=f"use more cards for each copy of the model: {machines.count}x{machines.name}/"
-            f"{2 * machines.each}",
+            f"{2 * machines.cards_per_model}",
         )
-    return int(room / model.cache_bytes_per_token(longest, ITEM))
+    return int(room / model.cache_bytes_per_token(longest, VALUE_BYTES))
 
 
 def transfer_seconds(model: ModelCard, tokens: int) -> float:
-    """Seconds to send the keys and values of `tokens` to another machine."""
-    return model.cache_bytes(tokens, ITEM) / NETWORK
+    """Return the seconds to send the keys and values of `tokens` to another machine."""
+    return model.cache_bytes(tokens, VALUE_BYTES) / NETWORK_BANDWIDTH

@@ -28,8 +28,8 @@ class RecordedEngine(Engine):
     """
 
     def __init__(self, decoder: Decoder, **size: int) -> None:
-        self.log, self._rows_of_step = StepLog(), 0
-        windows = SimulatedModel.of(decoder.config).windows
+        self.log = StepLog()
+        windows = SimulatedModel.from_config(decoder.config).windows
 
         def runner(source: Any, num_blocks: tuple[int, ...]) -> Runner:
             return _RecordingRunner(fastest_runner(source, num_blocks), self.log, windows)
@@ -41,7 +41,7 @@ class RecordedEngine(Engine):
         super()._open()
         self._sampler = _RecordingSampler(self._sequences, self.log)
 
-    def timed(
+    def run_timed(
         self, requests: Sequence[Request], clock: Callable[[], float]
     ) -> tuple[list[float], dict[tuple[int, int], float]]:
         """Compute all requests together.
@@ -57,7 +57,7 @@ class RecordedEngine(Engine):
             deltas = self.step()
             now = clock()
             steps.append(now - before)
-            self.log.add(ended=len(deltas))
+            self.log.update_last(ended=len(deltas))
             ends |= {(ids[one.request_id], one.sample): now - began for one in deltas}
         return steps, ends
 
@@ -69,11 +69,11 @@ class _RecordingRunner:
         self._inner, self._log, self._windows = inner, log, windows
 
     def run(self, batch: StepBatch) -> Tensor:
-        self._log.begin(StepWork.of(batch, self._windows), batch)
+        self._log.add_step(StepWork.from_batch(batch, self._windows), batch)
         return self._inner.run(batch)
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
-        self._log.add(copied=sources.shape[1])
+        self._log.update_last(copied=sources.shape[1])
         self._inner.copy_blocks(sources, targets)
 
     def load_weights(self, decoder: Decoder) -> None:
@@ -97,5 +97,5 @@ class _RecordingSampler(Sampler):
         logits_of: NDArray[np.int64] | None,
         masks: Mapping[int, NDArray[np.int32]],
     ) -> Drawn:
-        self._log.add(begun=len(rows) - self._log.works[-1].rows)
+        self._log.update_last(begun=len(rows) - self._log.works[-1].rows)
         return super().draw(logits, rows, logits_of, masks)

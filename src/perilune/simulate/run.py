@@ -60,8 +60,8 @@ class EnvironmentTimes:
     wait: float = 0.0
     spread: float = 0.0
 
-    def wait_of(self, group: GroupShape, sample: int, turn: int, rng: np.random.Generator) -> float:
-        """Seconds that an answer waits: as recorded, at the end of the episode, or drawn."""
+    def answer_wait(self, group: GroupShape, sample: int, turn: int, rng: np.random.Generator) -> float:
+        """Return the seconds that an answer waits: as recorded, at the end of the episode, or drawn."""
         if group.waits:
             return group.waits[sample] if turn + 1 == len(group.episodes[sample]) else 0.0
         if not self.wait:
@@ -116,20 +116,20 @@ class RunResult:
     preemptions: int = 0
     spans: list[Span] = field(default_factory=list)
 
-    def add(self, process: str, name: str, begin: float, end: float) -> None:
+    def add_span(self, process: str, name: str, begin: float, end: float) -> None:
         """Add a span of work."""
         self.busy[process] = self.busy.get(process, 0.0) + end - begin
         self.spans.append(Span(process, name, begin, end))
 
-    def read(self, engines: Sequence[SimulatedEngine]) -> None:
+    def add_engine_counts(self, engines: Sequence[SimulatedEngine]) -> None:
         """Add the counts of the engines."""
         self.engine_steps = sum(one.counters.steps for one in engines)
         self.preemptions = sum(one.counters.preemptions for one in engines)
         fullest = max(engines, key=lambda one: one.peak_use)
-        self.peak_blocks = round(fullest.peak_use * fullest.blocks), fullest.blocks
+        self.peak_blocks = round(fullest.peak_use * fullest.block_count), fullest.block_count
 
-    def idle(self) -> dict[str, float]:
-        """Share of the time after the start in which each process did nothing."""
+    def idle_shares(self) -> dict[str, float]:
+        """Return the share of the time after the start in which each process did nothing."""
         seconds = self.seconds - self.start
         return {name: 1 - busy / seconds for name, busy in sorted(self.busy.items())}
 
@@ -155,14 +155,14 @@ class Simulation:
             before = clock.now
             if turn:
                 for group, sample in due:
-                    engine.enter(context_of(group, sample, turn), [group.episodes[sample][turn].sampled])
+                    engine.submit(turn_context(group, sample, turn), [group.episodes[sample][turn].sampled])
             else:
                 for group in groups:
-                    engine.enter(group.prompt.tolist(), [one[0].sampled for one in group.episodes])
+                    engine.submit(group.prompt.tolist(), [one[0].sampled for one in group.episodes])
             while engine.unfinished:
                 engine.step()
             sampling += clock.now - before
-            waits = (self.environment.wait_of(*one, turn, self.rng) for one in due)
+            waits = (self.environment.answer_wait(*one, turn, self.rng) for one in due)
             clock.now += self.times.score(len(due)) + sum(waits)
             turn += 1
         return sampling, clock.now - began - sampling
@@ -173,11 +173,11 @@ class Simulation:
             return 0.0
         engine = self.make_engine()
         sampling, scoring = self.play(engine, self.lengths.groups(max(step, 1), *self.plan.evaluated))
-        self.result.add("learner", "evaluate", now, now + sampling + scoring)
+        self.result.add_span("learner", "evaluate", now, now + sampling + scoring)
         return sampling + scoring
 
-    def learn(self, groups: Sequence[GroupShape]) -> float:
-        """Seconds of the updates of a step, on the groups that have a gradient."""
+    def learning_seconds(self, groups: Sequence[GroupShape]) -> float:
+        """Return the seconds of the updates of a step, on the groups that have a gradient."""
         plan = self.plan
         tokens = sum(group.fed for group in groups if group.live)
         episodes = sum(len(group.episodes) for group in groups)
@@ -186,13 +186,13 @@ class Simulation:
         fed = sum(group.fed for group in groups)
         return plan.updates * plan.epochs * once + plan.forward * self.times.forward(-(-fed // plan.ranks))
 
-    def record(self, groups: Sequence[GroupShape]) -> float:
-        """Seconds of the rest of a step."""
+    def recording_seconds(self, groups: Sequence[GroupShape]) -> float:
+        """Return the seconds of the rest of a step."""
         episodes, fed = sum(len(group.episodes) for group in groups), sum(group.fed for group in groups)
         watching = self.times.forward(fed) if self.plan.watched else 0.0
         return self.times.record(fed, episodes) + watching
 
-    def count(self, groups: Sequence[GroupShape]) -> int:
+    def count_tokens(self, groups: Sequence[GroupShape]) -> int:
         """Count the sampled tokens of a step."""
         tokens = sum(group.sampled for group in groups)
         self.result.tokens += tokens
@@ -210,35 +210,37 @@ class SynchronousRun(Simulation):
         now += self.evaluate(0, now)
         for step in range(1, plan.steps + 1):
             groups = self.lengths.groups(step, plan.prompts, plan.samples)
-            result.ages[0] += self.count(groups)
+            result.ages[0] += self.count_tokens(groups)
             parts = []
             for number, engine in enumerate(engines):
                 engine.clock.now = now
-                engine.swap(step)
+                engine.swap_weights(step)
                 parts.append(self.play(engine, groups[number :: plan.ranks]))
-                result.add(name_of("sampler", number, plan.ranks), "sample", now, now + parts[-1][0])
+                result.add_span(
+                    process_name("sampler", number, plan.ranks), "sample", now, now + parts[-1][0]
+                )
             sampling, scoring = max(parts, key=sum)
-            learning = self.learn(groups)
-            other = self.record(groups)
-            result.add("scorer", "score", now + sampling, now + sampling + scoring)
+            learning = self.learning_seconds(groups)
+            other = self.recording_seconds(groups)
+            result.add_span("scorer", "score", now + sampling, now + sampling + scoring)
             now += sampling + scoring
-            result.add("learner", "learn", now, now + learning)
-            result.add("learner", "record", now + learning, now + learning + other)
+            result.add_span("learner", "learn", now, now + learning)
+            result.add_span("learner", "record", now + learning, now + learning + other)
             now += learning + other
             parts_of_step = {"sampling": sampling, "scoring": scoring, "learning": learning, "other": other}
             result.steps.append({"step": step, **parts_of_step, "evaluation": self.evaluate(step, now)})
             now += result.steps[-1]["evaluation"]
         result.seconds = now
-        result.read(engines)
+        result.add_engine_counts(engines)
         return result
 
 
-def context_of(group: GroupShape, sample: int, turn: int) -> list[int]:
-    """The tokens that a turn of an episode continues."""
+def turn_context(group: GroupShape, sample: int, turn: int) -> list[int]:
+    """Return the tokens that a turn of an episode continues."""
     episode = group.episodes[sample]
     before = [part for one in episode[:turn] for part in (one.observed, one.sampled)]
     return np.concatenate([group.prompt, *before, episode[turn].observed]).tolist()  # type: ignore[no-any-return]
 
 
-def name_of(process: str, number: int, count: int) -> str:
+def process_name(process: str, number: int, count: int) -> str:
     return process if count == 1 else f"{process} {number}"

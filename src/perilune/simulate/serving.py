@@ -23,14 +23,14 @@ from perilune.files import read_regular
 from perilune.models.card.model_card import ModelCard
 from perilune.models.config.decoder_config import STATE_WINDOW
 from perilune.models.memory import TOKEN_BUDGET
-from perilune.simulate.autoscaling import Autoscaling, Scaled, scale
+from perilune.simulate.autoscaling import Autoscaling, ScalingResult, assign_replicas
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
 from perilune.simulate.hardware import ComputedSteps, Machines, cache_tokens, transfer_seconds
 from perilune.simulate.step_cost import StepTimes, StepWork
 
 Tokens = NDArray[np.int32]
-VOCABULARY = 1 << 15  # of made-up tokens; only their equality matters
-HASHED = 512  # tokens of a prompt for each of the trace's `hash_ids`
+VOCABULARY_SIZE = 1 << 15  # of made-up tokens; only their equality matters
+TOKENS_PER_HASH = 512  # tokens of a prompt for each of the trace's `hash_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Arrival:
         time: seconds since the beginning of the trace.
         prompt: tokens of its prompt, as many as `hashes` stand for, and unique ones after them.
         output: tokens of its answer.
-        hashes: of blocks of `HASHED` tokens, for prompts that begin alike.
+        hashes: of blocks of `TOKENS_PER_HASH` tokens, for prompts that begin alike.
     """
 
     number: int
@@ -52,20 +52,20 @@ class Arrival:
     hashes: tuple[int, ...] = ()
 
     def tokens(self) -> list[int]:
-        """The prompt."""
-        shared = [_block(one) for one in self.hashes[: self.prompt // HASHED]]
-        rest = self.prompt - HASHED * len(shared)
-        own = np.random.default_rng((1, self.number)).integers(VOCABULARY, size=rest, dtype=np.int32)
+        """Return the prompt."""
+        shared = [_hash_tokens(one) for one in self.hashes[: self.prompt // TOKENS_PER_HASH]]
+        rest = self.prompt - TOKENS_PER_HASH * len(shared)
+        own = np.random.default_rng((1, self.number)).integers(VOCABULARY_SIZE, size=rest, dtype=np.int32)
         return np.concatenate([*shared, own]).tolist()  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=4096)
-def _block(digest: int) -> Tokens:
-    return np.random.default_rng((0, digest)).integers(VOCABULARY, size=HASHED, dtype=np.int32)
+def _hash_tokens(digest: int) -> Tokens:
+    return np.random.default_rng((0, digest)).integers(VOCABULARY_SIZE, size=TOKENS_PER_HASH, dtype=np.int32)
 
 
 def read_requests(path: Path) -> list[Arrival]:
-    """A trace in Mooncake's format: JSON lines with `timestamp` in milliseconds, `input_length`,
+    """Read a trace in Mooncake's format: JSON lines with `timestamp` in milliseconds, `input_length`,
     `output_length` and perhaps `hash_ids`.
 
     Raises:
@@ -111,12 +111,12 @@ class Served:
     end: float
 
     @property
-    def to_first(self) -> float:
+    def ttft(self) -> float:
         """Seconds to the first token."""
         return self.first - self.arrival.time
 
     @property
-    def per_token(self) -> float:
+    def tpot(self) -> float:
         """Mean seconds of each further token; 0 without one."""
         return (self.end - self.first) / max(1, self.arrival.output - 1)
 
@@ -137,7 +137,7 @@ class Fleet:
     preemptions: int = 0
     computed: int = 0
     cached: int = 0
-    scaled: Scaled | None = None
+    scaled: ScalingResult | None = None
 
     def count(self, engine: SimulatedEngine) -> None:
         """Add the counts of an engine."""
@@ -158,7 +158,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _RoutedRequest:
     """A request as a replica gets it.
 
     Attributes:
@@ -206,26 +206,26 @@ def serve(
             where="--autoscale",
             remedy="remove it, or --prefill",
         )
-    room = min(cache_tokens(machines, model), slots * model.max_positions)
-    _check(arrivals, model, room)
-    replica = partial(_replica, machines, model, slots, room)
+    cache_size = min(cache_tokens(machines, model), slots * model.max_positions)
+    _check_longest(arrivals, model, cache_size)
+    replica = partial(_simulate_replica, machines, model, slots, cache_size)
     if not prefill:
-        whole = [_Sent(one.time, one, one.output) for one in arrivals]
+        whole = [_RoutedRequest(one.time, one, one.output) for one in arrivals]
         if autoscaling is None:
-            return _all(replica, _shares(whole, machines.replicas), jobs)
-        scaled = scale(autoscaling, [one.time for one in arrivals], machines.replicas)
-        shares: dict[int, list[_Sent]] = {}
+            return _simulate_replicas(replica, _split_round_robin(whole, machines.replicas), jobs)
+        scaled = assign_replicas(autoscaling, [one.time for one in arrivals], machines.replicas)
+        shares: dict[int, list[_RoutedRequest]] = {}
         for number, sent in zip(scaled.replica_of, whole, strict=True):
             shares.setdefault(number, []).append(sent)
-        fleet = _all(replica, list(shares.values()), jobs)
+        fleet = _simulate_replicas(replica, list(shares.values()), jobs)
         fleet.scaled = scaled
         return fleet
-    prompts = [_Sent(one.time, one, 1) for one in arrivals]
-    fleet = _all(replica, _shares(prompts, prefill), jobs)
+    prompts = [_RoutedRequest(one.time, one, 1) for one in arrivals]
+    fleet = _simulate_replicas(replica, _split_round_robin(prompts, prefill), jobs)
     prompted, fleet.served = fleet.served, []
     fleet.served += [one for one in prompted if one.arrival.output == 1]
     received = [
-        _Sent(
+        _RoutedRequest(
             one.end + transfer_seconds(model, one.arrival.prompt),
             one.arrival,
             one.arrival.output - 1,
@@ -235,12 +235,16 @@ def serve(
         if one.arrival.output > 1
     ]
     received.sort(key=lambda one: (one.time, one.arrival.number))
-    fleet.add(_all(replica, _shares(received, machines.replicas - prefill), jobs))
+    fleet.add(_simulate_replicas(replica, _split_round_robin(received, machines.replicas - prefill), jobs))
     return fleet
 
 
-def _all(replica: Callable[[Sequence[_Sent]], Fleet], shares: Sequence[Sequence[_Sent]], jobs: int) -> Fleet:
-    """All replicas together, simulated in so many processes."""
+def _simulate_replicas(
+    replica: Callable[[Sequence[_RoutedRequest]], Fleet],
+    shares: Sequence[Sequence[_RoutedRequest]],
+    jobs: int,
+) -> Fleet:
+    """Simulate all replicas in `jobs` processes."""
     fleet = Fleet()
     if jobs == 1 or len(shares) == 1:
         for share in shares:
@@ -252,61 +256,65 @@ def _all(replica: Callable[[Sequence[_Sent]], Fleet], shares: Sequence[Sequence[
     return fleet
 
 
-def _replica(machines: Machines, model: ModelCard, slots: int, room: int, share: Sequence[_Sent]) -> Fleet:
+def _simulate_replica(
+    machines: Machines, model: ModelCard, slots: int, cache_size: int, share: Sequence[_RoutedRequest]
+) -> Fleet:
     """Serve requests, in the order of their times, with one replica. They enter between two steps."""
     steps: StepTimes = ComputedSteps(machines, model)
     budget = TOKEN_BUDGET
     if received := share[0].first is not None:  # keys and values of whole prompts arrive
-        steps, budget = _Receiving(steps), room
-    engine = SimulatedEngine(_shape(model), steps, slots=slots, cache_tokens=room, token_budget=budget)
-    found, flying, clock, coming = Fleet(), dict[int, _Sent](), engine.clock, 0
-    while coming < len(share) or engine.unfinished:
+        steps, budget = _ReceivingSteps(steps), cache_size
+    engine = SimulatedEngine(
+        _simulated_model(model), steps, slots=slots, cache_tokens=cache_size, token_budget=budget
+    )
+    found, in_flight, clock, next_index = Fleet(), dict[int, _RoutedRequest](), engine.clock, 0
+    while next_index < len(share) or engine.unfinished:
         if not engine.unfinished:
-            clock.now = max(clock.now, share[coming].time)
-        while coming < len(share) and share[coming].time <= clock.now:
-            sent = share[coming]
+            clock.now = max(clock.now, share[next_index].time)
+        while next_index < len(share) and share[next_index].time <= clock.now:
+            sent = share[next_index]
             prompt = sent.arrival.tokens() + [0] * received
-            answer = np.full(sent.output, sent.arrival.number % VOCABULARY, dtype=np.int32)
-            flying[engine.enter(prompt, [answer])] = sent
-            coming += 1
+            answer = np.full(sent.output, sent.arrival.number % VOCABULARY_SIZE, dtype=np.int32)
+            in_flight[engine.submit(prompt, [answer])] = sent
+            next_index += 1
         before = clock.now
         for delta in engine.step():
-            sent, first = flying.pop(delta.request_id), engine.firsts.pop(delta.request_id)
+            sent, first = in_flight.pop(delta.request_id), engine.first_token_times.pop(delta.request_id)
             found.served.append(Served(sent.arrival, first if sent.first is None else sent.first, clock.now))
         found.busy += clock.now - before
     found.count(engine)
     return found
 
 
-class _Receiving:
+class _ReceivingSteps:
     """Times of a replica that receives the keys and values of prompts from another replica."""
 
     def __init__(self, steps: StepTimes) -> None:
         self._steps = steps
 
-    def of_step(self, work: StepWork) -> float:
-        """Each received prompt is one more row, for its last token."""
+    def step_seconds(self, work: StepWork) -> float:
+        """Count each received prompt as one more row, for its last token."""
         keys = work.keys + work.prefill
-        return self._steps.of_step(StepWork(work.rows + work.chunks, keys))
+        return self._steps.step_seconds(StepWork(work.rows + work.chunks, keys))
 
-    def after_step(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
-        return self._steps.after_step(begun=begun, copied=copied, ended=ended)
+    def bookkeeping_seconds(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
+        return self._steps.bookkeeping_seconds(begun=begun, copied=copied, ended=ended)
 
 
-def _shares(items: Sequence[_Sent], count: int) -> list[Sequence[_Sent]]:
-    """The requests of each replica, round robin, without replicas that get none."""
+def _split_round_robin(items: Sequence[_RoutedRequest], count: int) -> list[Sequence[_RoutedRequest]]:
+    """Return the requests of each replica, round robin, without replicas that get none."""
     return [items[number::count] for number in range(min(count, len(items)))]
 
 
-def _shape(model: ModelCard) -> SimulatedModel:
+def _simulated_model(model: ModelCard) -> SimulatedModel:
     windows = [STATE_WINDOW if layer.mixer.state else layer.mixer.window for layer in model.layers]
     shares = {window: windows.count(window) / len(windows) for window in dict.fromkeys(windows)}
-    return SimulatedModel(VOCABULARY + 1, model.max_positions, shares)
+    return SimulatedModel(VOCABULARY_SIZE + 1, model.max_positions, shares)
 
 
-def _check(arrivals: Sequence[Arrival], model: ModelCard, room: int) -> None:
+def _check_longest(arrivals: Sequence[Arrival], model: ModelCard, cache_size: int) -> None:
     longest = max(arrivals, key=lambda one: one.prompt + one.output)
-    tokens, limit = longest.prompt + longest.output, min(model.max_positions, room - 16)
+    tokens, limit = longest.prompt + longest.output, min(model.max_positions, cache_size - 16)
     if tokens > limit:
         raise RequestError(
             f"request {longest.number} has {tokens:,} tokens, and at most {limit:,} fit",
@@ -315,16 +323,16 @@ def _check(arrivals: Sequence[Arrival], model: ModelCard, room: int) -> None:
         )
 
 
-def figures(fleet: Fleet, machines: Machines, *, to_first: float, per_token: float) -> dict[str, float]:
-    """The figures of a served trace.
+def summarize_fleet(fleet: Fleet, machines: Machines, *, ttft: float, tpot: float) -> dict[str, float]:
+    """Compute the figures of a served trace.
 
     Args:
-        to_first, per_token: seconds within which a request counts for the goodput.
+        ttft, tpot: limits in seconds within which a request counts for the goodput.
     """
     served = fleet.served
     begin, end = min(one.arrival.time for one in served), max(one.end for one in served)
     seconds, tokens = end - begin, sum(one.arrival.output for one in served)
-    good = sum(one.to_first <= to_first and one.per_token <= per_token for one in served)
+    good = sum(one.ttft <= ttft and one.tpot <= tpot for one in served)
     held = seconds * machines.replicas
     if fleet.scaled is not None:  # until the last request is served, those held at the last arrival are kept
         last = max(one.arrival.time for one in served)
@@ -333,8 +341,8 @@ def figures(fleet: Fleet, machines: Machines, *, to_first: float, per_token: flo
     found = {
         "requests": len(served),
         "seconds": seconds,
-        **_distribution("ttft", [one.to_first for one in served]),
-        **_distribution("tpot", [one.per_token for one in served if one.arrival.output > 1] or [0.0]),
+        **_distribution("ttft", [one.ttft for one in served]),
+        **_distribution("tpot", [one.tpot for one in served if one.arrival.output > 1] or [0.0]),
         **_distribution("latency", [one.end - one.arrival.time for one in served]),
         "tokens_per_second": tokens / seconds,
         "goodput": good / seconds,

@@ -25,7 +25,7 @@ from perilune.engine.blocks import BLOCK
 from perilune.engine.step import StepBatch
 
 KNOTS = (0, 1, 2, 4, 8, 16)  # rows between which the time is linear; above the last, one more slope
-NAMES = (
+FEATURE_NAMES = (
     "step",
     *(f"rows to {end}" for end in KNOTS[1:]),
     "rows above",
@@ -40,7 +40,7 @@ NAMES = (
     "end",
 )
 
-SWEEPS, TOLERANCE = 20_000, 1e-10  # of the fit
+MAX_SWEEPS, TOLERANCE = 20_000, 1e-10  # of the fit
 
 Matrix = NDArray[np.float64]
 
@@ -75,17 +75,17 @@ class StepWork:
     ended: int = 0
 
     @classmethod
-    def of(cls, batch: StepBatch, windows: Windows) -> StepWork:
-        """The work of a batch, without what follows it: copies, and samples that begin or end."""
+    def from_batch(cls, batch: StepBatch, windows: Windows) -> StepWork:
+        """Return the work of a batch, without what follows it: copies, and samples that begin or end."""
         seen = batch.positions + 1
-        read = seen if windows.keys() == {None} else _within(seen, windows)
+        read = seen if windows.keys() == {None} else _mean_keys_read(seen, windows)
         rows = batch.decodes
         chunks = len(batch.cu_seqlens) - 1 - rows
-        keys, shared = float(read[:rows].sum()), _shared_keys(batch, read[:rows], windows)
+        keys, shared = float(read[:rows].sum()), _count_shared_keys(batch, read[:rows], windows)
         return cls(rows, keys, shared, chunks, len(seen) - rows, float(read[rows:].sum()))
 
     def features(self) -> list[float]:
-        """One value for each of `NAMES`."""
+        """Return one value for each of `FEATURE_NAMES`."""
         ends = zip(KNOTS, (*KNOTS[1:], 1 << 40), strict=True)
         rows = [float(min(max(self.rows - low, 0), high - low)) for low, high in ends]
         prefill = [float(self.prefill > 0), float(self.chunks), float(self.prefill), self.prefill_keys]
@@ -93,16 +93,16 @@ class StepWork:
         return [1.0, *rows, *keys, *prefill, float(self.begun), float(self.copied), float(self.ended)]
 
 
-def _within(seen: NDArray[np.int64], windows: Windows) -> NDArray[Any]:
-    """Keys that each query reads, mean over the layers."""
+def _mean_keys_read(seen: NDArray[np.int64], windows: Windows) -> NDArray[Any]:
+    """Return the keys that each query reads, mean over the layers."""
     read = np.zeros(len(seen))
     for size, share in windows.items():
         read += share * (seen if size is None else np.minimum(seen, size))
     return read
 
 
-def _shared_keys(batch: StepBatch, read: NDArray[Any], windows: Windows) -> float:
-    """Keys in leading blocks that a decoding sample and the one before have in common."""
+def _count_shared_keys(batch: StepBatch, read: NDArray[Any], windows: Windows) -> float:
+    """Return the keys in leading blocks that a decoding sample and the one before have in common."""
     widest = 0 if None in windows else -1
     tables = batch.block_tables[widest, : batch.decodes]
     if batch.decodes < 2 or not (tables[1:, 0] == tables[:-1, 0]).any():
@@ -115,50 +115,50 @@ def _shared_keys(batch: StepBatch, read: NDArray[Any], windows: Windows) -> floa
 class StepTimes(Protocol):
     """Predicts the time of a step."""
 
-    def of_step(self, work: StepWork) -> float:
-        """Seconds of the model and the scheduler."""
+    def step_seconds(self, work: StepWork) -> float:
+        """Return the seconds of the model and the scheduler."""
 
-    def after_step(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
-        """Seconds of what follows the model's computation in the same step."""
+    def bookkeeping_seconds(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
+        """Return the seconds of what follows the model's computation in the same step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of each feature of a step, by its name in `NAMES`."""
+    """Seconds of each feature of a step, by its name in `FEATURE_NAMES`."""
 
     seconds: Mapping[str, float]
 
-    def of_step(self, work: StepWork) -> float:
+    def step_seconds(self, work: StepWork) -> float:
         return sum(map(float.__mul__, self.seconds.values(), work.features()))
 
-    def after_step(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
+    def bookkeeping_seconds(self, *, begun: int = 0, copied: int = 0, ended: int = 0) -> float:
         seconds = self.seconds
         return seconds["begin"] * begun + seconds["copy"] * copied + seconds["end"] * ended
 
 
-def fit(works: Sequence[StepWork], seconds: Sequence[float]) -> StepCost:
-    """The non-negative cost with the least relative squares: short steps count as much as long ones."""
+def fit_step_cost(works: Sequence[StepWork], seconds: Sequence[float]) -> StepCost:
+    """Fit a non-negative cost by least relative squares, so that short and long steps weigh the same."""
     features = np.array([work.features() for work in works])
-    return StepCost(dict(zip(NAMES, relative_fit(features, np.array(seconds)).tolist(), strict=True)))
+    return StepCost(dict(zip(FEATURE_NAMES, fit_relative(features, np.array(seconds)).tolist(), strict=True)))
 
 
-def relative_fit(features: Matrix, measured: Matrix) -> Matrix:
-    """Non-negative coefficients float64[F] of float64[N, F] with the least relative squares.
+def fit_relative(features: Matrix, measured: Matrix) -> Matrix:
+    """Return non-negative coefficients float64[F] of float64[N, F] with the least relative squares.
 
     Coordinate descent on the normal equations (Franc et al. 2005), which needs no library for a dozen
     unknowns.
     """
     matrix = features / measured[:, None]
-    scale = np.maximum(matrix.max(axis=0), 1e-300)
-    matrix = matrix / scale
+    assign_replicas = np.maximum(matrix.max(axis=0), 1e-300)
+    matrix = matrix / assign_replicas
     gram, linear = matrix.T @ matrix, matrix.sum(axis=0)
     found = np.zeros(len(linear))
-    for _ in range(SWEEPS):
+    for _ in range(MAX_SWEEPS):
         before = found.copy()
-        for place in np.flatnonzero(gram.diagonal()):
-            slope = gram[place] @ found - linear[place]
-            found[place] = max(0.0, found[place] - slope / gram[place, place])
+        for index in np.flatnonzero(gram.diagonal()):
+            slope = gram[index] @ found - linear[index]
+            found[index] = max(0.0, found[index] - slope / gram[index, index])
         if np.abs(found - before).max() < TOLERANCE * found.max():
             break
-    solution: Matrix = found / scale
+    solution: Matrix = found / assign_replicas
     return solution

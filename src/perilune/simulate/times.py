@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from perilune.errors import RequestError
 from perilune.files import read_json_or_empty, write_json
-from perilune.simulate.step_cost import NAMES, StepCost, StepTimes
+from perilune.simulate.step_cost import FEATURE_NAMES, StepCost, StepTimes
 
-FILE = "simulation.json"  # in the home
-PASSES = 3  # an update takes as long as three forward passes: its backward pass takes two
-COMPUTING = ("engine", "learn", "models", "rollout")  # packages whose code the coefficients depend on
+COEFFICIENTS_FILE = "simulation.json"  # in the home
+PASSES_PER_UPDATE = 3  # an update takes as long as three forward passes: its backward pass takes two
+MEASURED_PACKAGES = ("engine", "learn", "models", "rollout")  # packages whose code the coefficients depend on
 
 
 class RunTimes(Protocol):
@@ -25,16 +25,16 @@ class RunTimes(Protocol):
         """Time of an engine step."""
 
     def learn(self, tokens: int, episodes: int) -> float:
-        """Time of an update."""
+        """Return the time of an update."""
 
     def forward(self, tokens: int) -> float:
-        """Time of a pass without gradients."""
+        """Return the time of a pass without gradients."""
 
     def record(self, tokens: int, episodes: int) -> float:
-        """Time of the rest of a training step: publishing the weights, metrics and files."""
+        """Return the time of the rest of a training step: publishing the weights, metrics and files."""
 
     def score(self, answers: int) -> float:
-        """Time of the rollout worker and its scorer, without that of the environment."""
+        """Return the time of the rollout worker and its scorer, without that of the environment."""
 
     @property
     def answer(self) -> float:
@@ -73,7 +73,7 @@ class MeasuredTimes:
         return constant + token * tokens + episode * episodes
 
     def forward(self, tokens: int) -> float:
-        return self.update[1] * tokens / PASSES
+        return self.update[1] * tokens / PASSES_PER_UPDATE
 
     def record(self, tokens: int, episodes: int) -> float:
         constant, token, episode = self.recording
@@ -118,28 +118,28 @@ def engine_digest() -> str:
     import perilune
 
     root, digest = Path(str(perilune.__file__)).parent, hashlib.sha256()
-    for package in COMPUTING:
+    for package in MEASURED_PACKAGES:
         for path in sorted((root / package).rglob("*")):
             if path.suffix in {".py", ".c", ".h"}:
                 digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def save(home: Path, found: Calibrated) -> None:
+def save_coefficients(home: Path, found: Calibrated) -> None:
     """Keep coefficients in the home, in place of earlier ones of the same machine and model."""
-    document = read_json_or_empty(home / FILE)
+    document = read_json_or_empty(home / COEFFICIENTS_FILE)
     document.setdefault(found.machine, {})[found.model] = asdict(found)
-    write_json(home / FILE, document)
+    write_json(home / COEFFICIENTS_FILE, document)
 
 
-def load(home: Path, machine: str, model: str) -> Calibrated:
-    """The coefficients of a model on a machine.
+def load_coefficients(home: Path, machine: str, model: str) -> Calibrated:
+    """Return the coefficients of a model on a machine.
 
     Raises:
         RequestError: when there are none, or another version of the engine was measured.
     """
     try:
-        found = _read(read_json_or_empty(home / FILE)[machine][model])
+        found = _parse_calibrated(read_json_or_empty(home / COEFFICIENTS_FILE)[machine][model])
     except (KeyError, TypeError):  # none, or damaged
         found = None
     remedy = "run perilune calibrate RECIPE, or name other machines with --machines"
@@ -148,18 +148,18 @@ def load(home: Path, machine: str, model: str) -> Calibrated:
     if found.engine != engine_digest():
         raise RequestError(
             f"the calibration of this model on {machine} measured another version of the engine",
-            where=str(home / FILE),
+            where=str(home / COEFFICIENTS_FILE),
             remedy=remedy,
         )
     return found
 
 
-def _read(document: Mapping[str, Any]) -> Calibrated:
+def _parse_calibrated(document: Mapping[str, Any]) -> Calibrated:
     times = dict(document["times"])
     seconds = times.pop("step")["seconds"]
-    step = StepCost({name: float(seconds[name]) for name in NAMES})
-    return Calibrated(**{**document, "times": MeasuredTimes(step, **_tuples(times))})
+    step = StepCost({name: float(seconds[name]) for name in FEATURE_NAMES})
+    return Calibrated(**{**document, "times": MeasuredTimes(step, **_lists_to_tuples(times))})
 
 
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+def _lists_to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}

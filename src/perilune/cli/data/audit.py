@@ -90,12 +90,12 @@ def environments_of(recipe: Recipe) -> list[dict[str, Any]]:
     mixture are sections of their own.
     """
     from perilune.environments.core.registry import scoring_sections
-    from perilune.recipe.schema import with_rewards
+    from perilune.recipe.schema import add_rewards
 
     sections: list[dict[str, Any]] = []
     for stage in recipe.stages:
         if environment := stage.environment or recipe.environment:
-            for section in scoring_sections(with_rewards(environment, recipe.rewards)):
+            for section in scoring_sections(add_rewards(environment, recipe.rewards)):
                 sections += [] if section in sections else [dict(section)]
     return sections
 

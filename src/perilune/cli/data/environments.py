@@ -311,18 +311,18 @@ def section_of(name: str, settings: list[str]) -> dict[str, Any]:
     """
     from perilune.environments.core.registry import SOURCE, family_field
     from perilune.extensions import is_file_reference
-    from perilune.recipe.reward_files import file_source
+    from perilune.recipe.reward_files import read_source_file
 
     if is_file_reference(name):
-        own = {"id": name, SOURCE: file_source(name, Path.cwd(), "environment")}
+        own = {"id": name, SOURCE: read_source_file(name, Path.cwd(), "environment")}
     else:
         identifier, _, family = name.partition("/")
         own = {"id": identifier} | ({family_field(identifier): family} if family else {})
     section = settings_of(settings, onto=own)
     if "rewards" in section:
-        from perilune.recipe.reward_files import reward_terms
+        from perilune.recipe.reward_files import load_reward_terms
 
-        section["rewards"] = reward_terms(section["rewards"], Path.cwd(), "--set rewards")
+        section["rewards"] = load_reward_terms(section["rewards"], Path.cwd(), "--set rewards")
     return section
 
 

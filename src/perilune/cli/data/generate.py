@@ -67,7 +67,7 @@ def generate(
     from perilune.data.generators.collection import TeacherGenerator
     from perilune.environments.core.registry import make_environment
     from perilune.extensions import CodeFile, is_file_reference
-    from perilune.recipe.reward_files import file_source
+    from perilune.recipe.reward_files import read_source_file
     from perilune.verifiers import Scorer
 
     section = section_of(environment, settings)
@@ -77,7 +77,7 @@ def generate(
         generator: Generator
         if teacher:
             extra = settings_of(options, "--option")
-            code = file_source(teacher, Path.cwd(), "--teacher") if is_file_reference(teacher) else None
+            code = read_source_file(teacher, Path.cwd(), "--teacher") if is_file_reference(teacher) else None
             named = teacher if code is None else CodeFile(name=teacher, source=code)
             writer = make_teacher(named, settings_of(strategies, "--strategy"), extra)
             told = {"options": extra, **({} if code is None else {"code": code})}

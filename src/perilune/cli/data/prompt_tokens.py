@@ -26,12 +26,12 @@ def recipe_source(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], To
     """
     from perilune.models.text.template_facts import recipe_tokenizer
     from perilune.recipe.load import load_recipe
-    from perilune.recipe.schema import with_rewards
+    from perilune.recipe.schema import add_rewards
 
     recipe = load_recipe(name, changes)
     if not recipe.environment:
         raise RequestError("the recipe has no environment", where=name)
-    section = with_rewards(recipe.environment, recipe.rewards)
+    section = add_rewards(recipe.environment, recipe.rewards)
     if recipe.model is None:
         return section, None
     return section, recipe_tokenizer(recipe.model.model_dump())

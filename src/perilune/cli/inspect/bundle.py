@@ -102,8 +102,8 @@ def freeze(
     from perilune.bundle.job import InputReference
     from perilune.bundle.plugin import consumed_fields, load_plugin
     from perilune.recipe.load import load_recipe
-    from perilune.recipe.schema import MODEL, job_for
-    from perilune.recipe.staging import staged
+    from perilune.recipe.schema import MODEL, build_job
+    from perilune.recipe.staging import stage_files
 
     loaded = load_recipe(recipe, overrides or [])
     try:
@@ -118,7 +118,7 @@ def freeze(
         InputReference(name=field, path=f"inputs/{field}", digest="", kind=kinds[field])
         for field in sorted(inputs)
     )
-    job, files = staged(job_for(loaded, chosen).model_copy(update={"inputs": references}))
+    job, files = stage_files(build_job(loaded, chosen).model_copy(update={"inputs": references}))
     digest = freeze_job(job, inputs | files, out)
     if as_json:
         print_json({"path": str(out), "stage": stage, "digest": digest})

@@ -101,11 +101,11 @@ def config_file(path: str) -> Path:
     given = Path(path).expanduser()
     if given.is_file() and given.suffix != ".gguf":
         return given
-    from perilune.recipe.model_files import REQUIRED, find_model
+    from perilune.recipe.model_files import CONFIG_FILE, find_model
     from perilune.recipe.problems import ProblemsError
 
     try:
-        return find_model(path, Path.cwd()) / REQUIRED
+        return find_model(path, Path.cwd()) / CONFIG_FILE
     except ProblemsError as error:
         (problem,) = error.problems
         raise RequestError(problem.what.removeprefix("model.path: "), remedy=problem.remedy) from None

@@ -20,8 +20,8 @@ from perilune.errors import RequestError
 if TYPE_CHECKING:
     from perilune.lab.laboratory import Laboratory, Snapshot
 
-TICK, LINE_INTERVAL = 0.5, 10.0  # seconds between two ticks; between two lines without a terminal
-KILLS = {"calm": 0.0, "stormy": 3.0}  # expected kills of the control process per minute
+TICK_SECONDS, LINE_SECONDS = 0.5, 10.0  # seconds between two ticks; between two lines without a terminal
+KILLS_PER_MINUTE = {"calm": 0.0, "stormy": 3.0}  # expected kills of the control process per minute
 
 
 def lab(
@@ -50,18 +50,18 @@ def lab(
     perilune lab --seconds 600 --seed 7 --json
     """
     from perilune.execution.providers.fake.weather import weather as weather_of
-    from perilune.lab.invariants import check
+    from perilune.lab.invariants import check_invariants
     from perilune.lab.laboratory import Laboratory, Plan
 
-    plan = Plan(weather_of(weather, seed), seed=seed, at_once=at_once, kills=KILLS[weather])
-    with _folder(keep) as folder, Laboratory(folder, plan) as laboratory:
-        _watch(laboratory, seconds, patience, silent=as_json)
-        verdicts, last = check(laboratory), laboratory.snapshot()
+    plan = Plan(weather_of(weather, seed), seed=seed, at_once=at_once, kills=KILLS_PER_MINUTE[weather])
+    with _lab_folder(keep) as folder, Laboratory(folder, plan) as laboratory:
+        _run_lab(laboratory, seconds, patience, silent=as_json)
+        verdicts, last = check_invariants(laboratory), laboratory.snapshot()
     broken = [verdict for verdict in verdicts if verdict.broken]
     if as_json:
         print_json(asdict(last) | {"seed": seed, "invariants": [asdict(verdict) for verdict in verdicts]})
     else:
-        for line in _lines(last):
+        for line in _format_lines(last):
             echo(line)
         for verdict in verdicts:
             echo(f"{'BROKEN' if verdict.broken else 'holds '}  {verdict.name}  {verdict.says}")
@@ -71,30 +71,30 @@ def lab(
         raise typer.Exit(1)
 
 
-def _watch(laboratory: Laboratory, seconds: float, patience: float, *, silent: bool) -> None:
+def _run_lab(laboratory: Laboratory, seconds: float, patience: float, *, silent: bool) -> None:
     """Submit runs for `seconds`, wait until all have ended, and show the state meanwhile."""
-    with _screen(silent) as show:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+    with _show_snapshots(silent) as show:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             show(laboratory.tick(), "")
-            time.sleep(TICK)
-        laboratory.calm()
-        until = time.monotonic() + patience
-        while not laboratory.settled() and time.monotonic() < until:
+            time.sleep(TICK_SECONDS)
+        laboratory.stop_failures()
+        deadline = time.monotonic() + patience
+        while not laboratory.is_settled() and time.monotonic() < deadline:
             show(laboratory.tick(submitting=False), "no more runs are submitted; waiting for the last ones")
-            time.sleep(TICK)
+            time.sleep(TICK_SECONDS)
 
 
 @contextmanager
-def _screen(silent: bool) -> Iterator[Any]:
+def _show_snapshots(silent: bool) -> Iterator[Any]:
     """Show snapshots: live in a terminal, else one line every few seconds."""
     printed = 0.0
 
     def print_line(now: Snapshot, note: str) -> None:
         nonlocal printed
-        if not silent and (time.monotonic() - printed >= LINE_INTERVAL):
+        if not silent and (time.monotonic() - printed >= LINE_SECONDS):
             printed = time.monotonic()
-            echo(f"{now.elapsed:6.0f} s  " + "; ".join(_lines(now)), err=True)
+            echo(f"{now.elapsed:6.0f} s  " + "; ".join(_format_lines(now)), err=True)
 
     if silent or not sys.stderr.isatty():
         yield print_line
@@ -103,23 +103,23 @@ def _screen(silent: bool) -> Iterator[Any]:
     from rich.live import Live
 
     with Live(console=Console(stderr=True), refresh_per_second=4, transient=True) as live:
-        yield lambda now, note: live.update("\n".join([f"{now.elapsed:.0f} s  {note}", *_lines(now)]))
+        yield lambda now, note: live.update("\n".join([f"{now.elapsed:.0f} s  {note}", *_format_lines(now)]))
 
 
-def _lines(now: Snapshot) -> list[str]:
+def _format_lines(now: Snapshot) -> list[str]:
     names = ("runs", "attempts", "machines", "faults")
     return [
-        *(f"{name:<10}{_counts(getattr(now, name))}" for name in names),
+        *(f"{name:<10}{_format_counts(getattr(now, name))}" for name in names),
         f"{'cost':<10}{now.cost:.4f}",
     ]
 
 
-def _counts(counts: dict[str, int]) -> str:
+def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in sorted(counts.items())) or "none"
 
 
 @contextmanager
-def _folder(keep: Path | None) -> Iterator[Path]:
+def _lab_folder(keep: Path | None) -> Iterator[Path]:
     if keep is None:
         with tempfile.TemporaryDirectory(prefix="perilune-lab-", ignore_cleanup_errors=True) as name:
             yield Path(name)

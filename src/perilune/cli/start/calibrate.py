@@ -60,12 +60,12 @@ def calibrate(
 
     from perilune.control.record.home import Home
     from perilune.recipe.load import load_recipe
-    from perilune.simulate.times import save
+    from perilune.simulate.times import save_coefficients
 
     loaded = load_recipe(recipe, overrides or [])
     with Console(stderr=True).status("Calibrating") as status:
         found = measure(loaded, seconds, status.update)
-    save(Home.open().root, found)
+    save_coefficients(Home.open().root, found)
     if as_json:
         print_json(asdict(found))
         return
@@ -74,7 +74,7 @@ def calibrate(
     echo(f"To predict a run: perilune simulate {shlex.quote(recipe)}")
 
 
-def measure(recipe: Recipe, seconds: float, say: Callable[[str], None] = lambda text: None) -> Calibrated:
+def measure(recipe: Recipe, seconds: float, report: Callable[[str], None] = lambda text: None) -> Calibrated:
     """The coefficients of the recipe's model on this machine.
 
     Raises:
@@ -91,9 +91,9 @@ def measure(recipe: Recipe, seconds: float, say: Callable[[str], None] = lambda 
     device, section = device_of(recipe.resources), recipe.model.model_dump()
     decoder = _decoder(section, device)
     with clock_of(device) as clock:
-        step, error = measure_steps(decoder, seconds, clock, say)
+        step, error = measure_steps(decoder, seconds, clock, report)
         publish = _publish(decoder, clock)
-    say("Measuring the learner with a small recipe")
+    report("Measuring the learner with a small recipe")
     parameters = sum(one.numel() for one in decoder.parameters())
     training = _training(recipe, SHAPES if parameters < LARGE else SMALL_SHAPES)
     times = MeasuredTimes(step=step, publish=publish, **training)

@@ -18,7 +18,7 @@ from perilune.cli.start.calibration import Calibration, Overhead, load
 from perilune.cli.units import duration, size
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job, Resources
@@ -99,7 +99,7 @@ def estimate(control: Control, recipe: Recipe, tried: Tried) -> dict[str, Estima
     found = {}
     for stage in recipe.stages:
         if stage.name in expected:
-            job, trial = job_for(recipe, stage), trials.get(stage.name)
+            job, trial = build_job(recipe, stage), trials.get(stage.name)
             times = _times(calibration, parameters, trial, expected[stage.name])
             one = _estimate(job, expected[stage.name], times, calibration.overhead)
             if one is not None:
@@ -111,7 +111,7 @@ def trials_of(recipe: Recipe, tokenizer: Tokenizer, tried: Tried) -> dict[str, T
     """A trial of the environment of each stage; each environment is tried once with each teacher."""
     from perilune.cli.train.trial import try_environment
 
-    jobs = {stage.name: job_for(recipe, stage) for stage in recipe.stages}
+    jobs = {stage.name: build_job(recipe, stage) for stage in recipe.stages}
     teachers = [job for job in jobs.values() if job.task == "collect"]
     found = {}
     for name, job in jobs.items():

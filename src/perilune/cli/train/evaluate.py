@@ -49,11 +49,11 @@ def evaluate(
     perilune eval ./my-model --environment calculator --tasks 64 --samples 4 --json
     """
     from perilune.cli.train.plan import derive, print_plan
-    from perilune.recipe.evaluation import evaluation_recipe
+    from perilune.recipe.evaluation import make_evaluation_recipe
 
     fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens}
     section = section_of(environment, settings)
-    recipe = evaluation_recipe(checkpoint_folder(checkpoint), section, fields, seed, called=checkpoint)
+    recipe = make_evaluation_recipe(checkpoint_folder(checkpoint), section, fields, seed, called=checkpoint)
     print_plan(recipe, derive(recipe), sys.stderr)
     options = [part for setting in settings for part in ("--set", setting)]
     options += [
@@ -78,9 +78,9 @@ def evaluated(
     from perilune.cli.train.plan import derive
     from perilune.control.queries.lookup import stage_statuses
     from perilune.control.runs.experiments import Control, open_experiment
-    from perilune.recipe.evaluation import evaluation_recipe
+    from perilune.recipe.evaluation import make_evaluation_recipe
 
-    recipe = evaluation_recipe(folder, section, fields, seed, called=called)
+    recipe = make_evaluation_recipe(folder, section, fields, seed, called=called)
     derive(recipe)  # refuses what does not fit the machine
     control = Control()
     experiment = open_experiment(control, recipe)

@@ -21,7 +21,7 @@ from perilune.cli.train.trial import ROWS, Lengths, Trial, lengths_of_rows
 from perilune.control.record.store import Experiment, Run
 from perilune.control.record.transitions import RunState
 from perilune.files import read_json, read_json_lines
-from perilune.recipe.schema import MODEL, job_for
+from perilune.recipe.schema import MODEL, build_job
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
@@ -63,7 +63,7 @@ def expected_lengths(
     """
     known: dict[str, Expected] = {}
     for stage in recipe.stages:
-        job = job_for(recipe, stage)
+        job = build_job(recipe, stage)
         found = _from_data(stage, job, known, tokenizer) or _of_policy(
             stage, job, known, trials.get(stage.name)
         )

@@ -11,8 +11,8 @@ from perilune.cli.output import shown
 from perilune.cli.train.plan_checks import check_heldout, check_job, check_texts, check_weights
 from perilune.cli.units import duration, size
 from perilune.errors import RequestError
-from perilune.recipe.schema import MODEL, job_for
-from perilune.recipe.tokenizers import foreign_character
+from perilune.recipe.schema import MODEL, build_job
+from perilune.recipe.tokenizers import find_foreign_character
 
 if TYPE_CHECKING:
     from perilune.cli.train.estimate import Estimate
@@ -42,7 +42,7 @@ def derive(recipe: Recipe, template: Template | None = None, *, check: bool = Fa
     stages = []
     for stage in recipe.stages:
         try:
-            job = job_for(recipe, stage)
+            job = build_job(recipe, stage)
             job = job if template is None else template.job(job)
             if template is None:
                 require_device(job.resources)
@@ -128,7 +128,7 @@ def describe_tokenizer(recipe: Recipe) -> str | None:
             most = f"at most {model.vocab_size:,} tokens"
             return f"bpe, {most}, trained on the data of the stage that makes the model"
         case "bytes":
-            return f"bytes; {foreign_character(recipe) or 'set in the recipe'}"
+            return f"bytes; {find_foreign_character(recipe) or 'set in the recipe'}"
     return "one token per character, because the texts that were checked are printable ASCII"
 
 

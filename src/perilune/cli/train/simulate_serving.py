@@ -70,8 +70,8 @@ def simulate_serving(
     from perilune.files import read_json
     from perilune.models.card.from_config import model_card
     from perilune.simulate.autoscaling import Autoscaling
-    from perilune.simulate.hardware import ASSUMED, parse_machines
-    from perilune.simulate.serving import figures, serve
+    from perilune.simulate.hardware import ASSUMPTIONS, parse_machines
+    from perilune.simulate.serving import serve, summarize_fleet
 
     file = config_file(model)
     card, fleet = model_card(read_json(file), where=str(file)), parse_machines(machines)
@@ -79,8 +79,8 @@ def simulate_serving(
     arrivals = _arrivals(requests, seed)
     scaling = Autoscaling.parse(autoscale) if autoscale else None
     served = serve(fleet, card, arrivals, slots=slots, prefill=prefill, autoscaling=scaling, jobs=jobs)
-    found = figures(served, fleet, to_first=ttft, per_token=tpot)
-    document = {"machines": machines, "prefill_replicas": prefill, "basis": ASSUMED, **found}
+    found = summarize_fleet(served, fleet, ttft=ttft, tpot=tpot)
+    document = {"machines": machines, "prefill_replicas": prefill, "basis": ASSUMPTIONS, **found}
     if as_json:
         print_json(document | {"simulated_in": time.monotonic() - began})
         return

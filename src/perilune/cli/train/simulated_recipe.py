@@ -16,13 +16,13 @@ from perilune.environments.core.registry import REWARDS
 from perilune.environments.core.rewards import VERIFIER
 from perilune.errors import RequestError
 from perilune.models.memory import card_of
-from perilune.recipe.schema import job_for
+from perilune.recipe.schema import build_job
 from perilune.simulate.asynchronous import simulate_run
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
 from perilune.simulate.episodes import AssumedLengths, Lengths, RecordedLengths
-from perilune.simulate.hardware import ASSUMED, ComputedTimes, Machines
+from perilune.simulate.hardware import ASSUMPTIONS, ComputedTimes, Machines
 from perilune.simulate.run import EnvironmentTimes, RunPlan, RunResult, Scenario
-from perilune.simulate.times import Calibrated, RunTimes, load, model_digest
+from perilune.simulate.times import Calibrated, RunTimes, load_coefficients, model_digest
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.update import off_policy_of, signals_of
@@ -73,7 +73,7 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
     simulator = _Simulator(recipe, options, recipe_tokenizer(recipe.model.model_dump()))
     rows, results = [], []
     for stage in stages:
-        for setting in options.settings or (_own(job_for(recipe, stage)),):
+        for setting in options.settings or (_own(build_job(recipe, stage)),):
             row, result = simulator.stage(stage, setting)
             rows.append(row)
             results.append((f"{stage.name}, {row['setting']}", result))
@@ -101,15 +101,17 @@ class _Simulator:
         self.trials = trials_of(recipe, tokenizer, {})
         self.calibrated: Calibrated | None = None
         if (machines := options.machines) is not None:
-            self.where = f"{machines.count} x {machines.name}, {ASSUMED}"
+            self.where = f"{machines.count} x {machines.name}, {ASSUMPTIONS}"
             return
         place = place_of(device_of(recipe.resources))
-        self.calibrated = load(self.control.home.root, place, model_digest(recipe.model.model_dump()))
+        self.calibrated = load_coefficients(
+            self.control.home.root, place, model_digest(recipe.model.model_dump())
+        )
         self.where = f"calibrated on {place}"
 
     def stage(self, stage: Stage, setting: int | None) -> tuple[dict[str, Any], RunResult]:
         """Simulate a stage with a staleness, None for synchronous; a row of the document, and the result."""
-        job = job_for(self.recipe, stage)
+        job = build_job(self.recipe, stage)
         spec = RLSpec.model_validate(job.spec)
         asynchronous = None
         if setting is not None:
@@ -122,7 +124,7 @@ class _Simulator:
         longest = planned_tokens(job.environment, spec.max_tokens, self.config)
         size = engine_size(self.config, longest, room, None if asynchronous else spec.most_samples)
         make_engine = partial(
-            SimulatedEngine, SimulatedModel.of(self.config), times.step, token_budget=4096, **size
+            SimulatedEngine, SimulatedModel.from_config(self.config), times.step, token_budget=4096, **size
         )
         environment = self._environment(job)
         scenario = Scenario(plan, times, environment, lengths, make_engine, self.options.seed)
@@ -187,7 +189,7 @@ class _Simulator:
         if folder is None and (run := finished_run(self.control, self.recipe.name, job)) is not None:
             folder, basis = run / "artifacts" / "episodes", "episodes of the last run"
         if folder is not None:
-            found = RecordedLengths.of_folder(folder, self.options.seed, basis, self.options.wait_metric)
+            found = RecordedLengths.from_folder(folder, self.options.seed, basis, self.options.wait_metric)
             if found is not None:
                 return found
             if self.options.episodes is not None:
@@ -230,7 +232,7 @@ class _Simulator:
             "lengths": lengths.basis,
             "seconds": result.seconds,
             **sums,
-            "idle": result.idle(),
+            "idle": result.idle_shares(),
             "ages": {str(age): count / total for age, count in sorted(result.ages.items())},
             "mean_age": sum(age * count for age, count in result.ages.items()) / max(1, total),
             "peak_blocks": list(result.peak_blocks),

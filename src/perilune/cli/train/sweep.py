@@ -168,13 +168,13 @@ def sweep(
 def _first_arms(axes: Sequence[Axis], random: int | None, search: int | None) -> list[Settings]:
     """The arms that are known before anything has run: all of them, except in a search."""
     from perilune.control.runs.search import propose
-    from perilune.recipe.axes import draw, grid
+    from perilune.recipe.axes import grid_arms, sample_arms
 
     if random is not None and search is not None:
         raise RequestError("--random and --search exclude each other")
     if search is not None:
         return [one for one in [propose(axes, (), {}, maximize=True)] if one is not None]
-    return grid(axes) if random is None else draw(axes, random)
+    return grid_arms(axes) if random is None else sample_arms(axes, random)
 
 
 def _template(where: Destination, slots: int | None, recipe: Recipe) -> Template:

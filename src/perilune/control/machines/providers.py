@@ -68,7 +68,7 @@ class Providers:
         try:
             return validate(ProvidersFile, document.value, (), "")
         except ProblemsError as found:
-            raise_first(found.problems, document.place)
+            raise_first(found.problems, document.locate)
 
     def problems(self, name: str, kinds: Sequence[str]) -> list[RequestError]:
         """What is wrong with kinds of machines, as far as that can be checked without renting.
@@ -83,7 +83,7 @@ class Providers:
         with SkyPilot(settings, Path()) as provider:
             problems = {kind: provider.problem(kind) for kind in kinds}
         return [
-            RequestError(what, where=document.place(("providers", name, "kinds", kind, "resources")))
+            RequestError(what, where=document.locate(("providers", name, "kinds", kind, "resources")))
             for kind, what in problems.items()
             if what
         ]

@@ -46,8 +46,8 @@ from perilune.execution.log import log_tail
 from perilune.execution.placements.upload import read_sent
 from perilune.execution.verdict import read_verdict
 from perilune.files import canonical_json, read_json, sha256_bytes, write_json
-from perilune.recipe.schema import MODEL, Recipe, job_for
-from perilune.recipe.staging import staged
+from perilune.recipe.schema import MODEL, Recipe, build_job
+from perilune.recipe.staging import stage_files
 
 POLL_SECONDS = 0.2
 PATIENCE = 1.0  # seconds for one look at a run, after which other machines are looked at
@@ -121,7 +121,7 @@ def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StageP
                     where="bring: metrics in the template",
                     remedy="bring: final",
                 )
-    jobs = {stage.name: where.job(job_for(recipe, stage)) for stage in recipe.stages}
+    jobs = {stage.name: where.job(build_job(recipe, stage)) for stage in recipe.stages}
     return [StagePlan(stage.name, jobs[stage.name], stage.consumes) for stage in recipe.stages]
 
 
@@ -242,7 +242,7 @@ def with_inputs(
     if weights and MODEL in plan.consumes.values():
         inputs[MODEL] = Path(weights)
         references.append(InputReference(name=MODEL, path=f"inputs/{MODEL}", digest="", kind="checkpoint"))
-    job, files = staged(plan.job.model_copy(update={"inputs": tuple(references)}))
+    job, files = stage_files(plan.job.model_copy(update={"inputs": tuple(references)}))
     return job, inputs | files
 
 

@@ -9,7 +9,7 @@ from perilune.bundle.plugin import load_plugin
 from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageReused
 from perilune.control.runs.stage_failures import explain_failure
-from perilune.recipe.evaluation import STAGE, evaluation_recipe
+from perilune.recipe.evaluation import EVALUATION_STAGE, make_evaluation_recipe
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import Recipe
 
@@ -95,4 +95,4 @@ def evaluate(
         WorkFailedError: the evaluation fails.
     """
     fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens, "temperature": temperature}
-    return run(evaluation_recipe(Path(checkpoint), environment, fields, seed))[STAGE].summary
+    return run(make_evaluation_recipe(Path(checkpoint), environment, fields, seed))[EVALUATION_STAGE].summary

@@ -59,7 +59,7 @@ def _value(axis: Axis, setting: str) -> str | int | float:
 
 
 def _text(axis: Axis, value: str | int | float) -> str:
-    return value if isinstance(value, str) else axis.number(value)
+    return value if isinstance(value, str) else axis.format_number(value)
 
 
 def _optuna() -> Any:

@@ -26,7 +26,7 @@ from perilune.execution.placements.mirror import Bring
 from perilune.execution.placements.remote import Site
 from perilune.files import read_regular
 from perilune.frozen import Frozen
-from perilune.recipe.problems import ProblemsError, nearest, raise_first, validate
+from perilune.recipe.problems import ProblemsError, raise_first, suggest_name, validate
 from perilune.recipe.source import MAX_BYTES, Document, parse_yaml
 
 LOCAL = "local"
@@ -204,7 +204,7 @@ def load_template(home: Home, name: str, changes: Sequence[str] = ()) -> Templat
         raise RequestError(
             "no such file" if name.endswith(".yaml") else f"no template is called '{name}'",
             where=name if name.endswith(".yaml") else str(folder(home)),
-            remedy=nearest(name, template_names(home)),
+            remedy=suggest_name(name, template_names(home)),
         )
     if not path.exists():
         document = Document(json.loads(BUILT_IN[name].model_dump_json()), {(): f"template {name}"})
@@ -251,7 +251,7 @@ def _validated(document: Document) -> Template:
     try:
         return validate(Template, value, (), "")
     except ProblemsError as found:
-        raise_first(found.problems, document.place)
+        raise_first(found.problems, document.locate)
 
 
 def _apply(document: Document, change: str, allowed: Sequence[str], name: str) -> None:
