@@ -28,8 +28,8 @@ def test_random_operations_keep_references_and_free_list_consistent(count: int) 
     held: list[Blocks] = []
     for operation in range(50_000):
         kind = rng.random()
-        if kind < 0.4 and pool.free:
-            blocks = pool.take(rng.randint(1, min(8, pool.free)))
+        if kind < 0.4 and pool.num_free:
+            blocks = pool.allocate(rng.randint(1, min(8, pool.num_free)))
             assert NULL_BLOCK not in blocks
             held.append(blocks)
         elif kind < 0.6 and held:
@@ -39,15 +39,15 @@ def test_random_operations_keep_references_and_free_list_consistent(count: int) 
         elif held:
             index = rng.randrange(len(held))
             held[index], held[-1] = held[-1], held[index]
-            for block in pool.drop(held.pop()):
-                pool.put_back(block)
+            for block in pool.release(held.pop()):
+                pool.free(block)
         if operation % 500 == 0:
             references = np.zeros(count, dtype=np.int64)
             for blocks in held:
                 references[blocks] += 1
             assert np.array_equal(pool.references, references)
             assert sorted(pool._free) == [block for block in range(1, count) if not references[block]]
-            assert pool.used == (references > 0).sum()
+            assert pool.num_used == (references > 0).sum()
 
 
 def test_block_digest_covers_earlier_tokens_and_weights_version() -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.engine.cache import PagedCache, Places, Table
+from perilune.engine.cache import CacheSlots, GatherIndices, PagedCache
 from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS
 
@@ -26,8 +26,8 @@ def test_gather_returns_stored_keys_and_values_in_order(
     tokens = [(sequence, position) for sequence, n in enumerate(lengths) for position in range(n)]
     sequence, position = torch.from_numpy(rng.permutation(np.array(tokens))).T
     k, v = torch.randn(2, len(tokens), 2, 32)
-    cache.store(1, Places(tables[sequence, position // 16], position % 16, 2), k, v)
-    keys, values = cache.gather(1, Table(tables, 2, 32))
+    cache.store(1, CacheSlots(tables[sequence, position // 16], position % 16, 2), k, v)
+    keys, values = cache.gather(1, GatherIndices(tables, 2, 32))
     at = (sequence * 2)[:, None] + torch.arange(2), position[:, None]
     for mine, held in ((k, keys[at]), (v, values[at])):
         if dtype == torch.int8:

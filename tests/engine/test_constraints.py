@@ -16,7 +16,7 @@ import jsonschema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.engine.constraints import Constraint, Constraints, forbid, mask_words
+from perilune.engine.constraints import Constraint, Constraints, mask_logits, mask_words
 from perilune.engine.engine import Engine
 from perilune.engine.request import Delta, Prompt, Request, SamplingParams
 from perilune.errors import RequestError, WorkFailedError
@@ -239,7 +239,7 @@ def test_forbid_sets_disallowed_logits_to_minus_infinity() -> None:
     logits = torch.zeros(2, 70)
     masks = np.zeros((2, mask_words(70)), dtype=np.int32)
     masks[0, 0], masks[1, 2] = -(2**31) + 1, 0b100000  # bits 0 and 31; bit 69
-    forbid(logits, masks)
+    mask_logits(logits, masks)
     assert [row.isfinite().nonzero().ravel().tolist() for row in logits] == [[0, 31], [69]]
 
 

@@ -417,7 +417,7 @@ def test_sliding_window_bounds_the_blocks_in_use() -> None:
     used = []
     while one.unfinished:
         one.step()
-        used.append([pool.used for pool in one._pools.pools])
+        used.append([pool.num_used for pool in one._pools.pools])
     whole, of_window = np.array(used)[1:].max(axis=0)  # without the first step, which feeds the whole prompt
     assert of_window <= 4 * blocks_in(40)
     assert whole >= 4 * (480 - 130) // 16

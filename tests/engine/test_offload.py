@@ -109,7 +109,7 @@ def test_damaged_offloaded_block_is_recomputed(disk: int) -> None:
     converse(one)
     store = one._offload
     assert store is not None
-    for held in store._held.values():
+    for held in store._stored.values():
         if held.content is None:
             held.checksum ^= 1
         else:
@@ -154,7 +154,7 @@ def test_blocks_are_recomputed_when_that_is_faster_than_loading() -> None:
     store = one._offload
     assert store is not None
     store.compute_seconds, store.load_seconds = 1e-6, 1.0
-    store.computed = lambda tokens, decodes, seconds: None  # type: ignore[method-assign]
+    store.record_compute_time = lambda tokens, decodes, seconds: None  # type: ignore[method-assign]
     converse(one)
     assert one.offloaded.refused > 0
     assert one.offloaded.loaded_from_memory == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from perilune.engine.engine import Engine
-from perilune.engine.openvino_package import devices
+from perilune.engine.openvino_package import list_devices
 from perilune.engine.openvino_runner import OpenVino
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import RequestError
@@ -136,7 +136,7 @@ def test_openvino_rejects_unsupported_model_device_and_missing_package(
 
 
 def test_importing_openvino_does_not_start_its_telemetry() -> None:
-    assert "CPU" in devices()
+    assert "CPU" in list_devices()
     assert sys.modules["openvino_telemetry"] is None
 
 

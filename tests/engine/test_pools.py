@@ -52,25 +52,25 @@ def test_random_operations_leak_no_block_and_find_correct_prefixes(
         if kind < 0.2:
             text = rng.randrange(20 if offload else 3)
             chain = [name(1000 * text + column) for column in range(rng.randrange(12))]
-            table = pools.find(chain)
+            table = pools.acquire_prefix(chain)
             for of_window, behind, its in zip(
-                table, pools.behind(table.shape[1] * BLOCK), content, strict=True
+                table, pools.window_starts(table.shape[1] * BLOCK), content, strict=True
             ):
                 assert not of_window[:behind].any()
                 assert [its[block] for block in of_window[behind:].tolist()] == chain[behind : table.shape[1]]
             samples.append((text, table, table.shape[1]))
-        elif kind < 0.6 and samples and pools.available:
+        elif kind < 0.6 and samples and pools.num_available:
             which = rng.randrange(len(samples))
             text, table, _ = samples[which]
             table = np.concatenate([table, pools.allocate(1)], axis=1)
             columns = table.shape[1]
             for index, (of_window, behind, its) in enumerate(
-                zip(table, pools.behind(columns * BLOCK), content, strict=True)
+                zip(table, pools.window_starts(columns * BLOCK), content, strict=True)
             ):
                 its[int(of_window[-1])] = name(1000 * text + columns - 1)
                 pools.tree.release(index, of_window[:behind])
                 of_window[:behind] = NULL_BLOCK
-            pools.record(table, [name(1000 * text + column) for column in range(columns)])
+            pools.insert(table, [name(1000 * text + column) for column in range(columns)])
             samples[which] = text, table, columns
         elif kind < 0.7 and samples:
             text, table, columns = rng.choice(samples)
@@ -86,14 +86,14 @@ def test_random_operations_leak_no_block_and_find_correct_prefixes(
             samples[index], samples[-1] = samples[-1], samples[index]
             pools.release(samples.pop()[1])
         elif kind >= 0.999:
-            pools.forget_all()
-            assert not pools.find([name(0)]).size
+            pools.clear()
+            assert not pools.acquire_prefix([name(0)]).size
         if operation % 500 == 0:
             check(pools, samples)
     for _, table, _ in samples:
         pools.release(table)
     check(pools, [])
-    assert pools.use == 0
+    assert pools.used_share == 0
     if store is not None:
         assert min(store.counters.loaded_from_memory, store.counters.loaded_from_disk) > 10
         assert store.counters.corrupt == 0
@@ -108,8 +108,8 @@ def check(pools: BlockPools, samples: list[tuple[int, Blocks, int]]) -> None:
             held = table[index][table[index] != NULL_BLOCK]
             references[held] += 1
         assert np.array_equal(pool.references, references)
-        assert pool.used == (references > 0).sum()
-        holders = pools.tree._holders[index]
+        assert pool.num_used == (references > 0).sum()
+        holders = pools.tree._node_of_block[index]
         assert pool.cached == sum(references[block] == 0 for block in holders)
         assert all(node.blocks[index] == block for block, node in holders.items())
         assert sorted([*holders, *pool._free]) == sorted({*holders, *pool._free})
@@ -119,19 +119,19 @@ def check(pools: BlockPools, samples: list[tuple[int, Blocks, int]]) -> None:
 def check_tree(pools: BlockPools) -> None:
     """Every end keeps its last windows; every cached full-attention block leads to an end."""
     tree = pools.tree
-    ends = [*(node for node in tree._nodes.values() if node.entry), *tree._forks]
+    ends = [*(node for node in tree._nodes.values() if node.heap_entry), *tree._forks]
     for index, window in enumerate(pools.windows):
         needed = Counter(id(node) for end in ends for node in tree._last_window(end, window or 10**6))
         unreferenced = {
             block: node
-            for block, node in tree._holders[index].items()
+            for block, node in tree._node_of_block[index].items()
             if not pools.pools[index].references[block]
         }
         for block, node in unreferenced.items():
             if window is None:
                 assert needed[id(node)], "a block that no request can use"
             else:
-                assert node.needed[index] == needed[id(node)]
+                assert node.pins[index] == needed[id(node)]
                 assert (block in tree._spare[index]) == (not needed[id(node)])
     for node in tree._nodes.values():
         assert node.children == sum(child.parent is node for child in tree._nodes.values())
@@ -141,14 +141,24 @@ def test_prefix_is_found_only_when_its_last_window_is_cached() -> None:
     pools = BlockPools([20, 20], [None, WINDOW])
     table = pools.allocate(8)
     chain = [name(column) for column in range(8)]
-    pools.record(table, chain)
+    pools.insert(table, chain)
     pools.tree.release(1, table[1, :3])
-    while pools.pools[1].available > 1:  # reuse the freed blocks
+    while pools.pools[1].num_available > 1:  # reuse the freed blocks
         pools.tree.allocate(1, 1)
     assert [pools.tree._nodes[digest].blocks[1] > 0 for digest in chain[:4]] == [True, False, False, True]
     # After the sixth block a query sees 39 tokens before it, in blocks 3, 4 and 5.
-    assert [pools.find(chain[:length]).shape[1] for length in range(9)] == [0, 1, 1, 1, 1, 1, 6, 7, 8]
-    found = pools.find(chain)
+    assert [pools.acquire_prefix(chain[:length]).shape[1] for length in range(9)] == [
+        0,
+        1,
+        1,
+        1,
+        1,
+        1,
+        6,
+        7,
+        8,
+    ]
+    found = pools.acquire_prefix(chain)
     assert found[0].tolist() == table[0].tolist()
     assert found[1].tolist() == [0] * 5 + table[1, 5:].tolist()
 

@@ -22,22 +22,22 @@ class Cache:
         for column in range(cached, len(text)):
             table = np.concatenate([table, self.pools.allocate(1)], axis=1)
             self.leave(table, column + 1, chain)
-        self.pools.record(table, chain)
+        self.pools.insert(table, chain)
         self.pools.release(table, returns_in)
         return cached
 
     def leave(self, table: Blocks, columns: int, chain: list[bytes]) -> None:
-        self.pools.record(table, chain[:columns])
-        for index, behind in enumerate(self.pools.behind(columns * BLOCK)):
+        self.pools.insert(table, chain[:columns])
+        for index, behind in enumerate(self.pools.window_starts(columns * BLOCK)):
             self.pools.tree.release(index, table[index, :behind])
             table[index, :behind] = 0
 
     def begin(self, text: str) -> tuple[Blocks, list[bytes]]:
         chain = self.names(text)
-        return self.pools.find(chain), chain
+        return self.pools.acquire_prefix(chain), chain
 
     def cached(self, text: str) -> int:
-        return self.pools.known_length(self.names(text))
+        return self.pools.count_cached_columns(self.names(text))
 
     @staticmethod
     def names(text: str) -> list[bytes]:
@@ -61,16 +61,16 @@ def test_referenced_blocks_are_never_evicted() -> None:
     table, _ = cache.begin("ab")
     taken = cache.pools.allocate(2)
     assert not set(taken[0].tolist()) & set(table[0].tolist())
-    assert cache.pools.available == 0
+    assert cache.pools.num_available == 0
 
 
 def test_equal_blocks_are_stored_once() -> None:
     cache = Cache(1 + 8)
     tables = [cache.pools.allocate(3) for _ in range(2)]
     for table in tables:
-        cache.pools.record(table, cache.names("abc"))
+        cache.pools.insert(table, cache.names("abc"))
     assert tables[0].tolist() == tables[1].tolist()
-    assert cache.pools.pools[0].used == 3
+    assert cache.pools.pools[0].num_used == 3
 
 
 def test_windowed_pool_evicts_blocks_that_no_request_can_reuse_first() -> None:
@@ -88,7 +88,7 @@ def test_evicting_the_last_window_evicts_its_whole_branch() -> None:
         cache.run(name * 8)
     assert [cache.cached(name * 8) for name in "abcd"] == [0, 8, 8, 8]
     assert cache.pools.pools[0].cached == 24  # the first sequence is gone
-    assert cache.pools.pools[0].free == 16
+    assert cache.pools.pools[0].num_free == 16
 
 
 def test_shared_prefix_stays_cached_while_sessions_extend_its_branches() -> None:

@@ -18,7 +18,7 @@ import pytest
 from perilune import servers
 from perilune.engine.remote import RemoteEngine
 from perilune.engine.request import Prompt, SamplingParams
-from perilune.engine.wire import seed_of
+from perilune.engine.wire import derive_seed
 from perilune.errors import RequestError, WorkFailedError
 
 Reply = tuple[int, dict[str, str], Any]
@@ -133,7 +133,7 @@ def test_vllm_request_sets_every_sampling_option() -> None:
         engine.sample([PROMPT], 2, SamplingParams(max_tokens=4))
     (path, full, _), (_, plain, _) = server.asked
     common = {
-        "model": "m", "prompt": [5, 6, 7], "n": 2, "seed": seed_of(PROMPT.key), "logprobs": 0,
+        "model": "m", "prompt": [5, 6, 7], "n": 2, "seed": derive_seed(PROMPT.key), "logprobs": 0,
         "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
     assert path == "/v1/completions"
@@ -157,7 +157,8 @@ def test_sglang_request_sets_every_sampling_option() -> None:
     (path, full, _), (_, plain, _) = server.asked
     assert (path, full["input_ids"], full["return_logprob"]) == ("/generate", [5, 6, 7], True)
     assert full["sampling_params"] == {
-        "n": 2, "sampling_seed": seed_of(PROMPT.key), "max_new_tokens": 9, "temperature": 0.5, "stop": ["x"],
+        "n": 2, "sampling_seed": derive_seed(PROMPT.key), "max_new_tokens": 9, "temperature": 0.5,
+        "stop": ["x"],
         "stop_token_ids": [2, 3], "min_new_tokens": 1, "top_k": 7, "top_p": 0.9, "min_p": 0.1,
         "repetition_penalty": 1.2, "logit_bias": {"4": 1.5},
         "presence_penalty": 0.5, "frequency_penalty": -1.5,

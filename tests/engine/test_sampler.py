@@ -10,19 +10,21 @@ from hypothesis import strategies as st
 
 from perilune.engine import sampler
 from perilune.engine.request import Request, SamplingParams
-from perilune.engine.sampler import Drawn, Sampler
+from perilune.engine.sampler import DrawnTokens, Sampler
 from perilune.engine.sequences import Entry, Sequences
 
 V = 40
 PROMPT = [3, 5, 3]
 
 
-def drawn(logits: np.ndarray, params: list[SamplingParams], tokens: tuple[int, ...] = ()) -> Drawn:  # type: ignore[type-arg]
+def drawn(logits: np.ndarray, params: list[SamplingParams], tokens: tuple[int, ...] = ()) -> DrawnTokens:  # type: ignore[type-arg]
     """One token for each sample, after the sampled tokens `tokens`."""
     sequences = Sequences(len(params), V)
     rows = np.arange(len(params))
     for row, its in enumerate(params):
-        sequences.place(row, Entry(row, Request(PROMPT, its, (row, 0, 0)), np.array(PROMPT, np.int32), 1), 0)
+        sequences.assign_row(
+            row, Entry(row, Request(PROMPT, its, (row, 0, 0)), np.array(PROMPT, np.int32), 1), 0
+        )
     for token in tokens:
         column = np.full(len(params), token)
         sequences.append(rows, column, np.zeros(len(params), dtype=np.float32), 0)
@@ -119,7 +121,7 @@ def test_min_p_of_other_rows_does_not_change_top_logprobs() -> None:
 def test_top_p_works_when_nucleus_exceeds_the_first_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     from perilune.engine import sampler
 
-    monkeypatch.setattr(sampler, "_NUCLEUS", 4)
+    monkeypatch.setattr(sampler, "_NUCLEUS_CANDIDATES", 4)
     logits = np.random.default_rng(1).normal(size=(3, V)) * 0.1
     params = [SamplingParams(9, top_p=p) for p in (0.05, 0.5, 0.9)]
     found = drawn(logits.copy(), params)

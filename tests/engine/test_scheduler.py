@@ -95,7 +95,7 @@ class Life:
                     assert window is not None or len(held) == len(table)
                     assert window is None or row not in decoding or len(held) <= blocks_in(window)
             assert np.array_equal(pool.references, references)
-            assert pool.used == (references > 0).sum()
+            assert pool.num_used == (references > 0).sum()
 
 
 @pytest.mark.parametrize("windows", [(None,), (20,), (None, 20)])
@@ -120,7 +120,7 @@ def test_random_requests_leak_no_block_and_all_finish(
                 life.scheduler.remove(entry)
                 entry.unfinished = 0
         elif kind < 0.29:
-            life.scheduler.new_weights(turn, recompute=rng.random() < 0.5)
+            life.scheduler.switch_weights(turn, recompute=rng.random() < 0.5)
         elif kind < 0.30:
             life.pools.free_temporary(life.scheduler.allocate_temporarily(rng.randint(1, blocks)))
         else:
@@ -191,7 +191,7 @@ def test_group_feeds_its_prompt_once_and_shares_full_blocks() -> None:
     assert len(step.rows) == 16
     assert len(step.batch.logit_rows) == 1
     assert (
-        life.pools.pools[0].used == 2 + 16
+        life.pools.pools[0].num_used == 2 + 16
     )  # two shared full blocks, and a copy of the third for each sample
     drain(life)
     assert life.scheduler.counters.prompt_tokens == 37
@@ -211,7 +211,7 @@ def test_cached_prefix_is_not_fed_again() -> None:
     assert step is not None
     assert step.chunks[0][1] == 16
     drain(life)
-    life.scheduler.new_weights(1, recompute=True)
+    life.scheduler.switch_weights(1, recompute=True)
     life.add([7] * 50, 1, 2)
     step = life.step()
     assert step is not None
@@ -261,7 +261,7 @@ def test_blocks_outside_the_window_are_freed() -> None:
     while (step := life.step()) is not None:
         life.check()
         if not step.chunks:
-            held.append([pool.used for pool in life.pools.pools])
+            held.append([pool.num_used for pool in life.pools.pools])
     whole, of_window = np.array(held[:-1]).T
     # A query sees 32 tokens in at most three blocks, including the one being written.
     assert max(of_window) <= 4 * 3

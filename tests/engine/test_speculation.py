@@ -16,7 +16,7 @@ from perilune.engine.graph_runner import GraphRunner
 from perilune.engine.native_runner import NativeRunner
 from perilune.engine.request import Delta, Request, SamplingParams
 from perilune.engine.runner import TorchRunner
-from perilune.engine.speculation import SpeculationSettings, look_up
+from perilune.engine.speculation import SpeculationSettings, find_continuation
 from perilune.errors import RequestError
 from perilune.models import kernels
 from perilune.models.adapters.files import Adapter
@@ -297,12 +297,12 @@ def test_adaptive_speculation_stops_only_when_drafts_are_rejected() -> None:
 
 def test_look_up_takes_the_longest_match_then_the_latest() -> None:
     text = np.array([1, 2, 3, 9, 2, 3, 8, 7, 3, 6, 1, 2, 3], dtype=np.int32)
-    assert look_up(text, 3, 2).tolist() == [9, 2, 3]
-    assert look_up(text[4:], 2, 2).tolist() == [8, 7]
-    assert look_up(text[:9], 2, 1).tolist() == [8, 7]
-    assert look_up(text[:9], 2, 2).tolist() == []
-    assert look_up(np.array([4, 5, 6, 5, 6], dtype=np.int32), 5, 2).tolist() == [5, 6, 5, 6, 5]
-    assert look_up(np.array([5], dtype=np.int32), 5, 1).tolist() == []
+    assert find_continuation(text, 3, 2).tolist() == [9, 2, 3]
+    assert find_continuation(text[4:], 2, 2).tolist() == [8, 7]
+    assert find_continuation(text[:9], 2, 1).tolist() == [8, 7]
+    assert find_continuation(text[:9], 2, 2).tolist() == []
+    assert find_continuation(np.array([4, 5, 6, 5, 6], dtype=np.int32), 5, 2).tolist() == [5, 6, 5, 6, 5]
+    assert find_continuation(np.array([5], dtype=np.int32), 5, 1).tolist() == []
 
 
 def test_draft_token_with_nan_logits_does_not_change_samples() -> None:

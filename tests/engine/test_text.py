@@ -37,9 +37,9 @@ def stream(tokens: list[int], stops: list[str]) -> tuple[TextStream, list[str]]:
         one.push(token)
         if one.stopped:
             break
-        pieces.append(one.take(last=False))
+        pieces.append(one.take_text(last=False))
     one.finish()
-    return one, [*pieces, one.take(last=True)]
+    return one, [*pieces, one.take_text(last=True)]
 
 
 def fallback_tokenizer(*steps: decoders.Decoder) -> Tokenizer:
@@ -95,10 +95,10 @@ def test_streamed_pieces_of_any_tokens_equal_decoded_text(kind: str, data: st.Da
     whole, shown = tokenizer.decode(tokens), ""
     for token in tokens:
         one.push(token)
-        shown += one.take(last=False)
+        shown += one.take_text(last=False)
         assert whole.startswith(shown)
     one.finish()
-    assert shown + one.take(last=True) == one.text == whole
+    assert shown + one.take_text(last=True) == one.text == whole
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -133,7 +133,7 @@ def test_stream_emits_characters_once_their_bytes_are_complete() -> None:
     for character in "é漢🙂\ufffd":
         for token in TOKENIZER.encode(character):
             one.push(token)
-        assert one.take(last=False) == character
+        assert one.take_text(last=False) == character
 
 
 @settings(deadline=None)
@@ -158,7 +158,7 @@ def test_stream_holds_back_possible_stop_prefixes() -> None:
     shown = []
     for token in TOKENIZER.encode("b abb abb b a"):
         one.push(token)
-        shown.append(one.take(last=False))
+        shown.append(one.take_text(last=False))
         if one.stopped:
             break
     assert one.stopped
@@ -189,7 +189,7 @@ def test_stream_holds_back_no_text_without_a_possible_stop(stops: list[str]) -> 
     one = TextStream(TOKENIZER, stops)
     for token in TOKENIZER.encode("a b"):
         one.push(token)
-        assert one.take(last=False)
+        assert one.take_text(last=False)
 
 
 def test_long_stop_texts_are_fast() -> None:
@@ -197,5 +197,5 @@ def test_long_stop_texts_are_fast() -> None:
     text.text = "a" * 8000
     began = time.process_time()
     for _ in range(20):
-        assert text.take(last=False) in (text.text, "")
+        assert text.take_text(last=False) in (text.text, "")
     assert time.process_time() - began < 0.2

@@ -234,12 +234,12 @@ def test_sequences_of_different_lengths_share_one_forward_pass(
     found = []
     for pads in (True, False):
         runner = TransformersRunner(model, (40,))
-        assert runner._pads, "every model of this test can be padded"
+        assert runner._supports_padding, "every model of this test can be padded"
         calls: list[tuple[int, ...]] = []
         compute = model.logits
         monkeypatch.setattr(model, "logits", lambda *a, _c=calls, _f=compute: _c.append(a[0].shape) or _f(*a))
         engine = Engine(model, slots=4, cache_tokens=400, runner=TransformersRunner)
-        engine._runner._pads = pads  # type: ignore[attr-defined]
+        engine._runner._supports_padding = pads  # type: ignore[attr-defined]
         calls.clear()
         found.append(engine.sample(prompts, 1, params))
         assert len([1 for shape in calls if shape[1] == 1]) == (11 if pads else 33)

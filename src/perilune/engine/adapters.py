@@ -1,4 +1,4 @@
-"""LoRA adapters for single requests: several policies on one base.
+"""LoRA adapters of single requests: several policies on one base model.
 
 An adapter adds scale * B A x to the output of a projection (Hu et al., 2021). A step computes the base once
 for all rows, and each adapter for its own rows.
@@ -21,7 +21,7 @@ from perilune.models.products import linear
 
 
 class NamedAdapters:
-    """The adapters of an engine. Each has a number of its own, which no later adapter gets."""
+    """The adapters of an engine. Each has a unique number, which is never reused."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -30,11 +30,11 @@ class NamedAdapters:
         self._next = 0
 
     def __len__(self) -> int:
-        """Adapters that are loaded: those with a name, and those that requests keep."""
+        """Number of loaded adapters: those with a name, and those in use by requests."""
         return len(self._adapters)
 
-    def number(self, name: str | None, where: str) -> int:
-        """The number of an adapter; -1 without one.
+    def find_number(self, name: str | None, where: str) -> int:
+        """Return the number of an adapter; -1 without one.
 
         Raises:
             RequestError: when there is no adapter of this name.
@@ -56,16 +56,16 @@ class NamedAdapters:
         del self._numbers[name]
 
     @contextmanager
-    def pinned(self, number: int) -> Iterator[None]:
-        """Keep an adapter loaded."""
+    def pin(self, number: int) -> Iterator[None]:
+        """Keep an adapter loaded during the block."""
         self._pinned.append(number)
         try:
             yield
         finally:
             self._pinned.remove(number)
 
-    def loaded(self, in_use: Iterable[int]) -> Mapping[int, Adapter]:
-        """The adapters with a name and those whose numbers are `in_use`. The others are dropped."""
+    def drop_unused(self, in_use: Iterable[int]) -> Mapping[int, Adapter]:
+        """Drop adapters that have no name and are not `in_use`, and return the others by number."""
         kept = {*self._numbers.values(), *self._pinned, *in_use} - {-1}
         self._adapters = {number: self._adapters[number] for number in sorted(kept)}
         return self._adapters
@@ -74,34 +74,36 @@ class NamedAdapters:
 class AdaptedProjections:
     """Adapters on the projections of one frozen decoder.
 
-    `select` assigns adapters to the rows of the next forward pass.
+    `select_rows` assigns adapters to the rows of the next forward pass.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._rows: list[tuple[int, Tensor]] = []
         self._numbers: set[int] = set()
         self._like = decoder.model.norm.weight
-        self._projections: list[tuple[list[str], _Adapted]] = []  # with the names of their linear maps
+        self._projections: list[
+            tuple[list[str], _AdaptedProjection]
+        ] = []  # with the names of their linear maps
         names = {id(module): name for name, module in decoder.named_modules()}
         for module in decoder.modules():
             for attribute, value in list(vars(module).items()):
                 if isinstance(value, Projection):
-                    adapted = _Adapted(value, self._rows)
+                    adapted = _AdaptedProjection(value, self._rows)
                     setattr(module, attribute, adapted)
                     self._projections.append(([names[id(part)] for part in value.parts], adapted))
 
-    def use(self, adapters: Mapping[int, Adapter]) -> None:
+    def set_adapters(self, adapters: Mapping[int, Adapter]) -> None:
         """Use these adapters from now on. A number always stands for the same adapter."""
         for names, projection in self._projections:
             for number in self._numbers - adapters.keys():
-                del projection.additions[number]
+                del projection.adapters[number]
             for number in adapters.keys() - self._numbers:
-                projection.additions[number] = _Additions(
+                projection.adapters[number] = _ProjectionAdapter(
                     projection.base, names, adapters[number], self._like
                 )
         self._numbers = set(adapters)
 
-    def select(self, batch: StepBatch) -> None:
+    def select_rows(self, batch: StepBatch) -> None:
         """Use the adapters of the sequences in `batch`."""
         self._rows.clear()
         if batch.adapters is None:
@@ -112,8 +114,8 @@ class AdaptedProjections:
             self._rows.append((number, rows.to(self._like.device)))
 
 
-class _Additions:
-    """The part of one adapter for one projection: A and B of each part that has them."""
+class _ProjectionAdapter:
+    """One adapter's matrices A and B for the parts of one projection."""
 
     def __init__(self, projection: Projection, names: Sequence[str], adapter: Adapter, like: Tensor) -> None:
         self.parts: list[tuple[slice, Tensor, Tensor]] = []
@@ -132,23 +134,23 @@ class _Additions:
             out[rows, columns] += added
 
 
-class _Adapted(Projection):
+class _AdaptedProjection(Projection):
     """A projection with adapters."""
 
     def __init__(self, base: Projection, rows: list[tuple[int, Tensor]]) -> None:
         super().__init__(*base.parts, exact=base.exact)
         self.base, self._rows_of = base, rows
-        self.additions: dict[int, _Additions] = {}
+        self.adapters: dict[int, _ProjectionAdapter] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.base(x)
         for number, rows in self._rows_of:
-            self.additions[number](x, out, rows)
+            self.adapters[number](x, out, rows)
         return out
 
     @property
     def rounds(self) -> bool:
-        """Whether products of the base round both factors."""
+        """True if products of the base round both factors."""
         return self.base.rounds
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:

@@ -41,22 +41,25 @@ class BlockPool:
         self._free = list(range(count - 1, 0, -1))
 
     @property
-    def free(self) -> int:
-        """Blocks without content to keep."""
+    def num_free(self) -> int:
+        """Number of blocks whose content is not needed."""
         return len(self._free)
 
     @property
-    def available(self) -> int:
-        """Blocks without references."""
+    def num_available(self) -> int:
+        """Number of blocks without references."""
         return len(self._free) + self.cached
 
     @property
-    def used(self) -> int:
-        """Referenced blocks."""
-        return self.count - 1 - self.available
+    def num_used(self) -> int:
+        """Number of referenced blocks."""
+        return self.count - 1 - self.num_available
 
-    def take(self, count: int) -> Blocks:
-        """`count` free blocks with one reference each and arbitrary content; the caller checked `free`."""
+    def allocate(self, count: int) -> Blocks:
+        """Return `count` free blocks with one reference each; the caller has checked `num_free`.
+
+        Their content is arbitrary.
+        """
         assert count <= len(self._free), "more blocks were taken than are free"
         start = len(self._free) - count
         blocks = np.array(self._free[start:][::-1], dtype=np.int32)
@@ -68,31 +71,31 @@ class BlockPool:
         """Add `times` references to each of the referenced `blocks`, which are distinct."""
         self.references[blocks] += times
 
-    def drop(self, blocks: Blocks) -> list[int]:
-        """Drop a reference to each of `blocks`, which are distinct except for the null block.
+    def release(self, blocks: Blocks) -> list[int]:
+        """Remove a reference from each of `blocks`, which are distinct except for the null block.
 
-        Returns those without references now, the last one first. They are neither free nor cached yet.
+        Returns the blocks that are now unreferenced, last one first. They are neither free nor cached yet.
         """
         blocks = blocks[blocks != NULL_BLOCK]
         self.references[blocks] -= 1
         unreferenced: list[int] = blocks[self.references[blocks] == 0][::-1].tolist()
         return unreferenced
 
-    def put_back(self, block: int) -> None:
+    def free(self, block: int) -> None:
         """Make an unreferenced block free."""
         self._free.append(block)
 
 
 @lru_cache(maxsize=64)
 def root_digest(version: int, adapter: int) -> bytes:
-    """The first digest of the chains of a policy version and adapter, whose keys and values are their own."""
+    """Return the root of the digests of a policy version and adapter, which share no blocks with others."""
     return hashlib.blake2b(f"{version}/{adapter}".encode(), digest_size=16).digest()
 
 
 def extend_digests(
     digests: list[bytes], root: bytes, tokens: Sequence[int] | NDArray[np.int32], size: int = BLOCK
 ) -> None:
-    """Append the digests of the full blocks of `size` of the `tokens` that `digests` does not have yet.
+    """Append the digests of the full blocks of `tokens` that `digests` does not have yet.
 
     Each digest covers the tokens of its block and all tokens before. The hash is collision resistant, so that
     no crafted prompt can read the blocks of another one.
@@ -105,13 +108,13 @@ def extend_digests(
         digests.append(parent)
 
 
-def columns_behind(window: int | None, computed: NDArray[np.int64], size: int = BLOCK) -> NDArray[np.int64]:
-    """Columns that no query from position `computed` on sees, by position; 0 without a window."""
+def window_start(window: int | None, computed: NDArray[np.int64], size: int = BLOCK) -> NDArray[np.int64]:
+    """Return the first column that a query at each position `computed` sees; 0 without a window."""
     if window is None:
         return np.zeros_like(computed)
     return np.maximum(0, computed - window + 1) // size
 
 
 def blocks_for(tokens: int, size: int = BLOCK) -> int:
-    """Blocks of `size` tokens needed for `tokens` tokens."""
+    """Return the number of blocks of `size` tokens that `tokens` tokens need."""
     return -(-tokens // size)

@@ -53,12 +53,12 @@ class PagedCache:
         self._parts: list[Tensor] = []
         linear = [layer for layer in range(config.num_layers) if config.is_linear(layer)]
         attending = [layer for layer in range(config.num_layers) if layer not in linear]
-        self.keys = self._make((self.heads, self.size, BLOCK), dtype, attending)
+        self.keys = self._allocate((self.heads, self.size, BLOCK), dtype, attending)
         with_values = [] if self.rank else attending
-        self.values = self._make((self.heads, BLOCK, self.size), dtype, with_values)
+        self.values = self._allocate((self.heads, BLOCK, self.size), dtype, with_values)
         narrow, scales = dtype == torch.int8, ((self.heads, BLOCK), torch.float32)
-        self.key_scales = self._make(*scales, attending if narrow else [])
-        self.value_scales = self._make(*scales, with_values if narrow else [])
+        self.key_scales = self._allocate(*scales, attending if narrow else [])
+        self.value_scales = self._allocate(*scales, with_values if narrow else [])
         self.states: list[Tensor] = []
         self.tails: list[Tensor] = []
         self.state_table = -1
@@ -66,8 +66,8 @@ class PagedCache:
             delta = config.delta
             self.state_table = self.table_of[linear[0]]
             state = delta.heads, delta.key_size, delta.value_size
-            self.states = self._make(state, torch.float32, linear)
-            self.tails = self._make((delta.taps - 1, delta.channels), torch.float32, linear)
+            self.states = self._allocate(state, torch.float32, linear)
+            self.tails = self._allocate((delta.taps - 1, delta.channels), torch.float32, linear)
         self.routes: RouteStore | None = None
 
     def record_routes(self, config: DecoderConfig) -> RouteStore:
@@ -79,27 +79,27 @@ class PagedCache:
         self.routes = RouteStore(config, self.num_blocks, self.device)
         return self.routes
 
-    def recorder(self, tables: Sequence[Tensor], offsets: Tensor) -> RouteRecorder | None:
-        """Records the routes of tokens in blocks int64[N], by window, at `offsets`; None if they are not."""
+    def make_recorder(self, tables: Sequence[Tensor], offsets: Tensor) -> RouteRecorder | None:
+        """Return a recorder for tokens in blocks int64[N] by window and `offsets`, if routes are recorded."""
         if self.routes is None:
             return None
         return RouteRecorder(self.routes, tables[self.routes.table] * BLOCK + offsets)
 
-    def store(self, layer: int, places: Places, k: Tensor, v: Tensor) -> None:
+    def store(self, layer: int, places: CacheSlots, k: Tensor, v: Tensor) -> None:
         """Store keys float[N, KV, D] and values float[N, KV, E]."""
         if self.dtype == torch.int8:
-            k, self.key_scales[layer][places.blocks, :, places.offsets] = _in_steps(k)
+            k, self.key_scales[layer][places.blocks, :, places.offsets] = _quantize(k)
         self.keys[layer][places.blocks, :, :, places.offsets] = k.to(self.dtype)
         if self.rank:
             return
         if self.dtype == torch.int8:
-            v, self.value_scales[layer][places.blocks, :, places.offsets] = _in_steps(v)
+            v, self.value_scales[layer][places.blocks, :, places.offsets] = _quantize(v)
         self.values[layer].view(-1, self.size).index_copy_(
             0, places.value_rows, v.reshape(-1, self.size).to(self.dtype)
         )
 
-    def gather(self, layer: int, table: Table) -> tuple[Tensor, Tensor]:
-        """Keys float[S * KV, T, D] and values [..., E] in the order of positions."""
+    def gather(self, layer: int, table: GatherIndices) -> tuple[Tensor, Tensor]:
+        """Return keys float[S * KV, T, D] and values [..., E] in the order of positions."""
         keys = self.keys[layer].view(-1, BLOCK).index_select(0, table.key_rows)
         keys = keys.view(-1, self.size, table.columns).transpose(1, 2)
         if self.dtype == torch.int8:
@@ -112,30 +112,30 @@ class PagedCache:
             values = values * self._scales(self.value_scales[layer], table)
         return keys, values
 
-    def _scales(self, scales: Tensor, table: Table) -> Tensor:
-        """float32[S * KV, T, 1] from float32[blocks, KV, 16]."""
+    def _scales(self, scales: Tensor, table: GatherIndices) -> Tensor:
+        """Return float32[S * KV, T, 1] from float32[blocks, KV, 16]."""
         return scales.view(-1, BLOCK)[table.value_blocks].view(-1, table.columns, 1)
 
     def copy(self, sources: Blocks, targets: Blocks) -> None:
         """Copy blocks int32[W, C] over other blocks, in all layers of each window."""
-        of, to = (torch.from_numpy(x).long().to(self.device) for x in (sources, targets))
+        source, target = (torch.from_numpy(x).long().to(self.device) for x in (sources, targets))
         tables = cycle(range(len(self.num_blocks)))
         for part, table in zip(self._parts, tables, strict=False):
-            part[:, to[table]] = part[:, of[table]]
+            part[:, target[table]] = part[:, source[table]]
         if self.routes is not None:
-            self.routes.copy(of, to)
+            self.routes.copy(source, target)
 
     def read(self, index: int, blocks: Blocks) -> NDArray[np.uint8]:
-        """The content uint8[C, bytes] of the blocks int32[C] of window `index`."""
+        """Return the content uint8[C, bytes] of the blocks int32[C] of window `index`."""
         at = torch.from_numpy(blocks).long().to(self.device)
-        parts = (part[:, at].transpose(0, 1) for part in self._of_window(index))
+        parts = (part[:, at].transpose(0, 1) for part in self._window_parts(index))
         return torch.cat([_as_bytes(part) for part in parts], dim=1).cpu().numpy()
 
     def write(self, index: int, blocks: Blocks, content: NDArray[np.uint8]) -> None:
         """Overwrite the blocks int32[C] of window `index` with the content that `read` returned."""
         at = torch.from_numpy(blocks).long().to(self.device)
         data, start = torch.from_numpy(content).to(self.device), 0
-        for part in self._of_window(index):
+        for part in self._window_parts(index):
             shape = len(blocks), part.shape[0], *part.shape[2:]
             size = math.prod(shape[1:]) * part.dtype.itemsize
             part[:, at] = (
@@ -143,15 +143,15 @@ class PagedCache:
             )
             start += size
 
-    def _of_window(self, index: int) -> list[Tensor]:
-        """Everything that is stored in the blocks of window `index`, [layers, blocks, ...] each."""
+    def _window_parts(self, index: int) -> list[Tensor]:
+        """Return all tensors [layers, blocks, ...] that belong to window `index`."""
         parts = [part for part in self._parts[index :: len(self.num_blocks)] if len(part)]
         if self.routes is not None and self.routes.table == index:
             return [*parts, self.routes.experts[None]]
         return parts
 
     def clear(self) -> None:
-        """Zero everything. Values that are not finite, left by a failure, would spoil masked products."""
+        """Zero everything. Non-finite values left by a failure would spoil masked products."""
         for part in self._parts:
             part.zero_()
         if self.routes is not None:
@@ -159,11 +159,14 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks, used or not, without routes."""
+        """Size of all blocks in bytes, used or not, without routes."""
         return sum(part.nbytes for part in self._parts)
 
-    def _make(self, shape: tuple[int, ...], dtype: torch.dtype, layers: Sequence[int]) -> list[Tensor]:
-        """Zeros [blocks, *shape] for each of `layers`, parts of one tensor per table; empty for others."""
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, layers: Sequence[int]) -> list[Tensor]:
+        """Return zeros [blocks, *shape] for each of `layers`, and an empty tensor for the other layers.
+
+        The layers of one block table share a tensor.
+        """
         if not layers:
             return []
         tables = [self.table_of[layer] for layer in layers]
@@ -179,18 +182,18 @@ class PagedCache:
 
 
 def _as_bytes(part: Tensor) -> Tensor:
-    """[C, ...] as uint8[C, bytes]."""
+    """View [C, ...] as uint8[C, bytes]."""
     return part.contiguous().view(len(part), -1).view(torch.uint8)
 
 
-def _in_steps(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float[N, KV, D] as integers from -127 to 127, and the scales float32[N, KV]: max |row| / 127."""
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize float[N, KV, D] to integers from -127 to 127; also return the scales float32[N, KV]."""
     top = x.float().abs().amax(-1).clamp(min=1e-30)
     return (x / top[..., None] * 127).round(), top / 127
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU memory is allocated on first use, whereas `torch.zeros` would write it.
+    """Return zeros. On a CPU, memory is allocated on first use, whereas `torch.zeros` would write it.
 
     Raises:
         RequestError: when there is not enough memory.
@@ -208,12 +211,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         ) from None
 
 
-class Places:
-    """The cache positions of the tokens of a step.
+class CacheSlots:
+    """The cache slots of the tokens of a step.
 
     Args:
         blocks, offsets: int64[N] on the device of the cache.
-        heads: KV.
+        heads: number of key-value heads KV.
     """
 
     def __init__(self, blocks: Tensor, offsets: Tensor, heads: int) -> None:
@@ -222,7 +225,7 @@ class Places:
         self.value_rows = (per_head * BLOCK + offsets[:, None]).reshape(-1)
 
 
-class Table:
+class GatherIndices:
     """Row indices of the blocks int64[S, B] of S sequences, for all heads, on the device of the cache."""
 
     def __init__(self, blocks: Tensor, heads: int, size: int) -> None:
@@ -233,8 +236,8 @@ class Table:
         self.key_rows, self.value_blocks = rows.reshape(-1), per_head.reshape(-1)
 
 
-def places_of(batch: StepBatch, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Blocks int64[W, N] and offsets int64[N] of a batch padded to N tokens. Padding is in the null block."""
+def slot_mapping(batch: StepBatch, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return blocks int64[W, N] and offsets int64[N] of a batch padded to N tokens in the null block."""
     fed = len(batch.token_ids)
     shape = (len(batch.block_tables), tokens)
     blocks, offsets = np.full(shape, NULL_BLOCK, dtype=np.int64), np.zeros(tokens, dtype=np.int64)

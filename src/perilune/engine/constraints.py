@@ -22,10 +22,10 @@ from perilune.models.text.tokenizer import Tokenizer
 
 _WHITESPACE = r"( |\n[ \t]{0,16})?"
 """Whitespace between the parts of JSON: none, a space, or a line break with indentation. JSON allows
-unlimited whitespace, which a model could write without end."""
+unlimited whitespace, so a model could write it forever."""
 JSON_OPTIONS = {"whitespace_pattern": _WHITESPACE}
 """The value of "x-guidance" in a schema of a grammar, so that its JSON has this whitespace."""
-_MOST_ITEMS = 10_000
+_MAX_GRAMMAR_ITEMS = 10_000
 """Most grammar items at one place: enough for about 2,500 optional properties, whose masks take 40 ms."""
 
 
@@ -34,15 +34,15 @@ class ConstraintState(Protocol):
 
     Attributes:
         complete: only a stop token may follow.
-        failed: why no token may follow, or "": the vocabulary cannot express the required text, or the
-            grammar is too complex. The engine then aborts the sample; masks allow a stop token.
+        failure: the reason that no token may follow, or "": the vocabulary cannot express the required text,
+            or the grammar is too complex. The engine then aborts the sample; masks allow a stop token.
     """
 
     @property
     def complete(self) -> bool: ...
 
     @property
-    def failed(self) -> str: ...
+    def failure(self) -> str: ...
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
         """Write the bits of the tokens that may follow, including stop tokens, into int32[W]."""
@@ -70,22 +70,22 @@ class Constraint(Protocol):
     def stop_token_ids(self) -> tuple[int, ...]: ...
 
     def start(self, token_ids: Sequence[int] = ()) -> ConstraintState:
-        """The state after `token_ids`, for a new or a resumed sample."""
+        """Return the state after `token_ids`, for a new or a resumed sample."""
 
 
 def mask_words(vocab_size: int) -> int:
-    """W, the words of a mask for a vocabulary."""
+    """Return W, the number of words of a mask for a vocabulary."""
     return -(-vocab_size // 32)
 
 
-def forbid(logits: Tensor, masks: NDArray[np.int32]) -> Tensor:
+def mask_logits(logits: Tensor, masks: NDArray[np.int32]) -> Tensor:
     """Set logits float[B, V] to -inf in place where the masks int32[B, W] have no bit."""
     bits = np.unpackbits(masks.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
     return logits.masked_fill_(torch.from_numpy(bits == 0).to(logits.device), -torch.inf)
 
 
-def alternatives(texts: Sequence[str]) -> str:
-    """The expression of one of the texts, in a grammar."""
+def format_alternatives(texts: Sequence[str]) -> str:
+    """Return a grammar expression that matches one of the texts."""
     return " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
@@ -104,13 +104,13 @@ class Constraints:
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, stop_token_ids: Sequence[int] | None = None
     ) -> None:
-        self._guidance = _llguidance()
+        self._guidance = _import_llguidance()
         self._stop = tuple(stop_token_ids or (tokenizer.eos_token_id,))
         table = _TokenTable(tokenizer, vocab_size, self._stop)
         self._tokens = self._guidance.LLTokenizer(table, eos_token=list(self._stop))
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint:
-        """JSON that matches a JSON Schema, given as an object or as text.
+        """Return a constraint to JSON that matches a JSON Schema, given as an object or as text.
 
         Raises:
             RequestError: on a malformed schema, and naming keywords that cannot be enforced.
@@ -122,18 +122,18 @@ class Constraints:
         if not isinstance(document, dict):
             raise RequestError(f"a schema is an object, not {document!r}", where="json_schema")
         grammar = self._guidance.LLMatcher.grammar_from_json_schema(document, overrides=JSON_OPTIONS)
-        return self._constraint(grammar, "json_schema")
+        return self._compile(grammar, "json_schema")
 
     def grammar(self, rules: str) -> Constraint:
-        """Text that a grammar in llguidance's variant of Lark allows from the rule `start`.
+        """Return a constraint to the rule `start` of a grammar in llguidance's variant of Lark.
 
         Raises:
             RequestError: on a malformed grammar, or a schema in it that cannot be enforced.
         """
-        return self._constraint(_text(rules, "grammar"), "grammar")
+        return self._compile(_require_text(rules, "grammar"), "grammar")
 
-    def nested(self, rules: str, answer: str) -> Constraint:
-        """Text that the grammar `rules` allows, which refers to the grammar `answer` as `@answer`.
+    def nested_grammar(self, rules: str, answer: str) -> Constraint:
+        """Return a constraint to the grammar `rules`, which refers to the grammar `answer` as `@answer`.
 
         Args:
             answer: a grammar as in `grammar`, or in the GBNF of llama.cpp and xgrammar, whose first rule is
@@ -144,45 +144,45 @@ class Constraints:
         """
         gbnf = import_module("llguidance.gbnf_to_lark")
         try:
-            lark = gbnf.any_to_lark(_text(answer, "grammar"))
+            lark = gbnf.any_to_lark(_require_text(answer, "grammar"))
         except RequestError:
             raise
         except Exception as error:  # of several kinds; RecursionError when it nests too deeply
             raise RequestError(f"malformed grammar: {error}", where="grammar") from None
         grammars = [{"lark_grammar": rules}, {"name": "answer", "lark_grammar": lark}]
-        return self._constraint(json.dumps({"grammars": grammars}), "grammar")
+        return self._compile(json.dumps({"grammars": grammars}), "grammar")
 
     def regex(self, pattern: str) -> Constraint:
-        """Text that a regular expression matches as a whole, without look-around and back-references.
+        """Return a constraint to a regular expression without look-around and back-references.
 
         Raises:
             RequestError: on a malformed expression, with the position of the error.
         """
-        grammar = self._guidance.LLMatcher.grammar_from_regex(_text(pattern, "regex"))
-        return self._constraint(grammar, "regex")
+        grammar = self._guidance.LLMatcher.grammar_from_regex(_require_text(pattern, "regex"))
+        return self._compile(grammar, "regex")
 
     def choice(self, options: Sequence[str]) -> Constraint:
-        """One of the texts.
+        """Return a constraint to one of the texts.
 
         Raises:
             RequestError: when the list is empty, or the vocabulary cannot express a text.
         """
         if not options or isinstance(options, str):
             raise RequestError(f"{options!r} is not a list of texts", where="choice")
-        texts = [_text(option, f"choice {index}") for index, option in enumerate(options)]
-        return self._constraint(f"start: {alternatives(texts)}", "choice")
+        texts = [_require_text(option, f"choice {index}") for index, option in enumerate(options)]
+        return self._compile(f"start: {format_alternatives(texts)}", "choice")
 
-    def _constraint(self, grammar: str, where: str) -> Constraint:
-        limits = self._guidance.LLParserLimits(max_items_in_row=_MOST_ITEMS)
+    def _compile(self, grammar: str, where: str) -> Constraint:
+        limits = self._guidance.LLParserLimits(max_items_in_row=_MAX_GRAMMAR_ITEMS)
         matcher = self._guidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(_reason(matcher), where=where)
+            raise RequestError(_error_message(matcher), where=where)
         constraint = _Grammar(matcher, self._stop)
         beginning = constraint.start()
         mask = np.zeros(mask_words(self._tokens.vocab_size), dtype=np.int32)
         beginning.fill_mask(mask)
-        if beginning.failed:
-            raise RequestError(beginning.failed, where=where)
+        if beginning.failure:
+            raise RequestError(beginning.failure, where=where)
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
         beginning.advance(int(allowed.argmax()))  # after one token, an object offers all of its properties
         return constraint
@@ -209,11 +209,11 @@ class _MatcherState:
 
     @property
     def complete(self) -> bool:
-        return self._ended or (bool(self._matcher.is_stopped()) and not self.failed)
+        return self._ended or (bool(self._matcher.is_stopped()) and not self.failure)
 
     @property
-    def failed(self) -> str:
-        return _reason(self._matcher) if self._matcher.is_error() else ""
+    def failure(self) -> str:
+        return _error_message(self._matcher) if self._matcher.is_error() else ""
 
     def fill_mask(self, mask: NDArray[np.int32]) -> None:
         allowed = self._matcher.compute_bitmask()
@@ -228,14 +228,14 @@ class _MatcherState:
         if token_id in self._stop and (self._matcher.is_accepting() or self._matcher.is_error()):
             self._ended = True
         elif self._ended or not self._matcher.consume_token(int(token_id)):
-            if " items; max is " in self.failed:
+            if " items; max is " in self.failure:
                 raise RequestError(
-                    f"the grammar is too complex: {self.failed}",
+                    f"the grammar is too complex: {self.failure}",
                     where="constrained output",
                     remedy="use a schema with fewer optional properties or alternatives",
                 )
             raise WorkFailedError(
-                f"token {token_id} may not follow: {self.failed or 'the grammar is complete'}",
+                f"token {token_id} may not follow: {self.failure or 'the grammar is complete'}",
                 where="constrained output",
             )
 
@@ -243,7 +243,7 @@ class _MatcherState:
         consumed = tokens - self._ended
         self._ended = False
         if not self._matcher.rollback(consumed):
-            raise WorkFailedError(self.failed, where="constrained output")
+            raise WorkFailedError(self.failure, where="constrained output")
 
 
 class _TokenTable:
@@ -271,7 +271,7 @@ class _TokenTable:
             return self(text[:-1])
 
 
-def _text(value: object, where: str) -> str:
+def _require_text(value: object, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise RequestError(f"{value!r} is not a text", where=where)
     if any("\ud800" <= character <= "\udfff" for character in value):
@@ -279,8 +279,8 @@ def _text(value: object, where: str) -> str:
     return value
 
 
-def _reason(matcher: Any) -> str:
-    """The error of the matcher, without the state that it appends."""
+def _error_message(matcher: Any) -> str:
+    """Return the error of the matcher, without the state that it appends."""
     message, _, _ = str(matcher.get_error()).partition("<state>")
     lines = message.strip().splitlines()
     if not lines or lines[0].startswith(("NoExtension", "panic")):
@@ -288,7 +288,7 @@ def _reason(matcher: Any) -> str:
     return "; ".join([lines[0], *(line for line in lines[1:] if line.startswith("error: "))])
 
 
-def _llguidance() -> Any:
+def _import_llguidance() -> Any:
     try:
         return import_module("llguidance")
     except ImportError:

@@ -1,8 +1,8 @@
 """A decoding step that a CUDA graph can capture: one token per sample, with inputs in fixed buffers.
 
-A CUDA graph records kernels with their addresses. So the inputs of a step, including padded rows, are copied
-into buffers of a fixed shape, and everything else runs on the device. The step also runs without a graph and
-without a GPU.
+A CUDA graph records kernels with their addresses. The inputs of a step, including padded rows, are therefore
+copied into buffers of a fixed shape, and everything else runs on the device. The step also runs without a
+graph and without a GPU.
 
 W distinct windows of the model, R rows, B columns of a block table.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from perilune.engine.blocks import BLOCK
-from perilune.engine.cache import PagedCache, Places, Table
+from perilune.engine.cache import CacheSlots, GatherIndices, PagedCache
 from perilune.engine.paged_attention import PagedAttention, causal_mask
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
@@ -30,11 +30,11 @@ class GatheredAttention:
     """A `DecodeAttention` in torch that gathers the blocks into the order of positions."""
 
     def __init__(self, cache: PagedCache, tables: Sequence[Tensor], positions: Tensor) -> None:
-        self._cache, self._at = cache, positions.long()
+        self._cache, self._positions = cache, positions.long()
         blocks = [table.long() for table in tables]
-        column, within = (self._at // BLOCK)[:, None], self._at % BLOCK
-        self._places = [Places(of.gather(1, column)[:, 0], within, cache.heads) for of in blocks]
-        self._tables = [Table(of, cache.heads, cache.size) for of in blocks]
+        column, within = (self._positions // BLOCK)[:, None], self._positions % BLOCK
+        self._places = [CacheSlots(of.gather(1, column)[:, 0], within, cache.heads) for of in blocks]
+        self._tables = [GatherIndices(of, cache.heads, cache.size) for of in blocks]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         cache, table = self._cache, self._cache.table_of[layer.index]
@@ -46,14 +46,14 @@ class GatheredAttention:
         return attend(groups, keys.to(q.dtype), values.to(q.dtype), mask, own).reshape(q.shape)
 
     def _mask(self, q: Tensor, window: int | None) -> Tensor:
-        """A mask [R * KV, 1, T]: 0 where a query sees a key, otherwise -inf."""
+        """Return a mask [R * KV, 1, T]: 0 where a query sees a key, otherwise -inf."""
         columns = torch.arange(self._tables[0].columns, device=q.device)
-        mask = causal_mask(self._at[:, None], columns, window, q)
+        mask = causal_mask(self._positions[:, None], columns, window, q)
         return mask.repeat_interleave(self._cache.heads, dim=0)[:, None]
 
 
 class TritonAttention:
-    """A `DecodeAttention` by the Triton kernels, which read the blocks in place."""
+    """A `DecodeAttention` with Triton kernels, which read the blocks in place."""
 
     def __init__(self, cache: PagedCache, tables: Sequence[Tensor], positions: Tensor) -> None:
         from perilune.models import triton_attention as kernels
@@ -130,8 +130,8 @@ class DecodeStep:
         self._hidden: Tensor | None = None
 
     def __call__(self, batch: StepBatch) -> Tensor:
-        """Last hidden states float[S, d] of a batch that only decodes; valid until the next call."""
-        self._fill(batch)
+        """Compute last hidden states float[S, d] of a batch that only decodes; valid until the next call."""
+        self._copy_inputs(batch)
         if self._graph is None:
             # The first call runs without a graph, which compiles the kernels to capture.
             hidden = self._compute()
@@ -143,7 +143,7 @@ class DecodeStep:
             hidden = self._hidden
         return hidden[: len(batch.token_ids)]
 
-    def _fill(self, batch: StepBatch) -> None:
+    def _copy_inputs(self, batch: StepBatch) -> None:
         """Copy the batch into the buffers. Rows without a sample write token 0 into the null block."""
         on_gpu = self._inputs.device.type == "cuda"
         # The allocator does not reuse pinned memory before the copy has read it.
@@ -157,13 +157,13 @@ class DecodeStep:
         self._inputs.copy_(staged, non_blocking=on_gpu)
 
     def _compute(self) -> Tensor:
-        """Hidden states float[R, d], computed from the buffers."""
+        """Compute hidden states float[R, d] from the buffers."""
         tokens, positions = self._inputs[:, 0], self._inputs[:, 1]
         tables = torch.split(self._inputs[:, 2:], self._columns, dim=1)
         attention = self._attention(self._cache, tables, positions)
         columns, offsets = (positions // BLOCK).long()[:, None], positions % BLOCK
         blocks = [table.gather(1, columns)[:, 0].long() for table in tables] if self._cache.routes else []
-        recorder = self._cache.recorder(blocks, offsets)
+        recorder = self._cache.make_recorder(blocks, offsets)
         hidden: Tensor = self._decoder(tokens.long(), positions.long(), attention, recorder)
         return hidden
 

@@ -23,7 +23,7 @@ from perilune.errors import RequestError
 from perilune.models.decoder import Decoder
 
 _INT8_COST = 0.5  # time of a step with int8 matrices, relative to float32 (docs/results/speculation.md)
-_PIECE = 1024  # most tokens of a prompt that a draft computes at once
+_PREFILL_CHUNK_TOKENS = 1024  # most tokens of a prompt that a draft computes at once
 
 
 class Draft:
@@ -38,27 +38,27 @@ class Draft:
     def __init__(self, sequences: Sequences, runner: Runner, cost: float) -> None:
         self._sequences, self._runner, self.cost = sequences, runner, cost
 
-    def propose(self, rows: Rows, most: Tokens) -> list[Tokens]:
+    def propose(self, rows: Rows, limits: Tokens) -> list[Tokens]:
         sequences = self._sequences
-        starts = self._begin(rows)
+        starts = self._prepare(rows)
         lengths = sequences.length[rows]
         tables = self._tables(rows)
-        fed = [
+        inputs = [
             sequences.tokens[row, start:length]
             for row, start, length in zip(rows, starts, lengths, strict=True)
         ]
-        drafted = np.zeros((len(rows), int(most.max())), dtype=np.int64)
-        going = np.arange(len(rows))
+        drafted = np.zeros((len(rows), int(limits.max())), dtype=np.int64)
+        active = np.arange(len(rows))
         for at in range(drafted.shape[1]):
-            logits = self._runner.run(_batch(fed, starts, tables[:, going]))
-            drafted[going, at] = draw_ahead(sequences, logits, rows[going], at)
-            going = going[most[going] > at + 1]
-            starts, fed = lengths[going] + at, list(drafted[going, at : at + 1])
-        self._finish(rows, most)
-        return [tokens[:count] for tokens, count in zip(drafted, most.tolist(), strict=True)]
+            logits = self._runner.run(_make_batch(inputs, starts, tables[:, active]))
+            drafted[active, at] = draw_ahead(sequences, logits, rows[active], at)
+            active = active[limits[active] > at + 1]
+            starts, inputs = lengths[active] + at, list(drafted[active, at : at + 1])
+        self._record_drafts(rows, limits)
+        return [tokens[:count] for tokens, count in zip(drafted, limits.tolist(), strict=True)]
 
-    def _begin(self, rows: Rows) -> Tokens:
-        """Fill the cache up to the last token of each row; int64[B], the first positions not in the cache."""
+    def _prepare(self, rows: Rows) -> Tokens:
+        """Fill the cache up to the last token of each row; return int64[B], the first uncached positions."""
         first: Tokens = self._sequences.length[rows] - 1
         return first
 
@@ -67,8 +67,8 @@ class Draft:
         tables: Blocks = self._sequences.blocks[:, rows, : int(self._sequences.num_blocks[rows].max())]
         return tables
 
-    def _finish(self, rows: Rows, counts: Tokens) -> None:
-        """The cache now has the last tokens of `rows` and all but the last of `counts` drafts."""
+    def _record_drafts(self, rows: Rows, counts: Tokens) -> None:
+        """Record that the cache has the last tokens of `rows` and all but the last of `counts` drafts."""
 
 
 class DraftModel(Draft):
@@ -78,7 +78,7 @@ class DraftModel(Draft):
 
     The model can compute tokens that the draft has not computed, and blocks are shared, copied and reused.
     The cache therefore identifies the content of a block by a hash of its tokens and of all tokens before it.
-    `_begin` computes the tokens that the cache lacks.
+    `_prepare` computes the tokens that the cache lacks.
 
     Args:
         windows: number of distinct windows of the draft.
@@ -95,19 +95,19 @@ class DraftModel(Draft):
         # For each row: its sample, the number of tokens in the cache, and the block of the last of them.
         self._arrival, self._known, self._last = np.zeros((3, rows), dtype=np.int64)
 
-    def _begin(self, rows: Rows) -> Tokens:
-        return np.array([self._fill(row) for row in rows.tolist()])
+    def _prepare(self, rows: Rows) -> Tokens:
+        return np.array([self._prefill(row) for row in rows.tolist()])
 
     def _tables(self, rows: Rows) -> Blocks:
         return np.repeat(super()._tables(rows)[self._table][None], self._windows, axis=0)
 
-    def _finish(self, rows: Rows, counts: Tokens) -> None:
+    def _record_drafts(self, rows: Rows, counts: Tokens) -> None:
         self._known[rows] = known = self._sequences.length[rows] - 1 + counts
         self._last[rows] = self._block_of(rows, known - 1)
         self._arrival[rows] = self._sequences.arrival[rows]
 
-    def _fill(self, row: int) -> int:
-        """The first position of `row` that is not in the cache, after computing all but its last token."""
+    def _prefill(self, row: int) -> int:
+        """Compute all tokens of `row` but the last, and return the first position that is not cached."""
         sequences, known = self._sequences, int(self._known[row])
         last = int(sequences.length[row]) - 1
         same = (
@@ -118,15 +118,15 @@ class DraftModel(Draft):
         digests: list[bytes] = []
         extend_digests(digests, b"", sequences.tokens[row, :last])
         blocks = sequences.blocks[self._table, row, : sequences.num_blocks[row]].tolist()
-        held = 0
-        while held < len(digests) and self._digests.get(blocks[held]) == digests[held]:
-            held += 1
-        for block, digest in zip(blocks[held:], [*digests[held:], *[b""] * len(blocks)], strict=False):
-            self._digests[block] = digest
+        num_cached = 0
+        while num_cached < len(digests) and self._digests.get(blocks[num_cached]) == digests[num_cached]:
+            num_cached += 1
+        digests += [b""] * len(blocks)  # for the blocks that are not full
+        self._digests.update(zip(blocks[num_cached:], digests[num_cached:], strict=False))
         rows = np.array([row])
-        for start in range(held * BLOCK, last, _PIECE):
-            fed = sequences.tokens[row, start : min(start + _PIECE, last)]
-            self._runner.run(_batch([fed], np.array([start]), self._tables(rows)))
+        for start in range(num_cached * BLOCK, last, _PREFILL_CHUNK_TOKENS):
+            inputs = sequences.tokens[row, start : min(start + _PREFILL_CHUNK_TOKENS, last)]
+            self._runner.run(_make_batch([inputs], np.array([start]), self._tables(rows)))
         return last
 
     def _block_of(self, rows: Rows | int, position: Tokens | int) -> NDArray[np.int32]:
@@ -134,27 +134,27 @@ class DraftModel(Draft):
         return blocks
 
 
-def _batch(fed: Sequence[NDArray[np.integer]], starts: Tokens, tables: Blocks) -> StepBatch:
-    """A step of sequences that begin at `starts`, with the logits after the last token of each."""
-    counts = np.array([len(tokens) for tokens in fed])
+def _make_batch(inputs: Sequence[NDArray[np.integer]], starts: Tokens, tables: Blocks) -> StepBatch:
+    """Return a batch of sequences that begin at `starts`, with the logits after the last token of each."""
+    counts = np.array([len(tokens) for tokens in inputs])
     ends = np.concatenate([[0], np.cumsum(counts)])
     positions = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
     return StepBatch(
-        np.concatenate(fed).astype(np.int64),
+        np.concatenate(inputs).astype(np.int64),
         np.concatenate(positions),
         ends,
-        len(fed) if (counts == 1).all() else 0,
+        len(inputs) if (counts == 1).all() else 0,
         tables,
         ends[1:] - 1,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class DraftPlace:
+class DraftTarget:
     """The engine that a draft proposes tokens for.
 
     Attributes:
-        runner, decoder: of the model.
+        runner, decoder: the runner and decoder of the target model.
         num_blocks: blocks of the largest pool.
         positions: most tokens of a sample with its prompt.
     """
@@ -165,25 +165,25 @@ class DraftPlace:
     positions: int
 
 
-def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
-    """A runner for `draft` with a cache of its own, or for the model in int8 on the model's cache.
+def make_draft_runner(draft: Decoder | None, target: DraftTarget) -> Runner:
+    """Return a runner for `draft` with a cache of its own, or for the model in int8 on the model's cache.
 
     Raises:
         RequestError: when the draft has another vocabulary, fewer positions or linear attention. Without a
             draft, when the C kernels do not compute the model.
     """
     if draft is None:
-        if not isinstance(place.runner, NativeRunner):
+        if not isinstance(target.runner, NativeRunner):
             raise RequestError(
-                f"{type(place.runner).__name__} cannot draft with int8 weights",
+                f"{type(target.runner).__name__} cannot draft with int8 weights",
                 where="speculation",
                 remedy="give a draft model, or set method to 'lookup'",
             )
-        return NativeRunner(place.decoder, place.runner.cache.num_blocks, "int8", place.runner.cache)
-    own, other = place.decoder.config.vocab_size, draft.config.vocab_size
-    if own != other:
+        return NativeRunner(target.decoder, target.runner.cache.num_blocks, "int8", target.runner.cache)
+    model_vocab, draft_vocab = target.decoder.config.vocab_size, draft.config.vocab_size
+    if model_vocab != draft_vocab:
         raise RequestError(
-            f"the model has a vocabulary of {own:,} tokens, the draft one of {other:,}",
+            f"the model has a vocabulary of {model_vocab:,} tokens, the draft one of {draft_vocab:,}",
             where="speculation",
             remedy="use a draft of the same family",
         )
@@ -193,23 +193,24 @@ def draft_runner(draft: Decoder | None, place: DraftPlace) -> Runner:
             where="speculation",
             remedy="use a draft that has attention in every layer",
         )
-    few = draft.config.max_position_embeddings
-    if few < place.positions:
+    draft_positions = draft.config.max_position_embeddings
+    if draft_positions < target.positions:
         raise RequestError(
-            f"the draft has {few:,} positions, the engine {place.positions:,}",
+            f"the draft has {draft_positions:,} positions, the engine {target.positions:,}",
             where="speculation",
             remedy="use a draft with more positions, or give the engine fewer cache_tokens",
         )
-    return fastest_runner(draft, [place.num_blocks] * len(draft.config.distinct_windows))
+    return fastest_runner(draft, [target.num_blocks] * len(draft.config.distinct_windows))
 
 
 def make_draft(sequences: Sequences, runner: Runner, decoder: Decoder, draft: Decoder | None) -> Draft:
-    """The draft that runs on `runner`, which `draft_runner` created."""
+    """Return the draft that runs on `runner`, which `make_draft_runner` created."""
     if draft is None:
         return Draft(sequences, runner, _INT8_COST)
     windows, table = len(draft.config.distinct_windows), decoder.config.widest
-    return DraftModel(sequences, runner, _size(draft) / _size(decoder), windows=windows, table=table)
+    cost = _count_parameters(draft) / _count_parameters(decoder)
+    return DraftModel(sequences, runner, cost, windows=windows, table=table)
 
 
-def _size(decoder: Decoder) -> int:
+def _count_parameters(decoder: Decoder) -> int:
     return sum(parameter.numel() for parameter in decoder.parameters())

@@ -18,38 +18,38 @@ from torch import Tensor
 from perilune.engine.adapters import NamedAdapters
 from perilune.engine.blocks import BLOCK, blocks_for
 from perilune.engine.constraints import Constraint
-from perilune.engine.drafting import DraftPlace, draft_runner, make_draft
-from perilune.engine.embedding import Pooling, embeddings
-from perilune.engine.limits import EngineLimits, check_state, default_cache_tokens
+from perilune.engine.drafting import DraftTarget, make_draft, make_draft_runner
+from perilune.engine.embedding import Pooling, compute_embeddings
+from perilune.engine.limits import EngineLimits, check_state_dict, default_cache_tokens
 from perilune.engine.offload import OffloadCounters, OffloadSettings, OffloadStore
 from perilune.engine.outputs import Collection, OutputProcessor
 from perilune.engine.pools import BlockPools
 from perilune.engine.request import Completion, Delta, Prompt, Request, SamplingParams, TopLogprobs
 from perilune.engine.routes import RouteStore
 from perilune.engine.runner import (
-    AdaptingRunner,
-    HiddenRunner,
+    AdapterRunner,
+    HiddenStateRunner,
     Runner,
     SleepingRunner,
     TorchRunner,
-    block_contents,
-    sleeping,
-    start_recording,
+    offloadable_cache,
+    record_routes_of,
+    sleeping_error,
 )
-from perilune.engine.sampler import Drawn, Sampler
+from perilune.engine.sampler import DrawnTokens, Sampler
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.scoring import (
-    MOST_LOGITS,
-    Bounds,
-    Pair,
+    MAX_LOGITS,
     PromptLogprobs,
-    in_batches,
-    lay_out,
-    most_likely,
+    ScoringPair,
+    StepLimits,
+    compute_top_logprobs,
+    make_steps,
+    split_batches,
 )
-from perilune.engine.select_runner import fastest_runner, splits_exactly
+from perilune.engine.select_runner import fastest_runner, is_split_invariant
 from perilune.engine.sequences import Entry, Rows, Sequences
-from perilune.engine.speculation import Lookup, Proposer, Speculation, SpeculationSettings
+from perilune.engine.speculation import PromptLookup, Proposer, Speculation, SpeculationSettings
 from perilune.engine.step import Counters, Proposal, Step
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.adapters.files import Adapter
@@ -127,23 +127,23 @@ class Engine:
         self.counters = Counters()
         self._adapters = NamedAdapters()
         self._next_id = 0
-        self._open()
+        self._start_empty()
 
-    def _open(self) -> None:
+    def _start_empty(self) -> None:
         """Start with no requests and an empty cache."""
         windows = self._config.distinct_windows
         self._sequences = Sequences(self._slots, self._config.vocab_size, len(windows), self._block_size)
         self._pools = BlockPools(self._num_blocks, windows, store=self._offload, block_size=self._block_size)
         self._scheduler = Scheduler(self._sequences, self._pools, self._token_budget, self.counters)
         self._scheduler.version = self.version
-        self._scheduler.speculation = self._speculate()
+        self._scheduler.speculation = self._make_speculation()
         self._sampler = Sampler(self._sequences)
         self._outputs = OutputProcessor(self._sequences, self._tokenizer, self._routes)
 
-    def _enter(
+    def _enqueue(
         self, request: Request, collection: Collection | None = None, *, stream: bool = False
     ) -> Entry:
-        adapter = self._adapters.number(request.adapter, "request")
+        adapter = self._adapters.find_number(request.adapter, "request")
         entry = Entry(self._next_id, request, np.array(request.token_ids, dtype=np.int32), request.n, adapter)
         self._next_id += 1
         self._outputs.register(entry, collection, stream=stream)
@@ -151,26 +151,26 @@ class Engine:
         return entry
 
     def limit_tokens(self, count: int) -> None:
-        """Sample only ids below `count`: embeddings of published models often have more rows than tokens."""
+        """Sample only ids below `count`. Published models often have more embedding rows than tokens."""
         self._token_count = count
 
     def record_routes(self) -> None:
-        """Return the routes of a mixture of experts with each sample; to be called before the first one.
+        """Return the routes of a mixture of experts with each sample. Call it before the first request.
 
         Raises:
             RequestError: for a dense model, or a runner that cannot record.
         """
-        self._routes = start_recording(self._runner)
-        self._open()
+        self._routes = record_routes_of(self._runner)
+        self._start_empty()
 
     def offload(self, settings: OffloadSettings) -> None:
-        """Keep the blocks that the prefix cache evicts; to be called before the first request.
+        """Keep the blocks that the prefix cache evicts. Call it before the first request.
 
         Raises:
             RequestError: for a runner whose cache cannot be read.
         """
-        self._offload = OffloadStore(settings, block_contents(self._runner))
-        self._open()
+        self._offload = OffloadStore(settings, offloadable_cache(self._runner))
+        self._start_empty()
 
     def speculate(self, settings: SpeculationSettings) -> None:
         """Propose tokens and verify several in one step. Call it before the first request.
@@ -181,7 +181,7 @@ class Engine:
             RequestError: for a runner whose logits depend on the division of a sequence into steps, for
                 linear attention, or for a draft that does not fit the model.
         """
-        if self._has_states:
+        if self._has_linear_attention:
             raise RequestError(
                 "the model has linear attention, whose state cannot drop a rejected token",
                 where="speculation",
@@ -196,30 +196,30 @@ class Engine:
             )
         self._speculation = settings
         self._draft = self._make_draft()
-        self._open()
+        self._start_empty()
 
     @property
     def speculates_exactly(self) -> bool:
-        """Whether `speculate` is possible: not with linear attention, whose states cannot be rolled back."""
-        return not self._has_states and splits_exactly(self._runner)
+        """True if `speculate` is possible. The states of linear attention cannot be rolled back."""
+        return not self._has_linear_attention and is_split_invariant(self._runner)
 
     @property
-    def _has_states(self) -> bool:
-        """Whether the model has linear attention."""
+    def _has_linear_attention(self) -> bool:
+        """True if the model has linear attention."""
         return getattr(self._config, "delta", None) is not None
 
     def _make_draft(self) -> Runner | None:
         settings = self._speculation
         if settings is None or settings.method != "draft":
             return None
-        place = DraftPlace(self._runner, self._source, max(self._num_blocks), self.positions)
-        return draft_runner(settings.draft, place)
+        target = DraftTarget(self._runner, self._source, max(self._num_blocks), self.positions)
+        return make_draft_runner(settings.draft, target)
 
-    def _speculate(self) -> Speculation | None:
+    def _make_speculation(self) -> Speculation | None:
         settings = self._speculation
         if settings is None:
             return None
-        proposer: Proposer = Lookup(self._sequences, settings.match)
+        proposer: Proposer = PromptLookup(self._sequences, settings.match)
         if self._draft is not None:
             proposer = make_draft(self._sequences, self._draft, self._source, settings.draft)
         return Speculation(self._sequences, settings, proposer, self.counters)
@@ -243,7 +243,7 @@ class Engine:
                 where="request",
                 remedy="give Engine runner=TorchRunner",
             )
-        return self._enter(request, stream=stream).id
+        return self._enqueue(request, stream=stream).id
 
     def step(self) -> list[Delta]:
         """Compute one step of all samples in flight and return their new tokens.
@@ -266,16 +266,16 @@ class Engine:
         if entry is None:
             return []
         rows = sorted(self._scheduler.rows_of(entry), key=self._sequences.sample.__getitem__)
-        partial = [self._outputs.completion(row, "aborted") for row in rows]
+        partial = [self._outputs.make_completion(row, "aborted") for row in rows]
         self._scheduler.remove(entry)
         self._outputs.drop(entry, rows)
         return partial
 
     def sampled_so_far(self, request_id: int) -> dict[int, Completion]:
-        """The unfinished samples of a request that have started, by index. They continue."""
+        """Return the started, unfinished samples of a request by index. They continue."""
         entry = self._outputs.entries.get(request_id)
         rows = [] if entry is None else self._scheduler.rows_of(entry)
-        return {int(self._sequences.sample[row]): self._outputs.so_far(row) for row in rows}
+        return {int(self._sequences.sample[row]): self._outputs.partial_completion(row) for row in rows}
 
     def stream(self, request: Request) -> Iterator[Delta]:
         """Yield the deltas of `request`. Leaving the loop early aborts the request.
@@ -286,47 +286,49 @@ class Engine:
         try:
             while request_id in self._outputs.entries:
                 deltas = self.step()
-                self._outputs.pending = [one for one in deltas if one.request_id != request_id]
-                for one in (delta for delta in deltas if delta.request_id == request_id):
-                    if one.failure is not None:
-                        raise one.failure
-                    yield one
+                self._outputs.pending = [delta for delta in deltas if delta.request_id != request_id]
+                for delta in deltas:
+                    if delta.request_id != request_id:
+                        continue
+                    if delta.failure is not None:
+                        raise delta.failure
+                    yield delta
         finally:
             self.abort(request_id)
 
     @property
     def unfinished(self) -> bool:
-        """Whether `step` has work to do or deltas to return."""
+        """True if `step` has work to do or deltas to return."""
         return self._scheduler.unfinished or bool(self._outputs.pending)
 
     @property
     def positions(self) -> int:
-        """Most tokens of prompt and sample together that the model and the cache can hold."""
-        return self._limits.longest
+        """Maximum number of tokens of prompt and sample together, limited by the model and the cache."""
+        return self._limits.max_sequence_tokens
 
     @property
     def waiting(self) -> int:
-        """Requests with samples that have not started."""
+        """Number of requests with samples that have not started."""
         return len(self._scheduler.waiting)
 
     @property
     def running(self) -> int:
-        """Samples that have started and not ended."""
+        """Number of samples that have started and not ended."""
         return sum(entry is not None for entry in self._sequences.entries)
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache holds, in the layers that see all of them."""
+        """Capacity of the cache in tokens, in the layers without a window."""
         return self._limits.cache_tokens
 
     @property
     def cache_use(self) -> float:
-        """Share of the cache that samples in flight use; with several window sizes, of the fullest pool."""
-        return self._pools.use
+        """Share of the cache that samples in flight use; that of the fullest pool if there are several."""
+        return self._pools.used_share
 
     @property
     def offloaded(self) -> OffloadCounters:
-        """What was offloaded and loaded; all 0 without offloading."""
+        """Counts of offloaded and loaded blocks; all 0 without offloading."""
         return OffloadCounters() if self._offload is None else self._offload.counters
 
     # -- sampling and scoring ----------------------------------------------------------------------------
@@ -359,7 +361,7 @@ class Engine:
         total = collection.unfinished
         if total:
             for request in requests:
-                self._enter(request, collection)
+                self._enqueue(request, collection)
         try:
             while collection.unfinished:
                 self._advance()
@@ -382,7 +384,7 @@ class Engine:
         temperature: float = 1.0,
         adapter: str | None = None,
     ) -> list[NDArray[np.float32]]:
-        """Log-probs float32[T] of each `token_ids[i]` after `prompt_ids[i]`, with the named adapter if given.
+        """Return log-probs float32[T] of each `token_ids[i]` after `prompt_ids[i]`.
 
         They equal those of `sample`. Scoring uses free blocks; samples in flight may be preempted, which does
         not change them.
@@ -395,17 +397,18 @@ class Engine:
         for index, (prompt, answer) in enumerate(zip(prompt_ids, token_ids, strict=True)):
             self._limits.check_tokens(prompt, len(answer), f"prompt {index}")
             self._limits.check_tokens([*prompt[:1], *answer], 0, f"answer {index}")
-            pairs.append(Pair(np.array([*prompt, *answer], dtype=np.int64), len(answer), self._block_size))
-        number = self._adapters.number(adapter, "score")
-        return [one for batch in self._scored(pairs, temperature, number) for one, _ in batch]
+            tokens = np.array([*prompt, *answer], dtype=np.int64)
+            pairs.append(ScoringPair(tokens, len(answer), self._block_size))
+        number = self._adapters.find_number(adapter, "score")
+        return [logprobs for batch in self._score_pairs(pairs, temperature, number) for logprobs, _ in batch]
 
     def prompt_logprobs(
         self, token_ids: Sequence[Sequence[int]], top: int = 0, adapter: str | None = None
     ) -> Iterator[list[PromptLogprobs]]:
-        """Log-probs float32[T - 1] of texts of T tokens, and the `top` most likely tokens of each place.
+        """Yield log-probs float32[T - 1] of texts of T tokens, and the `top` most likely tokens by position.
 
-        The first token has none. Each step of the iterator computes a bounded number of tokens and returns
-        the texts that are complete. `step` may be called in between, and does not depend on it.
+        The first token has none. Each iteration computes a bounded number of tokens and yields the texts that
+        are complete. `step` may be called between iterations, and does not depend on them.
 
         Raises:
             RequestError: as `score`.
@@ -413,30 +416,30 @@ class Engine:
         pairs = []
         for index, text in enumerate(token_ids):
             self._limits.check_tokens(text, 0, f"prompt {index}")
-            pairs.append(Pair(np.array(text, dtype=np.int64), len(text) - 1, self._block_size))
-        number = self._adapters.number(adapter, "score")
-        with self._adapters.pinned(number):
-            yield from self._scored(pairs, 1.0, number, top)
+            pairs.append(ScoringPair(np.array(text, dtype=np.int64), len(text) - 1, self._block_size))
+        number = self._adapters.find_number(adapter, "score")
+        with self._adapters.pin(number):
+            yield from self._score_pairs(pairs, 1.0, number, top)
 
-    def _scored(
-        self, pairs: Sequence[Pair], temperature: float, adapter: int, top: int = 0
+    def _score_pairs(
+        self, pairs: Sequence[ScoringPair], temperature: float, adapter: int, top: int = 0
     ) -> Iterator[list[PromptLogprobs]]:
-        rows = max(1, MOST_LOGITS // self._config.vocab_size)
-        bounds = Bounds(self._score_tokens, min(self._num_blocks) - 1, rows, self._token_budget)
-        for batch in in_batches(pairs, bounds):
+        rows = max(1, MAX_LOGITS // self._config.vocab_size)
+        limits = StepLimits(self._score_tokens, min(self._num_blocks) - 1, rows, self._token_budget)
+        for batch in split_batches(pairs, limits):
             blocks = self._scheduler.allocate_temporarily(sum(pair.blocks for pair in batch))
             logprobs, likely = [], TopLogprobs()
             try:
-                for step, targets in lay_out(batch, blocks, adapter, bounds):
+                for step, targets in make_steps(batch, blocks, adapter, limits):
                     logits = self._runner.run(step)
-                    of_targets = torch.from_numpy(targets).to(logits.device)
-                    logprobs.append(token_logprobs(logits, of_targets, temperature)[0].cpu().numpy())
-                    likely += most_likely(logits, top) if top else ()
+                    target_ids = torch.from_numpy(targets).to(logits.device)
+                    logprobs.append(token_logprobs(logits, target_ids, temperature)[0].cpu().numpy())
+                    likely += compute_top_logprobs(logits, top) if top else ()
             finally:
                 self._pools.free_temporary(blocks)
-            together = np.concatenate(logprobs)
-            places = itertools.pairwise(itertools.accumulate((pair.answer for pair in batch), initial=0))
-            yield [(together[start:end], likely[start:end]) for start, end in places]
+            joined = np.concatenate(logprobs)
+            bounds = itertools.accumulate((pair.answer_tokens for pair in batch), initial=0)
+            yield [(joined[start:end], likely[start:end]) for start, end in itertools.pairwise(bounds)]
 
     def prepare_embeddings(self) -> None:
         """Prepare a runner for `embed`. This may copy the weights once more.
@@ -444,15 +447,15 @@ class Engine:
         Raises:
             RequestError: when the runner computes no hidden states.
         """
-        self._in_torch()
+        self._torch_runner()
 
     def embed(
         self, token_ids: Sequence[Sequence[int]], pooling: Pooling, adapter: str | None = None
     ) -> Iterator[list[NDArray[np.float32]]]:
-        """The embeddings float32[d] of texts, of length 1: hidden states of the last layer, pooled.
+        """Yield the embeddings float32[d] of texts: pooled hidden states of the last layer, of unit length.
 
-        Each step of the iterator computes a bounded number of tokens and returns the embeddings that are
-        complete. `step` may be called in between, and does not depend on it.
+        Each iteration computes a bounded number of tokens and yields the embeddings that are complete. `step`
+        may be called between iterations, and does not depend on them.
 
         Raises:
             RequestError: on an empty text, a token outside the vocabulary, more tokens than the model or the
@@ -460,24 +463,24 @@ class Engine:
         """
         for index, text in enumerate(token_ids):
             self._limits.check_tokens(text, 0, f"text {index}")
-        number = self._adapters.number(adapter, "embed")
-        with self._adapters.pinned(number):
-            yield from embeddings(self._in_torch, token_ids, pooling, number)
+        number = self._adapters.find_number(adapter, "embed")
+        with self._adapters.pin(number):
+            yield from compute_embeddings(self._torch_runner, token_ids, pooling, number)
 
-    def _in_torch(self) -> TorchRunner:
-        if not isinstance(self._runner, HiddenRunner):
+    def _torch_runner(self) -> TorchRunner:
+        if not isinstance(self._runner, HiddenStateRunner):
             raise RequestError(
                 f"{type(self._runner).__name__} computes no hidden states",
                 remedy="use a model that Perilune computes itself, and an engine that is awake",
             )
-        return self._runner.in_torch(self._source)
+        return self._runner.as_torch_runner(self._source)
 
     # -- weights -----------------------------------------------------------------------------------------
 
     def update_weights(
         self, state: Mapping[str, Tensor] | None, version: int, *, recompute: bool = True
     ) -> None:
-        """Use new weights as policy `version`: `state`, or the current weights of the decoder if None.
+        """Use `state` as the weights of policy `version`, or the current weights of the decoder if None.
 
         `state` is loaded into the decoder. May be called between two steps, also from `on_progress`: each
         token records the version that sampled it.
@@ -491,7 +494,7 @@ class Engine:
             RequestError: when names or shapes differ from the decoder's. Nothing has changed then.
         """
         if state is not None:
-            check_state(state, self._source)
+            check_state_dict(state, self._source)
             self._source.load_state_dict(state)
         with self._source.in_memory():
             self._runner.load_weights(self._source)
@@ -499,7 +502,7 @@ class Engine:
                 self._draft.load_weights(self._source)
             self.checksum = checksum(self._source.state_dict())
         self.version = version
-        self._scheduler.new_weights(version, recompute=recompute)
+        self._scheduler.switch_weights(version, recompute=recompute)
 
     def prepare_adapters(self) -> None:
         """Prepare a runner for adapters. This may copy the weights once more.
@@ -507,10 +510,10 @@ class Engine:
         Raises:
             RequestError: when the runner cannot apply adapters.
         """
-        if not isinstance(self._runner, AdaptingRunner):
+        if not isinstance(self._runner, AdapterRunner):
             raise RequestError(f"{type(self._runner).__name__} cannot apply adapters", where="adapter")
-        entries = self._outputs.entries.values()
-        self._runner.load_adapters(self._adapters.loaded(entry.adapter for entry in entries), self._source)
+        in_use = (entry.adapter for entry in self._outputs.entries.values())
+        self._runner.load_adapters(self._adapters.drop_unused(in_use), self._source)
 
     def check_adapter(self, adapter: Adapter) -> None:
         """Check that an adapter fits the decoder. Another thread may do this while the engine samples.
@@ -546,12 +549,14 @@ class Engine:
         self.prepare_adapters()
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter. Its requests keep it; its memory is freed at the next change after the last one.
+        """Remove an adapter. Requests that use it keep it.
+
+        Its memory is freed at the next change of adapters after the last of these requests has ended.
 
         Raises:
             RequestError: when there is none of this name.
         """
-        self._adapters.number(name, "remove_adapter")
+        self._adapters.find_number(name, "remove_adapter")
         self._adapters.remove(name)
         self.prepare_adapters()
 
@@ -559,7 +564,7 @@ class Engine:
 
     def reset_prefix_cache(self, *, recompute: bool = False) -> None:
         """Empty the prefix cache; `recompute` also recomputes the keys and values of samples in flight."""
-        self._scheduler.new_weights(self.version, recompute=recompute)
+        self._scheduler.switch_weights(self.version, recompute=recompute)
 
     def sleep(self) -> None:
         """Free the cache and the runner's copy of the weights, until `wake_up`.
@@ -584,9 +589,9 @@ class Engine:
         if self._adapters:
             self.prepare_adapters()
         if self._offload is not None:
-            self._offload.attach(block_contents(self._runner))
+            self._offload.replace_cache(offloadable_cache(self._runner))
         self._draft = self._make_draft()
-        self._scheduler.speculation = self._speculate()
+        self._scheduler.speculation = self._make_speculation()
 
     # -- a step ------------------------------------------------------------------------------------------
 
@@ -594,7 +599,7 @@ class Engine:
     def _advance(self) -> None:
         """Schedule, run, sample and commit one step."""
         if isinstance(self._runner, SleepingRunner):
-            raise sleeping()
+            raise sleeping_error()
         try:
             step = self._scheduler.schedule()
             if step is None:
@@ -613,39 +618,42 @@ class Engine:
             self._reset()
             raise
 
-    def _draw(self, logits: Tensor, rows: Rows, logits_of: NDArray[np.int64] | None) -> Drawn:
-        return self._sampler.draw(logits, rows, logits_of, self._outputs.masks(rows))
+    def _draw(self, logits: Tensor, rows: Rows, logits_of: NDArray[np.int64] | None) -> DrawnTokens:
+        return self._sampler.draw(logits, rows, logits_of, self._outputs.make_masks(rows))
 
-    def _deliver(self, rows: Rows, drawn: Drawn) -> bool:
-        """Return the drawn tokens to the callers; whether all of them are finite."""
+    def _deliver(self, rows: Rows, drawn: DrawnTokens) -> bool:
+        """Pass the drawn tokens to their requests; return whether all log-probs are finite."""
         finite = np.isfinite(drawn.logprobs)
         if not finite.all():
-            self._outputs.failures |= dict.fromkeys(rows[~finite].tolist(), self._not_finite())
+            self._outputs.failures |= dict.fromkeys(rows[~finite].tolist(), self._not_finite_error())
         for row in self._outputs.process(rows, drawn, self.version):
-            self._scheduler.release(row, record=True)
+            self._scheduler.release(row, cache_blocks=True)
         if self._outputs.failures:
             self._drop_failed()
         if not finite.all():
-            self._clear()
+            self._clear_cache()
         return bool(finite.all())
 
-    def _clear(self) -> None:
-        """Zero the cache: values that are not finite would spoil the next samples in their blocks."""
-        self._scheduler.new_weights(self.version, recompute=True)
+    def _clear_cache(self) -> None:
+        """Zero the cache, because non-finite values would spoil the next samples in their blocks."""
+        self._scheduler.switch_weights(self.version, recompute=True)
         self._runner.clear()
 
     def _stop_speculating(self) -> None:
-        """Repeat the step without draft tokens: a result that is not finite may have spoiled the others."""
+        """Turn speculation off and clear the cache, so that the step is repeated without draft tokens.
+
+        A non-finite result of a draft token may have spoiled the others.
+        """
         _log.warning("speculation is off: the model's results are not finite, perhaps for a draft token")
         self._scheduler.speculation = None
-        self._clear()
+        self._clear_cache()
 
     def _verify(self, proposals: Sequence[Proposal], logits: Tensor) -> None:
         """Draw the next token after each accepted draft token."""
         assert self._scheduler.speculation is not None
-        accepts = self._scheduler.speculation.accepts
+        check_draft = self._scheduler.speculation.check_draft
         for at in itertools.count():
-            proposals = [proposal for proposal in proposals if accepts(proposal, at)]
+            proposals = [proposal for proposal in proposals if check_draft(proposal, at)]
             if not proposals:
                 return
             rows = np.array([proposal.row for proposal in proposals])
@@ -656,7 +664,7 @@ class Engine:
                 return
 
     def _run(self, step: Step) -> Tensor:
-        """The logits of a step, -inf for ids that are no tokens."""
+        """Compute the logits of a step; -inf for ids that are not tokens."""
         logits = self._timed_run(step)
         if self._token_count is not None:
             logits[:, self._token_count :] = -torch.inf
@@ -667,8 +675,9 @@ class Engine:
             return self._runner.run(step.batch)
         began = perf_counter()
         logits = self._runner.run(step.batch)
-        fed = sum(count for _, count in step.chunks)
-        self._offload.computed(fed, len(step.batch.token_ids) - fed, perf_counter() - began)
+        prefilled = sum(count for _, count in step.chunks)
+        decoded = len(step.batch.token_ids) - prefilled
+        self._offload.record_compute_time(prefilled, decoded, perf_counter() - began)
         return logits
 
     def _drop_failed(self) -> None:
@@ -680,7 +689,7 @@ class Engine:
                 self._outputs.fail(entry, row, self._scheduler.rows_of(entry), failure)
                 self._scheduler.remove(entry)
 
-    def _not_finite(self) -> WorkFailedError:
+    def _not_finite_error(self) -> WorkFailedError:
         return WorkFailedError(
             "the model's probabilities are not finite",
             where=f"sampling, policy version {self.version}",
@@ -691,7 +700,7 @@ class Engine:
         self._runner.clear()
         if self._draft is not None:
             self._draft.clear()
-        self._open()
+        self._start_empty()
 
     def restart(self) -> None:
         """Restart after a failure with no requests and an empty cache, and sample one token as a test.

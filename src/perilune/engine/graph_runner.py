@@ -91,7 +91,7 @@ class GraphRunner(TorchRunner):
         if batch.decodes < count or batch.adapters is not None or batch.inputs is not None:
             return super().run(batch)
         if self._adapted is not None:
-            self._adapted.select(batch)
+            self._adapted.select_rows(batch)
         shape = bucket(count, batch.block_tables.shape[2])
         if shape not in self._steps:
             self._steps[shape] = DecodeStep(self.decoder, self.cache, shape, self._attend, self._graphs)
@@ -113,7 +113,7 @@ def _triton_product() -> GroupedProduct:
 
 
 def supports(config: DecoderConfig) -> bool:
-    """Whether the kernels compute this model.
+    """Return whether the kernels compute this model.
 
     They have no latent or linear attention, sinks, bounded scores, or experts with biases.
     """
@@ -122,7 +122,7 @@ def supports(config: DecoderConfig) -> bool:
 
 
 def bucket(rows: int, columns: int) -> tuple[int, int]:
-    """The shape of the graph that computes `rows` rows with block tables of `columns` columns.
+    """Return the shape of the graph that computes `rows` rows with block tables of `columns` columns.
 
     Row counts are 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, ...: an unused row costs less than capturing a graph,
     which takes as long as dozens of steps.

@@ -17,7 +17,7 @@ from perilune.models.decoder import Decoder
 from perilune.models.memory import blocks_bytes
 from perilune.models.transformers_model import ModelShape
 
-CACHE_BYTES = 4 << 30
+DEFAULT_CACHE_BYTES = 4 << 30
 """Default size of the KV cache. On a CPU, only used memory is allocated."""
 
 
@@ -41,12 +41,12 @@ class EngineLimits:
 
     @property
     def cache_tokens(self) -> int:
-        """Tokens that the cache holds, in the layers that see all of them."""
+        """Capacity of the cache in tokens, in the layers without a window."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
-    def longest(self) -> int:
-        """Most tokens of one sequence."""
+    def max_sequence_tokens(self) -> int:
+        """Maximum number of tokens of one sequence."""
         return min(self.positions, self.cache_tokens)
 
     def check(self, request: Request, where: str) -> None:
@@ -82,28 +82,28 @@ class EngineLimits:
                 "min_tokens forbids all tokens: each is a stop token", where=where, remedy="leave one out"
             )
 
-    def check_tokens(self, prompt: Sequence[int] | NDArray[np.int64], more: int, where: str) -> None:
-        """Raise RequestError for a prompt that does not fit with `more` further tokens."""
-        total = len(prompt) + more
+    def check_tokens(self, prompt: Sequence[int] | NDArray[np.int64], new_tokens: int, where: str) -> None:
+        """Raise RequestError for a prompt that does not fit with `new_tokens` further tokens."""
+        total = len(prompt) + new_tokens
         if not len(prompt):
             raise RequestError("has no tokens", where=where)
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise RequestError(f"has a token outside 0..{self.vocab_size - 1}", where=where)
         if total > self.positions:
             raise RequestError(
-                f"{len(prompt)} tokens and {more} more exceed the model's {self.positions} positions",
+                f"{len(prompt)} tokens and {new_tokens} more exceed the model's {self.positions} positions",
                 where=where,
                 remedy="shorten the prompt, or request fewer tokens",
             )
         if total > self.cache_tokens:
             raise RequestError(
-                f"{len(prompt)} tokens and {more} more exceed the cache's {self.cache_tokens}",
+                f"{len(prompt)} tokens and {new_tokens} more exceed the cache's {self.cache_tokens}",
                 where=where,
                 remedy="shorten the prompt, request fewer tokens, or give the engine more cache_tokens",
             )
 
 
-def check_state(state: Mapping[str, Tensor], decoder: Decoder) -> None:
+def check_state_dict(state: Mapping[str, Tensor], decoder: Decoder) -> None:
     """Raise RequestError unless `state` has the names and shapes of the decoder."""
     own = decoder.state_dict()
     if missing := sorted(own.keys() ^ state.keys()):
@@ -115,13 +115,13 @@ def check_state(state: Mapping[str, Tensor], decoder: Decoder) -> None:
 
 
 def default_cache_tokens(config: DecoderConfig | ModelShape, slots: int) -> int:
-    """Tokens of `slots` samples of the longest kind, or as many as fit `CACHE_BYTES`."""
+    """Return the tokens of `slots` samples of the longest kind, or as many as fit `DEFAULT_CACHE_BYTES`."""
     size = torch.float32.itemsize
     if isinstance(config, ModelShape):
-        room = CACHE_BYTES // config.cache_bytes(BLOCK, size)
+        room = DEFAULT_CACHE_BYTES // config.cache_bytes(BLOCK, size)
     else:
         counts = range(1, 1 + slots * blocks_for(config.max_position_embeddings))
         room = bisect_right(
-            counts, CACHE_BYTES, key=lambda count: blocks_bytes(config, 1 + count, slots, size)
+            counts, DEFAULT_CACHE_BYTES, key=lambda count: blocks_bytes(config, 1 + count, slots, size)
         )
     return max(BLOCK, min(slots * config.max_position_embeddings, room * BLOCK))

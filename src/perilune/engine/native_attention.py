@@ -15,7 +15,7 @@ from perilune.models.native.attention import Cache, RouteMemory, Step, attend_pa
 
 
 def describe_cache(cache: PagedCache) -> Array[Cache]:
-    """The cache of each layer for the kernels. `cache` must outlive the result."""
+    """Return the cache of each layer for the kernels. `cache` must outlive the result."""
     parts = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
     return (Cache * len(cache.table_of))(
         *(
@@ -27,7 +27,7 @@ def describe_cache(cache: PagedCache) -> Array[Cache]:
     )
 
 
-class DescribedStep:
+class NativeStep:
     """A batch for the kernels.
 
     Args:
@@ -64,9 +64,9 @@ class NativePagedAttention:
     """An `Attention` for the decoder over the paged cache, which also stores the tokens of the step."""
 
     def __init__(self, cache: PagedCache, batch: StepBatch) -> None:
-        self._caches, self._described = describe_cache(cache), DescribedStep(batch)
+        self._caches, self._step = describe_cache(cache), NativeStep(batch)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         sinks = None if layer.options is None else layer.options.sinks
-        where, scale = (self._caches[layer.index], self._described.step), q.shape[-1] ** -0.5
+        where, scale = (self._caches[layer.index], self._step.step), q.shape[-1] ** -0.5
         return attend_paged(q, k, v, where, scale=scale, window=layer.window or 0, sinks=sinks)

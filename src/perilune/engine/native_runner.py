@@ -8,7 +8,7 @@ from torch import Tensor
 
 from perilune.engine.blocks import Blocks
 from perilune.engine.cache import PagedCache
-from perilune.engine.native_attention import DescribedStep, describe_cache
+from perilune.engine.native_attention import NativeStep, describe_cache
 from perilune.engine.routes import RouteStore
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
@@ -55,15 +55,15 @@ class NativeRunner:
         self.cache = cache
         self._config = decoder.config
         self._caches = describe_cache(self.cache)
-        self._adapting: TorchRunner | None = None
+        self._torch_runner: TorchRunner | None = None
         self._decoder = native.NativeDecoder(decoder, self._kind)
 
     def run(self, batch: StepBatch) -> Tensor:
-        if batch.adapters is not None and self._adapting is not None:
-            return self._adapting.run(batch)
-        described = DescribedStep(batch, self._config.vocab_size, self.cache.routes)
-        self._decoder.step(self._caches, described.step, int(batch.positions.max()))
-        return finished(described.logits, self._config)
+        if batch.adapters is not None and self._torch_runner is not None:
+            return self._torch_runner.run(batch)
+        native_step = NativeStep(batch, self._config.vocab_size, self.cache.routes)
+        self._decoder.step(self._caches, native_step.step, int(batch.positions.max()))
+        return finished(native_step.logits, self._config)
 
     def record_routes(self) -> RouteStore:
         return self.cache.record_routes(self._config)
@@ -73,23 +73,23 @@ class NativeRunner:
 
     def load_weights(self, decoder: Decoder) -> None:
         self._decoder.load(decoder)
-        if self._adapting is not None:
-            self._adapting.load_weights(decoder)
+        if self._torch_runner is not None:
+            self._torch_runner.load_weights(decoder)
 
     def load_adapters(self, adapters: Mapping[int, Adapter], decoder: Decoder) -> None:
-        self.in_torch(decoder).load_adapters(adapters, decoder)
+        self.as_torch_runner(decoder).load_adapters(adapters, decoder)
 
-    def in_torch(self, decoder: Decoder) -> TorchRunner:
-        if self._adapting is None:
-            self._adapting = TorchRunner(decoder, self.cache.num_blocks, cache=self.cache)
-        return self._adapting
+    def as_torch_runner(self, decoder: Decoder) -> TorchRunner:
+        if self._torch_runner is None:
+            self._torch_runner = TorchRunner(decoder, self.cache.num_blocks, cache=self.cache)
+        return self._torch_runner
 
     def clear(self) -> None:
         self.cache.clear()
 
 
 def weight_kind(decoder: Decoder) -> WeightKind:
-    """The kind that matches the decoder's dtype and precision."""
+    """Return the kind that matches the decoder's dtype and precision."""
     return "bfloat16" if "bfloat16" in (decoder.precision, _dtype(decoder)) else "float32"
 
 

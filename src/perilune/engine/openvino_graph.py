@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.engine.openvino_package import openvino
+from perilune.engine.openvino_package import import_openvino
 from perilune.errors import RequestError
 from perilune.models.attention import AttentionLayer
 from perilune.models.config.decoder_config import DecoderConfig
@@ -31,7 +31,7 @@ STEP_INPUTS = ("token_ids", "positions", "logit_rows", "past", "begins", "longes
 """Inputs of a step: int64[N] tokens and positions, int64[R] rows of logits, int32[S] cached tokens,
 int32[S + 1] bounds of the sequences, and the int32 length of the longest."""
 
-_MARK = "perilune::paged_attention"
+_PLACEHOLDER = "perilune::paged_attention"
 _library: list[torch.library.Library] = []
 
 
@@ -46,32 +46,34 @@ class PagedGraph:
     """
 
     def __init__(self, config: DecoderConfig) -> None:
-        ov = openvino()
+        ov = import_openvino()
         from openvino.frontend.pytorch import ConversionExtension
 
-        if reason := _obstacle(config):
-            raise cannot_convert(reason)
+        if reason := _unsupported_reason(config):
+            raise conversion_error(reason)
         with torch.device("meta"):
             traced = Decoder(config)
-        self._weights = list(_weights(traced))
+        self._named_weights = list(_named_weights(traced))
         tables = [f"{name}.{index}" for index in range(len(config.distinct_windows)) for name in _TABLES]
         caches = [f"{name}.{layer}" for layer in range(config.num_layers) for name in _CACHES]
-        names = [*STEP_INPUTS, *tables, *caches, *self._weights]
+        names = [*STEP_INPUTS, *tables, *caches, *self._named_weights]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch.jit.trace is deprecated, and what OpenVINO reads
                 script = torch.jit.trace(  # type: ignore[no-untyped-call]
-                    _step_of(traced, names), _examples(traced, names), check_trace=False
+                    _make_step(traced, names), _example_inputs(traced, names), check_trace=False
                 )
-            mark = ConversionExtension(_MARK, lambda node: [_attention(node, config)])
-            self._model = ov.convert_model(script, extension=[mark])
+            placeholder = ConversionExtension(
+                _PLACEHOLDER, lambda node: [_make_paged_attention(node, config)]
+            )
+            self._model = ov.convert_model(script, extension=[placeholder])
         except (RuntimeError, TypeError, ValueError) as error:
-            raise cannot_convert(str(error).strip().partition("\n")[0]) from error
+            raise conversion_error(str(error).strip().partition("\n")[0]) from error
         for port, name in zip(self._model.inputs, names, strict=True):
             port.get_tensor().set_names({name})
 
     def with_weights(self, decoder: Decoder, kind: WeightKind) -> Any:
-        """An `openvino.Model` with a copy of the current weights of `decoder`.
+        """Return an `openvino.Model` with a copy of the current weights of `decoder`.
 
         Args:
             kind: how matrices are stored. int8 has one scale per output channel. Embeddings stay as they are.
@@ -80,7 +82,7 @@ class PagedGraph:
 
         model = self._model.clone()
         inputs = {port.get_any_name(): port.get_node() for port in model.inputs}
-        for name, weight in _weights(decoder).items():
+        for name, weight in _named_weights(decoder).items():
             if kind == "int8" and name.endswith(".matrix"):
                 narrow = narrowed(weight, "int8")
                 assert narrow.scales is not None
@@ -99,20 +101,20 @@ _TABLES, _CACHES = ("blocks", "block_begins"), ("keys", "values")
 
 @lru_cache(maxsize=4)
 def paged_graph(config: DecoderConfig) -> PagedGraph:
-    """The graph of `config`, converted once."""
+    """Return the graph of `config`, converted once."""
     return PagedGraph(config)
 
 
-def cannot_convert(reason: str) -> RequestError:
-    """The error for a model that OpenVINO cannot compute."""
+def conversion_error(reason: str) -> RequestError:
+    """Return the error for a model that OpenVINO cannot compute."""
     return RequestError(
         f"OpenVINO cannot compute this model: {reason}",
         remedy="remove the setting that chose OpenVINO, so that Perilune's own engine computes it",
     )
 
 
-def _obstacle(config: DecoderConfig) -> str:
-    """The reason why OpenVINO cannot compute a model of Perilune's decoder; "" if it can."""
+def _unsupported_reason(config: DecoderConfig) -> str:
+    """Return the reason why OpenVINO cannot compute a model of Perilune's decoder; "" if it can."""
     if config.experts is not None:
         return "it is a mixture of experts, and a traced graph cannot route tokens to experts"
     if config.latent is not None:
@@ -124,8 +126,8 @@ def _obstacle(config: DecoderConfig) -> str:
     return ""
 
 
-def _weights(decoder: Decoder) -> dict[str, Tensor]:
-    """The weights of the traced graph by name; matrices of products end in `.matrix`."""
+def _named_weights(decoder: Decoder) -> dict[str, Tensor]:
+    """Return the weights of the traced graph by name; matrices of products end in `.matrix`."""
     found = {f"rope.{i}": decoder.inverse_frequencies[rope] for i, rope in enumerate(_ropes(decoder.config))}
     found["embedding"] = decoder.model.embed_tokens.weight
     for index, projection in enumerate(decoder.projections()):
@@ -134,7 +136,7 @@ def _weights(decoder: Decoder) -> dict[str, Tensor]:
         if bias is not None:
             found[f"projection.{index}.bias"] = bias
     found |= {name: norm.factor() for name, norm in _norms(decoder)}
-    found |= {name: attention.qk_norm_weight() for name, attention in _normalised_by_head(decoder)}
+    found |= {name: attention.qk_norm_weight() for name, attention in _head_normed_attentions(decoder)}
     return found
 
 
@@ -147,7 +149,7 @@ def _set_weights(decoder: Decoder, weights: dict[str, Tensor]) -> None:
     for name, norm in _norms(decoder):
         _replace_weight(norm, weights[name])
         norm.offset = False
-    for name, attention in _normalised_by_head(decoder):
+    for name, attention in _head_normed_attentions(decoder):
         attention.frozen_qk_norm = weights[name]
     _replace_weight(decoder.model.embed_tokens, weights["embedding"])
 
@@ -159,26 +161,26 @@ def _replace_weight(module: torch.nn.Module, weight: Tensor) -> None:
 
 
 def _ropes(config: DecoderConfig) -> list[Any]:
-    """The distinct rotary embeddings of the layers."""
+    """Return the distinct rotary embeddings of the layers."""
     return list(filter(None, dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers))))
 
 
 def _norms(decoder: Decoder) -> Iterator[tuple[str, RMSNorm]]:
-    """The norms by name, without those of single heads."""
+    """Yield the norms by name, without those of single heads."""
     for name, module in decoder.named_modules():
         by_head = decoder.config.qk_norm == "head" and name.endswith(("q_norm", "k_norm"))
         if isinstance(module, RMSNorm) and not by_head:
             yield name, module
 
 
-def _normalised_by_head(decoder: Decoder) -> Iterator[tuple[str, SelfAttention]]:
+def _head_normed_attentions(decoder: Decoder) -> Iterator[tuple[str, SelfAttention]]:
     for name, module in decoder.named_modules():
         if isinstance(module, SelfAttention) and module.qk_norm == "head":
             yield name, module
 
 
-def _step_of(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
-    """The function to trace: logits from inputs in the order of `names`."""
+def _make_step(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
+    """Return the function to trace: logits from inputs in the order of `names`."""
     config = decoder.config
 
     def step(*inputs: Tensor) -> Tensor:
@@ -191,14 +193,14 @@ def _step_of(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
             flat = [x.reshape(q.shape[0], -1) for x in (q, k, v)]
             caches = [given[f"{name}.{layer.index}"] for name in _CACHES]
             where = [given["past"], given["begins"], *(given[f"{name}.{table}"] for name in _TABLES)]
-            mark = torch.ops.perilune.paged_attention
-            out: Tensor = mark(*flat, *caches, *where, given["longest"], layer.window or 0)
+            placeholder = torch.ops.perilune.paged_attention
+            out: Tensor = placeholder(*flat, *caches, *where, given["longest"], layer.window or 0)
             return out
 
         hidden = decoder(given["token_ids"], given["positions"], attention)
         return decoder.logits(hidden.index_select(0, given["logit_rows"]))
 
-    _define_mark()
+    _define_placeholder()
 
     def without_gradients(*inputs: Tensor) -> Tensor:
         with torch.no_grad():
@@ -207,9 +209,9 @@ def _step_of(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
     return without_gradients
 
 
-def _examples(decoder: Decoder, names: Sequence[str]) -> tuple[Tensor, ...]:
+def _example_inputs(decoder: Decoder, names: Sequence[str]) -> tuple[Tensor, ...]:
     """Meta tensors of the inputs' shapes, with arbitrary sizes where they vary."""
-    config, weights = decoder.config, _weights(decoder)
+    config, weights = decoder.config, _named_weights(decoder)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         **dict.fromkeys(("token_ids", "positions"), ((5,), torch.int64)),
         "logit_rows": ((2,), torch.int64),
@@ -230,7 +232,7 @@ def _examples(decoder: Decoder, names: Sequence[str]) -> tuple[Tensor, ...]:
     return tuple(map(example, names))
 
 
-def _define_mark() -> None:
+def _define_placeholder() -> None:
     """Define the placeholder operator for paged attention in a trace."""
     if _library:
         return
@@ -242,7 +244,7 @@ def _define_mark() -> None:
     _library.append(library)
 
 
-def _attention(node: Any, config: DecoderConfig) -> Any:
+def _make_paged_attention(node: Any, config: DecoderConfig) -> Any:
     """OpenVINO's paged attention for a placeholder, with all optional features off."""
     from openvino import opset13
     from openvino.op import _PagedAttentionExtension as PagedAttention

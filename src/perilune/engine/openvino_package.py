@@ -6,8 +6,8 @@ from typing import Any
 from perilune.errors import RequestError
 
 
-def openvino() -> Any:
-    """The package, without its telemetry.
+def import_openvino() -> Any:
+    """Return the package, without its telemetry.
 
     Raises:
         RequestError: when it is not installed.
@@ -23,10 +23,10 @@ def openvino() -> Any:
     return package
 
 
-def devices() -> list[str]:
-    """The devices of this machine, such as CPU, GPU.0 and NPU.
+def list_devices() -> list[str]:
+    """Return the devices of this machine, such as CPU, GPU.0 and NPU.
 
     Raises:
         RequestError: when openvino is not installed.
     """
-    return list(openvino().Core().available_devices)
+    return list(import_openvino().Core().available_devices)

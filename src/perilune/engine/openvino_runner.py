@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.engine.blocks import Blocks
-from perilune.engine.openvino_graph import STEP_INPUTS, WeightKind, cannot_convert, paged_graph
-from perilune.engine.openvino_package import devices, openvino
+from perilune.engine.openvino_graph import STEP_INPUTS, WeightKind, conversion_error, paged_graph
+from perilune.engine.openvino_package import import_openvino, list_devices
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.decoder import Decoder
@@ -46,14 +46,14 @@ class OpenVino:
     @property
     def block_size(self) -> int:
         """Tokens per block of the cache."""
-        return _CPU_BLOCK if self.used_device == "CPU" else _GPU_BLOCK
+        return _CPU_BLOCK if self.resolved_device == "CPU" else _GPU_BLOCK
 
     @property
-    def used_device(self) -> str:
+    def resolved_device(self) -> str:
         """`device`, or the one that AUTO stands for."""
         if self.device != "AUTO":
             return self.device
-        return "GPU" if any(name.startswith("GPU") for name in devices()) else "CPU"
+        return "GPU" if any(name.startswith("GPU") for name in list_devices()) else "CPU"
 
     @property
     def properties(self) -> dict[str, str]:
@@ -65,7 +65,7 @@ class OpenVino:
             "PERFORMANCE_HINT": "LATENCY",
             "CACHE_DIR": "",  # each weight update would add a compiled model
         }
-        if self.used_device == "CPU":
+        if self.resolved_device == "CPU":
             found |= {
                 "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
                 "ENABLE_CPU_PINNING": "NO",  # the learner uses the same cores
@@ -95,8 +95,8 @@ class OpenVinoRunner:
         self, decoder: Decoder | TransformersModel, num_blocks: Sequence[int], settings: OpenVino
     ) -> None:
         if isinstance(decoder, TransformersModel):
-            raise cannot_convert("Perilune's decoder does not implement it, transformers does")
-        self._core, self._settings = openvino().Core(), settings
+            raise conversion_error("Perilune's decoder does not implement it, transformers does")
+        self._core, self._settings = import_openvino().Core(), settings
         config = self._config = decoder.config
         self._graph = paged_graph(config)
         self._table_of = [
@@ -108,24 +108,24 @@ class OpenVinoRunner:
         with decoder.in_memory():
             self.load_weights(decoder)
         self._allocate(num_blocks)
-        self._probe()
+        self._check_device()
 
     def load_weights(self, decoder: Decoder) -> None:
         self._request = self._compiled = None  # free their memory before compiling
         model = self._graph.with_weights(decoder, self._settings.weights)
         try:
             self._compiled = self._core.compile_model(
-                model, self._settings.used_device, self._settings.properties
+                model, self._settings.resolved_device, self._settings.properties
             )
         except RuntimeError as error:
-            raise self._refusal(error) from None
+            raise self._device_error(error) from None
         self._request = self._compiled.create_infer_request()
         for name, cache in self._caches.items():
             self._request.set_tensor(name, cache)
 
     def _allocate(self, num_blocks: Sequence[int]) -> None:
         """Create the KV cache in the layout that the device requires."""
-        ov, device = openvino(), self._settings.used_device
+        ov, device = import_openvino(), self._settings.resolved_device
         for layer, table in enumerate(self._table_of):
             for name in (f"keys.{layer}", f"values.{layer}"):
                 port = self._compiled.input(name)
@@ -142,7 +142,7 @@ class OpenVinoRunner:
         self.clear()
 
     def run(self, batch: StepBatch) -> Tensor:
-        request, ov = self._request, openvino()
+        request, ov = self._request, import_openvino()
         for name, array in self._inputs(batch).items():
             request.set_tensor(name, ov.Tensor(array))
         request.infer()
@@ -171,22 +171,22 @@ class OpenVinoRunner:
                 self._copy(self._caches[name], sources[table], targets[table])
 
     def _copy(self, cache: Any, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
-        if self._settings.used_device == "CPU":
+        if self._settings.resolved_device == "CPU":
             cache.data[targets] = cache.data[sources]
             return
-        ov, (_, *sizes) = openvino(), cache.shape
+        ov, (_, *sizes) = import_openvino(), cache.shape
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             one, other = (ov.RemoteTensor(cache, [at, 0, 0, 0], [at + 1, *sizes]) for at in (source, target))
             one.copy_to(other)
 
     def clear(self) -> None:
         for cache in self._caches.values():
-            if self._settings.used_device == "CPU":
+            if self._settings.resolved_device == "CPU":
                 cache.data[...] = 0
             else:
-                cache.copy_from(openvino().Tensor(cache.element_type, cache.shape))
+                cache.copy_from(import_openvino().Tensor(cache.element_type, cache.shape))
 
-    def _probe(self) -> None:
+    def _check_device(self) -> None:
         """Check that the device keeps keys and values: a text in two steps must have the logits of one step.
 
         Raises:
@@ -205,14 +205,15 @@ class OpenVinoRunner:
             step(0, 3)
             resumed = step(3, _PROBE)
         except RuntimeError as error:
-            raise self._refusal(error) from None
+            raise self._device_error(error) from None
         if not (whole - resumed).abs().max() <= 0.05 * whole.abs().max():
-            raise cannot_convert(f"{self._settings.used_device} does not keep keys and values between steps")
+            device = self._settings.resolved_device
+            raise conversion_error(f"{device} does not keep keys and values between steps")
         self.clear()
 
-    def _refusal(self, error: RuntimeError) -> RequestError:
-        """The error for a failure of the device, with the most specific line of its message, the last."""
+    def _device_error(self, error: RuntimeError) -> RequestError:
+        """Return the error for a failure of the device, with the last line of its message."""
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         found = ", ".join(self._core.available_devices)
         reason = f"{lines[-1] if lines else error} (device {self._settings.device}; this machine has {found})"
-        return cannot_convert(reason)
+        return conversion_error(reason)

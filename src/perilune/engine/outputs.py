@@ -22,7 +22,7 @@ from perilune.data.routes import Routes
 from perilune.engine.constraints import ConstraintState, mask_words
 from perilune.engine.request import Completion, Delta, Request, TopLogprobs
 from perilune.engine.routes import RouteStore
-from perilune.engine.sampler import Drawn
+from perilune.engine.sampler import DrawnTokens
 from perilune.engine.sequences import Entry, Rows, Sequences
 from perilune.engine.text import TextStream
 from perilune.errors import PeriluneError, WorkFailedError
@@ -32,12 +32,12 @@ _log = logging.getLogger(__name__)
 
 
 class Collection:
-    """Samples that `Engine.sample` waits for.
+    """The samples that one `Engine.sample` call waits for.
 
     Attributes:
         unfinished: number of missing samples.
         samples: by request, then by index.
-        failure: why one of the requests failed, if one did.
+        failure: the error of a failed request, if there is one.
     """
 
     def __init__(self, total: int) -> None:
@@ -63,18 +63,18 @@ class TrackedSample:
 
     @classmethod
     def begin(cls, request: Request, tokenizer: Tokenizer | None) -> TrackedSample:
-        """The state before the first sampled token."""
+        """Return the state before the first sampled token."""
         params = request.params
         own = request.token_ids[len(request.token_ids) - request.position :]
         return cls(
-            text=None if tokenizer is None else _text_after(tokenizer, params.stop, own),
+            text=None if tokenizer is None else _resume_text(tokenizer, params.stop, own),
             constraint=None if request.constraint is None else request.constraint.start(own),
             raw_logprobs=[] if params.raw_logprobs else None,
             top_logprobs=[] if params.top_logprobs else None,
         )
 
-    def take(self, token: int, *, is_stop: bool, may_stop: bool) -> bool:
-        """Add a sampled token; whether its text ends the sample. Stop tokens are not text."""
+    def add_token(self, token: int, *, is_stop: bool, may_stop: bool) -> bool:
+        """Add a sampled token; return whether its text ends the sample. Stop tokens are not text."""
         if self.constraint is not None:
             self.constraint.advance(token)
         if self.text is None or is_stop:
@@ -83,18 +83,17 @@ class TrackedSample:
         return self.text.stopped
 
 
-def _text_after(tokenizer: Tokenizer, stop: tuple[str, ...], token_ids: list[int]) -> TextStream:
-    """The text of a sample after its first tokens, which a resumed request repeats: a stop text may begin in
-    them."""
+def _resume_text(tokenizer: Tokenizer, stop: tuple[str, ...], token_ids: list[int]) -> TextStream:
+    """Return the text of a resumed sample after its first tokens, in which a stop text may begin."""
     text = TextStream(tokenizer, stop)
     for token in token_ids:
         text.push(token, may_stop=False)
-    text.take(last=True)
+    text.take_text(last=True)
     return text
 
 
 def needs_tracking(request: Request) -> bool:
-    """Whether the samples of `request` must be tracked even if it is not streamed."""
+    """Return whether the samples of `request` must be tracked even if it is not streamed."""
     params = request.params
     return bool(params.stop or params.raw_logprobs or params.top_logprobs or request.constraint)
 
@@ -141,36 +140,36 @@ class OutputProcessor:
         self._streams.pop(entry.id, None)
         self.pending = [delta for delta in self.pending if delta.request_id != entry.id]
 
-    def masks(self, rows: Rows) -> dict[int, NDArray[np.int32]]:
-        """The tokens that constraints allow, by row. Starts to track new samples."""
+    def make_masks(self, rows: Rows) -> dict[int, NDArray[np.int32]]:
+        """Return the masks of tokens that constraints allow, by row. Starts to track new samples."""
         masks: dict[int, NDArray[np.int32]] = {}
         for row in rows.tolist() if self._streams else []:
             entry = self._sequences.entries[row]
             if row not in self._tracked and entry is not None and entry.id in self._streams:
-                with self._failing(row):
+                with self._catch_failure(row):
                     self._tracked[row] = TrackedSample.begin(entry.request, self._tokenizer_of(entry.request))
             tracked = self._tracked.get(row)
             if tracked is not None and tracked.constraint is not None:
                 mask = np.zeros(mask_words(self._sequences.vocab_size), dtype=np.int32)
-                with self._failing(row):
+                with self._catch_failure(row):
                     tracked.constraint.fill_mask(mask)
                     masks[row] = mask
         return masks
 
-    def process(self, rows: Rows, drawn: Drawn, version: int) -> list[int]:
+    def process(self, rows: Rows, drawn: DrawnTokens, version: int) -> list[int]:
         """Add one token to each of `rows`, and return the rows whose samples have ended."""
-        stopped = self._sequences.stopped(rows)
+        stopped = self._sequences.ends_with_stop_token(rows)
         ended = stopped | (self._sequences.length[rows] >= self._sequences.limit[rows])
         if self._tracked:
             for index, row in enumerate(rows.tolist()):
                 if row in self._tracked and row not in self.failures:
-                    with self._failing(row):
-                        self._track(row, drawn, index, (stopped, ended), version)
+                    with self._catch_failure(row):
+                        self._update_tracked(row, drawn, index, (stopped, ended), version)
         finished = []
         for row, is_stop in zip(rows[ended].tolist(), stopped[ended].tolist(), strict=True):
             if row not in self.failures:
-                with self._failing(row):
-                    self._finish(row, self._reason(row, is_stop))
+                with self._catch_failure(row):
+                    self._finish(row, self._finish_reason(row, is_stop))
                     finished.append(row)
         return finished
 
@@ -185,7 +184,7 @@ class OutputProcessor:
             self.pending.append(Delta(entry.id, sample, [], [], [], finish_reason="aborted", failure=failure))
 
     @contextmanager
-    def _failing(self, row: int) -> Iterator[None]:
+    def _catch_failure(self, row: int) -> Iterator[None]:
         """Turn an error into the failure of the request of `row`."""
         try:
             yield
@@ -197,15 +196,15 @@ class OutputProcessor:
             _log.exception("a sample failed")
             self.failures[row] = WorkFailedError(f"the sample failed: {type(error).__name__}")
 
-    def _track(
-        self, row: int, drawn: Drawn, index: int, ends: tuple[NDArray[np.bool_], ...], version: int
+    def _update_tracked(
+        self, row: int, drawn: DrawnTokens, index: int, ends: tuple[NDArray[np.bool_], ...], version: int
     ) -> None:
         """Add the new token to a tracked sample, and create a delta if the request is streamed."""
         stopped, ended = ends
         tracked, sequences = self._tracked[row], self._sequences
         token = int(drawn.token_ids[index])
         may_stop = bool(sequences.length[row] >= sequences.min_length[row])
-        if tracked.take(token, is_stop=bool(stopped[index]), may_stop=may_stop):
+        if tracked.add_token(token, is_stop=bool(stopped[index]), may_stop=may_stop):
             stopped[index] = ended[index] = True
         if tracked.raw_logprobs is not None:
             tracked.raw_logprobs.append(drawn.raw_logprobs[index])
@@ -225,18 +224,18 @@ class OutputProcessor:
                 [token],
                 [float(drawn.logprobs[index])],
                 [version],
-                "" if tracked.text is None else tracked.text.take(last=last),
-                self._reason(row, bool(stopped[index])) if last else None,
+                "" if tracked.text is None else tracked.text.take_text(last=last),
+                self._finish_reason(row, bool(stopped[index])) if last else None,
                 None if tracked.raw_logprobs is None else tracked.raw_logprobs[-1:],
                 None if tracked.top_logprobs is None else tracked.top_logprobs[-1:],
                 int(sequences.cached[row]),
             )
         )
 
-    def _reason(self, row: int, is_stop: bool) -> FinishReason:
-        """Why the sample ends; "aborted" when its constraint allows no further token."""
+    def _finish_reason(self, row: int, is_stop: bool) -> FinishReason:
+        """Return the finish reason: "aborted" when the constraint of the sample allows no further token."""
         tracked = self._tracked.get(row)
-        if tracked is not None and tracked.constraint is not None and tracked.constraint.failed:
+        if tracked is not None and tracked.constraint is not None and tracked.constraint.failure:
             return "aborted"
         return "stop" if is_stop else "length"
 
@@ -246,10 +245,10 @@ class OutputProcessor:
         assert entry is not None
         collection = self._collections.get(entry.id)
         if collection is not None:
-            collection.samples[entry.id][int(self._sequences.sample[row])] = self.completion(row, reason)
+            collection.samples[entry.id][int(self._sequences.sample[row])] = self.make_completion(row, reason)
             collection.unfinished -= 1
         elif not self._streams.get(entry.id):
-            self.pending.append(self._whole(row, entry, self.completion(row, reason)))
+            self.pending.append(self._make_delta(row, entry, self.make_completion(row, reason)))
         self._tracked.pop(row, None)
         entry.unfinished -= 1
         if not entry.unfinished:
@@ -257,8 +256,8 @@ class OutputProcessor:
             self._streams.pop(entry.id, None)
             self._collections.pop(entry.id, None)
 
-    def so_far(self, row: int) -> Completion:
-        """The tokens, log-probs and versions of an unfinished sample so far."""
+    def partial_completion(self, row: int) -> Completion:
+        """Return the tokens, log-probs and versions of an unfinished sample so far."""
         sequences = self._sequences
         sampled = slice(int(sequences.prompt_length[row]), int(sequences.length[row]))
         return Completion(
@@ -268,9 +267,9 @@ class OutputProcessor:
             "aborted",
         )
 
-    def completion(self, row: int, reason: FinishReason) -> Completion:
-        """A sample that ends now."""
-        one, tracked = self.so_far(row), self._tracked.get(row)
+    def make_completion(self, row: int, reason: FinishReason) -> Completion:
+        """Return a sample that ends now."""
+        partial, tracked = self.partial_completion(row), self._tracked.get(row)
         text = raw = top = None
         if tracked is not None:
             raw = None if tracked.raw_logprobs is None else np.array(tracked.raw_logprobs, dtype=np.float32)
@@ -279,19 +278,19 @@ class OutputProcessor:
                 tracked.text.finish()
                 text = tracked.text.text
         return replace(
-            one,
+            partial,
             finish_reason=reason,
             text=text,
             raw_logprobs=raw,
             top_logprobs=top,
-            routed_experts=self._routes_of(row),
+            routed_experts=self._gather_routes(row),
         )
 
-    def _routes_of(self, row: int) -> Routes | None:
-        """The routes of all computed tokens of a sample, gathered once when it ends.
+    def _gather_routes(self, row: int) -> Routes | None:
+        """Return the routes of all computed tokens of a sample, gathered once when it ends.
 
-        After a swap of weights without recomputation, those of the prompt are missing: other weights chose
-        them than sampled.
+        After a weight update without recomputation, the routes of the prompt are missing, because older
+        weights chose them.
         """
         if self._routes is None:
             return None
@@ -304,22 +303,22 @@ class OutputProcessor:
     def _tokenizer_of(self, request: Request) -> Tokenizer | None:
         return self._continuing if request.continues_text else self._tokenizer
 
-    def _whole(self, row: int, entry: Entry, one: Completion) -> Delta:
-        """A whole sample as one delta."""
-        text, tokenizer = one.text, self._tokenizer_of(entry.request)
+    def _make_delta(self, row: int, entry: Entry, sample: Completion) -> Delta:
+        """Return a whole sample as one delta."""
+        text, tokenizer = sample.text, self._tokenizer_of(entry.request)
         if text is None and tokenizer is not None:
-            tokens = one.token_ids.tolist()
-            text = tokenizer.decode(tokens[: len(tokens) - (one.finish_reason == "stop")])
+            tokens = sample.token_ids.tolist()
+            text = tokenizer.decode(tokens[: len(tokens) - (sample.finish_reason == "stop")])
         return Delta(
             entry.id,
             int(self._sequences.sample[row]),
-            one.token_ids.tolist(),
-            one.logprobs.tolist(),
-            one.policy_version.tolist(),
+            sample.token_ids.tolist(),
+            sample.logprobs.tolist(),
+            sample.policy_version.tolist(),
             text or "",
-            one.finish_reason,
-            None if one.raw_logprobs is None else one.raw_logprobs.tolist(),
-            one.top_logprobs,
+            sample.finish_reason,
+            None if sample.raw_logprobs is None else sample.raw_logprobs.tolist(),
+            sample.top_logprobs,
             int(self._sequences.cached[row]),
-            routed_experts=one.routed_experts,
+            routed_experts=sample.routed_experts,
         )

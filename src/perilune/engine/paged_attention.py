@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from perilune.engine.blocks import BLOCK
-from perilune.engine.cache import PagedCache, Places, Table, places_of
+from perilune.engine.cache import CacheSlots, GatherIndices, PagedCache, slot_mapping
 from perilune.engine.step import StepBatch
 from perilune.models.attention import AttentionLayer, attend
 
-_CUT = 192 // BLOCK  # blocks; keys behind a window are skipped in multiples of this (see `attend`)
-_QUERIES = 512  # most queries of one sequence in a product
-_SCORES = 1 << 24  # most attention scores in memory at a time
+_ALIGNMENT = 192 // BLOCK  # blocks; keys outside a window are skipped in multiples of this (see `attend`)
+_MAX_QUERIES = 512  # of one sequence in a product
+_MAX_SCORES = 1 << 24  # attention scores in memory at a time
 
 
 @dataclass(slots=True, eq=False)
-class _Queries:
+class _QueryGroup:
     """Queries of S sequences that are computed together, M per sequence.
 
     Attributes:
@@ -48,24 +48,24 @@ class PagedAttention:
 
     def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
         self._cache = cache
-        at, within = places_of(batch, tokens, cache.device)
-        self._places = [Places(of_table, within, cache.heads) for of_table in at]
-        self._queries = list(_in_groups(batch))
-        self._parts: dict[int | None, list[_Part]] = {}
+        at, within = slot_mapping(batch, tokens, cache.device)
+        self._places = [CacheSlots(of_table, within, cache.heads) for of_table in at]
+        self._query_groups = list(_group_queries(batch))
+        self._groups: dict[int | None, list[_GroupAttention]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         cache, window = self._cache, layer.window
         table = cache.table_of[layer.index]
         cache.store(layer.index, self._places[table], k, v)
-        if window not in self._parts:
-            self._parts[window] = [_Part(of, table, window, cache, q) for of in self._queries]
+        if window not in self._groups:
+            self._groups[window] = [_GroupAttention(of, table, window, cache, q) for of in self._query_groups]
         out = q.new_zeros(*q.shape[:2], v.shape[-1])
-        for part in self._parts[window]:
+        for part in self._groups[window]:
             out.index_copy_(0, part.tokens, part(q, cache, layer))
         return out
 
 
-class _Part:
+class _GroupAttention:
     """Attention of some queries in the layers with one window size.
 
     Attributes:
@@ -73,17 +73,17 @@ class _Part:
     """
 
     def __init__(
-        self, queries: _Queries, table: int, window: int | None, cache: PagedCache, q: Tensor
+        self, queries: _QueryGroup, table: int, window: int | None, cache: PagedCache, q: Tensor
     ) -> None:
         sequences, count = queries.positions.shape
         heads, size, group = cache.heads, cache.size, q.shape[1] // cache.heads
         first = 0
         if window is not None:
-            first = max(0, int(queries.positions.min()) - window + 1) // BLOCK // _CUT * _CUT
+            first = max(0, int(queries.positions.min()) - window + 1) // BLOCK // _ALIGNMENT * _ALIGNMENT
         last = int(queries.positions.max()) // BLOCK + 1
         self._shape = sequences, heads, group, count, size
         blocks = torch.from_numpy(queries.tables[table, :, first:last]).to(q.device)
-        self._table = Table(blocks, heads, size)
+        self._table = GatherIndices(blocks, heads, size)
         self._mask = self._make_mask(queries.positions, first * BLOCK, window, q)
         self.tokens = torch.from_numpy(queries.tokens.ravel()).to(q.device)
 
@@ -106,7 +106,7 @@ class _Part:
         return out.reshape(-1, heads * group, values.shape[-1])
 
     def _make_mask(self, positions: NDArray[np.int64], start: int, window: int | None, q: Tensor) -> Tensor:
-        """A mask broadcastable to [S * KV, G * M, T]: 0 where a query sees a key, otherwise -inf."""
+        """Return a mask broadcastable to [S * KV, G * M, T]: 0 where a query sees a key, otherwise -inf."""
         sequences, heads, group, count, _ = self._shape
         if (positions == positions[:1]).all():
             positions, sequences, heads = positions[:1], 1, 1
@@ -126,43 +126,43 @@ def causal_mask(at: Tensor, columns: Tensor, window: int | None, like: Tensor) -
     return like.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
 
 
-def _in_groups(batch: StepBatch) -> Iterator[_Queries]:
-    """Groups of queries with similar numbers of keys, so that little padding is computed."""
+def _group_queries(batch: StepBatch) -> Iterator[_QueryGroup]:
+    """Yield groups of queries with similar numbers of keys, so that little padding is computed."""
     blocks = batch.positions // BLOCK + 1
     decodes = batch.decodes
     if decodes:
-        buckets = _bucket(blocks[:decodes])
+        buckets = _bucket_size(blocks[:decodes])
         for size in np.unique(buckets):
             rows = np.flatnonzero(buckets == size)
             tables = batch.block_tables[:, rows, : int(blocks[rows].max())]
-            yield _Queries(rows[:, None], batch.positions[rows, None], tables.astype(np.int64))
+            yield _QueryGroup(rows[:, None], batch.positions[rows, None], tables.astype(np.int64))
 
     pieces: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for sequence, (start, end) in enumerate(
         zip(batch.cu_seqlens[decodes:-1].tolist(), batch.cu_seqlens[decodes + 1 :].tolist(), strict=True),
         decodes,
     ):
-        for begin in range(start, end, _QUERIES):
-            stop = min(begin + _QUERIES, end)
-            shape = int(_bucket(np.array(stop - begin))), int(_bucket(blocks[stop - 1]))
+        for begin in range(start, end, _MAX_QUERIES):
+            stop = min(begin + _MAX_QUERIES, end)
+            shape = int(_bucket_size(np.array(stop - begin))), int(_bucket_size(blocks[stop - 1]))
             pieces[shape].append((sequence, begin, stop))
-    for (count, columns), alike in sorted(pieces.items()):
-        most = max(1, _SCORES // (count * columns * BLOCK))
-        for start in range(0, len(alike), most):
-            yield _padded(batch, alike[start : start + most])
+    for (count, columns), similar in sorted(pieces.items()):
+        most = max(1, _MAX_SCORES // (count * columns * BLOCK))
+        for start in range(0, len(similar), most):
+            yield _pad_queries(batch, similar[start : start + most])
 
 
-def _padded(batch: StepBatch, pieces: Sequence[tuple[int, int, int]]) -> _Queries:
-    """Tokens begin .. stop - 1 of each sequence, padded to the longest by repeating the last token."""
+def _pad_queries(batch: StepBatch, pieces: Sequence[tuple[int, int, int]]) -> _QueryGroup:
+    """Return tokens begin .. stop - 1 of each sequence, padded to the longest by repeating the last token."""
     sequences, begins, stops = np.array(pieces).T
     tokens = begins[:, None] + np.arange(int((stops - begins).max()))
     tokens = np.minimum(tokens, stops[:, None] - 1)
     positions = batch.positions[tokens]
     tables = batch.block_tables[:, sequences, : int(positions.max()) // BLOCK + 1]
-    return _Queries(tokens, positions, tables.astype(np.int64))
+    return _QueryGroup(tokens, positions, tables.astype(np.int64))
 
 
-def _bucket(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The next power of two, at least 8."""
+def _bucket_size(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the next power of two, at least 8."""
     bucket: NDArray[np.int64] = np.maximum(8, 1 << np.ceil(np.log2(sizes)).astype(np.int64))
     return bucket

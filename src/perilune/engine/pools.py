@@ -1,10 +1,10 @@
 """Block pools, one for each window size among the layers.
 
-Layers without a window cache the whole sequence of a sample, layers with a window only what its next query
-sees. So a sample has one block table per window size, with blocks from separate pools. Column j of every
-table stands for the same sixteen tokens; behind the window it names the null block.
+Layers without a window cache the whole sequence of a sample. Layers with a window cache only the tokens that
+the next query sees. So a sample has one block table per window size, with blocks from separate pools. Column
+j of every table stands for the same sixteen tokens; outside the window it holds the null block.
 
-W windows, as in `DecoderConfig.distinct_windows`.
+W is the number of windows, as in `DecoderConfig.distinct_windows`.
 """
 
 import time
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_for, columns_behind
+from perilune.engine.blocks import BLOCK, NULL_BLOCK, BlockPool, Blocks, blocks_for, window_start
 from perilune.engine.offload import OffloadStore
 from perilune.engine.prefix_tree import PrefixTree
 from perilune.engine.sequences import Rows, Sequences
@@ -21,17 +21,17 @@ from perilune.models.memory import STATE_TOKENS, blocks_in
 
 
 class BlockPools:
-    """The pools of all windows. They allocate and release a column of all tables together.
+    """The pools of all windows, which allocate and release a column of all tables together.
 
     Args:
         counts: number of blocks for each window, including the null block.
         windows: tokens that a query sees, including its own; None for all before it.
-        clock: seconds, for sessions whose return is announced.
-        store: takes the evicted blocks.
+        clock: returns seconds; used for sessions with an announced return.
+        store: receives the evicted blocks.
         block_size: tokens per block.
 
     Attributes:
-        most_at_once: most tokens of one sequence in a step.
+        max_chunk_tokens: maximum number of tokens of one sequence in a step.
     """
 
     def __init__(
@@ -45,32 +45,32 @@ class BlockPools:
         self.windows, self.block_size = tuple(windows), block_size
         self.pools = tuple(BlockPool(count) for count in counts)
         assert len(self.pools) == len(self.windows), "one count for each window"
-        self.tree = PrefixTree(self.windows, self.pools, clock, store, block_size)
-        self.most_at_once = STATE_TOKENS if STATE_WINDOW in self.windows else 1 << 31
-        self.behind, self.find, self.record = self.tree.behind, self.tree.find, self.tree.record
-        self.forget_all = self.tree.forget_all
+        tree = self.tree = PrefixTree(self.windows, self.pools, clock, store, block_size)
+        self.max_chunk_tokens = STATE_TOKENS if STATE_WINDOW in self.windows else 1 << 31
+        self.window_starts, self.acquire_prefix = tree.window_starts, tree.acquire_prefix
+        self.insert, self.clear = tree.insert, tree.clear
 
     @property
-    def available(self) -> int:
-        """Columns that `allocate` can return."""
-        return min(pool.available for pool in self.pools)
+    def num_available(self) -> int:
+        """Number of columns that `allocate` can return."""
+        return min(pool.num_available for pool in self.pools)
 
     @property
-    def use(self) -> float:
-        """Share of blocks that are referenced, in the fullest pool."""
-        return max(pool.used / (pool.count - 1) for pool in self.pools)
+    def used_share(self) -> float:
+        """Share of referenced blocks in the fullest pool."""
+        return max(pool.num_used / (pool.count - 1) for pool in self.pools)
 
     def allocate(self, count: int) -> Blocks:
-        """int32[W, count], with one reference each."""
+        """Allocate blocks int32[W, count] with one reference each."""
         return np.stack([self.tree.allocate(index, count) for index in range(len(self.pools))])
 
     def allocate_temporarily(self, count: int) -> Blocks | None:
-        """int32[W, count] blocks for scoring, or None if they are not free now.
+        """Return int32[W, count] blocks for scoring, or None if they are not free now.
 
-        A smaller pool repeats its blocks in turn, because blocks behind the window may be overwritten.
+        A smaller pool repeats its blocks in turn, because blocks outside the window may be overwritten.
         """
         sizes = [min(count, pool.count - 1) for pool in self.pools]
-        if any(size > pool.available for size, pool in zip(sizes, self.pools, strict=True)):
+        if any(size > pool.num_available for size, pool in zip(sizes, self.pools, strict=True)):
             return None
         allocated = (self.tree.allocate(index, size) for index, size in enumerate(sizes))
         return np.stack([np.resize(blocks, count) for blocks in allocated])
@@ -86,7 +86,7 @@ class BlockPools:
             pool.share(of_window[of_window != NULL_BLOCK], times)
 
     def release(self, blocks: Blocks, returns_in: float = 0.0) -> None:
-        """Drop a reference to each of int32[W, C].
+        """Remove a reference from each of int32[W, C].
 
         Args:
             returns_in: seconds until a request is expected that continues these tokens; 0 if unknown.
@@ -94,35 +94,36 @@ class BlockPools:
         for index, of_window in enumerate(blocks):
             self.tree.release(index, of_window, returns_in)
 
-    def has_room(self, digests: Sequence[bytes], length: int, most_fed: int, spare: int) -> bool:
-        """Whether `length` tokens with the given `digests` fit when `most_fed` are computed at once.
+    def has_room(self, digests: Sequence[bytes], length: int, chunk_tokens: int, spare: int) -> bool:
+        """Return whether `length` tokens with these `digests` fit and leave `spare` blocks.
 
-        `spare` blocks must remain.
+        At most `chunk_tokens` of them are computed at once.
         """
-        path = self.tree.path(digests)
-        starts = self.behind(len(path) * self.block_size)
+        path = self.tree.match_nodes(digests)
+        starts = self.window_starts(len(path) * self.block_size)
         for index, (window, start, pool) in enumerate(zip(self.windows, starts, self.pools, strict=True)):
             need = blocks_for(length, self.block_size) - len(path)
             if window is not None:
-                need = min(need, blocks_in(window + min(most_fed, self.most_at_once), self.block_size))
+                tokens = window + min(chunk_tokens, self.max_chunk_tokens)
+                need = min(need, blocks_in(tokens, self.block_size))
             unused = sum(not pool.references[node.blocks[index]] for node in path[start:] if node is not None)
-            if need + spare > pool.available - unused:
+            if need + spare > pool.num_available - unused:
                 return False
         return True
 
-    def leave_behind(self, sequences: Sequences, rows: Rows) -> None:
+    def release_outside_windows(self, sequences: Sequences, rows: Rows) -> None:
         """Release the blocks that no later query sees, and put the null block into the tables."""
-        tables = zip(self.windows, sequences.blocks, sequences.left_behind, strict=True)
-        for index, (window, blocks, left) in enumerate(tables):
+        tables = zip(self.windows, sequences.blocks, sequences.released_columns, strict=True)
+        for index, (window, blocks, released) in enumerate(tables):
             if window is None:
                 continue
-            behind = columns_behind(window, sequences.computed[rows], self.block_size)
-            due = np.flatnonzero(behind > left[rows])
-            for row, end in zip(rows[due].tolist(), behind[due].tolist(), strict=True):
-                self.tree.release(index, blocks[row, left[row] : end])
-                blocks[row, left[row] : end] = NULL_BLOCK
-                left[row] = end
+            starts = window_start(window, sequences.computed[rows], self.block_size)
+            due = np.flatnonzero(starts > released[rows])
+            for row, start in zip(rows[due].tolist(), starts[due].tolist(), strict=True):
+                self.tree.release(index, blocks[row, released[row] : start])
+                blocks[row, released[row] : start] = NULL_BLOCK
+                released[row] = start
 
-    def known_length(self, digests: Sequence[bytes]) -> int:
-        """Columns of the longest cached prefix for which every layer has all that the next query sees."""
-        return len(self.tree.path(digests))
+    def count_cached_columns(self, digests: Sequence[bytes]) -> int:
+        """Return the number of columns of the longest usable cached prefix."""
+        return len(self.tree.match_nodes(digests))

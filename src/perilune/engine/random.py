@@ -32,7 +32,7 @@ def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Random numbers in [0, 1), multiples of 2**-53.
+    """Return random numbers in [0, 1), multiples of 2**-53.
 
     Args:
         keys: uint64[B, 4] of (seed, step, task, sample); all but the seed below 2**32.

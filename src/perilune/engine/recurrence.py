@@ -40,7 +40,7 @@ class PagedRecurrence:
             self._starts.tolist(), self._lengths.tolist(), first.tolist(), begins.tolist(), strict=True
         )
         for span, table in zip(spans, tables, strict=True):
-            pieces += _cut(*span, table)
+            pieces += _split_into_blocks(*span, table)
         self._pieces = Pieces(torch.tensor(pieces, dtype=torch.int64), cache.device)
         starts, lengths, _, blocks = self._pieces.rows.T
         self._last, self._blocks = (starts + lengths - 1).to(cache.device), blocks.to(cache.device)
@@ -62,7 +62,7 @@ class PagedRecurrence:
         return convolve(x, before, taps, weight)
 
     def _make_taps(self, width: int) -> NDArray[np.int64]:
-        """int64[N, K], each token's inputs: rows of all tokens, then K - 1 stored inputs per sequence."""
+        """Return the inputs int64[N, K] of each token, as indices of token rows and then of stored rows."""
         taps = np.zeros((self._padded, width), dtype=np.int64)
         for row, (start, length) in enumerate(zip(self._starts, self._lengths, strict=True)):
             at = np.arange(length)[:, None] + np.arange(1 - width, 1)
@@ -77,10 +77,10 @@ class PagedRecurrence:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._cache.device)
 
 
-def _cut(
+def _split_into_blocks(
     start: int, length: int, position: int, begin: int, table: NDArray[np.int32]
 ) -> Iterator[tuple[int, int, int, int]]:
-    """The rows of `Pieces` for a sequence that continues at `position` from block `begin`, one a block."""
+    """Yield a row of `Pieces` per block for a sequence that continues at `position` from block `begin`."""
     end = start + length
     while start < end:
         count, block = min(BLOCK - position % BLOCK, end - start), int(table[position // BLOCK])
@@ -89,8 +89,8 @@ def _cut(
 
 
 @dataclass(slots=True, eq=False)
-class WithRecurrence:
-    """An `Attention` for a model that has recurrent layers too."""
+class HybridAttention:
+    """The `Attention` of a model with attention layers and recurrent layers."""
 
     attention: Attention
     recurrence: PagedRecurrence

@@ -9,18 +9,19 @@ from typing import Any, get_args
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.engine.wire import (
     Dialect,
-    Malformed,
+    LogprobStage,
+    MalformedError,
     OpenAICompletions,
-    Reported,
     SGLangGenerate,
-    malformed,
-    needed,
+    malformed_answer,
+    required_logprobs,
 )
 from perilune.errors import RequestError, WorkFailedError
 from perilune.servers import JsonClient, ServerError
 
-_NAME_IT = "name the environment variable that holds the server's token"
-_REMEDIES = {401: _NAME_IT, 403: _NAME_IT, 404: "check that the URL is that of an OpenAI-compatible server"}
+_AUTHENTICATE = "name the environment variable that holds the server's token"
+_CHECK_URL = "check that the URL is that of an OpenAI-compatible server"
+_REMEDIES = {401: _AUTHENTICATE, 403: _AUTHENTICATE, 404: _CHECK_URL}
 
 
 class RemoteEngine:
@@ -51,20 +52,20 @@ class RemoteEngine:
         model: str | None = None,
         *,
         token: str | None = None,
-        reported: Reported | None = None,
+        reported: LogprobStage | None = None,
         concurrency: int = 32,
         timeout: float = 600.0,
     ) -> None:
         self._client = JsonClient(url, token=token, timeout=timeout, connections=concurrency)
         self.url, self._concurrency = self._client.url, concurrency
         try:
-            self.model, self.server = self._find(model)
+            self.model, self.server = self._find_model(model)
         except BaseException:
             self.close()
             raise
-        self._dialect: Dialect = (
-            SGLangGenerate() if self.server == "sglang" else OpenAICompletions(ours=self.server == "perilune")
-        )
+        self._dialect: Dialect = OpenAICompletions(is_perilune=self.server == "perilune")
+        if self.server == "sglang":
+            self._dialect = SGLangGenerate()
         self._reported = reported or self._dialect.reported
 
     @property
@@ -104,7 +105,7 @@ class RemoteEngine:
         results: list[list[Completion]] = [[] for _ in prompts]
         finished = 0
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix="remote-engine") as threads:
-            pending = {threads.submit(self._ask, prompt, n, params): i for i, prompt in enumerate(prompts)}
+            pending = {threads.submit(self._sample, prompt, n, params): i for i, prompt in enumerate(prompts)}
             try:
                 for future in as_completed(pending):
                     results[pending[future]] = future.result()
@@ -116,20 +117,20 @@ class RemoteEngine:
                 raise
         return results
 
-    def _ask(self, prompt: Prompt, n: int, params: SamplingParams) -> list[Completion]:
-        body = self._dialect.body(self.model, prompt, n, params)
+    def _sample(self, prompt: Prompt, n: int, params: SamplingParams) -> list[Completion]:
+        body = self._dialect.make_body(self.model, prompt, n, params)
         answer = self._request("POST", self._dialect.path, body)
         try:
-            completions = self._dialect.read(answer, n)
+            completions = self._dialect.parse(answer, n)
             for one in completions:
                 if not 1 <= len(one.token_ids) <= params.max_tokens:
-                    raise Malformed(f"a sample has {len(one.token_ids)} tokens of {params.max_tokens}")
-        except Malformed as error:
-            raise malformed(error, self.url) from None
+                    raise MalformedError(f"a sample has {len(one.token_ids)} tokens of {params.max_tokens}")
+        except MalformedError as error:
+            raise malformed_answer(error, self.url) from None
         return completions
 
-    def _find(self, requested: str | None) -> tuple[str, str]:
-        """The name of the model on the server, and the kind of server."""
+    def _find_model(self, requested: str | None) -> tuple[str, str]:
+        """Return the name of the model on the server, and the kind of server."""
         answer = self._request("GET", "/v1/models")
         listed = answer.get("data") if isinstance(answer, Mapping) else None
         cards = [card for card in listed or () if isinstance(card, Mapping)]
@@ -157,11 +158,11 @@ class RemoteEngine:
                 "a server only returns the log-probs of sampled tokens",
                 where="raw_logprobs, top_logprobs",
             )
-        ranks = get_args(Reported)
-        if ranks.index(self._reported) < ranks.index(needed(params)):
+        ranks = get_args(LogprobStage)
+        if ranks.index(self._reported) < ranks.index(required_logprobs(params)):
             raise RequestError(
                 f"the server's log-probs are {self._reported}, but with these parameters only"
-                f" {needed(params)} log-probs are under the distribution sampled from",
+                f" {required_logprobs(params)} log-probs are under the distribution sampled from",
                 where=self.url,
                 remedy="sample at temperature 1 without top-k, top-p or min-p; or start vLLM with"
                 " --logprobs-mode processed_logprobs and set `reported: processed`",

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from perilune.engine.constraints import Constraint
 
 
-_LARGEST = 1e30  # float32 holds this, its inverse, and the product of either with a logit
+_MAX_MAGNITUDE = 1e30  # float32 holds this, its inverse, and the product of either with a logit
 _RANGES = {
     "max_tokens": (1, float("inf")),
-    "temperature": (1 / _LARGEST, _LARGEST),
+    "temperature": (1 / _MAX_MAGNITUDE, _MAX_MAGNITUDE),
     "min_tokens": (0, float("inf")),
     "top_k": (0, float("inf")),
-    "top_p": (1 / _LARGEST, 1),
+    "top_p": (1 / _MAX_MAGNITUDE, 1),
     "min_p": (0, 1),
     "repetition_penalty": (1e-6, 1e6),
     "presence_penalty": (-2, 2),
@@ -94,16 +94,16 @@ class SamplingParams:
             raise RequestError(
                 f"min_tokens is {self.min_tokens}", remedy=f"give at most max_tokens, {self.max_tokens}"
             )
-        if not all(abs(bias) <= _LARGEST for bias in self.logit_bias.values()):
+        if not all(abs(bias) <= _MAX_MAGNITUDE for bias in self.logit_bias.values()):
             raise RequestError(
-                f"logit_bias holds a number beyond {_LARGEST:g}", remedy="use -100 to forbid a token"
+                f"logit_bias holds a number beyond {_MAX_MAGNITUDE:g}", remedy="use -100 to forbid a token"
             )
         if any(not text for text in self.stop):
             raise RequestError("stop holds an empty text", remedy="leave it out")
 
     @property
     def is_plain(self) -> bool:
-        """Whether only temperature changes logits, and no other log-probs are requested."""
+        """True if only temperature changes logits, and no other log-probs are requested."""
         options = self.top_k, self.min_p, self.min_tokens, self.logit_bias
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
         extra = self.raw_logprobs, self.top_logprobs
@@ -128,9 +128,9 @@ class InputEmbeddings(Protocol):
     """The decoder's inputs for one request, where its tokens alone do not determine them."""
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """float[stop - start, d], the inputs of these positions of prompt and sample."""
+        """Return float[stop - start, d], the inputs of these positions of prompt and sample."""
 
-    def draws_from(self, hidden: Tensor) -> None:
+    def receive_hidden_state(self, hidden: Tensor) -> None:
         """Take the hidden state float[d] from which the next token is drawn."""
 
 

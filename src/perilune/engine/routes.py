@@ -56,7 +56,7 @@ class RouteStore:
         self.experts[targets[self.table]] = self.experts[sources[self.table]]
 
     def gather(self, table: Blocks, rows: int) -> Routes:
-        """The routes of the first `rows` tokens of a sample with the block tables int32[W, C].
+        """Return the routes of the first `rows` tokens of a sample with the block tables int32[W, C].
 
         Rows that all attention windows have passed are missing: their blocks have been released.
         """

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from perilune.engine.adapters import AdaptedProjections
 from perilune.engine.blocks import Blocks
-from perilune.engine.cache import PagedCache, places_of
+from perilune.engine.cache import PagedCache, slot_mapping
 from perilune.engine.native_attention import NativePagedAttention
 from perilune.engine.offload import BlockContents
 from perilune.engine.paged_attention import PagedAttention
-from perilune.engine.recurrence import PagedRecurrence, WithRecurrence
+from perilune.engine.recurrence import HybridAttention, PagedRecurrence
 from perilune.engine.routes import RouteRecorder, RouteStore
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
@@ -31,14 +31,14 @@ from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_native
 from perilune.models.narrow import NarrowKind
 
-_ROWS = 16  # oneDNN compiles a kernel per number of rows, so batches are padded to few sizes
+_ROW_MULTIPLE = 16  # oneDNN compiles a kernel per number of rows, so batches are padded to few sizes
 
 
 class Runner(Protocol):
-    """Computes logits and stores keys and values."""
+    """An executor of steps, which computes logits and stores keys and values."""
 
     def run(self, batch: StepBatch) -> Tensor:
-        """Logits float32[R, V] of `batch.logit_rows`. Stores the keys and values of all tokens in the cache.
+        """Compute logits float32[R, V] of `batch.logit_rows`, and store the keys and values of all tokens.
 
         The keys and values of a token are stored before a later token of its sequence reads them. Sequences
         do not read each other's tokens.
@@ -55,22 +55,22 @@ class Runner(Protocol):
 
 
 @runtime_checkable
-class AdaptingRunner(Runner, Protocol):
+class AdapterRunner(Runner, Protocol):
     """A runner that can apply LoRA adapters."""
 
     def load_adapters(self, adapters: Mapping[int, Adapter], decoder: Decoder) -> None:
-        """Use `adapters`, by their numbers in `StepBatch.adapters`. `decoder` has the weights of the base.
+        """Use `adapters`, by their numbers in `StepBatch.adapters`, on the base weights of `decoder`.
 
         A number always stands for the same adapter.
         """
 
 
 @runtime_checkable
-class HiddenRunner(Runner, Protocol):
+class HiddenStateRunner(Runner, Protocol):
     """A runner whose hidden states can be computed."""
 
-    def in_torch(self, decoder: Decoder) -> TorchRunner:
-        """A runner with the same weights in torch, which may copy them first. `decoder` has them."""
+    def as_torch_runner(self, decoder: Decoder) -> TorchRunner:
+        """Return a torch runner with the same weights, which are copied from `decoder` if necessary."""
 
 
 @runtime_checkable
@@ -85,8 +85,8 @@ class RoutingRunner(Runner, Protocol):
         """
 
 
-def start_recording(runner: Runner) -> RouteStore:
-    """Have `runner` record routes.
+def record_routes_of(runner: Runner) -> RouteStore:
+    """Make `runner` record routes, and return their store.
 
     Raises:
         RequestError: for a dense model, or a runner that cannot record.
@@ -99,8 +99,8 @@ def start_recording(runner: Runner) -> RouteStore:
     return runner.record_routes()
 
 
-def block_contents(runner: Runner) -> BlockContents:
-    """The cache of `runner`, from which blocks can be offloaded.
+def offloadable_cache(runner: Runner) -> BlockContents:
+    """Return the cache of `runner`, from which blocks can be offloaded.
 
     Raises:
         RequestError: when the runner has no paged cache of Perilune's.
@@ -114,19 +114,19 @@ def block_contents(runner: Runner) -> BlockContents:
     return cache
 
 
-def sleeping() -> RequestError:
-    """The error of an engine that was asked to work while it sleeps."""
+def sleeping_error() -> RequestError:
+    """Return the error for work that a sleeping engine cannot do."""
     return RequestError("the engine sleeps", remedy="call `Engine.wake_up`")
 
 
 class SleepingRunner:
-    """Stands for the runner of an engine that sleeps: it has neither weights nor a cache."""
+    """The runner of a sleeping engine, with neither weights nor a cache."""
 
     def run(self, batch: StepBatch) -> Tensor:
-        raise sleeping()
+        raise sleeping_error()
 
     def copy_blocks(self, sources: Blocks, targets: Blocks) -> None:
-        raise sleeping()
+        raise sleeping_error()
 
     def load_weights(self, decoder: Decoder) -> None:
         """Do nothing: the next runner copies the weights of the decoder."""
@@ -169,25 +169,25 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> Tensor:
-        count, hidden = len(batch.token_ids), self.hidden(batch)
-        _hand_over(batch, hidden)
+        count, hidden = len(batch.token_ids), self.hidden_states(batch)
+        _deliver_hidden_states(batch, hidden)
         needed = len(batch.logit_rows)
         if needed == count == batch.decodes:
             return self.decoder.logits(hidden)[:count].float()
-        at = np.zeros(_padded_rows(needed), dtype=np.int64)
+        at = np.zeros(_pad_row_count(needed), dtype=np.int64)
         at[:needed] = batch.logit_rows
         return self.decoder.logits(hidden[self._tensor(at)])[:needed].float()
 
     @torch.inference_mode()
-    def hidden(self, batch: StepBatch) -> Tensor:
-        """The last hidden states float[N, d] of all tokens, padded at the end."""
+    def hidden_states(self, batch: StepBatch) -> Tensor:
+        """Compute the last hidden states float[N, d] of all tokens, padded at the end."""
         count = len(batch.token_ids)
-        rows = _padded_rows(count)
+        rows = _pad_row_count(count)
         tokens, positions = np.zeros((2, rows), dtype=np.int64)
         tokens[:count], positions[:count] = batch.token_ids, batch.positions
         attention = self._attention(batch, rows)
         if self._adapted is not None:
-            self._adapted.select(batch)
+            self._adapted.select_rows(batch)
         hidden: Tensor = self.decoder(
             self._tensor(tokens),
             self._tensor(positions),
@@ -197,17 +197,17 @@ class TorchRunner:
         )
         return hidden
 
-    def in_torch(self, decoder: Decoder) -> TorchRunner:
+    def as_torch_runner(self, decoder: Decoder) -> TorchRunner:
         return self
 
-    def beside(self, cache: PagedCache) -> TorchRunner:
-        """A runner with the same weights and adapters on another cache."""
+    def with_cache(self, cache: PagedCache) -> TorchRunner:
+        """Return a runner with the same weights and adapters on another cache."""
         other = copy.copy(self)
         other.cache = cache
         return other
 
     def _attention(self, batch: StepBatch, rows: int) -> Attention:
-        """The attention of the batch, with the arithmetic of the learner."""
+        """Return the attention of the batch, with the arithmetic of the learner."""
         config = self.decoder.config
         has_kernel = config.latent is None and config.score_softcap is None
         attention: Attention
@@ -217,16 +217,16 @@ class TorchRunner:
             attention = PagedAttention(self.cache, batch, rows)
         if not self.cache.states:
             return attention
-        return WithRecurrence(attention, PagedRecurrence(self.cache, batch, rows))
+        return HybridAttention(attention, PagedRecurrence(self.cache, batch, rows))
 
     def _recorder(self, batch: StepBatch, rows: int) -> RouteRecorder | None:
         if self.cache.routes is None:
             return None
-        blocks, offsets = places_of(batch, rows, self._device)
-        return self.cache.recorder(list(blocks), offsets)
+        blocks, offsets = slot_mapping(batch, rows, self._device)
+        return self.cache.make_recorder(list(blocks), offsets)
 
     def _inputs(self, batch: StepBatch, tokens: NDArray[np.int64]) -> Tensor | None:
-        """The inputs float[N, d] of a batch in which some sequences bring theirs."""
+        """Return the inputs float[N, d] of a batch in which some sequences have their own."""
         if batch.inputs is None:
             return None
         x = self.decoder.embed(self._tensor(tokens))
@@ -249,7 +249,7 @@ class TorchRunner:
 
     def load_adapters(self, adapters: Mapping[int, Adapter], decoder: Decoder) -> None:
         self._adapted = self._adapted or AdaptedProjections(self.decoder)
-        self._adapted.use(adapters)
+        self._adapted.set_adapters(adapters)
 
     @torch.inference_mode()
     def clear(self) -> None:
@@ -259,20 +259,20 @@ class TorchRunner:
         return torch.from_numpy(array).to(self._device)
 
 
-def _hand_over(batch: StepBatch, hidden: Tensor) -> None:
-    """Give requests that bring their inputs the hidden states from which their tokens are drawn."""
+def _deliver_hidden_states(batch: StepBatch, hidden: Tensor) -> None:
+    """Pass hidden states to requests with inputs of their own, before their tokens are drawn."""
     if batch.inputs is None:
         return
     sequences = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
     for sequence, row in zip(sequences.tolist(), batch.logit_rows.tolist(), strict=True):
         inputs = batch.inputs[sequence]
         if inputs is not None:
-            inputs.draws_from(hidden[row].clone())
+            inputs.receive_hidden_state(hidden[row].clone())
 
 
-def _padded_rows(count: int) -> int:
-    """`count` rounded up to one of few sizes."""
-    step = _ROWS
+def _pad_row_count(count: int) -> int:
+    """Round `count` up, so that few different sizes occur."""
+    step = _ROW_MULTIPLE
     while step * 16 < count:
         step *= 2
     return -(-count // step) * step

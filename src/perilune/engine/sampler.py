@@ -15,19 +15,19 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from perilune.engine.constraints import forbid
+from perilune.engine.constraints import mask_logits
 from perilune.engine.request import SamplingParams
 from perilune.engine.sequences import Rows, Sequences
 from perilune.models.kernels import is_native
 from perilune.models.logprobs import gather_logprobs, token_logprobs
 from perilune.models.native import ops
 
-_RUN = 128  # divides most vocabularies, so nothing is padded
-_NUCLEUS = 256  # most likely tokens that are searched for top-p before all tokens are sorted
+_RUN_TOKENS = 128  # divides most vocabulary sizes, so logits need no padding
+_NUCLEUS_CANDIDATES = 256  # most likely tokens that are searched for top-p before all tokens are sorted
 
 
 @dataclass(slots=True, eq=False)
-class Drawn:
+class DrawnTokens:
     """One token of each of D samples.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sampler:
         rows: Rows,
         logits_of: NDArray[np.int64] | None,
         masks: Mapping[int, NDArray[np.int32]],
-    ) -> Drawn:
+    ) -> DrawnTokens:
         """Draw for each of the samples in `rows`.
 
         Args:
@@ -66,15 +66,15 @@ class Sampler:
             masks: the tokens that constraints allow, by row, for samples with a constraint.
         """
         if not len(rows):  # the step only computed parts of prompts
-            return Drawn(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), {}, {})
+            return DrawnTokens(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32), {}, {})
         sequences = self._sequences
         uniforms = sequences.uniforms(rows)
         scale = sequences.scale[rows]
         if sequences.plain[rows].all():
             tokens, logprobs = draw_plain(logits, uniforms, scale, logits_of)
-            return Drawn(tokens, logprobs, {}, {})
+            return DrawnTokens(tokens, logprobs, {}, {})
         if logits_of is not None:
-            logits = logits[_on_device(logits_of, logits)]
+            logits = logits[_to_device(logits_of, logits)]
         return self._draw_with_options(logits, rows, scale, uniforms, masks)
 
     def _draw_with_options(
@@ -84,7 +84,7 @@ class Sampler:
         scale: NDArray[np.float32],
         uniforms: NDArray[np.float64],
         masks: Mapping[int, NDArray[np.int32]],
-    ) -> Drawn:
+    ) -> DrawnTokens:
         sequences = self._sequences
         special = np.flatnonzero(~sequences.plain[rows])
         params = [_params(sequences, row) for row in rows[special].tolist()]
@@ -92,60 +92,60 @@ class Sampler:
         raw = logits[with_raw] if with_raw else None  # a copy
 
         special_rows = rows[special]
-        some = logits[_on_device(special, logits)]
-        some = self._penalised(some, special_rows, params, masks)
-        some = _scaled(some, scale[special])
-        some = _truncated(some, sequences, special_rows)
-        logits[_on_device(special, logits)] = some
-        left = scale.copy()
-        left[special] = scale[special] != 0
+        changed = logits[_to_device(special, logits)]
+        changed = self._apply_penalties(changed, special_rows, params, masks)
+        changed = _apply_scale(changed, scale[special])
+        changed = _truncate(changed, sequences, special_rows)
+        logits[_to_device(special, logits)] = changed
+        remaining_scale = scale.copy()
+        remaining_scale[special] = scale[special] != 0
 
-        tokens, logprobs = draw_plain(logits, uniforms, left)
-        drawn = Drawn(tokens, logprobs, {}, {})
+        tokens, logprobs = draw_plain(logits, uniforms, remaining_scale)
+        drawn = DrawnTokens(tokens, logprobs, {}, {})
         if raw is not None:
-            raw_of_picked = token_logprobs(raw, _on_device(tokens[with_raw], raw))[0].tolist()
-            drawn.raw_logprobs = dict(zip(with_raw, raw_of_picked, strict=True))
-        for index, its in zip(special.tolist(), params, strict=True):
-            if its.top_logprobs:
-                best = logits[index].topk(min(its.top_logprobs, logits.shape[1])).indices
-                of_each, _ = token_logprobs(logits[index].expand(len(best), -1), best)
-                likely = zip(best.tolist(), of_each.tolist(), strict=True)
-                drawn.top_logprobs[index] = [(token, of) for token, of in likely if of > -math.inf]
+            raw_logprobs = token_logprobs(raw, _to_device(tokens[with_raw], raw))[0].tolist()
+            drawn.raw_logprobs = dict(zip(with_raw, raw_logprobs, strict=True))
+        for index, own in zip(special.tolist(), params, strict=True):
+            if own.top_logprobs:
+                best = logits[index].topk(min(own.top_logprobs, logits.shape[1])).indices
+                top, _ = token_logprobs(logits[index].expand(len(best), -1), best)
+                likely = zip(best.tolist(), top.tolist(), strict=True)
+                drawn.top_logprobs[index] = [(token, value) for token, value in likely if value > -math.inf]
         return drawn
 
-    def _penalised(
+    def _apply_penalties(
         self,
         logits: Tensor,
         rows: Rows,
         params: Sequence[SamplingParams],
         masks: Mapping[int, NDArray[np.int32]],
     ) -> Tensor:
-        """Logits float32[B, V] after penalties, bias, minimum length and constraint."""
+        """Apply penalties, bias, minimum length and constraint to logits float32[B, V]."""
         sequences, device = self._sequences, logits.device
         penalty = sequences.repetition_penalty[rows]
         if (penalty != 1).any():
             width = int(sequences.length[rows].max())
-            held = sequences.tokens[rows, :width].astype(np.int64)
-            held = np.where(np.arange(width) < sequences.length[rows][:, None], held, held[:, :1])
-            ids, factor = _on_device(held, logits), _on_device(penalty, logits)[:, None]
+            seen = sequences.tokens[rows, :width].astype(np.int64)
+            seen = np.where(np.arange(width) < sequences.length[rows][:, None], seen, seen[:, :1])
+            ids, factor = _to_device(seen, logits), _to_device(penalty, logits)[:, None]
             scores = logits.gather(1, ids)
             logits = logits.scatter(1, ids, torch.where(scores > 0, scores / factor, scores * factor))
-        for index, its in enumerate(params):
-            if its.presence_penalty or its.frequency_penalty:
-                held, counts = np.unique(sequences.sampled(int(rows[index])), return_counts=True)
-                less = (its.frequency_penalty * counts + its.presence_penalty).astype(np.float32)
-                ids = _on_device(held.astype(np.int64), logits)
-                logits[index, ids] -= _on_device(less, logits)
-            if its.logit_bias:
-                ids = torch.tensor(list(its.logit_bias), device=device)
-                logits[index, ids] += torch.tensor(list(its.logit_bias.values()), device=device)
+        for index, own in enumerate(params):
+            if own.presence_penalty or own.frequency_penalty:
+                seen, counts = np.unique(sequences.sampled_tokens(int(rows[index])), return_counts=True)
+                penalties = (own.frequency_penalty * counts + own.presence_penalty).astype(np.float32)
+                ids = _to_device(seen.astype(np.int64), logits)
+                logits[index, ids] -= _to_device(penalties, logits)
+            if own.logit_bias:
+                ids = torch.tensor(list(own.logit_bias), device=device)
+                logits[index, ids] += torch.tensor(list(own.logit_bias.values()), device=device)
         for index in np.flatnonzero(sequences.length[rows] < sequences.min_length[rows]).tolist():
             stops = sequences.stop_ids[rows[index]]
-            logits[index, _on_device(stops[stops >= 0], logits)] = -torch.inf
+            logits[index, _to_device(stops[stops >= 0], logits)] = -torch.inf
         constrained = [index for index, row in enumerate(rows.tolist()) if row in masks]
         if constrained:
             allowed = np.stack([masks[int(rows[index])] for index in constrained])
-            logits[constrained] = forbid(logits[constrained], allowed)
+            logits[constrained] = mask_logits(logits[constrained], allowed)
         return logits
 
 
@@ -159,7 +159,7 @@ def draw_ahead(sequences: Sequences, logits: Tensor, rows: Rows, ahead: int) -> 
     """
     uniforms, scale = sequences.uniforms(rows, ahead), sequences.scale[rows]
     if not sequences.plain[rows].all():
-        logits = _truncated(_scaled(logits, scale), sequences, rows)
+        logits = _truncate(_apply_scale(logits, scale), sequences, rows)
         scale = (scale != 0).astype(np.float32)
     return draw_plain(logits, uniforms, scale)[0]
 
@@ -190,20 +190,20 @@ def draw_plain(
         )
         return tokens.numpy(), logprobs.numpy()
     if logits_of is not None:
-        logits = logits[_on_device(logits_of, logits)]
-    distribution = torch.log_softmax(_scaled(logits, scale), dim=-1)
+        logits = logits[_to_device(logits_of, logits)]
+    distribution = torch.log_softmax(_apply_scale(logits, scale), dim=-1)
     if not scale.any():
         picked = distribution.argmax(-1)
     else:
-        picked = draw(distribution, _on_device(uniforms, logits))
+        picked = draw(distribution, _to_device(uniforms, logits))
         if not scale.all():
-            greedy = _on_device(scale == 0, logits)
+            greedy = _to_device(scale == 0, logits)
             picked = torch.where(greedy, distribution.argmax(-1), picked)
     return _to_host(picked, gather_logprobs(distribution, picked))
 
 
-def _on_device(array: NDArray[Any], like: Tensor) -> Tensor:
-    """A tensor on the device of `like`. A copy from pinned memory does not wait for the GPU's other work."""
+def _to_device(array: NDArray[Any], like: Tensor) -> Tensor:
+    """Copy an array to the device of `like`. Pinned memory avoids waiting for the GPU's other work."""
     tensor = torch.from_numpy(array)
     if like.device.type != "cuda":
         return tensor.to(like.device)
@@ -240,20 +240,20 @@ def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _draw_in_two_steps(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """`draw` without a cumulative sum of all tokens: first a run of tokens, then one of them."""
+    """Draw as `draw` without a cumulative sum over all tokens: first a run of tokens, then one of them."""
     count = logprobs.shape[-1]
-    if count % _RUN:
-        logprobs = F.pad(logprobs, (0, -count % _RUN), value=-torch.inf)
-    probabilities = logprobs.exp().view(len(logprobs), -1, _RUN)
+    if count % _RUN_TOKENS:
+        logprobs = F.pad(logprobs, (0, -count % _RUN_TOKENS), value=-torch.inf)
+    probabilities = logprobs.exp().view(len(logprobs), -1, _RUN_TOKENS)
     runs = probabilities.sum(-1, dtype=torch.float64).cumsum(-1)
     threshold = uniform[:, None] * runs[:, -1:]
     run = torch.searchsorted(runs, threshold, right=True).clamp_(max=runs.shape[-1] - 1)
     before = F.pad(runs, (1, 0)).gather(-1, run)
     own = probabilities.take_along_dim(run[:, :, None], dim=1)[:, 0].cumsum(-1, dtype=torch.float64) + before
     # Sums in another order may differ in the last bit. Then the last token of positive probability is drawn.
-    last = _RUN - (own >= own[:, -1:]).sum(-1)
+    last = _RUN_TOKENS - (own >= own[:, -1:]).sum(-1)
     token = torch.minimum(torch.searchsorted(own, threshold, right=True)[:, 0], last)
-    return (run[:, 0] * _RUN + token).clamp_(max=count - 1)
+    return (run[:, 0] * _RUN_TOKENS + token).clamp_(max=count - 1)
 
 
 def _params(sequences: Sequences, row: int) -> SamplingParams:
@@ -262,42 +262,42 @@ def _params(sequences: Sequences, row: int) -> SamplingParams:
     return entry.request.params
 
 
-def _scaled(logits: Tensor, scale: NDArray[np.float32]) -> Tensor:
-    """`apply_temperature` with one scale 1 / temperature per row, float32[B]; 0 (greedy) counts as 1."""
+def _apply_scale(logits: Tensor, scale: NDArray[np.float32]) -> Tensor:
+    """Apply `apply_temperature` with a scale 1 / temperature float32[B] per row; 0 (greedy) counts as 1."""
     changed = (scale != 0) & (scale != 1)
     if not changed.any():
         return logits
-    factor, which = (_on_device(x, logits)[:, None] for x in (scale, changed))
+    factor, which = (_to_device(x, logits)[:, None] for x in (scale, changed))
     return torch.where(which, (logits - logits.amax(-1, keepdim=True)) * factor, logits)
 
 
-def _truncated(logits: Tensor, sequences: Sequences, rows: Rows) -> Tensor:
-    """Scaled logits float32[B, V] with -inf for tokens that top-k, top-p and min-p exclude."""
+def _truncate(logits: Tensor, sequences: Sequences, rows: Rows) -> Tensor:
+    """Return scaled logits float32[B, V] with -inf for tokens that top-k, top-p and min-p exclude."""
     k, p, share = sequences.top_k[rows], sequences.top_p[rows], sequences.min_p[rows]
     vocab_size = logits.shape[1]
     limited = np.flatnonzero((k > 0) & (k < vocab_size))
     if len(limited):
-        which = _on_device(limited, logits)
-        of = logits[which]
-        best = of.topk(int(k[limited].max())).values
-        least = best.gather(1, _on_device(k[limited] - 1, logits)[:, None])
-        logits[which] = of.masked_fill(of < least, -torch.inf)
+        which = _to_device(limited, logits)
+        part = logits[which]
+        best = part.topk(int(k[limited].max())).values
+        threshold = best.gather(1, _to_device(k[limited] - 1, logits)[:, None])
+        logits[which] = part.masked_fill(part < threshold, -torch.inf)
     nucleus = np.flatnonzero(p < 1)
     if len(nucleus):
-        which = _on_device(nucleus, logits)
-        of = logits[which]
-        least = _least_of_nucleus(of, _on_device(p[nucleus], logits)[:, None])
-        logits[which] = of.masked_fill(of < least, -torch.inf)
+        which = _to_device(nucleus, logits)
+        part = logits[which]
+        threshold = _nucleus_threshold(part, _to_device(p[nucleus], logits)[:, None])
+        logits[which] = part.masked_fill(part < threshold, -torch.inf)
     if (share > 0).any():
         floor = np.log(share, out=np.full_like(share, -np.inf), where=share > 0)  # 0 excludes no token
-        threshold = _on_device(floor, logits)[:, None]
+        threshold = _to_device(floor, logits)[:, None]
         logits = logits.masked_fill(logits < logits.max(-1, keepdim=True).values + threshold, -torch.inf)
     return logits
 
 
-def _least_of_nucleus(logits: Tensor, p: Tensor) -> Tensor:
-    """float32[B, 1], the smallest logit of the smallest set of tokens with total probability p."""
-    count = min(_NUCLEUS, logits.shape[1])
+def _nucleus_threshold(logits: Tensor, p: Tensor) -> Tensor:
+    """Return float32[B, 1], the smallest logit of the smallest set of tokens with total probability p."""
+    count = min(_NUCLEUS_CANDIDATES, logits.shape[1])
     while True:
         best = logits.topk(count).values
         mass = (best - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1)

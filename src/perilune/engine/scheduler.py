@@ -24,17 +24,17 @@ from perilune.engine.speculation import Speculation
 from perilune.engine.step import Counters, Proposal, Step, StepBatch
 
 # New samples are admitted once 1/8 of the rows are free, because prompts are cheaper in batches,
-_REFILL_SHARE = 8
-_REFILL_STEPS = 8  # or after this many steps, which bounds the wait.
-_WORTH_WAITING = 4  # blocks of a prompt that another sample is computing, for which a sample waits
-_RESERVE_SHARE = 2  # a prompt is admitted if a block remains for every second decoding sample
+_REFILL_DIVISOR = 8
+_REFILL_WAIT_STEPS = 8  # or after this many steps, which bounds the wait.
+_MIN_SHARED_BLOCKS = 4  # a sample waits if another one is computing this many blocks of its prompt
+_RESERVE_DIVISOR = 2  # a prompt is admitted if a block remains for every second decoding sample
 
-Fed = tuple[int, int, NDArray[np.int64]]
+SequenceInputs = tuple[int, int, NDArray[np.int64]]
 """A row, the position of the first token that a step computes, and its tokens."""
 
 
 class Scheduler:
-    """Waiting, running and preempted samples.
+    """The queue of waiting, running and preempted samples, from which each step is scheduled.
 
     Args:
         sequences: the state of the samples.
@@ -69,7 +69,7 @@ class Scheduler:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is anything to do."""
+        """True if any sample is waiting, running or preempted."""
         return bool(len(self.decoding) or self.prefilling or self.preempted or self.waiting)
 
     def add(self, entry: Entry) -> None:
@@ -77,32 +77,32 @@ class Scheduler:
         self.waiting.append(entry)
 
     def rows_of(self, entry: Entry) -> list[int]:
-        """The rows of a request."""
+        """Return the rows of a request."""
         return [row for row, other in enumerate(self.sequences.entries) if other is entry]
 
     def remove(self, entry: Entry) -> None:
-        """Remove a request, whatever its state."""
+        """Remove a request in any state."""
         if entry in self.waiting:
             self.waiting.remove(entry)
         for row in self.rows_of(entry):
             self.release(row)
 
-    def release(self, row: int, *, record: bool = False) -> None:
-        """Remove a sample and release its blocks; `record` adds them to the prefix cache."""
+    def release(self, row: int, *, cache_blocks: bool = False) -> None:
+        """Remove a sample and release its blocks; with `cache_blocks`, add them to the prefix cache first."""
         entry = self.sequences.entries[row]
         returns_in = 0.0
-        if record and row not in self.preempted and entry is not None:
-            self._record(row)
+        if cache_blocks and row not in self.preempted and entry is not None:
+            self._cache_blocks(row)
             returns_in = entry.request.returns_in
         self._stop_running(row)
-        self._give_up_blocks(row, returns_in)
+        self._release_blocks(row, returns_in)
         if row in self.preempted:
             self.preempted.remove(row)
         self._followers.pop(row, None)  # of the same request, and released too
         self.sequences.entries[row] = None
         self._free_rows.append(row)
 
-    def new_weights(self, version: int, *, recompute: bool) -> None:
+    def switch_weights(self, version: int, *, recompute: bool) -> None:
         """Switch to the weights of `version` and empty the prefix cache.
 
         Samples in flight are recomputed, or continue on the keys and values of the old weights.
@@ -110,61 +110,61 @@ class Scheduler:
         running = [*self.decoding.tolist(), *self.prefilling]
         if recompute:
             for row in running:
-                self._preempt(row, record=False)
+                self._preempt(row, cache_blocks=False)
         else:
             self.sequences.stale[running] = True
         self.version = version
-        self.pools.forget_all()
+        self.pools.clear()
 
     # -- the next step -----------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        """Choose the next step; None when there is nothing to do."""
-        self._grow()
-        chunks = self._chunks()
+        """Choose the next step; None when no sample can run."""
+        self._allocate_decode_blocks()
+        chunks = self._schedule_prefill()
         if not chunks and not len(self.decoding):
             return None
         self.counters.steps += 1
         budget = self.token_budget - len(self.decoding) - sum(count for _, count in chunks)
-        return self._step(chunks, self._proposals(budget))
+        return self._build_step(chunks, self._propose_drafts(budget))
 
-    def _grow(self) -> None:
+    def _allocate_decode_blocks(self) -> None:
         """Allocate a block for every decoding sample whose last block is full."""
         sequences = self.sequences
         while True:
             rows = self.decoding
             due = rows[sequences.num_blocks[rows] * self.pools.block_size < sequences.length[rows]]
-            if len(due) <= self.pools.available:
+            if len(due) <= self.pools.num_available:
                 break
-            self._preempt(self._latest())
+            self._preempt(self._latest_row())
         if len(due):
             sequences.add_blocks(due, self.pools.allocate(len(due)))
 
-    def _proposals(self, budget: int) -> list[Proposal]:
-        """Proposals of at most `budget` draft tokens, in blocks that no other sample needs now."""
+    def _propose_drafts(self, budget: int) -> list[Proposal]:
+        """Return proposals of at most `budget` draft tokens, in blocks that no other sample needs now."""
         sequences, rows = self.sequences, self.decoding
         if self.speculation is None or not len(rows):
             return []
-        most = self.speculation.most(rows)
-        most = np.clip(budget - np.cumsum(most) + most, 0, most)
+        limits = self.speculation.draft_limits(rows)
+        limits = np.clip(budget - np.cumsum(limits) + limits, 0, limits)
         room = sequences.num_blocks[rows] * self.pools.block_size - sequences.length[rows]
-        due = np.flatnonzero(most > room)[: max(0, self.pools.available - len(rows))]
+        due = np.flatnonzero(limits > room)[: max(0, self.pools.num_available - len(rows))]
         if len(due):
             sequences.add_blocks(rows[due], self.pools.allocate(len(due)))
             room[due] += self.pools.block_size
-        return self.speculation.propose(rows, np.minimum(most, room))
+        return self.speculation.propose(rows, np.minimum(limits, room))
 
-    def _chunks(self) -> list[tuple[int, int]]:
-        """(row, tokens) of the samples in prefill: those under way, then new ones."""
+    def _schedule_prefill(self) -> list[tuple[int, int]]:
+        """Return (row, tokens) of the samples in prefill: first those already started, then new ones."""
         budget = self.token_budget - len(self.decoding)
         chunks = []
         for row in list(self.prefilling):
-            if budget > 0 and row in self.prefilling and (count := self._feed(row, budget)):
+            if budget > 0 and row in self.prefilling and (count := self._allocate_chunk(row, budget)):
                 chunks.append((row, count))
                 budget -= count
         refill = self._refill_is_due()
         while budget > 0 and (admitted := self._admit(refill)) is not None:
-            count = self._feed(admitted, budget)
+            count = self._allocate_chunk(admitted, budget)
             chunks.append((admitted, count))
             budget -= count
         return chunks
@@ -172,20 +172,20 @@ class Scheduler:
     def _refill_is_due(self) -> bool:
         rows, free = len(self.sequences.entries), len(self._free_rows)
         self._steps_since_refill += 1
-        if not free or not (free * _REFILL_SHARE >= rows or self._steps_since_refill >= _REFILL_STEPS):
+        if not free or not (free * _REFILL_DIVISOR >= rows or self._steps_since_refill >= _REFILL_WAIT_STEPS):
             return False
         self._steps_since_refill = 0
         return True
 
-    def _feed(self, row: int, most: int) -> int:
-        """Allocate blocks for the next tokens of `row`, at most `most`, and return their number."""
+    def _allocate_chunk(self, row: int, limit: int) -> int:
+        """Allocate blocks for at most `limit` tokens of `row`, and return the number of tokens."""
         sequences = self.sequences
         computed, held = int(sequences.computed[row]), int(sequences.num_blocks[row])
-        count = min(int(sequences.length[row]) - computed, most, self.pools.most_at_once)
+        count = min(int(sequences.length[row]) - computed, limit, self.pools.max_chunk_tokens)
         need = blocks_for(computed + count, self.pools.block_size) - held
-        while need > self.pools.available and (latest := self._latest()) != row:
+        while need > self.pools.num_available and (latest := self._latest_row()) != row:
             self._preempt(latest)
-        need = min(need, self.pools.available)
+        need = min(need, self.pools.num_available)
         count = min(count, (held + need) * self.pools.block_size - computed)
         if need:
             sequences.blocks[:, row, held : held + need] = self.pools.allocate(need)
@@ -203,58 +203,58 @@ class Scheduler:
             if not self._has_room(row, 0):
                 return None
             del self.preempted[0]
-            self._begin(row)
+            self._start_prefill(row)
             return row
         if not (refill and self.waiting and self._free_rows):
             return None
         entry = self.waiting[0]
         count = min(len(self._free_rows), entry.request.n - entry.admitted)
         row, *followers = (self._free_rows.pop() for _ in range(count))
-        self.sequences.place(row, entry, entry.admitted)
-        if self._is_being_computed(row) or not self._has_room(row, len(followers)):
+        self.sequences.assign_row(row, entry, entry.admitted)
+        if self._should_wait_for_prefix(row) or not self._has_room(row, len(followers)):
             self.sequences.entries[row] = None
             self._free_rows += [*reversed(followers), row]
             return None
         for index, follower in enumerate(followers, entry.admitted + 1):
-            self.sequences.place(follower, entry, index)
+            self.sequences.assign_row(follower, entry, index)
         entry.admitted += count
         if entry.admitted == entry.request.n:
             self.waiting.popleft()
         if followers:
             self._followers[row] = followers
-        self._begin(row)
+        self._start_prefill(row)
         return row
 
-    def _is_being_computed(self, row: int) -> bool:
-        """Whether another row is computing much of the prompt of `row`, which should wait and share it."""
-        chain = self._chain(row, int(self.sequences.length[row]) - 1)
-        at = self.pools.known_length(chain) + _WORTH_WAITING - 1
+    def _should_wait_for_prefix(self, row: int) -> bool:
+        """Return whether another row is computing much of the prompt of `row`, so that it should wait."""
+        chain = self._block_digests(row, int(self.sequences.length[row]) - 1)
+        at = self.pools.count_cached_columns(chain) + _MIN_SHARED_BLOCKS - 1
         if at >= len(chain):
             return False
         for other in self.prefilling:
-            others = self._chain(other, int(self.sequences.length[other]))
+            others = self._block_digests(other, int(self.sequences.length[other]))
             if at < len(others) and others[at] == chain[at]:  # then all blocks before are equal too
-                self._steps_since_refill = _REFILL_STEPS
+                self._steps_since_refill = _REFILL_WAIT_STEPS
                 return True
         return False
 
     def _has_room(self, row: int, followers: int) -> bool:
-        """Whether the tokens of `row` fit, with a block per follower and a reserve for decoding samples."""
+        """Return whether the tokens of `row`, a block per follower and the decoding reserve fit."""
         if not len(self.decoding) and not self.prefilling:
             return True
         length = int(self.sequences.length[row])
-        spare = followers + len(self.decoding) // _RESERVE_SHARE
+        spare = followers + len(self.decoding) // _RESERVE_DIVISOR
         # The last token is always computed.
-        return self.pools.has_room(self._chain(row, length - 1), length + 1, self.token_budget, spare)
+        return self.pools.has_room(self._block_digests(row, length - 1), length + 1, self.token_budget, spare)
 
-    def _begin(self, row: int) -> None:
+    def _start_prefill(self, row: int) -> None:
         """Start the prefill of a sample after its cached prefix."""
         sequences = self.sequences
-        blocks = self.pools.find(self._chain(row, int(sequences.length[row]) - 1))
+        blocks = self.pools.acquire_prefix(self._block_digests(row, int(sequences.length[row]) - 1))
         columns, cached = blocks.shape[1], blocks.shape[1] * self.pools.block_size
         sequences.blocks[:, row, :columns] = blocks
         sequences.num_blocks[row], sequences.computed[row] = columns, cached
-        sequences.left_behind[:, row] = self.pools.behind(cached)
+        sequences.released_columns[:, row] = self.pools.window_starts(cached)
         sequences.stale[row] = False
         self.counters.cached_tokens += cached
         if sequences.length[row] == sequences.prompt_length[row]:
@@ -262,13 +262,13 @@ class Scheduler:
         self.prefilling.append(row)
         self.prefilling.sort(key=sequences.arrival.__getitem__)
 
-    def _chain(self, row: int, length: int) -> list[bytes]:
-        """Digests of the full blocks of the first `length` tokens."""
+    def _block_digests(self, row: int, length: int) -> list[bytes]:
+        """Return digests of the full blocks of the first `length` tokens."""
         entry = self.sequences.entries[row]
         assert entry is not None
-        return entry.chain(self.version, self.sequences.tokens[row, :length], self.pools.block_size)
+        return entry.block_digests(self.version, self.sequences.tokens[row, :length], self.pools.block_size)
 
-    def _step(self, chunks: list[tuple[int, int]], proposals: list[Proposal]) -> Step:
+    def _build_step(self, chunks: list[tuple[int, int]], proposals: list[Proposal]) -> Step:
         """Build the step: one token of each decoding sample, then those with drafts, then the chunks."""
         sequences, decoding = self.sequences, self.decoding
         if proposals:
@@ -284,7 +284,7 @@ class Scheduler:
             batch = StepBatch(tokens, positions, order, count, tables, order[:-1], adapters, inputs)
             return Step(batch, decoding, None, chunks, proposals)
 
-        fed = [*self._drafted(proposals), *self._prompts(chunks)]
+        fed = [*self._draft_inputs(proposals), *self._prefill_inputs(chunks)]
         rows = np.concatenate([decoding, [row for row, _, _ in fed]])
         ends = count + np.cumsum([len(tokens) for _, _, tokens in fed])
         drawing, logits_of, logit_rows = decoding.tolist(), list(range(count)), list(range(count))
@@ -313,13 +313,13 @@ class Scheduler:
         shared = None if one_each else np.array(logits_of, dtype=np.int64)
         return Step(batch, np.array(drawing, dtype=np.int64), shared, chunks, proposals)
 
-    def _drafted(self, proposals: list[Proposal]) -> Iterator[Fed]:
+    def _draft_inputs(self, proposals: list[Proposal]) -> Iterator[SequenceInputs]:
         for proposal in proposals:
             last = int(self.sequences.length[proposal.row]) - 1
             token = self.sequences.tokens[proposal.row, last]
             yield proposal.row, last, np.concatenate([[token], proposal.tokens])
 
-    def _prompts(self, chunks: list[tuple[int, int]]) -> Iterator[Fed]:
+    def _prefill_inputs(self, chunks: list[tuple[int, int]]) -> Iterator[SequenceInputs]:
         for row, count in chunks:
             start = int(self.sequences.computed[row])
             yield row, start, self.sequences.tokens[row, start : start + count].astype(np.int64)
@@ -350,7 +350,7 @@ class Scheduler:
         for row, fed in step.chunks:
             sequences.computed[row] += fed
             self.counters.prompt_tokens += fed
-            self._record(row)  # now, because `leave_behind` releases what a window no longer sees
+            self._cache_blocks(row)  # before `release_outside_windows` releases blocks
             if sequences.computed[row] == sequences.length[row]:
                 self.prefilling.remove(row)
                 unplaced += self._fork(row, copies)
@@ -361,7 +361,7 @@ class Scheduler:
             self.decoding = step.rows[~np.isin(step.rows, unplaced)]
             self.preempted = sorted([*self.preempted, *unplaced], key=sequences.arrival.__getitem__)
         running = np.concatenate([self.decoding, np.array(self.prefilling, dtype=np.int64)])
-        self.pools.leave_behind(sequences, running)
+        self.pools.release_outside_windows(sequences, running)
         none = np.zeros((len(self.pools.windows), 0), dtype=np.int32)
         sources, targets = zip((none, none), *copies, strict=True)
         return np.concatenate(sources, axis=1), np.concatenate(targets, axis=1)
@@ -376,7 +376,7 @@ class Scheduler:
     def _fork(self, row: int, copies: list[tuple[Blocks, Blocks]]) -> list[int]:
         """Share the blocks of the prompt of `row` with its followers; copy the last block if it is not full.
 
-        Returns the followers for which no block was free. They are computed on their own, like preempted
+        Returns the followers for which no block was free. They compute the prompt themselves, like preempted
         samples.
         """
         followers = self._followers.pop(row, [])
@@ -387,7 +387,7 @@ class Scheduler:
         full = length // self.pools.block_size
         columns = table.shape[1]
         if full < columns:
-            placed = followers[: self.pools.available]
+            placed = followers[: self.pools.num_available]
             targets = self.pools.allocate(len(placed))
             sequences.blocks[:, placed, full] = targets
             copies.append((np.repeat(table[:, full:], len(placed), axis=1), targets))
@@ -398,35 +398,37 @@ class Scheduler:
         sequences.num_blocks[placed] = columns
         sequences.computed[placed] = length
         sequences.stale[placed] = sequences.stale[row]
-        sequences.left_behind[:, placed] = sequences.left_behind[:, [row]]
+        sequences.released_columns[:, placed] = sequences.released_columns[:, [row]]
         return followers[len(placed) :]
 
-    def _record(self, row: int) -> None:
+    def _cache_blocks(self, row: int) -> None:
         """Add the full blocks of `row` to the prefix cache."""
         if self.sequences.stale[row]:
             return
-        self.pools.record(self.sequences.table(row), self._chain(row, int(self.sequences.computed[row])))
+        self.pools.insert(
+            self.sequences.table(row), self._block_digests(row, int(self.sequences.computed[row]))
+        )
 
     def allocate_temporarily(self, count: int) -> Blocks:
-        """int32[W, count] blocks for scoring, which frees them before the next step."""
+        """Allocate int32[W, count] blocks for scoring, which frees them before the next step."""
         while (blocks := self.pools.allocate_temporarily(count)) is None:
-            self._preempt(self._latest())
+            self._preempt(self._latest_row())
         return blocks
 
     # -- preemption --------------------------------------------------------------------------------------
 
-    def _latest(self) -> int:
-        """The running sample that arrived last."""
+    def _latest_row(self) -> int:
+        """Return the running sample that arrived last."""
         rows = np.concatenate([self.decoding, np.array(self.prefilling, dtype=np.int64)])
         return int(rows[self.sequences.arrival[rows].argmax()])
 
-    def _preempt(self, row: int, *, record: bool = True) -> None:
+    def _preempt(self, row: int, *, cache_blocks: bool = True) -> None:
         """Release the blocks of a running sample, which is recomputed later."""
-        if record:
-            self._record(row)
+        if cache_blocks:
+            self._cache_blocks(row)
             self.counters.preemptions += 1
         self._stop_running(row)
-        self._give_up_blocks(row)
+        self._release_blocks(row)
         self.preempted = sorted([*self.preempted, row], key=self.sequences.arrival.__getitem__)
 
     def _stop_running(self, row: int) -> None:
@@ -435,14 +437,14 @@ class Scheduler:
         else:
             self.decoding = self.decoding[self.decoding != row]
 
-    def _give_up_blocks(self, row: int, returns_in: float = 0.0) -> None:
+    def _release_blocks(self, row: int, returns_in: float = 0.0) -> None:
         self.pools.release(self.sequences.table(row), returns_in)
         self.sequences.num_blocks[row] = self.sequences.computed[row] = 0
-        self.sequences.left_behind[:, row] = 0
+        self.sequences.released_columns[:, row] = 0
 
 
-_ORDER = np.arange(4097)
+_ARANGE = np.arange(4097)
 
 
 def _arange(count: int) -> NDArray[np.int64]:
-    return _ORDER[:count] if count <= len(_ORDER) else np.arange(count)
+    return _ARANGE[:count] if count <= len(_ARANGE) else np.arange(count)

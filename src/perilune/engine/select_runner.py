@@ -33,8 +33,8 @@ def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[in
     return TorchRunner(decoder, num_blocks)
 
 
-def splits_exactly(runner: Runner) -> bool:
-    """Whether `runner` computes the same bits for any division of a sequence into steps."""
+def is_split_invariant(runner: Runner) -> bool:
+    """Return whether `runner` computes the same bits for any division of a sequence into steps."""
     if type(runner) is TorchRunner:
         return runner.cache.device.type == "cpu" and runner.decoder.dtype == torch.float32
     return isinstance(runner, NativeRunner)

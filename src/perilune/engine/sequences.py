@@ -14,7 +14,7 @@ from perilune.engine.request import Request
 
 Rows = NDArray[np.int64]
 
-_DRAWS_AHEAD = 64  # positions of a sample for which random numbers are generated at a time
+_UNIFORMS_PER_ROW = 64  # positions of a sample for which random numbers are generated at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -40,10 +40,10 @@ class Entry:
     root: bytes = b""
     digests: list[bytes] = field(default_factory=list)
 
-    def chain(self, version: int, tokens: NDArray[np.int32], size: int = BLOCK) -> list[bytes]:
-        """Digests of the full blocks of a sample's `tokens`; those of the prompt are computed once."""
+    def block_digests(self, version: int, tokens: NDArray[np.int32], size: int = BLOCK) -> list[bytes]:
+        """Return digests of the full blocks of a sample's `tokens`; those of the prompt are computed once."""
         root = root_digest(version, self.adapter)
-        if self.request.inputs is not None:  # of which the tokens say nothing
+        if self.request.inputs is not None:  # tokens do not identify the inputs, so share no blocks
             root = root_digest(version, -2 - self.id)
         if self.root != root:
             self.root, self.digests = root, []
@@ -67,7 +67,7 @@ class Sequences:
         blocks, num_blocks: int32[W, rows, columns] block tables, one per window size among the layers, and
             the number of filled columns of each row.
         cached: int64, tokens of the prompt found in the prefix cache.
-        left_behind: int64[W, rows], columns at the beginning of the table that lie behind the window.
+        released_columns: int64[W, rows], columns before the window, whose blocks have been released.
         stale: bool, whether older weights computed a part of the cached keys and values.
         adapter: int32, number of the adapter of the row, or -1.
         scale: float32, 1 / temperature; 0 takes the most likely token.
@@ -89,7 +89,7 @@ class Sequences:
         self.blocks: Blocks = np.zeros((windows, rows, 0), dtype=np.int32)
         self.num_blocks = np.zeros(rows, dtype=np.int64)
         self.cached = np.zeros(rows, dtype=np.int64)
-        self.left_behind = np.zeros((windows, rows), dtype=np.int64)
+        self.released_columns = np.zeros((windows, rows), dtype=np.int64)
         self.stale = np.zeros(rows, dtype=np.bool_)
         self.adapter = np.full(rows, -1, dtype=np.int32)
         self.scale, self.top_p, self.min_p, self.repetition_penalty = np.ones((4, rows), dtype=np.float32)
@@ -99,11 +99,11 @@ class Sequences:
         self.stop_ids = np.full((rows, 1), -1, dtype=np.int64)
         self._keys = np.zeros((rows, 4), dtype=np.uint64)
         self._first = np.zeros(rows, dtype=np.int64)  # position of the token that random number 0 draws
-        self._ahead = np.zeros((rows, _DRAWS_AHEAD))
+        self._ahead = np.zeros((rows, _UNIFORMS_PER_ROW))
         self._ahead_from = np.zeros(rows, dtype=np.int64)
         self._arrivals = 0
 
-    def place(self, row: int, entry: Entry, sample: int) -> None:
+    def assign_row(self, row: int, entry: Entry, sample: int) -> None:
         """Start sample `sample` of `entry` in the free row `row`."""
         request, prompt = entry.request, entry.prompt
         params, length = request.params, len(prompt)
@@ -113,10 +113,10 @@ class Sequences:
         self.arrival[row] = self._arrivals
         self.prompt_length[row] = self.length[row] = length
         self.limit[row] = length + params.max_tokens
-        self._widen(length + params.max_tokens)
+        self._reserve(length + params.max_tokens)
         self.tokens[row, :length] = prompt
         self.computed[row] = self.num_blocks[row] = self.cached[row] = 0
-        self.left_behind[:, row] = 0
+        self.released_columns[:, row] = 0
         self.stale[row] = False
         self.adapter[row] = entry.adapter
         self.scale[row] = 1 / params.temperature if params.temperature else 0
@@ -132,7 +132,7 @@ class Sequences:
         self._set_stops(row, sorted(stops))
         self._keys[row] = (*request.key, request.first_sample + sample)
         self._first[row] = length - request.position
-        self._ahead_from[row] = length - _DRAWS_AHEAD
+        self._ahead_from[row] = length - _UNIFORMS_PER_ROW
 
     def append(
         self, rows: Rows, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
@@ -147,30 +147,30 @@ class Sequences:
         self.length[rows] = at + 1
 
     def uniforms(self, rows: Rows, ahead: int = 0) -> NDArray[np.float64]:
-        """Random numbers float64[B] in [0, 1) for the token `ahead` positions after the next of `rows`."""
+        """Return float64[B] random numbers in [0, 1) for the token `ahead` positions after the next one."""
         column = self.length[rows] + ahead - self._ahead_from[rows]
-        due = column >= _DRAWS_AHEAD
+        due = column >= _UNIFORMS_PER_ROW
         if due.any():
             which = rows[due]
             self._ahead_from[which] = start = self.length[which]
-            positions = (start - self._first[which])[:, None] + np.arange(_DRAWS_AHEAD)
+            positions = (start - self._first[which])[:, None] + np.arange(_UNIFORMS_PER_ROW)
             self._ahead[which] = uniforms(self._keys[which], positions)
             column[due] = ahead
         drawn: NDArray[np.float64] = self._ahead[rows, column]
         return drawn
 
-    def stopped(self, rows: Rows) -> NDArray[np.bool_]:
-        """bool[B], whether the last token of each of `rows` is one of its stop tokens."""
+    def ends_with_stop_token(self, rows: Rows) -> NDArray[np.bool_]:
+        """Return bool[B], whether the last token of each of `rows` is one of its stop tokens."""
         stopped: NDArray[np.bool_] = (self.stop_ids[rows] == self.last_tokens(rows)[:, None]).any(axis=1)
         return stopped
 
     def last_tokens(self, rows: Rows) -> NDArray[np.int32]:
-        """The last token of each of `rows`, int32[B]."""
+        """Return the last token of each of `rows`, int32[B]."""
         last: NDArray[np.int32] = self.tokens.ravel()[rows * self.tokens.shape[1] + self.length[rows] - 1]
         return last
 
-    def sampled(self, row: int) -> NDArray[np.int32]:
-        """The tokens int32[T] of the sample without the prompt."""
+    def sampled_tokens(self, row: int) -> NDArray[np.int32]:
+        """Return the tokens int32[T] of the sample without the prompt."""
         return self.tokens[row, self._first[row] : self.length[row]]
 
     def add_blocks(self, rows: Rows, blocks: Blocks) -> None:
@@ -179,7 +179,7 @@ class Sequences:
         self.num_blocks[rows] += 1
 
     def table(self, row: int) -> Blocks:
-        """The block tables int32[W, columns] of one row."""
+        """Return the block tables int32[W, columns] of one row."""
         return self.blocks[:, row, : self.num_blocks[row]]
 
     def _set_stops(self, row: int, stops: list[int]) -> None:
@@ -189,7 +189,7 @@ class Sequences:
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(stops)] = stops
 
-    def _widen(self, length: int) -> None:
+    def _reserve(self, length: int) -> None:
         """Make room for sequences of `length` tokens."""
         missing = length - self.tokens.shape[1]
         if missing <= 0:

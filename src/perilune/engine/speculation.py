@@ -24,15 +24,15 @@ from perilune.models.decoder import Decoder
 
 Tokens = NDArray[np.int64]
 
-_WEIGHTS_IN_ROWS = 12  # tokens that a CPU computes in the time in which it reads the weights
-_PRIOR = 3.0, 4.0  # accepted and tried draft tokens in the counts of a new sample
-_MEMORY = 0.98  # factor of the counts per step, so that a sample without proposals gets some again
-_LONGEST_MATCH = 8
+_WEIGHT_READ_ROWS = 12  # tokens that a CPU computes in the time in which it reads the weights
+_PRIOR_COUNTS = 3.0, 4.0  # accepted and tried draft tokens in the counts of a new sample
+_DECAY = 0.98  # factor of the counts per step, so that a sample without proposals gets some again
+_MAX_MATCH_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """How to propose the next tokens.
+    """Settings of speculative decoding.
 
     Attributes:
         method: "lookup" proposes the tokens after an earlier occurrence of the last tokens (Saxena, "Prompt
@@ -54,10 +54,10 @@ class SpeculationSettings:
     match: int = 2
 
     def __post_init__(self) -> None:
-        for name, most in (("tokens", BLOCK), ("match", _LONGEST_MATCH)):
-            if not 1 <= getattr(self, name) <= most:
+        for name, limit in (("tokens", BLOCK), ("match", _MAX_MATCH_TOKENS)):
+            if not 1 <= getattr(self, name) <= limit:
                 raise RequestError(
-                    f"{name} is {getattr(self, name)}", where="speculation", remedy=f"give 1 to {most}"
+                    f"{name} is {getattr(self, name)}", where="speculation", remedy=f"give 1 to {limit}"
                 )
         if self.method not in {"lookup", "draft"}:
             raise RequestError(
@@ -68,7 +68,7 @@ class SpeculationSettings:
 
 
 class Proposer(Protocol):
-    """Proposes the next tokens of samples.
+    """A source of draft tokens.
 
     Attributes:
         cost: time to draft one token, as a share of a step that computes one token.
@@ -77,13 +77,13 @@ class Proposer(Protocol):
     @property
     def cost(self) -> float: ...
 
-    def propose(self, rows: Rows, most: Tokens) -> list[Tokens]:
-        """At most `most` int64[B] tokens for each of `rows` int64[B], which have room for them."""
+    def propose(self, rows: Rows, limits: Tokens) -> list[Tokens]:
+        """Return at most `limits` int64[B] tokens for each of `rows` int64[B], which have room for them."""
         ...
 
 
 class Speculation:
-    """Decides how many tokens to propose, from the recent acceptance rate of the sample.
+    """Chooses the number of tokens to propose from the recent acceptance rate of each sample.
 
     Args:
         counters: counts proposed and accepted tokens.
@@ -97,8 +97,8 @@ class Speculation:
         self._arrival = np.zeros(len(sequences.entries), dtype=np.int64)  # of the sample that is counted
         self._accepted, self._tried = np.zeros((2, len(sequences.entries)))
 
-    def most(self, rows: Rows) -> Tokens:
-        """int64[B], the number of tokens to propose for each of the decoding `rows`.
+    def draft_limits(self, rows: Rows) -> Tokens:
+        """Return the number int64[B] of tokens to propose for each of the decoding `rows`.
 
         Reading the weights takes as long as computing R tokens, so a step of B samples takes B + R units of
         time. One more draft token for each sample adds B units and the time to draft them. The result
@@ -111,28 +111,28 @@ class Speculation:
         new = rows[self._arrival[rows] != sequences.arrival[rows]]
         self._arrival[new] = sequences.arrival[new]
         self._accepted[new] = self._tried[new] = 0
-        self._accepted[rows] *= _MEMORY
-        self._tried[rows] *= _MEMORY
-        rate = (self._accepted[rows] + _PRIOR[0]) / (self._tried[rows] + _PRIOR[1])
-        cost = batch / (batch + _WEIGHTS_IN_ROWS) + self._proposer.cost
+        self._accepted[rows] *= _DECAY
+        self._tried[rows] *= _DECAY
+        rate = (self._accepted[rows] + _PRIOR_COUNTS[0]) / (self._tried[rows] + _PRIOR_COUNTS[1])
+        cost = batch / (batch + _WEIGHT_READ_ROWS) + self._proposer.cost
         counts = np.arange(self._settings.tokens + 1)
         gain = np.cumsum(rate[:, None] ** counts, axis=1) / (1 + counts * cost)
-        most: Tokens = np.minimum(gain.argmax(axis=1), room)
-        return most
+        limits: Tokens = np.minimum(gain.argmax(axis=1), room)
+        return limits
 
-    def propose(self, rows: Rows, most: Tokens) -> list[Proposal]:
-        """The proposals for `rows`. A row without draft tokens has none."""
-        rows, most = rows[most > 0], most[most > 0]
+    def propose(self, rows: Rows, limits: Tokens) -> list[Proposal]:
+        """Return the proposals for `rows`. A row without draft tokens has none."""
+        rows, limits = rows[limits > 0], limits[limits > 0]
         if not len(rows):
             return []
-        drafted = self._proposer.propose(rows, most)
+        drafted = self._proposer.propose(rows, limits)
         self._counters.proposed_tokens += sum(map(len, drafted))
         return [
             Proposal(row, tokens) for row, tokens in zip(rows.tolist(), drafted, strict=True) if len(tokens)
         ]
 
-    def accepts(self, proposal: Proposal, at: int) -> bool:
-        """Whether the sampler drew draft token number `at`, and the sample has not finished."""
+    def check_draft(self, proposal: Proposal, at: int) -> bool:
+        """Return whether draft token number `at` was drawn and the sample continues; count the result."""
         row = proposal.row
         if at >= len(proposal.tokens):
             return False
@@ -143,7 +143,7 @@ class Speculation:
         return accepted and self._sequences.entries[row] is not None
 
 
-class Lookup:
+class PromptLookup:
     """Proposes the tokens after the longest earlier occurrence of the last tokens; of several, the latest."""
 
     cost = 0.0
@@ -151,22 +151,22 @@ class Lookup:
     def __init__(self, sequences: Sequences, match: int) -> None:
         self._sequences, self._match = sequences, match
 
-    def propose(self, rows: Rows, most: Tokens) -> list[Tokens]:
+    def propose(self, rows: Rows, limits: Tokens) -> list[Tokens]:
         sequences = self._sequences
         return [
-            look_up(sequences.tokens[row, : sequences.length[row]], count, self._match)
-            for row, count in zip(rows.tolist(), most.tolist(), strict=True)
+            find_continuation(sequences.tokens[row, : sequences.length[row]], count, self._match)
+            for row, count in zip(rows.tolist(), limits.tolist(), strict=True)
         ]
 
 
-def look_up(tokens: NDArray[np.int32], count: int, match: int) -> Tokens:
-    """`count` tokens that may follow `tokens` int32[T], or none.
+def find_continuation(tokens: NDArray[np.int32], count: int, match: int) -> Tokens:
+    """Return `count` tokens that may follow `tokens` int32[T], or none.
 
     A continuation that reaches the end of `tokens` starts over, because such a text is periodic.
     """
     ends = np.flatnonzero(tokens[:-1] == tokens[-1])
     length = 1
-    while length < min(_LONGEST_MATCH, len(tokens)) and len(ends):
+    while length < min(_MAX_MATCH_TOKENS, len(tokens)) and len(ends):
         longer = ends[(ends >= length) & (tokens[ends - length] == tokens[-1 - length])]
         if not len(longer):
             break

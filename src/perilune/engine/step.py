@@ -84,7 +84,7 @@ class Counters:
         steps: computed steps.
         prompt_tokens: tokens computed in prefill: prompts, and preempted samples.
         cached_tokens: tokens not computed because the prefix cache had them.
-        preemptions: samples that gave up their blocks.
+        preemptions: samples whose blocks were taken away.
         sampled_tokens: drawn tokens.
         proposed_tokens, accepted_tokens: draft tokens, and those that were drawn too.
     """

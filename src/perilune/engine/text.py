@@ -50,9 +50,9 @@ class TextStream:
         self._read = len(self._tokens)
         self._add(now[len(before) :], may_stop)
 
-    def take(self, *, last: bool) -> str:
-        """The text since the last call; unless `last`, without an end that may begin a stop text."""
-        end = len(self.text) if last or self.stopped else len(self.text) - self._held()
+    def take_text(self, *, last: bool) -> str:
+        """Return the text since the last call; unless `last`, hold back an end that may begin a stop text."""
+        end = len(self.text) if last or self.stopped else len(self.text) - self._held_back_length()
         end = max(end, self._sent)
         new = self.text[self._sent : end]
         self._sent = end
@@ -72,13 +72,13 @@ class TextStream:
         if places:
             self.text, self.stopped = self.text[: min(places)], True
 
-    def _held(self) -> int:
-        """Number of characters at the end that may begin a stop text."""
-        return max((_begun(self.text, stop) for stop in self._stops), default=0)
+    def _held_back_length(self) -> int:
+        """Return the number of characters at the end that may begin a stop text."""
+        return max((_partial_match_length(self.text, stop) for stop in self._stops), default=0)
 
 
-def _begun(text: str, stop: str) -> int:
-    """Number of characters at the end of `text` that are the beginning of `stop`, and not all of it."""
+def _partial_match_length(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that is a proper prefix of `stop`."""
     end = text[max(0, len(text) - len(stop) + 1) :]
     at = end.find(stop[0])
     while at >= 0 and not stop.startswith(end[at:]):

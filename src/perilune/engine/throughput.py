@@ -13,7 +13,7 @@ from perilune.models.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """Sampled tokens, wall-clock and processor seconds. The times include prompts; the tokens do not."""
+    """Number of sampled tokens, wall-clock and processor seconds. Only the times include prompts."""
 
     tokens: int
     seconds: float
@@ -51,13 +51,13 @@ def measure_throughput(
         nonlocal tokens
         tokens += total  # all samples are in flight, and each gained one token
         if time.perf_counter() - start >= seconds:
-            raise _TimeIsOver
+            raise _TimeUpError
 
-    with contextlib.suppress(_TimeIsOver):
+    with contextlib.suppress(_TimeUpError):
         while True:
             engine.sample(prompts, samples, SamplingParams(max_tokens=max_tokens), count)
     return Throughput(tokens, time.perf_counter() - start, time.process_time() - began)
 
 
-class _TimeIsOver(Exception):  # noqa: N818 - nothing went wrong
+class _TimeUpError(Exception):
     pass

@@ -1,9 +1,8 @@
 """A runner for models that the decoder does not implement, computed by transformers.
 
-Correctness comes before speed: every step copies the keys and values of each sequence from their blocks into
-    a cache of
-transformers, and copies the new ones back. Sequences of different lengths are padded on the left and computed
-together if a trial shows that the model then gives the same results.
+The runner puts correctness before speed: every step copies the keys and values of each sequence from their
+blocks into a cache of transformers, and copies the new ones back. Sequences of different lengths are padded
+on the left and computed together if a trial shows that the model then gives the same results.
 """
 
 from collections import defaultdict
@@ -43,11 +42,11 @@ class TransformersRunner:
     def __init__(self, model: TransformersModel, num_blocks: Sequence[int]) -> None:
         self._model = model
         (blocks,) = num_blocks
-        self._pads = _can_pad(model)
+        self._supports_padding = _check_padding(model)
         # Keys and values [blocks * 16, KV, D] per layer; empty for a layer that uses those of another.
         self._layers = [
             [part.new_zeros(blocks * BLOCK, part.shape[1], part.shape[3]) for part in layer]
-            for layer in _probe(model)
+            for layer in _probe_cache(model)
         ]
 
     @torch.inference_mode()
@@ -57,7 +56,7 @@ class TransformersRunner:
         sequence_of = np.searchsorted(batch.cu_seqlens, batch.logit_rows, side="right") - 1
         rows_in = batch.logit_rows - batch.cu_seqlens[sequence_of]
         logits = None
-        for sequences in _alike(batch, self._pads):
+        for sequences in _group_sequences(batch, self._supports_padding):
             needed = np.flatnonzero(np.isin(sequence_of, sequences))
             counts = np.diff(batch.cu_seqlens)
             # Sequences are aligned at the end.
@@ -74,7 +73,7 @@ class TransformersRunner:
     def _run_together(
         self, batch: StepBatch, sequences: NDArray[np.int64], rows: NDArray[np.int64]
     ) -> Tensor:
-        """Logits [S, R, V] of R rows of the new tokens of S sequences that end together."""
+        """Return logits [S, R, V] of R rows of the new tokens of S sequences that end together."""
         starts = batch.cu_seqlens[sequences]
         counts, before = batch.cu_seqlens[sequences + 1] - starts, batch.positions[starts]
         new, past = int(counts.max()), int(before.max())
@@ -98,7 +97,7 @@ class TransformersRunner:
         return logits
 
     def _cache(self, places: Tensor) -> Any:
-        """A cache of transformers with the keys and values at int64[S, T] places."""
+        """Return a cache of transformers with the keys and values at int64[S, T] places."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -129,8 +128,8 @@ class TransformersRunner:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._model.device)
 
 
-def _alike(batch: StepBatch, pads: bool) -> Iterator[NDArray[np.int64]]:
-    """Groups of sequences, in ascending order, that can be computed together.
+def _group_sequences(batch: StepBatch, pads: bool) -> Iterator[NDArray[np.int64]]:
+    """Yield groups of sequences, in ascending order, that can be computed together.
 
     Padding is left of all tokens, so that the distance between two tokens does not change, on which windows
     depend. So sequences with cached tokens need equal numbers of new tokens. Without padding, they also need
@@ -148,8 +147,8 @@ def _alike(batch: StepBatch, pads: bool) -> Iterator[NDArray[np.int64]]:
     yield from (np.array(sequences) for sequences in groups.values())
 
 
-def _can_pad(model: TransformersModel) -> bool:
-    """Whether the model computes a sequence in two steps with padding on the left as it does without."""
+def _check_padding(model: TransformersModel) -> bool:
+    """Return whether left padding does not change the logits of a sequence computed in two steps."""
     from transformers import DynamicCache
 
     tokens = torch.arange(_PROBE, device=model.device)[None] % model.config.vocab_size
@@ -166,8 +165,8 @@ def _can_pad(model: TransformersModel) -> bool:
     return bool((whole - resumed).abs().max() <= _TOLERANCE * whole.abs().max())
 
 
-def _probe(model: TransformersModel) -> list[list[Tensor]]:
-    """Keys and values [1, KV, T, D] of each layer, for a text computed in two steps.
+def _probe_cache(model: TransformersModel) -> list[list[Tensor]]:
+    """Return keys and values [1, KV, T, D] of each layer, for a text computed in two steps.
 
     Raises:
         RequestError: when the result differs from one step, or the model caches something else.
@@ -182,18 +181,18 @@ def _probe(model: TransformersModel) -> list[list[Tensor]]:
         model.logits(tokens[:, :3], cache, last)
         resumed = model.logits(tokens[:, 3:], cache, last + _PROBE - 4)
     except (ValueError, TypeError, AttributeError, RuntimeError, IndexError) as error:
-        raise _without_cache(model, f"{type(error).__name__}: {error}".partition("\n")[0]) from None
+        raise _cache_error(model, f"{type(error).__name__}: {error}".partition("\n")[0]) from None
     layers = [[layer.keys, layer.values] if layer.is_initialized else [] for layer in cache.layers]
     if not any(layers) or any(
         part.dim() != 4 or part.shape[2] != _PROBE for layer in layers for part in layer
     ):
-        raise _without_cache(model, "keys and values do not grow with the text")
+        raise _cache_error(model, "keys and values do not grow with the text")
     if not (whole - resumed).abs().max() <= _TOLERANCE * whole.abs().max():
-        raise _without_cache(model, "continuing the text gives other logits")
+        raise _cache_error(model, "continuing the text gives other logits")
     return layers
 
 
-def _without_cache(model: TransformersModel, why: str) -> RequestError:
+def _cache_error(model: TransformersModel, why: str) -> RequestError:
     return RequestError(
         f"{type(model.module).__name__} cannot continue a text from keys and values alone ({why})",
         remedy="use a model with attention in every layer",

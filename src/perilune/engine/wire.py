@@ -5,8 +5,8 @@ There are two dialects. vLLM and `perilune serve` use the completions API of Ope
 because servers take missing options from their own defaults or from the model's generation_config.json, where
 top_p may not be 1.
 
-An answer is untrusted: anything malformed is refused. Text is never encoded into tokens, because another
-tokenization of the same text has another probability.
+Answers are untrusted: the parser rejects anything malformed. Text is never encoded into tokens, because
+another tokenization of the same text has another probability.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ import numpy as np
 from perilune.engine.request import Completion, Prompt, SamplingParams
 from perilune.errors import WorkFailedError
 
-Reported = Literal["raw", "tempered", "processed"]
-"""The distribution of a server's log-probs: the model's own; after penalties, biases and temperature; or
-after top-k, top-p and min-p too, which is the one drawn from."""
+LogprobStage = Literal["raw", "tempered", "processed"]
+"""The stage at which a server takes log-probs: "raw" is the model's own distribution, "tempered" after
+penalties, biases and temperature, "processed" after top-k, top-p and min-p too, before drawing."""
 
 _INT31 = 2**31
 
 
-class Malformed(Exception):  # noqa: N818 - becomes a WorkFailedError that names the server
+class MalformedError(Exception):
     """An answer is malformed; the message says how."""
 
 
@@ -39,14 +39,14 @@ class Dialect(Protocol):
     """
 
     path: str
-    reported: Reported
+    reported: LogprobStage
 
-    def body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
-        """The JSON document to post."""
+    def make_body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
+        """Return the JSON document to post."""
         ...
 
-    def read(self, answer: Any, n: int) -> list[Completion]:
-        """The samples in an answer, in order.
+    def parse(self, answer: Any, n: int) -> list[Completion]:
+        """Return the samples in an answer, in order.
 
         Raises:
             Malformed: when the answer does not follow this dialect.
@@ -64,20 +64,20 @@ class OpenAICompletions:
 
     path = "/v1/completions"
 
-    def __init__(self, *, ours: bool) -> None:
-        self.ours = ours
-        self.reported: Reported = "processed" if ours else "raw"
+    def __init__(self, *, is_perilune: bool) -> None:
+        self.is_perilune = is_perilune
+        self.reported: LogprobStage = "processed" if is_perilune else "raw"
 
-    def body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
-        """The JSON document to post."""
-        source = {"key": list(prompt.key)} if self.ours else {"seed": seed_of(prompt.key)}
+    def make_body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
+        """Return the JSON document to post."""
+        source = {"key": list(prompt.key)} if self.is_perilune else {"seed": derive_seed(prompt.key)}
         return {
             "model": model,
             "prompt": list(map(int, prompt.token_ids)),
             "n": n,
             "max_tokens": params.max_tokens,
             "min_tokens": params.min_tokens,
-            **_shared(params),
+            **_shared_options(params),
             "top_k": params.top_k,
             "ignore_eos": True,  # only the given stop tokens end a sample
             "logprobs": 0,
@@ -85,22 +85,22 @@ class OpenAICompletions:
             **source,
         }
 
-    def read(self, answer: Any, n: int) -> list[Completion]:
-        """The samples in an answer, in order."""
+    def parse(self, answer: Any, n: int) -> list[Completion]:
+        """Return the samples in an answer, in order."""
         choices = _list(_mapping(answer, "the answer").get("choices"), "choices", n)
         samples: dict[int, Completion] = {}
         for choice in choices:
             one = _mapping(choice, "a choice")
             if one.get("token_ids") is None:
-                raise Malformed("the server returns no token ids")
+                raise MalformedError("the server returns no token ids")
             tokens = one["token_ids"]
             logprobs = _mapping(one.get("logprobs"), "logprobs").get("token_logprobs")
-            versions = one.get("policy_version", [0] * len(tokens)) if self.ours else [0] * len(tokens)
-            samples[_integer(one.get("index"), "index")] = completion(
+            versions = one.get("policy_version", [0] * len(tokens)) if self.is_perilune else [0] * len(tokens)
+            samples[_integer(one.get("index"), "index")] = parse_completion(
                 tokens, logprobs, versions, one.get("finish_reason"), one.get("text")
             )
         if sorted(samples) != list(range(n)):
-            raise Malformed(f"the choices are numbered {sorted(samples)}, not 0 to {n - 1}")
+            raise MalformedError(f"the choices are numbered {sorted(samples)}, not 0 to {n - 1}")
         return [samples[index] for index in range(n)]
 
 
@@ -108,40 +108,40 @@ class SGLangGenerate:
     """/generate of SGLang."""
 
     path = "/generate"
-    reported: Reported = "tempered"
+    reported: LogprobStage = "tempered"
 
-    def body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
-        """The JSON document to post. SGLang uses the seed with --enable-deterministic-inference only."""
+    def make_body(self, model: str, prompt: Prompt, n: int, params: SamplingParams) -> dict[str, Any]:
+        """Return the JSON document to post. SGLang needs --enable-deterministic-inference to use the seed."""
         return {
             "input_ids": list(map(int, prompt.token_ids)),
             "return_logprob": True,
             "sampling_params": {
                 "n": n,
                 "max_new_tokens": params.max_tokens,
-                **_shared(params),
+                **_shared_options(params),
                 "top_k": params.top_k or -1,
                 "min_new_tokens": params.min_tokens,
-                "sampling_seed": seed_of(prompt.key),
+                "sampling_seed": derive_seed(prompt.key),
             },
         }
 
-    def read(self, answer: Any, n: int) -> list[Completion]:
-        """The samples in an answer, in order."""
+    def parse(self, answer: Any, n: int) -> list[Completion]:
+        """Return the samples in an answer, in order."""
         samples = []
         for one in _list(answer if isinstance(answer, list) else [answer], "the answer", n):
             about = _mapping(_mapping(one, "a sample").get("meta_info"), "meta_info")
             pairs = about.get("output_token_logprobs")
             if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) > 1 for p in pairs):
-                raise Malformed("the server returns no token ids")
+                raise MalformedError("the server returns no token ids")
             reason = _mapping(about.get("finish_reason"), "finish_reason").get("type")
             tokens = [pair[1] for pair in pairs]
             logprobs, versions = [pair[0] for pair in pairs], [0] * len(pairs)
-            samples.append(completion(tokens, logprobs, versions, reason, one.get("text")))
+            samples.append(parse_completion(tokens, logprobs, versions, reason, one.get("text")))
         return samples
 
 
-def needed(params: SamplingParams) -> Reported:
-    """The least processed log-probs that are still under the distribution drawn from."""
+def required_logprobs(params: SamplingParams) -> LogprobStage:
+    """Return the earliest stage whose log-probs are under the distribution drawn from."""
     if params.top_k or params.top_p < 1 or params.min_p > 0:
         return "processed"
     penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
@@ -149,8 +149,8 @@ def needed(params: SamplingParams) -> Reported:
     return "tempered" if changed or params.temperature not in (0.0, 1.0) else "raw"
 
 
-def _shared(params: SamplingParams) -> dict[str, Any]:
-    """Options with the same name in both dialects."""
+def _shared_options(params: SamplingParams) -> dict[str, Any]:
+    """Return options with the same name in both dialects."""
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -164,14 +164,14 @@ def _shared(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def seed_of(key: tuple[int, int, int]) -> int:
+def derive_seed(key: tuple[int, int, int]) -> int:
     """31 bits derived from (seed, step, task), for servers that take one number."""
     text = ",".join(map(str, key))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % _INT31
 
 
-def completion(tokens: Any, logprobs: Any, versions: Any, reason: Any, text: Any) -> Completion:
-    """A sample from the fields of an answer.
+def parse_completion(tokens: Any, logprobs: Any, versions: Any, reason: Any, text: Any) -> Completion:
+    """Return a sample from the fields of an answer.
 
     Raises:
         Malformed: when token ids, log-probs or the finish reason are invalid.
@@ -179,12 +179,12 @@ def completion(tokens: Any, logprobs: Any, versions: Any, reason: Any, text: Any
     count = len(_list(tokens, "token_ids"))
     for token in tokens:
         if not 0 <= _integer(token, "a token id") < _INT31:
-            raise Malformed(f"{token} is not a token id")
+            raise MalformedError(f"{token} is not a token id")
     values = [_logprob(value) for value in _list(logprobs, "token_logprobs", count)]
     for version in _list(versions, "policy_version", count):
         _integer(version, "a policy version")
     if reason not in ("stop", "length"):
-        raise Malformed(f"a sample ended with {reason!r}")
+        raise MalformedError(f"a sample ended with {reason!r}")
     return Completion(
         np.asarray(tokens, dtype=np.int32),
         np.asarray(values, dtype=np.float32),
@@ -197,32 +197,32 @@ def completion(tokens: Any, logprobs: Any, versions: Any, reason: Any, text: Any
 def _logprob(value: Any) -> float:
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not -math.inf < number < 1e-3:  # rounding may lift a token of probability 1 slightly above 0
-        raise Malformed(f"{value!r} is not a log-probability")
+        raise MalformedError(f"{value!r} is not a log-probability")
     return float(number)
 
 
 def _mapping(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise Malformed(f"{what} is missing or not an object")
+        raise MalformedError(f"{what} is missing or not an object")
     return value
 
 
 def _list(value: Any, what: str, length: int | None = None) -> Sequence[Any]:
     if not isinstance(value, list):
-        raise Malformed(f"{what} is missing or not a list")
+        raise MalformedError(f"{what} is missing or not a list")
     if length is not None and len(value) != length:
-        raise Malformed(f"{what} has {len(value)} entries, not {length}")
+        raise MalformedError(f"{what} has {len(value)} entries, not {length}")
     return value
 
 
 def _integer(value: Any, what: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) >= _INT31:
-        raise Malformed(f"{what} is {value!r}")
+        raise MalformedError(f"{what} is {value!r}")
     return value
 
 
-def malformed(error: Malformed, where: str) -> WorkFailedError:
-    """The error for the user."""
+def malformed_answer(error: MalformedError, where: str) -> WorkFailedError:
+    """Return the error for the user."""
     if "token ids" in str(error):
         return WorkFailedError(
             f"{error}. The text cannot replace them, because another tokenization of it has another"

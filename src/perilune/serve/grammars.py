@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Any
 
-from perilune.engine.constraints import JSON_OPTIONS, Constraint, Constraints, alternatives
+from perilune.engine.constraints import JSON_OPTIONS, Constraint, Constraints, format_alternatives
 from perilune.errors import RequestError
 from perilune.serve.errors import shorten
 from perilune.serve.model import ServedModel
@@ -58,7 +58,7 @@ class AnswerConstraints:
         elif structured and structured.regex:
             rules = f"answer: {_regex(structured.regex)}"
         elif structured and structured.choice:
-            rules = f"answer: {alternatives(structured.choice)}"
+            rules = f"answer: {format_alternatives(structured.choice)}"
         elif structured and structured.grammar:
             rules = "answer: @answer"
         elif structured and structured.structural_tag:
@@ -88,7 +88,7 @@ class AnswerConstraints:
 
     def _compile(self, rules: str, answer: str | None) -> Constraint:
         constraints = self._constraints
-        return constraints.grammar(rules) if answer is None else constraints.nested(rules, answer)
+        return constraints.grammar(rules) if answer is None else constraints.nested_grammar(rules, answer)
 
     @cached_property
     def _constraints(self) -> Constraints:

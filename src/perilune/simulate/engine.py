@@ -19,7 +19,7 @@ from torch import Tensor
 from perilune.engine.blocks import Blocks
 from perilune.engine.engine import Engine
 from perilune.engine.request import Request, SamplingParams
-from perilune.engine.sampler import Drawn, Sampler
+from perilune.engine.sampler import DrawnTokens, Sampler
 from perilune.engine.sequences import Rows, Sequences
 from perilune.engine.step import StepBatch
 from perilune.models.config.decoder_config import DecoderConfig
@@ -167,7 +167,7 @@ class TracedSampler(Sampler):
         rows: Rows,
         logits_of: NDArray[np.int64] | None,
         masks: Mapping[int, NDArray[np.int32]],
-    ) -> Drawn:
+    ) -> DrawnTokens:
         """Return the next known token of each of `rows`, with log-probs of 0."""
         sequences = self._sequences
         new = rows[self._arrival[rows] != sequences.arrival[rows]].tolist()
@@ -176,7 +176,7 @@ class TracedSampler(Sampler):
         tokens = self._tokens[rows, sequences.length[rows] - sequences.prompt_length[rows]]
         self._runner.advance_draw(len(rows), int((tokens == self._end).sum()))
         self._record_first_tokens([entry.id for row in new if (entry := sequences.entries[row]) is not None])
-        return Drawn(tokens, np.zeros(len(rows), dtype=np.float32), {}, {})
+        return DrawnTokens(tokens, np.zeros(len(rows), dtype=np.float32), {}, {})
 
     def _load_tokens(self, row: int) -> None:
         """Look up the tokens of a sample that begins."""
@@ -231,8 +231,8 @@ class SimulatedEngine(Engine):
             runner=lambda decoder, num_blocks: self.predicted,
         )
 
-    def _open(self) -> None:
-        super()._open()
+    def _start_empty(self) -> None:
+        super()._start_empty()
         self._sampler = TracedSampler(
             self._sequences, self._traces, self.predicted, self._end, self._record_first_tokens
         )
@@ -260,4 +260,4 @@ class SimulatedEngine(Engine):
     def swap_weights(self, version: int) -> None:
         """Use new weights, and recompute samples in flight as `Engine.update_weights` does."""
         self.version = version
-        self._scheduler.new_weights(version, recompute=True)
+        self._scheduler.switch_weights(version, recompute=True)

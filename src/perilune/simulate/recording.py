@@ -11,7 +11,7 @@ from perilune.engine.blocks import Blocks
 from perilune.engine.engine import Engine
 from perilune.engine.request import Request
 from perilune.engine.runner import Runner
-from perilune.engine.sampler import Drawn, Sampler
+from perilune.engine.sampler import DrawnTokens, Sampler
 from perilune.engine.select_runner import fastest_runner
 from perilune.engine.sequences import Rows, Sequences
 from perilune.engine.step import StepBatch
@@ -37,8 +37,8 @@ class RecordedEngine(Engine):
         options: dict[str, Any] = size
         super().__init__(decoder, runner=runner, **options)
 
-    def _open(self) -> None:
-        super()._open()
+    def _start_empty(self) -> None:
+        super()._start_empty()
         self._sampler = _RecordingSampler(self._sequences, self.log)
 
     def run_timed(
@@ -96,6 +96,6 @@ class _RecordingSampler(Sampler):
         rows: Rows,
         logits_of: NDArray[np.int64] | None,
         masks: Mapping[int, NDArray[np.int32]],
-    ) -> Drawn:
+    ) -> DrawnTokens:
         self._log.update_last(begun=len(rows) - self._log.works[-1].rows)
         return super().draw(logits, rows, logits_of, masks)

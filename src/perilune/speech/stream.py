@@ -40,7 +40,7 @@ class FrameInputs:
         assert stop <= self._length + self.frames, "a frame is computed before its codes are known"
         return self._rows[start:stop]
 
-    def draws_from(self, hidden: Tensor) -> None:
+    def receive_hidden_state(self, hidden: Tensor) -> None:
         """Keep the hidden state for the code predictor."""
         self.hidden = hidden
 

@@ -16,7 +16,7 @@ from perilune.control.queries.lookup import (
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.files import read_json
-from perilune.ui.view import ExperimentView, StageView, seed_of, state_in_files, view_folder
+from perilune.ui.view import ExperimentView, StageView, derive_seed, state_in_files, view_folder
 
 PATHS = (".", "/", "~")  # a target that starts so is a path
 
@@ -63,7 +63,7 @@ def experiment_view(control: Control, experiment_id: str, statuses: Sequence[Sta
     try:
         recipe = _recipe(control.home.experiment(experiment_id) / "recipe.json")
     except RequestError as error:
-        return ExperimentView(statuses[0].experiment, seed_of(stages), f"# {error}\n", stages, placed)
+        return ExperimentView(statuses[0].experiment, derive_seed(stages), f"# {error}\n", stages, placed)
     return ExperimentView(recipe.name, recipe.seed, recipe.text, stages, placed, recipe.declared)
 
 

@@ -88,10 +88,10 @@ def view_folder(path: Path) -> ExperimentView:
         stages.append((_began(newest), _stage(newest, len(tries))))
     stages.sort(key=lambda pair: pair[0])
     ordered = tuple(stage for _, stage in stages)
-    return ExperimentView(path.resolve().name, seed_of(ordered), "", ordered)
+    return ExperimentView(path.resolve().name, derive_seed(ordered), "", ordered)
 
 
-def seed_of(stages: Sequence[StageView]) -> int:
+def derive_seed(stages: Sequence[StageView]) -> int:
     """The seed of the first stage that has begun; 0 without one."""
     jobs = [one.attempt_dir / "job.json" for one in stages if one.attempt_dir is not None]
     return int(read_json(jobs[0]).get("seed", 0)) if jobs else 0

@@ -199,11 +199,11 @@ def _kernels() -> Finding:
 
 
 def _openvino() -> Finding:
-    from perilune.engine.openvino_package import devices
+    from perilune.engine.openvino_package import list_devices
     from perilune.execution.readiness import Finding
 
     try:
-        return Finding("OpenVINO", "ok", f"devices {', '.join(devices())}")
+        return Finding("OpenVINO", "ok", f"devices {', '.join(list_devices())}")
     except RequestError as error:
         return Finding(
             "OpenVINO", "advice", f"{error.what}; it is needed only for engine: openvino", error.remedy
