@@ -176,14 +176,14 @@ def replay(pools: Any, turns: list[Turn], clock: Clock, told: Callable[[Turn], f
     for number, turn in enumerate(turns):
         clock.now = turn.at
         names = chain(turn, turn.length + ANSWER)
-        table = pools.find(names[: (turn.length - 1) // BLOCK])
+        table = pools.acquire_prefix(names[: (turn.length - 1) // BLOCK])
         done = table.shape[1] * BLOCK
         cached += done
         asked += turn.length
         for stop in (*range(done + CHUNK, turn.length, CHUNK), turn.length, turn.length + ANSWER):
             table = np.concatenate([table, pools.allocate(blocks_for(stop) - table.shape[1])], axis=1)
-            pools.record(table, names[: stop // BLOCK])
-            for index, behind in enumerate(pools.behind(stop)):
+            pools.insert(table, names[: stop // BLOCK])
+            for index, behind in enumerate(pools.window_starts(stop)):
                 pools.tree.release(index, table[index, :behind])
                 table[index, :behind] = NULL_BLOCK
         pools.release(table, told(turn))
@@ -203,7 +203,7 @@ def chain(turn: Turn, length: int) -> list[bytes]:
 def unusable(pools: BlockPools) -> int:
     """Cached blocks of layers without a window that are before no end."""
     tree = pools.tree
-    ends = [node for node in tree._nodes.values() if node.entry] + list(tree._forks)
+    ends = [node for node in tree._nodes.values() if node.heap_entry] + list(tree._forks)
     usable = set()
     for end in ends:
         node: Any = end

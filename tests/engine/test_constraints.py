@@ -248,7 +248,7 @@ def test_too_complex_schema_is_rejected_or_fails_its_own_request(
 ) -> None:
     fields = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(600)}}
     constraints().json_schema(fields)  # 2,407 alternatives
-    monkeypatch.setattr("perilune.engine.constraints._MOST_ITEMS", 1000)
+    monkeypatch.setattr("perilune.engine.constraints._MAX_GRAMMAR_ITEMS", 1000)
     with pytest.raises(RequestError, match=r"too complex.*items; max is 1000"):
         constraints().json_schema(fields)
     nested = constraints().json_schema({"type": "array", "minItems": 2, "items": fields})

@@ -394,7 +394,7 @@ def learner_logprobs(decoder: Decoder, prompt: list[int], answer: list[int]) -> 
 def test_score_computes_logits_of_long_answers_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [prompt(40), prompt(5, 1), prompt(9, 2)], [prompt(100, 3), prompt(7, 4), []]
     expected = engine().score(*asked)
-    monkeypatch.setattr("perilune.engine.engine.MOST_LOGITS", CONFIG.vocab_size * 12)
+    monkeypatch.setattr("perilune.engine.engine.MAX_LOGITS", CONFIG.vocab_size * 12)
     one = engine()
     run, rows = one._runner.run, []
     monkeypatch.setattr(one._runner, "run", lambda batch: rows.append(len(batch.logit_rows)) or run(batch))

@@ -20,7 +20,7 @@ from perilune.models.config.layer_kinds import Experts
 from perilune.models.config.rope import Rope
 from perilune.models.decoder import Decoder
 from perilune.models.narrow import narrowed
-from perilune.serve.server import _openvino
+from perilune.serve.server import _openvino_settings
 from perilune.serve.settings import Settings
 from perilune.tasks.evaluate.spec import EvaluateSpec
 from perilune.tasks.rl.spec import RLSpec
@@ -142,8 +142,8 @@ def test_importing_openvino_does_not_start_its_telemetry() -> None:
 
 def test_serve_settings_select_the_openvino_backend() -> None:
     chosen = Settings(Path(), backend="openvino", device="gpu.1", weights="int8", kv_cache="u8")
-    assert _openvino(chosen) == OpenVino("GPU.1", "int8", "u8")
-    assert _openvino(Settings(Path(), device="cpu")) is None
+    assert _openvino_settings(chosen) == OpenVino("GPU.1", "int8", "u8")
+    assert _openvino_settings(Settings(Path(), device="cpu")) is None
     with pytest.raises(RequestError, match="int8 needs --backend openvino"):
         Settings(Path(), weights="int8")
     with pytest.raises(RequestError, match="'NPU' is not auto, cpu or cuda"):

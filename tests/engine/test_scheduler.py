@@ -55,7 +55,7 @@ class Life:
             assert entry is not None
             if sequences.length[row] == sequences.limit[row] or self.rng.random() < 0.05:
                 self.finished[entry.id].append(int(sequences.sample[row]))
-                self.scheduler.release(row, record=self.rng.random() < 0.5)
+                self.scheduler.release(row, cache_blocks=self.rng.random() < 0.5)
                 entry.unfinished -= 1
         return step
 
@@ -132,7 +132,7 @@ def test_random_requests_leak_no_block_and_all_finish(
     while life.step() is not None:
         life.check()
     assert not life.scheduler.unfinished
-    assert life.pools.use == 0
+    assert life.pools.used_share == 0
     assert sorted(life.scheduler._free_rows) == list(range(rows))
     for entry in life.entries.values():
         assert entry.unfinished == 0

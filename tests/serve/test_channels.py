@@ -17,7 +17,7 @@ from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.channels import ChannelsReader
 from perilune.serve.parts import Beginning, Parts
-from perilune.serve.tool_formats import FORMATS, format_of
+from perilune.serve.tool_formats import FORMATS, detect_format
 
 FORM = FORMATS["openai"]
 THOUGHT = "<|channel|>analysis<|message|>2 and 2<|end|><|start|>assistant"
@@ -28,9 +28,9 @@ PIECES = [
 ]  # fmt: skip
 
 
-def read(pieces: list[str], *, calls: bool = True, begins: Beginning = "channels") -> Parts:
+def read(pieces: list[str], *, calls: bool = True, beginning: Beginning = "channels") -> Parts:
     """Read all pieces; consecutive texts of one kind are joined."""
-    return read_pieces(ChannelsReader(calls=FORM if calls else None, begins=begins), pieces)
+    return read_pieces(ChannelsReader(calls=FORM if calls else None, beginning=beginning), pieces)
 
 
 @pytest.mark.parametrize(
@@ -85,17 +85,17 @@ def test_calls_are_content_in_a_request_without_tools() -> None:
 
 
 def test_continued_message_has_no_header() -> None:
-    assert read(["is 5<|return|>"], begins="content").content == "is 5"
+    assert read(["is 5<|return|>"], beginning="content").content == "is 5"
 
 
 def test_channels_reader_drops_calls_beyond_most_calls() -> None:
-    reader = ChannelsReader(calls=FORM, most_calls=1)
+    reader = ChannelsReader(calls=FORM, max_calls=1)
     assert len(reader.feed(f"{CALL}<|start|>assistant{CALL}", last=True).calls) == 1
 
 
 def test_template_of_gpt_oss_selects_the_format() -> None:
     template = "<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>"
-    assert format_of(template) is FORM
+    assert detect_format(template) is FORM
 
 
 @pytest.mark.slow

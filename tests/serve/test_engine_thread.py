@@ -24,7 +24,7 @@ from perilune.serve.engine_thread import EngineThread, Stream
 from perilune.serve.exchange import Exchange
 from perilune.serve.metrics import Metrics
 from perilune.serve.schema import ChatBody, CompletionBody
-from perilune.serve.server import _service
+from perilune.serve.server import _make_service
 from perilune.serve.settings import Settings
 
 
@@ -45,7 +45,7 @@ def ask(tokens: int, seed: int = 0, n: int = 1, prompt: tuple[int, ...] = (5, 6,
 async def read(stream: Stream) -> dict[int, Delta]:
     """Read a stream to its end; returns one merged delta for each choice."""
     whole: dict[int, Delta] = {}
-    while news := await stream.next():
+    while news := await stream.next_deltas():
         for choice, delta in news:
             if choice in whole:
                 whole[choice].extend(delta)
@@ -72,7 +72,7 @@ def run_beside_engine(engine: Engine, work: Callable[[EngineThread], Awaitable[N
 
 def test_service_samples_tokenizer_tokens_only_and_marks_continued_texts(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "m", make_decoder(vocab_size=110), Tokenizer.characters())
-    service, _ = _service(Settings(tmp_path / "m", name="m"), print)
+    service, _ = _make_service(Settings(tmp_path / "m", name="m"), print)
     engine: Any = service.thread._engine
     (group,) = engine.sample([Prompt([5], (0, 0, 0))], 20, SamplingParams(20, temperature=30.0))
     assert max(one.token_ids.max() for one in group) == 97
@@ -108,10 +108,10 @@ def test_usage_counts_cached_tokens_of_all_prompts() -> None:
     engine.sample([Prompt(list(one), (0, 0, 0)) for one in (first, second)], 1, SamplingParams(1))
 
     async def ask_again(thread: EngineThread) -> None:
-        stream = await thread.submit([ask(2, n=2, prompt=one) for one in (first, second)], in_pieces=False)
+        stream = await thread.submit([ask(2, n=2, prompt=one) for one in (first, second)], per_token=False)
         answer: Any = None
         exchange = Exchange(stream, answer, Metrics(), 0.0)
-        assert len(await exchange._collected()) == 4
+        assert len(await exchange._collect()) == 4
         assert (exchange.usage.cached, exchange.usage.prompt) == (32 + 48, 33 + 49)
 
     run_beside_engine(engine, ask_again)
@@ -122,31 +122,31 @@ def expected(request: Request) -> list[tuple[list[int], list[float]]]:
     return [(one.token_ids.tolist(), one.logprobs.tolist()) for one in group]
 
 
-@pytest.mark.parametrize("in_pieces", [True, False])
-def test_choice_numbers_continue_across_requests(in_pieces: bool) -> None:
+@pytest.mark.parametrize("per_token", [True, False])
+def test_choice_numbers_continue_across_requests(per_token: bool) -> None:
     requests = [ask(20, seed=1, n=2), ask(9, seed=2, n=3)]
 
     async def work(thread: EngineThread) -> None:
-        whole = await read(await thread.submit(requests, in_pieces=in_pieces))
+        whole = await read(await thread.submit(requests, per_token=per_token))
         found = [(whole[choice].token_ids, whole[choice].logprobs) for choice in sorted(whole)]
         assert found == expected(requests[0]) + expected(requests[1])
         assert {whole[choice].finish_reason for choice in whole} == {"length"}
-        assert thread.open_samples == 0
+        assert thread.num_open_samples == 0
 
     run_beside_engine(Engine(DECODER), work)
 
 
 def test_slow_reader_blocks_no_other_request_and_receives_one_delta() -> None:
     async def work(thread: EngineThread) -> None:
-        asleep = await thread.submit([ask(200, seed=3)], in_pieces=True)
+        asleep = await thread.submit([ask(200, seed=3)], per_token=True)
         for seed in range(5):
-            await read(await thread.submit([ask(30, seed)], in_pieces=True))
+            await read(await thread.submit([ask(30, seed)], per_token=True))
         while asleep.remaining:
             await asyncio.sleep(0.01)
-        ((choice, delta),) = await asleep.next()  # one delta with every token
+        ((choice, delta),) = await asleep.next_deltas()  # one delta with every token
         assert (choice, len(delta.token_ids), delta.finish_reason) == (0, 200, "length")
         assert [(delta.token_ids, delta.logprobs)] == expected(asleep.requests[0])
-        assert await asleep.next() == []
+        assert await asleep.next_deltas() == []
 
     run_beside_engine(Engine(DECODER), work)
 
@@ -155,22 +155,22 @@ def test_aborted_requests_free_their_cache_blocks() -> None:
     engine = Engine(DECODER, slots=4)
 
     async def work(thread: EngineThread) -> None:
-        streams = [await thread.submit([ask(CONTEXT - 3, seed)], in_pieces=True) for seed in range(12)]
+        streams = [await thread.submit([ask(CONTEXT - 3, seed)], per_token=True) for seed in range(12)]
         for stream in streams[:4]:
-            await stream.next()
-        assert thread.open_samples == 12
+            await stream.next_deltas()
+        assert thread.num_open_samples == 12
         for stream in streams:  # some running, some waiting
             stream.abort()
         with pytest.raises(WorkFailedError, match="aborted"):
-            while await streams[0].next():
+            while await streams[0].next_deltas():
                 pass
-        impatient = asyncio.create_task(thread.submit([ask(CONTEXT - 3)], in_pieces=True))
+        impatient = asyncio.create_task(thread.submit([ask(CONTEXT - 3)], per_token=True))
         await asyncio.sleep(0)
         impatient.cancel()  # before the engine accepts it
         with pytest.raises(asyncio.CancelledError):
             await impatient
-        assert thread.open_samples == 0
-        assert (await read(await thread.submit([ask(2)], in_pieces=True)))[0].finish_reason == "length"
+        assert thread.num_open_samples == 0
+        assert (await read(await thread.submit([ask(2)], per_token=True)))[0].finish_reason == "length"
         for _ in range(200):
             if not engine.unfinished:
                 break
@@ -187,9 +187,9 @@ def test_submit_with_one_invalid_request_accepts_none() -> None:
 
     async def work(thread: EngineThread) -> None:
         with pytest.raises(RequestError, match="outside"):
-            await thread.submit([ask(50), ask(50, prompt=(98,))], in_pieces=True)
-        assert thread.open_samples == 0
-        assert len((await read(await thread.submit([ask(3)], in_pieces=True)))[0].token_ids) == 3
+            await thread.submit([ask(50), ask(50, prompt=(98,))], per_token=True)
+        assert thread.num_open_samples == 0
+        assert len((await read(await thread.submit([ask(3)], per_token=True)))[0].token_ids) == 3
 
     run_beside_engine(engine, work)
     assert not engine.unfinished
@@ -230,15 +230,15 @@ def test_failed_step_fails_running_requests_and_spares_later_ones(faulty: tuple[
 
     async def work(thread: EngineThread) -> None:
         thread.on_restart = lambda: restarts.append(None)
-        streams = [await thread.submit([ask(200, seed)], in_pieces=True) for seed in range(3)]
-        await streams[0].next()
+        streams = [await thread.submit([ask(200, seed)], per_token=True) for seed in range(3)]
+        await streams[0].next_deltas()
         runner.failures = 1
         for stream in streams:
             with pytest.raises(WorkFailedError, match="the engine failed"):
                 await read(stream)
-        assert thread.open_samples == 0
+        assert thread.num_open_samples == 0
         again = ask(20, seed=5, n=2)
-        whole = await read(await thread.submit([again], in_pieces=True))
+        whole = await read(await thread.submit([again], per_token=True))
         assert [(whole[place].token_ids, whole[place].logprobs) for place in (0, 1)] == expected(again)
 
     assert run_beside_engine(engine, work).failure is None
@@ -253,12 +253,12 @@ def test_permanent_engine_failure_reaches_callback_and_all_requests(faulty: tupl
     async def work(thread: EngineThread) -> None:
         thread.on_failure = told.append
         with pytest.raises(WorkFailedError, match="the engine failed"):
-            await read(await thread.submit([ask(5)], in_pieces=True))
+            await read(await thread.submit([ask(5)], per_token=True))
         while not told:
             await asyncio.sleep(0.01)
         with pytest.raises(WorkFailedError, match="has failed"):
-            await thread.submit([ask(5)], in_pieces=True)
-        assert thread.open_samples == 0
+            await thread.submit([ask(5)], per_token=True)
+        assert thread.num_open_samples == 0
 
     thread = run_beside_engine(engine, work)
     assert told == [thread.failure]
@@ -271,11 +271,11 @@ def test_nan_weights_fail_each_request() -> None:
         decoder.model.norm.weight.fill_(float("nan"))
 
     async def work(thread: EngineThread) -> None:
-        for in_pieces in (True, False):
-            stream = await thread.submit([ask(5), ask(9, n=2)], in_pieces=in_pieces)
+        for per_token in (True, False):
+            stream = await thread.submit([ask(5), ask(9, n=2)], per_token=per_token)
             with pytest.raises(WorkFailedError, match="not finite"):
                 await read(stream)
-        assert thread.open_samples == 0
+        assert thread.num_open_samples == 0
 
     assert run_beside_engine(Engine(decoder), work).failure is None
 
@@ -293,17 +293,17 @@ def test_failed_weight_load_stops_the_engine_and_refused_one_does_not() -> None:
 
     async def work(thread: EngineThread) -> None:
         thread.on_failure = ended.append
-        stream = await thread.submit([ask(CONTEXT - 3)], in_pieces=True)
+        stream = await thread.submit([ask(CONTEXT - 3)], per_token=True)
         with pytest.raises(RequestError, match="another model"):
-            await thread.between_steps(refuse)
-        assert await stream.next()
+            await thread.run_between_steps(refuse)
+        assert await stream.next_deltas()
         with pytest.raises(WorkFailedError):
-            await thread.between_steps(fail)
+            await thread.run_between_steps(fail)
         with pytest.raises(WorkFailedError):
             while True:
-                assert await stream.next()
+                assert await stream.next_deltas()
         with pytest.raises(WorkFailedError):
-            await thread.between_steps(refuse)
+            await thread.run_between_steps(refuse)
 
     run_beside_engine(Engine(DECODER), work)
     assert isinstance(ended[0], MemoryError)

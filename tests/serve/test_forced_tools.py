@@ -15,7 +15,7 @@ from perilune.models.checkpoints.loading import new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.parts import PartsReader
-from perilune.serve.tool_formats import FORMATS, format_of
+from perilune.serve.tool_formats import FORMATS, detect_format
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -53,7 +53,7 @@ ASKED: Any = [{"role": "user", "content": "warm?"}]
 def make_checkpoint(folder: Path, form: str) -> Path:
     """Save a model with random weights, whose answers vary."""
     tokenizer = Tokenizer.byte_level()
-    if marks := format_of(FORMS[form]).marks:
+    if marks := detect_format(FORMS[form]).marks:
         tokenizer._backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     tokenizer = tokenizer.with_chat_template(TEMPLATE.replace("FORM", FORMS[form]), where="test")
     shape = PRESETS["tiny"].replace(initializer_range=0.1, max_position_embeddings=4096)
@@ -267,7 +267,7 @@ def test_number_beyond_float_range_becomes_largest_float() -> None:
 
 @pytest.mark.parametrize("form", ["hermes", "llama3_json"])
 def test_parts_reader_drops_calls_beyond_most_calls(form: str) -> None:
-    text = FORMATS[form].write([("f", '{"a": 1}'), ("g", "{}")])
-    reader = PartsReader(calls=FORMATS[form], most_calls=1)
+    text = FORMATS[form].format_calls([("f", '{"a": 1}'), ("g", "{}")])
+    reader = PartsReader(calls=FORMATS[form], max_calls=1)
     parts = reader.feed(text + " x", last=True)
     assert parts.calls == [("f", '{"a": 1}')]

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import CONTEXT, Direct, Served, make_checkpoint, served
 
-from perilune.serve.lanes import LONG, Lanes
+from perilune.serve.lanes import LONG_TASK_SIZE, Lanes
 from perilune.serve.schema import ChatBody, CompletionBody
 
 JSON = {"Content-Type": "application/json"}
@@ -188,12 +188,12 @@ def test_short_work_does_not_wait_for_long_work_templates_or_schemas() -> None:
         waiting = [
             asyncio.ensure_future(one)
             for one in (
-                lanes.short_or_long(LONG, over.wait),
+                lanes.short_or_long(LONG_TASK_SIZE, over.wait),
                 lanes.template(over.wait),
                 lanes.schema(over.wait),
             )
         ]
-        assert await asyncio.wait_for(lanes.short_or_long(LONG - 1, lambda: 7), 60) == 7
+        assert await asyncio.wait_for(lanes.short_or_long(LONG_TASK_SIZE - 1, lambda: 7), 60) == 7
         assert not any(one.done() for one in waiting)
         over.set()
         assert await asyncio.gather(*waiting) == [True] * 3

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.serve.parts import Beginning, Parts, PartsReader
-from perilune.serve.tool_formats import FORMATS, format_of
+from perilune.serve.tool_formats import FORMATS, detect_format
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 CALLED = '[TOOL_CALLS]add[ARGS]{"a": 1}'
@@ -105,9 +105,9 @@ MARKS = {
 }
 
 
-def read(pieces: list[str], *, calls: str | None = "hermes", begins: Beginning = "start") -> Parts:
+def read(pieces: list[str], *, calls: str | None = "hermes", beginning: Beginning = "start") -> Parts:
     """Read all pieces; consecutive texts of one kind are joined."""
-    return read_pieces(PartsReader(calls=FORMATS[calls] if calls else None, begins=begins), pieces)
+    return read_pieces(PartsReader(calls=FORMATS[calls] if calls else None, beginning=beginning), pieces)
 
 
 @pytest.mark.parametrize(
@@ -202,15 +202,15 @@ def test_overly_deep_or_long_pythonic_call_is_content(text: str) -> None:
 
 
 def test_write_keeps_arguments_that_are_not_json() -> None:
-    assert FORMATS["pythonic"].write([("f", "[1"), ("g", '{"a": null}')]) == "[f([1), g(a=None)]"
+    assert FORMATS["pythonic"].format_calls([("f", "[1"), ("g", '{"a": null}')]) == "[f([1), g(a=None)]"
 
 
 @pytest.mark.parametrize("kind", ["qwen3_coder", "glm45"])
 def test_schema_decides_which_arguments_are_strings(kind: str) -> None:
     properties = {"a": {"type": "string"}, "b": {"type": ["string", "null"]}, "c": {"type": "object"}}
-    form = FORMATS[kind].reading({"f": {"properties": properties}})
+    form = FORMATS[kind].with_schemas({"f": {"properties": properties}})
     given = {"a": "007", "b": None, "c": {"d": "</arg>"}, "e": 1.5, "g": "text"}
-    text = form.write([("f", json.dumps(given))])
+    text = form.format_calls([("f", json.dumps(given))])
     ((_, arguments),) = PartsReader(calls=form).feed(text, last=True).calls
     assert json.loads(arguments) == given
 
@@ -244,7 +244,7 @@ def test_long_call_in_many_pieces_takes_linear_time() -> None:
 @pytest.mark.parametrize("kind", FORMATS)
 def test_written_calls_round_trip(kind: str) -> None:
     calls = [("add", '{"a": 1, "b": "\\"it\'s\\" [x]"}'), ("sub", "{}")]
-    assert read([FORMATS[kind].write(calls)], calls=kind).calls == calls
+    assert read([FORMATS[kind].format_calls(calls)], calls=kind).calls == calls
     about = FORMATS[kind].describe([{"name": "add"}], "Be brief.")
     assert about.startswith("Be brief.\n\nYou may call these tools:\n")
     assert '"add"' in about
@@ -267,7 +267,7 @@ def test_written_calls_round_trip(kind: str) -> None:
     ],
 )
 def test_format_of_detects_tool_format_from_template(template: str | None, kind: str) -> None:
-    assert format_of(template).name == kind
+    assert detect_format(template).name == kind
 
 
 def test_showing_tokenizer_decodes_control_tokens_of_calls() -> None:
@@ -285,15 +285,15 @@ def test_showing_tokenizer_decodes_control_tokens_of_calls() -> None:
 
 
 def test_parts_reader_continues_reasoning_begun_in_prompt() -> None:
-    parts = read(["so 5", "</thi", "nk>", "\n5"], begins="reasoning")
+    parts = read(["so 5", "</thi", "nk>", "\n5"], beginning="reasoning")
     assert (parts.reasoning, parts.content) == ("so 5", "5")
 
 
 def test_disabled_parts_stay_content() -> None:
     text = f"<think>x</think>{CALL}"
-    assert read([text], calls=None, begins="content").content == text
+    assert read([text], calls=None, beginning="content").content == text
     assert read([text], calls=None).content == CALL
-    assert read([text], begins="content").content == "<think>x</think>"
+    assert read([text], beginning="content").content == "<think>x</think>"
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -304,8 +304,8 @@ def test_parts_do_not_depend_on_how_text_is_split(kind: str, data: st.DataObject
     text = "".join(words)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
     pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    with_calls, begins = data.draw(st.booleans()), data.draw(st.sampled_from(get_args(Beginning)))
-    options: Any = {"calls": kind if with_calls else None, "begins": begins}
+    with_calls, beginning = data.draw(st.booleans()), data.draw(st.sampled_from(get_args(Beginning)))
+    options: Any = {"calls": kind if with_calls else None, "beginning": beginning}
     assert read(pieces, **options) == read([text], **options)
-    if not with_calls and begins == "content":
+    if not with_calls and beginning == "content":
         assert read([text], **options).content == text

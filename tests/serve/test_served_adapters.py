@@ -16,10 +16,10 @@ from perilune.engine.runner import TorchRunner
 from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.loading import load_checkpoint
-from perilune.serve.answers import Answer, Spelling
+from perilune.serve.answers import CompletionAnswer, TokenFormatter
 from perilune.serve.app import make_app, text_routes
 from perilune.serve.guard import BodyLimits
-from perilune.serve.server import _service
+from perilune.serve.server import _make_service
 from perilune.serve.settings import Settings
 
 
@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def client(folders: tuple[Path, Path]) -> Iterator[TestClient]:
     checkpoint, poet = folders
     settings = Settings(checkpoint, name="base", slots=8, adapters=[f"poet={poet}"])
-    service, _ = _service(settings, print)
+    service, _ = _make_service(settings, print)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     with TestClient(app, base_url="http://127.0.0.1") as client:
         yield client
@@ -84,13 +84,13 @@ def test_settings_refuse_adapter_without_name_or_folder(given: str) -> None:
 
 def test_adapter_cannot_take_the_name_of_the_model(folders: tuple[Path, Path]) -> None:
     with pytest.raises(RequestError, match="is the name of the model"):
-        _service(Settings(folders[0], name="base", adapters=[f"base={folders[1]}"]), print)
+        _make_service(Settings(folders[0], name="base", adapters=[f"base={folders[1]}"]), print)
 
 
 def test_embedding_failure_or_route_crash_fails_only_that_request(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, routers = _service(Settings(folders[0], name="base", slots=8, embeddings="mean"), print)
+    service, routers = _make_service(Settings(folders[0], name="base", slots=8, embeddings="mean"), print)
     defect = APIRouter()
     defect.get("/defect")(lambda: 1 // 0)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[*routers, defect])
@@ -101,7 +101,7 @@ def test_embedding_failure_or_route_crash_fails_only_that_request(
             (torch.full((64, 96), torch.nan), "the model's hidden states are not finite"),
         ):
             with monkeypatch.context() as broken:
-                broken.setattr(TorchRunner, "hidden", Mock(side_effect=[result]))
+                broken.setattr(TorchRunner, "hidden_states", Mock(side_effect=[result]))
                 failed = client.post("/v1/embeddings", json=asked)
             assert (failed.status_code, failed.json()["error"]["message"]) == (500, message)
             assert client.post("/v1/embeddings", json=asked).status_code == 200
@@ -113,6 +113,6 @@ def test_embedding_failure_or_route_crash_fails_only_that_request(
 
 def test_aborted_answer_has_finish_reason_length() -> None:
     """OpenAI clients accept "length" but not "aborted"."""
-    answer = Answer("base", Spelling(str, []), chat=True, logprobs=False, with_ids=False)
+    answer = CompletionAnswer("base", TokenFormatter(str, []), chat=True, logprobs=False, include_ids=False)
     gained = Delta(0, 0, [5], [-1.0], [0], "x", "aborted")
-    assert b'"finish_reason":"length"' in answer.piece(0, gained)
+    assert b'"finish_reason":"length"' in answer.delta_event(0, gained)

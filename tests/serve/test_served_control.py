@@ -32,9 +32,9 @@ from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.decoder import Decoder
-from perilune.serve.adapters import AdapterLoads
+from perilune.serve.adapters import AdapterLoader
 from perilune.serve.errors import ApiError
-from perilune.serve.tracing import Spans
+from perilune.serve.tracing import SpanWriter
 
 PROMPT = "12+34=" * 8  # three blocks, which the prefix cache keeps
 
@@ -186,17 +186,17 @@ def test_server_refuses_hostile_adapters(http: httpx.Client, name: str, path: st
 def test_adapter_load_ignores_symlink_created_after_the_check(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inside, swapped = AdapterLoads._inside, make_adapter(root / "adapters" / "swapped", 1)
+    inside, swapped = AdapterLoader._resolve, make_adapter(root / "adapters" / "swapped", 1)
 
-    def swap(self: AdapterLoads, path: Path) -> Path:
+    def swap(self: AdapterLoader, path: Path) -> Path:
         real = inside(self, path)
         if real.parent == swapped:
             shutil.rmtree(swapped)
             swapped.symlink_to(root / "outside")
         return real
 
-    monkeypatch.setattr(AdapterLoads, "_inside", swap)
-    loads = AdapterLoads(*[Mock()] * 2, "base", {}, root / "adapters", asyncio.Lock())
+    monkeypatch.setattr(AdapterLoader, "_resolve", swap)
+    loads = AdapterLoader(*[Mock()] * 2, "base", {}, root / "adapters", asyncio.Lock())
     with pytest.raises(ApiError) as refused:
         loads._read("swapped")
     assert refused.value.detail.startswith("cannot read adapter_model.safetensors")
@@ -369,7 +369,7 @@ def test_long_text_is_embedded_in_pieces_between_steps(root: Path, monkeypatch: 
     text = tokenizer.encode("12+34=" * 30)
     (whole,) = (one for piece in engine.embed([text], "mean") for one in piece)
     expected = engine.sample([Prompt(text[:20], (1, 0, 0))], 1, SamplingParams(30))[0][0].token_ids.tolist()
-    monkeypatch.setattr("perilune.engine.embedding._PIECE", 50)
+    monkeypatch.setattr("perilune.engine.embedding._CHUNK_TOKENS", 50)
     engine.add(Request(text[:20], SamplingParams(30), (1, 0, 0)))
     pieces, sampled = [], []
     for piece in engine.embed([text, text], "mean"):
@@ -447,7 +447,7 @@ def test_each_request_has_a_request_id_and_a_span(http: httpx.Client, root: Path
 
 
 def test_full_disk_drops_spans_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    spans = Spans(Path("/dev/full"))
+    spans = SpanWriter(Path("/dev/full"))
     for _ in range(2):
         spans.write({"headers": [], "method": "GET"}, "a", 200, 0)
     spans.close()

@@ -25,7 +25,7 @@ from perilune.serve.guard import BodyLimits
 from perilune.serve.response_answer import ResponseAnswer
 from perilune.serve.response_body import ResponseBody
 from perilune.serve.response_routes import Conversations
-from perilune.serve.server import _service
+from perilune.serve.server import _make_service
 from perilune.serve.settings import Settings
 
 ADD = {"name": "add", "description": "Add.", "parameters": {"type": "object", "properties": {}}}
@@ -253,7 +253,7 @@ def test_template_receives_tools_and_earlier_calls(tmp_path: Path) -> None:
         ],
     }
     result = {"role": "tool", "tool_call_id": "a1", "content": "5"}
-    service, _ = _service(Settings(tmp_path / "tools", name="tools"), print)
+    service, _ = _make_service(Settings(tmp_path / "tools", name="tools"), print)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     with TestClient(app, base_url="http://127.0.0.1") as http:
         asked = http.post("/tokenize", json={"messages": [*ASKED, called, result], "tools": TOOLS}).json()
@@ -288,7 +288,7 @@ def test_prompt_options_reach_the_template(tmp_path: Path, options: dict[str, An
     )
     tokenizer = TOKENIZER.with_chat_template(template, where="test")
     save_checkpoint(tmp_path / "m", new_model(PRESETS["tiny"], tokenizer, seed=0), tokenizer)
-    service, _ = _service(Settings(tmp_path / "m", name="m"), print)
+    service, _ = _make_service(Settings(tmp_path / "m", name="m"), print)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     with TestClient(app, base_url="http://127.0.0.1") as http:
         found = http.post("/tokenize", json={"messages": ASKED, **options}).json()
@@ -439,18 +439,18 @@ def test_read_body_refuses_lone_surrogates_in_tool_schema() -> None:
 
 
 def test_conversations_evict_beyond_count_and_byte_limits() -> None:
-    conversations = Conversations(most_bytes=4000, most=3)
+    conversations = Conversations(max_bytes=4000, max_count=3)
     for number in range(5):
         conversations.add({"id": f"r{number}", "text": "x" * 300}, [])
     assert conversations.messages("r2") == b"[]"
     conversations.add({"id": "r5", "text": "x" * 300}, [])
-    assert list(conversations._kept) == ["r4", "r2", "r5"]
+    assert list(conversations._stored) == ["r4", "r2", "r5"]
     conversations.add({"id": "large", "text": "x" * 500}, [])  # adding it would evict too many others
-    assert list(conversations._kept) == ["r4", "r2", "r5"]
-    conversations = Conversations(most_bytes=4000, most=100)
+    assert list(conversations._stored) == ["r4", "r2", "r5"]
+    conversations = Conversations(max_bytes=4000, max_count=100)
     for number in range(20):
         conversations.add({"id": f"r{number}", "text": "x" * 450}, [])
-    assert list(conversations._kept) == [f"r{number}" for number in range(12, 20)]
+    assert list(conversations._stored) == [f"r{number}" for number in range(12, 20)]
     assert 3600 < conversations._bytes <= 4000
     for number in range(12, 20):
         conversations.remove(f"r{number}")
@@ -458,8 +458,10 @@ def test_conversations_evict_beyond_count_and_byte_limits() -> None:
 
 
 def test_failed_response_ends_with_failed_event() -> None:
-    answer = ResponseAnswer({}, streams=True, keep=print, spelling=None, parts=None, new_id=str, count=len)
-    events = answer.failed(StoppedError("the server was paused")).decode().split("\n\n")
+    answer = ResponseAnswer(
+        {}, streams=True, keep=print, token_formatter=None, parts=None, new_id=str, count=len
+    )
+    events = answer.error_event(StoppedError("the server was paused")).decode().split("\n\n")
     assert [one.partition("\n")[0] for one in events] == [
         "event: response.created",
         "event: response.in_progress",

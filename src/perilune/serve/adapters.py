@@ -23,9 +23,9 @@ from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import ApiError, shorten
 
-MOST_ADAPTERS = 64
-_MOST_BYTES = 1 << 30  # of the tensors of an adapter
-_MOST_JSON = 1 << 20  # bytes of its other files; their parser holds up all other threads
+MAX_ADAPTERS = 64
+_MAX_BYTES = 1 << 30  # of the tensors of an adapter
+_MAX_JSON_BYTES = 1 << 20  # bytes of its other files; their parser holds up all other threads
 
 _Name = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\w./:@+-]+$")]
 
@@ -45,12 +45,12 @@ class _UnloadBody(BaseModel):
     lora_int_id: int | None = None  # vLLM ignores it too
 
 
-class AdapterLoads:
+class AdapterLoader:
     """Loads adapters into an engine.
 
     Args:
         engine: after the start, only its own thread uses it.
-        base: name of the model, which no adapter may have.
+        base: name of the model, which adapters may not use.
         loaded: the folders of the adapters by name. This object updates it.
         root: folder with the adapters that may be loaded.
         changing: held while the weights of the engine or its runner are replaced.
@@ -63,9 +63,9 @@ class AdapterLoads:
         base: str,
         loaded: dict[str, Path],
         root: Path,
-        changing: asyncio.Lock,
+        weights_lock: asyncio.Lock,
     ) -> None:
-        self._engine, self._thread, self._changing = engine, thread, changing
+        self._engine, self._thread, self._weights_lock = engine, thread, weights_lock
         self._base, self._loaded, self._root = base, loaded, root.resolve()
 
     async def load(self, name: str, path: str, *, replace: bool) -> None:
@@ -75,17 +75,17 @@ class AdapterLoads:
             ApiError: when the name is taken, there are too many adapters, or the folder is not in the root.
             RequestError: when the folder has no valid adapter for the model.
         """
-        async with self._changing:
+        async with self._weights_lock:
             if name == self._base:
                 raise ApiError(400, f"{name!r} is the name of the model", param="lora_name")
             if name in self._loaded and not replace:
                 message = f"The lora adapter {name!r} has already been loaded; set load_inplace to replace it"
                 raise ApiError(400, message, param="lora_name", code="adapter_loaded")
-            if len(self._loaded) >= MOST_ADAPTERS and name not in self._loaded:
-                raise ApiError(400, f"the server has {MOST_ADAPTERS} adapters; unload one first")
+            if len(self._loaded) >= MAX_ADAPTERS and name not in self._loaded:
+                raise ApiError(400, f"the server has {MAX_ADAPTERS} adapters; unload one first")
             folder, adapter = await asyncio.to_thread(self._read, path)
             add = lambda: self._engine.add_adapter(name, adapter, checked=True)  # noqa: E731
-            await self._thread.between_steps(add)
+            await self._thread.run_between_steps(add)
             self._loaded[name] = folder
 
     async def unload(self, name: str) -> None:
@@ -94,39 +94,39 @@ class AdapterLoads:
         Raises:
             ApiError: 404, when there is none of this name.
         """
-        async with self._changing:
+        async with self._weights_lock:
             if name not in self._loaded:
                 message = f"The lora adapter {shorten(name)!r} cannot be found."
                 raise ApiError(404, message, param="lora_name", code="model_not_found")
             del self._loaded[name]
-            await self._thread.between_steps(lambda: self._engine.remove_adapter(name))
+            await self._thread.run_between_steps(lambda: self._engine.remove_adapter(name))
 
     def _read(self, path: str) -> tuple[Path, Adapter]:
-        """The folder and its adapter, checked against the model."""
-        folder = self._inside(self._root / path)
+        """Read the adapter in a folder, and check it against the model."""
+        folder = self._resolve(self._root / path)
         if not folder.is_dir():
             raise ApiError(400, f"there is no folder {shorten(path)!r} for adapters", param="lora_path")
-        adapter = Adapter.read(folder, self._content)
+        adapter = Adapter.read(folder, self._read_file)
         self._engine.check_adapter(adapter)
         return folder, adapter
 
-    def _content(self, file: Path) -> bytes | None:
-        """The content of a file of an adapter; None if it is missing."""
+    def _read_file(self, file: Path) -> bytes | None:
+        """Read a file of an adapter; None if it is missing."""
         if not os.path.lexists(file):
             return None
-        most = _MOST_BYTES if file.suffix == ".safetensors" else _MOST_JSON
+        limit = _MAX_BYTES if file.suffix == ".safetensors" else _MAX_JSON_BYTES
         try:
-            with open_inside(self._root, self._inside(file)) as opened:
-                data = opened.read(most + 1)
+            with open_inside(self._root, self._resolve(file)) as opened:
+                data = opened.read(limit + 1)
         except OSError as error:
             message = f"cannot read {file.name}: {error.strerror}"
             raise ApiError(400, message, param="lora_path") from None
-        if len(data) > most:
-            raise ApiError(400, f"{file.name} has more than {most:,} bytes", param="lora_path")
+        if len(data) > limit:
+            raise ApiError(400, f"{file.name} has more than {limit:,} bytes", param="lora_path")
         return data
 
-    def _inside(self, path: Path) -> Path:
-        """`path` with symbolic links resolved; it must be in the root."""
+    def _resolve(self, path: Path) -> Path:
+        """Resolve the symbolic links of `path`, which must be in the root."""
         try:
             real = path.resolve(strict=True)
         except (OSError, ValueError, RuntimeError):  # missing, too long, a zero byte, a loop of links
@@ -138,20 +138,20 @@ class AdapterLoads:
         return real
 
 
-def adapter_routes(loads: AdapterLoads) -> APIRouter:
-    """The routes that load and unload adapters."""
+def adapter_routes(loader: AdapterLoader) -> APIRouter:
+    """Return the routes that load and unload adapters."""
     router = APIRouter(prefix="/v1")
 
     @router.post("/load_lora_adapter", response_model=None)
     async def load(request: Request) -> PlainTextResponse:
         body = read_body(await request.body(), _LoadBody)
-        await loads.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+        await loader.load(body.lora_name, body.lora_path, replace=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     @router.post("/unload_lora_adapter", response_model=None)
     async def unload(request: Request) -> PlainTextResponse:
         body = read_body(await request.body(), _UnloadBody)
-        await loads.unload(body.lora_name)
+        await loader.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return router

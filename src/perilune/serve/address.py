@@ -8,12 +8,12 @@ from collections.abc import Mapping
 
 from perilune.errors import RequestError
 
-SHORTEST_TOKEN = 16  # characters; shorter ones can be guessed
+MIN_TOKEN_CHARS = 16  # characters; shorter ones can be guessed
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def is_for_this_machine(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether a request names this machine as its host.
+    """Return whether a request names this machine as its host.
 
     DNS rebinding: a web page can point its own host name here, but its requests carry that name.
     """
@@ -22,14 +22,14 @@ def is_for_this_machine(headers: Mapping[bytes, bytes]) -> bool:
 
 
 def has_token(headers: Mapping[bytes, bytes], token: bytes) -> bool:
-    """Whether a request carries the bearer token."""
+    """Return whether a request carries the bearer token."""
     scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
     # In constant time, so that timing reveals nothing about the token.
     return hmac.compare_digest(given.strip(), token) and scheme.lower() == b"bearer"
 
 
-def token_of(host: str, token_env: str) -> str | None:
-    """The bearer token of requests, or None.
+def load_token(host: str, token_env: str) -> str | None:
+    """Read the bearer token that requests need from the environment; None if they need none.
 
     Raises:
         RequestError: when the token is not set or too short, or a public address has no token.
@@ -43,14 +43,14 @@ def token_of(host: str, token_env: str) -> str | None:
             )
         return None
     token = os.environ.get(token_env, "")
-    if len(token) < SHORTEST_TOKEN:
-        problem = f"has {len(token)} characters, and needs {SHORTEST_TOKEN}" if token else "is not set"
+    if len(token) < MIN_TOKEN_CHARS:
+        problem = f"has {len(token)} characters, and needs {MIN_TOKEN_CHARS}" if token else "is not set"
         raise RequestError(f"{token_env} {problem}", where="--token-env")
     return token
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether all addresses of `host` are loopback addresses."""
+    """Return whether all addresses of `host` are loopback addresses."""
     addresses = _addresses(host, 0)
     return all(ipaddress.ip_address(address[4][0]).is_loopback for address in addresses)
 
@@ -64,8 +64,8 @@ def _addresses(host: str, port: int) -> list[tuple[int, int, int, str, tuple[str
         ) from None
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; port 0 is a free one.
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Bind a socket to the address; port 0 selects a free port.
 
     Raises:
         RequestError: when the address is not free.
@@ -85,7 +85,7 @@ def listening(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
-    """The URL of a server that accepts connections on `listener`."""
+def server_url(listener: socket.socket) -> str:
+    """Return the URL of a server that accepts connections on `listener`."""
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,4 +1,4 @@
-"""The documents of chat and text completions, whole and as chunks of a stream."""
+"""The JSON responses of chat and text completions, whole and as events of a stream."""
 
 import json
 import time
@@ -13,16 +13,16 @@ from typing import Any
 from perilune.data.tool_calls import ToolCall
 from perilune.engine.request import Delta
 from perilune.errors import PeriluneError
-from perilune.serve.errors import error_document, status_of
+from perilune.serve.errors import error_document, http_status
 from perilune.serve.parts import Beginning, Reader
 from perilune.serve.tool_formats import FORMATS
 
 DONE = b"data: [DONE]\n\n"
-_OF_CALLS = ("call", "arguments")
+_CALL_KINDS = ("call", "arguments")
 
 # OpenAI has no finish reason for an answer whose format allows no further token. Such an answer is
 # incomplete, like one that was cut off, and "stop" would mark it as complete.
-_INCOMPLETE: dict[str | None, str] = {"aborted": "length"}
+_FINISH_REASONS: dict[str | None, str] = {"aborted": "length"}
 
 encode_json = json.JSONEncoder(
     separators=(",", ":"), ensure_ascii=False
@@ -31,14 +31,14 @@ encode_json = json.JSONEncoder(
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a request."""
+    """The numbers of tokens of a request."""
 
     prompt: int
     completion: int = 0
     cached: int = 0
 
     def document(self) -> dict[str, Any]:
-        """The object `usage` of OpenAI's API."""
+        """Return the object `usage` of OpenAI's API."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.completion,
@@ -47,111 +47,111 @@ class Usage:
         }
 
 
-class Spelling:
-    """Text and bytes of single tokens, for the lists of log-probs.
+class TokenFormatter:
+    """Formats log-probs of tokens with the text and bytes of each token.
 
     Args:
-        spell: gives the text of one token; of a control token, its name.
+        token_text: returns the text of a token, or the name of a control token.
         token_bytes: bytes of each token by id; None where unknown.
     """
 
-    def __init__(self, spell: Callable[[int], str], token_bytes: Sequence[bytes | None]) -> None:
-        self.text = cache(spell)
+    def __init__(self, token_text: Callable[[int], str], token_bytes: Sequence[bytes | None]) -> None:
+        self.text = cache(token_text)
         self._bytes = token_bytes
 
-    def rows(self, gained: Delta) -> list[dict[str, Any]]:
-        """The log-probs of new tokens, as in chats."""
+    def format_logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the log-probs of new tokens in the format of chat completions."""
         rows = []
-        for place, (token, logprob) in enumerate(zip(gained.token_ids, gained.logprobs, strict=True)):
-            likely = gained.top_logprobs[place] if gained.top_logprobs else []
-            top = [self._row(one, of_one) for one, of_one in likely]
-            rows.append(self._row(token, logprob) | {"top_logprobs": top})
+        for index, (token, logprob) in enumerate(zip(delta.token_ids, delta.logprobs, strict=True)):
+            likely = delta.top_logprobs[index] if delta.top_logprobs else []
+            top = [self._format_token(other, value) for other, value in likely]
+            rows.append(self._format_token(token, logprob) | {"top_logprobs": top})
         return rows
 
-    def _row(self, token: int, logprob: float) -> dict[str, Any]:
+    def _format_token(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": logprob, "bytes": self.bytes(token)}
 
     def width(self, token: int) -> int:
-        """Characters that `token` adds to the text; 0 for a control token."""
+        """Return characters that `token` adds to the text; 0 for a control token."""
         return len(self.text(token)) if self.bytes(token) is not None else 0
 
     def bytes(self, token: int) -> list[int] | None:
-        """The bytes of `token`, which may be part of a character; None for control tokens."""
+        """Return the bytes of `token`, which may be part of a character; None for control tokens."""
         found = self._bytes[token] if token < len(self._bytes) else None
         return None if found is None else list(found)
 
 
-class Answer:
-    """Builds the documents of one response.
+class CompletionAnswer:
+    """Builds the response to one chat or text completion request.
 
     Args:
         chat: a chat completion; otherwise a text completion.
         logprobs: include log-probs.
-        with_ids: include token ids and policy versions.
-        parts: makes what splits the text of a choice of a chat; None for text that is all content.
-        new_id: makes the id of a tool call.
+        include_ids: include token ids and policy versions.
+        parts: creates the reader of a choice of a chat; None if all text is content.
+        new_id: creates the id of a tool call.
 
     Attributes:
-        begins: what the text of a choice begins with.
-        with_usage: whether a stream ends with the usage.
+        beginning: the kind of text at the start of a choice.
+        include_usage: whether a stream ends with the usage.
         names_function: whether the request names the function to call. A call then is the whole answer, whose
             finish reason is "stop", as in OpenAI's API.
-        echoed: the prompts, which stand before the choices of a text completion; empty unless requested.
+        echoed: the prompts, which precede the choices of a text completion; empty unless requested.
     """
 
     def __init__(
         self,
         model: str,
-        spelling: Spelling,
+        token_formatter: TokenFormatter,
         *,
         chat: bool,
         logprobs: bool,
-        with_ids: bool,
+        include_ids: bool,
         parts: Callable[..., Reader] | None = None,
         new_id: Callable[[], str] = FORMATS["hermes"].new_id,
     ) -> None:
-        self.with_usage = self.names_function = False
+        self.include_usage = self.names_function = False
         self.echoed: Sequence[Delta] = ()
         self._new_id = new_id
-        self.begins: Beginning = "content"
+        self.beginning: Beginning = "content"
         self._make_reader = parts
         self._readers: dict[int, Reader] = {}
         self._calls: Counter[int] = Counter()  # of each choice so far
-        self._spelling, self._chat = spelling, chat
-        self._logprobs, self._with_ids = logprobs, with_ids
+        self._formatter, self._chat = token_formatter, chat
+        self._logprobs, self._include_ids = logprobs, include_ids
         self._offsets: dict[int, int] = {}  # characters of each choice so far
         self._kind, self._piece_kind = (
             ("chat.completion", "chat.completion.chunk") if chat else ("text_completion",) * 2
         )
-        self._head = {
+        self._header = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def whole(
+    def build_response(
         self, choices: Sequence[Delta], prompts: Sequence[Sequence[int]], usage: Usage
     ) -> dict[str, Any]:
-        """The whole response. The choices of each prompt are consecutive."""
+        """Return the whole response. The choices of each prompt are consecutive."""
         each = len(choices) // len(prompts)
         listed = []
-        for index, gained in enumerate(choices):
-            choice = self._choice(index, gained)
+        for index, delta in enumerate(choices):
+            choice = self._choice(index, delta)
             if self._chat:
-                said = self._said(index, gained, choice)
-                for call in said.get("tool_calls", ()):
+                fields = self._message_fields(index, delta, choice)
+                for call in fields.get("tool_calls", ()):
                     del call["index"]  # only in a stream
-                choice["message"] = {"role": "assistant", "refusal": None, **said}
+                choice["message"] = {"role": "assistant", "refusal": None, **fields}
             else:
-                choice["text"] = gained.text
+                choice["text"] = delta.text
             if self.echoed:
-                self._put_before(choice, self.echoed[index // each])
-            if self._with_ids:
+                self._prepend_prompt(choice, self.echoed[index // each])
+            if self._include_ids:
                 choice["prompt_token_ids"] = list(prompts[index // each])
             listed.append(choice)
-        return {"object": self._kind, **self._head, "choices": listed, "usage": usage.document()}
+        return {"object": self._kind, **self._header, "choices": listed, "usage": usage.document()}
 
-    def _put_before(self, choice: dict[str, Any], prompt: Delta) -> None:
+    def _prepend_prompt(self, choice: dict[str, Any], prompt: Delta) -> None:
         """Put the prompt before the text of a choice, and before its log-probs."""
         choice["text"] = prompt.text + choice["text"]
         if (after := choice["logprobs"]) is None:
@@ -165,43 +165,43 @@ class Answer:
         joined = ("tokens", "token_logprobs", "text_offset")
         choice["logprobs"] = after | {name: before[name] + after[name] for name in joined}
 
-    def opening(self, index: int) -> bytes:
-        """The first event of a choice: the role in a chat; empty for text."""
+    def first_event(self, index: int) -> bytes:
+        """Return the first event of a choice: the role in a chat; empty for text."""
         if not self._chat:
             return b""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self._event([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def piece(self, index: int, gained: Delta) -> bytes:
-        """The event with the new tokens of one choice."""
-        choice = self._choice(index, gained)
+    def delta_event(self, index: int, delta: Delta) -> bytes:
+        """Return the event with the new tokens of one choice."""
+        choice = self._choice(index, delta)
         if self._chat:
-            choice["delta"] = self._said(index, gained, choice)
-            if not gained.text and not gained.token_ids and not choice["delta"].get("content"):
+            choice["delta"] = self._message_fields(index, delta, choice)
+            if not delta.text and not delta.token_ids and not choice["delta"].get("content"):
                 choice["delta"].pop("content", None)
         else:
-            choice["text"] = gained.text
+            choice["text"] = delta.text
         return self._event([choice])
 
-    def _said(self, index: int, gained: Delta, choice: dict[str, Any]) -> dict[str, Any]:
-        """The fields of a message with what was gained. A choice with calls gets its own finish reason."""
+    def _message_fields(self, index: int, delta: Delta, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a message with the new parts; set the finish reason of a choice with calls."""
         if self._make_reader is None:
-            return {"content": gained.text}
+            return {"content": delta.text}
         if index not in self._readers:
-            self._readers[index] = self._make_reader(begins=self.begins)
-        parts = self._readers[index].feed(gained.text, last=gained.finish_reason is not None)
-        said: dict[str, Any] = {"content": parts.content}
+            self._readers[index] = self._make_reader(beginning=self.beginning)
+        parts = self._readers[index].feed(delta.text, last=delta.finish_reason is not None)
+        fields: dict[str, Any] = {"content": parts.content}
         if parts.reasoning:
-            said["reasoning_content"] = parts.reasoning
-        if calls := [self._call(index, one) for kind, one in parts.items if kind in _OF_CALLS]:
-            said["content"] = parts.content or None
-            said["tool_calls"] = calls
+            fields["reasoning_content"] = parts.reasoning
+        if calls := [self._call_fields(index, one) for kind, one in parts.items if kind in _CALL_KINDS]:
+            fields["content"] = parts.content or None
+            fields["tool_calls"] = calls
         if self._calls[index] and choice["finish_reason"] == "stop" and not self.names_function:
             choice["finish_reason"] = "tool_calls"
-        return said
+        return fields
 
-    def _call(self, index: int, given: str | ToolCall) -> dict[str, Any]:
-        """A call that begins, or further arguments of the last one."""
+    def _call_fields(self, index: int, given: str | ToolCall) -> dict[str, Any]:
+        """Return the fields of a new call, or of further arguments of the last call."""
         if isinstance(given, str):
             return {"index": self._calls[index] - 1, "function": {"arguments": given}}
         name, arguments = given
@@ -213,51 +213,51 @@ class Answer:
             "function": {"name": name, "arguments": arguments},
         }
 
-    def closing(self, usage: Usage) -> bytes:
-        """The last events."""
-        return (self._event([], usage=usage.document()) if self.with_usage else b"") + DONE
+    def last_event(self, usage: Usage) -> bytes:
+        """Return the last events."""
+        return (self._event([], usage=usage.document()) if self.include_usage else b"") + DONE
 
-    def failed(self, error: PeriluneError) -> bytes:
-        """The last event of an answer that failed after its status was sent."""
-        return event(error_document(status_of(error), error.what))
+    def error_event(self, error: PeriluneError) -> bytes:
+        """Return the last event of a response that failed after its status was sent."""
+        return encode_event(error_document(http_status(error), error.what))
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        return event({"object": self._piece_kind, **self._head, "choices": choices, **more})
+        return encode_event({"object": self._piece_kind, **self._header, "choices": choices, **more})
 
-    def _choice(self, index: int, gained: Delta) -> dict[str, Any]:
+    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
-            "logprobs": self._logprob_document(index, gained) if self._logprobs else None,
-            "finish_reason": _INCOMPLETE.get(gained.finish_reason, gained.finish_reason),
+            "logprobs": self._logprob_document(index, delta) if self._logprobs else None,
+            "finish_reason": _FINISH_REASONS.get(delta.finish_reason, delta.finish_reason),
         }
-        if self._with_ids:
-            choice |= {"token_ids": gained.token_ids, "policy_version": gained.policy_version}
+        if self._include_ids:
+            choice |= {"token_ids": delta.token_ids, "policy_version": delta.policy_version}
         return choice
 
-    def _logprob_document(self, index: int, gained: Delta) -> dict[str, Any]:
+    def _logprob_document(self, index: int, delta: Delta) -> dict[str, Any]:
         if self._chat:
-            return {"content": self._spelling.rows(gained), "refusal": None}
+            return {"content": self._formatter.format_logprobs(delta), "refusal": None}
         begin = self._offsets.get(index, 0)
-        self._offsets[index] = begin + sum(map(self._spelling.width, gained.token_ids))
-        return self._text_logprobs(gained, begin)
+        self._offsets[index] = begin + sum(map(self._formatter.width, delta.token_ids))
+        return self._text_logprobs(delta, begin)
 
-    def _text_logprobs(self, gained: Delta, begin: int) -> dict[str, Any]:
-        """The log-probs of tokens whose text begins at the character `begin`."""
-        tokens = [self._spelling.text(token) for token in gained.token_ids]
-        widths = map(self._spelling.width, gained.token_ids[:-1])
+    def _text_logprobs(self, delta: Delta, begin: int) -> dict[str, Any]:
+        """Return the log-probs of tokens whose text begins at the character `begin`."""
+        tokens = [self._formatter.text(token) for token in delta.token_ids]
+        widths = map(self._formatter.width, delta.token_ids[:-1])
         top = None
-        if gained.top_logprobs:
-            drawn = zip(gained.token_ids, gained.logprobs, strict=True)
-            rows = zip(gained.top_logprobs, drawn, strict=True)
-            top = [{self._spelling.text(one): lp for one, lp in (*row, sampled)} for row, sampled in rows]
+        if delta.top_logprobs:
+            drawn = zip(delta.token_ids, delta.logprobs, strict=True)
+            rows = zip(delta.top_logprobs, drawn, strict=True)
+            top = [{self._formatter.text(one): lp for one, lp in (*row, sampled)} for row, sampled in rows]
         return {
             "tokens": tokens,
-            "token_logprobs": gained.logprobs,
+            "token_logprobs": delta.logprobs,
             "top_logprobs": top,
             "text_offset": list(accumulate(widths, initial=begin)) if tokens else [],
         }
 
 
-def event(document: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+def encode_event(document: dict[str, Any]) -> bytes:
+    """Encode a server-sent event."""
     return b"data: " + encode_json(document).encode() + b"\n\n"

@@ -16,24 +16,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from perilune.errors import PeriluneError
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import (
-    answer_error,
-    answer_gone,
-    answer_invalid,
-    answer_refused,
-    answer_unexpected,
+    handle_defect,
+    handle_disconnect,
+    handle_http_error,
+    handle_invalid_query,
+    handle_library_error,
 )
 from perilune.serve.guard import BodyLimits, Guard
 from perilune.serve.metrics import Metrics
 from perilune.serve.service import Service
-from perilune.serve.tracing import Spans, request_id
+from perilune.serve.tracing import SpanWriter, request_id
 
 
-class AnyService(Protocol):
+class ModelService(Protocol):
     """The interface of a service that answers requests, for all kinds of models.
 
     Attributes:
         thread: the thread of its engine.
-        answering: requests whose answers are not sent completely.
+        answering: number of requests whose responses are not sent completely.
         draining: whether the server is shutting down.
         open_paths: paths that need no token.
     """
@@ -47,30 +47,30 @@ class AnyService(Protocol):
     def metrics(self) -> Metrics:
         """The metrics of this service."""
 
-    def figures(self) -> Mapping[str, float]:
-        """Current values for /metrics."""
+    def gauges(self) -> Mapping[str, float]:
+        """Return the current values for /metrics."""
 
     def abort_all(self, reason: str) -> None:
         """Stop all requests; their clients get `reason` as the error."""
 
     def close(self) -> None:
-        """Stop what the service started."""
+        """Stop the threads of the service."""
 
 
 def make_app(
-    service: AnyService,
+    service: ModelService,
     *,
     token: str | None,
     bodies: BodyLimits,
     routers: Sequence[APIRouter],
-    spans: Spans | None = None,
+    spans: SpanWriter | None = None,
 ) -> FastAPI:
-    """The application that answers with `service`.
+    """Create the application that answers with `service`.
 
     Args:
         token: bearer token of requests; None if only this machine can connect.
         routers: the routes, besides /health and /metrics.
-        spans: gets a span of each request.
+        spans: writes a span of each request.
     """
 
     @asynccontextmanager
@@ -85,11 +85,11 @@ def make_app(
     # No documentation page, because it would load scripts from other hosts.
     app = FastAPI(title="perilune serve", docs_url=None, redoc_url=None, lifespan=lifespan)
     for kind, answer in (
-        (AnyHTTPException, answer_error),
-        (PeriluneError, answer_refused),
-        (RequestValidationError, answer_invalid),
-        (ClientDisconnect, answer_gone),
-        (Exception, answer_unexpected),
+        (AnyHTTPException, handle_http_error),
+        (PeriluneError, handle_library_error),
+        (RequestValidationError, handle_invalid_query),
+        (ClientDisconnect, handle_disconnect),
+        (Exception, handle_defect),
     ):
         app.add_exception_handler(kind, answer)
     app.add_middleware(
@@ -99,7 +99,7 @@ def make_app(
         draining=lambda: service.draining,
         open_paths=service.open_paths,
     )
-    app.add_middleware(_Recorded, service=service, spans=spans)
+    app.add_middleware(_RequestRecorder, service=service, spans=spans)
     for router in routers:
         app.include_router(router)
 
@@ -110,13 +110,13 @@ def make_app(
 
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
-        return service.metrics.response(service.figures())
+        return service.metrics.render_page(service.gauges())
 
     return app
 
 
 def text_routes(service: Service) -> APIRouter:
-    """The routes of a text model."""
+    """Return the routes of a text model."""
     router = APIRouter()
     started = int(time())
 
@@ -146,19 +146,19 @@ def text_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.adapter_of(name)
+        service.find_adapter(name)
         return card(name)
 
     return router
 
 
-class _Recorded:
-    """Gives each request an id, counts it by route and status, and writes its span.
+class _RequestRecorder:
+    """Middleware that gives each request an id, counts it by route and status, and writes its span.
 
-    A path that is not served counts as "other".
+    Paths without a route count as "other".
     """
 
-    def __init__(self, app: ASGIApp, *, service: AnyService, spans: Spans | None) -> None:
+    def __init__(self, app: ASGIApp, *, service: ModelService, spans: SpanWriter | None) -> None:
         self._app, self._service, self._spans = app, service, spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -172,7 +172,7 @@ class _Recorded:
             nonlocal status
             status = answered
             route = scope.get("route")  # the router sets it
-            self._service.metrics.answered("other" if route is None else route.path, status)
+            self._service.metrics.count_request("other" if route is None else route.path, status)
 
         async def recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -184,7 +184,7 @@ class _Recorded:
         try:
             await self._app(scope, receive, recorded)
         except Exception:
-            if not status:  # `answer_unexpected` answers outside of all middleware
+            if not status:  # `handle_defect` answers outside of all middleware
                 count(500)
             raise
         finally:

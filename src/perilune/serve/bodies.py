@@ -1,7 +1,7 @@
-"""Parses and validates request bodies in bounded time.
+"""Parsing and validation of request bodies in bounded time.
 
 The JSON parser and pydantic hold the GIL, so all other threads wait for them. Their time grows with the
-number of values, not of bytes. Therefore values are counted first, and validation stops at the first error.
+number of values rather than bytes, so values are counted first, and validation stops at the first error.
 """
 
 import json
@@ -18,11 +18,11 @@ from perilune.serve.lanes import Lanes
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
-_MOST_VALUES = 10_000  # of a schema, of chat_template_kwargs, and of logit_bias
-_DEEPEST = 64
-_SHOWN = 200  # characters of an unknown argument
-_MOST = {b"{": 1 << 16, b"[": 1 << 16, b":": 1 << 15, b",": 1 << 18, b'"': 1 << 18}
-"""Most characters that start or separate values, counted outside strings; quotes count everywhere."""
+_MAX_VALUES = 10_000  # of a schema, of chat_template_kwargs, and of logit_bias
+_MAX_DEPTH = 64
+_MAX_SHOWN_CHARS = 200  # characters of an unknown argument
+_MAX_CHARACTER_COUNTS = {b"{": 1 << 16, b"[": 1 << 16, b":": 1 << 15, b",": 1 << 18, b'"': 1 << 18}
+"""Maximum counts of characters that start or separate values, outside strings; quotes count everywhere."""
 
 
 def read_body(data: bytes, kind: type[BodyT]) -> BodyT:
@@ -31,11 +31,11 @@ def read_body(data: bytes, kind: type[BodyT]) -> BodyT:
     Raises:
         ApiError: 400, with the first error.
     """
-    return validated(_parse(data), kind)
+    return validate_body(_parse(data), kind)
 
 
 async def read_request(request: Request, kind: type[BodyT], lanes: Lanes) -> tuple[BodyT, int]:
-    """The validated body of a request, and its size in bytes.
+    """Return the validated body of a request, and its size in bytes.
 
     Raises:
         ApiError: 400, with the first error.
@@ -44,8 +44,8 @@ async def read_request(request: Request, kind: type[BodyT], lanes: Lanes) -> tup
     return await lanes.short_or_long(len(data), lambda: read_body(data, kind)), len(data)
 
 
-def validated(document: Any, kind: type[BodyT]) -> BodyT:
-    """The request in a JSON value.
+def validate_body(document: Any, kind: type[BodyT]) -> BodyT:
+    """Validate a JSON value as a request.
 
     Raises:
         ApiError: 400, with the first error.
@@ -54,16 +54,16 @@ def validated(document: Any, kind: type[BodyT]) -> BodyT:
         raise ApiError(400, "the body is not a JSON object")
     if len(document) > len(kind.model_fields):  # pydantic would list them all
         unknown = next(key for key in document if key not in kind.model_fields)
-        raise ApiError(400, _unrecognised(unknown), param=shorten(unknown))
+        raise ApiError(400, _unknown_argument(unknown), param=shorten(unknown))
     try:
         return kind.model_validate(document)
     except ValidationError as error:
-        first = _most_telling(error.errors(include_url=False, include_input=False))
-    place = _place(first, document)
+        first = _select_error(error.errors(include_url=False, include_input=False))
+    place = _error_path(first, document)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         place.append(message)
-        message = _unrecognised(".".join(place))
+        message = _unknown_argument(".".join(place))
     field = shorten(".".join(place))
     if first["type"] == "missing":
         message = f"{field} is missing"
@@ -72,8 +72,8 @@ def validated(document: Any, kind: type[BodyT]) -> BodyT:
     raise ApiError(400, message, param=field or None)
 
 
-def _most_telling(errors: list[Any]) -> Any:
-    """The first error; of a value that may have several types, the one in a part of it or of its own type."""
+def _select_error(errors: list[Any]) -> Any:
+    """Return the first error; for a value with several possible types, the error of the matching type."""
     field = errors[0]["loc"][:1]
     return next(
         (
@@ -85,8 +85,8 @@ def _most_telling(errors: list[Any]) -> Any:
     )
 
 
-def _place(error: Any, document: Any) -> list[str]:
-    """The keys and indices of the invalid value, without the names of types that pydantic puts between."""
+def _error_path(error: Any, document: Any) -> list[str]:
+    """Return the keys and indices of the invalid value, without the type names that pydantic adds."""
     parts = list(error["loc"])
     missing = [str(parts.pop())] if error["type"] == "missing" else []
     place = []
@@ -98,12 +98,12 @@ def _place(error: Any, document: Any) -> list[str]:
     return place + missing
 
 
-def _unrecognised(argument: str) -> str:
+def _unknown_argument(argument: str) -> str:
     return f"unrecognised argument: {shorten(argument)}"
 
 
-def check_values(document: Any, most: int, deepest: int) -> None:
-    """Check that a JSON value has at most `most` values and `deepest` levels, in time O(`most`).
+def check_values(document: Any, most: int, max_depth: int) -> None:
+    """Check that a JSON value has at most `most` values and `max_depth` levels, in time O(`most`).
 
     Raises:
         ValueError: when it has more.
@@ -116,8 +116,8 @@ def check_values(document: Any, most: int, deepest: int) -> None:
         seen += len(value)
         if seen > most:
             raise ValueError(f"more than {most:,} values")
-        if depth > deepest:
-            raise ValueError(f"nested deeper than {deepest} levels")
+        if depth > max_depth:
+            raise ValueError(f"nested deeper than {max_depth} levels")
         waiting += [(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
 
 
@@ -138,12 +138,12 @@ def _parse(data: bytes) -> Any:
 
 
 def _check_count(data: bytes) -> None:
-    if all(data.count(character) <= most for character, most in _MOST.items()):
+    if all(data.count(character) <= most for character, most in _MAX_CHARACTER_COUNTS.items()):
         return
-    if data.count(b'"') <= _MOST[b'"']:
+    if data.count(b'"') <= _MAX_CHARACTER_COUNTS[b'"']:
         unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
         structure = b"".join(unescaped.split(b'"')[::2])
-        if all(structure.count(character) <= most for character, most in _MOST.items()):
+        if all(structure.count(character) <= most for character, most in _MAX_CHARACTER_COUNTS.items()):
             return
     raise ApiError(400, "the body has too many values", code="too_many_values")
 
@@ -155,22 +155,22 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, document: Any) -> Any:
+    def _refuse_unknown(cls, document: Any) -> Any:
         """Refuse the first unknown argument; pydantic would list all."""
         if isinstance(document, dict):
             known = _names(cls)
             for name in document:
                 if name not in known:
-                    shown = name[:_SHOWN].encode(errors="replace").decode()
+                    shown = name[:_MAX_SHOWN_CHARS].encode(errors="replace").decode()
                     raise PydanticCustomError("extra_forbidden", "{name}", {"name": shown})
         return document
 
 
 class RequestBody(Body):
-    """The body of a request of OpenAI's API. A null argument counts as absent.
+    """The body of a request of OpenAI's API. Null arguments count as missing.
 
     Attributes:
-        unsupported: arguments that are refused, but for values that have no effect.
+        unsupported: arguments that are refused, except for the listed values, which have no effect.
         no_effect: arguments that cannot change an answer, and are ignored.
     """
 
@@ -179,7 +179,7 @@ class RequestBody(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unsupported(cls, body: Any) -> Any:
+    def _refuse_unsupported(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             raise ValueError("not a JSON object")  # noqa: TRY004 - pydantic's own way
         kept = {}
@@ -198,14 +198,14 @@ def _names(body: type[Body]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
-def bounded(document: Any) -> Any:
-    """A JSON value of bounded size, for a validator."""
-    check_values(document, _MOST_VALUES, _DEEPEST)
+def check_size(document: Any) -> Any:
+    """Check the size of a JSON value, as a validator."""
+    check_values(document, _MAX_VALUES, _MAX_DEPTH)
     return document
 
 
-def parts_of_types(*types: str) -> BeforeValidator:
-    """Names the first part of another type in a content; pydantic would only say that a list is no string."""
+def require_part_types(*types: str) -> BeforeValidator:
+    """Return a validator of contents whose error names the first part that has another type."""
     read = " and ".join(types)
 
     def check(content: Any) -> Any:
@@ -219,17 +219,17 @@ def parts_of_types(*types: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def returnable(document: Any) -> Any:
-    """A JSON value of bounded size that a response can repeat, for a validator."""
+def check_repeatable(document: Any) -> Any:
+    """Check that a JSON value is small and that a response can repeat it, as a validator."""
     try:
-        json.dumps(bounded(document), ensure_ascii=False).encode()
+        json.dumps(check_size(document), ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("has half of a surrogate pair") from None
     return document
 
 
-Document = Annotated[dict[str, Any], BeforeValidator(bounded)]
-Returned = Annotated[dict[str, Any], BeforeValidator(returnable)]
+Document = Annotated[dict[str, Any], BeforeValidator(check_size)]
+RepeatableDocument = Annotated[dict[str, Any], BeforeValidator(check_repeatable)]
 
 
 def _is_one_of(value: Any, ones: tuple[Any, ...]) -> bool:

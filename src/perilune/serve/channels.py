@@ -11,7 +11,7 @@ Source: the harmony response format, https://cookbook.openai.com/articles/openai
 import re
 
 from perilune.serve.parts import Beginning, Kind, Parts
-from perilune.serve.tool_formats import MOST_CALLS, NAME, Brackets, ToolFormat
+from perilune.serve.tool_formats import MAX_CALLS, NAME, Brackets, ToolFormat
 
 _MESSAGE = "<|message|>"
 _END = re.compile(r"<\|(?:end|call|return|start)\|>")
@@ -24,27 +24,27 @@ _PART_OF_END = re.compile(r"<(?:\|[a-z]{0,6}\|?)?\Z")
 class ChannelsReader:
     """Reads the text of one choice, piece by piece.
 
-    The channel `analysis` is reasoning; all others are content. Text that may become a mark, headers and
-    calls are held back. A malformed call, and an answer without a header, are content.
+    The channel `analysis` is reasoning; all others are content. The reader holds back headers, calls, and
+    text that may become a mark. A malformed call, and an answer without a header, are content.
 
     Args:
         calls: the format of calls; None if calls are content.
-        begins: "content" if the answer continues a message.
-        most_calls: further calls are left out.
+        beginning: "content" if the answer continues a message.
+        max_calls: further calls are dropped.
     """
 
     def __init__(
-        self, *, calls: ToolFormat | None, begins: Beginning = "channels", most_calls: int = MOST_CALLS
+        self, *, calls: ToolFormat | None, beginning: Beginning = "channels", max_calls: int = MAX_CALLS
     ) -> None:
-        self._format, self._calls_left = calls, most_calls
-        self._kind: Kind | None = "content" if begins == "content" else None  # of the open message
+        self._format, self._calls_left = calls, max_calls
+        self._kind: Kind | None = "content" if beginning == "content" else None  # of the open message
         self._header: str | None = None  # of the call that is open
         self._at_start = True  # no message so far
-        self._held, self._searched = "", 0  # no end mark before this index
+        self._buffer, self._searched = "", 0  # no end mark before this index
 
     def feed(self, text: str, *, last: bool) -> Parts:
-        """The parts that follow from more text; `last` gives up what was held back."""
-        self._held += text
+        """Return the parts that can be read with more text; `last` flushes the text that was held back."""
+        self._buffer += text
         parts = Parts()
         while self._read_header(last) if self._kind is None else self._read_body(parts, last):
             pass
@@ -52,15 +52,15 @@ class ChannelsReader:
 
     def _read_header(self, last: bool) -> bool:
         """Read the header of the next message; False while more text is needed."""
-        header, mark, rest = self._held.partition(_MESSAGE)
-        if self._at_start and _NO_HEADER.match(self._held):
+        header, mark, rest = self._buffer.partition(_MESSAGE)
+        if self._at_start and _NO_HEADER.match(self._buffer):
             self._kind = "content"
         elif mark:
             channel = _CHANNEL.search(header)
             self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
             self._header = header if self._format is not None and _RECIPIENT.search(header) else None
-            self._held = rest
-        elif last and self._held:
+            self._buffer = rest
+        elif last and self._buffer:
             self._kind = "content"
         self._at_start = self._at_start and self._kind is None
         return self._kind is not None
@@ -68,25 +68,25 @@ class ChannelsReader:
     def _read_body(self, parts: Parts, last: bool) -> bool:
         """Read the text of the open message; False while more text is needed."""
         assert self._kind is not None
-        end = _END.search(self._held, self._searched)
+        end = _END.search(self._buffer, self._searched)
         if end is None and self._header is not None and not last:
-            self._searched = max(0, len(self._held) - len("<|return|>"))
+            self._searched = max(0, len(self._buffer) - len("<|return|>"))
             return False
         self._searched = 0
-        cut = end or (None if last else _PART_OF_END.search(self._held))
-        text = self._held if cut is None else self._held[: cut.start()]
-        self._held = self._held[len(text) + (0 if end is None else len(end[0])) :]
+        cut = end or (None if last else _PART_OF_END.search(self._buffer))
+        text = self._buffer if cut is None else self._buffer[: cut.start()]
+        self._buffer = self._buffer[len(text) + (0 if end is None else len(end[0])) :]
         if self._header is not None:
             self._call(parts, text)
         else:
             parts.add(self._kind, text)
         if end is not None:
             self._kind = self._header = None
-        return end is not None and bool(self._held)
+        return end is not None and bool(self._buffer)
 
     def _call(self, parts: Parts, arguments: str) -> None:
         assert self._format is not None and self._header is not None
-        found = self._format.read(f"{self._header}{_MESSAGE}{arguments}<|call|>", Brackets())
+        found = self._format.parse(f"{self._header}{_MESSAGE}{arguments}<|call|>", Brackets())
         if found is None or not found.calls:
             parts.add("content", arguments)
         elif self._calls_left:

@@ -1,4 +1,4 @@
-"""Connections: the server drops idle and slow clients, and a flood of connections locks nobody out."""
+"""Connection limits: the server drops idle and slow clients, so a flood of connections blocks nobody else."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class ConnectionLimits:
     """Limits on the connections of clients.
 
     Attributes:
-        most: connections at a time. A new one replaces the one whose client has owed a whole request for the
-            longest time.
-        head_seconds: to receive the headers of each request, from the connection or the last answer on.
-        stalled: seconds after which a client that reads nothing is disconnected.
+        max_connections: connections at a time. A new one replaces the connection that has waited longest for
+            a complete request.
+        head_seconds: time to receive the headers of each request, from the connection or the last answer on.
+        stall_seconds: time after which a client that reads nothing is disconnected.
         request_bytes: largest request, with its headers and chunk framing.
     """
 
-    most: int
+    max_connections: int
     head_seconds: float
-    stalled: float
+    stall_seconds: float
     request_bytes: int
 
 
@@ -52,8 +52,8 @@ class _Connections:
     waiting: dict[_Connection, None] = field(default_factory=dict)
 
 
-def limited_protocol(limits: ConnectionLimits, on_stall: Callable[[], None]) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with `limits`; `on_stall` is called for a dropped client that reads nothing."""
+def make_protocol(limits: ConnectionLimits, on_stall: Callable[[], None]) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol with `limits`; `on_stall` is called when a stalled client is dropped."""
     return type("Connection", (_Connection,), {"shared": _Connections(limits, on_stall)})
 
 
@@ -69,18 +69,18 @@ class _Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        if len(self.shared.connected) >= self.shared.limits.most:
+        if len(self.shared.connected) >= self.shared.limits.max_connections:
             oldest = next(iter(self.shared.waiting), None)
             if oldest is None:  # every connection is being answered
                 self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "the server has too many connections")
                 return
             oldest.drop()
         self.shared.connected.add(self)
-        self._await_head()
+        self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._leave()
+        self._deregister()
         self._stop_stall_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -116,7 +116,7 @@ class _Connection(HttpToolsProtocol):
             self.transport.close()  # the rest of the body may never arrive
         super().on_response_complete()
         if self.cycle.response_complete:
-            self._await_head()
+            self._start_head_timer()
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that is not HTTP."""
@@ -130,9 +130,9 @@ class _Connection(HttpToolsProtocol):
         return self._headers > _MAX_HEADERS or self._header_bytes > _MAX_HEAD_BYTES
 
     def pause_writing(self) -> None:
-        """The buffers are full, so the answer waits for its reader."""
+        """Start the stall timer: the buffers are full, so the response waits for the client."""
         super().pause_writing()
-        self._stall_timer = self.loop.call_later(self.shared.limits.stalled, self._stall)
+        self._stall_timer = self.loop.call_later(self.shared.limits.stall_seconds, self._stall)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -140,7 +140,7 @@ class _Connection(HttpToolsProtocol):
 
     def drop(self) -> None:
         """Close the connection now and discard unsent bytes."""
-        self._leave()
+        self._deregister()
         self.transport.abort()
 
     def _stall(self) -> None:
@@ -152,7 +152,7 @@ class _Connection(HttpToolsProtocol):
             self._stall_timer.cancel()
             self._stall_timer = None
 
-    def _await_head(self) -> None:
+    def _start_head_timer(self) -> None:
         self.shared.waiting[self] = None
         self._head_timer = self.loop.call_later(self.shared.limits.head_seconds, self.drop)
 
@@ -161,7 +161,7 @@ class _Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _leave(self) -> None:
+    def _deregister(self) -> None:
         self.shared.connected.discard(self)
         self.shared.waiting.pop(self, None)
         self._stop_head_timer()

@@ -24,7 +24,7 @@ from perilune.serve.gate import Gate
 Mode = Literal["abort", "wait", "keep"]
 Tag = Literal["weights", "kv_cache"]
 
-_POLL = 0.01  # seconds
+_POLL_INTERVAL_S = 0.01  # seconds
 
 
 class Control:
@@ -32,11 +32,11 @@ class Control:
 
     Args:
         engine: after the start, only its own thread uses it.
-        changing: held while the weights of the engine or its runner are replaced.
+        weights_lock: held while the weights of the engine or its runner are replaced.
     """
 
-    def __init__(self, engine: Engine, thread: EngineThread, gate: Gate, changing: asyncio.Lock) -> None:
-        self._engine, self._thread, self.gate, self._changing = engine, thread, gate, changing
+    def __init__(self, engine: Engine, thread: EngineThread, gate: Gate, weights_lock: asyncio.Lock) -> None:
+        self._engine, self._thread, self.gate, self._weights_lock = engine, thread, gate, weights_lock
 
     async def pause(self, mode: Mode, *, clear_cache: bool = True) -> None:
         """Stop computing steps and make new requests wait. A sleeping model stays asleep."""
@@ -47,8 +47,8 @@ class Control:
         self.gate.close()
         if mode == "wait":  # also finish requests that an earlier pause has kept
             await self._set_paused(False)
-        while mode == "wait" and self._thread.open_samples:
-            await asyncio.sleep(_POLL)
+        while mode == "wait" and self._thread.num_open_samples:
+            await asyncio.sleep(_POLL_INTERVAL_S)
             if not self.gate.closed:  # resumed meanwhile
                 return
 
@@ -57,7 +57,7 @@ class Control:
             if mode != "keep" and clear_cache:
                 self._engine.reset_prefix_cache()
 
-        await self._thread.between_steps(stop)
+        await self._thread.run_between_steps(stop)
 
     async def resume(self) -> None:
         """End a pause.
@@ -71,11 +71,11 @@ class Control:
         self.gate.open()
 
     async def _set_paused(self, paused: bool) -> None:
-        await self._thread.between_steps(lambda: setattr(self._thread, "paused", paused))
+        await self._thread.run_between_steps(lambda: setattr(self._thread, "paused", paused))
 
     async def sleep(self, mode: Mode) -> None:
         """Pause, and free the cache and the engine's copy of the weights."""
-        async with self._changing:
+        async with self._weights_lock:
             if self.gate.sleeping:
                 return
             await self.pause(mode)
@@ -89,7 +89,7 @@ class Control:
                 self._engine.sleep()
 
             try:
-                await self._thread.between_steps(fall_asleep)
+                await self._thread.run_between_steps(fall_asleep)
             except BaseException:
                 self.gate.sleeping.clear()
                 self.gate.close()
@@ -97,22 +97,22 @@ class Control:
 
     async def wake_up(self, tags: set[Tag]) -> None:
         """Wake up parts of the model. The server resumes once all parts are awake."""
-        async with self._changing:
+        async with self._weights_lock:
             if not self.gate.sleeping:
                 return
             if self.gate.sleeping <= tags:
-                await self._thread.between_steps(self._engine.wake_up)
+                await self._thread.run_between_steps(self._engine.wake_up)
             self.gate.sleeping -= tags
             if not self.gate.sleeping:
                 await self.resume()
 
     async def reset_prefix_cache(self, *, recompute: bool) -> None:
-        """Empty the prefix cache; `recompute` also recomputes what the samples in flight have cached."""
-        await self._thread.between_steps(lambda: self._engine.reset_prefix_cache(recompute=recompute))
+        """Empty the prefix cache; `recompute` also recomputes the cached tokens of samples in flight."""
+        await self._thread.run_between_steps(lambda: self._engine.reset_prefix_cache(recompute=recompute))
 
 
 def control_routes(control: Control) -> APIRouter:
-    """The routes of `control`."""
+    """Return the routes of `control`."""
     router = APIRouter()
 
     @router.post("/pause")

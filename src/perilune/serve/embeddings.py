@@ -18,15 +18,15 @@ from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
 from perilune.serve.answers import Usage
 from perilune.serve.bodies import RequestBody, read_request
-from perilune.serve.errors import CLIENT_LEFT, ApiError
-from perilune.serve.responses import Disconnected, while_connected
+from perilune.serve.errors import CLIENT_CLOSED_REQUEST, ApiError
+from perilune.serve.responses import DisconnectedError, run_while_connected
 from perilune.serve.schema import Tokens
 from perilune.serve.service import Service
 
 _log = logging.getLogger(__name__)
 
-_MOST_TEXTS = 2048
-_MOST_TOKENS = 300_000  # of all texts, as in OpenAI's API
+_MAX_TEXTS = 2048
+_MAX_TOKENS = 300_000  # of all texts, as in OpenAI's API
 
 
 class EmbeddingBody(RequestBody):
@@ -38,8 +38,8 @@ class EmbeddingBody(RequestBody):
     input: (
         str
         | Tokens
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)]
-        | Annotated[list[Tokens], Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MAX_TEXTS, fail_fast=True)]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=_MAX_TEXTS, fail_fast=True)]
     )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
@@ -70,22 +70,22 @@ class Embeddings:
         body, size = await read_request(request, EmbeddingBody, service.lanes)
         if body.dimensions is not None and body.dimensions > self._size:
             raise ApiError(400, f"an embedding has {self._size} dimensions", param="dimensions")
-        adapter = service.adapter_of(body.model)
-        with service.admitted():
-            texts = await service.prompts.texts(body.texts, size, None, "input")
+        adapter = service.find_adapter(body.model)
+        with service.admit():
+            texts = await service.prompts.encode_texts(body.texts, size, None, "input")
             tokens = sum(map(len, texts))
-            if tokens > _MOST_TOKENS:
-                raise ApiError(400, f"a request may have at most {_MOST_TOKENS:,} tokens", param="input")
+            if tokens > _MAX_TOKENS:
+                raise ApiError(400, f"a request may have at most {_MAX_TOKENS:,} tokens", param="input")
             try:
-                vectors = await while_connected(self._computed(texts, adapter), request.receive)
-            except Disconnected:
-                service.metrics.disconnected()
-                return Response(status_code=CLIENT_LEFT)
+                vectors = await run_while_connected(self._compute(texts, adapter), request.receive)
+            except DisconnectedError:
+                service.metrics.count_disconnect()
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
         request.state.model, request.state.usage = body.model, Usage(tokens)
-        service.metrics.finished(began, prompt=tokens, completion=0, cached=0)
+        service.metrics.record_finished(began, prompt=tokens, completion=0, cached=0)
         return await asyncio.to_thread(lambda: JSONResponse(_document(body, vectors, tokens)))
 
-    async def _computed(self, texts: list[list[int]], adapter: str | None) -> list[NDArray[np.float32]]:
+    async def _compute(self, texts: list[list[int]], adapter: str | None) -> list[NDArray[np.float32]]:
         vectors: list[NDArray[np.float32]] = []
         failures: list[WorkFailedError] = []
         async with self._turn:
@@ -102,7 +102,7 @@ class Embeddings:
 
             while len(vectors) < len(texts):
                 await self._service.gate.enter()
-                await self._service.thread.between_steps(compute)
+                await self._service.thread.run_between_steps(compute)
                 if failures:
                     raise failures[0]
         if not all(np.isfinite(vector).all() for vector in vectors):
@@ -124,7 +124,7 @@ def _document(body: EmbeddingBody, vectors: list[NDArray[np.float32]], tokens: i
 
 
 def embedding_routes(embeddings: Embeddings) -> APIRouter:
-    """The route of embeddings."""
+    """Return the route of embeddings."""
     router = APIRouter(prefix="/v1")
     router.post("/embeddings", response_model=None)(embeddings.answer)
     return router

@@ -2,7 +2,7 @@
 
 The thread runs commands (add, abort) between two steps. It passes the deltas of a step to the event loop in
 one call, which distributes them to the streams. A stream merges the deltas that its reader has not taken yet,
-so it holds at most one answer: a slow reader costs bounded memory, and no time of the engine or others.
+so it holds at most one answer. A slow reader therefore uses bounded memory and delays no other request.
 
 A request that fails ends only its own stream. If a step fails, all requests in flight get an error and the
 engine is restarted. If the restart fails, the server stops.
@@ -25,15 +25,15 @@ _log = logging.getLogger(__name__)
 
 
 class StoppedError(WorkFailedError):
-    """The server stopped a request, which may be sent again later."""
+    """The error of a request that the server stopped. The client may send it again later."""
 
 
-class SteppingEngine(Protocol):
+class StepEngine(Protocol):
     """The part of the engine that the thread uses."""
 
     @property
     def unfinished(self) -> bool:
-        """Whether any sample is not finished."""
+        """True if a sample is not finished."""
         ...
 
     def add(self, request: Request, *, stream: bool) -> int: ...
@@ -53,11 +53,11 @@ class Stream:
     The samples of all requests are numbered consecutively; these numbers are called choices.
 
     Args:
-        in_pieces: one delta for each token; otherwise one delta for each finished choice.
+        per_token: one delta for each token; otherwise one delta for each finished choice.
     """
 
-    def __init__(self, requests: Sequence[Request], thread: EngineThread, *, in_pieces: bool) -> None:
-        self.requests, self.in_pieces = requests, in_pieces
+    def __init__(self, requests: Sequence[Request], thread: EngineThread, *, per_token: bool) -> None:
+        self.requests, self.per_token = requests, per_token
         self.remaining = sum(request.n for request in requests)  # choices that have not finished
         self._thread = thread
         self.ids: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class Stream:
         self._pending: dict[int, Delta] = {}
         self._failure: BaseException | None = None
 
-    async def accepted(self) -> None:
+    async def wait_until_accepted(self) -> None:
         """Wait until the engine has accepted the requests.
 
         Raises:
@@ -74,8 +74,8 @@ class Stream:
         """
         await self._accepted
 
-    async def next(self) -> list[tuple[int, Delta]]:
-        """The new deltas, at most one for each choice; empty at the end.
+    async def next_deltas(self) -> list[tuple[int, Delta]]:
+        """Wait for new deltas, and return at most one for each choice; empty at the end.
 
         Raises:
             RequestError: when the engine finds the requests impossible.
@@ -92,7 +92,7 @@ class Stream:
         return deltas
 
     async def linger(self, seconds: float) -> None:
-        """Wait, so that the next delta has more tokens; returns at once if the stream has ended."""
+        """Wait so that the next delta has more tokens, unless the stream has ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
@@ -100,10 +100,10 @@ class Stream:
     def abort(self, reason: str = "aborted") -> None:
         """Stop the unfinished choices and free their cache blocks."""
         if self.remaining:
-            self.failed(StoppedError(reason))
+            self.fail(StoppedError(reason))
             self._thread.abort(self.ids)
 
-    def opened(self, ids: tuple[int, ...]) -> None:
+    def mark_accepted(self, ids: tuple[int, ...]) -> None:
         """Record that the engine has accepted the requests."""
         self.ids = ids
         if not self.remaining:  # aborted meanwhile
@@ -111,18 +111,18 @@ class Stream:
         if not self._accepted.done():
             self._accepted.set_result(None)
 
-    def failed(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """End the stream with an error."""
         self._failure, self.remaining = error, 0
         self._thread.forget(self)
         if not self._accepted.done():
             self._accepted.set_exception(error)
-            self._accepted.exception()  # nobody may be waiting any more
+            self._accepted.exception()  # marks it as retrieved, because the waiter may be gone
         self._changed.set()
         self._ended.set()
 
     def push(self, choice: int, delta: Delta) -> None:
-        """Add a delta, merged into the one that waits for the reader if there is one."""
+        """Add a delta; merge it into the delta that the reader has not taken yet, if there is one."""
         if delta.finish_reason is not None:
             self.remaining -= 1
         waiting = self._pending.get(choice)
@@ -144,13 +144,13 @@ class EngineThread:
         on_restart: called in the event loop when the engine was restarted after a failure.
 
     Attributes:
-        paused: whether no step is computed; set it with `between_steps`.
-        failure: why the engine has failed permanently.
+        paused: whether no step is computed; set it with `run_between_steps`.
+        failure: the error after which the engine could not be restarted.
     """
 
     def __init__(
         self,
-        engine: SteppingEngine,
+        engine: StepEngine,
         *,
         on_failure: Callable[[BaseException], None] = lambda error: None,
         on_restart: Callable[[], None] = lambda: None,
@@ -160,7 +160,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Used in the event loop only: unfinished streams, and the stream and first choice of each request.
         self._unfinished: set[Stream] = set()
-        self._places: dict[int, tuple[Stream, int]] = {}
+        self._streams: dict[int, tuple[Stream, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.paused = False
@@ -177,12 +177,12 @@ class EngineThread:
         self._thread.join()
 
     @property
-    def open_samples(self) -> int:
-        """Unfinished samples."""
+    def num_open_samples(self) -> int:
+        """Number of unfinished samples."""
         return sum(stream.remaining for stream in self._unfinished)
 
-    async def submit(self, requests: Sequence[Request], *, in_pieces: bool) -> Stream:
-        """Pass requests to the engine, which accepts all or none; `in_pieces` as in `Stream`.
+    async def submit(self, requests: Sequence[Request], *, per_token: bool) -> Stream:
+        """Pass requests to the engine, which accepts all or none; `per_token` is as in `Stream`.
 
         Raises:
             RequestError: when the engine refuses a request.
@@ -190,22 +190,22 @@ class EngineThread:
         """
         if self.failure is not None:
             raise WorkFailedError("the engine has failed")
-        stream = Stream(requests, self, in_pieces=in_pieces)
+        stream = Stream(requests, self, per_token=per_token)
         self._unfinished.add(stream)
         self._commands.put(lambda: self._add(stream))
         try:
-            await stream.accepted()
+            await stream.wait_until_accepted()
         except asyncio.CancelledError:
             stream.abort()
             raise
         return stream
 
-    async def between_steps(self, work: Callable[[], None]) -> None:
+    async def run_between_steps(self, work: Callable[[], None]) -> None:
         """Run `work` in the engine's thread between two steps.
 
         Raises:
-            RequestError: of `work`, which has changed nothing then.
-            WorkFailedError: when `work` fails in another way. The engine has failed then.
+            RequestError: raised by `work`, which must not have changed anything.
+            WorkFailedError: when `work` raises another error; the engine then counts as failed.
         """
         if self.failure is not None:
             raise WorkFailedError("the engine has failed")
@@ -220,7 +220,7 @@ class EngineThread:
             except BaseException as failure:
                 _log.error("the engine failed between two steps", exc_info=failure)
                 lasting = failure
-                self._call_in_loop(lambda: self._end(lasting))
+                self._call_in_loop(lambda: self._fail_permanently(lasting))
                 self._call_in_loop(lambda: finished.set_exception(WorkFailedError("the engine has failed")))
             else:
                 self._call_in_loop(lambda: finished.set_result(None))
@@ -231,7 +231,7 @@ class EngineThread:
     def abort(self, ids: Sequence[int]) -> None:
         """Stop requests."""
         for request_id in ids:
-            self._places.pop(request_id, None)
+            self._streams.pop(request_id, None)
         self._commands.put(lambda: self._abort(ids))
 
     def abort_all(self, reason: str) -> None:
@@ -264,13 +264,13 @@ class EngineThread:
             self._engine.restart()
         except BaseException as persistent:
             failure = persistent
-            self._call_in_loop(lambda: self._end(failure))
+            self._call_in_loop(lambda: self._fail_permanently(failure))
             return False
         self._call_in_loop(self.on_restart)
         return True
 
     def _run_commands(self) -> bool:
-        """Run queued commands; waits while there is no step to compute. Returns False to stop the thread."""
+        """Run queued commands, waiting while there is no step to compute. Return False to stop the thread."""
         while True:
             try:
                 command = self._commands.get(block=self.paused or not self._engine.unfinished)
@@ -284,15 +284,15 @@ class EngineThread:
         ids: list[int] = []
         try:
             for request in stream.requests:
-                ids.append(self._engine.add(request, stream=stream.in_pieces))
+                ids.append(self._engine.add(request, stream=stream.per_token))
         except BaseException as error:
             refusal = error if isinstance(error, RequestError) else WorkFailedError("the engine failed")
             if refusal is not error:
                 _log.error("a request could not be added", exc_info=error)
             self._abort(ids)
-            self._call_in_loop(lambda: stream.failed(refusal))
+            self._call_in_loop(lambda: stream.fail(refusal))
             return
-        self._call_in_loop(lambda: self._opened(stream, tuple(ids)))
+        self._call_in_loop(lambda: self._register(stream, tuple(ids)))
 
     def _abort(self, ids: Sequence[int]) -> None:
         for request_id in ids:
@@ -303,35 +303,35 @@ class EngineThread:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback)
 
-    def _opened(self, stream: Stream, ids: tuple[int, ...]) -> None:
+    def _register(self, stream: Stream, ids: tuple[int, ...]) -> None:
         choice = 0
         for request_id, request in zip(ids, stream.requests, strict=True):
-            self._places[request_id] = (stream, choice)
+            self._streams[request_id] = (stream, choice)
             choice += request.n
-        stream.opened(ids)
+        stream.mark_accepted(ids)
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            place = self._places.get(delta.request_id)
+            place = self._streams.get(delta.request_id)
             if place is None:  # aborted
                 continue
             stream, first = place
             if delta.failure is not None:
                 self.abort(stream.ids)
-                stream.failed(delta.failure)
+                stream.fail(delta.failure)
                 continue
             stream.push(first + delta.sample, delta)
             if not stream.remaining:
                 self.forget(stream)
                 for request_id in stream.ids:
-                    self._places.pop(request_id, None)
+                    self._streams.pop(request_id, None)
 
     def _fail_all(self) -> None:
         for stream in list(self._unfinished):
-            stream.failed(WorkFailedError("the engine failed"))
-        self._places.clear()
+            stream.fail(WorkFailedError("the engine failed"))
+        self._streams.clear()
 
-    def _end(self, error: BaseException) -> None:
+    def _fail_permanently(self, error: BaseException) -> None:
         self.failure = error
         self._fail_all()
         self.on_failure(error)

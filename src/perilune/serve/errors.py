@@ -19,8 +19,8 @@ _OPTIONAL = {  # routes that only some servers have
     "/v1/unload_lora_adapter": "start it with --adapters-from FOLDER",
     "/v1/audio/speech": "serve a speech model",
 }
-CLIENT_LEFT = 499  # nginx's status for a client that closed the connection
-_SHOWN = 200  # characters of a request's value that an error message repeats
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed the connection
+_MAX_SHOWN_CHARS = 200  # characters of a request's value that an error message repeats
 
 
 class ApiError(HTTPException):
@@ -28,7 +28,7 @@ class ApiError(HTTPException):
 
     Args:
         status: HTTP status.
-        message: what is wrong, with the value.
+        message: the problem, with the invalid value.
         param: the invalid field.
         code: an identifier for programs, such as "context_length_exceeded".
     """
@@ -46,8 +46,8 @@ class ApiError(HTTPException):
         self.param, self.code = param, code
 
 
-def no_model(name: str, *known: str) -> ApiError:
-    """404: the server has no model of this name, but the `known` ones."""
+def unknown_model_error(name: str, *known: str) -> ApiError:
+    """Return error 404 for an unknown model; the message lists the `known` ones."""
     message = f"no model {shorten(name)!r}; this server has {', '.join(map(repr, known))}"
     return ApiError(404, message, param="model", code="model_not_found")
 
@@ -67,8 +67,8 @@ def error_document(
     }
 
 
-async def answer_error(request: Request, error: Exception) -> JSONResponse:
-    """The response to an `HTTPException` of ours or of the framework."""
+async def handle_http_error(request: Request, error: Exception) -> JSONResponse:
+    """Return the response to an `HTTPException` of ours or of the framework."""
     assert isinstance(error, AnyHTTPException)
     message, path = error.detail, request.url.path
     if path in _OPTIONAL and not isinstance(error, ApiError) and error.status_code == 404:
@@ -79,49 +79,49 @@ async def answer_error(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(document, error.status_code, error.headers)
 
 
-async def answer_refused(request: Request, error: Exception) -> JSONResponse:
-    """The response to an error of the library."""
+async def handle_library_error(request: Request, error: Exception) -> JSONResponse:
+    """Return the response to an error of the library."""
     assert isinstance(error, PeriluneError)
-    status = status_of(error)
+    status = http_status(error)
     return JSONResponse(error_document(status, with_remedy(error), error.where or None), status)
 
 
-def status_of(error: PeriluneError) -> int:
-    """The HTTP status of an error of the library."""
+def http_status(error: PeriluneError) -> int:
+    """Return the HTTP status of an error of the library."""
     if isinstance(error, StoppedError):
         return 503
     return 400 if error.exit_code == 2 else 500
 
 
 def with_remedy(error: PeriluneError) -> str:
-    """The message of an error and its remedy on one line."""
+    """Return the message of an error and its remedy on one line."""
     return f"{error.what} ({error.remedy})" if error.remedy else error.what
 
 
-async def answer_invalid(request: Request, error: Exception) -> JSONResponse:
-    """The response to an invalid parameter in the query of a URL."""
+async def handle_invalid_query(request: Request, error: Exception) -> JSONResponse:
+    """Return the response to an invalid parameter in the query of a URL."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
     return JSONResponse(error_document(400, f"{name}: {first['msg']}", name), 400)
 
 
-async def answer_gone(request: Request, error: Exception) -> Response:
-    """The response when the client left before its body was complete; only the log sees it."""
-    return Response(status_code=CLIENT_LEFT)
+async def handle_disconnect(request: Request, error: Exception) -> Response:
+    """Return the response to a client that left before its body was complete; only the log shows it."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def answer_unexpected(request: Request, error: Exception) -> JSONResponse:
-    """The response to a defect in the server, which logs it."""
+async def handle_defect(request: Request, error: Exception) -> JSONResponse:
+    """Return the response to a defect in the server. uvicorn logs the error."""
     headers = {"X-Request-Id": request.state.request_id}
     return JSONResponse(error_document(500, "the server failed; see its log"), 500, headers)
 
 
 def shorten(text: str) -> str:
-    """`text`, cut to the length that error messages repeat."""
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
+    """Shorten `text` to the length that error messages repeat."""
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 1] + "…"
 
 
 def _encodable(text: str) -> str:
-    """`text` without lone surrogates, which UTF-8 cannot encode."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode(errors="replace").decode()

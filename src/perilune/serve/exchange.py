@@ -14,32 +14,32 @@ from perilune.serve.answers import Usage
 from perilune.serve.engine_thread import Stream
 from perilune.serve.metrics import Metrics
 from perilune.serve.parts import Beginning
-from perilune.serve.responses import while_connected
+from perilune.serve.responses import run_while_connected
 
-_PACE = 0.01  # seconds between two events of a stream; tokens in between are sent together
+_EVENT_INTERVAL_S = 0.01  # seconds between two events of a stream; tokens in between are sent together
 
 
-class Answering(Protocol):
-    """Builds the documents of one response."""
+class AnswerBuilder(Protocol):
+    """The builder of one response."""
 
-    begins: Beginning
+    beginning: Beginning
 
-    def whole(
+    def build_response(
         self, choices: Sequence[Delta], prompts: Sequence[Sequence[int]], usage: Usage
     ) -> dict[str, Any]:
-        """The whole response. The choices of each prompt are consecutive."""
+        """Return the whole response. The choices of each prompt are consecutive."""
 
-    def opening(self, index: int) -> bytes:
-        """The events before the first piece of a choice."""
+    def first_event(self, index: int) -> bytes:
+        """Return the events before the first piece of a choice."""
 
-    def piece(self, index: int, gained: Delta) -> bytes:
-        """The events with new tokens of a choice."""
+    def delta_event(self, index: int, delta: Delta) -> bytes:
+        """Return the events with new tokens of a choice."""
 
-    def closing(self, usage: Usage) -> bytes:
-        """The last events."""
+    def last_event(self, usage: Usage) -> bytes:
+        """Return the last events."""
 
-    def failed(self, error: PeriluneError) -> bytes:
-        """The last events of a response that failed."""
+    def error_event(self, error: PeriluneError) -> bytes:
+        """Return the last events of a response that failed."""
 
 
 class Exchange:
@@ -52,15 +52,15 @@ class Exchange:
         usage: tokens so far.
     """
 
-    def __init__(self, stream: Stream, answer: Answering, metrics: Metrics, began: float) -> None:
+    def __init__(self, stream: Stream, answer: AnswerBuilder, metrics: Metrics, began: float) -> None:
         self._stream, self._answer, self._metrics, self._began = stream, answer, metrics, began
         self._prompts = [request.token_ids for request in stream.requests]
         self.usage = Usage(sum(map(len, self._prompts)))
-        self._begun: set[int] = set()  # choices with a first event
+        self._started: set[int] = set()  # choices with a first event
         self._cached = [0] * len(self._prompts)  # tokens of each prompt found in the prefix cache
 
-    async def document(self, request: Request) -> Response:
-        """The response in one document.
+    async def json_response(self, request: Request) -> Response:
+        """Wait for all samples, and return them as one JSON response.
 
         Raises:
             Disconnected: when the client left.
@@ -68,43 +68,43 @@ class Exchange:
             WorkFailedError: when the request or the engine failed.
         """
         try:
-            choices = await while_connected(self._collected(), request.receive)
+            choices = await run_while_connected(self._collect(), request.receive)
         finally:
             self.close()
         ordered = [choices[choice] for choice in sorted(choices)]
         # In a thread, because many choices with log-probs are many megabytes.
         return await asyncio.to_thread(
-            lambda: JSONResponse(self._answer.whole(ordered, self._prompts, self.usage))
+            lambda: JSONResponse(self._answer.build_response(ordered, self._prompts, self.usage))
         )
 
-    async def _collected(self) -> dict[int, Delta]:
+    async def _collect(self) -> dict[int, Delta]:
         choices: dict[int, Delta] = {}
         while deltas := await self._next():
             choices.update(deltas)
         return choices
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events, those of one step in one piece."""
+        """Yield the response as server-sent events, those of one step in one piece."""
         try:
             while deltas := await self._next():
                 sent = b""
                 for choice, delta in deltas:
-                    if choice not in self._begun:
-                        self._begun.add(choice)
-                        sent += self._answer.opening(choice)
-                    sent += self._answer.piece(choice, delta)
+                    if choice not in self._started:
+                        self._started.add(choice)
+                        sent += self._answer.first_event(choice)
+                    sent += self._answer.delta_event(choice, delta)
                 if sent:
                     yield sent
-                    await self._stream.linger(_PACE)
+                    await self._stream.linger(_EVENT_INTERVAL_S)
         except PeriluneError as error:  # the status is sent already
-            yield self._answer.failed(error)
+            yield self._answer.error_event(error)
             return
-        yield self._answer.closing(self.usage)
+        yield self._answer.last_event(self.usage)
 
     async def _next(self) -> list[tuple[int, Delta]]:
-        deltas = await self._stream.next()
-        if deltas and self._stream.in_pieces and not self.usage.completion:
-            self._metrics.first_token(self._began)
+        deltas = await self._stream.next_deltas()
+        if deltas and self._stream.per_token and not self.usage.completion:
+            self._metrics.record_first_token(self._began)
         each = self._stream.requests[0].n
         for choice, delta in deltas:
             self.usage.completion += len(delta.token_ids)
@@ -114,9 +114,9 @@ class Exchange:
         return deltas
 
     def close(self) -> None:
-        """Record that the response was sent, or stop the engine because the client has left."""
+        """Record the request; stop sampling if the client has left."""
         self._stream.abort()
         usage = self.usage
-        self._metrics.finished(
+        self._metrics.record_finished(
             self._began, prompt=usage.prompt, completion=usage.completion, cached=usage.cached
         )

@@ -1,4 +1,4 @@
-"""Reads calls that a grammar holds an answer to, and passes their arguments on while they are generated.
+"""Reads tool calls that a grammar enforces, and passes their arguments on while they are generated.
 
 The grammar guarantees the texts around names and arguments (`ToolFormat.spelling`), so nothing is held back.
 """
@@ -20,24 +20,24 @@ class ForcedCalls:
         before, between = map(_pattern, (spelling.before, spelling.between))
         # A call begins with its arguments: before, a line break at the end of `between` may be still to come.
         self._head = re.compile(rf"{before}({NAME}){between}(?=\S)")
-        self._held = ""  # the text since the last call, or the arguments of the open one
+        self._buffer = ""  # the text since the last call, or the arguments of the open one
         self._brackets: Brackets | None = None  # of the open call
 
     def feed(self, text: str) -> list[CallPart]:
-        """The parts that follow from more text. An answer that is cut off leaves its last call open."""
-        self._held += text
-        new = len(self._held) - len(text)  # where the arguments begin that were not passed on
+        """Return the parts that can be read with more text. A truncated answer leaves its last call open."""
+        self._buffer += text
+        new = len(self._buffer) - len(text)  # start of the arguments that were not passed on
         parts: list[CallPart] = []
         while True:
             name = None
             if self._brackets is None:
-                head = self._head.search(self._held)
+                head = self._head.search(self._buffer)
                 if head is None:
                     return parts
                 name, new = head[1], 0
-                self._held, self._brackets = self._held[head.end() :], Brackets()
-            end = self._brackets.end(self._held, 0)
-            more = self._held[new:end]
+                self._buffer, self._brackets = self._buffer[head.end() :], Brackets()
+            end = self._brackets.end(self._buffer, 0)
+            more = self._buffer[new:end]
             if name is not None:
                 parts.append(("call", (name, more)))
             elif more:
@@ -45,9 +45,9 @@ class ForcedCalls:
             if end is None:
                 return parts
             parts.append(("end", ""))
-            self._held, self._brackets = self._held[end:], None
+            self._buffer, self._brackets = self._buffer[end:], None
 
 
 def _pattern(text: str) -> str:
-    """A fixed text of a call, whose line breaks are optional."""
+    """Return the pattern of a fixed text of a call, with optional line breaks."""
     return re.escape(text).replace("\\\n", "\n?")

@@ -1,4 +1,4 @@
-"""Holds new requests back while the server is paused, and refuses them while the model sleeps."""
+"""The gate: new requests wait while the server is paused, and are refused while the model sleeps."""
 
 import asyncio
 
@@ -15,13 +15,13 @@ class Gate:
 
     def __init__(self) -> None:
         self.sleeping: set[str] = set()
-        self._shut = ""  # the reason
+        self._refusal = ""  # the reason
         self._opened = asyncio.Event()
         self._opened.set()
 
     @property
     def closed(self) -> bool:
-        """Whether new requests wait."""
+        """True if new requests wait."""
         return not self._opened.is_set()
 
     def close(self) -> None:
@@ -32,15 +32,15 @@ class Gate:
         """Admit waiting and new requests."""
         self._opened.set()
 
-    def shut(self, reason: str) -> None:
-        """Refuse all requests from now on, also those that wait."""
-        self._shut = reason
+    def refuse_all(self, reason: str) -> None:
+        """Refuse all requests from now on, including those that wait."""
+        self._refusal = reason
         self.open()
 
     def check_awake(self) -> None:
-        """Raise an error while the model sleeps, or once the gate is shut."""
-        if self._shut:
-            raise StoppedError(self._shut)
+        """Raise an error while the model sleeps, or after `refuse_all`."""
+        if self._refusal:
+            raise StoppedError(self._refusal)
         if self.sleeping:
             message = "the model sleeps; wake it up with POST /wake_up"
             raise ApiError(503, message, code="sleeping", headers={"Retry-After": "10"})
@@ -50,7 +50,7 @@ class Gate:
 
         Raises:
             ApiError: 503, when the model sleeps.
-            StoppedError: when the gate is shut.
+            StoppedError: after `refuse_all`.
         """
         self.check_awake()
         while self.closed:

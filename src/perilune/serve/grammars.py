@@ -1,6 +1,6 @@
-"""The constraints of answers: JSON that fits a schema, a pattern, one of several texts, or calls of tools.
+"""Constraints on answers: JSON that fits a schema, a pattern, one of several texts, or tool calls.
 
-They hold after any reasoning.
+Constraints apply after any reasoning.
 """
 
 import json
@@ -13,17 +13,17 @@ from perilune.engine.constraints import JSON_OPTIONS, Constraint, Constraints, f
 from perilune.errors import RequestError
 from perilune.serve.errors import shorten
 from perilune.serve.model import ServedModel
-from perilune.serve.parts import THINK, THOUGHT, Beginning
+from perilune.serve.parts import THINK_END, THINK_START, Beginning
 from perilune.serve.schema import ChatBody, Function, Sampling, StructuralTag
 from perilune.serve.tool_formats import NAME
 
-_KEPT = 64  # compiled grammars
-_LONGEST = 1 << 17  # characters of a grammar
+_CACHED_GRAMMARS = 64  # compiled grammars
+_MAX_CHARS = 1 << 17  # characters of a grammar
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}  # in a pattern between slashes
 _ONLY_ARGUMENTS = frozenset(("type", "properties", "required", "title", "description", "$schema", "$defs"))
-_REASONING = "thought[lazy]: /(.|\\n)*" + THOUGHT.replace("/", r"\/") + "/\nGAP: /\\n{0,2}/\n"
-_BEGINNINGS: Mapping[str, str] = {  # up to the rule of the answer
-    "start": f'start: ("{THINK}" thought GAP)? answer\n{_REASONING}',
+_REASONING = "thought[lazy]: /(.|\\n)*" + THINK_END.replace("/", r"\/") + "/\nGAP: /\\n{0,2}/\n"
+_START_RULES: Mapping[str, str] = {  # up to the rule of the answer
+    "start": f'start: ("{THINK_START}" thought GAP)? answer\n{_REASONING}',
     "reasoning": f"start: thought GAP answer\n{_REASONING}",
     "content": "start: answer\n",
 }
@@ -38,13 +38,13 @@ class AnswerConstraints:
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._compiled = lru_cache(_KEPT)(self._compile)
+        self._compiled = lru_cache(_CACHED_GRAMMARS)(self._compile)
 
-    def of(self, body: Sampling, begins: Beginning) -> Constraint:
-        """The constraint of the answers to a request that `is_constrained`.
+    def make_constraint(self, body: Sampling, beginning: Beginning) -> Constraint:
+        """Return the constraint on the answers to a request that `is_constrained`.
 
         Args:
-            begins: what the text begins with; the constraint holds after the reasoning.
+            beginning: the kind of text at the start; the constraint applies after the reasoning.
 
         Raises:
             RequestError: when the request's format or tools cannot be enforced.
@@ -53,10 +53,10 @@ class AnswerConstraints:
         structured = body.structured_outputs
         where = "structured_outputs" if structured else "response_format"
         if isinstance(body, ChatBody) and body.forced_functions:
-            schemas = {function.name: _arguments(function) for function in body.forced_functions}
-            rules, where = self._calls(schemas, body.most_calls), "tools"
+            schemas = {function.name: _argument_schema(function) for function in body.forced_functions}
+            rules, where = self._call_rules(schemas, body.max_calls), "tools"
         elif structured and structured.regex:
-            rules = f"answer: {_regex(structured.regex)}"
+            rules = f"answer: {_regex_rule(structured.regex)}"
         elif structured and structured.choice:
             rules = f"answer: {format_alternatives(structured.choice)}"
         elif structured and structured.grammar:
@@ -64,26 +64,30 @@ class AnswerConstraints:
         elif structured and structured.structural_tag:
             tag = structured.structural_tag
             schemas = {repr(one.begin): one.schema_ for one in tag.structures}
-            rules = self._tags(tag)
+            rules = self._tag_rules(tag)
         else:
             schemas = {"the schema": body.schema_document or {}}
-            rules = f"answer: {_json(body.schema_document or {})}"
-        if len(rules) > _LONGEST:
-            raise RequestError(f"the constraint is longer than {_LONGEST:,} characters", where=where)
-        constraints = self._constraints  # not installed, or no bytes of tokens: no fault of a schema
+            rules = f"answer: {_json_rule(body.schema_document or {})}"
+        if len(rules) > _MAX_CHARS:
+            raise RequestError(f"the constraint is longer than {_MAX_CHARS:,} characters", where=where)
+        constraints = self._constraints  # outside `try`: its errors do not concern the schema
         try:
-            return self._compiled(self._beginning(begins) + rules, structured.grammar if structured else None)
+            return self._compiled(
+                self._start_rules(beginning) + rules, structured.grammar if structured else None
+            )
         except RequestError as error:
             if structured and structured.regex:
                 constraints.regex(structured.regex)  # its error has the position in the expression
             raise _schema_error(constraints, schemas, where) or error from None
 
-    def _beginning(self, begins: Beginning) -> str:
-        """The rules up to that of the answer."""
-        if begins != "channels":
-            return _BEGINNINGS[begins]
-        analysis, final = map(self._text, ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"))
-        end = self._text("<|end|><|start|>assistant")
+    def _start_rules(self, beginning: Beginning) -> str:
+        """Return the rules before the rule of the answer."""
+        if beginning != "channels":
+            return _START_RULES[beginning]
+        analysis, final = map(
+            self._text_rule, ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
+        )
+        end = self._text_rule("<|end|><|start|>assistant")
         return f"start: ({analysis} THOUGHT {end})? {final} answer\nTHOUGHT: /(.|\\n)*/\n"
 
     def _compile(self, rules: str, answer: str | None) -> Constraint:
@@ -94,8 +98,8 @@ class AnswerConstraints:
     def _constraints(self) -> Constraints:
         return Constraints(self._model.tokenizer, self._model.vocab_size, self._model.end_tokens)
 
-    def _calls(self, schemas: Mapping[str, Schema], most: int) -> str:
-        """The rules of one to `most` calls of functions with these schemas of arguments."""
+    def _call_rules(self, schemas: Mapping[str, Schema], limit: int) -> str:
+        """Return the rules of one to `limit` calls of functions with these schemas of arguments."""
         form = self._model.tool_format
         if form.spelling is None:
             raise RequestError(
@@ -103,23 +107,25 @@ class AnswerConstraints:
                 where="tool_choice",
                 remedy="use tool_choice auto, or start the server with --tool-format hermes",
             )
-        opening, before, between, after, separator, closing = map(self._text, form.spelling)
-        more = f"({separator} call){{0,{most - 1}}}" if most > 1 else ""
-        calls = [f'{before} "{name}" {between} {_json(schema)} {after}' for name, schema in schemas.items()]
+        opening, before, between, after, separator, closing = map(self._text_rule, form.spelling)
+        more = f"({separator} call){{0,{limit - 1}}}" if limit > 1 else ""
+        calls = [
+            f'{before} "{name}" {between} {_json_rule(schema)} {after}' for name, schema in schemas.items()
+        ]
         return f"answer: {opening} call {more} {closing}\ncall: " + "\n  | ".join(calls)
 
-    def _tags(self, tag: StructuralTag) -> str:
-        """The rules of free text in which each trigger begins a structure."""
+    def _tag_rules(self, tag: StructuralTag) -> str:
+        """Return the rules of free text in which each trigger begins a structure."""
         rules = [f"answer: ({' | '.join(f'tag_{i}' for i in range(len(tag.structures)))})* TEXT", _ANY_TEXT]
         for i, one in enumerate(tag.structures):
             trigger = tag.trigger(one) or ""
             rest, end = (json.dumps(text) if text else "" for text in (one.begin[len(trigger) :], one.end))
             rules.append(f"trigger_{i}[lazy]: TEXT {json.dumps(trigger)}")
-            rules.append(f"tag_{i}: trigger_{i} {rest} {_json(one.schema_)} {end}")
+            rules.append(f"tag_{i}: trigger_{i} {rest} {_json_rule(one.schema_)} {end}")
         return "\n".join(rules)
 
-    def _text(self, text: str) -> str:
-        """The expression of a fixed text. Line breaks are optional, because chat templates differ in them."""
+    def _text_rule(self, text: str) -> str:
+        """Return the expression of a fixed text with optional line breaks, in which chat templates differ."""
         control = self._model.tokenizer.control_tokens
         marks = "|".join(["\n", *map(re.escape, self._model.tool_format.marks)])
         rules = []
@@ -131,19 +137,19 @@ class AnswerConstraints:
         return " ".join(rules)
 
 
-def _json(schema: Schema) -> str:
-    """The expression of JSON that matches a schema."""
+def _json_rule(schema: Schema) -> str:
+    """Return the expression of JSON that matches a schema."""
     return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
 
 
-def _regex(pattern: str) -> str:
-    """The expression of text that a regular expression matches as a whole."""
+def _regex_rule(pattern: str) -> str:
+    """Return the expression of text that a regular expression matches as a whole."""
     escaped = re.sub(r"\\.|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), pattern, flags=re.DOTALL)
     return f"/{escaped}/"
 
 
-def _arguments(function: Function) -> Schema:
-    """The schema of a function's arguments, which are an object.
+def _argument_schema(function: Function) -> Schema:
+    """Return the schema of a function's arguments, which are an object.
 
     Where a schema only lists arguments, others are excluded. JSON Schema would allow them, but the function
     does not have them.
@@ -158,7 +164,7 @@ def _arguments(function: Function) -> Schema:
 
 
 def _schema_error(constraints: Constraints, schemas: Mapping[str, Schema], where: str) -> RequestError | None:
-    """The error of the first schema that cannot be enforced."""
+    """Return the error of the first schema that cannot be enforced."""
     for name, schema in schemas.items():
         try:
             constraints.json_schema(schema)

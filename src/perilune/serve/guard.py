@@ -1,6 +1,6 @@
 """Middleware that checks every request first: its token, its host, and the size of its body.
 
-It is pure ASGI: it sees a body in chunks, refuses it before the rest has arrived, and buffers nothing.
+It is pure ASGI: it reads a body in chunks, can refuse it before the rest has arrived, and buffers nothing.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from perilune.serve.address import has_token, is_for_this_machine
 from perilune.serve.errors import ApiError, error_document
 
-HEALTH = "/health"  # needs no token
+HEALTH_PATH = "/health"  # needs no token
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class BodyLimits:
     """Limits on request bodies.
 
     Attributes:
-        most: bytes.
-        seconds: to receive the whole body.
+        max_bytes: maximum size.
+        seconds: time to receive the whole body.
     """
 
-    most: int
+    max_bytes: int
     seconds: float = 30.0
 
     @property
-    def discarded(self) -> int:
-        """Bytes of a too large body to read, so that the client sees the error."""
-        return 16 * self.most
+    def max_discarded_bytes(self) -> int:
+        """Number of bytes to read of a body that is too large, so that the client sees the error."""
+        return 16 * self.max_bytes
 
 
 class Guard:
@@ -57,27 +57,27 @@ class Guard:
         self._token = None if token is None else token.encode()
         self._bodies = bodies
         self._draining = draining
-        self._open = {HEALTH, *open_paths}
+        self._open = {HEALTH_PATH, *open_paths}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        refusal = self._refusal(scope, headers)
+        refusal = self._check(scope, headers)
         if refusal is None:
-            await self._app(scope, self._counted(receive), send)
+            await self._app(scope, self._limit_body(receive), send)
             return
         if scope["method"] == "POST":
             await self._discard(receive)
         await refusal(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
-        return self._unauthorized(scope, headers) or (
-            self._bad_post(headers) if scope["method"] == "POST" else None
+    def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
+        return self._check_access(scope, headers) or (
+            self._check_post(headers) if scope["method"] == "POST" else None
         )
 
-    def _unauthorized(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
+    def _check_access(self, scope: Scope, headers: dict[bytes, bytes]) -> JSONResponse | None:
         if self._token is None:
             if not is_for_this_machine(headers):
                 return _error(403, "this server only answers requests to localhost", code="wrong_host")
@@ -90,7 +90,7 @@ class Guard:
             )
         return None
 
-    def _bad_post(self, headers: dict[bytes, bytes]) -> JSONResponse | None:
+    def _check_post(self, headers: dict[bytes, bytes]) -> JSONResponse | None:
         if self._draining():
             return _error(503, "the server is shutting down", headers={"Retry-After": "10"})
         kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
@@ -100,12 +100,12 @@ class Guard:
         if kind != b"application/json" and not (empty and not kind):
             # This also forces browsers to send a CORS preflight for pages of other sites.
             return _error(415, "the body must have Content-Type: application/json")
-        if length.isdigit() and int(length) > self._bodies.most:
-            return _error(413, self._too_long(), code="body_too_large")
+        if length.isdigit() and int(length) > self._bodies.max_bytes:
+            return _error(413, self._too_large_message(), code="body_too_large")
         return None
 
-    def _counted(self, receive: Receive) -> Receive:
-        """`receive` that raises an `ApiError` when a body is too large or too slow."""
+    def _limit_body(self, receive: Receive) -> Receive:
+        """Wrap `receive` to raise an `ApiError` when a body is too large or too slow."""
         received = 0
         deadline = asyncio.get_running_loop().time() + self._bodies.seconds
         complete = False
@@ -122,17 +122,17 @@ class Guard:
                 raise ApiError(408, late) from None
             received += len(message.get("body", b""))
             complete = message["type"] != "http.request" or not message.get("more_body", False)
-            if received > self._bodies.most:
+            if received > self._bodies.max_bytes:
                 if not complete:
                     await self._discard(receive)
-                raise ApiError(413, self._too_long(), code="body_too_large")
+                raise ApiError(413, self._too_large_message(), code="body_too_large")
             return message
 
         return counted
 
     async def _discard(self, receive: Receive) -> None:
-        """Read more of the body: a client that is cut off while it sends never sees the response."""
-        left = self._bodies.discarded
+        """Read more of the body, because a client that is disconnected while it sends sees no response."""
+        left = self._bodies.max_discarded_bytes
         try:
             async with asyncio.timeout(self._bodies.seconds):
                 while left > 0:
@@ -143,8 +143,8 @@ class Guard:
         except TimeoutError:
             return
 
-    def _too_long(self) -> str:
-        return f"the body is larger than {self._bodies.most:,} bytes"
+    def _too_large_message(self) -> str:
+        return f"the body is larger than {self._bodies.max_bytes:,} bytes"
 
 
 def _error(

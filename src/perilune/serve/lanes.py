@@ -10,7 +10,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-LONG = 1 << 14  # bytes or characters from which work is long: a few milliseconds
+LONG_TASK_SIZE = 1 << 14  # bytes or characters from which work is long: a few milliseconds
 
 
 class Lanes:
@@ -24,7 +24,7 @@ class Lanes:
 
     async def short_or_long(self, size: int, work: Callable[[], Result]) -> Result:
         """Run `work` on `size` bytes or characters."""
-        return await self._run("short" if size < LONG else "long", work)
+        return await self._run("short" if size < LONG_TASK_SIZE else "long", work)
 
     async def template(self, work: Callable[[], Result]) -> Result:
         """Run `work` that renders a chat template, which may take any time."""

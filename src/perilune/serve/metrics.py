@@ -7,15 +7,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_LATELY = 0.2  # weight of the newest answer in the running mean of answer times
+BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_NEWEST_WEIGHT = 0.2  # weight of the newest answer in the running mean of answer times
 
 
 class Metrics:
     """Counts and times of one server.
 
     Attributes:
-        registry: where Prometheus finds them.
+        registry: the Prometheus registry of the metrics.
         answer_seconds: running mean of the time of an answer.
     """
 
@@ -39,48 +39,48 @@ class Metrics:
         self._first = Histogram(
             "perilune_first_token_seconds",
             "Seconds from the request to the first token of a stream",
-            buckets=SECONDS,
+            buckets=BUCKETS_S,
             registry=self.registry,
         )
         self._whole = Histogram(
             "perilune_answer_seconds",
             "Seconds from the request to the end of its answer",
-            buckets=SECONDS,
+            buckets=BUCKETS_S,
             registry=self.registry,
         )
         self._gauges: dict[str, Gauge] = {}
         self.answer_seconds = 1.0
 
-    def answered(self, path: str, status: int) -> None:
+    def count_request(self, path: str, status: int) -> None:
         """Count an answered request."""
         self._requests.labels(path, str(status)).inc()
 
-    def disconnected(self) -> None:
+    def count_disconnect(self) -> None:
         """Count a client that disconnected."""
         self._disconnects.inc()
 
-    def stalled(self) -> None:
+    def count_stall(self) -> None:
         """Count a client that read nothing for too long."""
         self._stalls.inc()
 
-    def restarted(self) -> None:
+    def count_restart(self) -> None:
         """Count a restart of the engine."""
         self._restarts.inc()
 
-    def first_token(self, since: float) -> None:
+    def record_first_token(self, since: float) -> None:
         """Record the first token of a stream, requested at `since` on the performance counter."""
         self._first.observe(time.perf_counter() - since)
 
-    def finished(self, since: float, *, prompt: int, completion: int, cached: int) -> None:
+    def record_finished(self, since: float, *, prompt: int, completion: int, cached: int) -> None:
         """Record a finished request and its tokens."""
         seconds = time.perf_counter() - since
         self._whole.observe(seconds)
-        self.answer_seconds += _LATELY * (seconds - self.answer_seconds)
+        self.answer_seconds += _NEWEST_WEIGHT * (seconds - self.answer_seconds)
         for kind, count in (("prompt", prompt), ("completion", completion), ("prompt_cached", cached)):
             self._tokens.labels(kind).inc(count)
 
-    def response(self, now: Mapping[str, float]) -> Response:
-        """The page, with the current values `now` as gauges."""
+    def render_page(self, now: Mapping[str, float]) -> Response:
+        """Return the /metrics page, with the current values `now` as gauges."""
         for name, value in now.items():
             if name not in self._gauges:
                 self._gauges[name] = Gauge(f"perilune_{name}", "Current value", registry=self.registry)

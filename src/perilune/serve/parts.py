@@ -1,7 +1,7 @@
 """Splits the text of an answer into reasoning, content and tool calls, while it is streamed or whole.
 
-Reasoning stands in <think> ... </think> at the beginning, as in DeepSeek-R1 and Qwen3. Text that may still
-become a mark or a call is held back. A call that is malformed or incomplete is content.
+Reasoning is in <think> ... </think> at the beginning, as in DeepSeek-R1 and Qwen3. Readers hold back text
+that may still become a mark or a call. A call that is malformed or incomplete is content.
 """
 
 from collections.abc import Iterable
@@ -10,14 +10,14 @@ from typing import Literal, Protocol
 
 from perilune.data.tool_calls import ToolCall
 from perilune.serve.forced_calls import CallPart, ForcedCalls
-from perilune.serve.tool_formats import MOST_CALLS, Brackets, ToolFormat
+from perilune.serve.tool_formats import MAX_CALLS, Brackets, ToolFormat
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 
 Kind = Literal["reasoning", "content"]
 Beginning = Literal["start", "reasoning", "content", "channels"]
-"""What an answer begins with: reasoning or content ("start"), the rest of the reasoning, content, or the
-header of a message (see `ChannelsReader`)."""
+"""The kind of text at the start of an answer: reasoning or content ("start"), the rest of the reasoning,
+content, or the header of a message (see `ChannelsReader`)."""
 
 
 @dataclass(slots=True)
@@ -56,15 +56,15 @@ class Parts:
 
     @property
     def calls(self) -> list[ToolCall]:
-        """All calls that begin here."""
+        """All calls that begin in these parts."""
         return [one for _, one in self.items if isinstance(one, tuple)]
 
 
 class Reader(Protocol):
-    """Splits the text of one choice."""
+    """A parser that splits the text of one choice."""
 
     def feed(self, text: str, *, last: bool) -> Parts:
-        """The parts that follow from more text; `last` gives up what was held back."""
+        """Return the parts that can be read with more text; `last` flushes the text that was held back."""
         ...
 
 
@@ -73,95 +73,99 @@ class PartsReader:
 
     Args:
         calls: the format of calls; None if calls are content.
-        begins: what the text begins with.
-        most_calls: further calls are left out.
-        forced: whether a grammar holds the content to calls in this format. Their arguments are passed on
-            while they are generated, and as they are spelled.
+        beginning: the kind of text at the start.
+        max_calls: further calls are dropped.
+        forced: whether a grammar limits the content to calls in this format. Their arguments are passed on
+            while they are generated, without canonical formatting.
     """
 
     def __init__(
         self,
         *,
         calls: ToolFormat | None,
-        begins: Beginning = "content",
-        most_calls: int = MOST_CALLS,
+        beginning: Beginning = "content",
+        max_calls: int = MAX_CALLS,
         forced: bool = False,
     ) -> None:
-        self._format, self._calls_left = calls, most_calls
+        self._format, self._calls_left = calls, max_calls
         spelling = calls.spelling if forced and calls is not None else None
         self._forced = None if spelling is None else ForcedCalls(spelling)
-        self._state = begins
-        self._held = ""
-        self._fresh = False  # nothing but white space since the reasoning or the last call
+        self._state = beginning
+        self._buffer = ""
+        self._skip_whitespace = False  # nothing but white space since the reasoning or the last call
         self._at_start = True  # no content but white space so far
         self._brackets = Brackets(calls.quotes) if calls is not None else Brackets()
 
     def feed(self, text: str, *, last: bool) -> Parts:
-        """The parts that follow from more text; `last` gives up what was held back."""
-        self._held += text
+        """Return the parts that can be read with more text; `last` flushes the text that was held back."""
+        self._buffer += text
         parts = Parts()
         if self._state == "start":
-            self._begin(last)
+            self._detect_reasoning(last)
         if self._state == "reasoning":
-            self._reason(parts, last)
+            self._read_reasoning(parts, last)
         if self._state == "content":
-            self._answer(parts, last)
+            self._read_content(parts, last)
         return parts
 
-    def _begin(self, last: bool) -> None:
-        begun = self._held.lstrip()
-        if begun.startswith(THINK):
-            self._state, self._held = "reasoning", begun.removeprefix(THINK)
-        elif last or not THINK.startswith(begun):
+    def _detect_reasoning(self, last: bool) -> None:
+        begun = self._buffer.lstrip()
+        if begun.startswith(THINK_START):
+            self._state, self._buffer = "reasoning", begun.removeprefix(THINK_START)
+        elif last or not THINK_START.startswith(begun):
             self._state = "content"
 
-    def _reason(self, parts: Parts, last: bool) -> None:
-        thought, mark, rest = self._held.partition(THOUGHT)
+    def _read_reasoning(self, parts: Parts, last: bool) -> None:
+        thought, mark, rest = self._buffer.partition(THINK_END)
         if mark:
             parts.add("reasoning", thought)
-            self._held, self._state, self._fresh = rest, "content", True
+            self._buffer, self._state, self._skip_whitespace = rest, "content", True
             return
-        held = "" if last else _may_begin(thought, THOUGHT)
+        held = "" if last else _partial_mark(thought, THINK_END)
         parts.add("reasoning", thought.removesuffix(held))
-        self._held = held
+        self._buffer = held
 
-    def _answer(self, parts: Parts, last: bool) -> None:
+    def _read_content(self, parts: Parts, last: bool) -> None:
         if self._forced is not None:
-            parts.add_calls(self._forced.feed(self._held))
-            self._held = ""
+            parts.add_calls(self._forced.feed(self._buffer))
+            self._buffer = ""
             return
         if self._format is None:
-            self._say(parts, self._held)
-            self._held = ""
+            self._add_content(parts, self._buffer)
+            self._buffer = ""
             return
-        while self._held:
-            start = self._format.begin(self._held, at_start=self._at_start)
-            before = self._held[:start]
-            found = self._format.read(self._held[start:], self._brackets) if start < len(self._held) else None
+        while self._buffer:
+            start = self._format.find_call(self._buffer, at_start=self._at_start)
+            before = self._buffer[:start]
+            found = (
+                self._format.parse(self._buffer[start:], self._brackets)
+                if start < len(self._buffer)
+                else None
+            )
             if found is None:
                 # White space before a call belongs to it.
-                said = self._held if last else before.rstrip()
-                self._say(parts, said)
-                self._held = self._held[len(said) :]
+                content = self._buffer if last else before.rstrip()
+                self._add_content(parts, content)
+                self._buffer = self._buffer[len(content) :]
                 return
             end = start + found.length
-            self._say(parts, before.rstrip() if found.calls else self._held[:end])
-            self._held, self._brackets = self._held[end:], Brackets(self._format.quotes)
+            self._add_content(parts, before.rstrip() if found.calls else self._buffer[:end])
+            self._buffer, self._brackets = self._buffer[end:], Brackets(self._format.quotes)
             if found.calls:
                 for call in found.calls[: self._calls_left]:
                     parts.add_calls([("call", call), ("end", "")])
                 self._calls_left -= min(len(found.calls), self._calls_left)
-                self._fresh = True
+                self._skip_whitespace = True
 
-    def _say(self, parts: Parts, text: str) -> None:
+    def _add_content(self, parts: Parts, text: str) -> None:
         """Add content without the white space after reasoning or a call."""
-        text = text.lstrip() if self._fresh else text
-        self._fresh = self._fresh and not text
+        text = text.lstrip() if self._skip_whitespace else text
+        self._skip_whitespace = self._skip_whitespace and not text
         self._at_start = self._at_start and not text.strip()
         parts.add("content", text)
 
 
-def _may_begin(text: str, mark: str) -> str:
-    """The longest end of `text` with which `mark` may begin."""
+def _partial_mark(text: str, mark: str) -> str:
+    """Return the longest end of `text` that is a proper prefix of `mark`."""
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return next((mark[:length] for length in lengths if text.endswith(mark[:length])), "")

@@ -1,4 +1,4 @@
-"""Encodes prompts and conversations as tokens, in threads, so that the event loop is never blocked."""
+"""Encodes prompts and conversations as tokens in threads, so that the event loop is never blocked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from perilune.errors import WorkFailedError
 from perilune.models.text.spelled_tokens import Rendered
 from perilune.models.text.turns import continued
 from perilune.serve.errors import ApiError
-from perilune.serve.lanes import LONG, Lanes
+from perilune.serve.lanes import LONG_TASK_SIZE, Lanes
 from perilune.serve.model import ServedModel
 from perilune.serve.schema import Message
 
-_CHARACTERS_A_TOKEN = 16  # of a prompt for each token of the context; English has 4 to 5
+_MAX_CHARS_PER_TOKEN = 16  # of a prompt for each token of the context; English has 4 to 5
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Prompts:
         if self.model.tokenizer.chat_template is not None:
             self.model.tokenizer.chat_template.interrupt()
 
-    async def conversation(self, conversation: Conversation, size: int) -> list[int]:
-        """The tokens of a conversation from a body of `size` bytes."""
+    async def encode_conversation(self, conversation: Conversation, size: int) -> list[int]:
+        """Encode a conversation from a body of `size` bytes."""
         tokenizer = self.model.tokenizer
         last = conversation.messages[-1]
         if conversation.continued and (last.content is None or last.tool_calls):
@@ -55,18 +55,18 @@ class Prompts:
         messages = await self._lanes.short_or_long(size, lambda: self._messages(conversation))
         if tokenizer.chat_template is None:
             return await self._lanes.short_or_long(size, lambda: tokenizer.encode_prompt(messages))
-        rendered = await self._lanes.template(lambda: self._rendered(messages, conversation))
+        rendered = await self._lanes.template(lambda: self._render(messages, conversation))
         size = len(rendered[0].text)
-        self.check_characters(size, "messages")
+        self.check_length(size, "messages")
         (tokens,) = await self._lanes.short_or_long(size, lambda: tokenizer.encode_pieces(rendered))
         return tokens
 
-    async def texts(
+    async def encode_texts(
         self, prompts: Sequence[str | list[int]], size: int, max_tokens: int | None, param: str = "prompt"
     ) -> list[list[int]]:
-        """The tokens of prompts from a body of `size` bytes, checked to leave `max_tokens` for an answer."""
+        """Encode prompts from a body of `size` bytes, and check that they leave room for `max_tokens`."""
         return await self._lanes.short_or_long(
-            size, lambda: [self._text(prompt, max_tokens, param) for prompt in prompts]
+            size, lambda: [self._encode_text(prompt, max_tokens, param) for prompt in prompts]
         )
 
     def _messages(self, conversation: Conversation) -> list[dict[str, Any]]:
@@ -77,10 +77,10 @@ class Prompts:
             first = messages.pop(0)["content"] if messages[0]["role"] == "system" else ""
             system = calls.describe((tool["function"] for tool in conversation.tools), first)
             messages.insert(0, {"role": "system", "content": system})
-        self.check_characters(sum(message.characters for message in conversation.messages), "messages")
+        self.check_length(sum(message.characters for message in conversation.messages), "messages")
         return messages
 
-    def _rendered(self, messages: list[dict[str, Any]], conversation: Conversation) -> list[Rendered]:
+    def _render(self, messages: list[dict[str, Any]], conversation: Conversation) -> list[Rendered]:
         if self._stopped:
             raise WorkFailedError(self._stopped)
         variables = dict(conversation.variables)
@@ -91,25 +91,24 @@ class Prompts:
         return self.model.tokenizer.render_pieces([messages], **variables)
 
     def _template_has(self, variable: str) -> bool:
-        """Whether the chat template uses `variable` and writes calls in the format that the server parses."""
+        """Return whether the chat template uses `variable` and the server's format of calls."""
         template = self.model.tokenizer.chat_template
         if template is None:
             return False
-        return variable in template.source and self.model.tool_format.is_of(template.source)
+        return variable in template.source and self.model.tool_format.matches_template(template.source)
 
-    def _text(self, prompt: str | list[int], max_tokens: int | None, param: str) -> list[int]:
+    def _encode_text(self, prompt: str | list[int], max_tokens: int | None, param: str) -> list[int]:
         if isinstance(prompt, str):
-            self.check_characters(len(prompt), param)
+            self.check_length(len(prompt), param)
             prompt = self.model.tokenizer.encode_text_prompt(prompt)
         if prompt and max(prompt) >= self.model.vocab_size:
             raise ApiError(400, f"the vocabulary has no token {max(prompt)}", param=param)
-        self.tokens_left(len(prompt), max_tokens, param)
+        self.count_remaining_tokens(len(prompt), max_tokens, param)
         return prompt
 
-    def check_characters(self, found: int, param: str) -> None:
-        """Refuse a text that is too long before encoding it, because encoding a long text takes seconds."""
-        most = max(_CHARACTERS_A_TOKEN * self.model.context, LONG)
-        if found > most:
+    def check_length(self, found: int, param: str) -> None:
+        """Refuse a text of `found` characters that is too long, because encoding it would take seconds."""
+        if found > max(_MAX_CHARS_PER_TOKEN * self.model.context, LONG_TASK_SIZE):
             raise ApiError(
                 400,
                 f"the prompt has {found:,} characters; the context has {self.model.context:,} tokens",
@@ -117,8 +116,8 @@ class Prompts:
                 code="context_length_exceeded",
             )
 
-    def tokens_left(self, prompt: int, max_tokens: int | None, param: str) -> int:
-        """Number of tokens left for an answer after a prompt of `prompt` tokens."""
+    def count_remaining_tokens(self, prompt: int, max_tokens: int | None, param: str) -> int:
+        """Return number of tokens left for an answer after a prompt of `prompt` tokens."""
         if not prompt:
             raise ApiError(400, "the prompt has no tokens", param=param)
         room = self.model.context - prompt

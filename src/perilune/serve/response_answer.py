@@ -1,4 +1,4 @@
-"""The documents of POST /v1/responses, whole and as the events of a stream.
+"""The responses of POST /v1/responses, whole and as events of a stream.
 
 The answer of a chat becomes output items: its reasoning, its content as a message, and its calls. In a
 stream, the events of an item begin with `response.output_item.added` and end with
@@ -12,25 +12,25 @@ from typing import Any, Literal
 
 from perilune.engine.request import Delta
 from perilune.errors import PeriluneError
-from perilune.serve.answers import Spelling, Usage, encode_json
-from perilune.serve.errors import status_of
+from perilune.serve.answers import TokenFormatter, Usage, encode_json
+from perilune.serve.errors import http_status
 from perilune.serve.parts import Beginning, Kind, Reader
 
 
 class ResponseAnswer:
-    """Builds one response.
+    """Builds the response to one request of the Responses API.
 
     Args:
         echo: the fields that repeat arguments of the request.
         streams: whether to send the response as events.
         keep: called with the complete response.
-        spelling: formats log-probs; None for no log-probs. With log-probs, all text must be content.
+        token_formatter: formats log-probs; None for no log-probs. With log-probs, all text must be content.
         parts: creates the parser for reasoning and calls; None if all text is content.
         new_id: creates the id of a tool call.
         count: counts the tokens of a text.
 
     Attributes:
-        begins: what the text begins with.
+        beginning: the kind of text at the start.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class ResponseAnswer:
         *,
         streams: bool,
         keep: Callable[[dict[str, Any]], None],
-        spelling: Spelling | None,
+        token_formatter: TokenFormatter | None,
         parts: Callable[..., Reader] | None,
         new_id: Callable[[], str],
         count: Callable[[str], int],
     ) -> None:
-        self.begins: Beginning = "content"
-        self._streams, self._keep, self._spelling = streams, keep, spelling
+        self.beginning: Beginning = "content"
+        self._streams, self._keep, self._formatter = streams, keep, token_formatter
         self._make_reader, self._new_id, self._count = parts, new_id, count
         self._reader: Reader | None = None
-        self._head = {"id": _id("resp"), "object": "response", "created_at": int(time()), **echo}
+        self._header = {"id": _make_id("resp"), "object": "response", "created_at": int(time()), **echo}
         self._output: list[dict[str, Any]] = []
         self._open: Kind | Literal["call"] | None = None  # of the last item, while it grows
         self._texts: list[str] = []  # of the open item
@@ -56,150 +56,150 @@ class ResponseAnswer:
         self._sequence = 0
         self._events = b""
 
-    def whole(
+    def build_response(
         self, choices: Sequence[Delta], prompts: Sequence[Sequence[int]], usage: Usage
     ) -> dict[str, Any]:
-        """The whole response, which has one choice."""
-        self._gain(choices[0])
+        """Return the whole response, which has one choice."""
+        self._add_delta(choices[0])
         return self._complete(usage)
 
-    def opening(self, index: int) -> bytes:
-        """The events before the first piece."""
+    def first_event(self, index: int) -> bytes:
+        """Return the events before the first piece."""
         for kind in ("created", "in_progress"):
             self._emit(f"response.{kind}", response=self._document())
-        return self._taken()
+        return self._take_events()
 
-    def piece(self, index: int, gained: Delta) -> bytes:
-        """The events of new tokens."""
-        self._gain(gained)
-        return self._taken()
+    def delta_event(self, index: int, delta: Delta) -> bytes:
+        """Return the events of new tokens."""
+        self._add_delta(delta)
+        return self._take_events()
 
-    def closing(self, usage: Usage) -> bytes:
-        """The last event, with the whole response."""
+    def last_event(self, usage: Usage) -> bytes:
+        """Return the last event, with the whole response."""
         self._emit(f"response.{self._status}", response=self._complete(usage))
-        return self._taken()
+        return self._take_events()
 
-    def failed(self, error: PeriluneError) -> bytes:
-        """The last event of a response that failed."""
-        opening = b"" if self._sequence else self.opening(0)
+    def error_event(self, error: PeriluneError) -> bytes:
+        """Return the last event of a response that failed."""
+        opening = b"" if self._sequence else self.first_event(0)
         self._status = "failed"
-        code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
+        code = "server_error" if http_status(error) >= 500 else "invalid_prompt"
         response = self._document() | {"error": {"code": code, "message": error.what}}
         self._emit("response.failed", response=response)
-        return opening + self._taken()
+        return opening + self._take_events()
 
     # -- items -------------------------------------------------------------------------------------------
 
-    def _gain(self, gained: Delta) -> None:
+    def _add_delta(self, delta: Delta) -> None:
         """Add new tokens to the output."""
-        last = gained.finish_reason is not None
+        last = delta.finish_reason is not None
         if self._make_reader is None:
-            rows = [] if self._spelling is None else self._spelling.rows(gained)
-            if gained.text or rows:
-                self._say("content", gained.text, rows)
+            rows = [] if self._formatter is None else self._formatter.format_logprobs(delta)
+            if delta.text or rows:
+                self._add_text("content", delta.text, rows)
         else:
-            self._reader = self._reader or self._make_reader(begins=self.begins)
-            for kind, one in self._reader.feed(gained.text, last=last).items:
+            self._reader = self._reader or self._make_reader(beginning=self.beginning)
+            for kind, one in self._reader.feed(delta.text, last=last).items:
                 if isinstance(one, tuple):
-                    self._call(*one)
+                    self._begin_call_item(*one)
                 elif kind == "arguments":
-                    self._argue(one)
+                    self._add_arguments(one)
                 elif kind == "end":
-                    self._end("completed")
+                    self._end_item("completed")
                 else:
-                    self._say(kind, one, [])  # type: ignore[arg-type]
+                    self._add_text(kind, one, [])  # type: ignore[arg-type]
         if last:
-            self._status = "completed" if gained.finish_reason == "stop" else "incomplete"
+            self._status = "completed" if delta.finish_reason == "stop" else "incomplete"
             if not self._output:
-                self._begin("content")
-            self._end(self._status)
+                self._begin_text_item("content")
+            self._end_item(self._status)
 
-    def _say(self, kind: Kind, text: str, logprobs: list[dict[str, Any]]) -> None:
+    def _add_text(self, kind: Kind, text: str, logprobs: list[dict[str, Any]]) -> None:
         """Add text to the open item, or to a new one if the open item has another kind."""
         if self._open != kind:
-            self._end("completed")
-            self._begin(kind)
+            self._end_item("completed")
+            self._begin_text_item(kind)
         self._texts.append(text)
         if kind == "reasoning":
-            self._emit("response.reasoning_text.delta", **self._place(), delta=text)
+            self._emit("response.reasoning_text.delta", **self._location(), delta=text)
             return
-        if self._spelling is not None:
+        if self._formatter is not None:
             self._output[-1]["content"][0]["logprobs"] += logprobs
-        self._emit("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
+        self._emit("response.output_text.delta", **self._location(), delta=text, logprobs=logprobs)
 
-    def _begin(self, kind: Kind) -> None:
+    def _begin_text_item(self, kind: Kind) -> None:
         """Begin an item that contains text."""
         self._open = kind
         if kind == "reasoning":
-            item: dict[str, Any] = {"id": _id("rs"), "type": "reasoning", "summary": []}
+            item: dict[str, Any] = {"id": _make_id("rs"), "type": "reasoning", "summary": []}
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
         else:
-            item = {"id": _id("msg"), "type": "message", "role": "assistant"}
+            item = {"id": _make_id("msg"), "type": "message", "role": "assistant"}
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        self._add(item | {"status": "in_progress", "content": []})
-        self._emit("response.content_part.added", **self._place(), part=part)
+        self._add_item(item | {"status": "in_progress", "content": []})
+        self._emit("response.content_part.added", **self._location(), part=part)
         self._output[-1]["content"].append(part)
 
-    def _end(self, status: str) -> None:
+    def _end_item(self, status: str) -> None:
         """Complete the open item, if there is one."""
         if self._open is None:
             return
         if self._open == "call":
             item, arguments = self._output[-1], "".join(self._texts)
             done = {"arguments": arguments, "name": item["name"]}
-            self._emit("response.function_call_arguments.done", **self._place_of_call(), **done)
+            self._emit("response.function_call_arguments.done", **self._call_location(), **done)
             item["arguments"] = arguments
             self._texts, self._open = [], None
-            self._done(status)
+            self._finish_item(status)
             return
         part = self._output[-1]["content"][0]
         part["text"] = "".join(self._texts)
         if self._open == "reasoning":
-            self._emit("response.reasoning_text.done", **self._place(), text=part["text"])
+            self._emit("response.reasoning_text.done", **self._location(), text=part["text"])
         else:
             logprobs = part["logprobs"]
-            self._emit("response.output_text.done", **self._place(), text=part["text"], logprobs=logprobs)
-        self._emit("response.content_part.done", **self._place(), part=part)
+            self._emit("response.output_text.done", **self._location(), text=part["text"], logprobs=logprobs)
+        self._emit("response.content_part.done", **self._location(), part=part)
         self._texts, self._open = [], None
-        self._done(status)
+        self._finish_item(status)
 
-    def _call(self, name: str, arguments: str) -> None:
+    def _begin_call_item(self, name: str, arguments: str) -> None:
         """Begin an item with a call, which stays open for further arguments."""
-        self._end("completed")
+        self._end_item("completed")
         self._open = "call"
-        item = {"id": _id("fc"), "type": "function_call", "call_id": self._new_id(), "name": name}
-        self._add(item | {"arguments": "", "status": "in_progress"})
-        self._argue(arguments)
+        item = {"id": _make_id("fc"), "type": "function_call", "call_id": self._new_id(), "name": name}
+        self._add_item(item | {"arguments": "", "status": "in_progress"})
+        self._add_arguments(arguments)
 
-    def _argue(self, arguments: str) -> None:
+    def _add_arguments(self, arguments: str) -> None:
         """Add arguments to the open call."""
         self._texts.append(arguments)
         if arguments:
-            self._emit("response.function_call_arguments.delta", **self._place_of_call(), delta=arguments)
+            self._emit("response.function_call_arguments.delta", **self._call_location(), delta=arguments)
 
-    def _add(self, item: dict[str, Any]) -> None:
+    def _add_item(self, item: dict[str, Any]) -> None:
         self._output.append(item)
         self._emit("response.output_item.added", output_index=len(self._output) - 1, item=item)
 
-    def _done(self, status: str) -> None:
+    def _finish_item(self, status: str) -> None:
         self._output[-1]["status"] = status
         index = len(self._output) - 1
         self._emit("response.output_item.done", output_index=index, item=self._output[-1])
 
-    def _place(self) -> dict[str, Any]:
-        """The fields of an event that locate the text of the last item."""
+    def _location(self) -> dict[str, Any]:
+        """Return the fields of an event that locate the text of the last item."""
         index = len(self._output) - 1
         return {"item_id": self._output[-1]["id"], "output_index": index, "content_index": 0}
 
-    def _place_of_call(self) -> dict[str, Any]:
-        place = self._place()
+    def _call_location(self) -> dict[str, Any]:
+        place = self._location()
         del place["content_index"]
         return place
 
     # -- documents ---------------------------------------------------------------------------------------
 
     def _complete(self, usage: Usage) -> dict[str, Any]:
-        """The whole response, after passing it to `keep`."""
+        """Return the whole response, after passing it to `keep`."""
         thoughts = [item["content"][0]["text"] for item in self._output if item["type"] == "reasoning"]
         response = self._document() | {
             "usage": {
@@ -216,7 +216,7 @@ class ResponseAnswer:
     def _document(self) -> dict[str, Any]:
         incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
-            **self._head,
+            **self._header,
             "status": self._status,
             "error": None,
             "incomplete_details": incomplete,
@@ -225,16 +225,16 @@ class ResponseAnswer:
         }
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        """Serialise an event at once, because its items change later."""
+        """Add a serialised event. Serialising cannot wait, because its items change later."""
         if self._streams:
             document = {"type": kind, "sequence_number": self._sequence, **fields}
             self._events += f"event: {kind}\ndata: {encode_json(document)}\n\n".encode()
             self._sequence += 1
 
-    def _taken(self) -> bytes:
+    def _take_events(self) -> bytes:
         events, self._events = self._events, b""
         return events
 
 
-def _id(kind: str) -> str:
+def _make_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"

@@ -10,11 +10,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, Tag
 from pydantic import Discriminator as ByFunction
 
-from perilune.serve.bodies import Body, Document, RequestBody, Returned, parts_of_types, validated
+from perilune.serve.bodies import (
+    Body,
+    Document,
+    RepeatableDocument,
+    RequestBody,
+    require_part_types,
+    validate_body,
+)
 from perilune.serve.schema import (
-    MOST_LOGPROBS,
-    MOST_MESSAGES,
-    MOST_TOOLS,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
     ChatBody,
     Effort,
 )
@@ -51,7 +58,7 @@ class _TextPart(RequestBody):
 
 
 _Content = Annotated[
-    str | Annotated[list[_TextPart], Field(fail_fast=True)], parts_of_types("input_text", "output_text")
+    str | Annotated[list[_TextPart], Field(fail_fast=True)], require_part_types("input_text", "output_text")
 ]
 
 
@@ -111,12 +118,12 @@ class _Function(Body):
     type: Literal["function"]
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     description: str | None = None
-    parameters: Returned | None = None
+    parameters: RepeatableDocument | None = None
     strict: bool | None = None  # only `tool_choice` constrains arguments
 
 
-def _few(entries: Any) -> Any:
-    """A mapping with few entries, before each of them is validated."""
+def _limit_entries(entries: Any) -> Any:
+    """Return a mapping with few entries, before each of them is validated."""
     if isinstance(entries, dict) and len(entries) > 16:
         raise ValueError("has more than 16 entries")
     return entries
@@ -124,7 +131,7 @@ def _few(entries: Any) -> Any:
 
 _Metadata = Annotated[
     dict[Annotated[str, StringConstraints(max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
-    BeforeValidator(_few),
+    BeforeValidator(_limit_entries),
 ]
 """The limits are those of OpenAI. The metadata is kept and repeated with each response."""
 
@@ -133,7 +140,7 @@ class _Format(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
     description: str | None = None
-    schema_: Returned | None = Field(None, alias="schema")
+    schema_: RepeatableDocument | None = Field(None, alias="schema")
     strict: bool | None = None
 
 
@@ -163,7 +170,7 @@ class ResponseBody(RequestBody):
     model: str
     input: Annotated[
         list[_Item],
-        Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         BeforeValidator(
             lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
         ),
@@ -174,7 +181,7 @@ class ResponseBody(RequestBody):
     store: bool = True
     stream: bool = False
     stream_options: Document = Field(default_factory=dict)  # only how a stream is padded
-    tools: Annotated[list[_Function], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(
+    tools: Annotated[list[_Function], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(
         default_factory=list
     )
     text: _Text = _Text()
@@ -182,7 +189,7 @@ class ResponseBody(RequestBody):
     include: Annotated[
         list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)
     ] = Field(default_factory=list)
-    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     metadata: _Metadata = Field(default_factory=dict)
     parallel_tool_calls: bool = True
 
@@ -203,7 +210,7 @@ class ResponseBody(RequestBody):
 
     @property
     def logprobs(self) -> bool:
-        """Whether log-probs are requested."""
+        """True if log-probs are requested."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in self.include
 
     @property
@@ -218,14 +225,14 @@ class ResponseBody(RequestBody):
     def _chat_tool_choice(self) -> Any:
         choice = self.tool_choice
         if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-            return _nested(choice)
+            return _nest_tool_choice(choice)
         given = {key: value for key, value in choice.items() if key != "type"}
         if isinstance(tools := given.get("tools"), list):
-            given["tools"] = [_nested(tool) for tool in tools]
+            given["tools"] = [_nest_tool_choice(tool) for tool in tools]
         return {"type": "allowed_tools", "allowed_tools": given}
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> ChatBody:
-        """The same request as a chat about `messages`.
+        """Return the same request as a chat about `messages`.
 
         Raises:
             ApiError: 400, when an argument is invalid.
@@ -253,11 +260,11 @@ class ResponseBody(RequestBody):
             document["response_format"] = {"type": form.type} | (
                 {"json_schema": schema} if form.type == "json_schema" else {}
             )
-        return validated(document, ChatBody)
+        return validate_body(document, ChatBody)
 
 
-def _nested(tool: Any) -> Any:
-    """The reference to a tool as a chat has it: with the name in an object."""
+def _nest_tool_choice(tool: Any) -> Any:
+    """Return the reference to a tool as a chat has it: with the name in an object."""
     if not isinstance(tool, dict):
         return tool
     return {"type": tool.get("type"), "function": {key: tool[key] for key in tool if key != "type"}}
@@ -267,7 +274,7 @@ def add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     """Add an input or output item to the messages of a chat."""
     if item["type"] == "message":
         role = "system" if item["role"] == "developer" else item["role"]
-        messages.append({"role": role, "content": _joined(item["content"])})
+        messages.append({"role": role, "content": _join_text(item["content"])})
     elif item["type"] == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
@@ -276,9 +283,9 @@ def add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
         last = messages[-1]
         messages[-1] = last | {"tool_calls": [*last.get("tool_calls", []), call]}
     elif item["type"] == "function_call_output":
-        content = _joined(item["output"])
+        content = _join_text(item["output"])
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
 
 
-def _joined(content: str | list[dict[str, Any]]) -> str:
+def _join_text(content: str | list[dict[str, Any]]) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)

@@ -20,15 +20,15 @@ from perilune.serve.response_body import ResponseBody, add_item
 from perilune.serve.schema import ChatBody
 from perilune.serve.service import Service
 
-_MOST_BYTES = 1 << 26  # of all conversations that are kept, as JSON
-_MOST_KEPT = 2000
-_SHARE = 8  # a response that takes more than this part of all bytes would drop too many others
+_MAX_BYTES = 1 << 26  # of all conversations that are kept, as JSON
+_MAX_CONVERSATIONS = 2000
+_MIN_RESPONSES = 8  # a response above 1/8 of all bytes would drop too many others, so it is not kept
 
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _StoredResponse:
     """A response, and the messages of its conversation up to its end, as JSON to save memory."""
 
     document: bytes
@@ -42,26 +42,26 @@ class _Kept:
 class Conversations:
     """The most recently used conversations, within a limit on their total size."""
 
-    def __init__(self, most_bytes: int = _MOST_BYTES, most: int = _MOST_KEPT) -> None:
-        self._most_bytes, self._most = most_bytes, most
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+    def __init__(self, max_bytes: int = _MAX_BYTES, max_count: int = _MAX_CONVERSATIONS) -> None:
+        self._max_bytes, self._max_count = max_bytes, max_count
+        self._stored: OrderedDict[str, _StoredResponse] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()  # whole responses are added from other threads
 
     def add(self, document: dict[str, Any], messages: Messages) -> None:
         """Keep a response and its conversation unless very large, and drop the least recently used ones."""
-        kept = _Kept(json.dumps(document).encode(), json.dumps(messages).encode())
-        if kept.size > self._most_bytes // _SHARE:
+        kept = _StoredResponse(json.dumps(document).encode(), json.dumps(messages).encode())
+        if kept.size > self._max_bytes // _MIN_RESPONSES:
             return
         with self._lock:
-            self._kept[document["id"]] = kept
+            self._stored[document["id"]] = kept
             self._bytes += kept.size
-            while self._bytes > self._most_bytes or len(self._kept) > self._most:
-                _, dropped = self._kept.popitem(last=False)
+            while self._bytes > self._max_bytes or len(self._stored) > self._max_count:
+                _, dropped = self._stored.popitem(last=False)
                 self._bytes -= dropped.size
 
     def response(self, response_id: str) -> bytes:
-        """A response that is kept, as JSON.
+        """Return a response that is kept, as JSON.
 
         Raises:
             ApiError: 404, when it is not.
@@ -69,23 +69,23 @@ class Conversations:
         return self._find(response_id, "response_id").document
 
     def messages(self, response_id: str) -> bytes:
-        """The messages of a conversation up to the end of a response that is kept, as JSON.
+        """Return the messages of a conversation up to the end of a response that is kept, as JSON.
 
         Raises:
             ApiError: 404, when it is not.
         """
         return self._find(response_id, "previous_response_id").messages
 
-    def _find(self, response_id: str, param: str) -> _Kept:
+    def _find(self, response_id: str, param: str) -> _StoredResponse:
         with self._lock:
-            return self._found(response_id, param)
+            return self._lookup(response_id, param)
 
-    def _found(self, response_id: str, param: str) -> _Kept:
-        if response_id not in self._kept:
+    def _lookup(self, response_id: str, param: str) -> _StoredResponse:
+        if response_id not in self._stored:
             message = f"no response {shorten(response_id)!r}; it was not stored, or dropped for newer ones"
             raise ApiError(404, message, param=param, code="previous_response_not_found")
-        self._kept.move_to_end(response_id)
-        return self._kept[response_id]
+        self._stored.move_to_end(response_id)
+        return self._stored[response_id]
 
     def remove(self, response_id: str) -> None:
         """Forget a response.
@@ -94,12 +94,12 @@ class Conversations:
             ApiError: 404, when it is not kept.
         """
         with self._lock:
-            self._bytes -= self._found(response_id, "response_id").size
-            del self._kept[response_id]
+            self._bytes -= self._lookup(response_id, "response_id").size
+            del self._stored[response_id]
 
 
 def response_routes(service: Service, conversations: Conversations) -> APIRouter:
-    """The routes under /v1/responses."""
+    """Return the routes under /v1/responses."""
     router = APIRouter(prefix="/v1/responses")
 
     @router.post("", response_model=None)
@@ -115,7 +115,7 @@ def response_routes(service: Service, conversations: Conversations) -> APIRouter
             return messages, body.chat(messages)
 
         messages, chat = await service.lanes.short_or_long(size, continued)
-        parts = service.parts_of(chat)
+        parts = service.make_reader_factory(chat)
         if body.logprobs and parts is not None:
             raise ApiError(400, "log-probs need a request without tools and a server without --reasoning")
 
@@ -127,13 +127,13 @@ def response_routes(service: Service, conversations: Conversations) -> APIRouter
                 conversations.add(document, after)
 
         answer = ResponseAnswer(
-            _echo(body, chat.temperature, chat.top_p),
+            _echo_arguments(body, chat.temperature, chat.top_p),
             streams=body.stream,
             keep=keep,
-            spelling=service.spelling if body.logprobs else None,
+            token_formatter=service.token_formatter if body.logprobs else None,
             parts=parts,
             new_id=service.model.tool_format.new_id,
-            count=lambda text: _count(service, text),
+            count=lambda text: _count_tokens(service, text),
         )
         return await service.converse(chat, answer, size, request)
 
@@ -149,15 +149,15 @@ def response_routes(service: Service, conversations: Conversations) -> APIRouter
     return router
 
 
-def _count(service: Service, text: str) -> int:
+def _count_tokens(service: Service, text: str) -> int:
     try:
         return len(service.model.tokenizer.encode(text))
     except RequestError:  # a replacement character that the vocabulary lacks
         return len(text)
 
 
-def _echo(body: ResponseBody, temperature: float, top_p: float) -> dict[str, Any]:
-    """The fields of a response that repeat arguments of the request."""
+def _echo_arguments(body: ResponseBody, temperature: float, top_p: float) -> dict[str, Any]:
+    """Return the fields of a response that repeat arguments of the request."""
     form = body.text.format
     return {
         "model": body.model,

@@ -10,24 +10,24 @@ from starlette.types import Receive, Scope, Send
 Result = TypeVar("Result")
 
 
-class Disconnected(Exception):  # noqa: N818 - not an error
+class DisconnectedError(Exception):
     """The client disconnected."""
 
 
-async def while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """The result of `work`, which is cancelled when the client disconnects.
+async def run_while_connected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """Run `work` and return its result; cancel it when the client disconnects.
 
     Raises:
-        Disconnected: when it did.
+        DisconnectedError: when the client disconnected.
     """
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise Disconnected
+            raise DisconnectedError
         return working.result()
     finally:
-        await _cancelled(working, watching)
+        await _cancel(working, watching)
 
 
 class EventStream(Response):
@@ -35,7 +35,7 @@ class EventStream(Response):
 
     Args:
         events: the bytes to send, piece by piece.
-        finished: called with whether all events were sent.
+        finished: called at the end with True if all events were sent.
     """
 
     media_type = "text/event-stream"
@@ -48,9 +48,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         complete = False
         try:
-            await while_connected(self._send_all(send), receive)
+            await run_while_connected(self._send_all(send), receive)
             complete = True
-        except (Disconnected, OSError):
+        except (DisconnectedError, OSError):
             pass
         finally:
             self._finished(complete)
@@ -62,12 +62,12 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _disconnect(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     """Cancel unfinished tasks and wait for their cleanup."""
     for task in tasks:
         task.cancel()

@@ -23,12 +23,12 @@ from pydantic import (
 )
 
 from perilune.engine.request import SamplingParams
-from perilune.serve.bodies import Body, Document, RequestBody, bounded, parts_of_types
-from perilune.serve.tool_formats import MOST_CALLS, ToolFormat
+from perilune.serve.bodies import Body, Document, RequestBody, check_size, require_part_types
+from perilune.serve.tool_formats import MAX_CALLS, ToolFormat
 
-MOST_CHOICES = 256  # samples of one request
-MOST_STOPS = 16
-MOST_LOGPROBS = 20
+MAX_CHOICES = 256  # samples of one request
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
 DEFAULT_VOICE = "default"  # of a speech model
 NO_EFFECT = frozenset(
     ("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier", "service_tier")
@@ -69,12 +69,12 @@ UNSUPPORTED_STRUCTURES: Mapping[str, tuple[Any, ...]] = {
     "whitespace_pattern": (),
 }
 
-MOST_MESSAGES = 10_000
-MOST_TOOLS = 128
-MOST_PATTERN = 4096  # characters of a regular expression
-MOST_GRAMMAR = 1 << 14  # characters of a grammar
-MOST_TAGS = 128
-MOST_OPTIONS = 1024  # texts that an answer may be
+MAX_MESSAGES = 10_000
+MAX_TOOLS = 128
+MAX_PATTERN_CHARS = 4096  # characters of a regular expression
+MAX_GRAMMAR_CHARS = 1 << 14  # characters of a grammar
+MAX_TAGS = 128
+MAX_OPTIONS = 1024  # texts that an answer may be
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -83,7 +83,7 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 
 
 def encodable(text: str) -> str:
-    """A text without lone surrogates, for a validator."""
+    """Return a text without lone surrogates, for a validator."""
     return text.encode().decode()
 
 
@@ -94,7 +94,7 @@ Word = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 Biases = Annotated[
-    dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(bounded)
+    dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(check_size)
 ]
 
 
@@ -125,8 +125,8 @@ class StructuralTag(Body):
     """Free text in which each trigger begins one of the structures, as in vLLM and SGLang."""
 
     type: Literal["structural_tag"] = "structural_tag"
-    structures: Annotated[list[TagStructure], Field(min_length=1, max_length=MOST_TAGS, fail_fast=True)]
-    triggers: Annotated[list[Unicode], Field(min_length=1, max_length=MOST_TAGS, fail_fast=True)]
+    structures: Annotated[list[TagStructure], Field(min_length=1, max_length=MAX_TAGS, fail_fast=True)]
+    triggers: Annotated[list[Unicode], Field(min_length=1, max_length=MAX_TAGS, fail_fast=True)]
 
     @model_validator(mode="after")
     def _has_triggers(self) -> StructuralTag:
@@ -136,7 +136,7 @@ class StructuralTag(Body):
         return self
 
     def trigger(self, structure: TagStructure) -> str | None:
-        """The trigger of a structure, with which it begins."""
+        """Return the trigger of a structure, with which it begins."""
         return next((one for one in self.triggers if structure.begin.startswith(one)), None)
 
 
@@ -167,11 +167,11 @@ class StructuredOutputs(RequestBody):
 
     json_: Document | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
-    regex: Annotated[Unicode, StringConstraints(max_length=MOST_PATTERN)] | None = None
-    choice: Annotated[list[Unicode], Field(min_length=1, max_length=MOST_OPTIONS, fail_fast=True)] | None = (
+    regex: Annotated[Unicode, StringConstraints(max_length=MAX_PATTERN_CHARS)] | None = None
+    choice: Annotated[list[Unicode], Field(min_length=1, max_length=MAX_OPTIONS, fail_fast=True)] | None = (
         None
     )
-    grammar: Annotated[Unicode, StringConstraints(max_length=MOST_GRAMMAR)] | None = None
+    grammar: Annotated[Unicode, StringConstraints(max_length=MAX_GRAMMAR_CHARS)] | None = None
     structural_tag: StructuralTag | None = None
 
     @field_validator("json_", "structural_tag", mode="before")
@@ -202,7 +202,7 @@ class Sampling(RequestBody):
     no_effect = NO_EFFECT
 
     model: str
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0, le=100)
@@ -210,7 +210,7 @@ class Sampling(RequestBody):
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -241,7 +241,7 @@ class Sampling(RequestBody):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar holds the answer."""
+        """True if a grammar holds the answer."""
         return self.structured_outputs is not None or self.schema_document is not None
 
     @property
@@ -261,7 +261,7 @@ class Sampling(RequestBody):
         return None if self.seed is None else (self.seed % 2**64, 0, 0)
 
     def params(self, max_tokens: int, end_tokens: tuple[int, ...], top_logprobs: int) -> SamplingParams:
-        """The sampling parameters for the engine.
+        """Return the sampling parameters for the engine.
 
         Args:
             max_tokens: longest answer in tokens.
@@ -299,7 +299,7 @@ class CompletionBody(Sampling):
         | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
     )
     max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
     @model_validator(mode="after")
@@ -385,10 +385,10 @@ class Message(RequestBody):
 
     role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     content: Annotated[
-        str | Annotated[list[TextPart], Field(fail_fast=True)] | None, parts_of_types("text")
+        str | Annotated[list[TextPart], Field(fail_fast=True)] | None, require_part_types("text")
     ] = None
     name: str | None = None
-    tool_calls: Annotated[list[CalledTool], Field(max_length=MOST_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -404,11 +404,11 @@ class Message(RequestBody):
         return len(self.role) + len(self.text) + sum(len(one.name) + len(one.arguments) for one in calls)
 
     def document(self, calls_as_text: ToolFormat | None) -> dict[str, Any]:
-        """The message as chat templates expect it, with its calls in a format as text, or as they are."""
+        """Return the message as chat templates expect it; `calls_as_text` is the format for calls as text."""
         named = {"name": self.name} if self.name else {}
         if calls_as_text is not None:
             calls = [(call.function.name, call.function.arguments) for call in self.tool_calls or ()]
-            written = calls_as_text.write(calls) if calls else ""
+            written = calls_as_text.format_calls(calls) if calls else ""
             return {"role": self.role, "content": "\n".join(filter(None, [self.text, written])), **named}
         called = {"tool_calls": [call.document for call in self.tool_calls]} if self.tool_calls else {}
         of_call = {"tool_call_id": self.tool_call_id} if self.tool_call_id else {}
@@ -426,7 +426,7 @@ class PromptOptions(Body):
         continue_final_message: whether the last message stays open, so that the answer continues it.
     """
 
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     chat_template_kwargs: Document = Field(default_factory=dict)
     reasoning_effort: Effort | None = None
     add_generation_prompt: bool = True
@@ -472,7 +472,7 @@ class _NamedTool(Body):
 
 class _AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)]
+    tools: Annotated[list[_NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class _AllowedToolsChoice(Body):
@@ -503,11 +503,11 @@ class ChatBody(PromptOptions, Sampling):
             function hold the answer to calls. "allowed_tools" shows the model only some of the tools.
     """
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
 
@@ -542,18 +542,18 @@ class ChatBody(PromptOptions, Sampling):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar holds the answer."""
+        """True if a grammar holds the answer."""
         return bool(self.forced_functions) or super().is_constrained
 
     @property
     def names_function(self) -> bool:
-        """Whether `tool_choice` names a function."""
+        """True if `tool_choice` names a function."""
         return isinstance(self.tool_choice, _NamedTool)
 
     @property
-    def most_calls(self) -> int:
+    def max_calls(self) -> int:
         """Most calls of an answer."""
-        return MOST_CALLS if self.parallel_tool_calls and not self.names_function else 1
+        return MAX_CALLS if self.parallel_tool_calls and not self.names_function else 1
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatBody:
@@ -579,7 +579,7 @@ class TokenizeBody(PromptOptions):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
 
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:

@@ -1,4 +1,4 @@
-"""Starts the server for a checkpoint, and shuts it down in order."""
+"""Starts the server for a checkpoint, and shuts it down gracefully."""
 
 import asyncio
 import gc
@@ -22,10 +22,10 @@ from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.stored import StoredDecoder
 from perilune.models.decoder import Decoder
 from perilune.models.transformers_model import TransformersModel, load_for_inference
-from perilune.serve.adapters import AdapterLoads, adapter_routes
-from perilune.serve.address import listening, token_of, url_of
-from perilune.serve.app import AnyService, make_app, text_routes
-from perilune.serve.connection import ConnectionLimits, limited_protocol
+from perilune.serve.adapters import AdapterLoader, adapter_routes
+from perilune.serve.address import bind_socket, load_token, server_url
+from perilune.serve.app import ModelService, make_app, text_routes
+from perilune.serve.connection import ConnectionLimits, make_protocol
 from perilune.serve.control import Control, control_routes
 from perilune.serve.embeddings import Embeddings, embedding_routes
 from perilune.serve.engine_thread import EngineThread
@@ -35,18 +35,18 @@ from perilune.serve.response_routes import Conversations, response_routes
 from perilune.serve.service import Service
 from perilune.serve.settings import Settings
 from perilune.serve.speech import SpeechService, speech_routes
-from perilune.serve.tool_formats import FORMATS, format_of
-from perilune.serve.tracing import Spans
-from perilune.serve.weights import MOST_CHUNK, WeightUpdates, reload_routes, weight_routes
+from perilune.serve.tool_formats import FORMATS, detect_format
+from perilune.serve.tracing import SpanWriter
+from perilune.serve.weights import MAX_CHUNK_BYTES, WeightUpdates, reload_routes, weight_routes
 from perilune.speech.folder import is_speech_folder, load_speech_model
 from perilune.speech.synthesis import Speaker
 
 _BACKLOG = 2048  # connections that wait to be accepted
 _DESCRIPTORS = 16_384  # requested; the system may allow fewer
 _RESERVED_DESCRIPTORS = 256  # for files, pipes and processes
-_MOST_CONNECTIONS = 4096
-_HEAD_SECONDS = 10.0  # to receive the headers of a request
-_CLOSE_SECONDS = 5  # to send the ends of aborted answers
+_MAX_CONNECTIONS = 4096
+_HEADER_TIMEOUT_S = 10.0  # to receive the headers of a request
+_CLOSE_TIMEOUT_S = 5  # to send the ends of aborted answers
 
 
 def serve(
@@ -61,28 +61,28 @@ def serve(
             on a public address without a token.
         WorkFailedError: when the engine fails.
     """
-    token = token_of(settings.host, settings.token_env)
-    with listening(settings.host, settings.port) as listener:
+    token = load_token(settings.host, settings.token_env)
+    with bind_socket(settings.host, settings.port) as listener:
         spoken = is_speech_folder(settings.checkpoint)
-        service: AnyService
-        service, routers = _speech_service(settings) if spoken else _service(settings, notify)
+        service: ModelService
+        service, routers = _make_speech_service(settings) if spoken else _make_service(settings, notify)
         gc.collect()
-        gc.freeze()  # later collections, which hold up every request, skip what stays for good
-        server = _Server(service, routers, settings, token, lambda: announce(f"{url_of(listener)}/v1"))
+        gc.freeze()  # later collections, which delay every request, skip permanent objects
+        server = _Server(service, routers, settings, token, lambda: announce(f"{server_url(listener)}/v1"))
         server.run(sockets=[listener])
     if service.thread.failure is not None:
         raise WorkFailedError(f"the engine failed: {service.thread.failure}", where=str(settings.checkpoint))
 
 
-def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service, list[APIRouter]]:
+def _make_service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service, list[APIRouter]]:
     """Load the checkpoint, and create the engine, the service, and the routes of its options."""
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.dtype]
-    loaded, tokenizer = load_for_inference(settings.checkpoint, _device(settings), dtype)
+    loaded, tokenizer = load_for_inference(settings.checkpoint, _select_device(settings), dtype)
     if isinstance(loaded, TransformersModel):
         notify(loaded.notice)
     template = tokenizer.chat_template
     calls = (
-        format_of(None if template is None else template.source)
+        detect_format(None if template is None else template.source)
         if settings.tool_format == "auto"
         else FORMATS[settings.tool_format]
     )
@@ -93,13 +93,13 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         slots=settings.slots,
         cache_tokens=settings.cache_tokens or None,
         tokenizer=tokenizer,
-        runner=_openvino(settings) or fastest_runner,
+        runner=_openvino_settings(settings) or fastest_runner,
     )
     engine.limit_tokens(tokenizer.vocab_size)
     if settings.offload_memory or settings.offload_disk:
         memory, disk = round(settings.offload_memory * 2**30), round(settings.offload_disk * 2**30)
         engine.offload(OffloadSettings(memory, disk))
-    _speculate(engine, settings, dtype)
+    _enable_speculation(engine, settings, dtype)
     for name, folder in settings.adapter_folders.items():
         if name == settings.name:
             raise RequestError(
@@ -118,7 +118,7 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         tool_format=calls,
     )
 
-    def figures() -> dict[str, float]:
+    def gauges() -> dict[str, float]:
         return {
             "samples_running": engine.running,
             "requests_waiting": engine.waiting,
@@ -138,12 +138,12 @@ def _service(settings: Settings, notify: Callable[[str], None]) -> tuple[Service
         }
 
     most = settings.slots + settings.max_queue
-    service = Service(model, EngineThread(engine), engine.prompt_logprobs, most, figures)
+    service = Service(model, EngineThread(engine), engine.prompt_logprobs, most, gauges)
     routers = [text_routes(service), response_routes(service, Conversations())]
-    return service, [*routers, *_optional_routes(settings, engine, loaded, service)]
+    return service, [*routers, *_make_optional_routes(settings, engine, loaded, service)]
 
 
-def _speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]:
+def _make_speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]:
     """Load the speech model in the checkpoint, and create its service and routes."""
     unsupported = {
         "--dtype": settings.dtype != "float32",
@@ -161,21 +161,21 @@ def _speech_service(settings: Settings) -> tuple[SpeechService, list[APIRouter]]
     given = next((option for option, value in unsupported.items() if value), None)
     if given is not None:
         raise RequestError("is not possible with a speech model", where=given, remedy="leave it out")
-    model = load_speech_model(settings.checkpoint).to(_device(settings))
+    model = load_speech_model(settings.checkpoint).to(_select_device(settings))
     speaker = Speaker(model, slots=settings.slots, cache_tokens=settings.cache_tokens or None)
     speaker.warm_up()
     service = SpeechService(settings.name, speaker, settings.slots + settings.max_queue)
     return service, [speech_routes(service)]
 
 
-def _speculate(engine: Engine, settings: Settings, dtype: torch.dtype) -> None:
-    """Turn speculation on as the settings say."""
+def _enable_speculation(engine: Engine, settings: Settings, dtype: torch.dtype) -> None:
+    """Enable speculation according to the settings."""
     if settings.draft and settings.speculate != "draft":
         raise RequestError("--draft needs --speculate draft", where="--draft")
     if settings.speculate == "draft":
         draft = None
         if settings.draft:
-            loaded, _ = load_for_inference(Path(settings.draft), _device(settings), dtype)
+            loaded, _ = load_for_inference(Path(settings.draft), _select_device(settings), dtype)
             if not isinstance(loaded, Decoder):
                 raise RequestError(
                     "a draft must be a model that Perilune computes itself", where=settings.draft
@@ -186,19 +186,19 @@ def _speculate(engine: Engine, settings: Settings, dtype: torch.dtype) -> None:
         engine.speculate(SpeculationSettings("lookup"))
 
 
-def _optional_routes(
+def _make_optional_routes(
     settings: Settings, engine: Engine, loaded: Decoder | TransformersModel, service: Service
 ) -> list[APIRouter]:
-    """The routes that options switch on."""
-    routers, changing = [], asyncio.Lock()
+    """Create the routes that options enable."""
+    routers, weights_lock = [], asyncio.Lock()
     if settings.weight_updates:
         if not isinstance(loaded, StoredDecoder) or settings.adapters or settings.adapters_from:
             raise RequestError(
                 "only a model that Perilune computes itself, served without adapters, can get new weights",
                 where="--weight-updates",
             )
-        chunk = min(_body_bytes(settings), MOST_CHUNK)
-        updates = WeightUpdates(engine, loaded, service.thread, chunk, changing)
+        chunk = min(_body_bytes(settings), MAX_CHUNK_BYTES)
+        updates = WeightUpdates(engine, loaded, service.thread, chunk, weights_lock)
         routers.append(weight_routes(updates))
         if settings.control:  # it reads any folder of this machine
             routers.append(reload_routes(updates))
@@ -207,8 +207,8 @@ def _optional_routes(
             raise RequestError(f"there is no folder {settings.adapters_from}", where="--adapters-from")
         engine.prepare_adapters()  # now, because it may take seconds
         model = service.model
-        loads = AdapterLoads(
-            engine, service.thread, model.name, model.adapters, settings.adapters_from, changing
+        loads = AdapterLoader(
+            engine, service.thread, model.name, model.adapters, settings.adapters_from, weights_lock
         )
         routers.append(adapter_routes(loads))
     if settings.embeddings != "off":
@@ -221,12 +221,12 @@ def _optional_routes(
         embeddings = Embeddings(service, engine, loaded.config.hidden_size, settings.embeddings)
         routers.append(embedding_routes(embeddings))
     if settings.control:
-        routers.append(control_routes(Control(engine, service.thread, service.gate, changing)))
+        routers.append(control_routes(Control(engine, service.thread, service.gate, weights_lock)))
     return routers
 
 
-def _device(settings: Settings) -> str:
-    """The device of the model in torch."""
+def _select_device(settings: Settings) -> str:
+    """Return the device of the model in torch."""
     if settings.backend == "openvino":
         return "cpu"  # of the weights that it copies
     available = torch.cuda.is_available()
@@ -237,8 +237,8 @@ def _device(settings: Settings) -> str:
     return "cuda" if available and settings.device != "cpu" else "cpu"
 
 
-def _openvino(settings: Settings) -> OpenVino | None:
-    """The settings of the backend, if it is OpenVINO."""
+def _openvino_settings(settings: Settings) -> OpenVino | None:
+    """Return the settings of OpenVINO, if it is the backend."""
     if settings.backend == "native":
         return None
     return OpenVino(settings.device.upper(), settings.weights, settings.kv_cache, precision=settings.dtype)
@@ -249,24 +249,26 @@ def _body_bytes(settings: Settings) -> int:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn with a shutdown in two steps: finish open requests, then close connections."""
+    """A uvicorn server whose shutdown first finishes open requests and then closes connections."""
 
     def __init__(
         self,
-        service: AnyService,
+        service: ModelService,
         routers: Sequence[APIRouter],
         settings: Settings,
         token: str | None,
         announce: Callable[[], None],
     ) -> None:
         bodies = BodyLimits(_body_bytes(settings), min(BodyLimits.seconds, settings.stall))
-        app = make_app(service, token=token, bodies=bodies, routers=routers, spans=_spans(settings.traces))
+        app = make_app(
+            service, token=token, bodies=bodies, routers=routers, spans=_open_spans(settings.traces)
+        )
         backlog, connections = _connection_limits()
         limits = ConnectionLimits(
-            most=min(settings.max_connections or _MOST_CONNECTIONS, connections),
-            head_seconds=min(_HEAD_SECONDS, settings.stall),
-            stalled=settings.stall,
-            request_bytes=2 * bodies.discarded,
+            max_connections=min(settings.max_connections or _MAX_CONNECTIONS, connections),
+            head_seconds=min(_HEADER_TIMEOUT_S, settings.stall),
+            stall_seconds=settings.stall,
+            request_bytes=2 * bodies.max_discarded_bytes,
         )
         super().__init__(
             uvicorn.Config(
@@ -275,11 +277,11 @@ class _Server(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 backlog=backlog,
-                timeout_graceful_shutdown=_CLOSE_SECONDS,
-                http=limited_protocol(limits, service.metrics.stalled),
+                timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+                http=make_protocol(limits, service.metrics.count_stall),
             )
         )
-        self._service, self._drain, self._announce = service, settings.drain, announce
+        self._make_service, self._drain, self._announce = service, settings.drain, announce
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         service.thread.on_failure = lambda error: setattr(self, "should_exit", True)
@@ -291,35 +293,35 @@ class _Server(uvicorn.Server):
         self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal finishes open requests, the second exits at once."""
-        if self._service.draining or self._loop is None:
+        """Finish open requests at the first signal, and exit at once at the second."""
+        if self._make_service.draining or self._loop is None:
             self.should_exit = self.force_exit = True
         else:
             self._loop.call_soon_threadsafe(self._begin_shutdown)
 
     def _begin_shutdown(self) -> None:
-        self._service.draining = True
-        self._draining = asyncio.get_running_loop().create_task(self._finish())
+        self._make_service.draining = True
+        self._draining = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
-    async def _finish(self) -> None:
-        now, thread = asyncio.get_running_loop().time, self._service.thread
+    async def _drain_and_exit(self) -> None:
+        now, thread = asyncio.get_running_loop().time, self._make_service.thread
         deadline = now() + self._drain
-        # Nobody can resume a server that is paused now.
-        while self._service.answering and not thread.paused and now() < deadline:
+        # A paused server can no longer be resumed, so its requests would never finish.
+        while self._make_service.answering and not thread.paused and now() < deadline:
             await asyncio.sleep(0.05)
-        self._service.abort_all("the server was shut down")
+        self._make_service.abort_all("the server was shut down")
         self.should_exit = True
 
 
-def _spans(path: Path | None) -> Spans | None:
+def _open_spans(path: Path | None) -> SpanWriter | None:
     try:
-        return None if path is None else Spans(path)
+        return None if path is None else SpanWriter(path)
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}", where="--traces") from None
 
 
 def _connection_limits() -> tuple[int, int]:
-    """The number of connections that may wait to be accepted, and of those that may be open."""
+    """Return the number of connections that may wait to be accepted, and of those that may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < allowed:

@@ -19,22 +19,22 @@ from perilune.engine.request import Request as EngineRequest
 from perilune.engine.scoring import PromptLogprobs
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.serve.answers import Answer, Spelling
+from perilune.serve.answers import CompletionAnswer, TokenFormatter
 from perilune.serve.bodies import read_request
 from perilune.serve.channels import ChannelsReader
 from perilune.serve.engine_thread import EngineThread, Stream
-from perilune.serve.errors import CLIENT_LEFT, ApiError, no_model
-from perilune.serve.exchange import Answering, Exchange
+from perilune.serve.errors import CLIENT_CLOSED_REQUEST, ApiError, unknown_model_error
+from perilune.serve.exchange import AnswerBuilder, Exchange
 from perilune.serve.gate import Gate
 from perilune.serve.grammars import AnswerConstraints
 from perilune.serve.lanes import Lanes
 from perilune.serve.metrics import Metrics
 from perilune.serve.model import ServedModel
-from perilune.serve.parts import THINK, THOUGHT, Beginning, PartsReader, Reader
+from perilune.serve.parts import THINK_END, THINK_START, Beginning, PartsReader, Reader
 from perilune.serve.prompts import Conversation, Prompts
-from perilune.serve.responses import Disconnected, EventStream, while_connected
+from perilune.serve.responses import DisconnectedError, EventStream, run_while_connected
 from perilune.serve.schema import (
-    MOST_CHOICES,
+    MAX_CHOICES,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from perilune.engine.constraints import Constraint
 
 
-def queue_is_full(answer_seconds: float) -> ApiError:
-    """The error that asks a client to come back after about one answer."""
+def queue_full_error(answer_seconds: float) -> ApiError:
+    """Return error 429, which asks the client to retry after about the time of one answer."""
     wait = {"Retry-After": str(min(max(math.ceil(answer_seconds), 1), 30))}
     return ApiError(429, "the queue is full", code="queue_full", headers=wait)
 
@@ -57,8 +57,8 @@ class Service:
 
     Args:
         prompt_logprobs: the engine's method; only the engine's thread calls it.
-        most_samples: samples in progress or waiting; further requests are refused with 429.
-        figures: the engine's metrics for /metrics; called from the event loop.
+        max_samples: samples in progress or waiting; further requests are refused with 429.
+        gauges: returns the engine's values for /metrics; called from the event loop.
     """
 
     def __init__(
@@ -66,54 +66,54 @@ class Service:
         model: ServedModel,
         thread: EngineThread,
         prompt_logprobs: Callable[..., Iterator[list[PromptLogprobs]]],
-        most_samples: int,
-        figures: Callable[[], Mapping[str, float]] = dict,
+        max_samples: int,
+        gauges: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.model, self.thread, self._prompt_logprobs = model, thread, prompt_logprobs
-        self._most_samples, self._figures = most_samples, figures
+        self._max_samples, self._gauges = max_samples, gauges
         self.metrics, self.gate = Metrics(), Gate()
-        thread.on_restart = self.metrics.restarted
+        thread.on_restart = self.metrics.count_restart
         self.draining = False
         self.open_paths: frozenset[str] = frozenset()
-        self.answering = 0  # requests whose answers are not sent completely
+        self.answering = 0  # requests whose responses are not sent completely
         self._entering = 0  # samples that are not submitted to the engine yet
         self.lanes = Lanes()
         self.prompts = Prompts(model, self.lanes)
         self._constraints = AnswerConstraints(model)
-        self.spelling = Spelling(model.tokenizer.token_text, _token_bytes(model.tokenizer))
+        self.token_formatter = TokenFormatter(model.tokenizer.token_text, _token_bytes(model.tokenizer))
 
     def close(self) -> None:
-        """Shut the lanes down."""
+        """Stop the threads."""
         self.lanes.close()
 
     def abort_all(self, reason: str) -> None:
         """Stop all requests; their clients get `reason` as the error."""
-        self.gate.shut(reason)
+        self.gate.refuse_all(reason)
         self.thread.abort_all(reason)
         self.prompts.stop(reason)
 
-    def figures(self) -> dict[str, float]:
+    def gauges(self) -> dict[str, float]:
         """Current metrics of the engine and the server."""
         return {
-            **self._figures(),
-            "samples_open": self.thread.open_samples,
+            **self._gauges(),
+            "samples_open": self.thread.num_open_samples,
             "requests_answering": self.answering,
         }
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         body, size = await read_request(request, ChatBody, self.lanes)
-        answer = self._answer(body, chat=True, logprobs=body.logprobs)
+        answer = self._make_answer(body, chat=True, logprobs=body.logprobs)
         return await self.converse(body, answer, size, request)
 
-    async def converse(self, body: ChatBody, answer: Answering, size: int, request: Request) -> Response:
+    async def converse(self, body: ChatBody, answer: AnswerBuilder, size: int, request: Request) -> Response:
         """Sample the answer of a chat from a body of `size` bytes, and respond."""
         conversation = Conversation(
             body.messages, body.usable_tools, body.variables, body.continue_final_message
         )
 
         async def encode() -> list[list[int]]:
-            return [await self.prompts.conversation(conversation, size)]
+            return [await self.prompts.encode_conversation(conversation, size)]
 
         return await self._complete(body, answer, encode, body.most_tokens, body.top_logprobs, request)
 
@@ -123,10 +123,10 @@ class Service:
         if body.messages is not None:
             tools = [tool.document for tool in body.tools]
             conversation = Conversation(body.messages, tools, body.variables, body.continue_final_message)
-            tokens = await self.prompts.conversation(conversation, size)
+            tokens = await self.prompts.encode_conversation(conversation, size)
         else:
             prompt = body.prompt or ""
-            self.prompts.check_characters(len(prompt), "prompt")
+            self.prompts.check_length(len(prompt), "prompt")
             encode = partial(self.model.tokenizer.encode_text_prompt, prompt)
             tokens = await self.lanes.short_or_long(size, encode)
         return JSONResponse({"count": len(tokens), "max_model_len": self.model.context, "tokens": tokens})
@@ -143,21 +143,21 @@ class Service:
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
         body, size = await read_request(request, CompletionBody, self.lanes)
-        if body.n * len(body.prompts) > MOST_CHOICES:
-            raise ApiError(400, f"a request may have at most {MOST_CHOICES} choices", param="n")
+        if body.n * len(body.prompts) > MAX_CHOICES:
+            raise ApiError(400, f"a request may have at most {MAX_CHOICES} choices", param="n")
 
-        answer = self._answer(body, chat=False, logprobs=body.logprobs is not None)
+        answer = self._make_answer(body, chat=False, logprobs=body.logprobs is not None)
 
         async def encode() -> list[list[int]]:
-            prompts = await self.prompts.texts(body.prompts, size, body.max_tokens)
+            prompts = await self.prompts.encode_texts(body.prompts, size, body.max_tokens)
             if body.echo:
-                answer.echoed = await self._echoed(body, prompts)
+                answer.echoed = await self._echo_prompts(body, prompts)
             return prompts
 
         return await self._complete(body, answer, encode, body.max_tokens, body.logprobs or 0, request)
 
-    async def _echoed(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[Delta]:
-        """The prompts as they stand before the choices. The first token of each has the log-prob 0."""
+    async def _echo_prompts(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[Delta]:
+        """Return the prompts to put before the choices. The first token of each has log-prob 0."""
         texts = [
             given if isinstance(given, str) else self.model.tokenizer.decode(tokens)
             for given, tokens in zip(body.prompts, prompts, strict=True)
@@ -165,82 +165,80 @@ class Service:
         if body.logprobs is None:
             return [Delta(0, 0, [], [], [], text) for text in texts]
         echoed = []
-        scored = await self._scored(prompts, body.logprobs, self.adapter_of(body.model))
+        scored = await self._score(prompts, body.logprobs, self.find_adapter(body.model))
         for text, tokens, (logprobs, likely) in zip(texts, prompts, scored, strict=True):
             top = [[], *likely] if body.logprobs else None
             echoed.append(Delta(0, 0, tokens, [0.0, *logprobs.tolist()], [], text, top_logprobs=top))
         return echoed
 
-    async def _scored(
-        self, texts: Sequence[list[int]], top: int, adapter: str | None
-    ) -> list[PromptLogprobs]:
+    async def _score(self, texts: Sequence[list[int]], top: int, adapter: str | None) -> list[PromptLogprobs]:
         """Score texts, a bounded number of tokens between two steps of the engine."""
         found: list[PromptLogprobs] = []
         pieces = self._prompt_logprobs(texts, top, adapter)
         while len(found) < len(texts):
             await self.gate.enter()
-            await self.thread.between_steps(lambda: found.extend(next(pieces)))
+            await self.thread.run_between_steps(lambda: found.extend(next(pieces)))
         return found
 
-    def _answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> Answer:
-        answer = Answer(
+    def _make_answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> CompletionAnswer:
+        answer = CompletionAnswer(
             body.model,
-            self.spelling,
+            self.token_formatter,
             chat=chat,
             logprobs=logprobs,
-            with_ids=body.return_token_ids,
-            parts=self.parts_of(body) if isinstance(body, ChatBody) else None,
+            include_ids=body.return_token_ids,
+            parts=self.make_reader_factory(body) if isinstance(body, ChatBody) else None,
             new_id=self.model.tool_format.new_id,
         )
-        answer.with_usage = body.stream_options is not None and body.stream_options.include_usage
+        answer.include_usage = body.stream_options is not None and body.stream_options.include_usage
         answer.names_function = isinstance(body, ChatBody) and body.names_function
         return answer
 
-    def parts_of(self, body: ChatBody) -> Callable[..., Reader] | None:
-        """Makes what splits the answer of a chat; None if all of it is content."""
+    def make_reader_factory(self, body: ChatBody) -> Callable[..., Reader] | None:
+        """Return a function that creates the reader of a chat's answer; None if all text is content."""
         schemas = {tool.function.name: tool.function.parameters for tool in body.tools}
-        calls = self.model.tool_format.reading(schemas) if body.usable_tools else None
+        calls = self.model.tool_format.with_schemas(schemas) if body.usable_tools else None
         if self.model.tool_format.channels:
-            return partial(ChannelsReader, calls=calls, most_calls=body.most_calls)
+            return partial(ChannelsReader, calls=calls, max_calls=body.max_calls)
         if calls is None and not self.model.reasoning:
             return None
         forced = bool(body.forced_functions)
-        return partial(PartsReader, calls=calls, most_calls=body.most_calls, forced=forced)
+        return partial(PartsReader, calls=calls, max_calls=body.max_calls, forced=forced)
 
     async def _complete(  # noqa: PLR0917
         self,
         body: Sampling,
-        answer: Answering,
+        answer: AnswerBuilder,
         encode: Callable[[], Awaitable[list[list[int]]]],
         max_tokens: int | None,
         top_logprobs: int,
         request: Request,
     ) -> Response:
         began = perf_counter()
-        self.adapter_of(body.model)
-        self._check_room()
+        self.find_adapter(body.model)
+        self._check_capacity()
         self.answering += 1
-        handed_on = False
+        streaming = False
         try:
             beginning = self._begin(body, answer, encode, max_tokens, top_logprobs)
-            stream = await while_connected(beginning, request.receive)
+            stream = await run_while_connected(beginning, request.receive)
             exchange = Exchange(stream, answer, self.metrics, began)
             request.state.model, request.state.usage = body.model, exchange.usage
             if not body.stream:
-                return await exchange.document(request)
-            handed_on = True
-            return EventStream(exchange.events(), lambda complete: self._finished(exchange, complete))
-        except Disconnected:
-            self.metrics.disconnected()
-            return Response(status_code=CLIENT_LEFT)
+                return await exchange.json_response(request)
+            streaming = True
+            return EventStream(exchange.events(), lambda complete: self._finish(exchange, complete))
+        except DisconnectedError:
+            self.metrics.count_disconnect()
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
-            if not handed_on:
+            if not streaming:
                 self.answering -= 1
 
     async def _begin(
         self,
         body: Sampling,
-        answer: Answering,
+        answer: AnswerBuilder,
         encode: Callable[[], Awaitable[list[list[int]]]],
         max_tokens: int | None,
         top_logprobs: int,
@@ -250,40 +248,42 @@ class Service:
         try:
             prompts = await encode()
             if isinstance(body, ChatBody) and (self.model.reasoning or self.model.tool_format.channels):
-                answer.begins = self._beginning(body, prompts[0])
+                answer.beginning = self._detect_beginning(body, prompts[0])
             constraint = None
             if body.is_constrained:
-                constraint = await self.lanes.schema(lambda: self._constraints.of(body, answer.begins))
+                constraint = await self.lanes.schema(
+                    lambda: self._constraints.make_constraint(body, answer.beginning)
+                )
             await self.gate.enter()
             requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
-            return await self.thread.submit(requests, in_pieces=body.stream)
+            return await self.thread.submit(requests, per_token=body.stream)
         finally:
             self._entering -= body.n
 
-    def _finished(self, exchange: Exchange, complete: bool) -> None:
+    def _finish(self, exchange: Exchange, complete: bool) -> None:
         self.answering -= 1
         exchange.close()
         if not complete:
-            self.metrics.disconnected()
+            self.metrics.count_disconnect()
 
-    def adapter_of(self, model: str) -> str | None:
-        """The adapter of this name; None for the model itself.
+    def find_adapter(self, model: str) -> str | None:
+        """Return the name of the adapter; None for the model itself.
 
         Raises:
             ApiError: 404, when there is neither.
         """
         if model not in self.model.names:
-            raise no_model(model, *self.model.names)
+            raise unknown_model_error(model, *self.model.names)
         return None if model == self.model.name else model
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Count a request that is not submitted to the engine.
+    def admit(self) -> Iterator[None]:
+        """Count a request that does not go through the engine's queue, during the block.
 
         Raises:
             ApiError: 429, when the queue is full; 503, when the model sleeps.
         """
-        self._check_room()
+        self._check_capacity()
         self._entering += 1
         self.answering += 1
         try:
@@ -292,12 +292,12 @@ class Service:
             self._entering -= 1
             self.answering -= 1
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         self.gate.check_awake()
-        busy = self.thread.open_samples + self._entering >= self._most_samples
+        busy = self.thread.num_open_samples + self._entering >= self._max_samples
         # An answer that is sampled but not read yet costs memory only.
-        if busy or self.answering >= 2 * self._most_samples:
-            raise queue_is_full(self.metrics.answer_seconds)
+        if busy or self.answering >= 2 * self._max_samples:
+            raise queue_full_error(self.metrics.answer_seconds)
 
     def _requests(
         self,
@@ -308,11 +308,11 @@ class Service:
         constraint: Constraint | None,
     ) -> list[EngineRequest]:
         param = "messages" if isinstance(body, ChatBody) else "prompt"
-        room = self.prompts.tokens_left(max(map(len, prompts)), max_tokens, param)
+        room = self.prompts.count_remaining_tokens(max(map(len, prompts)), max_tokens, param)
         params = self._params(body, max_tokens or room, top_logprobs)
         seed, step, task = body.random_key or (secrets.randbits(64), 0, 0)
         continues = not isinstance(body, ChatBody) or body.continue_final_message
-        adapter = self.adapter_of(body.model)  # again: it may have been unloaded
+        adapter = self.find_adapter(body.model)  # again: it may have been unloaded
         return [
             # Each prompt of a request has its own random numbers.
             EngineRequest(
@@ -334,16 +334,16 @@ class Service:
             raise ApiError(400, f"the vocabulary has no token {outside[0]}", param="logit_bias")
         return body.params(max_tokens, self.model.end_tokens, top_logprobs)
 
-    def _beginning(self, body: ChatBody, prompt: Sequence[int]) -> Beginning:
-        """What the answer begins with, from a model that may reason first."""
+    def _detect_beginning(self, body: ChatBody, prompt: Sequence[int]) -> Beginning:
+        """Detect the kind of text at the start of the answer."""
         text = body.messages[-1].text if body.continue_final_message else ""
         if self.model.tool_format.channels:
             return "content" if text else "channels"
         if text.strip():
-            _, opened, thought = text.rpartition(THINK)
-            return "reasoning" if opened and THOUGHT not in thought else "content"
+            _, opened, thought = text.rpartition(THINK_START)
+            return "reasoning" if opened and THINK_END not in thought else "content"
         ending = self.model.tokenizer.decode(prompt[-8:]).rstrip()
-        return "reasoning" if ending.endswith(THINK) else "start"
+        return "reasoning" if ending.endswith(THINK_START) else "start"
 
 
 def _token_bytes(tokenizer: Tokenizer) -> list[bytes | None]:

@@ -16,22 +16,22 @@ from starlette.responses import Response
 from perilune.errors import PeriluneError
 from perilune.serve.bodies import read_request
 from perilune.serve.engine_thread import EngineThread, Stream
-from perilune.serve.errors import CLIENT_LEFT, no_model
+from perilune.serve.errors import CLIENT_CLOSED_REQUEST, unknown_model_error
 from perilune.serve.lanes import Lanes
-from perilune.serve.metrics import SECONDS, Metrics
-from perilune.serve.responses import Disconnected, EventStream, while_connected
+from perilune.serve.metrics import BUCKETS_S, Metrics
+from perilune.serve.responses import DisconnectedError, EventStream, run_while_connected
 from perilune.serve.schema import DEFAULT_VOICE, SpeechBody
-from perilune.serve.service import queue_is_full
+from perilune.serve.service import queue_full_error
 from perilune.speech.prompt import AUTO, Utterance
 from perilune.speech.stream import Samples, SpeechDelta, SpeechTimes
 from perilune.speech.synthesis import Speaker
 
-_FACTORS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 5, 10)  # bounds of the real-time factor
+_FACTOR_BUCKETS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 5, 10)  # bounds of the real-time factor
 _UNKNOWN_SIZE = 0xFFFFFFFF  # size in the header of a WAV stream
 _PLAYER = {"/": ("player.html", "text/html"), "/player.js": ("player.js", "text/javascript")} | {
     "/player.css": ("player.css", "text/css")
 }
-_POLICY = (
+_CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -44,15 +44,17 @@ class SpeechMetrics(Metrics):
         super().__init__()
         by_load = partial(Histogram, labelnames=["streams"], registry=self.registry)
         self._first_code = by_load(
-            "perilune_speech_first_code_seconds", "Seconds to the talker's first code", buckets=SECONDS
+            "perilune_speech_first_code_seconds",
+            "Seconds to the talker's first code",
+            buckets=BUCKETS_S,
         )
         self._first_audio = by_load(
-            "perilune_speech_first_audio_seconds", "Seconds to the first samples", buckets=SECONDS
+            "perilune_speech_first_audio_seconds", "Seconds to the first samples", buckets=BUCKETS_S
         )
         self._factor = by_load(
             "perilune_speech_real_time_factor",
             "Seconds to the last sample divided by seconds of speech",
-            buckets=_FACTORS,
+            buckets=_FACTOR_BUCKETS,
         )
         self._underruns = Counter(
             "perilune_speech_underruns",
@@ -62,7 +64,7 @@ class SpeechMetrics(Metrics):
         )
         self._audio = Counter("perilune_speech_seconds", "Seconds of speech", registry=self.registry)
 
-    def spoken(self, times: SpeechTimes) -> None:
+    def record_utterance(self, times: SpeechTimes) -> None:
         """Record a finished utterance."""
         load = str(1 << (times.streams - 1).bit_length())  # 1, 2, 4, 8, ...: at most as many streams
         self._first_code.labels(load).observe(times.first_code)
@@ -77,32 +79,32 @@ class SpeechService:
     """Answers requests with one speech model.
 
     Args:
-        most_streams: most utterances in progress or waiting; further requests get 429.
+        max_streams: maximum number of utterances in progress or waiting; further requests get 429.
     """
 
-    def __init__(self, name: str, speaker: Speaker, most_streams: int) -> None:
-        self.name, self.speaker, self._most_streams = name, speaker, most_streams
+    def __init__(self, name: str, speaker: Speaker, max_streams: int) -> None:
+        self.name, self.speaker, self._max_streams = name, speaker, max_streams
         self.thread, self.metrics = EngineThread(speaker.pipeline), SpeechMetrics()
-        self.thread.on_restart = self.metrics.restarted
+        self.thread.on_restart = self.metrics.count_restart
         self.draining, self.answering = False, 0
         self.open_paths = frozenset(_PLAYER)
         self._entering = 0
         self._lanes = Lanes()
 
     def close(self) -> None:
-        """Shut the lanes down."""
+        """Stop the threads."""
         self._lanes.close()
 
     def abort_all(self, reason: str) -> None:
         """Stop all requests; their clients get `reason` as the error."""
         self.thread.abort_all(reason)
 
-    def figures(self) -> dict[str, float]:
-        """Current values for /metrics."""
+    def gauges(self) -> dict[str, float]:
+        """Return the current values for /metrics."""
         engine = self.speaker.engine
         return {
             "speech_streams": self.speaker.open(),
-            "samples_open": self.thread.open_samples,
+            "samples_open": self.thread.num_open_samples,
             "samples_running": engine.running,
             "requests_waiting": engine.waiting,
             "requests_answering": self.answering,
@@ -117,28 +119,28 @@ class SpeechService:
         body, size = await read_request(request, SpeechBody, self._lanes)
         self._admit(body)
         self.answering += 1
-        handed_on = False
+        streaming = False
         try:
-            stream = await while_connected(self._begin(body, size), request.receive)
+            stream = await run_while_connected(self._begin(body, size), request.receive)
             kind = "audio/wav" if body.response_format == "wav" else "audio/pcm"
             if not body.stream:
-                return await self._whole(stream, body, request, began)
-            handed_on = True
-            pieces = self._pieces(stream, wav=body.response_format == "wav")
-            return AudioStream(pieces, lambda complete: self._finished(stream, complete, began), kind)
-        except Disconnected:
-            self.metrics.disconnected()
-            return Response(status_code=CLIENT_LEFT)
+                return await self._respond(stream, body, request, began)
+            streaming = True
+            pieces = self._encode_stream(stream, wav=body.response_format == "wav")
+            return AudioStream(pieces, lambda complete: self._finish(stream, complete, began), kind)
+        except DisconnectedError:
+            self.metrics.count_disconnect()
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
-            if not handed_on:
+            if not streaming:
                 self.answering -= 1
 
     def _admit(self, body: SpeechBody) -> None:
         if body.model != self.name:
-            raise no_model(body.model, self.name)
-        busy = self.thread.open_samples + self._entering >= self._most_streams
-        if busy or self.answering >= 2 * self._most_streams:
-            raise queue_is_full(self.metrics.answer_seconds)
+            raise unknown_model_error(body.model, self.name)
+        busy = self.thread.num_open_samples + self._entering >= self._max_streams
+        if busy or self.answering >= 2 * self._max_streams:
+            raise queue_full_error(self.metrics.answer_seconds)
 
     async def _begin(self, body: SpeechBody, size: int) -> Stream:
         """Embed the text and submit it to the talker."""
@@ -148,64 +150,64 @@ class SpeechService:
             utterance = Utterance(body.input, voice, body.language, body.instructions)
             seed = body.seed if body.seed is not None else int(np.random.default_rng().integers(2**63))
             made = await self._lanes.short_or_long(size, lambda: self.speaker.request(utterance, seed))
-            return await self.thread.submit([made], in_pieces=True)
+            return await self.thread.submit([made], per_token=True)
         finally:
             self._entering -= 1
 
-    async def _whole(self, stream: Stream, body: SpeechBody, request: Request, began: float) -> Response:
+    async def _respond(self, stream: Stream, body: SpeechBody, request: Request, began: float) -> Response:
         complete = False
         try:
-            samples = await while_connected(self._collected(stream), request.receive)
+            samples = await run_while_connected(self._collect(stream), request.receive)
             complete = True
         finally:
             self._close(stream, began)
-        data = b"".join(map(pcm, samples))
+        data = b"".join(map(encode_pcm, samples))
         assert complete
         if body.response_format == "pcm":
-            return Response(data, media_type="audio/pcm", headers=self._rate)
+            return Response(data, media_type="audio/pcm", headers=self._rate_header)
         return Response(self._header(len(data)) + data, media_type="audio/wav")
 
-    async def _collected(self, stream: Stream) -> list[Samples]:
+    async def _collect(self, stream: Stream) -> list[Samples]:
         return [part async for part in self._samples(stream)]
 
     async def _samples(self, stream: Stream) -> AsyncIterator[Samples]:
-        while deltas := await stream.next():
+        while deltas := await stream.next_deltas():
             for _, delta in deltas:
                 assert isinstance(delta, SpeechDelta)
                 if delta.times is not None:
-                    self.metrics.spoken(delta.times)
+                    self.metrics.record_utterance(delta.times)
                 for part in delta.audio:
                     yield part
 
-    async def _pieces(self, stream: Stream, *, wav: bool) -> AsyncIterator[bytes]:
+    async def _encode_stream(self, stream: Stream, *, wav: bool) -> AsyncIterator[bytes]:
         if wav:
             yield self._header(None)
         try:
             async for part in self._samples(stream):
-                yield pcm(part)
+                yield encode_pcm(part)
         except PeriluneError as error:
             # The status is sent already. A dropped connection tells the client that samples are missing.
             raise ConnectionAbortedError(error.what) from None
 
-    def _finished(self, stream: Stream, complete: bool, began: float) -> None:
+    def _finish(self, stream: Stream, complete: bool, began: float) -> None:
         self.answering -= 1
         self._close(stream, began)
         if not complete:
-            self.metrics.disconnected()
+            self.metrics.count_disconnect()
 
     def _close(self, stream: Stream, began: float) -> None:
         stream.abort()
-        self.metrics.finished(began, prompt=len(stream.requests[0].token_ids), completion=0, cached=0)
+        self.metrics.record_finished(began, prompt=len(stream.requests[0].token_ids), completion=0, cached=0)
 
     @property
-    def _rate(self) -> dict[str, str]:
+    def _rate_header(self) -> dict[str, str]:
         return {"X-Sample-Rate": str(self.speaker.config.codec.sample_rate)}
 
     def _header(self, size: int | None) -> bytes:
         return wav_header(self.speaker.config.codec.sample_rate, size)
 
     def voices(self) -> dict[str, Any]:
-        """The values that requests can give as `voice` and `language`."""
+        """Return the values that requests can give as `voice` and `language`."""
         config = self.speaker.config
         spoken = [name for name in config.languages if "dialect" not in name]
         return {
@@ -225,7 +227,7 @@ class AudioStream(EventStream):
 
 
 def speech_routes(service: SpeechService) -> APIRouter:
-    """The routes of a speech model."""
+    """Return the routes of a speech model."""
     router = APIRouter()
     started = int(time())
     router.post("/v1/audio/speech", response_model=None)(service.speak)
@@ -245,10 +247,10 @@ def speech_routes(service: SpeechService) -> APIRouter:
 
 
 async def _asset(name: str, kind: str) -> Response:
-    """A file of the player."""
+    """Return a file of the player."""
     data = await asyncio.to_thread((files("perilune.serve") / "player" / name).read_bytes)
     headers = {
-        "Content-Security-Policy": _POLICY,
+        "Content-Security-Policy": _CONTENT_SECURITY_POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
@@ -256,13 +258,13 @@ async def _asset(name: str, kind: str) -> Response:
     return Response(data, media_type=kind, headers=headers)
 
 
-def pcm(samples: Samples) -> bytes:
-    """16-bit little-endian samples."""
+def encode_pcm(samples: Samples) -> bytes:
+    """Encode samples as 16-bit little-endian integers."""
     return (samples * 32767).round().astype("<i2").tobytes()
 
 
 def wav_header(rate: int, size: int | None) -> bytes:
-    """The header of a WAV file of one channel with 16-bit samples; `size` bytes, None if unknown yet."""
+    """Return the header of a mono WAV file with `size` bytes of 16-bit samples; None if unknown yet."""
     whole, data = (_UNKNOWN_SIZE, _UNKNOWN_SIZE) if size is None else (36 + size, size)
     shape = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
     return struct.pack("<4sI4s", b"RIFF", whole, b"WAVE") + shape + struct.pack("<4sI", b"data", data)

@@ -40,10 +40,10 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schemas of the arguments of functions, by name."""
 
 NAME = r"[\w.:/-]{1,64}"  # of a function
-MOST_CALLS = 128  # of a message
+MAX_CALLS = 128  # of a message
 _STRUCTURE = re.compile(r"""["'\\{}\[\]()]""")
-_CLOSES = {"}": "{", "]": "[", ")": "("}
-_LONGEST_EXPRESSION = 1 << 16  # characters that Python's parser gets
+_OPENING_BRACKET = {"}": "{", "]": "[", ")": "("}
+_MAX_EXPRESSION_CHARS = 1 << 16  # characters that Python's parser gets
 
 
 class Brackets:
@@ -54,19 +54,19 @@ class Brackets:
     """
 
     def __init__(self, quotes: str = '"') -> None:
-        self._quotes, self._at = quotes, 0
+        self._quotes, self._position = quotes, 0
         self._open: list[str] = []
         self._quote, self._escaped = "", -1
 
     def end(self, text: str, start: int) -> int | None:
-        """The end of the expression that begins at `start`; None while it is open.
+        """Return the end of the expression that begins at `start`; None while it is open.
 
-        If it is malformed, the negative of the place behind the character that shows this.
+        Returns the negative of the index after the first wrong character if the expression is malformed.
         """
-        self._at = max(self._at, start)
-        for found in _STRUCTURE.finditer(text, self._at):
+        self._position = max(self._position, start)
+        for found in _STRUCTURE.finditer(text, self._position):
             character, place = found[0], found.start()
-            self._at = place + 1
+            self._position = place + 1
             if place == self._escaped:
                 continue
             if self._quote:
@@ -76,15 +76,15 @@ class Brackets:
                     self._quote = ""
             elif character in self._quotes:
                 self._quote = character
-            elif character in _CLOSES:
-                if self._open[-1:] != [_CLOSES[character]]:
-                    return -self._at
+            elif character in _OPENING_BRACKET:
+                if self._open[-1:] != [_OPENING_BRACKET[character]]:
+                    return -self._position
                 self._open.pop()
                 if not self._open:
-                    return self._at
+                    return self._position
             elif character in "{[(":
                 self._open.append(character)
-        self._at = max(self._at, len(text))
+        self._position = max(self._position, len(text))
         return None
 
 
@@ -106,7 +106,7 @@ class Spelling(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ParsedText:
     """The result of parsing the beginning of a text.
 
     Attributes:
@@ -119,7 +119,7 @@ class Found:
 
 
 class ToolFormat(ABC):
-    """One format.
+    """A format of tool calls.
 
     Attributes:
         marks: control tokens that must appear in the decoded text of an answer.
@@ -137,36 +137,36 @@ class ToolFormat(ABC):
     channels = False
 
     @abstractmethod
-    def begin(self, text: str, *, at_start: bool) -> int:
-        """The index at which `text` has a call or the possible beginning of one; its length if there is none.
+    def find_call(self, text: str, *, at_start: bool) -> int:
+        """Return the index of a call or its possible beginning in `text`; the length of `text` if none.
 
-        `at_start`: whether only white space and calls came before.
+        `at_start`: whether only white space and calls precede `text`.
         """
 
     @abstractmethod
-    def read(self, text: str, brackets: Brackets) -> Found | None:
-        """Parse `text`, which starts where `begin` pointed; None while more text is needed."""
+    def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
+        """Parse `text`, which starts where `find_call` pointed; None while more text is needed."""
 
     @abstractmethod
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        """The text of calls."""
+    def format_calls(self, calls: Sequence[ToolCall]) -> str:
+        """Format calls as text."""
 
     @abstractmethod
-    def is_of(self, template: str) -> bool:
-        """Whether a chat template shows calls in this format."""
+    def matches_template(self, template: str) -> bool:
+        """Return whether a chat template uses this format."""
 
-    def reading(self, schemas: Schemas) -> ToolFormat:
-        """The format for calls of these functions."""
+    def with_schemas(self, schemas: Schemas) -> ToolFormat:
+        """Return the format for calls of these functions."""
         return self
 
     def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
-        """A system message with a description of tools at its end."""
+        """Return a system message with a description of tools at its end."""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         about = f"You may call these tools:\n{listed}\n{self.usage}"
         return f"{system}\n\n{about}" if system else about
 
     def new_id(self) -> str:
-        """An id for a call."""
+        """Return an id for a call."""
         return f"call_{secrets.token_hex(12)}"
 
 
@@ -175,35 +175,35 @@ class Hermes(ToolFormat):
     _open, _close = marks = ("<tool_call>", "</tool_call>")
     spelling = Spelling("", f'{_open}\n{{"name": "', '", "arguments": ', f"}}\n{_close}", "\n", "")
 
-    def begin(self, text: str, *, at_start: bool) -> int:
-        return _find(text, self._open)
+    def find_call(self, text: str, *, at_start: bool) -> int:
+        return _find_mark(text, self._open)
 
-    def read(self, text: str, brackets: Brackets) -> Found | None:
+    def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         end = text.find(self._close)
         if end < 0:
             return None
         end += len(self._close)
-        call = _json(text[len(self._open) : end - len(self._close)])
-        return Found(end, _canonical([_fields(call, "arguments")]))
+        call = _parse_json(text[len(self._open) : end - len(self._close)])
+        return ParsedText(end, _canonical_calls([_call_fields(call, "arguments")]))
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
+    def format_calls(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(map(write_call, calls))
 
     def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
         return describe_tools(tools, system)
 
-    def is_of(self, template: str) -> bool:
+    def matches_template(self, template: str) -> bool:
         return self._open in template
 
 
-class Tagged(Hermes):
+class TaggedFormat(Hermes):
     """A format in which arguments are texts between tags. The schema of a function says which are strings.
 
     Forced calls are spelled as in Hermes, which the format reads too.
 
     Attributes:
-        call, argument: expressions of a call, with its name and its arguments, and of one argument.
-        mark: a text by which chat templates show the format.
+        call, argument: regular expressions of a call and of an argument, each with a name and a value.
+        mark: a text that identifies the format in a chat template.
         texts: around the name of a call, its arguments, and the name and the value of an argument.
     """
 
@@ -215,11 +215,11 @@ class Tagged(Hermes):
     def __init__(self, schemas: Schemas | None = None) -> None:
         self._schemas = schemas or {}
 
-    def reading(self, schemas: Schemas) -> ToolFormat:
+    def with_schemas(self, schemas: Schemas) -> ToolFormat:
         return type(self)(schemas)
 
-    def read(self, text: str, brackets: Brackets) -> Found | None:
-        found = super().read(text, brackets)
+    def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
+        found = super().parse(text, brackets)
         if found is None or found.calls:
             return found
         inner = text[len(self._open) : found.length - len(self._close)]
@@ -229,11 +229,11 @@ class Tagged(Hermes):
             return found
         schema = self._schemas.get(call[1], {}).get("properties")
         kinds = schema if isinstance(schema, Mapping) else {}
-        given = {name: _typed(value, kinds.get(name)) for name, value in arguments}
-        return Found(found.length, _canonical([(call[1], given)]))
+        given = {name: _parse_argument(value, kinds.get(name)) for name, value in arguments}
+        return ParsedText(found.length, _canonical_calls([(call[1], given)]))
 
     def _arguments(self, text: str) -> list[tuple[str, str]] | None:
-        """Names and values, read one after the other so that the time is linear; None if one is malformed."""
+        """Return names and values, parsed in linear time; None if one is malformed."""
         found, at = [], 0
         while at < len(text):
             argument = self.argument.match(text, at)
@@ -243,11 +243,11 @@ class Tagged(Hermes):
             at = argument.end()
         return found
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
+    def format_calls(self, calls: Sequence[ToolCall]) -> str:
         before, after, begin, between, end, closing = self.texts
         written = []
         for name, arguments in calls:
-            value = _json(arguments)
+            value = _parse_json(arguments)
             texts = [
                 f"{begin}{key}{between}{one if isinstance(one, str) else json.dumps(one)}{end}"
                 for key, one in (value.items() if isinstance(value, dict) else ())
@@ -258,11 +258,11 @@ class Tagged(Hermes):
     def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
         return ToolFormat.describe(self, tools, system)
 
-    def is_of(self, template: str) -> bool:
+    def matches_template(self, template: str) -> bool:
         return self.mark in template
 
 
-class Qwen3Coder(Tagged):
+class Qwen3Coder(TaggedFormat):
     name = "qwen3_coder"
     mark = "<function="
     call = re.compile(rf"\s*<function=({NAME})>\s*(.*?)</function>\s*", re.DOTALL)
@@ -274,7 +274,7 @@ class Qwen3Coder(Tagged):
     )
 
 
-class Glm45(Tagged):
+class Glm45(TaggedFormat):
     name = "glm45"
     mark = "<arg_key>"
     call = re.compile(rf"\s*({NAME})\s*((?:<arg_key>.*)?)", re.DOTALL)
@@ -296,26 +296,26 @@ class Mistral(ToolFormat):
     _longest_head = 256
     spelling = Spelling(f"{marks[0]}[", '{"name": "', '", "arguments": ', "}", ", ", "]")
 
-    def begin(self, text: str, *, at_start: bool) -> int:
-        return _find(text, self.marks[0])
+    def find_call(self, text: str, *, at_start: bool) -> int:
+        return _find_mark(text, self.marks[0])
 
-    def read(self, text: str, brackets: Brackets) -> Found | None:
+    def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         mark = len(self.marks[0])
         if len(text) < mark:
             return None
         head = self._head.match(text, mark)
         if head is None:
-            return None if len(text) < mark + self._longest_head else Found(mark)
+            return None if len(text) < mark + self._longest_head else ParsedText(mark)
         end = brackets.end(text, head.end())
         if end is None:
             return None
         if end < 0:  # a mark before the place is not tried again, so that the time is linear
-            return Found(-end)
-        value = _json(text[head.end() : end])
-        calls = [(head[1], value)] if head[1] else [_fields(one, "arguments") for one in _list(value)]
-        return Found(end, _canonical(calls))
+            return ParsedText(-end)
+        value = _parse_json(text[head.end() : end])
+        calls = [(head[1], value)] if head[1] else [_call_fields(one, "arguments") for one in _list(value)]
+        return ParsedText(end, _canonical_calls(calls))
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
+    def format_calls(self, calls: Sequence[ToolCall]) -> str:
         listed = ", ".join(f'{{"name": {json.dumps(name)}, "arguments": {given}}}' for name, given in calls)
         return f"{self.marks[0]}[{listed}]"
 
@@ -323,7 +323,7 @@ class Mistral(ToolFormat):
         """Nine letters and digits, which Mistral's chat templates demand."""
         return secrets.token_hex(5)[:9]
 
-    def is_of(self, template: str) -> bool:
+    def matches_template(self, template: str) -> bool:
         return self.marks[0] in template
 
 
@@ -332,7 +332,7 @@ class NamedMistral(Mistral):
 
     spelling = Spelling("", Mistral.marks[0], Mistral.marks[1], "", "", "")
 
-    def is_of(self, template: str) -> bool:
+    def matches_template(self, template: str) -> bool:
         return all(mark in template for mark in self.marks[:2])
 
 
@@ -343,27 +343,27 @@ class Llama3Json(ToolFormat):
     _tag = "<|python_tag|>"  # a control token of Llama, so it is usually not in the text
     _before = re.compile(rf"[\s;]*(?:{re.escape(_tag)}\s*)?")
 
-    def begin(self, text: str, *, at_start: bool) -> int:
+    def find_call(self, text: str, *, at_start: bool) -> int:
         return 0 if at_start else len(text)
 
-    def read(self, text: str, brackets: Brackets) -> Found | None:
+    def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         start = self._before.match(text).end()  # type: ignore[union-attr]
         rest = text[start : start + len(self._tag)]
         if self._tag.startswith(rest):
             return None
         if rest[0] != "{":
-            return Found(len(text))
+            return ParsedText(len(text))
         end = brackets.end(text, start)
         if end is None:
             return None
-        value = _json(text[start:end]) if end > 0 else None
-        calls = _canonical([_fields(value, "parameters", "arguments")])
-        return Found(end, calls) if calls else Found(len(text))
+        value = _parse_json(text[start:end]) if end > 0 else None
+        calls = _canonical_calls([_call_fields(value, "parameters", "arguments")])
+        return ParsedText(end, calls) if calls else ParsedText(len(text))
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
+    def format_calls(self, calls: Sequence[ToolCall]) -> str:
         return "; ".join(f'{{"name": {json.dumps(name)}, "parameters": {given}}}' for name, given in calls)
 
-    def is_of(self, template: str) -> bool:
+    def matches_template(self, template: str) -> bool:
         return self._tag in template or ('"parameters":' in template and "ipython" in template)
 
 
@@ -374,52 +374,52 @@ class Pythonic(ToolFormat):
     _may_begin = re.compile(rf"\s*(?:\[\s*(?:{NAME}\s*)?)?")
     _begins = re.compile(rf"\s*(?=\[\s*{NAME}\s*\()")
 
-    def begin(self, text: str, *, at_start: bool) -> int:
+    def find_call(self, text: str, *, at_start: bool) -> int:
         return 0 if at_start else len(text)
 
-    def read(self, text: str, brackets: Brackets) -> Found | None:
+    def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         begun = self._begins.match(text)
         if begun is None:
-            return None if self._may_begin.fullmatch(text) else Found(len(text))
+            return None if self._may_begin.fullmatch(text) else ParsedText(len(text))
         end = brackets.end(text, begun.end())
         if end is None:
             return None
-        calls = _canonical(_evaluated(text[begun.end() : end])) if end > 0 else ()
-        return Found(end, calls) if calls else Found(len(text))
+        calls = _canonical_calls(_parse_python_calls(text[begun.end() : end])) if end > 0 else ()
+        return ParsedText(end, calls) if calls else ParsedText(len(text))
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
-        return f"[{', '.join(f'{name}({_literals(given)})' for name, given in calls)}]"
+    def format_calls(self, calls: Sequence[ToolCall]) -> str:
+        return f"[{', '.join(f'{name}({_python_arguments(given)})' for name, given in calls)}]"
 
-    def is_of(self, template: str) -> bool:
+    def matches_template(self, template: str) -> bool:
         return "[func_name1(" in template  # of the instructions that Meta gives for this format
 
 
-class Marked(ToolFormat):
-    """A format in which control tokens stand around all calls, around each, and before its JSON arguments.
+class ControlTokenFormat(ToolFormat):
+    """A format with control tokens around all calls, around each call, and before its JSON arguments.
 
     Attributes:
-        call: an expression of a call, with its name and its arguments.
-        shown: a text by which chat templates show the format.
+        call: the regular expression of a call, with its name and its arguments.
+        template_mark: a text that identifies the format in a chat template.
     """
 
     call: re.Pattern[str]
-    shown: str
+    template_mark: str
 
-    def begin(self, text: str, *, at_start: bool) -> int:
-        return _find(text, self.marks[0])
+    def find_call(self, text: str, *, at_start: bool) -> int:
+        return _find_mark(text, self.marks[0])
 
-    def read(self, text: str, brackets: Brackets) -> Found | None:
+    def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         inner, mark, _ = text[len(self.marks[0]) :].partition(self.marks[-1])
         if not mark:
             return None
         calls, at = [], 0
         while at < len(inner.rstrip()):
             call = self.call.match(inner, at)
-            calls.append((None, None) if call is None else (call[1], _json(call[2])))
+            calls.append((None, None) if call is None else (call[1], _parse_json(call[2])))
             at = len(inner) if call is None else call.end()
-        return Found(len(self.marks[0]) + len(inner) + len(mark), _canonical(calls))
+        return ParsedText(len(self.marks[0]) + len(inner) + len(mark), _canonical_calls(calls))
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
+    def format_calls(self, calls: Sequence[ToolCall]) -> str:
         opening, before, between, after, separator, closing = self.spelling  # type: ignore[misc]
         return (
             opening + separator.join(f"{before}{name}{between}{one}{after}" for name, one in calls) + closing
@@ -427,13 +427,13 @@ class Marked(ToolFormat):
 
     @property
     def usage(self) -> str:  # type: ignore[override]
-        return f"To call some, write {self.write([('NAME', '{...}')])} at the end."
+        return f"To call some, write {self.format_calls([('NAME', '{...}')])} at the end."
 
-    def is_of(self, template: str) -> bool:
-        return self.shown in template
+    def matches_template(self, template: str) -> bool:
+        return self.template_mark in template
 
 
-class DeepSeekV31(Marked):
+class DeepSeekV31(ControlTokenFormat):
     name: ToolFormatName = "deepseek_v31"
     marks = (
         "<｜tool▁calls▁begin｜>",
@@ -445,7 +445,7 @@ class DeepSeekV31(Marked):
     _opening, _before, _between, _after, _closing = marks
     spelling = Spelling(_opening, _before, _between, _after, "", _closing)
     call = re.compile(rf"\s*{_before}\s*({NAME})\s*{_between}(.*?){_after}", re.DOTALL)
-    shown = _before
+    template_mark = _before
 
 
 class DeepSeekV3(DeepSeekV31):
@@ -457,13 +457,13 @@ class DeepSeekV3(DeepSeekV31):
     call = re.compile(
         rf"\s*{_before}\s*function\s*{_between}\s*({NAME})\s*```json(.*?)```\s*{_after}", re.DOTALL
     )
-    shown = "```json"
+    template_mark = "```json"
 
-    def is_of(self, template: str) -> bool:
-        return super().is_of(template) and self._before in template
+    def matches_template(self, template: str) -> bool:
+        return super().matches_template(template) and self._before in template
 
 
-class KimiK2(Marked):
+class KimiK2(ControlTokenFormat):
     name = "kimi_k2"
     marks = (
         "<|tool_calls_section_begin|>",
@@ -479,7 +479,7 @@ class KimiK2(Marked):
         rf"{re.escape(_after)}",
         re.DOTALL,
     )
-    shown = _before
+    template_mark = _before
 
 
 class Harmony(ToolFormat):
@@ -492,20 +492,24 @@ class Harmony(ToolFormat):
     )
     _call = re.compile(rf"[^{{]*?\bto=functions\.({NAME})[^{{]*?<\|message\|>(.*?)<\|call\|>", re.DOTALL)
 
-    def begin(self, text: str, *, at_start: bool) -> int:
-        return _find(text, self.marks[0])
+    def find_call(self, text: str, *, at_start: bool) -> int:
+        return _find_mark(text, self.marks[0])
 
-    def read(self, text: str, brackets: Brackets) -> Found | None:
+    def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         call = self._call.match(text)
-        return None if call is None else Found(call.end(), _canonical([(call[1], _json(call[2]))]))
+        return (
+            None
+            if call is None
+            else ParsedText(call.end(), _canonical_calls([(call[1], _parse_json(call[2]))]))
+        )
 
-    def write(self, calls: Sequence[ToolCall]) -> str:
+    def format_calls(self, calls: Sequence[ToolCall]) -> str:
         return "<|start|>assistant".join(
             f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
             for name, arguments in calls
         )
 
-    def is_of(self, template: str) -> bool:
+    def matches_template(self, template: str) -> bool:
         return all(mark in template for mark in self.marks[:1] + self.marks[2:4])
 
 
@@ -527,13 +531,13 @@ FORMATS: Mapping[str, ToolFormat] = {
 _DETECTED = (NamedMistral(), *FORMATS.values())
 
 
-def format_of(template: str | None) -> ToolFormat:
-    """The format of a chat template; that of Hermes if it shows none."""
-    return next((one for one in _DETECTED if one.is_of(template or "")), FORMATS["hermes"])
+def detect_format(template: str | None) -> ToolFormat:
+    """Return the format of a chat template; Hermes if it shows none."""
+    return next((one for one in _DETECTED if one.matches_template(template or "")), FORMATS["hermes"])
 
 
-def _find(text: str, mark: str) -> int:
-    """The index of `mark` in `text`, or of its beginning at the end of `text`; len(text) if none."""
+def _find_mark(text: str, mark: str) -> int:
+    """Return the index of `mark` in `text`, or of its beginning at the end of `text`; len(text) if none."""
     found = text.find(mark)
     if found >= 0:
         return found
@@ -541,8 +545,8 @@ def _find(text: str, mark: str) -> int:
     return len(text) - next((length for length in lengths if text.endswith(mark[:length])), 0)
 
 
-def _json(text: str) -> Any:
-    """The value of a JSON text; None if it is malformed. Floats too large for 64 bits become the largest."""
+def _parse_json(text: str) -> Any:
+    """Parse a JSON text; None if it is malformed. Floats beyond 64 bits become the largest float."""
     most = sys.float_info.max
     try:
         return json.loads(text, parse_float=lambda number: max(min(float(number), most), -most))
@@ -550,15 +554,15 @@ def _json(text: str) -> Any:
         return None
 
 
-def _typed(text: str, schema: Any) -> Any:
-    """The value of an argument that is written as text: JSON, unless its schema says that it is a string."""
+def _parse_argument(text: str, schema: Any) -> Any:
+    """Parse an argument that is written as text: JSON, unless its schema allows strings."""
     kinds = schema.get("type", []) if isinstance(schema, Mapping) else []
     if "string" in kinds and not ("null" in kinds and text == "null"):
         return text
     literals = {"True": True, "False": False, "None": None, "null": None}
     if text in literals:
         return literals[text]
-    value = _json(text)
+    value = _parse_json(text)
     return text if value is None else value
 
 
@@ -566,24 +570,24 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [None]
 
 
-def _fields(value: Any, *names: str) -> tuple[Any, Any]:
+def _call_fields(value: Any, *names: str) -> tuple[Any, Any]:
     """Name and arguments of a call as a JSON object."""
     if not isinstance(value, dict):
         return None, None
     return value.get("name"), next((value[name] for name in names if name in value), None) or {}
 
 
-def _literals(arguments: str) -> str:
-    """JSON arguments as those of a Python call; a client may have sent any text."""
-    value = _json(arguments)
+def _python_arguments(arguments: str) -> str:
+    """Convert JSON arguments to those of a Python call; other text stays, because clients may send any."""
+    value = _parse_json(arguments)
     if not isinstance(value, dict):
         return arguments
     return ", ".join(f"{key}={one!r}" for key, one in value.items())
 
 
-def _evaluated(text: str) -> list[tuple[Any, Any]]:
-    """The calls in a list of Python calls, whose arguments are literals."""
-    if len(text) > _LONGEST_EXPRESSION:
+def _parse_python_calls(text: str) -> list[tuple[Any, Any]]:
+    """Parse a list of Python calls whose arguments are literals."""
+    if len(text) > _MAX_EXPRESSION_CHARS:
         return []
     try:
         listed = ast.parse(text, mode="eval").body
@@ -598,8 +602,8 @@ def _evaluated(text: str) -> list[tuple[Any, Any]]:
         return []
 
 
-def _canonical(calls: Sequence[tuple[Any, Any]]) -> Sequence[ToolCall]:
-    """The calls with their arguments as JSON; none if one of them is malformed."""
+def _canonical_calls(calls: Sequence[tuple[Any, Any]]) -> Sequence[ToolCall]:
+    """Return the calls with their arguments as JSON; none if one of them is malformed."""
     read = []
     for name, arguments in calls:
         if not isinstance(name, str) or not re.fullmatch(NAME, name) or not isinstance(arguments, dict):

@@ -32,15 +32,15 @@ _OPERATIONS = {
 
 
 def request_id(headers: Mapping[bytes, bytes]) -> str:
-    """The X-Request-Id of a request if it is short and has plain characters, otherwise a new one."""
+    """Return the X-Request-Id of a request if it is short and has plain characters, otherwise a new one."""
     given = headers.get(b"x-request-id", b"")
     return given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
 
 
-class Spans:
+class SpanWriter:
     """Writes spans to a file that only its owner can read.
 
-    A span that cannot be written, for example because the disk is full, is lost. No request waits or fails.
+    A span that cannot be written, for example because the disk is full, is lost without delaying requests.
     """
 
     def __init__(self, path: Path) -> None:
@@ -66,7 +66,7 @@ class Spans:
         values: dict[str, Any] = {"http.request.method": scope["method"], "perilune.request_id": name}
         values |= {"http.route": path} if path else {}
         values |= {"http.response.status_code": status} if status else {}
-        values |= (about := _about_answer(path, scope.get("state", {})))
+        values |= (about := _answer_attributes(path, scope.get("state", {})))
         model = about.get("gen_ai.request.model")
         span = {
             "traceId": parent[1].decode() if parent else secrets.token_hex(16),
@@ -92,8 +92,8 @@ class Spans:
         self._losing = losing
 
 
-def _about_answer(path: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a request that the engine has answered."""
+def _answer_attributes(path: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a request that the engine has answered."""
     if path not in _OPERATIONS or "usage" not in state:
         return {}
     usage = state["usage"]

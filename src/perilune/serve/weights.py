@@ -30,10 +30,10 @@ from perilune.serve.errors import ApiError
 from perilune.weights.checkpoint import tensors_of
 from perilune.weights.delta import WeightReader
 
-MOST_CHUNK = 1 << 22  # bytes of a file in one request
+MAX_CHUNK_BYTES = 1 << 22  # bytes of a file in one request
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes ([0-9]{1,15})-([0-9]{1,15})/([0-9]{1,15})")
-_OVERHEAD = 1 << 24  # bytes of an update's header, and of positions beyond the values
+_UPDATE_OVERHEAD_BYTES = 1 << 24  # bytes of an update's header, and of positions beyond the values
 
 
 class _UseBody(BaseModel):
@@ -59,7 +59,7 @@ class _RpcBody(BaseModel):
 
 
 class WeightUpdates:
-    """Receives weight updates and gives them to the engine.
+    """Receives weight updates and applies them to the engine.
 
     Args:
         engine: samples from `decoder`; only its thread uses it after the start.
@@ -72,10 +72,10 @@ class WeightUpdates:
         engine: Engine,
         decoder: StoredDecoder,
         thread: EngineThread,
-        chunk: int,
-        changing: asyncio.Lock,
+        chunk_bytes: int,
+        weights_lock: asyncio.Lock,
     ) -> None:
-        self._engine, self._decoder, self._thread, self._chunk = engine, decoder, thread, chunk
+        self._engine, self._decoder, self._thread, self._chunk_bytes = engine, decoder, thread, chunk_bytes
         self._folder = tempfile.TemporaryDirectory(prefix="perilune-weights-")
         self._reader = WeightReader()
         with decoder.in_memory():
@@ -85,17 +85,17 @@ class WeightUpdates:
             name: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)}
             for name, one in state.items()
         }
-        self._most = sum(one.nbytes for one in state.values()) + _OVERHEAD
-        self._lock, self._changing = asyncio.Lock(), changing
+        self._max_update_bytes = sum(one.nbytes for one in state.values()) + _UPDATE_OVERHEAD_BYTES
+        self._lock, self._weights_lock = asyncio.Lock(), weights_lock
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the server has: version and digest of its weights, and the form of its tensors."""
-        about = {"version": self._reader.version, "digest": self._reader.result, "chunk_bytes": self._chunk}
-        return {**about, "tensors": self._tensors}
+        """Version and digest of the weights, maximum chunk size, and dtype and shape of each tensor."""
+        versions = {"version": self._reader.version, "digest": self._reader.result}
+        return {**versions, "chunk_bytes": self._chunk_bytes, "tensors": self._tensors}
 
     def received(self, digest: str) -> int:
-        """The number of bytes that have arrived of the file with this SHA-256."""
+        """Return the number of bytes that have arrived of the file with this SHA-256."""
         path = self._path(digest)
         return path.stat().st_size if path.exists() else 0
 
@@ -109,8 +109,8 @@ class WeightUpdates:
         first, last, total = map(int, match.groups()) if match else (0, 0, 0)
         if not match or last - first + 1 != len(data) or last >= total:
             raise ApiError(400, "the body needs a matching Content-Range: bytes FIRST-LAST/TOTAL")
-        if total > self._most:
-            raise ApiError(413, f"an update of this model has at most {self._most:,} bytes")
+        if total > self._max_update_bytes:
+            raise ApiError(413, f"an update of this model has at most {self._max_update_bytes:,} bytes")
         async with self._lock:
             return await asyncio.to_thread(self._append, self._path(digest), first, total, data)
 
@@ -130,8 +130,8 @@ class WeightUpdates:
             raise ApiError(422, "the file has another digest than its name; send it again", code="damaged")
         return has + len(data)
 
-    async def use(self, digest: str) -> dict[str, Any]:
-        """Give the engine the weights of a complete file.
+    async def apply(self, digest: str) -> dict[str, Any]:
+        """Apply the update in a completely received file to the engine.
 
         Raises:
             RequestError: when the update is malformed, or does not apply to the engine's weights.
@@ -140,31 +140,31 @@ class WeightUpdates:
             path = self._path(digest)
             if not path.exists() or await asyncio.to_thread(sha256_file, path) != digest:
                 raise ApiError(404, "the file has not arrived completely", code="incomplete")
-            async with self._changing:
+            async with self._weights_lock:
                 version, state = await asyncio.to_thread(self._read, path)
-                await self._thread.between_steps(lambda: self._engine.update_weights(state, version))
+                await self._thread.run_between_steps(lambda: self._engine.update_weights(state, version))
                 self._reader.commit()
             path.unlink()
         return {"version": self._reader.version, "digest": self._reader.result}
 
     async def reload(self, folder: Path) -> None:
-        """Give the engine the weights of the checkpoint in `folder`.
+        """Load the weights of the checkpoint in `folder` into the engine.
 
         Raises:
             RequestError: when the folder has no checkpoint of the same shape.
         """
-        async with self._lock, self._changing:
+        async with self._lock, self._weights_lock:
             state = await asyncio.to_thread(tensors_of, folder, self._tensors)
             version = self._reader.version + 1
-            await self._thread.between_steps(lambda: self._engine.update_weights(state, version))
+            await self._thread.run_between_steps(lambda: self._engine.update_weights(state, version))
             await asyncio.to_thread(self._reader.adopt, state, version)
 
     def _read(self, path: Path) -> tuple[int, dict[str, Tensor]]:
-        """The version of an update, and all tensors after it."""
+        """Read an update; return its version and all tensors after it."""
         with self._decoder.in_memory():
-            held = self._decoder.state_dict()
-        new = self._reader.read(path, held)
-        return self._reader.next_version, held | new
+            current = self._decoder.state_dict()
+        new = self._reader.read(path, current)
+        return self._reader.next_version, current | new
 
     def _path(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):
@@ -173,7 +173,7 @@ class WeightUpdates:
 
 
 def reload_routes(updates: WeightUpdates) -> APIRouter:
-    """The route that loads a checkpoint from a folder."""
+    """Return the route that loads a checkpoint from a folder."""
     router = APIRouter()
 
     @router.post("/collective_rpc")
@@ -186,7 +186,7 @@ def reload_routes(updates: WeightUpdates) -> APIRouter:
 
 
 def weight_routes(updates: WeightUpdates) -> APIRouter:
-    """The routes under /v1/weights."""
+    """Return the routes under /v1/weights."""
     router = APIRouter(prefix="/v1/weights")
 
     @router.get("")
@@ -203,7 +203,7 @@ def weight_routes(updates: WeightUpdates) -> APIRouter:
         return {"received": await updates.receive(digest, place, await request.body())}
 
     @router.post("")
-    async def use(request: Request) -> dict[str, Any]:
-        return await updates.use(read_body(await request.body(), _UseBody).file)
+    async def apply(request: Request) -> dict[str, Any]:
+        return await updates.apply(read_body(await request.body(), _UseBody).file)
 
     return router

@@ -7,7 +7,7 @@ from types import FrameType
 import uvicorn
 
 from perilune.control.runs.experiments import Control
-from perilune.serve.address import listening, token_of, url_of
+from perilune.serve.address import bind_socket, load_token, server_url
 from perilune.ui.live.app import make_app
 
 
@@ -20,8 +20,8 @@ def serve_pages(
         RequestError: when the address is not free, or the server would listen on a public address without a
             token.
     """
-    token = token_of(host, token_env)
-    with listening(host, port) as listener:
+    token = load_token(host, token_env)
+    with bind_socket(host, port) as listener:
         app = make_app(control, token)
         config = uvicorn.Config(
             app,
@@ -30,7 +30,7 @@ def serve_pages(
             server_header=False,
             timeout_graceful_shutdown=3,
         )
-        _Server(config, lambda: announce(url_of(listener))).run(sockets=[listener])
+        _Server(config, lambda: announce(server_url(listener))).run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
