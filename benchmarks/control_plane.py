@@ -28,12 +28,12 @@ from sqlalchemy import insert
 from perilune.bundle.freeze import attempt_copy, freeze
 from perilune.bundle.job import Job, Resources
 from perilune.bundle.machine import describe_machine
-from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
+from perilune.control.queries.lookup import find_run, list_latest_experiments, list_stage_statuses
 from perilune.control.record.home import Home
 from perilune.control.record.ids import new_ulid
 from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage, event_hash, verify_events
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.submission import Submission, submit
+from perilune.control.runs.submission import Submission, submit_stage
 from perilune.execution.claim import Claim
 from perilune.execution.processes import ProcessIdentity
 from perilune.files import write_json
@@ -139,7 +139,7 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
         worker = ProcessIdentity.of(sleeping.pid)
         assert worker is not None
         fill(control, runs, events, live, worker)
-        last = control.reconciler.all(act=False)[-1].id
+        last = control.reconciler.reconcile_all(act=False)[-1].id
         bundle = Path(folder) / "bundle"
         model = {"preset": "tiny"}
         job = Job(
@@ -153,7 +153,7 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
                 attempt_copy(bundle, destination)
                 return digest
 
-            run = submit(
+            run = submit_stage(
                 home, control.store, Submission(experiment, "stage0", "new_model", key=new_ulid()), copied
             )
             with control.store.transaction() as session:  # so that the next one is not joined to it
@@ -174,13 +174,15 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
         try:
             found = {
                 "list the latest runs": seconds(
-                    lambda: stage_statuses(control, latest_experiments(control, 20)), rounds
+                    lambda: list_stage_statuses(control, list_latest_experiments(control, 20)), rounds
                 ),
                 "find a run by the beginning of its id": seconds(
                     lambda: find_run(control, last[:20]), rounds
                 ),
                 "submit a frozen bundle": seconds(submit_one, rounds),
-                f"reconcile {live} live runs": seconds(lambda: control.reconciler.all(act=False), rounds),
+                f"reconcile {live} live runs": seconds(
+                    lambda: control.reconciler.reconcile_all(act=False), rounds
+                ),
                 f"verify {events:,} events": seconds(verify, 1),
                 "`perilune runs`, including process start": seconds(command("runs"), 3),
                 "`perilune --version`, including process start": seconds(command("--version"), 3),

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from perilune.control.evidence.attestation import evidence_of
+from perilune.control.evidence.attestation import evidence_paths
 from perilune.control.queries.lookup import find_run
 from perilune.control.runs.experiments import Control
 from perilune.wiki.build import Wiki
@@ -103,7 +103,7 @@ class Planter:
     def _damage(self, page: str, *, missing: bool) -> None:
         run = self._cite(page)
         if missing:
-            evidence_of(self.control.home, run, 1).result.unlink()
+            evidence_paths(self.control.home, run, 1).result.unlink()
         else:
             tampered(self.control, run, 0.9)
 

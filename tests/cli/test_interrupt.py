@@ -25,7 +25,7 @@ def test_second_ctrl_c_exits_after_recording_the_cancel_request(
 
     monkeypatch.setattr(follow, "request_experiment_cancel", request)
     monkeypatch.setattr(follow, "request_cancel", request)
-    monkeypatch.setattr(follow, "cancel", cancel)
+    monkeypatch.setattr(follow, "cancel_run", cancel)
     started = StageStarted("rl", "RUN", "rl", 1, 1, attached=False)
     with pytest.raises(KeyboardInterrupt):
         follow._interrupt(None, "EXPERIMENT", started, SimpleNamespace(say=said.append))

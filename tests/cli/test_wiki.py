@@ -16,7 +16,7 @@ import pytest
 from cli_cases import LIGHT, SCRIPT, environment
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from perilune.control.evidence.verification import run_problems
+from perilune.control.evidence.verification import find_run_problems
 from perilune.control.queries.lookup import find_run
 from perilune.control.record.home import Home
 from perilune.control.runs.experiments import Control
@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_arms(control, RUN)
     spare_runs(control, RUN, 4)
     assert not any(
-        list(run_problems(control, find_run(control, one))) for one in ("words/base", "spare3/base")
+        list(find_run_problems(control, find_run(control, one))) for one in ("words/base", "spare3/base")
     )
     control.store.close()
     return folder

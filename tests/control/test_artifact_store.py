@@ -10,14 +10,14 @@ from drill_cases import Command, carry_out, drill_plan
 
 from perilune.bundle.attested import Evidence, attestation_problems
 from perilune.bundle.envelope import PUBLIC
-from perilune.control.evidence.artifact_store import VARIABLE, ArtifactStore
+from perilune.control.evidence.artifact_store import STORE_VARIABLE, ArtifactStore
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError, WorkFailedError
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "share"))
+    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path / "share"))
     return ArtifactStore(str(tmp_path / "share"))
 
 
@@ -41,7 +41,7 @@ def test_push_sends_each_file_once_and_pull_restores_run(
     assert perilune(*printed[1:], "--key", str(control.home.keys / PUBLIC))[0] == 0
     assert perilune("artifacts", "pull", run, "--out", str(tmp_path / "it's back"))[0] == 2
     assert perilune("artifacts", "pull", "0", "--out", str(tmp_path / "more"))[0] == 2
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(STORE_VARIABLE)
     assert perilune("artifacts", "list")[0] == 2
 
 
@@ -50,7 +50,7 @@ def test_interrupted_push_resumes_and_pull_names_damaged_file(
 ) -> None:
     last = carry_out(control, drill_plan("one", steps=1))[-1]
     run = control.run(last.run_id)
-    put, calls = store._put, []
+    put, calls = store._upload, []
 
     def cut(source: Path, file: dict[str, object]) -> int:
         calls.append(source)
@@ -58,12 +58,12 @@ def test_interrupted_push_resumes_and_pull_names_damaged_file(
             raise OSError("the line is cut")
         return put(source, file)
 
-    monkeypatch.setattr(store, "_put", cut)
+    monkeypatch.setattr(store, "_upload", cut)
     with pytest.raises(WorkFailedError, match="the line is cut"):
         store.push(control, run)
     assert store.runs() == []  # listed only when complete
     assert not list((tmp_path / "share").rglob("*.tmp"))
-    monkeypatch.setattr(store, "_put", put)
+    monkeypatch.setattr(store, "_upload", put)
     total = sum(path.stat().st_size for path in control.directory(run).rglob("*") if path.is_file())
     assert 0 < store.push(control, run) < total
     store.pull(run.id, tmp_path / "back")

@@ -12,9 +12,9 @@ from sqlalchemy import text
 
 from perilune.bundle.envelope import PUBLIC
 from perilune.control.record.backup import back_up, restore
-from perilune.control.record.database import VARIABLE, Postgres
+from perilune.control.record.database import DATABASE_VARIABLE, Postgres
 from perilune.control.record.home import Home
-from perilune.control.record.store import record, verify_events
+from perilune.control.record.store import record_event, verify_events
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.progress import StageFinished, StageReused
 
@@ -47,7 +47,7 @@ def test_backup_during_writes_is_consistent(control: Control, tmp_path: Path) ->
     def write() -> None:
         while not stop.is_set():
             with control.store.transaction() as session:
-                record(session, "drill")
+                record_event(session, "drill")
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -74,7 +74,7 @@ def test_home_moves_to_postgresql_and_back(
     carry_out(control, plan)
     back_up(control.store, control.home, tmp_path / "backup", evidence=True)
     with server() as url, monkeypatch.context() as there:
-        there.setenv(VARIABLE, url)
+        there.setenv(DATABASE_VARIABLE, url)
         restore(tmp_path / "backup", Home.open(tmp_path / "server"))
         moved = drill_control(tmp_path / "server")
         assert isinstance(moved.store.database, Postgres)

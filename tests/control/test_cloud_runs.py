@@ -23,8 +23,8 @@ from perilune.control.record.store import Attempt
 from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageEvent, StageFinished, StageProgress
-from perilune.control.runs.requests import cancel
-from perilune.control.runs.templates import OnRented, Retry, Template
+from perilune.control.runs.requests import cancel_run
+from perilune.control.runs.templates import RentedSettings, Retry, Template
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.protocol import MachineRequest
@@ -61,7 +61,7 @@ def fleet(control: Control, sky: FakeSky, monkeypatch: pytest.MonkeyPatch) -> It
 def template(tmp_path: Path) -> Template:
     python, workspace = interpreter(tmp_path / "python"), tmp_path / "box"
     site = Site(python=str(python), installed=True, workspace=str(workspace))
-    place = OnRented(name="rented", provider="sky", kind="spot", lease=LEASE, site=site)
+    place = RentedSettings(name="rented", provider="sky", kind="spot", lease=LEASE, site=site)
     limits = AttemptLimits(on_box_stop_after=60.0)
     return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
 
@@ -84,7 +84,7 @@ def until(control: Control, happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE
     while not happened():
         assert time.monotonic() < deadline
-        control.reconciler.all(act=False)
+        control.reconciler.reconcile_all(act=False)
         time.sleep(0.05)
 
 
@@ -95,7 +95,7 @@ def test_run_resumes_on_next_cluster_after_losing_the_first(
     events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
     assert any(isinstance(event, StageProgress) for event in events)
     run = only_run(control)
-    first, second = fleet.key(run.id, 1), fleet.key(run.id, 2)
+    first, second = fleet.machine_key(run.id, 1), fleet.machine_key(run.id, 2)
     assert sky.made() == [first]  # despite a launch without capacity and a lost response
     (known,) = (control.home.root / "ssh").glob("*.known_hosts")
     assert server.host_key in known.read_text()  # learned at the first connection and pinned
@@ -110,7 +110,7 @@ def test_run_resumes_on_next_cluster_after_losing_the_first(
     assert [one.state for one in attempts(control)] == ["preempted", "succeeded"]
     assert verify(control.directory(only_run(control)), run.bundle_digest) == []  # collected
     assert sky.made() == [first, second]
-    until(control, lambda: not fleet.all())  # also the machine whose termination failed at first
+    until(control, lambda: not fleet.machines())  # also the machine whose termination failed at first
     assert not sky.alive() and all(one.cleanup == "done" for one in attempts(control))
     assert [task["resources"]["autostop"]["down"] for task in sky.tasks()] == [True] * len(sky.tasks())
 
@@ -125,10 +125,10 @@ def test_changed_host_key_makes_attempt_unreachable_and_panic_ends_machine(
     server.stop()
     server.start()
     until(control, lambda: attempts(control)[0].reachability == "unreachable")
-    cancel(control, run.id, force=True)
+    cancel_run(control, run.id, force=True)
     report = panic(control.home, 20.0)
     assert report.ended and not report.left and not report.silent and not sky.alive()
-    until(control, lambda: not fleet.all())
+    until(control, lambda: not fleet.machines())
 
 
 def test_stale_cluster_status_ends_no_machine(control: Control, fleet: Fleet, sky: FakeSky) -> None:
@@ -157,11 +157,14 @@ def test_unneeded_launch_is_cancelled_and_unknown_cluster_is_terminated(
     assert not sky.alive() and not sky.made()  # the cancelled launch had no later effect
 
     sky.weather(launch_seconds=0.0)
-    forgotten = fleet.key("01FORGOTTEN", 3)
+    forgotten = fleet.machine_key("01FORGOTTEN", 3)
     provider = fleet.providers.get("sky")
     provider.create(forgotten, MachineRequest("plain", 600.0, 2))
     assert sky.alive() == [forgotten]
-    assert sorted(sweep.sweep(fleet, grace=0.0)) == [forgotten, fleet.key("01FORGOTTEN", 3, 1)]
+    assert sorted(sweep.terminate_unrecorded(fleet, grace=0.0)) == [
+        forgotten,
+        fleet.machine_key("01FORGOTTEN", 3, 1),
+    ]
     gone = tend_until(fleet, forgotten, MachineState.GONE)
     assert (gone.kind, gone.price, gone.reason) == ("plain", 1.2, "it is not in this home's record")
     assert not sky.alive()

@@ -8,9 +8,9 @@ import pytest
 from drill_cases import Command
 
 from perilune.control.queries.comparison import (
-    ABSENT,
+    ABSENT_SETTING,
     Arm,
-    _differing,
+    _keep_differing_settings,
     compare_experiments,
     describe_difference,
     lower_is_better,
@@ -175,9 +175,9 @@ def test_missing_stage_and_changed_environment_count_as_one_setting_each() -> No
     sums = {"environment.id": "calculator", "environment.digits": 2, "sft.task": "sft", "sft.steps": 20}
     words = {"environment.id": "jsonl", "environment.path": "a.jsonl", "sft.task": "sft", "sft.steps": 40}
     before = {"before.task": "evaluate", "before.tasks": 64}
-    first, second = _differing([Arm("a", sums | before, (), None), Arm("b", words, (), None)])
+    first, second = _keep_differing_settings([Arm("a", sums | before, (), None), Arm("b", words, (), None)])
     assert list(first.settings) == ["environment.id", "sft.steps", "before.task"]
-    assert second.settings["before.task"] == ABSENT
+    assert second.settings["before.task"] == ABSENT_SETTING
 
 
 def test_other_metrics_have_their_own_direction(control: Control) -> None:

@@ -16,16 +16,16 @@ from hosts_cases import interpreter
 
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.providers import Providers
-from perilune.control.queries.explanation import explain
+from perilune.control.queries.explanation import explain_run
 from perilune.control.queries.lookup import run_document
 from perilune.control.record.store import Attempt, Machine, Run
 from perilune.control.record.transitions import AttemptState, MachineState, RunState
 from perilune.control.runs import experiments
-from perilune.control.runs.experiments import Control, advance, watch
+from perilune.control.runs.experiments import Control, advance, follow_run
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.progress import StageFailed, StageProgress
-from perilune.control.runs.requests import logs, request_cancel
-from perilune.control.runs.templates import TEMPLATE, OnRented, Template
+from perilune.control.runs.requests import request_cancel, stream_log
+from perilune.control.runs.templates import TEMPLATE_FILE, RentedSettings, Template
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.background import in_background
 from perilune.execution.claim import Claim
@@ -59,7 +59,7 @@ class Failing:
     """A placement on which an attempt fails at once, and one verb raises an error."""
 
     name, launcher = "failing", "process"
-    capabilities = Capabilities(elsewhere=True, look_every=0.0)
+    capabilities = Capabilities(is_remote=True, look_interval_s=0.0)
 
     def __init__(self, verb: str, error: Exception) -> None:
         self.verb, self.error, self.started = verb, error, False
@@ -161,13 +161,13 @@ def check_other_runs_continue(control: Control, perilune: Command, fleet: Fleet,
     healthy = submitted(control, steps=1, noise=True)
 
     def others_have_ended() -> bool:
-        control.reconciler.all()
+        control.reconciler.reconcile_all()
         done = control.run(healthy).state == "succeeded"
         return done and fleet.machine(key).state == "gone"  # type: ignore[union-attr]
 
     wait_for(others_have_ended, "the end of the other run and of its machine")
     assert key in bill(cloud)["costs"] and key not in bill(cloud)["alive"]
-    assert "".join(logs(control, healthy))
+    assert "".join(stream_log(control, healthy))
     for command in (
         ("runs",), ("runs", "--all", "--json"), ("logs", healthy), ("explain", healthy), ("events",),
         ("reconcile",), ("gc",), ("cost",), ("machines", "list"), ("top", "--once"),
@@ -188,16 +188,16 @@ def ends_attempt(verb: str, error: Exception) -> bool:
 def faulty(monkeypatch: pytest.MonkeyPatch) -> dict[str, Failing]:
     """Failing placements by run id."""
     found: dict[str, Failing] = {}
-    real = Placements.of
-    monkeypatch.setattr(Placements, "of", lambda self, run_id: found.get(run_id) or real(self, run_id))
+    real = Placements.get
+    monkeypatch.setattr(Placements, "get", lambda self, run_id: found.get(run_id) or real(self, run_id))
     return found
 
 
 def explains(control: Control, run_id: str, words: str) -> bool:
     """Whether `explain` shows these words; if not, reconcile once more."""
-    if words in " ".join(explain(control, run_id).because):
+    if words in " ".join(explain_run(control, run_id).because):
         return True
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     return False
 
 
@@ -212,7 +212,9 @@ def test_placement_errors_become_conditions_of_their_run(
     for run_id, (verb, error) in runs.items():
         words = "the medium is broken" if isinstance(error, OSError) else str(error)
         if ends_attempt(verb, error):
-            wait_for(lambda one=run_id: control.reconciler.all() and control.run(one).state == "failed")
+            wait_for(
+                lambda one=run_id: control.reconciler.reconcile_all() and control.run(one).state == "failed"
+            )
             assert words in control.run(run_id).message or verb == "pull", (verb, error)
         else:
             # A condition ends with its attempt, and comes back when the next attempt meets the same error.
@@ -225,12 +227,12 @@ def test_placement_errors_become_conditions_of_their_run(
             assert words in conditions_of(control, run_id)[0], (verb, error)
         faulty[run_id].verb = ""  # repaired
     for run_id in runs:
-        control.reconciler.look_now(run_id)
+        control.reconciler.reset_backoff(run_id)
 
     def conditions_cleared() -> bool:
-        control.reconciler.all()
+        control.reconciler.reconcile_all()
         return all(
-            RunState(control.run(one).state).terminal and not conditions_of(control, one) for one in runs
+            RunState(control.run(one).state).is_terminal and not conditions_of(control, one) for one in runs
         )
 
     wait_for(conditions_cleared, "the end of all conditions")
@@ -250,15 +252,17 @@ def test_provider_errors_become_conditions_of_their_machine(
         runs.append(run_id)
         rental = SMALL.model_copy(update={"provider": name, "lease": SHORT})
         rented(control, fleet, rental, run_id=run_id)
-        place = OnRented(name="rented", provider=name, kind="small", lease=SHORT)
-        write_json(control.home.run(run_id) / TEMPLATE, Template(placement=place).model_dump(mode="json"))
+        place = RentedSettings(name="rented", provider=name, kind="small", lease=SHORT)
+        write_json(
+            control.home.run(run_id) / TEMPLATE_FILE, Template(placement=place).model_dump(mode="json")
+        )
         with control.store.transaction() as session:
             run = session.get_one(Run, run_id)
             run.state, run.current_epoch = RunState.ACTIVE.value, 1
             attempt = session.get_one(Attempt, (run_id, 1))
             attempt.state = AttemptState.PROVISIONING.value
     check_other_runs_continue(control, perilune, fleet, cloud)
-    assert "no provider is called 'missing'" in " ".join(explain(control, run_id).because)
+    assert "no provider is called 'missing'" in " ".join(explain_run(control, run_id).because)
 
     (control.home.root / "providers.yaml").write_text("daily_cap: nonsense\n")
     for command in (("runs",), ("machines", "list"), ("reconcile",), ("explain", run_id)):
@@ -268,12 +272,12 @@ def test_provider_errors_become_conditions_of_their_machine(
     failing.clear()
 
     for run_id in runs:
-        if not RunState(control.run(run_id).state).terminal:
+        if not RunState(control.run(run_id).state).is_terminal:
             request_cancel(control, run_id)
 
     def conditions_cleared() -> bool:
-        control.reconciler.all()
-        return not fleet.all() and not control.reconciler.conditions.all()
+        control.reconciler.reconcile_all()
+        return not fleet.machines() and not control.reconciler.conditions.all()
 
     wait_for(conditions_cleared, "the end of all machines and conditions")
     assert not bill(cloud)["alive"]
@@ -290,34 +294,38 @@ def test_slow_upload_blocks_nothing_else(
         session.get_one(Machine, key).lease = SHORT.model_dump()
 
     def others_have_ended() -> bool:
-        control.reconciler.all(patience=0.0)
+        control.reconciler.reconcile_all(patience=0.0)
         return control.run(other).state == "failed" and fleet.machine(key).state == "gone"  # type: ignore[union-attr]
 
     wait_for(others_have_ended, "the end of the other run and of the lease")
     assert place.uploads.is_set() and control.run(slow).state == "active"
     assert key not in bill(cloud)["alive"]
-    control.reconciler.all(patience=0.0)  # this pass finds the run locked by the transfer of an earlier pass
+    control.reconciler.reconcile_all(
+        patience=0.0
+    )  # this pass finds the run locked by the transfer of an earlier pass
     place.let_go.set()
     wait_for(lambda: control.run(slow).state == "failed", "the end of the run")
-    assert [run.state for run in control.reconciler.all(patience=0.0) if run.id == slow] == ["failed"]
-    assert slow not in {run.id for run in control.reconciler.all(patience=0.0)}
+    assert [run.state for run in control.reconciler.reconcile_all(patience=0.0) if run.id == slow] == [
+        "failed"
+    ]
+    assert slow not in {run.id for run in control.reconciler.reconcile_all(patience=0.0)}
 
 
 def test_watched_upload_keeps_leases(
     control: Control, fleet: Fleet, faulty: dict[str, Failing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiments, "PATIENCE", 0.1)
+    monkeypatch.setattr(experiments, "LOOK_TIMEOUT_S", 0.1)
     slow = waiting_run(control, "01SLOW")
     faulty[slow] = place = Slow()
     key = rented(control, fleet)
     tend_until(fleet, key, MachineState.READY)
     with control.store.transaction() as session:
         session.get_one(Machine, key).lease = SHORT.model_dump()
-    control.reconciler.rentals._provided.add("01RUN")
+    control.reconciler.rentals._managed_runs.add("01RUN")
     attempts = control.home.attempt(slow, 1).parent
     attempts.mkdir()
     write_json(attempts / "1.sent-0.json", {"done": 1, "total": 3, "unit": "bytes sent", "figures": {}})
-    watching = in_background(lambda: list(watch(control, slow, poll=0.02)))
+    watching = in_background(lambda: list(follow_run(control, slow, poll=0.02)))
     wait_for(lambda: fleet.machine(key).state == "gone", "the end of the lease")  # type: ignore[union-attr]
     assert place.uploads.is_set() and control.run(slow).state == "active"
     place.let_go.set()
@@ -336,7 +344,7 @@ from drill_cases import begin, drill_control, drill_plan, wait_for
 from hosts_cases import interpreter
 from perilune.control.runs.experiments import advance
 from perilune.control.runs.placements import Placements
-from perilune.control.runs.requests import logs
+from perilune.control.runs.requests import stream_log
 from perilune.execution.hosts.local import LocalHost
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import RemotePlacement, Site
@@ -350,20 +358,20 @@ def submitted(name, **spec):
     return next(advance(control, begin(control, [plan], name), [plan])).run_id
 
 first, second = submitted("first", steps=1), submitted("second", steps=2, noise=True)
-real = Placements.of
-Placements.of = lambda self, run_id: there if run_id == first else real(self, run_id)
+real = Placements.get
+Placements.get = lambda self, run_id: there if run_id == first else real(self, run_id)
 
 def states():
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     return control.run(first).state == "failed" and control.run(second).state == "succeeded"
 
 wait_for(states, "the end of both runs")
 assert control.run(first).cause == "disk_full", control.run(first).message
-assert "".join(logs(control, second))
+assert "".join(stream_log(control, second))
 print([str(one) for one in control.reconciler.conditions.all()])
 subprocess.run(["mount", "-o", "remount,size=1m", box], check=True)
-control.reconciler.all()
-print([str(one) for one in control.reconciler.conditions.all()], len(control.reconciler.unclean()))
+control.reconciler.reconcile_all()
+print([str(one) for one in control.reconciler.conditions.all()], len(control.reconciler.uncleaned_attempts()))
 """
 
 

@@ -13,7 +13,7 @@ from drill_cases import begin, drill_plan, wait_for
 from perilune.bundle.freeze import freeze
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.submission import Submission, submit
+from perilune.control.runs.submission import Submission, submit_stage
 
 COMMAND = [sys.executable, "-m", "perilune.cli.main", "daemon", "--every", "0.2"]
 
@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-m", "perilune.cli.main", "daemon", "--every", "0.2"
 def submitted(control: Control, name: str) -> str:
     plan = drill_plan(name, steps=1)
     submission = Submission(begin(control, [plan], name), name, "drill")
-    return submit(control.home, control.store, submission, partial(freeze, plan.job, {})).id
+    return submit_stage(control.home, control.store, submission, partial(freeze, plan.job, {})).id
 
 
 @pytest.fixture

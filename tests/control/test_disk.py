@@ -16,13 +16,13 @@ from perilune.bundle.attested import REMOVED, Evidence, attestation_problems
 from perilune.bundle.envelope import PUBLIC, SigningKey, verified_statement
 from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import verify
-from perilune.control.evidence.disk import _is_replaced, removable
-from perilune.control.evidence.verification import export, record_problem, run_problems
+from perilune.control.evidence.disk import _is_replaced, find_removable
+from perilune.control.evidence.verification import export, find_record_problem, find_run_problems
 from perilune.control.record.faults import KILL_AT, REMOVAL_POINTS
 from perilune.control.record.store import Attempt, Event, Run
 from perilune.control.runs.experiments import Control, StagePlan
 from perilune.control.runs.progress import StageReused
-from perilune.control.runs.requests import collect
+from perilune.control.runs.requests import collect_evidence
 from perilune.files import read_json, sha256_file
 
 
@@ -55,24 +55,24 @@ def test_gc_killed_at_any_point_leaves_files_complete_or_deleted(
 
     for point in REMOVAL_POINTS:
         assert gc(**{KILL_AT: point}) == -signal.SIGKILL
-        assert list(run_problems(control, run)) == [] and control.intact(run)
+        assert list(find_run_problems(control, run)) == [] and control.is_intact(run)
         assert first.is_dir() == (point == "remove.recorded")
     assert gc() == 0
     assert not first.exists() and not list((second / "artifacts" / "checkpoints").glob("step-*"))
-    assert removable(control, checkpoints=True) == []
+    assert find_removable(control, checkpoints=True) == []
     assert event_details(control, "checkpoints.removed")[0]["names"] == steps
     assert event_details(control, "attempt.removed")[-1]["bytes"]
-    assert record_problem(control) == ""
+    assert find_record_problem(control) == ""
 
     # The run is as usable as before: reuse, export and collect work.
-    assert list(run_problems(control, run)) == [] and control.intact(run)
+    assert list(find_run_problems(control, run)) == [] and control.is_intact(run)
     plan = drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True)
     assert [type(event) for event in carry_out(control, plan)] == [StageReused]
     export(control, run, tmp_path / "handed")
     assert (
         list(attestation_problems(Evidence.exported(tmp_path / "handed", control.home.keys / PUBLIC))) == []
     )
-    assert collect(control, run.id)
+    assert collect_evidence(control, run.id)
     code, out, _ = perilune("bundle", "verify", str(second))
     assert code == 0 and "4 artifacts were deleted by perilune gc" in out
     gone = read_json(second / "artifacts" / "manifest.json")["files"]
@@ -85,12 +85,12 @@ def test_gc_killed_at_any_point_leaves_files_complete_or_deleted(
     total = second / "artifacts" / "data" / "total.json"
     kept = total.read_bytes()
     total.unlink()
-    assert any("total.json is missing" in one for one in run_problems(control, run))
+    assert any("total.json is missing" in one for one in find_run_problems(control, run))
     statement["subject"].append({"name": "artifacts/data/total.json", "digest": {"sha256": "0"}})
     signed = (second / REMOVED).read_bytes()
     (second / REMOVED).write_bytes(SigningKey(tmp_path / "stranger").sign(statement))
-    found = list(run_problems(control, run))
-    assert any(one.startswith(f"{REMOVED} is not signed") for one in found) and not control.intact(run)
+    found = list(find_run_problems(control, run))
+    assert any(one.startswith(f"{REMOVED} is not signed") for one in found) and not control.is_intact(run)
     assert any("total.json is missing" in one for one in found)
     (second / REMOVED).write_bytes(signed)
     total.write_bytes(kept)
@@ -114,14 +114,14 @@ def test_gc_deletes_unused_environments_without_processes(control: Control, peri
     python = environment / "bin" / "python"
     python.symlink_to(sys.executable)
     (environment / "complete").touch()
-    assert removable(control, unused_days=1) == []
+    assert find_removable(control, unused_days=1) == []
     os.utime(environment / "complete", (0, 0))
     command = [str(python), "-c", "print('here', flush=True); input()"]
     busy = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert busy.stdout is not None and busy.stdout.readline()
-    assert removable(control, unused_days=1) == []
+    assert find_removable(control, unused_days=1) == []
     busy.communicate(b"\n")
-    assert [one.path for one in removable(control, unused_days=1)] == [environment]
+    assert [one.path for one in find_removable(control, unused_days=1)] == [environment]
     code, out, _ = perilune("gc", "--yes", "--json")
     assert code == 0 and [one["kind"] for one in json.loads(out)["removed"]] == ["environment"]
     assert (
@@ -148,7 +148,7 @@ def test_bundles_share_one_wheel_and_attempts_do_not(control: Control) -> None:
 
     for one in (*runs, only({path.name for path in control.home.runs.iterdir()} - set(runs))):
         remove_tree(control.home.bundle(one))
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert not list((control.home.root / "wheels").iterdir())
 
 
@@ -215,14 +215,14 @@ def test_reconcile_sweeps_leftovers_of_killed_commands(control: Control, tmp_pat
         path.write_text("half")
     restore.mkdir()
     left = [outside, home.temporary / "DEAD", recipe, key, restore, recipe.parent]
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert all(path.exists() for path in left)  # a command may still write to them
     for path in left:
         os.utime(path, (0, 0))
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert not any(path.exists() for path in left[:-1])
     os.utime(recipe.parent, (0, 0))
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert not recipe.parent.exists() and not control.reconciler.conditions.all()
 
 
@@ -237,6 +237,6 @@ def test_reconcile_sweeps_killed_backup(
     command = [sys.executable, "-c", script, str(control.home.root), str(tmp_path / "out" / "friday")]
     assert subprocess.run(command, capture_output=True, check=False).returncode == -9
     assert list((tmp_path / "out").iterdir())
-    monkeypatch.setattr("perilune.control.record.home.SWEEP_AFTER", 0.0)
-    control.reconciler.all()
+    monkeypatch.setattr("perilune.control.record.home.SWEEP_AGE_S", 0.0)
+    control.reconciler.reconcile_all()
     assert not list((tmp_path / "out").iterdir())

@@ -10,9 +10,9 @@ from cloud_cases import rent_from
 from drill_cases import Command
 from sqlalchemy import func, select
 
-from perilune.control.queries.forecast import forecast
+from perilune.control.queries.forecast import forecast_submission
 from perilune.control.record.store import Event
-from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
 from perilune.control.runs.progress import StageFinished
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.recipe.load import load_recipe
@@ -58,12 +58,12 @@ def test_dry_run_forecasts_stages_and_costs_and_changes_nothing(
     Path("known.yaml").write_text(RECIPE.replace("secrets: [GIVEN, MISSING]\n", ""))
 
     done = load_recipe(Path("known.yaml"))
-    events = advance(control, open_experiment(control, done), stage_plans(done), poll=0.02)
+    events = advance(control, open_experiment(control, done), plan_stages(done), poll=0.02)
     finished = next(event for event in events if isinstance(event, StageFinished))
     del events
     before = state(control)
 
-    ahead = forecast(control, stage_plans(done), None)
+    ahead = forecast_submission(control, plan_stages(done), None)
     first, second, third = ahead.stages
     assert (first.action, first.run_id) == ("reuse", finished.run_id)
     total = control.directory(control.run(finished.run_id)) / "artifacts" / "data" / "total.json"

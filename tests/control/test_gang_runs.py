@@ -16,8 +16,8 @@ from sqlalchemy import select
 from perilune.bundle.job import Job
 from perilune.bundle.verify import verify
 from perilune.control.machines.lifecycle import Fleet
-from perilune.control.machines.rented import PORTS
-from perilune.control.queries.explanation import explain
+from perilune.control.machines.rented import RENDEZVOUS_PORTS
+from perilune.control.queries.explanation import explain_run
 from perilune.control.record.store import Attempt
 from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control, StagePlan, advance
@@ -78,7 +78,7 @@ class Drill:
         self.control = control
         self.fleet = control.reconciler.rentals.fleet
         where = template(folder)
-        plan = StagePlan("drill", where.job(gang_job(**spec)))
+        plan = StagePlan("drill", where.apply_resources(gang_job(**spec)))
         self.events = advance(control, begin(control, [plan]), [plan], template=where, poll=0.05)
         self.seen: list[StageEvent] = [next(self.events)]
         self.run_id = only_run(control).id
@@ -88,7 +88,7 @@ class Drill:
         deadline = time.monotonic() + PATIENCE
         while len(found := self.attempts()) < number or found[number - 1].state != state:
             assert time.monotonic() < deadline, [(one.number, one.state, one.message) for one in found]
-            self.control.reconciler.all()
+            self.control.reconciler.reconcile_all()
             time.sleep(0.05)
         return found[number - 1]
 
@@ -103,9 +103,9 @@ class Drill:
 
     def all_gone(self, cloud: FakeCloud) -> None:
         deadline = time.monotonic() + PATIENCE
-        while self.fleet.all():
-            assert time.monotonic() < deadline, [(one.key, one.state) for one in self.fleet.all()]
-            self.control.reconciler.all(act=False)
+        while self.fleet.machines():
+            assert time.monotonic() < deadline, [(one.key, one.state) for one in self.fleet.machines()]
+            self.control.reconciler.reconcile_all(act=False)
             time.sleep(0.05)
         assert not bill(cloud)["alive"]
         assert all(one.cleanup == "done" for one in self.attempts())
@@ -120,7 +120,7 @@ def test_two_machines_start_connect_and_finish_together(
     run = only_run(control)
     directory = control.directory(run)
     assert verify(directory, run.bundle_digest) == []
-    assert [(one.epoch, one.rank) for one in fleet.all(gone=True)] == [(1, 0), (1, 1)]
+    assert [(one.epoch, one.rank) for one in fleet.machines(include_gone=True)] == [(1, 0), (1, 1)]
     assert "hello" in (directory / "artifacts" / "task.log").read_text()
     beside = directory / "runtime" / "node-1" / "runtime"
     assert "hello" in (beside / "process-1" / "runtime.log").read_text()
@@ -137,17 +137,17 @@ def test_attempt_gets_all_machines_or_none(
     enough = home.read_text()
     home.write_text(enough.replace("daily_cap: 100.0", "daily_cap: 0.1"))  # enough for one
     drill = Drill(control, tmp_path, steps=1)
-    drill.control.reconciler.all()
+    drill.control.reconciler.reconcile_all()
     assert "daily cap" in drill.until("planned").message
-    assert not fleet.all(gone=True)
+    assert not fleet.machines(include_gone=True)
     home.write_text(enough)
     cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=10**6)
     drill.until("provisioning")
-    assert [one.rank for one in fleet.all()] == [0, 1]
-    assert any("machine 1 of 2 is requested" in fact for fact in explain(control, drill.run_id).because)
+    assert [one.rank for one in fleet.machines()] == [0, 1]
+    assert any("machine 1 of 2 is requested" in fact for fact in explain_run(control, drill.run_id).because)
     cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=0)
     control.reconciler.rentals.fleet.request_termination(
-        fleet.key(drill.run_id, 1, rank=1), "a user wanted it"
+        fleet.machine_key(drill.run_id, 1, rank=1), "a user wanted it"
     )
     drill.until("failed")
     drill.finish()
@@ -168,10 +168,10 @@ def test_failure_of_one_machine_ends_attempt_and_next_attempt_resumes(
         deadline = time.monotonic() + PATIENCE
         while not (first / "artifacts" / "checkpoints" / "step-000002").exists():
             assert time.monotonic() < deadline
-            control.reconciler.all()
+            control.reconciler.reconcile_all()
             time.sleep(0.05)
     if whom == "machine":
-        cloud.inject(key=fleet.key(drill.run_id, 1, rank=1), fault=Fault.HOST_DEATH)
+        cloud.inject(key=fleet.machine_key(drill.run_id, 1, rank=1), fault=Fault.HOST_DEATH)
     elif whom == "worker":
         claim = read_claim(first / "runtime" / "node-1" / "runtime")
         assert claim is not None
@@ -194,7 +194,7 @@ def test_two_machines_train_the_same_weights_as_one_process(
     where = template(tmp_path)
     weights = []
     for place in (where, where.model_copy(update={"resources": ResourcesChange()})):
-        plan = StagePlan("rl", place.job(rl_job(tmp_path)))
+        plan = StagePlan("rl", place.apply_resources(rl_job(tmp_path)))
         assert plan.job.resources.nodes == (place.resources.nodes or 1)
         last = list(advance(control, begin(control, [plan]), [plan], template=place, poll=0.2))[-1]
         assert isinstance(last, StageFinished), last
@@ -202,7 +202,7 @@ def test_two_machines_train_the_same_weights_as_one_process(
         assert all(row["grad_norm"] > 0 for row in read_json_lines(directory / "artifacts" / "metrics.jsonl"))
         weights.append(sha256_file(directory / "artifacts" / "checkpoints" / "final" / "model.safetensors"))
     assert weights[0] == weights[1]
-    assert [one.rank for one in fleet.all(gone=True)] == [0, 1, 0]
+    assert [one.rank for one in fleet.machines(include_gone=True)] == [0, 1, 0]
     log = (control.home.root / "runs").glob("*/attempts/1/runtime/node-1/runtime/process-1/runtime.log")
     assert "process 1 of 2" in next(log).read_text()
 
@@ -225,8 +225,8 @@ def test_attempt_cleanup_is_done_when_its_last_machine_is_gone(
 
 def test_placement_with_one_machine_refuses_job_for_two(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="the job needs 2 machines"):
-        Template(resources=ResourcesChange(nodes=2)).job(gang_job())
-    alone = template(tmp_path, nodes=2).job(drill_job())  # a task that cannot use two machines gets one
+        Template(resources=ResourcesChange(nodes=2)).apply_resources(gang_job())
+    alone = template(tmp_path, nodes=2).apply_resources(drill_job())  # the task cannot use two
     assert alone.resources.nodes == 1
 
 
@@ -235,7 +235,7 @@ def test_interface_to_names_the_interface_that_reaches_a_host() -> None:
     with pytest.raises(RequestError, match="cannot be reached"):
         interface_to("no.such.host.invalid")
     with socket.create_server(("127.0.0.1", 0)) as server:  # the system assigns none of the gang's ports
-        assert server.getsockname()[1] not in PORTS
+        assert server.getsockname()[1] not in RENDEZVOUS_PORTS
 
 
 CLAIM = Claim(1, "host", "boot", 7, 9, "n")

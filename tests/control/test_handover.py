@@ -11,17 +11,17 @@ from sqlalchemy import select
 
 from perilune.bundle.verify import verify
 from perilune.control.machines import lifecycle
-from perilune.control.machines.budget import accrued, cost_of_runs
+from perilune.control.machines.budget import accrued_cost, cost_of_runs
 from perilune.control.machines.lifecycle import Fleet
-from perilune.control.machines.planner import Desire, Plan, Recorded, plan_machine
-from perilune.control.queries.lookup import events_of_machine, placed_attempts
+from perilune.control.machines.planner import Desire, Plan, RecordedMachine, plan_machine
+from perilune.control.queries.lookup import list_attempt_uses, list_machine_events
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import HANDOVER_POINTS, REMOTE_POINTS
 from perilune.control.record.home import has_starter
 from perilune.control.record.store import Attempt, Event, Machine, Operation, Run
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageEvent, StageFinished, StageStarted
-from perilune.control.runs.requests import cancel
+from perilune.control.runs.requests import cancel_run
 from perilune.control.runs.templates import ResourcesChange, Template
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
@@ -69,7 +69,7 @@ def start_second_on_same_machine(control: Control, events: Iterator[StageEvent])
     second = next(one.run_id for one in events if isinstance(one, StageStarted) and one.stage == "second")
 
     def running() -> bool:
-        control.reconciler.one(second)
+        control.reconciler.reconcile(second)
         with control.store.snapshot() as session:
             attempt = session.get(Attempt, (second, 1))
         return attempt is not None and attempt.state == "running"
@@ -91,18 +91,18 @@ def test_stages_share_a_machine_and_its_cost(
             assert not list((cloud.folder / "machines").glob("*/home/.perilune/attempts/*/1"))
     (machine,) = machines(control)
     assert len(bill(cloud)["costs"]) == 1 and machine.run_id == runs[2]
-    told = [event.kind for event in events_of_machine(control, machine)]
+    told = [event.kind for event in list_machine_events(control, machine)]
     assert told[0] == "machine.requested" and told.count("machine.taken_over") == 2
-    assert [one.machines for one in placed_attempts(control, runs)] == [1, 1, 1]
+    assert [one.machines for one in list_attempt_uses(control, runs)] == [1, 1, 1]
     for run_id in runs:
         run = control.run(run_id)
         assert verify(control.directory(run), run.bundle_digest) == []
     all_gone(control, cloud)
 
     (machine,) = machines(control)
-    shares = [one.cost for one in placed_attempts(control, runs)]
+    shares = [one.cost for one in list_attempt_uses(control, runs)]
     assert all(share is not None and share > 0 for share in shares)
-    assert sum(filter(None, shares)) == pytest.approx(accrued(machine))
+    assert sum(filter(None, shares)) == pytest.approx(accrued_cost(machine))
     with control.store.snapshot() as session:
         assert cost_of_runs(session, runs) == pytest.approx(machine.cost)
         assert cost_of_runs(session, runs[:1]) == pytest.approx(shares[0])
@@ -117,7 +117,7 @@ def test_machine_is_kept_only_while_a_process_can_start_the_next_stage(
     experiment = control.run(machine.run_id).experiment_id
     other = drill_control(control.home.root)
     for _ in range(3):
-        other.reconciler.all(act=False)
+        other.reconciler.reconcile_all(act=False)
     assert [one.state for one in machines(control)] == ["ready"] and has_starter(control.home, experiment)
 
     events.close()  # type: ignore[attr-defined]  # as when the process ends
@@ -134,7 +134,7 @@ def test_termination_planned_before_handover_is_dropped(
     finish_first_stage(events)
     with pytest.MonkeyPatch.context() as patch:
 
-        def late(_: Desire, recorded: Recorded, seen: Sighting, now: Instant) -> Plan:
+        def late(_: Desire, recorded: RecordedMachine, seen: Sighting, now: Instant) -> Plan:
             patch.undo()
             start_second_on_same_machine(control, events)
             return plan_machine(desire, recorded, seen, now)
@@ -144,7 +144,7 @@ def test_termination_planned_before_handover_is_dropped(
         after = fleet.reconcile(machine.key)
     assert after is not None and after.state == "ready" and after.run_id != machine.run_id
     assert bill(cloud)["alive"] and not after.terminate_calls
-    cancel(control, after.run_id)
+    cancel_run(control, after.run_id)
     all_gone(control, cloud)
 
 
@@ -152,7 +152,7 @@ def test_cancelled_last_stage_releases_shared_machine(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
     second = start_second_on_same_machine(control, go(control, template, FIRST, HANGING))
-    assert cancel(control, second).state == "cancelled"
+    assert cancel_run(control, second).state == "cancelled"
     all_gone(control, cloud)
     assert kinds(control, "machine.")[-1] == "gone"
 
@@ -165,7 +165,7 @@ def test_stage_resumes_on_own_machine_when_shared_lease_ends(
     second = start_second_on_same_machine(control, events)
     (machine,) = machines(control)
     checkpoint = control.home.attempt(second, 1) / "artifacts" / "checkpoints" / "step-000002"
-    wait_for(lambda: control.reconciler.one(second) and checkpoint.exists(), "the second checkpoint")
+    wait_for(lambda: control.reconciler.reconcile(second) and checkpoint.exists(), "the second checkpoint")
     with control.store.transaction() as session:
         session.get_one(Machine, machine.key).lease = LEASE.model_copy(update={"max_cost": 1e-9}).model_dump()
     last = list(events)[-1]
@@ -206,7 +206,7 @@ def test_several_machines_are_handed_over_together(
 ) -> None:
     both = template.model_copy(update={"resources": ResourcesChange(nodes=2)})
     plans = [
-        StagePlan(one.name, both.job(one.job.model_copy(update={"task": "gang_drill"})), {})
+        StagePlan(one.name, both.apply_resources(one.job.model_copy(update={"task": "gang_drill"})), {})
         for one in (drill_plan("first", steps=1), drill_plan("second", steps=1))
     ]
     runs = runs_of(go(control, both, *plans))
@@ -228,8 +228,8 @@ def test_experiment_with_all_commands_killed_leaks_no_machine(
     def command() -> None:
         control = drill_control(home)
         list(go(control, template, FIRST, SECOND))
-        while control.reconciler.rentals.fleet.all():
-            control.reconciler.all()
+        while control.reconciler.rentals.fleet.machines():
+            control.reconciler.reconcile_all()
 
     home = control.home.root
     points = killed_at_every_point(command, tmp_path / "points")

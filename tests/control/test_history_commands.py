@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from drill_cases import Command, carry_out, drill_plan, hanging, only_run, wait_for, worker_of
 
-from perilune.control.queries.explanation import explain
+from perilune.control.queries.explanation import explain_run
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.requests import request_cancel
 from perilune.files import read_json, write_json
@@ -19,7 +19,7 @@ from perilune.files import read_json, write_json
 def test_explain_describes_active_run_in_each_state(perilune: Command, control: Control) -> None:
     _, attempt = hanging(control)
     run_id = only_run(control).id
-    told = explain(control, run_id)
+    told = explain_run(control, run_id)
     assert told.state == "active" and told.next == "nothing to do: its worker continues by itself"
     assert "attempt 1 is running" in told.because and told.because[-1].endswith("of 4 steps")
     code, out, _ = perilune("explain", "drill")
@@ -28,7 +28,7 @@ def test_explain_describes_active_run_in_each_state(perilune: Command, control: 
     path = attempt / "runtime" / "claim.json"
     claim = read_json(path)
     write_json(path, claim | {"host": "elsewhere"})
-    told = explain(control, run_id)
+    told = explain_run(control, run_id)
     assert "is unreachable from here" in told.because[1] and told.next.startswith(
         "nothing, until it is reachable"
     )
@@ -36,12 +36,12 @@ def test_explain_describes_active_run_in_each_state(perilune: Command, control: 
     write_json(path, claim)
 
     request_cancel(control, run_id)
-    assert explain(control, run_id).next == "it is stopped"
+    assert explain_run(control, run_id).next == "it is stopped"
     os.kill(worker_of(attempt), signal.SIGKILL)
-    wait_for(lambda: "is dead" in " ".join(explain(control, run_id).because), "the death")
+    wait_for(lambda: "is dead" in " ".join(explain_run(control, run_id).because), "the death")
     assert control.run(run_id).state == "active"  # explaining records nothing
     assert perilune("wait", "drill")[0] == 3
-    told = explain(control, run_id)
+    told = explain_run(control, run_id)
     assert told.state == "cancelled" and told.because[-1] == "cancellation was requested"
     assert told.commands == (f"perilune retry {run_id}",)
 
@@ -63,7 +63,7 @@ def test_explain_and_exit_code_of_wait_report_the_outcome(
 ) -> None:
     carry_out(control, drill_plan(steps=1, fail_at=0 if how else -1, how=how))
     assert perilune("wait", "drill")[0] == code
-    told = explain(control, only_run(control).id)
+    told = explain_run(control, only_run(control).id)
     if kind:
         assert f"counts as {kind}: at most 0 retries" in " ".join(told.because)
         assert (told.because[-1] == "its remedy: write another") == (how == "request")
@@ -71,7 +71,7 @@ def test_explain_and_exit_code_of_wait_report_the_outcome(
     else:
         assert told.because == ("attempt 1 succeeded", "its artifacts are complete and intact")
         (control.directory(only_run(control)) / "artifacts" / "manifest.json").unlink()
-        assert "damaged or missing" in explain(control, only_run(control).id).because[-1]
+        assert "damaged or missing" in explain_run(control, only_run(control).id).because[-1]
 
 
 def test_wait_times_out_with_exit_code_124(perilune: Command, control: Control) -> None:

@@ -13,10 +13,10 @@ from sqlalchemy import func, select
 
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import panic
-from perilune.control.machines.sweep import reconcile_all, sweep
+from perilune.control.machines.sweep import reconcile_all, terminate_unrecorded
 from perilune.control.record.backup import back_up, restore
 from perilune.control.record.home import Home
-from perilune.control.record.identity import adopt, inherited
+from perilune.control.record.identity import adopt, read_inherited
 from perilune.control.record.store import Event, Store, verify_events
 from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control
@@ -89,7 +89,7 @@ def test_restored_home_leaves_machines_of_original_alone_until_adoption(
     rent_from(home.root, cloud.folder)
     theirs = Fleet(copy.home, copy.store)
     reconcile_all(theirs)
-    assert sweep(theirs, grace=0.0) == [] and theirs.all() == []
+    assert terminate_unrecorded(theirs, grace=0.0) == [] and theirs.machines() == []
     with pytest.raises(RequestError, match="another home rented this machine"):
         theirs.request_termination(key, "not ours")
     assert panic(home, patience=5.0).ended == ()
@@ -112,7 +112,9 @@ def test_copy_of_copy_names_both_homes_and_executes_none_of_their_requests(
     first = Home(tmp_path / "copy")
     restore(tmp_path / "first", first)
     copy = drill_control(first.root)
-    assert [run.state for run in copy.reconciler.all()] == ["active"] and is_alive(worker_of(attempt))
+    assert [run.state for run in copy.reconciler.reconcile_all()] == ["active"] and is_alive(
+        worker_of(attempt)
+    )
     back_up(copy.store, first, tmp_path / "second")
     copy.store.close()
     found = restore(tmp_path / "second", Home(tmp_path / "again"))
@@ -169,4 +171,4 @@ def test_killed_restore_leaves_all_or_nothing(control: Control, tmp_path: Path) 
     assert last > 60 and home.database.is_file()  # the last restore was not killed
     with pytest.raises(RequestError, match="the folder is not empty"):
         restore(tmp_path / "backup", home)
-    assert inherited(home).runs == set()
+    assert read_inherited(home).runs == set()

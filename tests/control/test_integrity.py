@@ -15,7 +15,7 @@ from drill_cases import Command, carry_out, drill_plan
 from perilune.bundle.attested import REMOVED, Evidence, attestation_problems
 from perilune.bundle.envelope import PUBLIC, SignatureError, SigningKey, verified_statement
 from perilune.bundle.statements import removal_statement
-from perilune.control.evidence.verification import VERIFIED, export, record_problem
+from perilune.control.evidence.verification import VERIFIED_FILE, export, find_record_problem
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.files import read_json
@@ -188,18 +188,18 @@ def test_verify_and_export_commands(perilune: Command, control: Control, tmp_pat
 
 def test_changed_event_is_named(control: Control) -> None:
     carry_out(control, drill_plan("one", steps=1))
-    assert record_problem(control) == ""
+    assert find_record_problem(control) == ""
     with control.store.engine.connect() as connection:
         connection.exec_driver_sql("DROP TRIGGER events_no_update")
         connection.exec_driver_sql("UPDATE events SET detail = '{}' WHERE seq = 3")
         connection.commit()
-    assert record_problem(control) == "the hash of event 3 does not match the event before it"
+    assert find_record_problem(control) == "the hash of event 3 does not match the event before it"
 
 
 def test_incremental_check_starts_at_last_verified_event(control: Control, perilune: Command) -> None:
     carry_out(control, drill_plan("one", steps=1))
     assert perilune("reconcile")[0] == 0
-    last = read_json(control.home.root / VERIFIED)["seq"]
+    last = read_json(control.home.root / VERIFIED_FILE)["seq"]
 
     def change(seq: int) -> None:
         with control.store.engine.connect() as connection:
@@ -208,8 +208,8 @@ def test_incremental_check_starts_at_last_verified_event(control: Control, peril
             connection.commit()
 
     change(3)  # before the last check: only a full check finds it
-    assert record_problem(control, since_last=True) == ""
-    assert perilune("verify")[0] == 1 and record_problem(control, since_last=True).startswith(
+    assert find_record_problem(control, since_last=True) == ""
+    assert perilune("verify")[0] == 1 and find_record_problem(control, since_last=True).startswith(
         "the hash of event 3 "
     )
     with control.store.engine.connect() as connection:
@@ -217,7 +217,7 @@ def test_incremental_check_starts_at_last_verified_event(control: Control, peril
         connection.commit()
     assert perilune("reconcile")[0] == 0
     change(last)  # where the last check ended
-    assert record_problem(control, since_last=True).startswith(f"the hash of event {last} ")
+    assert find_record_problem(control, since_last=True).startswith(f"the hash of event {last} ")
     code, _, err = perilune("reconcile")
     assert code == 2 and f"event {last} " in err
 

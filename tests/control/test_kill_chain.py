@@ -20,7 +20,7 @@ from perilune.control.machines import lifecycle as machines
 from perilune.control.machines import listings
 from perilune.control.machines import planner as machine_planner
 from perilune.control.machines.rented import RentedPlacement
-from perilune.control.queries.lookup import attempts_of
+from perilune.control.queries.lookup import list_attempts
 from perilune.control.record.faults import MACHINE_POINTS, POINTS, REMOTE_POINTS
 from perilune.control.record.store import Event, Machine, Operation, Run, verify_events
 from perilune.control.runs import endings, reconcile
@@ -43,14 +43,18 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         (listings, "LOOK_SECONDS", 0.0), (machines, "ASK_SECONDS", 0.05), (reconcile, "LONGEST_WAIT", 0.2),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, seconds)
-    monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.05))
+    monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(is_remote=True, look_interval_s=0.05))
     monkeypatch.setenv("DRILL_TOKEN", CANARY)
 
 
 def idle(control: Control) -> bool:
     """Reconcile once; return whether nothing is left to do."""
-    live = control.reconciler.all()
-    return not live and not control.reconciler.unclean() and not control.reconciler.rentals.fleet.all()
+    live = control.reconciler.reconcile_all()
+    return (
+        not live
+        and not control.reconciler.uncleaned_attempts()
+        and not control.reconciler.rentals.fleet.machines()
+    )
 
 
 def recorded(home: Path) -> tuple[list[str], list[str]]:
@@ -108,7 +112,7 @@ def test_run_succeeds_although_every_command_is_killed(cloud: FakeCloud, tmp_pat
     assert (last.returncode, last.stdout) == (0, "no live runs\n"), last.stderr
     control = drill_control(home)
     run = only_run(control)
-    ends = [(one.state, one.cleanup) for one in attempts_of(control, run.id)]
+    ends = [(one.state, one.cleanup) for one in list_attempts(control, run.id)]
     assert run.state == "succeeded" and ends == [("preempted", "done"), ("succeeded", "done")]
     directory = control.directory(run)
     assert verify(directory, run.bundle_digest) == []
@@ -143,7 +147,7 @@ def test_suspended_command_takes_no_result_after_its_machine_is_gone(
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def command() -> None:
-        endings.reached = suspend_once
+        endings.kill_point = suspend_once
         control = drill_control(home)
         next(advance(control, begin(control, [plan]), [plan], template=where))
         while not idle(control):
@@ -157,15 +161,15 @@ def test_suspended_command_takes_no_result_after_its_machine_is_gone(
     control = drill_control(home)
 
     def machine_is_gone() -> bool:
-        control.reconciler.all()
-        return not control.reconciler.rentals.fleet.all()
+        control.reconciler.reconcile_all()
+        return not control.reconciler.rentals.fleet.machines()
 
     wait_for(machine_is_gone, "the end of its machine")
     os.kill(stopped.pid or 0, signal.SIGCONT)
     stopped.join(60.0)
     assert stopped.exitcode == 0
     run = only_run(control)
-    first, second = attempts_of(control, run.id)
+    first, second = list_attempts(control, run.id)
     assert [(one.state, one.cause) for one in (first, second)] == [
         ("lost", "machine_lost"),
         ("succeeded", ""),

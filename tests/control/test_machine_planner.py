@@ -6,8 +6,15 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.control.machines.leases import Lease, cost
-from perilune.control.machines.planner import ASK_GAP, LEAST_GAP, Desire, Operation, Recorded, plan_machine
+from perilune.control.machines.leases import Lease, compute_cost
+from perilune.control.machines.planner import (
+    CONFIRM_INTERVAL_S,
+    CREATE_INTERVAL_S,
+    Desire,
+    Operation,
+    RecordedMachine,
+    plan_machine,
+)
 from perilune.control.record.clock import Instant
 from perilune.control.record.transitions import MachineState, check_transition
 from perilune.execution.processes import Presence
@@ -87,7 +94,7 @@ class World:
 class Life:
     """The control plane's record of the machine, and all operations it performed."""
 
-    recorded: Recorded
+    recorded: RecordedMachine
     done: list[tuple[float, Operation, str]] = field(default_factory=list)
 
     def reconcile(self, world: World, desire: Desire) -> None:
@@ -137,7 +144,7 @@ class Life:
 
 def begun(visibility: float = 0.0) -> Life:
     state = MachineState.REQUESTED
-    return Life(Recorded(state, LEASE, PRICE, leased=at(0.0), visibility=visibility))
+    return Life(RecordedMachine(state, LEASE, PRICE, leased=at(0.0), visibility=visibility))
 
 
 @settings(max_examples=150, deadline=None)
@@ -169,10 +176,10 @@ def test_every_machine_is_terminated_within_its_maximum_cost(
     if world.born is not None and world.ended is not None:
         # Failures may outlast the lease; a machine cannot be terminated while the API is down.
         latest = max(LEASE.max_cost / PRICE * 3600, stormy_until) + visibility + 20.0 + GRACE
-        assert cost(PRICE, world.ended - world.born) <= cost(PRICE, latest)
+        assert compute_cost(PRICE, world.ended - world.born) <= compute_cost(PRICE, latest)
     buried = [moment for moment, operation, _ in life.done if operation is Operation.RECORD_GONE]
     missed = [moment for moment, operation, _ in life.done if operation is Operation.RECORD_MISSING]
-    assert buried[-1] - missed[-1] >= max(visibility, LEAST_GAP)  # two observations, some time apart
+    assert buried[-1] - missed[-1] >= max(visibility, CONFIRM_INTERVAL_S)  # two observations, some time apart
 
 
 @settings(max_examples=100, deadline=None)
@@ -218,7 +225,7 @@ def test_planner_repeats_create_only_after_a_delay() -> None:
         plan = plan_machine(Desire.HELD, asked, Sighting(Presence.ABSENT), at(seconds))
         assert plan.operations == planned
     quick = replace(asked, visibility=0.0)
-    plan = plan_machine(Desire.HELD, quick, Sighting(Presence.ABSENT), at(ASK_GAP + 0.1))
+    plan = plan_machine(Desire.HELD, quick, Sighting(Presence.ABSENT), at(CREATE_INTERVAL_S + 0.1))
     assert plan.operations == (Operation.CREATE,)
 
 

@@ -15,11 +15,17 @@ from cloud_cases import LEASE, SMALL, bill, end, life_of_a_machine, rent_from, r
 from drill_cases import drill_control
 from sqlalchemy import select
 
-from perilune.control.machines.budget import accrued, over_the_cap, price_of, to_come, today
+from perilune.control.machines.budget import (
+    accrued_cost,
+    cost_today,
+    find_cap_problem,
+    query_price,
+    remaining_cost,
+)
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import panic
 from perilune.control.machines.providers import cluster_id
-from perilune.control.machines.sweep import reconcile_all, sweep
+from perilune.control.machines.sweep import reconcile_all, terminate_unrecorded
 from perilune.control.record import clock
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import KILL_AT, MACHINE_POINTS
@@ -44,14 +50,14 @@ def kinds(control: Control) -> list[str]:
 def test_machine_lifecycle_from_request_to_termination(
     control: Control, fleet: Fleet, cloud: FakeCloud
 ) -> None:
-    assert price_of(fleet.providers, SMALL) == 0.4
+    assert query_price(fleet.providers, SMALL) == 0.4
     key = rented(control, fleet)
     ready = tend_until(fleet, key, READY)
     assert ready.remote_id and bill(cloud)["alive"] == [key]
     end(control, collected=False)
     tend_until(fleet, key, MachineState.DRAINING)
     assert bill(cloud)["alive"] == [key]  # its files are not collected yet
-    assert accrued(ready) > 0
+    assert accrued_cost(ready) > 0
     with control.store.transaction() as session:
         session.get_one(Attempt, ("01RUN", 1)).cleanup = Cleanup.DONE.value
     gone = tend_until(fleet, key, GONE)
@@ -111,7 +117,7 @@ def test_machine_created_late_is_adopted_or_terminated(
         end(control)
         tend_until(fleet, key, GONE)  # two observations did not show it
         deadline = time.monotonic() + 60
-        while not sweep(fleet):
+        while not terminate_unrecorded(fleet):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert "machine.terminating" in kinds(control)
@@ -128,7 +134,7 @@ def test_terminate_is_repeated_until_machine_is_gone(
     end(control)
     deadline = time.monotonic() + 60
     while (machine := fleet.reconcile(key)) and machine.terminate_calls < 5:
-        assert machine.state == TERMINATING and bill(cloud)["alive"] == [key] and accrued(machine) > 0
+        assert machine.state == TERMINATING and bill(cloud)["alive"] == [key] and accrued_cost(machine) > 0
         assert time.monotonic() < deadline
         time.sleep(0.06)
     tend_until(fleet, key, GONE)
@@ -256,8 +262,8 @@ def test_home_with_old_database_terminates_unknown_machines(
     restored = drill_control(home.root)
     fleet = Fleet(home, restored.store)
     assert fleet.machine(second) is None
-    assert sweep(fleet, grace=3600.0) == [] and second in bill(cloud)["alive"]  # it may be new
-    assert sweep(fleet, grace=0.0) == [second]
+    assert terminate_unrecorded(fleet, grace=3600.0) == [] and second in bill(cloud)["alive"]  # it may be new
+    assert terminate_unrecorded(fleet, grace=0.0) == [second]
     assert tend_until(fleet, second, GONE).reason == "it is not in this home's record"
     adopted = fleet.machine(first)
     assert adopted is not None and adopted.state == READY and bill(cloud)["alive"] == [first]
@@ -286,11 +292,11 @@ def test_daily_cap_counts_promised_cost(control: Control, fleet: Fleet) -> None:
     rental = SMALL.model_copy(update={"lease": lease})
     key = rented(control, fleet, rental)
     with control.store.transaction() as session:
-        assert not over_the_cap(session, 2.0, rental, 0.4)
-        assert "exceed the daily cap of 1.9: 1 is spent" in over_the_cap(session, 1.9, rental, 0.4)
+        assert not find_cap_problem(session, 2.0, rental, 0.4)
+        assert "exceed the daily cap of 1.9: 1 is spent" in find_cap_problem(session, 1.9, rental, 0.4)
         row = session.get_one(Machine, key)
         row.state, row.cost = GONE.value, 0.0001
-        assert not over_the_cap(session, 1.01, rental, 0.4)
+        assert not find_cap_problem(session, 1.01, rental, 0.4)
 
 
 @pytest.mark.parametrize(
@@ -316,12 +322,12 @@ def test_daily_cap_counts_actual_runtime_until_machine_is_gone(
         row.leased = Instant("an earlier boot", 0.0, now.wall - age * 3600.0).asdict()
         row.ended = time.time() - (age - gone_cost / 0.4) * 3600.0 if state is GONE else None
         row.state, row.cost = state.value, gone_cost
-        counted = today([row])
+        counted = cost_today([row])
         assert counted == pytest.approx(spent + to_come_yet, abs=0.01)
-        assert to_come(row) == pytest.approx(to_come_yet, abs=0.01) and to_come(row) >= 0.0
-        over = over_the_cap(session, counted + 0.9, rental, 0.4)
+        assert remaining_cost(row) == pytest.approx(to_come_yet, abs=0.01) and remaining_cost(row) >= 0.0
+        over = find_cap_problem(session, counted + 0.9, rental, 0.4)
         assert f"{counted:.4g} is spent" in over
-        assert not over_the_cap(session, counted + 1.1, rental, 0.4)
+        assert not find_cap_problem(session, counted + 1.1, rental, 0.4)
 
 
 def test_cluster_id_is_stable(tmp_path: Path) -> None:
@@ -359,7 +365,7 @@ def test_kill_at_any_point_creates_one_machine_and_leaks_none(
         assert sum(tag in key for key in known["costs"]) == 1
         control = drill_control(home)
         fleet = Fleet(control.home, control.store)
-        assert fleet.all() == [] and len(fleet.all(gone=True)) == 1
+        assert fleet.machines() == [] and len(fleet.machines(include_gone=True)) == 1
         assert "machine.gone" in kinds(control)
         with control.store.snapshot() as session:
             assert {operation.status for operation in session.scalars(select(Operation))} == {"done"}
@@ -370,7 +376,7 @@ def test_reconcile_all_handles_every_machine(control: Control, fleet: Fleet) -> 
     key = rented(control, fleet)
     end(control)
     deadline = time.monotonic() + 60
-    while fleet.all():
+    while fleet.machines():
         assert time.monotonic() < deadline
         reconcile_all(fleet)
         time.sleep(0.02)

@@ -60,7 +60,7 @@ def test_machines_not_proven_gone_are_reported_with_their_cost(
 def test_reap_terminates_machines_missing_from_record(
     control: Control, fleet: Fleet, cloud: FakeCloud, perilune: Command
 ) -> None:
-    stray = fleet.key("01LOST", 3)
+    stray = fleet.machine_key("01LOST", 3)
     cloud.create(stray, MachineRequest("small", 600.0))
     assert perilune("machines", "reap")[1] == "no machine is left to terminate\n" and bill(cloud)["alive"]
     code, out, _ = perilune("machines", "reap", "--grace", "0", "--wait", "20")

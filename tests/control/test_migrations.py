@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
+from perilune.control.queries.lookup import find_run, list_latest_experiments, list_stage_statuses
 from perilune.control.record import migrations
 from perilune.control.record.home import Home
 from perilune.control.record.migrations import LATEST, MIGRATIONS
@@ -47,7 +47,9 @@ def test_migration_keeps_all_data_of_old_home(old: Home) -> None:
     assert number(old.database) == LATEST
     assert [row[: len(before["runs"][0])] for row in rows(old.database, "runs")] == before["runs"]
     assert rows(old.database, "attempts") == before["attempts"]
-    assert [(one.name, one.state) for one in stage_statuses(control, latest_experiments(control))] == [
+    assert [
+        (one.name, one.state) for one in list_stage_statuses(control, list_latest_experiments(control))
+    ] == [
         ("drill", "succeeded"),
         ("drill", "failed"),
     ]
@@ -103,7 +105,7 @@ def full(database: Path, schema: int) -> Path:
 
 
 def test_migration_stops_when_backup_copy_fails(old: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migrations, "back_up", full)
+    monkeypatch.setattr(migrations, "copy_database", full)
     with pytest.raises(RequestError, match="full"):
         Store(old)
     assert number(old.database) == 1
@@ -118,7 +120,7 @@ def test_full_disk_during_backup_copy_is_reported(old: Home, monkeypatch: pytest
 
     monkeypatch.setattr(migrations.sqlite3, "connect", lambda path: connect(path, factory=Full))
     with pytest.raises(RequestError, match="the disk is full"):
-        migrations.back_up(old.database, 1)
+        migrations.copy_database(old.database, 1)
     assert sorted(path.name for path in old.root.glob("*.db")) == ["state.db"]
 
 

@@ -13,13 +13,13 @@ from hosts_cases import interpreter
 from network_cases import Network, network
 
 from perilune.bundle.verify import verify
-from perilune.control.queries.lookup import attempts_of
+from perilune.control.queries.lookup import list_attempts
 from perilune.control.record.store import Attempt
 from perilune.control.runs import reconcile
-from perilune.control.runs.experiments import Control, StagePlan, advance, watch
+from perilune.control.runs.experiments import Control, StagePlan, advance, follow_run
 from perilune.control.runs.progress import StageFailed, StageFinished
-from perilune.control.runs.requests import cancel
-from perilune.control.runs.templates import OverSsh, Retry, Template
+from perilune.control.runs.requests import cancel_run
+from perilune.control.runs.templates import Retry, SshPlacementSettings, Template
 from perilune.execution import limits
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.hosts import HostUnreachableError, ssh
@@ -42,8 +42,8 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
         patch.setenv("PATH", f"{made.folder}/bin", prepend=":")
         for name, value in IMPATIENT.items():
             patch.setitem(ssh.OPTIONS, name, value)
-        patch.setattr(RemotePlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
-        patch.setattr(reconcile, "LONGEST_WAIT", 0.3)
+        patch.setattr(RemotePlacement, "capabilities", Capabilities(is_remote=True, look_interval_s=0.1))
+        patch.setattr(reconcile, "MAX_LOOK_INTERVAL_S", 0.3)
         yield made
         SshHost(made.settings(), folder).disconnect()
 
@@ -55,7 +55,7 @@ class Far:
         self.control, self.net, self.workspace = control, net, folder / "workspace"
         python = net.folder.parent / "python" / "bin" / "python"
         site = Site(python=str(python), installed=True, workspace=str(self.workspace))
-        place = OverSsh(**net.settings().model_dump(), site=site)
+        place = SshPlacementSettings(**net.settings().model_dump(), site=site)
         self.template = Template(placement=place, retry=Retry(base=0.01), bring="all")
 
     def submit(self, plan: StagePlan) -> str:
@@ -64,19 +64,19 @@ class Far:
 
     def look(self, run_id: str) -> Attempt | None:
         """Observe now; return the current attempt, if there is one."""
-        self.control.reconciler.look_now(run_id)
-        self.control.reconciler.one(run_id)
-        return (attempts_of(self.control, run_id) or [None])[-1]
+        self.control.reconciler.reset_backoff(run_id)
+        self.control.reconciler.reconcile(run_id)
+        return (list_attempts(self.control, run_id) or [None])[-1]
 
     def until(self, run_id: str, is_so: Callable[[Attempt], Any]) -> None:
         wait_for(lambda: (seen := self.look(run_id)) is not None and is_so(seen), "the expected state")
 
     def finish(self, run_id: str) -> object:
-        self.control.reconciler.look_now(run_id)
-        return list(watch(self.control, run_id, poll=0.05))[-1]
+        self.control.reconciler.reset_backoff(run_id)
+        return list(follow_run(self.control, run_id, poll=0.05))[-1]
 
     def states(self, run_id: str) -> list[tuple[str, str]]:
-        return [(one.state, one.cause) for one in attempts_of(self.control, run_id)]
+        return [(one.state, one.cause) for one in list_attempts(self.control, run_id)]
 
     def here(self, run_id: str, epoch: int = 1) -> Path:
         return self.control.home.attempt(run_id, epoch)
@@ -145,7 +145,7 @@ def test_run_behind_jump_host_survives_cuts_of_both_links(far: Far, net: Network
     assert far.states(run_id) == [("running", "")]
     net.far.restore()
     assert isinstance(far.finish(run_id), StageFinished)
-    (attempt,) = attempts_of(far.control, run_id)
+    (attempt,) = list_attempts(far.control, run_id)
     assert (attempt.state, attempt.cleanup) == ("succeeded", "done")
     run = far.control.run(run_id)
     assert verify(far.control.directory(run), run.bundle_digest) == [] and not far.there(run_id).exists()
@@ -168,9 +168,9 @@ def test_attempt_unreachable_for_too_long_stops_and_its_result_is_ignored(
     (tmp_path / "gate").touch()  # one run ends unobserved, the other hangs
 
     def both_lost() -> bool:
-        far.control.reconciler.look_now(ends)
-        far.control.reconciler.look_now(hangs)
-        far.control.reconciler.all(act=False)
+        far.control.reconciler.reset_backoff(ends)
+        far.control.reconciler.reset_backoff(hangs)
+        far.control.reconciler.reconcile_all(act=False)
         return far.states(ends) == far.states(hangs) == [("lost", "unreachable")]
 
     wait_for(both_lost, "the loss of both attempts")
@@ -180,11 +180,14 @@ def test_attempt_unreachable_for_too_long_stops_and_its_result_is_ignored(
         assert isinstance(far.finish(run_id), StageFinished)
         assert far.states(run_id) == [("lost", "unreachable"), ("succeeded", "")]
         wait_for(
-            lambda: not far.control.reconciler.all() and not far.control.reconciler.unclean(), "the cleanup"
+            lambda: (
+                not far.control.reconciler.reconcile_all() and not far.control.reconciler.uncleaned_attempts()
+            ),
+            "the cleanup",
         )
         late = read_json(far.here(run_id) / "runtime" / "result.json")
         assert late["message"] == why  # the late verdict is collected as evidence, but not accepted
-        first, second = attempts_of(far.control, run_id)
+        first, second = list_attempts(far.control, run_id)
         assert first.manifest_digest is None and second.manifest_digest != late["manifest_digest"]
         assert far.control.run(run_id).manifest_digest == second.manifest_digest
     rows = read_json_lines(far.here(hangs, 2) / "artifacts" / "metrics.jsonl")
@@ -211,7 +214,7 @@ def test_changed_host_key_fails_new_run_and_makes_active_run_unreachable(far: Fa
             far.look(run_id)
             assert far.states(run_id) == [("running", "")] and machine.connections() == before
         far.until(run_id, reachable)
-    assert cancel(far.control, run_id).state == "cancelled"
+    assert cancel_run(far.control, run_id).state == "cancelled"
     assert far.states(run_id) == [("cancelled", "stopped")]
 
 
@@ -261,7 +264,7 @@ def test_cut_session_resumes_transfers_and_starts_worker_once(
         assert isinstance(far.finish(run_id), StageFinished)
     assert cut == ["receive", "start", "look"], calls
     assert calls.count("start") == 1
-    (attempt,) = attempts_of(far.control, run_id)
+    (attempt,) = list_attempts(far.control, run_id)
     assert (attempt.state, attempt.cleanup) == ("succeeded", "done")
     assert verify(far.here(run_id)) == []
     log = (far.here(run_id) / "runtime" / "runtime.log").read_bytes()

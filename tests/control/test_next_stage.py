@@ -13,16 +13,20 @@ from drill_cases import drill_job, wait_for
 from sqlalchemy import select
 
 from perilune.bundle.freeze import freeze, job_document
-from perilune.control.queries.explanation import explain
+from perilune.control.queries.explanation import explain_run
 from perilune.control.record.store import Event, Experiment, Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs import next_stage as next_stage_module
-from perilune.control.runs.current_submission import BLOCKED, ExperimentCancelledError, experiments_to_advance
-from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
-from perilune.control.runs.next_stage import StageStarter, recorded_recipe
+from perilune.control.runs.current_submission import (
+    BLOCKED_EVENT,
+    ExperimentCancelledError,
+    experiments_to_advance,
+)
+from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
+from perilune.control.runs.next_stage import StageStarter, read_recipe
 from perilune.control.runs.progress import StageFailed, StageFinished, StageStarted
-from perilune.control.runs.requests import cancel, cancel_experiment
-from perilune.control.runs.submission import Submission, submit
+from perilune.control.runs.requests import cancel_experiment, cancel_run
+from perilune.control.runs.submission import Submission, submit_stage
 from perilune.errors import PeriluneError, RequestError
 from perilune.recipe.load import bundled_recipe, bundled_recipes, load_recipe
 from perilune.recipe.schema import Recipe
@@ -84,10 +88,10 @@ def kinds(control: Control) -> list[str]:
 @pytest.mark.parametrize("name", [one for one in bundled_recipes() if "/" not in one])
 def test_recorded_recipe_plans_the_same_jobs(control: Control, name: str) -> None:
     read = load_recipe(bundled_recipe(name))
-    recorded = recorded_recipe(control, open_experiment(control, read))
+    recorded = read_recipe(control, open_experiment(control, read))
 
     def jobs_and_inputs(recipe: Recipe) -> list[tuple[bytes, dict[str, str]]]:
-        return [(job_document(plan.job), dict(plan.consumes)) for plan in stage_plans(recipe)]
+        return [(job_document(plan.job), dict(plan.consumes)) for plan in plan_stages(recipe)]
 
     assert jobs_and_inputs(recorded) == jobs_and_inputs(read)
 
@@ -102,7 +106,7 @@ def test_each_later_stage_starts_once_despite_kills_and_concurrent_commands(
     assert told["daemon"] and "pid" not in told and told["stage"] == "first"
     attempt = control.home.attempt(told["run"], 1)
     wait_for((attempt / "runtime" / "claim.json").exists, "the first stage's claim")
-    assert explain(control, told["run"]).next.endswith("; then stage second starts")
+    assert explain_run(control, told["run"]).next.endswith("; then stage second starts")
 
     # No process is alive between the first two stages.
     first_daemon.send_signal(signal.SIGKILL)
@@ -139,8 +143,8 @@ def test_cancelled_or_failed_experiment_starts_no_stage_until_run_again(
 ) -> None:
     read = load_recipe(recipe, [f"third.{key}" for key in ("fail_at=0", "how=work")])
     (tmp_path / "gates" / "third").touch()
-    experiment, plans = open_experiment(control, read), stage_plans(read)
-    assert [plan.job for plan in stage_plans(recorded_recipe(control, experiment))] == [p.job for p in plans]
+    experiment, plans = open_experiment(control, read), plan_stages(read)
+    assert [plan.job for plan in plan_stages(read_recipe(control, experiment))] == [p.job for p in plans]
     starter = StageStarter(control)
 
     def started_stages() -> list[object]:
@@ -148,13 +152,13 @@ def test_cancelled_or_failed_experiment_starts_no_stage_until_run_again(
 
     first = next(advance(control, experiment, plans)).run_id
     assert started_stages() == []  # the first stage is active
-    control.reconciler.one(first)
+    control.reconciler.reconcile(first)
     (tmp_path / "gates" / "first").touch()
     wait_for(lambda: starter.advance_run(first)[1])
-    assert explain(control, first).next == "stage second starts with the next command"
+    assert explain_run(control, first).next == "stage second starts with the next command"
     assert cancel_experiment(control, experiment) == []  # between two stages
     assert started_stages() == [] and starter.advance_experiment(experiment)[1] == RunState.CANCELLED
-    assert "with the next `perilune run`" in explain(control, first).next
+    assert "with the next `perilune run`" in explain_run(control, first).next
     with pytest.raises(RequestError, match="the experiment is not running"):
         cancel_experiment(control, experiment)
 
@@ -167,12 +171,12 @@ def test_cancelled_or_failed_experiment_starts_no_stage_until_run_again(
 
     def submit_newer_code(stage: str) -> str:  # another digest, as from a daemon of another version
         submission = Submission(experiment, stage, "drill", part="later")
-        return submit(
+        return submit_stage(
             control.home, control.store, submission, partial(freeze, drill_job(stage, say="newer"), {})
         ).id
 
     assert submit_newer_code("second") == begun.run_id
-    cancel(control, begun.run_id)
+    cancel_run(control, begun.run_id)
     assert started_stages() == []
     with pytest.raises(ExperimentCancelledError):
         submit_newer_code("third")  # by a process that was about to start it
@@ -191,7 +195,7 @@ def test_blocked_next_stage_is_reported_once_and_starts_when_repaired(
     for stage in STAGES:
         (tmp_path / "gates" / stage).touch()
     read = load_recipe(recipe)
-    experiment, plans = open_experiment(control, read), stage_plans(read)
+    experiment, plans = open_experiment(control, read), plan_stages(read)
     events = advance(control, experiment, plans, poll=0.02)
     first = next(event for event in events if isinstance(event, StageFinished)).run_id
     del events  # like a kill
@@ -201,16 +205,16 @@ def test_blocked_next_stage_is_reported_once_and_starts_when_repaired(
     ((_, told),) = starter.start_next_stages()
     assert isinstance(told, PeriluneError) and "produced no data" in str(told)
     assert list(starter.start_next_stages()) == []  # the second pass
-    assert any("produced no data" in fact for fact in explain(control, first).because)
+    assert any("produced no data" in fact for fact in explain_run(control, first).because)
     ((_, again),) = StageStarter(control).start_next_stages()  # another process reports it too
     assert str(again) == str(told)
     with monkeypatch.context() as patch:  # another version, or a broken plugin
-        patch.setattr(next_stage_module, "recorded_recipe", lambda *_: {}["stages"])
+        patch.setattr(next_stage_module, "read_recipe", lambda *_: {}["stages"])
         ((_, broken),) = StageStarter(control).start_next_stages()
     assert "KeyError" in str(broken)
     (tmp_path / "aside").rename(output)
     assert [type(what) for _, what in StageStarter(control).start_next_stages()] == [StageStarted]
     with control.store.snapshot() as session:
-        assert len(list(session.scalars(select(Event).where(Event.kind == BLOCKED)))) == 3
+        assert len(list(session.scalars(select(Event).where(Event.kind == BLOCKED_EVENT)))) == 3
         assert session.get_one(Experiment, experiment).requested
     assert not experiments_to_advance(control.store)

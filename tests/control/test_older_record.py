@@ -19,7 +19,7 @@ from drill_cases import (
 )
 
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.requests import cancel
+from perilune.control.runs.requests import cancel_run
 from perilune.execution.processes import ProcessIdentity
 
 
@@ -44,7 +44,7 @@ def test_unrecorded_runs_are_kept(control: Control, tmp_path: Path) -> None:
     copy_database(control, tmp_path / "yesterday.db")
     last = carry_out(control, drill_plan("two", steps=1))[-1]
     later = restore_database(control, tmp_path / "yesterday.db")
-    later.reconciler.all()
+    later.reconciler.reconcile_all()
     assert (later.home.attempt(last.run_id, 1) / "artifacts" / "summary.json").is_file()
     events = carry_out(later, drill_plan("two", steps=1))  # a new run, because the old one is unknown
     assert events[-1].run_id != last.run_id
@@ -62,14 +62,18 @@ def test_unrecorded_attempt_is_stopped_before_the_next_starts(control: Control, 
     identity = ProcessIdentity.of(worker_of(first))
     assert identity is not None
     identity.send(9)
-    wait_for(lambda: control.reconciler.one(run_id) and control.home.attempt(run_id, 2).is_dir(), "attempt 2")
+    wait_for(
+        lambda: control.reconciler.reconcile(run_id) and control.home.attempt(run_id, 2).is_dir(), "attempt 2"
+    )
     second = control.home.attempt(run_id, 2)
-    wait_for(lambda: control.reconciler.one(run_id) and has_event(second, "hangs"), "the hang of attempt 2")
+    wait_for(
+        lambda: control.reconciler.reconcile(run_id) and has_event(second, "hangs"), "the hang of attempt 2"
+    )
     alive = family(second)
     assert alive
     later = restore_database(control, tmp_path / "yesterday.db")
-    wait_for(lambda: later.reconciler.one(run_id).current_epoch == 3, "attempt 3")
+    wait_for(lambda: later.reconciler.reconcile(run_id).current_epoch == 3, "attempt 3")
     assert not family(second)
     assert later.home.attempt(run_id, 2).is_dir()
-    assert cancel(later, run_id).state == "cancelled"
+    assert cancel_run(later, run_id).state == "cancelled"
     later.store.close()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from perilune.control.record.transitions import AttemptState
 from perilune.control.runs.planner import (
-    BEFORE_START,
     MAX_STARTS,
+    STATES_BEFORE_START,
     RetryPolicy,
     Situation,
     Step,
@@ -55,11 +55,11 @@ def all_situations() -> Iterator[tuple[AttemptState, Observation, dict[str, Any]
 
 
 def test_ended_attempts_only_wait() -> None:
-    assert {step for state, _, _, step in all_situations() if state.terminal} == {Step.WAIT}
+    assert {step for state, _, _, step in all_situations() if state.is_terminal} == {Step.WAIT}
 
 
 def test_verdict_is_always_finalized() -> None:
-    steps = {step for state, seen, _, step in all_situations() if seen.verdict and not state.terminal}
+    steps = {step for state, seen, _, step in all_situations() if seen.verdict and not state.is_terminal}
     assert steps == {Step.FINALIZE}
 
 
@@ -67,8 +67,8 @@ def test_unseen_attempt_is_lost_only_after_timeout_or_force() -> None:
     unseen = [
         (now["unseen_seconds"] >= 1800 or now["force"], step)
         for state, seen, now, step in all_situations()
-        if is_unseen(seen) and not seen.verdict and not state.terminal
-        if not (seen.refused and state in BEFORE_START)
+        if is_unseen(seen) and not seen.verdict and not state.is_terminal
+        if not (seen.refused and state in STATES_BEFORE_START)
     ]
     assert {step for given_up, step in unseen if not given_up} == {Step.UNREACHABLE}
     assert {step for given_up, step in unseen if given_up} == {Step.LOSE}
@@ -76,7 +76,7 @@ def test_unseen_attempt_is_lost_only_after_timeout_or_force() -> None:
 
 def test_host_refusal_fails_attempt_only_before_start() -> None:
     refused = {(state, step) for state, seen, _, step in all_situations() if step is Step.REFUSED}
-    assert refused == {(state, Step.REFUSED) for state in BEFORE_START}
+    assert refused == {(state, Step.REFUSED) for state in STATES_BEFORE_START}
 
 
 def test_force_changes_nothing_for_visible_attempts() -> None:
@@ -118,16 +118,16 @@ def test_every_cause_has_a_retry_class_with_its_own_budget() -> None:
     classes = Counter(retry_class(cause) for cause in Cause)
     assert classes == {"infrastructure": 6, "preemption": 2, "lost": 2, "user": len(Cause) - 10}
     died, lost = Cause.RUNNER_DIED.value, Cause.UNREACHABLE.value
-    assert policy.allows(died, [])
-    assert policy.allows(died, [died, lost])
-    assert not policy.allows(died, [died, Cause.KILLED.value])
-    assert not policy.allows(lost, [lost])
-    assert not policy.allows(Cause.CRASHED, [])
-    assert policy.allows(Cause.STOPPED, [Cause.STOPPED.value] * 50)
+    assert policy.allows_retry(died, [])
+    assert policy.allows_retry(died, [died, lost])
+    assert not policy.allows_retry(died, [died, Cause.KILLED.value])
+    assert not policy.allows_retry(lost, [lost])
+    assert not policy.allows_retry(Cause.CRASHED, [])
+    assert policy.allows_retry(Cause.STOPPED, [Cause.STOPPED.value] * 50)
 
 
 @given(st.integers(0, 40))
 def test_backoff_is_jittered_and_bounded(attempts: int) -> None:
     policy = RetryPolicy(base=5.0, cap=300.0)
-    delays = {policy.delay(attempts) for _ in range(20)}
+    delays = {policy.sample_delay(attempts) for _ in range(20)}
     assert len(delays) > 1 and min(delays) >= 0 and max(delays) <= min(300.0, 5.0 * 2**attempts)

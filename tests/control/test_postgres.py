@@ -10,9 +10,9 @@ from postgres_server import binaries, server
 from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError
 
-from perilune.control.record.database import VARIABLE, Postgres, database_of
+from perilune.control.record.database import DATABASE_VARIABLE, Postgres, open_database
 from perilune.control.record.home import Home
-from perilune.control.record.store import Store, record, verify_events
+from perilune.control.record.store import Store, record_event, verify_events
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.progress import StageFailed, StageFinished, StageReused
 from perilune.errors import RequestError, WorkFailedError
@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def control(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv(VARIABLE, url)
+    monkeypatch.setenv(DATABASE_VARIABLE, url)
     opened = drill_control(tmp_path / "home")
     yield opened
     opened.store.close()
@@ -58,7 +58,7 @@ def test_concurrent_writers_lose_no_event(control: Control) -> None:
     def write(number: int) -> None:
         for _ in range(10):
             with control.store.transaction() as session:
-                record(session, "drill", writer=number)
+                record_event(session, "drill", writer=number)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -75,7 +75,7 @@ def test_snapshot_is_consistent_and_takes_no_lock(control: Control) -> None:
         before = session.scalar(text("SELECT count(*) FROM events"))
         with control.store.transaction() as other:
             other.execute(text("SET LOCAL lock_timeout = '10s'"))  # waiting for a lock is an error
-            record(other, "drill")
+            record_event(other, "drill")
         assert session.scalar(text("SELECT count(*) FROM events")) == before
 
 
@@ -88,17 +88,17 @@ def test_homes_are_isolated(control: Control, tmp_path: Path) -> None:
 
 
 def test_home_keeps_its_database(control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE)
-    assert isinstance(database_of(control.home), Postgres)  # remembered
-    monkeypatch.setenv(VARIABLE, "postgresql://elsewhere/other")
+    monkeypatch.delenv(DATABASE_VARIABLE)
+    assert isinstance(open_database(control.home), Postgres)  # remembered
+    monkeypatch.setenv(DATABASE_VARIABLE, "postgresql://elsewhere/other")
     with pytest.raises(RequestError, match="the state of this home is in"):
-        database_of(control.home)
-    monkeypatch.delenv(VARIABLE)
+        open_database(control.home)
+    monkeypatch.delenv(DATABASE_VARIABLE)
     plain = Home.open(tmp_path / "plain")
     Store(plain).close()
-    monkeypatch.setenv(VARIABLE, "postgresql://elsewhere/other")
+    monkeypatch.setenv(DATABASE_VARIABLE, "postgresql://elsewhere/other")
     with pytest.raises(RequestError, match=r"is in .*state\.db"):
-        database_of(plain)
+        open_database(plain)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_home_keeps_its_database(control: Control, tmp_path: Path, monkeypatch: 
 def test_invalid_database_url_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, what: str
 ) -> None:
-    monkeypatch.setenv(VARIABLE, url)
+    monkeypatch.setenv(DATABASE_VARIABLE, url)
     with pytest.raises(RequestError, match=what) as found:
-        database_of(Home.open(tmp_path / "home"))
+        open_database(Home.open(tmp_path / "home"))
     assert "secret" not in str(found.value)
     assert not (tmp_path / "home" / "database").exists()
 
@@ -122,7 +122,7 @@ def test_invalid_database_url_is_refused(
 def test_unreachable_server_is_reported_and_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, f"postgresql://perilune@/postgres?host={tmp_path}")
+    monkeypatch.setenv(DATABASE_VARIABLE, f"postgresql://perilune@/postgres?host={tmp_path}")
     with pytest.raises(WorkFailedError, match="cannot reach the state database"):
         Store(Home.open(tmp_path / "home"))
     assert not (tmp_path / "home" / "database").exists()

@@ -8,11 +8,11 @@ from drill_cases import begin, drill_plan, wait_for
 from sqlalchemy import select
 
 from perilune.bundle.freeze import freeze
-from perilune.control.queries.explanation import explain
+from perilune.control.queries.explanation import explain_run
 from perilune.control.record.store import Event
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, StagePlan
-from perilune.control.runs.submission import Submission, submit
+from perilune.control.runs.submission import Submission, submit_stage
 from perilune.control.runs.templates import Template
 
 
@@ -20,7 +20,7 @@ def submitted(control: Control, name: str, template: Template, **spec: object) -
     plan: StagePlan = drill_plan(name, **spec)
     experiment = begin(control, [plan], name)
     submission = Submission(experiment, name, "drill", template=template)
-    return submit(control.home, control.store, submission, partial(freeze, plan.job, {})).id
+    return submit_stage(control.home, control.store, submission, partial(freeze, plan.job, {})).id
 
 
 def states(control: Control, runs: list[str]) -> list[str]:
@@ -42,7 +42,7 @@ def test_runs_start_in_order_of_priority(control: Control) -> None:
 
     def all_succeeded() -> bool:
         nonlocal most
-        control.reconciler.all()
+        control.reconciler.reconcile_all()
         most = max(most, states(control, runs).count("active"))
         return states(control, runs) == ["succeeded"] * 3
 
@@ -55,9 +55,9 @@ def test_runs_start_in_order_of_priority(control: Control) -> None:
 def test_waiting_run_advances_the_runs_before_it(control: Control) -> None:
     first = submitted(control, "first", Template(slots=1), steps=1)
     second = submitted(control, "second", Template(slots=1), steps=1)
-    turn = explain(control, second)
+    turn = explain_run(control, second)
     assert "attempt 1 waits for a slot: 0 of 1 slots are taken, 1 ahead in the queue" in turn.because
-    wait_for(lambda: control.reconciler.one(second).state == RunState.SUCCEEDED)  # not `first`
+    wait_for(lambda: control.reconciler.reconcile(second).state == RunState.SUCCEEDED)  # not `first`
     assert control.run(first).state == RunState.SUCCEEDED
     assert start_order(control) == [first, second]
 
@@ -67,16 +67,16 @@ def test_slots_count_all_runs_of_a_placement_and_are_unlimited_by_default(
 ) -> None:
     gate = str(tmp_path / "gate")
     runs = [submitted(control, f"free{number}", Template(), steps=1, gate=gate) for number in range(3)]
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert states(control, runs) == ["active"] * 3
     slots = Template(slots=5)
     two = [submitted(control, f"two{number}", slots, steps=1, gate=gate) for number in range(2)]
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert states(control, two) == ["active"] * 2  # five active runs, three without slots
     one = submitted(control, "one", slots, steps=1)
-    assert explain(control, one).because[-1].endswith("5 of 5 slots are taken")
+    assert explain_run(control, one).because[-1].endswith("5 of 5 slots are taken")
     Path(gate).touch()
-    wait_for(lambda: control.reconciler.all() == [])
+    wait_for(lambda: control.reconciler.reconcile_all() == [])
 
 
 def test_cancelled_run_does_not_block_the_queue(control: Control) -> None:
@@ -85,6 +85,6 @@ def test_cancelled_run_does_not_block_the_queue(control: Control) -> None:
     first = submitted(control, "first", Template(slots=1, priority=9), steps=1)
     request_cancel(control, first)
     second = submitted(control, "second", Template(slots=1), steps=1)
-    control.reconciler.one(second)
+    control.reconciler.reconcile(second)
     assert control.run(second).state == RunState.ACTIVE
-    wait_for(lambda: control.reconciler.all() == [])
+    wait_for(lambda: control.reconciler.reconcile_all() == [])

@@ -32,7 +32,7 @@ from perilune.control.machines.providers import Providers
 from perilune.control.record.store import Attempt
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageFinished, StageProgress
-from perilune.control.runs.templates import OnRented, ResourcesChange, Retry, Template
+from perilune.control.runs.templates import RentedSettings, ResourcesChange, Retry, Template
 from perilune.errors import RequestError
 from perilune.execution.hosts import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.limits import AttemptLimits
@@ -241,7 +241,7 @@ def rents_from(
     site = Site(python=str(interpreter(folder / "python")), installed=True)
     return Template(
         bring="all",
-        placement=OnRented(name="rented", provider="mine", kind="small", lease=LEASE, site=site),
+        placement=RentedSettings(name="rented", provider="mine", kind="small", lease=LEASE, site=site),
         resources=ResourcesChange(nodes=nodes),
         retry=Retry(base=0.01),
         limits=AttemptLimits(on_box_stop_after=60.0),
@@ -252,18 +252,22 @@ def test_attempt_on_two_nodes_is_one_job(
     control: Control, ray: LocalRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = rents_from(control, ray, tmp_path, monkeypatch, nodes=2)
-    plan = StagePlan("drill", template.job(drill_job(steps=2).model_copy(update={"task": "gang_drill"})))
+    plan = StagePlan(
+        "drill", template.apply_resources(drill_job(steps=2).model_copy(update={"task": "gang_drill"}))
+    )
     last = list(advance(control, begin(control, [plan]), [plan], template=template, poll=0.1))[-1]
     assert isinstance(last, StageFinished), last
     run = only_run(control)
     assert verify(control.directory(run), run.bundle_digest) == []
     (job,) = (one for one in ray.provider().jobs.all() if run.id.lower() in one.name)
     assert job.metadata["perilune.nodes"] == "2"
-    until(lambda: control.reconciler.all(act=False) or not rented(control), "the end of every machine")
+    until(
+        lambda: control.reconciler.reconcile_all(act=False) or not rented(control), "the end of every machine"
+    )
 
 
 def rented(control: Control) -> list[str]:
-    return [one.key for one in control.reconciler.rentals.fleet.all()]
+    return [one.key for one in control.reconciler.rentals.fleet.machines()]
 
 
 def on_nodes(ray: LocalRay, bundle: Path, **changes: object) -> subprocess.Popen[str]:
@@ -341,7 +345,7 @@ def test_run_resumes_from_fetched_checkpoint_after_head_restart(
             return list(session.scalars(select(Attempt).order_by(Attempt.number)))
 
     def checkpoint_fetched() -> bool:
-        control.reconciler.one(run.id)
+        control.reconciler.reconcile(run.id)
         return (control.directory(run) / "artifacts" / "checkpoints" / "step-000002").exists()
 
     until(checkpoint_fetched, "a checkpoint")
@@ -353,7 +357,7 @@ def test_run_resumes_from_fetched_checkpoint_after_head_restart(
     for node in (HEAD, SECOND):
         ray.kill(node)
     wait_for(
-        lambda: control.reconciler.all() or attempts()[0].reachability == "unreachable",
+        lambda: control.reconciler.reconcile_all() or attempts()[0].reachability == "unreachable",
         "the unreachable attempt",
     )
     assert [one.state for one in attempts()] == ["running"]  # its state is unknown
@@ -363,5 +367,7 @@ def test_run_resumes_from_fetched_checkpoint_after_head_restart(
     assert not working(first)  # it ended without a stop request
     assert [(one.state, one.cause) for one in attempts()] == [("lost", "machine_lost"), ("succeeded", "")]
     assert verify(control.directory(run), run.bundle_digest) == []
-    until(lambda: control.reconciler.all(act=False) or not rented(control), "the end of every machine")
+    until(
+        lambda: control.reconciler.reconcile_all(act=False) or not rented(control), "the end of every machine"
+    )
     assert all(one.status is MachineStatus.ENDED for one in ray.provider().list("perilune"))

@@ -8,7 +8,7 @@ from drill_cases import Command, carry_out, drill_control, drill_plan, hanging, 
 
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.progress import StageReused
-from perilune.control.runs.requests import cancel
+from perilune.control.runs.requests import cancel_run
 from perilune.execution.processes import ProcessIdentity
 
 PAGE = 4096
@@ -59,8 +59,8 @@ def test_rebuild_restores_damaged_or_lost_database(perilune: Command, control: C
         assert runs() == told
     reopened = drill_control(control.home.root)
     assert all(isinstance(event, StageReused) for event in carry_out(reopened, one, two))
-    assert ProcessIdentity.of(worker) is not None and reopened.reconciler.one(live).state == "active"
-    assert cancel(reopened, live).state == "cancelled" and ProcessIdentity.of(worker) is None
+    assert ProcessIdentity.of(worker) is not None and reopened.reconciler.reconcile(live).state == "active"
+    assert cancel_run(reopened, live).state == "cancelled" and ProcessIdentity.of(worker) is None
     reopened.store.close()
     events.close()  # type: ignore[attr-defined]
 

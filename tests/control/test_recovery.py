@@ -23,10 +23,10 @@ from drill_cases import (
 )
 from sqlalchemy import select
 
-from perilune.control.queries.explanation import explain
+from perilune.control.queries.explanation import explain_run
 from perilune.control.record.ledger import commit_result
 from perilune.control.record.store import Attempt, Event, Run
-from perilune.control.runs.experiments import Control, advance, watch
+from perilune.control.runs.experiments import Control, advance, follow_run
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import (
     StageEvent,
@@ -37,7 +37,7 @@ from perilune.control.runs.progress import (
     StageReused,
     StageStarted,
 )
-from perilune.control.runs.requests import cancel, retry
+from perilune.control.runs.requests import cancel_run, retry_run
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.placements import Assignment, local
 from perilune.execution.processes import Presence
@@ -155,13 +155,13 @@ def test_sigterm_to_worker_counts_as_preemption(control: Control) -> None:
 def test_cancel_ends_all_processes_and_next_run_resumes_from_checkpoint(control: Control) -> None:
     events, attempt = hanging(control)
     assert len(family(attempt)) == 1
-    run = cancel(control, only_run(control).id)
+    run = cancel_run(control, only_run(control).id)
     assert run.state == "cancelled" and not family(attempt)
     assert attempts(control, run.id)[0].manifest_digest  # its files are attested
     last = list(events)[-1]
     assert isinstance(last, StageFailed) and last.cancelled
     with pytest.raises(RequestError, match="already been cancelled"):
-        cancel(control, run.id)
+        cancel_run(control, run.id)
     again = carry_out(control, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
     assert isinstance(again[-1], StageFinished) and again[-1].summary["began_at"] == 2
     assert control.run(again[-1].run_id).retry_of == run.id
@@ -171,17 +171,17 @@ def test_cancel_of_queued_run_creates_no_attempt(control: Control) -> None:
     plan = drill_plan()
     events = advance(control, begin(control, [plan]), [plan])
     queued = next(events).run_id
-    assert cancel(control, queued).state == "cancelled"
+    assert cancel_run(control, queued).state == "cancelled"
     assert attempts(control, queued) == []
 
 
 def test_cancel_between_start_and_claim_leaves_no_worker(control: Control) -> None:
     plan = drill_plan(seconds=5.0)
     run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
-    control.reconciler.one(run_id)  # admitted, staged, started
+    control.reconciler.reconcile(run_id)  # admitted, staged, started
     assert attempts(control, run_id)[0].state == "starting"
     other = drill_control(control.home.root)  # another command, which did not start the worker
-    run = cancel(other, run_id)
+    run = cancel_run(other, run_id)
     assert run.state == "cancelled"
     attempt = control.directory(run)
     there = Assignment(run_id, 1, attempt)
@@ -196,9 +196,9 @@ def test_start_timeout_does_not_end_worker_with_claim(
     monkeypatch.setattr(local, "START_TIMEOUT", 0.0)
     there = Assignment(only_run(control).id, 1, attempt)
     assert control.reconciler.placements.local.starting(there)
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert family(attempt), "the start timeout ended a worker with a claim"
-    cancel(control, only_run(control).id)
+    cancel_run(control, only_run(control).id)
 
 
 def test_cancel_request_survives_killed_command(control: Control) -> None:
@@ -206,17 +206,17 @@ def test_cancel_request_survives_killed_command(control: Control) -> None:
     run_id = only_run(control).id
     with control.store.transaction() as session:
         session.get_one(Run, run_id).desired = "cancelled"  # the only trace of a command killed at once
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert control.run(run_id).state == "cancelled" and not family(attempt)
 
 
 def test_success_wins_over_late_cancel(control: Control) -> None:
     plan = drill_plan(steps=1)
     run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
-    control.reconciler.one(run_id)
+    control.reconciler.reconcile(run_id)
     result = control.home.attempt(run_id, 1) / "runtime" / "result.json"
     wait_for(result.exists, "an unobserved result")
-    assert cancel(control, run_id).state == "succeeded"
+    assert cancel_run(control, run_id).state == "succeeded"
 
 
 def test_result_of_old_epoch_is_refused(control: Control) -> None:
@@ -254,18 +254,18 @@ def test_unreachable_attempt_keeps_running_until_policy_declares_it_lost(control
     path.write_text(json.dumps(claim | {"host": "elsewhere"}))
     try:
         for _ in range(3):
-            assert control.reconciler.one(run_id).state == "active"
+            assert control.reconciler.reconcile(run_id).state == "active"
         (seen,) = attempts(control, run_id)
         assert (seen.state, seen.reachability) == ("running", "unreachable")
         patient = drill_control(control.home.root, RetryPolicy(lost_after=0.0, base=0.0))
-        events = list(watch(patient, run_id, poll=0.02))
+        events = list(follow_run(patient, run_id, poll=0.02))
         assert isinstance(events[-1], StageFinished)
         first, second = attempts(control, run_id)
         assert (first.state, first.cause, second.state) == ("lost", "unreachable", "succeeded")
         assert family(attempt) and first.cleanup == "pending"
     finally:
         write_json(path, claim)  # the lost attempt becomes visible again
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert not family(attempt) and attempts(control, run_id)[0].cleanup == "done"
 
 
@@ -276,11 +276,11 @@ def test_unreachable_run_needs_force_to_cancel_and_stops_when_seen_again(control
     claim = read_json(path)
     path.write_text(json.dumps(claim | {"host": "elsewhere"}))
     with pytest.raises(WorkFailedError, match="unreachable") as refused:
-        cancel(control, run_id)
+        cancel_run(control, run_id)
     assert refused.value.remedy.endswith(f"perilune cancel {run_id} --force")
     assert control.run(run_id).state == "active"
 
-    ended = cancel(control, run_id, force=True)
+    ended = cancel_run(control, run_id, force=True)
     (given_up,) = attempts(control, run_id)
     assert (ended.state, ended.forced) == ("cancelled", True)
     assert (given_up.state, given_up.cause, given_up.cleanup) == ("lost", "unreachable", "pending")
@@ -291,13 +291,13 @@ def test_unreachable_run_needs_force_to_cancel_and_stops_when_seen_again(control
         "attempt.cleanup_pending", "attempt.lost", "run.cancelled",
     ]  # fmt: skip
     with pytest.raises(RequestError, match="already been cancelled"):
-        cancel(control, run_id, force=True)
-    control.reconciler.all()
-    assert family(attempt) and [one.number for one in control.reconciler.unclean()] == [1]
+        cancel_run(control, run_id, force=True)
+    control.reconciler.reconcile_all()
+    assert family(attempt) and [one.number for one in control.reconciler.uncleaned_attempts()] == [1]
 
     write_json(path, claim)  # the attempt becomes visible again
-    control.reconciler.all(act=False)
-    assert not family(attempt) and not control.reconciler.unclean()
+    control.reconciler.reconcile_all(act=False)
+    assert not family(attempt) and not control.reconciler.uncleaned_attempts()
     assert control.run(run_id).state == "cancelled" and control.run(run_id).manifest_digest is None
 
 
@@ -310,25 +310,25 @@ def test_force_cancels_run_whose_processes_cannot_be_killed(
     with monkeypatch.context() as patch:
         patch.setattr(control.reconciler.placements.local, "stop", lambda *_: False)  # as after a hung disk
         with pytest.raises(WorkFailedError, match="not yet proven"):
-            cancel(control, run_id, patience=0.0)
-        assert cancel(control, run_id, force=True).state == "cancelled"
-        assert family(attempt) and control.reconciler.unclean()
-    control.reconciler.all()
-    assert not family(attempt) and not control.reconciler.unclean()
+            cancel_run(control, run_id, patience=0.0)
+        assert cancel_run(control, run_id, force=True).state == "cancelled"
+        assert family(attempt) and control.reconciler.uncleaned_attempts()
+    control.reconciler.reconcile_all()
+    assert not family(attempt) and not control.reconciler.uncleaned_attempts()
 
 
 def test_retry_creates_linked_run_from_last_checkpoint(control: Control) -> None:
     failed = carry_out(control, drill_plan(steps=4, fail_at=2, how="raise", fresh_only=True))[-1]
     assert isinstance(failed, StageFailed)
-    new = retry(control, failed.run_id)
+    new = retry_run(control, failed.run_id)
     assert new.id != failed.run_id and new.retry_of == failed.run_id
     assert new.bundle_digest == control.run(failed.run_id).bundle_digest
     with pytest.raises(RequestError, match="queued"):
-        retry(control, new.id)
-    last = list(watch(control, new.id, poll=0.02))[-1]
+        retry_run(control, new.id)
+    last = list(follow_run(control, new.id, poll=0.02))[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     with pytest.raises(RequestError, match="succeeded"):
-        retry(control, new.id)
+        retry_run(control, new.id)
     assert control.run(failed.run_id).state == "failed"  # history is not rewritten
 
 
@@ -348,20 +348,20 @@ def test_failed_worker_start_is_reported_with_its_output(
 def test_damaged_result_ends_the_run(control: Control, content: str) -> None:
     plan = drill_plan(steps=1)
     run_id = next(advance(control, begin(control, [plan]), [plan])).run_id
-    control.reconciler.one(run_id)
+    control.reconciler.reconcile(run_id)
     attempt = control.home.attempt(run_id, 1)
     wait_for((attempt / "runtime" / "result.json").exists, "the result")
     placement, there = control.reconciler.placements.local, Assignment(run_id, 1, attempt)
     wait_for(lambda: placement.observe(there).worker is Presence.ABSENT, "the end of the worker")
     (attempt / "runtime" / "result.json").write_text(content)
-    last = list(watch(control, run_id, poll=0.02))[-1]
+    last = list(follow_run(control, run_id, poll=0.02))[-1]
     assert (
         isinstance(last, StageFailed) and last.cause == "artifact_invalid" and "result.json" in last.message
     )
     again = carry_out(control, plan)
     assert isinstance(again[-1], StageFinished)
     (control.home.attempt(again[-1].run_id, 1) / "runtime" / "result.json").write_text(content)
-    assert not control.intact(control.run(again[-1].run_id))
+    assert not control.is_intact(control.run(again[-1].run_id))
 
 
 def test_cancel_while_another_command_watches(control: Control) -> None:
@@ -370,7 +370,7 @@ def test_cancel_while_another_command_watches(control: Control) -> None:
     watcher = threading.Thread(target=lambda: seen.extend(events))
     watcher.start()
     other = drill_control(control.home.root)
-    assert cancel(other, only_run(control).id).state == "cancelled"
+    assert cancel_run(other, only_run(control).id).state == "cancelled"
     watcher.join()
     assert isinstance(seen[-1], StageFailed) and seen[-1].cancelled
     assert not family(attempt)
@@ -379,16 +379,16 @@ def test_cancel_while_another_command_watches(control: Control) -> None:
 def test_explain_reports_suspended_worker(control: Control) -> None:
     events, attempt = hanging(control)
     run = only_run(control)
-    assert "continues by itself" in explain(control, run.id).next
+    assert "continues by itself" in explain_run(control, run.id).next
     worker = worker_of(attempt)
     os.kill(worker, signal.SIGSTOP)
     try:
         long_ago = time.time() - 100.0
         os.utime(attempt / "runtime" / "heartbeat.json", (long_ago, long_ago))
-        told = explain(control, run.id)
+        told = explain_run(control, run.id)
         assert "continues by itself" not in told.next and "has not reported for 10" in told.because[-1]
         assert told.commands == (f"perilune cancel {run.id}",)
     finally:
         os.kill(worker, signal.SIGCONT)
-    cancel(control, run.id)
+    cancel_run(control, run.id)
     events.close()  # type: ignore[attr-defined]

@@ -22,15 +22,15 @@ from kill_cases import killed_at_every_point
 
 from perilune.bundle import scripts
 from perilune.bundle.verify import Difference, verify
-from perilune.control.evidence.attestation import removed_from
-from perilune.control.evidence.verification import run_problems
-from perilune.control.queries.lookup import attempts_of
+from perilune.control.evidence.attestation import removed_artifacts
+from perilune.control.evidence.verification import find_run_problems
+from perilune.control.queries.lookup import list_attempts
 from perilune.control.record import faults
 from perilune.control.runs import placements
-from perilune.control.runs.experiments import Control, StagePlan, advance, read_progress, watch
+from perilune.control.runs.experiments import Control, StagePlan, advance, follow_run, read_progress
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageNotice
-from perilune.control.runs.requests import cancel, retry
-from perilune.control.runs.templates import OverSsh, Retry, Template
+from perilune.control.runs.requests import cancel_run, retry_run
+from perilune.control.runs.templates import Retry, SshPlacementSettings, Template
 from perilune.execution.background import in_background
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.hosts import Answer, HostUnreachableError
@@ -50,7 +50,7 @@ class Elsewhere:
         self.host = NearbyHost()
         self.workspace = folder / "workspace"
         site = Site(python=str(python), installed=True, workspace=str(self.workspace))
-        there = OverSsh(host="nearby", site=site)
+        there = SshPlacementSettings(host="nearby", site=site)
         self.template = Template(placement=there, retry=Retry(base=0.01))
 
     def limited(self, **bounds: Any) -> None:
@@ -89,7 +89,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def box(tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elsewhere]:
     box = Elsewhere(tmp_path / "box", python)
     monkeypatch.setattr(placements, "SshHost", lambda settings, folder: box.host)
-    monkeypatch.setattr(RemotePlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
+    monkeypatch.setattr(RemotePlacement, "capabilities", Capabilities(is_remote=True, look_interval_s=0.1))
     yield box
     for path in box.workspace.glob("*/claim.*.json"):
         claim = read_json(path)
@@ -111,7 +111,7 @@ def hanging(control: Control, box: Elsewhere, how: str = "hang") -> Path:
     attempt = control.home.attempt(run_id, 1)
 
     def pulled() -> bool:
-        control.reconciler.one(run_id)
+        control.reconciler.reconcile(run_id)
         second = attempt / "artifacts" / "checkpoints" / "step-000002"
         return has_event(attempt, "hangs") and (second.exists() or box.template.bring != "all")
 
@@ -120,11 +120,11 @@ def hanging(control: Control, box: Elsewhere, how: str = "hang") -> Path:
 
 
 def finish(control: Control) -> StageEvent:
-    return list(watch(control, only_run(control).id, poll=0.05))[-1]
+    return list(follow_run(control, only_run(control).id, poll=0.05))[-1]
 
 
 def states(control: Control) -> list[tuple[str, str]]:
-    return [(one.state, one.cause) for one in attempts_of(control, only_run(control).id)]
+    return [(one.state, one.cause) for one in list_attempts(control, only_run(control).id)]
 
 
 def totals(control: Control) -> list[int]:
@@ -143,15 +143,15 @@ def test_every_verb_survives_cuts_before_and_after_execution(control: Control, b
     box.host.cut = cut
     last = carry_out(control, box, drill_plan(steps=3))[-1]
     assert isinstance(last, StageFinished)
-    while control.reconciler.unclean():
-        control.reconciler.all()
+    while control.reconciler.uncleaned_attempts():
+        control.reconciler.reconcile_all()
     assert states(control) == [("succeeded", "")]
     assert {verb for verb, n in times.items() if n > 1} == {
         *("receive", "start", "look", "stop", "hold", "remove")
     }
     run = only_run(control)
     assert verify_run(control) == [] and totals(control) == [2, 6, 12]
-    assert [one.cleanup for one in attempts_of(control, run.id)] == ["done"]
+    assert [one.cleanup for one in list_attempts(control, run.id)] == ["done"]
     left = sorted(path.name for path in box.workspace.glob("0*/*"))
     assert left == ["claim.1.json", "lock"]  # the fencing files stay
 
@@ -163,7 +163,7 @@ def test_run_survives_command_killed_at_every_point(box: Elsewhere, tmp_path: Pa
     def command() -> None:
         again = drill_control(root)
         next(advance(again, begin(again, [plan]), [plan], template=box.template))
-        while again.reconciler.all() or again.reconciler.unclean():
+        while again.reconciler.reconcile_all() or again.reconciler.uncleaned_attempts():
             time.sleep(0.05)
 
     points = killed_at_every_point(command, tmp_path / "points")
@@ -185,14 +185,14 @@ def test_run_survives_broken_link(control: Control, box: Elsewhere, tmp_path: Pa
     run_id = only_run(control).id
     here = control.home.attempt(run_id, 1)
     log = here / "runtime" / "runtime.log"
-    wait_for(lambda: control.reconciler.one(run_id) and log.exists(), "a local log")
+    wait_for(lambda: control.reconciler.reconcile(run_id) and log.exists(), "a local log")
     box.cut()
     (tmp_path / "gate").touch()
     wait_for((box.files() / "runtime" / "result.json").exists, "the end of the worker")
 
     def unreachable() -> bool:
-        control.reconciler.one(run_id)
-        (one,) = attempts_of(control, run_id)
+        control.reconciler.reconcile(run_id)
+        (one,) = list_attempts(control, run_id)
         return (one.state, one.reachability) == ("running", "unreachable")
 
     wait_for(unreachable, "the unreachable state")
@@ -239,7 +239,7 @@ def test_checkpoints_stay_on_machine_and_next_attempt_resumes_from_them(
     assert totals(control) == [2, 6, 12, 20] and verify_run(control) == []
     made = [control.home.attempt(run.id, number) / "artifacts" / "checkpoints" for number in (1, 2)]
     assert not any(folder.exists() for folder in made) and attempt.parent == made[0].parents[1].parent
-    assert list(run_problems(control, run)) == [] and control.intact(run)
+    assert list(find_run_problems(control, run)) == [] and control.is_intact(run)
     left = sorted(path.name for path in box.workspace.glob(f"{run.id}/*"))
     assert left == ["claim.1.json", "claim.2.json", "lock"]
 
@@ -252,10 +252,10 @@ def test_abandoned_attempt_is_ended_and_resumed(control: Control, box: Elsewhere
     nonce = read_claim(box.files() / "runtime").nonce  # type: ignore[union-attr]
     run_id = only_run(control).id
     box.cut()
-    assert cancel(control, run_id, force=True).state == "cancelled"
+    assert cancel_run(control, run_id, force=True).state == "cancelled"
     box.restore()
     assert marked(MARK, nonce)
-    again = retry(control, run_id).id
+    again = retry_run(control, run_id).id
     lives: list[bool] = []
 
     def cut(verb: str) -> str:
@@ -264,7 +264,7 @@ def test_abandoned_attempt_is_ended_and_resumed(control: Control, box: Elsewhere
         return {1: "after"}.get(len(lives), "") if verb == "hold" else ""  # and the request is repeated
 
     box.host.cut = cut
-    last = list(watch(control, again, poll=0.05))[-1]
+    last = list(follow_run(control, again, poll=0.05))[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert len(lives) > 1 and not any(lives)  # no process writes to held files
     assert not list(box.workspace.glob(f"{again}/*/artifacts/checkpoints/.*"))
@@ -273,7 +273,7 @@ def test_abandoned_attempt_is_ended_and_resumed(control: Control, box: Elsewhere
 def verify_run(control: Control) -> list[Difference]:
     run = only_run(control)
     return verify(
-        control.directory(run), run.bundle_digest, removed_from(control.home, run.id, run.current_epoch)
+        control.directory(run), run.bundle_digest, removed_artifacts(control.home, run.id, run.current_epoch)
     )
 
 
@@ -296,15 +296,17 @@ def test_attempt_reports_restart_from_beginning_when_checkpoint_is_lost(
 
     box.host.cut = evict
     run_id = only_run(control).id
-    said = (event for event in watch(control, run_id, poll=0.05) if isinstance(event, StageNotice))
+    said = (event for event in follow_run(control, run_id, poll=0.05) if isinstance(event, StageNotice))
     message = (
         "the attempt starts from the beginning, because the checkpoint of step 2 was only on the machine"
     )
     assert next(said).message.startswith(message)
     second = control.home.attempt(run_id, 2)
-    wait_for(lambda: control.reconciler.one(run_id) and has_event(second, "hangs"), "the third step again")
+    wait_for(
+        lambda: control.reconciler.reconcile(run_id) and has_event(second, "hangs"), "the third step again"
+    )
     assert totals(control) == [2, 6]
-    assert cancel(control, run_id).state == "cancelled"
+    assert cancel_run(control, run_id).state == "cancelled"
 
 
 @pytest.mark.thorough
@@ -335,12 +337,12 @@ def test_cancel_ends_remote_processes_and_keeps_fetched_checkpoints(control: Con
     box.brings("all")
     attempt = hanging(control, box, "daemon")
     before = len(box.host.calls)
-    control.reconciler.look_now(only_run(control).id)
-    control.reconciler.one(only_run(control).id)
+    control.reconciler.reset_backoff(only_run(control).id)
+    control.reconciler.reconcile(only_run(control).id)
     assert box.host.calls[before:] == ["look"]  # one call fetches everything new
     claim = read_claim(box.files() / "runtime")
     assert claim is not None and len(box.working()) == 2
-    assert cancel(control, only_run(control).id).state == "cancelled"
+    assert cancel_run(control, only_run(control).id).state == "cancelled"
     assert not marked(MARK, claim.nonce)
     assert states(control) == [("cancelled", "stopped")]
     assert verify(attempt) == [] and (attempt / "artifacts" / "checkpoints" / "step-000002").exists()
@@ -376,7 +378,7 @@ def test_cancel_does_not_wait_for_upload(control: Control, box: Elsewhere) -> No
     )
     assert host.stalls.wait(PATIENCE)
     run_id = only_run(control).id
-    assert cancel(drill_control(control.home.root), run_id).state == "cancelled"
+    assert cancel_run(drill_control(control.home.root), run_id).state == "cancelled"
     assert isinstance(uploading.result(PATIENCE)[-1], StageFailed)
     assert states(control) == [("cancelled", "stopped")] and "start" not in host.calls
     host.let_go.set()  # nothing has read the upload so far
@@ -429,7 +431,9 @@ def test_secret_reaches_remote_task_and_is_stored_nowhere(
     next(advance(control, begin(control, [plan]), [plan], template=box.template))
     run_id = only_run(control).id
     log = control.home.attempt(run_id, 1) / "runtime" / "runtime.log"
-    wait_for(lambda: control.reconciler.one(run_id) and log.exists() and log.read_bytes(), "the local log")
+    wait_for(
+        lambda: control.reconciler.reconcile(run_id) and log.exists() and log.read_bytes(), "the local log"
+    )
     lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.parent.is_dir()]
     assert not any(value.encode() in line for line in lines)
     there = [path for path in box.workspace.rglob("*") if path.is_file()]
@@ -473,7 +477,7 @@ def test_remote_environment_is_built_from_bundle_without_package_index(
             "PIP_NO_DEPS": "1",
         },
     )
-    there = OverSsh(host="nearby", site=site)
+    there = SshPlacementSettings(host="nearby", site=site)
     box.template = box.template.model_copy(update={"placement": there})
     assert isinstance(carry_out(control, box, drill_plan(steps=1))[-1], StageFinished)
     artifacts = control.directory(only_run(control)) / "artifacts"
@@ -486,9 +490,9 @@ def test_template_is_recorded_with_the_run(control: Control, box: Elsewhere) -> 
     next(advance(control, begin(control, [plan]), [plan], template=box.template))
     run = only_run(control)
     again = drill_control(control.home.root)
-    assert again.reconciler.placements.of(run.id).name == "nearby"
-    assert again.reconciler.placements.policy_of(run.id).lost_after == AttemptLimits().given_up_after
-    assert cancel(control, run.id).state == "cancelled"
+    assert again.reconciler.placements.get(run.id).name == "nearby"
+    assert again.reconciler.placements.retry_policy(run.id).lost_after == AttemptLimits().given_up_after
+    assert cancel_run(control, run.id).state == "cancelled"
 
 
 def test_machine_without_perilune_is_not_retried(
@@ -498,9 +502,11 @@ def test_machine_without_perilune_is_not_retried(
     python = interpreter(tmp_path / "bare")
     (python.parent / "perilune").unlink()
     site = Site(python=str(python), installed=True, workspace=str(box.workspace))
-    box.template = box.template.model_copy(update={"placement": OverSsh(host="nearby", site=site)})
+    box.template = box.template.model_copy(
+        update={"placement": SshPlacementSettings(host="nearby", site=site)}
+    )
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     last = carry_out(control, box, drill_plan(steps=1))[-1]
     assert isinstance(last, StageFailed) and last.cause == "request_error"
     assert "perilune" in last.message and "try: install" in last.message
-    assert len(attempts_of(control, only_run(control).id)) == 1
+    assert len(list_attempts(control, only_run(control).id)) == 1

@@ -10,13 +10,17 @@ import pytest
 from drill_cases import Command, begin, carry_out, drill_plan, hanging, only_run
 from sqlalchemy import select
 
-from perilune.control.evidence.verification import record_problem, run_problems, unrecorded
+from perilune.control.evidence.verification import (
+    find_record_problem,
+    find_run_problems,
+    find_unrecorded_runs,
+)
 from perilune.control.record.faults import KILL_AT, REMOVAL_POINTS
 from perilune.control.record.store import Event, Experiment, Run
 from perilune.control.runs.experiments import Control, register_experiment
 from perilune.control.runs.progress import StageReused
-from perilune.control.runs.requests import cancel
-from perilune.control.runs.submission import SUBMISSION
+from perilune.control.runs.requests import cancel_run
+from perilune.control.runs.submission import SUBMISSION_FILE
 from perilune.files import read_json, write_json
 
 
@@ -53,10 +57,10 @@ def test_rm_deletes_experiment_and_keeps_shared_runs(control: Control, perilune:
     with control.store.snapshot() as session:
         (second,) = session.scalars(select(Experiment))
     assert second.name == "second" and left[kept.id].experiment_id == second.id
-    assert read_json(control.home.run(kept.id) / SUBMISSION)["experiment"] == second.id
+    assert read_json(control.home.run(kept.id) / SUBMISSION_FILE)["experiment"] == second.id
     assert [path.name for path in control.home.runs.iterdir()] == [kept.id]
     assert [path.name for path in control.home.experiments.iterdir()] == [second.id]
-    assert list(run_problems(control, left[kept.id])) == [] and record_problem(control) == ""
+    assert list(find_run_problems(control, left[kept.id])) == [] and find_record_problem(control) == ""
     for command in (("verify",), ("runs",), ("events",), ("gc",)):
         assert perilune(*command)[0] == 0, command
 
@@ -79,7 +83,7 @@ def test_next_command_completes_killed_rm(control: Control, perilune: Command) -
         assert list(control.home.experiments.iterdir())
         assert bool(list(control.home.runs.iterdir())) == (point == "remove.recorded")
         assert perilune("verify")[0] == 0  # any command completes the removal
-        assert unrecorded(control.home, control.store) == [] and record_problem(control) == ""
+        assert find_unrecorded_runs(control.home, control.store) == [] and find_record_problem(control) == ""
         assert not list(control.home.runs.iterdir()) and not list(control.home.experiments.iterdir())
     with control.store.snapshot() as session:
         removed = session.scalars(select(Event).where(Event.kind == "experiment.removed")).all()
@@ -90,7 +94,7 @@ def test_unrecorded_run_without_removal_event_is_kept(control: Control) -> None:
     carry_out(control, drill_plan(steps=1))
     stranger = control.home.run("01J00000000000000000000000") / "attempts" / "1"
     stranger.mkdir(parents=True)
-    control.reconciler.all()
+    control.reconciler.reconcile_all()
     assert stranger.is_dir()
 
 
@@ -100,7 +104,7 @@ def test_rm_refuses_live_runs(control: Control, perilune: Command) -> None:
     code, _, err = perilune("rm", "drills", "--yes")
     assert code == 2 and f"run {run.id} of stage drill is active" in err and "perilune cancel" in err
     assert control.directory(run).is_dir()
-    cancel(control, run.id, force=True)
+    cancel_run(control, run.id, force=True)
     weights = str(control.directory(run) / "artifacts" / "checkpoints" / "final")
     copy = register_experiment(
         control, "copy", {"name": "copy", "model": {"path": weights}, "stages": []}, []

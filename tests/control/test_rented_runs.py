@@ -13,18 +13,18 @@ from drill_cases import PATIENCE, begin, drill_control, drill_plan, only_run, wa
 from sqlalchemy import select
 
 from perilune.bundle.verify import verify
-from perilune.control.machines.budget import DAY, today
+from perilune.control.machines.budget import DAY_S, cost_today
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import allow_renting, panic
-from perilune.control.queries.explanation import explain
-from perilune.control.queries.lookup import attempts_of, placed_attempts
+from perilune.control.queries.explanation import explain_run
+from perilune.control.queries.lookup import list_attempt_uses, list_attempts
 from perilune.control.record.store import Attempt, Event, Machine
 from perilune.control.record.transitions import RunState
 from perilune.control.runs import endings
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageProgress, StageStarted
-from perilune.control.runs.requests import cancel, request_cancel
-from perilune.control.runs.templates import OnRented, Template
+from perilune.control.runs.requests import cancel_run, request_cancel
+from perilune.control.runs.templates import RentedSettings, Template
 from perilune.execution.claim import read_claim
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
@@ -47,7 +47,7 @@ def run_in_state(control: Control, state: str) -> str:
     deadline = time.monotonic() + PATIENCE
     while not (found := attempts(control)) or found[0].state != state:
         assert time.monotonic() < deadline, f"{found and found[0].state} is not {state}"
-        control.reconciler.all()
+        control.reconciler.reconcile_all()
         time.sleep(0.05)
     return found[0].run_id
 
@@ -67,8 +67,8 @@ def ends(control: Control) -> list[tuple[str, str]]:
 
 def observe_now(control: Control) -> Attempt:
     """Observe everything now; return the last attempt."""
-    control.reconciler.look_now(attempts(control)[-1].run_id)
-    control.reconciler.all()
+    control.reconciler.reset_backoff(attempts(control)[-1].run_id)
+    control.reconciler.reconcile_all()
     return attempts(control)[-1]
 
 
@@ -78,12 +78,12 @@ def hanging(control: Control, template: Template) -> Iterator[StageEvent]:
     wait_for_progress(events)
     run = only_run(control)
     second = control.directory(run) / "artifacts" / "checkpoints" / "step-000002"
-    wait_for(lambda: control.reconciler.one(run.id) and second.exists(), "the second checkpoint")
+    wait_for(lambda: control.reconciler.reconcile(run.id) and second.exists(), "the second checkpoint")
     return events
 
 
 def cost_of_the_day(fleet: Fleet) -> float:
-    return today(fleet.all(gone=True))
+    return cost_today(fleet.machines(include_gone=True))
 
 
 def test_run_waits_for_daily_cap_and_succeeds_despite_failed_cleanup(
@@ -97,7 +97,7 @@ def test_run_waits_for_daily_cap_and_succeeds_despite_failed_cleanup(
     assert run_in_state(control, "planned")
     (attempt,) = attempts(control)
     assert "daily cap" in attempt.message and not bill(cloud)["costs"]
-    assert any("daily cap" in fact for fact in explain(control, attempt.run_id).because)
+    assert any("daily cap" in fact for fact in explain_run(control, attempt.run_id).because)
     providers.write_text(enough)
 
     cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=10**6)
@@ -107,7 +107,7 @@ def test_run_waits_for_daily_cap_and_succeeds_despite_failed_cleanup(
     (attempt,) = attempts(control)
     assert (attempt.placement, attempt.state, attempt.message) == ("fake:small", "succeeded", "")
     assert verify(control.directory(run), run.bundle_digest) == []  # collected
-    assert [one.state for one in fleet.all()] == ["terminating"] and bill(cloud)["alive"]
+    assert [one.state for one in fleet.machines()] == ["terminating"] and bill(cloud)["alive"]
     cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
     all_gone(control, cloud)
     assert control.run(run.id).state == "succeeded"
@@ -126,14 +126,14 @@ def test_run_survives_cut_link_and_resumes_after_preemption_notice(
     events = go(control, template, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))
     wait_for_progress(events)
     run = only_run(control)
-    key = fleet.key(run.id, 1)
+    key = fleet.machine_key(run.id, 1)
     cloud.inject(key=key, fault=Fault.LINK_CUT, seconds=1.5)
     cloud.inject(call="list", fault=Fault.ERROR_BEFORE, times=3)
     deadline = time.monotonic() + PATIENCE
     for wanted in ("unreachable", "reachable"):
         while attempts(control)[0].reachability != wanted:
             assert time.monotonic() < deadline
-            control.reconciler.all()
+            control.reconciler.reconcile_all()
             time.sleep(0.05)
         assert attempts(control)[0].state == "running"
     cloud.inject(key=key, fault=Fault.PREEMPTED, seconds=30.0)
@@ -143,11 +143,11 @@ def test_run_survives_cut_link_and_resumes_after_preemption_notice(
     all_gone(control, cloud)
 
     stage = StageView(run.stage, run.task, run.id, "succeeded", control.directory(run))
-    view = ExperimentView("drill", 0, "", (stage,), tuple(placed_attempts(control, [run.id])))
+    view = ExperimentView("drill", 0, "", (stage,), tuple(list_attempt_uses(control, [run.id])))
     first, second = placements_of(view)
     assert (first.placement, first.attempt, first.state) == ("fake:small", 1, "preempted")
     assert (second.attempt, second.state, second.machines) == (2, "succeeded", 1)
-    machines = {one.epoch: one for one in fleet.all(gone=True)}
+    machines = {one.epoch: one for one in fleet.machines(include_gone=True)}
     assert (first.cost, second.cost) == (machines[1].cost, machines[2].cost)
     assert facts_of(view, [], provenance_of(view, []))[0][:2] == ("Cost", f"{first.cost + second.cost:.4f}")
 
@@ -157,7 +157,7 @@ def test_run_resumes_from_fetched_checkpoint_after_machine_death(
 ) -> None:
     events = hanging(control, template)
     run = only_run(control)
-    cloud.inject(key=fleet.key(run.id, 1), fault=Fault.HOST_DEATH)
+    cloud.inject(key=fleet.machine_key(run.id, 1), fault=Fault.HOST_DEATH)
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert ends(control) == [("lost", "machine_lost"), ("succeeded", "")]
@@ -180,13 +180,13 @@ def test_attempt_is_lost_when_machine_dies_before_collection(
     (tmp_path / "gate").touch()
     finished = "*/home/.perilune/attempts/**/runtime/result.json"
     wait_for(lambda: any((cloud.folder / "machines").glob(finished)), "the unobserved end")
-    cloud.inject(key=fleet.key(run_id, 1), fault=Fault.HOST_DEATH)
+    cloud.inject(key=fleet.machine_key(run_id, 1), fault=Fault.HOST_DEATH)
 
     def kill_after_observed_end(point: str) -> None:
         if point == "finalize.begun" and control.run(run_id).current_epoch == 2:
-            cloud.inject(key=fleet.key(run_id, 2), fault=Fault.HOST_DEATH)
+            cloud.inject(key=fleet.machine_key(run_id, 2), fault=Fault.HOST_DEATH)
 
-    monkeypatch.setattr(endings, "reached", kill_after_observed_end)
+    monkeypatch.setattr(endings, "kill_point", kill_after_observed_end)
     assert isinstance(list(events)[-1], StageFinished)
     assert ends(control) == [("lost", "machine_lost")] * 2 + [("succeeded", "")]
     *lost, third = attempts(control)
@@ -209,24 +209,24 @@ def test_wall_clock_jumps_do_not_affect_runs_or_costs(
     run_id = only_run(control).id
     spent = cost_of_the_day(fleet)
     for days in (1, -1, 0):  # each link cut and restored
-        cloud.inject(key=fleet.key(run_id, 1), fault=Fault.LINK_CUT, seconds=0.6)
+        cloud.inject(key=fleet.machine_key(run_id, 1), fault=Fault.LINK_CUT, seconds=0.6)
         for wanted in ("unreachable", "reachable"):
-            leap[0] = DAY * days
+            leap[0] = DAY_S * days
             wait_for(lambda wanted=wanted: observe_now(control).reachability == wanted, wanted)
             assert ends(control) == [("running", "")]
             assert cost_of_the_day(fleet) == pytest.approx(spent)
-    leap[0] = DAY
+    leap[0] = DAY_S
     os.kill(read_claim(control.directory(only_run(control)) / "runtime").pid, signal.SIGKILL)  # type: ignore[union-attr]
     wait_for(
-        lambda: control.reconciler.all(act=False) and control.run(run_id).state == "queued",
+        lambda: control.reconciler.reconcile_all(act=False) and control.run(run_id).state == "queued",
         "the recorded death",
     )
     leap[0] = 0.0  # by the wall clock, the retry is now due tomorrow
-    assert control.run(run_id).not_before > time.time() + DAY / 2
-    assert "may start, and no command" in " ".join(explain(control, run_id).because)
+    assert control.run(run_id).not_before > time.time() + DAY_S / 2
+    assert "may start, and no command" in " ".join(explain_run(control, run_id).because)
     assert isinstance(list(events)[-1], StageFinished)
     assert ends(control) == [("failed", "runner_died"), ("succeeded", "")]
-    leap[0] = -DAY
+    leap[0] = -DAY_S
     all_gone(control, cloud)
 
 
@@ -239,18 +239,18 @@ def test_cancel_terminates_machine(
     events = go(control, template, drill_plan(fail_at=1, how="hang"))
     next(events)
     run_id = run_in_state(control, "provisioning" if when == "requested" else "running")
-    assert cancel(control, run_id).state == "cancelled"
+    assert cancel_run(control, run_id).state == "cancelled"
     all_gone(control, cloud)
 
 
 def test_unavailable_machine_kind_or_provider_is_reported(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
-    assert isinstance(template.placement, OnRented)
+    assert isinstance(template.placement, RentedSettings)
     huge = template.model_copy(update={"placement": template.placement.model_copy(update={"kind": "huge"})})
     last = list(go(control, huge, drill_plan()))[-1]
     assert isinstance(last, StageFailed) and last.cause == "host_refused"
-    assert "no machine of kind 'huge'" in last.message and not fleet.all(gone=True)
+    assert "no machine of kind 'huge'" in last.message and not fleet.machines(include_gone=True)
 
     place = template.placement.model_copy(update={"provider": "nobody"})
     nobody = template.model_copy(update={"placement": place})
@@ -260,14 +260,14 @@ def test_unavailable_machine_kind_or_provider_is_reported(
     cloud.inject(call="list", fault=Fault.ERROR_BEFORE, times=10**6)
     started = next(go(control, template, drill_plan(steps=2)))
     assert isinstance(started, StageStarted)
-    assert control.reconciler.one(started.run_id).state == "queued"
-    assert "waits for its provider" in explain(control, started.run_id).because[-1]
+    assert control.reconciler.reconcile(started.run_id).state == "queued"
+    assert "waits for its provider" in explain_run(control, started.run_id).because[-1]
 
 
 def test_run_fails_when_its_lease_ends(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
-    assert isinstance(template.placement, OnRented)
+    assert isinstance(template.placement, RentedSettings)
     lease = LEASE.model_copy(update={"max_cost": 0.4 / 3600 * 6})
     short = template.model_copy(update={"placement": template.placement.model_copy(update={"lease": lease})})
     last = list(go(control, short, drill_plan(fail_at=1, how="hang")))[-1]
@@ -283,11 +283,11 @@ def test_advance_terminates_idle_machines_of_finished_stages(
     events = advance(control, begin(control, plans), plans, template=template, poll=0.05)
     (first,) = itertools.islice((event.run_id for event in events if isinstance(event, StageFinished)), 1)
     with control.store.transaction() as session:  # too short for the second stage
-        session.get_one(Machine, fleet.key(first, 1)).lease = LEASE.model_copy(
+        session.get_one(Machine, fleet.machine_key(first, 1)).lease = LEASE.model_copy(
             update={"idle": 1e-3}
         ).model_dump()
     (second,) = (event.run_id for event in events if isinstance(event, StageFinished))
-    states = {one.run_id: one.state for one in fleet.all(gone=True)}
+    states = {one.run_id: one.state for one in fleet.machines(include_gone=True)}
     assert states[first] == "gone" and second in states
 
 
@@ -299,7 +299,9 @@ def test_panic_stops_renting_until_lifted(
         drill_plan(f"run{number}", steps=1, fail_at=0, how="hang", fresh_only=True) for number in range(3)
     ]
     started = [next(go(control, template, plan)).run_id for plan in plans[:2]]
-    wait_for(lambda: control.reconciler.one(started[0]) and attempts_of(control, started[0]), "an attempt")
+    wait_for(
+        lambda: control.reconciler.reconcile(started[0]) and list_attempts(control, started[0]), "an attempt"
+    )
     run_in_state(control, "running")
     assert panic(control.home, 30.0).complete
     made = set(bill(cloud)["costs"])
@@ -308,17 +310,17 @@ def test_panic_stops_renting_until_lifted(
     later = drill_control(control.home.root)  # another process, like a restarted daemon
     for _ in range(20):
         for one in (control, later):
-            one.reconciler.all()
-    assert set(bill(cloud)["costs"]) == made and not bill(cloud)["alive"] and not fleet.all()
+            one.reconciler.reconcile_all()
+    assert set(bill(cloud)["costs"]) == made and not bill(cloud)["alive"] and not fleet.machines()
     for run_id in started:
-        assert not RunState(control.run(run_id).state).terminal
-        told = explain(control, run_id)
+        assert not RunState(control.run(run_id).state).is_terminal
+        told = explain_run(control, run_id)
         assert "`perilune panic` has stopped renting" in " ".join(told.because)
         assert "perilune panic --lift" in told.commands
         request_cancel(control, run_id) if run_id != started[0] else None
     assert allow_renting(control.home) and not allow_renting(control.home)
-    wait_for(lambda: later.reconciler.all() and set(bill(cloud)["costs"]) > made, "a new machine")
+    wait_for(lambda: later.reconciler.reconcile_all() and set(bill(cloud)["costs"]) > made, "a new machine")
     request_cancel(later, started[0])  # the new machine may not answer yet, which `cancel` reports
-    wait_for(lambda: RunState(later.reconciler.one(started[0]).state).terminal, "the end of the run")
+    wait_for(lambda: RunState(later.reconciler.reconcile(started[0]).state).is_terminal, "the end of the run")
     all_gone(later, cloud)
     later.store.close()

@@ -9,7 +9,7 @@ import pytest
 from drill_cases import Command
 
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.search import propose
+from perilune.control.runs.search import propose_arm
 from perilune.errors import RequestError
 from perilune.recipe.axes import Settings, parse_axis
 
@@ -42,9 +42,9 @@ def test_search_improves_on_known_curve_and_depends_only_on_arms() -> None:
 
     arms: list[Settings] = []
     for _ in range(30):
-        proposed = propose(axes, arms, {one: value(one) for one in arms}, maximize=True)
+        proposed = propose_arm(axes, arms, {one: value(one) for one in arms}, maximize=True)
         assert proposed is not None and proposed not in arms
-        assert proposed == propose(axes, arms, {one: value(one) for one in arms}, maximize=True)
+        assert proposed == propose_arm(axes, arms, {one: value(one) for one in arms}, maximize=True)
         arms.append(proposed)
     lr, samples, _ = zip(*(one for one in arms), strict=True)
     assert all(1e-6 <= float(one.partition("=")[2]) <= 1e-2 for one in lr)
@@ -57,7 +57,7 @@ def test_search_improves_on_known_curve_and_depends_only_on_arms() -> None:
 def test_search_ends_when_every_arm_was_tried() -> None:
     axes = [parse_axis("rl.algorithm=grpo,gspo")]
     arms = [("rl.algorithm=grpo",), ("rl.algorithm=gspo",)]
-    assert propose(axes, arms, {arms[0]: 1.0}, maximize=False) is None
+    assert propose_arm(axes, arms, {arms[0]: 1.0}, maximize=False) is None
 
 
 @pytest.mark.usefixtures("optuna")
@@ -89,5 +89,5 @@ def test_sweep_search_stops_at_its_number_of_arms(
 def test_without_optuna_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(RequestError, match="--search needs Optuna") as found:
-        propose([parse_axis("rl.lr=1e-6..1e-4")], [], {}, maximize=True)
+        propose_arm([parse_axis("rl.lr=1e-6..1e-4")], [], {}, maximize=True)
     assert "perilune[search]" in found.value.remedy

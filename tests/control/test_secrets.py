@@ -17,9 +17,9 @@ from sqlalchemy import select
 from perilune.bundle.archive import pack
 from perilune.bundle.freeze import freeze
 from perilune.bundle.secret_sources import require_secret, secret_value
-from perilune.control.evidence.verification import export, record_problem
+from perilune.control.evidence.verification import export, find_record_problem
 from perilune.control.record.backup import back_up
-from perilune.control.record.store import Run, record
+from perilune.control.record.store import Run, record_event
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import StageFailed, StageFinished
@@ -198,12 +198,14 @@ def test_secret_is_redacted_in_database(control: Control, monkeypatch: pytest.Mo
     with control.store.transaction() as session:
         run = session.scalars(select(Run)).one()
         run.message = f"provider says {CANARY}"
-        record(session, "machine.not_created", run_id=run.id, refused=f"bad token {CANARY.encode().hex()}")
+        record_event(
+            session, "machine.not_created", run_id=run.id, refused=f"bad token {CANARY.encode().hex()}"
+        )
     control.store.close()
     database = control.home.database.read_bytes()
     assert b"[JUDGE_KEY]" in database and CANARY.encode() not in database
     assert CANARY.encode().hex().encode() not in database
-    assert record_problem(control) == ""
+    assert find_record_problem(control) == ""
 
 
 def test_freeze_refuses_job_with_secret_value(control: Control, tmp_path: Path, perilune: Command) -> None:

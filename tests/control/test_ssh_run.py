@@ -16,11 +16,11 @@ from hosts_cases import interpreter
 from sshd_cases import Line, Sshd, make_key, sshd
 
 from perilune.bundle.verify import verify
-from perilune.control.queries.lookup import attempts_of
+from perilune.control.queries.lookup import list_attempts
 from perilune.control.runs import reconcile
 from perilune.control.runs.experiments import Control, advance
 from perilune.control.runs.progress import StageFinished
-from perilune.control.runs.templates import OverSsh, Retry, Template
+from perilune.control.runs.templates import Retry, SshPlacementSettings, Template
 from perilune.execution import limits
 from perilune.execution.claim import MARK, read_claim
 from perilune.execution.limits import AttemptLimits
@@ -73,7 +73,7 @@ def test_recipe_runs_over_ssh_and_changed_host_key_is_refused(
     assert code == 0, err
     assert [stage["state"] for stage in json.loads(out.splitlines()[-1])["stages"]] == ["succeeded"]
     run = only_run(control)
-    (attempt,) = attempts_of(control, run.id)
+    (attempt,) = list_attempts(control, run.id)
     assert (attempt.placement, attempt.state, attempt.cleanup) == ("ssh:127.0.0.1", "succeeded", "done")
     assert verify(control.directory(run), run.bundle_digest) == []
     assert not list((tmp_path / "box" / "workspace").glob("*/1"))  # only fencing files are left
@@ -92,15 +92,15 @@ def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
     control: Control, server: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine fails after writing a checkpoint that was never fetched."""
-    monkeypatch.setattr(RemotePlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
-    monkeypatch.setattr(reconcile, "LONGEST_WAIT", 0.3)
+    monkeypatch.setattr(RemotePlacement, "capabilities", Capabilities(is_remote=True, look_interval_s=0.1))
+    monkeypatch.setattr(reconcile, "MAX_LOOK_INTERVAL_S", 0.3)
     monkeypatch.setattr(limits, "MARGIN", 0.2)
     monkeypatch.setattr(limits, "STOP_GRACE", 0.2)
     line, workspace = Line(server.port), tmp_path / "box" / "workspace"
     site = Site(
         python=str(interpreter(tmp_path / "box" / "python")), installed=True, workspace=str(workspace)
     )
-    there = OverSsh(**server.settings(line.port).model_dump(), site=site)
+    there = SshPlacementSettings(**server.settings(line.port).model_dump(), site=site)
     bounds = AttemptLimits(on_box_stop_after=4.0)
     template = Template(placement=there, retry=Retry(base=0.01), limits=bounds)
     gate = tmp_path / "gate"
@@ -109,9 +109,9 @@ def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
 
     def observed_state(number: int = 1) -> str:
         time.sleep(0.2)
-        control.reconciler.look_now(run_id)
-        control.reconciler.one(run_id)
-        attempts = attempts_of(control, run_id)
+        control.reconciler.reset_backoff(run_id)
+        control.reconciler.reconcile(run_id)
+        attempts = list_attempts(control, run_id)
         return attempts[number - 1].state if len(attempts) >= number else ""
 
     wait_for(lambda: observed_state() == "running", "a worker")
@@ -132,7 +132,7 @@ def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
     line.restore()
     third = control.home.attempt(run_id, 3)
     wait_for(lambda: observed_state(3) == "succeeded" or has_event(third, "hangs"), "the next attempt")
-    assert [one.state for one in attempts_of(control, run_id)] == ["lost", "lost", "succeeded"]
+    assert [one.state for one in list_attempts(control, run_id)] == ["lost", "lost", "succeeded"]
     assert control.summary(control.run(run_id))["began_at"] == 2
     whole = carry_out(control, drill_plan(steps=4), name="uninterrupted")[-1]
     assert isinstance(whole, StageFinished)
@@ -140,6 +140,9 @@ def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
                 for one in (run_id, whole.run_id)]  # fmt: skip
     for name in ("data/total.json", "metrics.jsonl"):
         assert files_of[0][name] == files_of[1][name], name
-    wait_for(lambda: not control.reconciler.all() and not control.reconciler.unclean(), "the cleanup")
+    wait_for(
+        lambda: not control.reconciler.reconcile_all() and not control.reconciler.uncleaned_attempts(),
+        "the cleanup",
+    )
     assert not files.exists()
     line.close()

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select, text
 
 from perilune.control.record.home import Home
-from perilune.control.record.store import Event, Experiment, Store, record, verify_events
+from perilune.control.record.store import Event, Experiment, Store, record_event, verify_events
 from perilune.control.runs.experiments import Control
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 
@@ -25,7 +25,7 @@ def test_sqlite_settings_are_durable(control: Control) -> None:
 def test_transaction_is_atomic(control: Control) -> None:
     with pytest.raises(KeyError), control.store.transaction() as session:
         session.add(Experiment(id="e", name="n", recipe_digest="d", created=0.0, used=0.0))
-        record(session, "experiment.created", experiment="e")
+        record_event(session, "experiment.created", experiment="e")
         session.flush()
         raise KeyError
     with control.store.snapshot() as session:
@@ -35,14 +35,14 @@ def test_transaction_is_atomic(control: Control) -> None:
 
 def test_reader_does_not_wait_for_writer(control: Control) -> None:
     with control.store.transaction() as writer:
-        record(writer, "first")
+        record_event(writer, "first")
         with control.store.snapshot() as reader:
             assert reader.scalars(select(Event)).all() == []
 
 
 def test_events_are_append_only(control: Control) -> None:
     with control.store.transaction() as session:
-        record(session, "first")
+        record_event(session, "first")
     for statement in ("UPDATE events SET kind = 'other'", "DELETE FROM events"):
         with pytest.raises(WorkFailedError, match="append-only"), control.store.transaction() as session:
             session.execute(text(statement))
@@ -54,7 +54,7 @@ def test_events_are_append_only(control: Control) -> None:
 def test_tampering_with_database_is_detected(control: Control, tampering: str) -> None:
     with control.store.transaction() as session:
         for kind in ("first", "second", "third"):
-            record(session, kind, run_id=None, detail={"n": 1})
+            record_event(session, kind, run_id=None, detail={"n": 1})
     with control.store.snapshot() as session:
         assert verify_events(session) is None
     raw = sqlite3.connect(control.home.database)

@@ -18,7 +18,7 @@ from perilune.control.record.faults import KILL_AT, POINTS
 from perilune.control.record.store import Attempt, Operation, Run, verify_events
 from perilune.control.runs.experiments import Control, advance
 from perilune.control.runs.progress import StageFinished, StageReused
-from perilune.control.runs.submission import Submission, submit
+from perilune.control.runs.submission import Submission, submit_stage
 from perilune.errors import RequestError
 
 pytestmark = pytest.mark.xdist_group("crash sweep")  # the tests share one module fixture
@@ -50,7 +50,7 @@ print(json.dumps({{point: os.waitstatus_to_exitcode(status) for point, status in
 def submit_drill(control: Control, key: str | None = None, **spec: object) -> Run:
     experiment = begin(control, [drill_plan()])
     job = drill_job(**spec)
-    return submit(
+    return submit_stage(
         control.home, control.store, Submission(experiment, "drill", "drill", key), partial(freeze, job, {})
     )
 
@@ -87,7 +87,7 @@ def test_failed_freeze_leaves_no_files(control: Control, tmp_path: Path) -> None
     experiment = begin(control, [drill_plan()])
     missing = partial(freeze, drill_job(), {"data": tmp_path / "absent"})
     with pytest.raises(RequestError):
-        submit(control.home, control.store, Submission(experiment, "drill", "drill"), missing)
+        submit_stage(control.home, control.store, Submission(experiment, "drill", "drill"), missing)
     assert run_directories(control) == list(control.home.temporary.iterdir()) == []
 
 
@@ -110,14 +110,14 @@ def test_blocked_run_blocks_no_other_run(control: Control) -> None:
     (control.home.run(stuck.id) / "template.json").write_text("{")
 
     def other_ended() -> bool:
-        control.reconciler.all()
+        control.reconciler.reconcile_all()
         return control.run(other.id).state == "succeeded"
 
     wait_for(other_ended)
     (condition,) = control.reconciler.conditions.all(stuck.id)  # the error of the blocked run
     assert "template.json" in condition.message
     with pytest.raises(RequestError, match=r"template\.json"):  # commands for that run report it too
-        control.reconciler.one(stuck.id)
+        control.reconciler.reconcile(stuck.id)
 
 
 @pytest.fixture(scope="module")
@@ -132,11 +132,11 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, in
 def test_next_command_recovers_after_kill_at_any_point(
     killed: dict[str, tuple[Path, int]], point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(home_module, "SWEEP_AFTER", 0.0)
+    monkeypatch.setattr(home_module, "SWEEP_AGE_S", 0.0)
     root, status = killed[point]
     assert status == -9, "the point was never reached"
     control = drill_control(root)
-    control.reconciler.all()  # every command starts with this
+    control.reconciler.reconcile_all()  # every command starts with this
     events = carry_out(control, drill_plan(steps=2))
     assert isinstance(events[-1], StageFinished | StageReused)  # the worker may have finished in the meantime
     with control.store.snapshot() as session:
@@ -158,7 +158,7 @@ def test_reconciler_alone_completes_accepted_run(tmp_path: Path) -> None:
     assert json.loads(said) == {"submit.accepted": -9}
     control = drill_control(tmp_path / "submit.accepted")
     deadline = time.monotonic() + 60
-    while live := control.reconciler.all():
+    while live := control.reconciler.reconcile_all():
         assert time.monotonic() < deadline, live
         time.sleep(0.05)
     with control.store.snapshot() as session:

@@ -131,7 +131,7 @@ def test_slots_limit_active_arms_and_earlier_arms_finish_first(control: Control,
         runner.submit(experiments[-1], loaded)
     most = 0
     while runner.live:
-        states = runner.look()
+        states = runner.reconcile()
         most = max(most, sum(run.state == "active" for run in runs(control)))
     assert most == 1 and all(state.succeeded for state in states.values())
     order = [next(run for run in runs(control) if run.id == one) for one in start_order(control)]
@@ -148,13 +148,15 @@ def test_cancel_stops_every_arm(control: Control, tmp_path: Path) -> None:
     for steps in (1, 2):
         loaded = load_recipe(path, [f"last.steps={steps}"])
         runner.submit(open_experiment(control, loaded), loaded)
-    wait_for(lambda: runner.look() and any(run.state == "active" for run in runs(control)), "an active run")
+    wait_for(
+        lambda: runner.reconcile() and any(run.state == "active" for run in runs(control)), "an active run"
+    )
     stopping = runner.request_cancel()
     (run,) = runs(control)  # both arms share it
     assert (run.state, run.desired, stopping) == ("active", "cancelled", [run.id])  # survives a kill
     runner.cancel(stopping)
     assert [run.state for run in runs(control)] == ["cancelled"]
-    assert all(state.is_over and not state.succeeded for state in runner.look().values())
+    assert all(state.is_over and not state.succeeded for state in runner.reconcile().values())
 
 
 def test_invalid_keys_and_options_are_refused(perilune: Command, recipe: str, control: Control) -> None:

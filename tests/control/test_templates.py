@@ -15,17 +15,17 @@ from perilune.control.machines.lifecycle import Fleet
 from perilune.control.record.home import Home
 from perilune.control.record.store import Run, move_run
 from perilune.control.record.transitions import RunState
-from perilune.control.runs.experiments import Control, stage_plans
+from perilune.control.runs.experiments import Control, plan_stages
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.planner import RetryPolicy
-from perilune.control.runs.requests import retry
-from perilune.control.runs.submission import Submission, submit
+from perilune.control.runs.requests import retry_run
+from perilune.control.runs.submission import Submission, submit_stage
 from perilune.control.runs.templates import (
-    OverSsh,
+    SshPlacementSettings,
     Template,
     load_template,
     recorded_template,
-    with_present_host_key,
+    refresh_host_key,
 )
 from perilune.errors import RequestError
 from perilune.execution.verdict import Cause
@@ -98,9 +98,9 @@ def test_missing_template_error_names_existing_templates(home: Home) -> None:
 
 def test_template_resources_override_those_of_the_job() -> None:
     template = Template.model_validate({"resources": {"threads": 7}})
-    assert template.job(drill_job()).resources.threads == 7
-    assert template.job(drill_job()).resources.device == "cpu"
-    assert Template().job(drill_job()) == drill_job()
+    assert template.apply_resources(drill_job()).resources.threads == 7
+    assert template.apply_resources(drill_job()).resources.device == "cpu"
+    assert Template().apply_resources(drill_job()) == drill_job()
 
 
 @pytest.mark.parametrize("where", ["{name: local}", "{name: ssh, host: box}", RENTED])
@@ -111,11 +111,11 @@ def test_each_launcher_works_with_each_placement(
     write(home, f"placement: {where}\n{how}")
     places = Placements(home, Fleet(home, control.store), RetryPolicy())
     template = load_template(home, "box")
-    place = places.make(template)
+    place = places.build(template)
     assert place.launcher == launcher
     assert (
-        place.capabilities.elsewhere
-        == (template.policy().lost_after > 1800)
+        place.capabilities.is_remote
+        == (template.retry_policy().lost_after > 1800)
         == (where + how != "{name: local}")
     )
 
@@ -125,18 +125,18 @@ def test_containers_on_several_machines_need_host_network(home: Home) -> None:
     write(home, rented + DOCKER + "resources: {nodes: 2}\n")
     job = drill_job().model_copy(update={"task": "gang_drill"})
     with pytest.raises(RequestError, match="separate networks") as apart:
-        load_template(home, "box").job(job)
+        load_template(home, "box").apply_resources(job)
     assert apart.value.remedy == "network: host"
     write(home, rented + DOCKER + "  network: host\nresources: {nodes: 2}\n")
-    assert load_template(home, "box").job(job).resources.nodes == 2
+    assert load_template(home, "box").apply_resources(job).resources.nodes == 2
 
 
 def test_remote_attempt_is_lost_only_after_it_must_have_stopped(home: Home) -> None:
-    assert Template().policy().lost_after == 1800.0
+    assert Template().retry_policy().lost_after == 1800.0
     write(home, SSH + "limits: {on_box_stop_after: 1200}\n")
-    assert load_template(home, "box").policy().lost_after == 1270.0
+    assert load_template(home, "box").retry_policy().lost_after == 1270.0
     write(home, SSH + "limits: {on_box_stop_after: 1200, lost_after: 1800}\n")
-    assert load_template(home, "box").policy().lost_after == 1800.0
+    assert load_template(home, "box").retry_policy().lost_after == 1800.0
 
 
 def test_templates_commands(perilune: Command, tmp_path: Path) -> None:
@@ -186,16 +186,16 @@ def test_retry_uses_current_host_key_of_template(control: Control) -> None:
     plan = drill_plan("one", steps=1)
     template = load_template(control.home, "box")
     submission = Submission(begin(control, [plan]), "one", "drill", template=template)
-    run = submit(control.home, control.store, submission, partial(freeze, plan.job, {}))
+    run = submit_stage(control.home, control.store, submission, partial(freeze, plan.job, {}))
     with control.store.transaction() as session:
         row = session.get_one(Run, run.id)
         move_run(session, row, RunState.FAILED, cause=Cause.HOST_REFUSED.value, message="another host key")
     path.write_text(f"placement: {{name: ssh, host: box.invalid, port: 2222, host_key: {now}}}\nslots: 1\n")
-    again = recorded_template(control.home, retry(control, run.id).id)
-    assert again is not None and isinstance(again.placement, OverSsh)
+    again = recorded_template(control.home, retry_run(control, run.id).id)
+    assert again is not None and isinstance(again.placement, SshPlacementSettings)
     assert again.placement.host_key == now and again.slots is None  # everything else is unchanged
     path.write_text(f"placement: {{name: ssh, host: other.invalid, host_key: {before}}}\n")
-    assert with_present_host_key(control.home, again) == again
+    assert refresh_host_key(control.home, again) == again
 
 
 def test_bring_metrics_is_refused_when_later_stage_needs_checkpoint(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_bring_metrics_is_refused_when_later_stage_needs_checkpoint(tmp_path: Pa
     loaded = load_recipe(recipe)
     left = Template.model_validate({"bring": "metrics", "placement": {"name": "ssh", "host": "box"}})
     with pytest.raises(RequestError, match="stage after takes the checkpoint of stage train"):
-        stage_plans(loaded, left)
+        plan_stages(loaded, left)
     for template in (left.model_copy(update={"bring": "final"}), Template(bring="metrics")):  # or a local run
-        assert len(stage_plans(loaded, template)) == 2
+        assert len(plan_stages(loaded, template)) == 2
 
 
 def test_rented_machines_bring_all_by_default() -> None:
@@ -226,4 +226,4 @@ def test_rented_machines_bring_all_by_default() -> None:
         *((over_ssh, None, "final"), (over_ssh, "all", "all")),
     ):
         document = {"placement": placement} | ({} if given is None else {"bring": given})
-        assert Template.model_validate(document).brings == brings
+        assert Template.model_validate(document).effective_bring == brings

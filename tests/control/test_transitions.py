@@ -51,6 +51,6 @@ def test_only_listed_transitions_are_allowed(row: type, states: type, table: str
 
 
 def test_terminal_states() -> None:
-    assert {state for state in RunState if state.terminal} == {"succeeded", "failed", "cancelled"}
+    assert {state for state in RunState if state.is_terminal} == {"succeeded", "failed", "cancelled"}
     ended = {"succeeded", "failed", "preempted", "lost", "cancelled"}
-    assert {state for state in AttemptState if state.terminal} == ended
+    assert {state for state in AttemptState if state.is_terminal} == ended

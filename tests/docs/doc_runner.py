@@ -15,7 +15,7 @@ import yaml
 from doc_blocks import Block
 
 from perilune.cli.main import load_command
-from perilune.control.machines.providers import PROVIDERS, Providers
+from perilune.control.machines.providers import PROVIDERS_FILE, Providers
 from perilune.control.record.home import Home
 from perilune.control.runs.templates import load_template
 from perilune.errors import RequestError
@@ -137,7 +137,7 @@ class Runner:
         document = yaml.safe_load(block.text)
         if "providers" in document:
             home = Home.open(Path(self.environment["PERILUNE_HOME"]))
-            (home.root / PROVIDERS).write_text(block.text, encoding="utf-8")
+            (home.root / PROVIDERS_FILE).write_text(block.text, encoding="utf-8")
             assert Providers(home).settings()
             return
         if "placement" in document:

@@ -15,11 +15,11 @@ from perilune.control.machines import listings, panic
 from perilune.control.machines import planner as machine_planner
 from perilune.control.machines.leases import Lease, Rental
 from perilune.control.machines.lifecycle import Fleet
-from perilune.control.record.faults import reached
+from perilune.control.record.faults import kill_point
 from perilune.control.record.store import Attempt, Machine, Run, move_attempt
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.templates import OnRented, Retry, Template
+from perilune.control.runs.templates import RentedSettings, Retry, Template
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
@@ -30,11 +30,11 @@ SMALL = Rental(provider="fake", kind="small", lease=LEASE)
 
 def hurry(patch: pytest.MonkeyPatch, look_seconds: float = 0.0) -> None:
     """Shorten the intervals between observations and repeated calls in this process."""
-    patch.setattr(machine_planner, "LEAST_GAP", 0.05)
-    patch.setattr(machine_planner, "ASK_GAP", 0.2)
-    patch.setattr(listings, "LOOK_SECONDS", look_seconds)
-    patch.setattr(machines, "ASK_SECONDS", 0.05)
-    patch.setattr(panic, "PANIC_SECONDS", 0.1)
+    patch.setattr(machine_planner, "CONFIRM_INTERVAL_S", 0.05)
+    patch.setattr(machine_planner, "CREATE_INTERVAL_S", 0.2)
+    patch.setattr(listings, "LISTING_TTL_S", look_seconds)
+    patch.setattr(machines, "TERMINATE_INTERVAL_S", 0.05)
+    patch.setattr(panic, "LOOK_INTERVAL_S", 0.1)
 
 
 def rent_from(
@@ -78,7 +78,7 @@ def an_attempt(control: Control, number: int = 1, run_id: str = "01RUN") -> Atte
 def rented_template(folder: Path, grace: float | None = None) -> Template:
     """A template for small machines that use this Python, installed at `folder`."""
     site = Site(python=str(interpreter(folder, grace=grace)), installed=True)
-    place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+    place = RentedSettings(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
     limits = AttemptLimits(on_box_stop_after=60.0)
     return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
 
@@ -118,8 +118,8 @@ def all_gone(control: Control, cloud: FakeCloud) -> None:
     """Reconcile until no machine is left and the cleanup of all attempts is done."""
 
     def gone() -> bool:
-        control.reconciler.all(act=False)
-        return not control.reconciler.rentals.fleet.all()
+        control.reconciler.reconcile_all(act=False)
+        return not control.reconciler.rentals.fleet.machines()
 
     wait_for(gone, "the end of all machines")
     assert not bill(cloud)["alive"]
@@ -131,14 +131,14 @@ def life_of_a_machine(home: Path) -> None:
     """Rent, use and release a machine; continues where an earlier process stopped."""
     control = drill_control(home)
     fleet = Fleet(control.home, control.store)
-    key = fleet.key("01RUN", 1)
+    key = fleet.machine_key("01RUN", 1)
     if fleet.machine(key) is None:
         with control.store.snapshot() as session:
             attempt = session.get(Attempt, ("01RUN", 1))
         attempt = attempt or an_attempt(control)
         with control.store.transaction() as session:
             fleet.rent(session, attempt, SMALL, 0.4)
-        reached("rent.committed")
+        kill_point("rent.committed")
     while fleet.reconcile(key).state == MachineState.REQUESTED:
         time.sleep(0.02)
     with control.store.snapshot() as session:

@@ -36,7 +36,7 @@ def cloud(tmp_path: Path, weather: Weather) -> Iterator[FakeCloud]:
 def fleet(control: Control, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     hurry(monkeypatch)
     # Short runs need frequent observations.
-    monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(elsewhere=True, look_every=0.1))
-    monkeypatch.setattr(reconcile, "LONGEST_WAIT", 0.3)
+    monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(is_remote=True, look_interval_s=0.1))
+    monkeypatch.setattr(reconcile, "MAX_LOOK_INTERVAL_S", 0.3)
     rent_from(control.home.root, cloud.folder)
     return control.reconciler.rentals.fleet

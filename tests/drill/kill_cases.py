@@ -26,7 +26,7 @@ def killed_at_every_point(
     """
     notes.touch()
 
-    def reached(point: str) -> None:
+    def kill_point(point: str) -> None:
         if point in notes.read_text().split():
             return
         with notes.open("a") as file:
@@ -35,8 +35,12 @@ def killed_at_every_point(
 
     def live() -> None:
         for name, module in list(sys.modules.items()):
-            if name.startswith("perilune.control.") and module is not faults and hasattr(module, "reached"):
-                module.reached = reached  # type: ignore[attr-defined]
+            if (
+                name.startswith("perilune.control.")
+                and module is not faults
+                and hasattr(module, "kill_point")
+            ):
+                module.kill_point = kill_point  # type: ignore[attr-defined]
         command()
 
     for _ in range(100):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perilune.control.record.home import Home
-from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
 from perilune.control.runs.progress import StageFailed, StageFinished
 from perilune.errors import RequestError
 from perilune.files import read_json
@@ -78,7 +78,7 @@ def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control
 def run_recipe(control: Control, folder: Path, text: str) -> StageFinished | StageFailed:
     (folder / "recipe.yaml").write_text(text)
     recipe = load_recipe(folder / "recipe.yaml")
-    *_, last = advance(control, open_experiment(control, recipe), stage_plans(recipe))
+    *_, last = advance(control, open_experiment(control, recipe), plan_stages(recipe))
     assert isinstance(last, StageFinished | StageFailed)
     return last
 

@@ -19,7 +19,7 @@ from perilune.bundle import storage
 from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.freeze import attempt_copy
 from perilune.control.record.home import Home
-from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import StageFailed, StageFinished, StageProgress, StageResumed
 from perilune.data.episodes_file import read_episodes
@@ -73,7 +73,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     killed = 0
     with closing(control.store), pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "SHARE_FROM", 1000)  # bytes; this model is small
-        for event in advance(control, open_experiment(control, recipe), stage_plans(recipe), poll=0.02):
+        for event in advance(control, open_experiment(control, recipe), plan_stages(recipe), poll=0.02):
             assert not isinstance(event, StageFailed), event
             if isinstance(event, StageProgress) and event.stage == "rl" and not killed:
                 killed = kill_task(control.directory(control.run(event.run_id)))

@@ -228,7 +228,7 @@ def test_scorer_killed_at_every_start_is_infrastructure_failure():
     ):
         score_texts(scorer, "good")
     cause = cause_of(caught.value)
-    assert retry_class(cause) is RetryClass.INFRASTRUCTURE and RetryPolicy().allows(cause, [])
+    assert retry_class(cause) is RetryClass.INFRASTRUCTURE and RetryPolicy().allows_retry(cause, [])
 
 
 @needs_landlock

@@ -44,7 +44,7 @@ class Claim:
 
 
 def read_claim(runtime: Path) -> Claim | None:
-    """The current claim, or None if the bundle was never claimed.
+    """Return the current claim, or None if the bundle was never claimed.
 
     Raises:
         RequestError: claim.json is damaged.

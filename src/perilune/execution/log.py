@@ -66,7 +66,7 @@ class LogWriter:
 
 
 def log_pieces(runtime: Path) -> list[tuple[int, Path]]:
-    """The pieces of a log with the offsets of their first bytes, in order."""
+    """Return the pieces of a log with the offsets of their first bytes, in order."""
     found = []
     for path in runtime.glob(f"{NAME}*"):
         place = path.name.removeprefix(NAME)
@@ -82,7 +82,7 @@ class LogReader:
         self._runtime, self._place = runtime, place
 
     def read(self) -> Iterator[bytes]:
-        """New output since the last call; a line says how much is missing at a gap."""
+        """Yield a new output since the last call; a line says how much is missing at a gap."""
         for start, path in log_pieces(self._runtime):
             # The writer may delete a piece meanwhile.
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
@@ -98,13 +98,13 @@ class LogReader:
 
 
 def log_tail(runtime: Path, lines: int = 20) -> str:
-    """The last lines of a log, from its last `BLOCK` bytes; "" if nothing was printed."""
+    """Return the last lines of a log, from its last `BLOCK` bytes; "" if nothing was printed."""
     end = max((start + path.stat().st_size for start, path in log_pieces(runtime)), default=0)
     return last_lines(b"".join(LogReader(runtime, max(0, end - BLOCK)).read()), lines)
 
 
 def last_lines(data: bytes, lines: int) -> str:
-    """The last lines of `data` as text."""
+    """Return the last lines of `data` as text."""
     return "\n".join(data.decode("utf-8", errors="replace").splitlines()[-lines:])
 
 

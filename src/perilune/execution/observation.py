@@ -36,7 +36,7 @@ class Observation:
 
     @property
     def hidden(self) -> bool:
-        """Whether the attempt's state is unknown. That justifies no operation."""
+        """True if the attempt's state is unknown. That justifies no operation."""
         return bool(self.unseen) or (self.claim is not None and self.worker is Presence.UNKNOWN)
 
 

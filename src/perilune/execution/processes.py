@@ -48,12 +48,12 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
-        """Identity of a living process, or None; a zombie does not count as living."""
+        """Return the identity of a living process, or None; a zombie does not count as living."""
         started = _starttime(pid)
         return None if started is None else cls(host_id(), boot_id(), pid, started)
 
     def presence(self) -> Presence:
-        """Whether the process lives; UNKNOWN if it belongs to another machine or process namespace."""
+        """Return whether the process lives; UNKNOWN if it belongs to another machine or process namespace."""
         if self.host != host_id():
             return Presence.UNKNOWN
         if self.boot_id != boot_id():
@@ -71,7 +71,7 @@ class ProcessIdentity:
 
 
 def host_id() -> str:
-    """This machine and process namespace: machine id, then the namespace's inode if there is one."""
+    """Return an id of this machine and process namespace: machine id, then the namespace's inode."""
     machine = _first_line("/etc/machine-id", "/var/lib/dbus/machine-id") or os.uname().nodename
     with contextlib.suppress(OSError):
         return f"{machine}/{Path('/proc/self/ns/pid').readlink()}"
@@ -79,12 +79,12 @@ def host_id() -> str:
 
 
 def boot_id() -> str:
-    """A string that changes with every boot."""
+    """Return a string that changes with every boot."""
     return _first_line("/proc/sys/kernel/random/boot_id") or f"{psutil.boot_time():.0f}"
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:
-    """Processes of this user that were started with `variable=value` in their environment.
+    """Return the processes of this user that were started with `variable=value` in their environment.
 
     A child inherits the mark even if it leaves its parent's process group and session.
     """

@@ -54,7 +54,7 @@ class Node:
 
     @classmethod
     def here(cls, job: Job) -> Node:
-        """The node in torchrun's variables; a single node if they are missing or the job has one node."""
+        """Return the node in torchrun's variables; a single node without them or for a job of one node."""
         count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         if job.resources.nodes == 1 or count == 1:
             return cls()
@@ -62,7 +62,7 @@ class Node:
         return cls(number, count, os.environ["MASTER_ADDR"], port)
 
     def variables(self) -> dict[str, str]:
-        """The variables that `here` reads."""
+        """Return the variables that `here` reads."""
         numbers = {"GROUP_RANK": self.number, "GROUP_WORLD_SIZE": self.count, "MASTER_PORT": self.port}
         return {"MASTER_ADDR": self.address} | {name: str(number) for name, number in numbers.items()}
 
@@ -171,7 +171,7 @@ class Ranks:
         return bool(failures) and all(ending.cause is Cause.PROCESS_LOST for _, ending in failures)
 
     def _failures(self, memory_kill: bool) -> list[tuple[int, Ending]]:
-        """Processes that have failed or have reported a failure, with their endings."""
+        """Return the processes that have failed or have reported a failure, with their endings."""
         found = []
         for rank, status in enumerate(self._statuses, start=self._first):
             report = directory_of(self._bundle, rank) / FAILURE
@@ -180,7 +180,7 @@ class Ranks:
         return found
 
     def ending(self, *, stopped: bool, memory_kill: bool) -> Ending:
-        """How the task ended; of several failures, the one that most likely caused the others.
+        """Return how the task ended; of several failures, the one that most likely caused the others.
 
         Args:
             stopped, memory_kill: as for `ending_of`.
@@ -207,7 +207,7 @@ class Ranks:
 
 
 def directory_of(bundle: Path, rank: int) -> Path:
-    """The directory of a process's log and failure report."""
+    """Return the directory of a process's log and failure report."""
     return bundle / "runtime" / f"process-{rank}" if rank else bundle / "runtime"
 
 
@@ -219,7 +219,7 @@ def write_logs(bundle: Path) -> None:
 
 
 def interface_to(address: str) -> dict[str, str]:
-    """Variables that make gloo and NCCL use the network interface that reaches `address`.
+    """Return the variables that make gloo and NCCL use the network interface that reaches `address`.
 
     Raises:
         RequestError: the address is unreachable.
@@ -241,7 +241,7 @@ def interface_to(address: str) -> dict[str, str]:
 
 
 def log_of(bundle: Path, rank: int) -> Path:
-    """The path of a process's complete log in the artifacts."""
+    """Return the path of a process's complete log in the artifacts."""
     return bundle / "artifacts" / (f"task.{rank}.log" if rank else "task.log")
 
 

@@ -82,7 +82,7 @@ def examine_home(home: Path) -> Iterator[Finding]:
 
 
 def package_versions() -> dict[str, str | None]:
-    """Installed version of every package that Perilune requires; None if it is absent."""
+    """Return the installed version of every package that Perilune requires; None if it is absent."""
     installed = _version("perilune") is not None
     return {need.name: _version(need.name) for need in _requirements()} if installed else {}
 
@@ -199,7 +199,7 @@ def _extras() -> Iterator[Finding]:
 
 
 def _requirements(extra: str = "") -> list[Requirement]:
-    """The requirements of Perilune on this platform; with `extra`, those that the extra adds.
+    """Return the requirements of Perilune on this platform; with `extra`, those that the extra adds.
 
     Raises:
         PackageNotFoundError: Perilune is not installed.
@@ -221,7 +221,7 @@ def _version(name: str) -> str | None:
 
 
 def _torch_build() -> dict[str, Any]:
-    """The variables of torch/version.py (cuda, hip), read without importing torch."""
+    """Return the variables of torch/version.py (cuda, hip), read without importing torch."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return {}
@@ -240,7 +240,7 @@ def _pip_install(*arguments: str) -> str:
 
 
 def _python() -> str:
-    """The shortest command for the running interpreter."""
+    """Return the shortest command for the running interpreter."""
     found = shutil.which("python")
     same = found is not None and Path(found).parent.samefile(Path(sys.executable).parent)
     return "python" if same else sys.executable
@@ -275,7 +275,7 @@ def _system_install(package: str) -> str:
 
 
 def _file_system(path: Path) -> str:
-    """Type of the file system of `path`: that of the longest mount point above it."""
+    """Return the type of the file system of `path`: that of the longest mount point above it."""
     import psutil
 
     mounts = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}

@@ -21,7 +21,7 @@ MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_thres
 
 
 def task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the task process of `job`.
+    """Return the environment of the task process of `job`.
 
     Args:
         mark: further variables that identify its processes.

@@ -59,7 +59,7 @@ def run_task(bundle: Path) -> None:
 
 
 def was_finished(workspace: Workspace, plugin: TaskPlugin) -> bool:
-    """Whether an earlier attempt wrote the summary, but died before its result was recorded.
+    """Return whether an earlier attempt wrote the summary, but died before its result was recorded.
 
     Always False with several machines, because the others may not see that summary.
     """

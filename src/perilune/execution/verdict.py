@@ -75,12 +75,12 @@ class Verdict:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the task succeeded and its evidence is complete."""
+        """True if the task succeeded and its evidence is complete."""
         return self.cause == Cause.NONE and self.exit_code == 0 and self.manifest_digest is not None
 
 
 def read_verdict(runtime: Path, epoch: int) -> Verdict | None:
-    """The verdict on attempt `epoch`; None if there is none, or only one on another attempt.
+    """Return the verdict on attempt `epoch`; None if there is none, or only one on another attempt.
 
     Raises:
         RequestError: result.json is damaged.
@@ -96,7 +96,7 @@ def read_verdict(runtime: Path, epoch: int) -> Verdict | None:
 
 
 def checked_verdict(fields: Mapping[str, Any]) -> Verdict:
-    """The verdict with these fields, whose types are checked.
+    """Return the verdict with these fields, whose types are checked.
 
     Raises:
         KeyError, TypeError, ValueError: they are not those of a verdict.
@@ -106,7 +106,7 @@ def checked_verdict(fields: Mapping[str, Any]) -> Verdict:
 
 
 def damaged_verdict(epoch: int, why: str) -> Verdict:
-    """The verdict on an attempt whose worker has ended and left a verdict that cannot be read."""
+    """Return the verdict on an attempt whose worker has ended and left a verdict that cannot be read."""
     return Verdict(epoch, None, None, Cause.ARTIFACT_INVALID, why, None, 0.0)
 
 
@@ -155,7 +155,7 @@ def _of_signal(number: signal.Signals, memory_kill: bool) -> tuple[Cause, str]:
 
 
 def cause_of(error: BaseException) -> Cause:
-    """The cause of failure for an exception of a task."""
+    """Return the cause of failure for an exception of a task."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, OSError) and chain.errno in {errno.ENOSPC, errno.EDQUOT}:
@@ -171,7 +171,7 @@ def cause_of(error: BaseException) -> Cause:
 
 
 def describe_error(error: Exception) -> str:
-    """The message of an error; for an unexpected one also its type and the line that raised it."""
+    """Return the message of an error; for an unexpected one also its type and the line that raised it."""
     if isinstance(error, PeriluneError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
@@ -184,8 +184,10 @@ _OWN_EVENTS = {1: "memory.oom_control", 2: "memory.events.local"}  # by version 
 
 
 def memory_kills() -> int:
-    """Number of processes that the kernel has killed for lack of memory in this process's control group, or
-    on this machine if its group is unknown; 0 if neither is known.
+    """Return the number of processes that the kernel has killed for lack of memory.
+
+    They are counted in this process's control group, or on this machine if the group is unknown; 0 if neither
+    is known.
 
     The groups of other jobs, of containers and of sandboxed runs have limits of their own.
     """

@@ -188,14 +188,14 @@ class _RejectedError(RequestError):
 
 
 def _refusal(error: PeriluneError | OSError) -> Ending:
-    """The ending of an attempt whose task never started."""
+    """Return the ending of an attempt whose task never started."""
     if isinstance(error, _RejectedError):
         return Ending(None, None, Cause.BUNDLE_REJECTED, str(error))
     return Ending(None, None, cause_of(error), str(error))
 
 
 def _descendants() -> list[psutil.Process]:
-    """All descendants of this process, including orphans that it adopted as their subreaper."""
+    """Return all descendants of this process, including orphans that it adopted as their subreaper."""
     return psutil.Process().children(recursive=True)
 
 

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from perilune.bundle.verify import verify
-from perilune.control.machines.leases import cost
+from perilune.control.machines.leases import compute_cost
 from perilune.control.record.store import Attempt, Event, Machine, Run, verify_events
 from perilune.control.record.transitions import AttemptState, MachineState, RunState
 from perilune.execution.log import LogReader
@@ -18,7 +18,7 @@ from perilune.files import read_json
 from perilune.lab.laboratory import LEASE, STEPS, Laboratory
 
 GRACE_SECONDS = 60.0  # that a machine may outlive its lease
-FINAL_EVENTS = tuple(f"run.{state.value}" for state in RunState if state.terminal)
+FINAL_EVENTS = tuple(f"run.{state.value}" for state in RunState if state.is_terminal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def _find_live_machines(lab: Laboratory, session: Session) -> Iterator[str]:
         billed = bill.get("costs", {}).get(machine.key, 0.0)
         if machine.state != MachineState.GONE:
             yield f"{machine.state}: {machine.key}"
-        elif billed > LEASE.max_cost + cost(machine.price, GRACE_SECONDS):
+        elif billed > LEASE.max_cost + compute_cost(machine.price, GRACE_SECONDS):
             yield f"{machine.key} has cost {billed:.4g} of {LEASE.max_cost:.4g}"
 
 

@@ -24,15 +24,15 @@ from sqlalchemy import Select, func, select
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import Job, Resources
-from perilune.control.machines.budget import accrued
+from perilune.control.machines.budget import accrued_cost
 from perilune.control.machines.leases import Lease
-from perilune.control.machines.providers import PROVIDERS
+from perilune.control.machines.providers import PROVIDERS_FILE
 from perilune.control.record.home import Home
 from perilune.control.record.store import Attempt, Machine, Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, register_experiment
-from perilune.control.runs.submission import Submission, submit
-from perilune.control.runs.templates import OnRented, Retry, Template
+from perilune.control.runs.submission import Submission, submit_stage
+from perilune.control.runs.templates import RentedSettings, Retry, Template
 from perilune.errors import PeriluneError
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
@@ -105,7 +105,7 @@ class Laboratory:
             "visibility_seconds": self.plan.weather.visibility_seconds,
         }
         settings = {"daily_cap": DAILY_CAP, "providers": {"fake": place}}
-        (home.root / PROVIDERS).write_text(yaml.safe_dump(settings))
+        (home.root / PROVIDERS_FILE).write_text(yaml.safe_dump(settings))
         os.environ[CANARY] = self.canary
         self.control = Control(home)
         document: dict[str, Any] = {"name": "lab", "nonce": self.canary[:8]}
@@ -140,7 +140,7 @@ class Laboratory:
 
     def is_settled(self) -> bool:
         """Return whether every run has ended and every machine is proven gone."""
-        return not self.count_unfinished() and not self.control.reconciler.rentals.fleet.all()
+        return not self.count_unfinished() and not self.control.reconciler.rentals.fleet.machines()
 
     def stop_failures(self) -> None:
         """Stop injecting failures, so that live runs can end: restart the cloud with calm weather."""
@@ -155,7 +155,7 @@ class Laboratory:
             runs, attempts, machines = (
                 dict(session.execute(_count_by_state(table)).all()) for table in (Run, Attempt, Machine)
             )
-            cost = sum(accrued(machine) for machine in session.scalars(select(Machine)))
+            cost = sum(accrued_cost(machine) for machine in session.scalars(select(Machine)))
         elapsed = time.monotonic() - self._started_at
         return Snapshot(elapsed, runs, attempts, machines, dict(self.count_faults()), cost)
 
@@ -177,7 +177,7 @@ class Laboratory:
             secrets=(CANARY,),
         )
         submission = Submission(self.experiment, str(seed), "rehearse", template=self.template())
-        run = submit(self.control.home, self.control.store, submission, partial(freeze, job, {}))
+        run = submit_stage(self.control.home, self.control.store, submission, partial(freeze, job, {}))
         self.submitted[run.id] = seed
 
     def template(self) -> Template:
@@ -187,7 +187,7 @@ class Laboratory:
         ]
         environment = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
         site = Site(python=sys.executable, installed=True, environment=environment)
-        place = OnRented(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+        place = RentedSettings(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
         retry = Retry(infrastructure=1000, lost=1000, base=0.05, cap=2.0)
         limits = AttemptLimits(on_box_stop_after=60.0)
         return Template(placement=place, retry=retry, limits=limits, bring="all")

@@ -68,7 +68,7 @@ class Probe:
         return f"{self.group} {self.function.__name__.replace('_', ' ')}"
 
     def code(self, facts: Mapping[str, Any], mark: str) -> str:
-        """The program that makes the attempts and prints their results in a line after `mark`."""
+        """Return the program that makes the attempts and prints their results in a line after `mark`."""
         source = "from __future__ import annotations\n" + inspect.getsource(self.function)
         probe = self.function.__name__
         return source + _HARNESS.format(probe=probe, facts=json.dumps(facts), mark=mark)
@@ -150,7 +150,7 @@ class SandboxAudit:
         return tuple(one for one in self.findings if one.stands and one.verdict != "contained")
 
     def document(self) -> dict[str, Any]:
-        """The audit as JSON."""
+        """Return the audit as JSON."""
         capabilities = asdict(self.capabilities)
         walls = {wall: {"keeps": WALLS[wall][0], "by": by} for wall, by in capabilities["walls"].items()}
         return {
@@ -194,7 +194,7 @@ def audit_sandbox(
 
 
 def _without_namespaces(capabilities: Capabilities) -> Capabilities:
-    """The walls of a process without namespaces and without its own user."""
+    """Return the walls of a process without namespaces and without its own user."""
     walls = {
         wall: tuple(one for one in made_of if one not in ("namespaces", "own_user"))
         for wall, made_of in capabilities.walls.items()
@@ -240,7 +240,7 @@ def examine(
 
 
 def _read_report(execution: Execution, mark: str) -> list[dict[str, str]]:
-    """The attempts that were successful, refused and untried.
+    """Return the attempts that were successful, refused and untried.
 
     Without a report, a run that a wall ended counts as refused, and any other run as untried.
     """

@@ -99,7 +99,7 @@ class Baits:
         self._folder.cleanup()
 
     def taken(self) -> list[str]:
-        """The baits that were taken since the last call, as seen from outside."""
+        """Return the baits that were taken since the last call, as seen from outside."""
         found = []
         if self._victim.poll() is not None:
             found.append("another process was killed")

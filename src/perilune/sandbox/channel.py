@@ -112,7 +112,7 @@ class Line(ABC):
 
     @abstractmethod
     def exit_code(self) -> int | None:
-        """The exit code of the process, called after it closed the socket; None if it is still running."""
+        """Return the exit code of the process after it closed the socket; None if it is still running."""
 
     def _transfer(self, events: int) -> None:
         try:
@@ -196,14 +196,14 @@ class Channel(Line):
         self._folder.remove()
 
     def exit_code(self) -> int | None:
-        """The exit code of the process; None if it is still running after a second."""
+        """Return the exit code of the process; None if it is still running after a second."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         return self._process.returncode
 
 
 def _environment(directory: str) -> dict[str, str]:
-    """A new environment. Nothing is inherited, so no secret is."""
+    """Return a new environment. Nothing is inherited, so no secret is."""
     return {
         "HOME": directory,
         "LANG": "C.UTF-8",

@@ -73,7 +73,7 @@ def _highest_descriptor() -> int:
 
 
 def _address_space() -> int | None:
-    """Address space of this process in bytes; None if the system does not report it."""
+    """Return the address space of this process in bytes; None if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

@@ -86,7 +86,7 @@ class ControlGroup:
         raise OSError("; ".join(refused))
 
     def kills(self) -> int:
-        """How often the kernel killed a process because the group was at its limit."""
+        """Return how often the kernel killed a process because the group was at its limit."""
         name, event = self._names.kills
         counts = dict(line.split() for line in (self.folder / name).read_text().splitlines())
         return int(counts[event])
@@ -141,7 +141,7 @@ def _write(file: Path, number: int) -> None:
 
 
 def own_group() -> tuple[int, Path, Path]:
-    """The version with the memory controller, where it is mounted, and the folder of this process's group."""
+    """Return the version with the memory controller, its mount point, and this process's folder in it."""
     groups = {version: path for version, path in _groups() if ".." not in path.parts}  # outside a namespace
     version = 1 if 1 in groups else 2
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -155,7 +155,7 @@ def own_group() -> tuple[int, Path, Path]:
 
 
 def _groups() -> Iterator[tuple[int, Path]]:
-    """The group of this process in each version, where version 1 only counts with the memory controller."""
+    """Yield this process's group in each version. Version 1 counts only with the memory controller."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:

@@ -174,7 +174,7 @@ def _limit(run: Run) -> None:
 
 
 def _wait_for(code: int) -> int:
-    """The wait status of the code. Orphans that end earlier are reaped."""
+    """Return the wait status of the code. Orphans that end earlier are reaped."""
     while True:
         process, status = os.wait()
         if process == code:
@@ -195,7 +195,7 @@ def _kill_rest(code: int) -> None:
 
 
 def _collect_files(limits: SandboxLimits) -> dict[str, Any]:
-    """The regular files of the scratch folder, and the names of other entries and of oversized files."""
+    """Return the regular files of the scratch folder, and the names of other and of oversized files."""
     files: dict[str, str] = {}
     left_out: list[str] = []
     room, count = limits.scratch_bytes, limits.scratch_files

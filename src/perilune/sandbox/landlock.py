@@ -36,14 +36,14 @@ class _Port(ctypes.Structure):
 
 
 def landlock_version() -> int:
-    """The kernel's version of Landlock; 0 if it has none."""
+    """Return the kernel's version of Landlock; 0 if it has none."""
     if sys.platform != "linux":
         return 0
     return max(int(ctypes.CDLL(None).syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)), 0)
 
 
 def can_limit_ports() -> bool:
-    """Whether Landlock can limit the TCP ports that a process connects to (Linux 6.7)."""
+    """Return whether Landlock can limit the TCP ports that a process connects to (Linux 6.7)."""
     return landlock_version() >= _NETWORK_SINCE
 
 

@@ -56,6 +56,6 @@ class Mechanisms:
         )
 
     def walls(self) -> dict[str, tuple[str, ...]]:
-        """Each wall with the mechanisms that implement it; none if it is missing."""
+        """Return the mechanisms that implement each wall; none if the wall is missing."""
         names = self.names
         return {wall: tuple(one for one in made_of if one in names) for wall, (_, made_of) in WALLS.items()}

@@ -25,7 +25,7 @@ _ROOT_SIZE = "size=1m,nr_inodes=4k,mode=755"
 
 
 def library_folders() -> list[str]:
-    """The folders of Python's own library, without installed packages."""
+    """Return the folders of Python's own library, without installed packages."""
     found = {str(Path(os.__file__).resolve().parent)}
     found |= {str(Path(place).resolve()) for place in sys.path if (Path(place) / "lib-dynload").is_dir()}
     return sorted(found)
@@ -42,7 +42,7 @@ def shared_libraries() -> list[str]:
 
 
 def readable_places() -> list[str]:
-    """The files that may be read if the host's file system stays visible."""
+    """Return the files that may be read if the host's file system stays visible."""
     own = [
         str(one) for place in library_folders() for one in Path(place).iterdir() if one.name not in _FOREIGN
     ]

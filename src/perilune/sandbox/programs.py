@@ -77,7 +77,7 @@ class Streams(NamedTuple):
 
     @classmethod
     def of_text(cls, text: str) -> Streams:
-        """The input `text`, and an output that is read at the end."""
+        """Return the input `text`, and an output that is read at the end."""
         with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as output:
             given.write(text.encode())
             given.seek(0)
@@ -215,7 +215,7 @@ class Programs:
 
 
 def _whole(file: IO[bytes], most: int | None = None) -> str:
-    """The text in a file, or the end of it."""
+    """Return the text in a file, or the end of it."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0 if most is None else max(size - most, 0))
     return file.read().decode(errors="replace")
@@ -245,7 +245,7 @@ def _variables(folder: str) -> dict[str, str]:
 
 
 def _readable(executable: str) -> list[str]:
-    """The system's files, and those of the interpreter and its packages."""
+    """Return the system's files, and those of the interpreter and its packages."""
     own = {sys.prefix, sys.base_prefix, *(place for place in sys.path if place)}
     own |= {str(Path(executable).parent.parent), str(Path(executable).resolve().parent.parent)}
     return [*_SYSTEM, *sorted(own - {"/"})]

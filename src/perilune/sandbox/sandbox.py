@@ -86,7 +86,7 @@ class Execution:
 
     @property
     def succeeded(self) -> bool:
-        """Whether it ended with exit code 0."""
+        """True if it ended with exit code 0."""
         return not self.cause
 
 
@@ -127,7 +127,7 @@ class Sandbox:
         self.close()
 
     def capabilities(self) -> Capabilities:
-        """The walls that stand on this machine, determined by testing them.
+        """Return the walls that stand on this machine, determined by testing them.
 
         Raises:
             SandboxFailedError: if nothing can be run on this machine.

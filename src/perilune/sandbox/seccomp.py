@@ -87,7 +87,7 @@ _NUMBER, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 
 
 def call_filter(*, among_others: bool, no_processes: bool, no_shared_memory: bool = False) -> bytes:
-    """The filter as a BPF program for this machine's architecture; empty if the architecture is unknown.
+    """Return the filter as a BPF program for this machine's architecture; empty for an unknown one.
 
     Args:
         among_others: the process shares a PID namespace with others. Refuse to leave the process group, so
@@ -111,7 +111,7 @@ def call_filter(*, among_others: bool, no_processes: bool, no_shared_memory: boo
 
 
 def loner_filter(process: int) -> bytes:
-    """A second filter for a process that has the first: no new processes, and signals only to itself."""
+    """Return a second filter to add to the first: no new processes, and signals only to itself."""
     looked_into = dict.fromkeys(_SIGNALS.values(), _only(process)) | {_CLONE: _threads_alone()}
     return _program(_NEW_PROCESS | _TKILL, looked_into)
 
@@ -136,9 +136,7 @@ def _program(refused: Mapping[str, _Numbers], looked_into: Mapping[_Numbers, Seq
 
 
 def denied_calls() -> dict[str, int]:
-    """Names and numbers of the calls that are always denied on this machine; none if its architecture is
-    unknown.
-    """
+    """Return names and numbers of the calls that are always denied; none on an unknown architecture."""
     machine = platform.machine()
     if machine not in _ARCHITECTURE:
         return {}

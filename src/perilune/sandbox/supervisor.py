@@ -121,7 +121,7 @@ class Supervisor:
             os.chown(run.scratch, self._user, self._user)
 
     def _test_mechanisms(self, reasons: dict[str, str]) -> tuple[Mechanisms, dict[str, str]]:
-        """The strongest combination of mechanisms that works, and the reasons why others do not."""
+        """Return the strongest combination of mechanisms that works, and the reasons why others do not."""
         without = frozenset(reasons)
         landlock = 0 if "landlock" in without else landlock_version()
         if not landlock:
@@ -162,7 +162,7 @@ def _candidates(least: Mechanisms) -> list[Mechanisms]:
 
 
 def _own_user() -> int:
-    """A user id of this namespace that is probably unused."""
+    """Return a user id of this namespace that is probably unused."""
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     highest = min(max(first + count for first, _, count in ranges), 1 << 31) - 2
     return highest - os.getpid() % max(highest // 2, 1)

@@ -98,7 +98,7 @@ class Watch:
             self._end("scratch")
 
     def _is_at_limit(self) -> bool:
-        """Whether the kernel killed a process of this run because all together took too much memory."""
+        """Return whether the kernel killed a process because the whole run took too much memory."""
         return self._group is not None and self._group.kills() > self._kills_before
 
     def _end(self, cause: str) -> None:
@@ -150,7 +150,7 @@ class Output:
         return max(self.total - len(self._head) - self._half, 0)
 
     def text(self, *, is_complete: bool) -> bytes:
-        """The kept output, with a line in place of a part that was cut.
+        """Return the kept output, with a line in place of a part that was cut.
 
         Args:
             is_complete: whether the run ended by itself. Otherwise the end of the output is random and is
@@ -165,7 +165,7 @@ class Output:
 
 
 def descendants(process: int) -> Iterator[int]:
-    """The ids of all descendants of a process."""
+    """Yield the ids of all descendants of a process."""
     children: list[int] = []
     with contextlib.suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{process}/task").iterdir():  # each thread has its own children
@@ -177,7 +177,7 @@ def descendants(process: int) -> Iterator[int]:
 
 
 def memory_of(processes: Iterable[int], shared: int) -> int:
-    """Memory of processes in bytes, beyond the memory that they share with the process they were forked from.
+    """Return the memory of processes in bytes, beyond that shared with the process they were forked from.
 
     A page that several processes map counts once (its proportional size), and swapped pages count. If the
     kernel does not report the proportional size of a process, its resident size beyond `shared` counts.
@@ -195,7 +195,7 @@ def memory_of(processes: Iterable[int], shared: int) -> int:
 
 
 def _resident(process: int) -> int:
-    """Resident memory of a process in bytes."""
+    """Return the resident memory of a process in bytes."""
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -10,7 +10,7 @@ _CHUNK = 1 << 16
 
 
 def frame(document: Mapping[str, Any]) -> bytes:
-    """A document with its length."""
+    """Return a document with its length."""
     body = json.dumps(document).encode()
     return f"{len(body):0{HEADER}x}".encode() + body
 

@@ -15,7 +15,7 @@ from perilune.control.queries.comparison import (
     Comparison,
     Member,
     describe_difference,
-    shown_settings,
+    format_settings,
 )
 from perilune.files import write_atomic
 from perilune.metrics.across_seeds import MIN_SEEDS, interval
@@ -78,7 +78,7 @@ def build_comparison(found: Comparison, out: Path) -> Path:
 
 def comparison_document(found: Comparison) -> dict[str, Any]:
     """All data of the page of a comparison."""
-    enough = all(len(arm.finished) >= MIN_SEEDS for arm in found.arms)
+    enough = all(len(arm.finished_members) >= MIN_SEEDS for arm in found.arms)
     return {
         "title": found.title,
         "metric": found.metric,
@@ -109,7 +109,7 @@ def _arm(arm: Arm, is_share: bool) -> dict[str, Any]:
         }
     return {
         "label": arm.label,
-        "settings": shown_settings(arm),
+        "settings": format_settings(arm),
         "figure": arm.figure,
         "seeds": [
             {"seed": one.seed, "experiment": one.experiment, "figure": one.figure, "problem": one.problem}

@@ -10,8 +10,8 @@ from perilune.control.queries.lookup import (
     StageStatus,
     find_experiment,
     find_run,
-    placed_attempts,
-    stage_statuses,
+    list_attempt_uses,
+    list_stage_statuses,
 )
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
@@ -46,20 +46,20 @@ def view_in_home(control: Control, target: str) -> ExperimentView:
     """
     try:
         experiment = find_experiment(control, target)
-        return experiment_view(control, experiment.id, stage_statuses(control, [experiment.id]))
+        return experiment_view(control, experiment.id, list_stage_statuses(control, [experiment.id]))
     except RequestError as no_experiment:
         try:
             run = find_run(control, target)
         except RequestError:
             raise no_experiment from None
-    statuses = [one for one in stage_statuses(control, [run.experiment_id]) if one.run_id == run.id]
+    statuses = [one for one in list_stage_statuses(control, [run.experiment_id]) if one.run_id == run.id]
     return experiment_view(control, run.experiment_id, statuses)
 
 
 def experiment_view(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
     """An experiment and the stages in `statuses`. If its recipe is damaged, the view says so instead."""
     stages = tuple(stage_view(control, one) for one in statuses)
-    placed = tuple(placed_attempts(control, [one.run_id for one in statuses if one.run_id]))
+    placed = tuple(list_attempt_uses(control, [one.run_id for one in statuses if one.run_id]))
     try:
         recipe = _recipe(control.home.experiment(experiment_id) / "recipe.json")
     except RequestError as error:
@@ -95,5 +95,5 @@ def stage_view(control: Control, one: StageStatus) -> StageView:
     state, cause = one.state, one.cause
     if state == "active" and one.attempt_dir is not None:
         state, cause = state_in_files(one.attempt_dir)
-    here = not one.run_id or not control.reconciler.placements.capabilities(one.run_id).elsewhere
+    here = not one.run_id or not control.reconciler.placements.capabilities(one.run_id).is_remote
     return StageView(one.name, one.task, one.run_id, state, one.attempt_dir, one.attempts, cause, here)

@@ -11,7 +11,7 @@ from perilune.errors import RequestError
 from perilune.files import read_json
 
 if TYPE_CHECKING:
-    from perilune.control.queries.lookup import Placed
+    from perilune.control.queries.lookup import AttemptUse
 
 SEARCH_DEPTH = 5  # levels to search; a home has runs/<run>/attempts/<n>
 
@@ -53,7 +53,7 @@ class ExperimentView:
     seed: int
     recipe: str
     stages: tuple[StageView, ...]
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[AttemptUse, ...] = ()
     declared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 

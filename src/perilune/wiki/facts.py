@@ -10,8 +10,8 @@ from sqlalchemy import select
 from perilune.bundle.attested import read_statement
 from perilune.bundle.envelope import PUBLIC, SignatureError
 from perilune.bundle.statements import RESULT_PREDICATE
-from perilune.control.evidence.attestation import evidence_of
-from perilune.control.queries.lookup import overrides_of
+from perilune.control.evidence.attestation import evidence_paths
+from perilune.control.queries.lookup import read_overrides
 from perilune.control.record.store import Experiment, Run, Stage
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control
@@ -93,7 +93,7 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
     known, found, changed = _cached(cache), [], False
     for recorded in _recorded(control):
         run = recorded.run
-        evidence = evidence_of(control.home, run.id, run.current_epoch)
+        evidence = evidence_paths(control.home, run.id, run.current_epoch)
         signed, summary = evidence.result, evidence.bundle / SUMMARY
         state = [run.state, run.current_epoch, recorded.superseded, run.cause, run.message]
         stamp = [state, *(_stamp(path) for path in (signed, summary, control.home.keys / PUBLIC))]
@@ -152,7 +152,7 @@ def _facts(control: Control, recorded: _Recorded, signed: Path, summary: Path) -
         message=run.message,
         submitted=run.created,
         setting=sha256_bytes(canonical_json({**recipe, "seed": None}))[:8],
-        overrides=tuple(one for one in overrides_of(control, experiment.id) if not one.startswith("seed=")),
+        overrides=tuple(one for one in read_overrides(control, experiment.id) if not one.startswith("seed=")),
         superseded=recorded.superseded,
         seed=int(settings.get("seed") or 0),
         environment=environment_label(environment) if environment else "",

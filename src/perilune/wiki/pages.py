@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from perilune.control.queries.comparison import FALLBACKS
+from perilune.control.queries.comparison import TRAINING_FIGURES
 from perilune.control.record.transitions import RunState
 from perilune.errors import RequestError
 from perilune.wiki.facts import RunFacts
 from perilune.wiki.markdown import cited, quoted, slug
 from perilune.wiki.query import Facts
 
-MAIN = ("pass@1", *(f"last.{name}" for name in FALLBACKS))
+MAIN = ("pass@1", *(f"last.{name}" for name in TRAINING_FIGURES))
 MOST_ROWS = 500  # of a table; the log has all runs
 
 

@@ -98,7 +98,7 @@ class Actor:
         found = find_run_or_experiment(self.control, target)
         with self.control.store.snapshot() as session:
             live = [found] if isinstance(found, Run) else live_runs(session, found.id)
-            stopping = [run_summary(one) for one in live if not RunState(one.state).terminal]
+            stopping = [run_summary(one) for one in live if not RunState(one.state).is_terminal]
         if not stopping:
             raise RequestError("no run is running", where=target)
         digest = sha256_bytes(canonical_json({"cancel": found.id, "runs": stopping}))
@@ -111,14 +111,14 @@ class Actor:
         self, name: str, overrides: list[str], template: str, changes: list[str], *, check: bool
     ) -> tuple[Recipe, Template | None, dict[str, Any]]:
         from perilune.cli.train.run import derive_here, destination, plan_document
-        from perilune.control.queries.forecast import forecast
-        from perilune.control.runs.experiments import stage_plans
+        from perilune.control.queries.forecast import forecast_submission
+        from perilune.control.runs.experiments import plan_stages
         from perilune.recipe.load import load_recipe
 
         where = destination(template or None, changes).template
         recipe = load_recipe(self._allowed(name), overrides)
         derived, estimated = derive_here(recipe, where, check=check)
-        ahead = forecast(self.control, stage_plans(recipe, where), where)
+        ahead = forecast_submission(self.control, plan_stages(recipe, where), where)
         return recipe, where, plan_document(recipe, derived, where, estimated, ahead)
 
     def _allowed(self, name: str) -> str | Path:

@@ -156,9 +156,9 @@ class Reader:
     ) -> dict[str, Any]:
         """The end of the log of a run."""
         from perilune.control.queries.lookup import find_run
-        from perilune.control.runs.requests import logs
+        from perilune.control.runs.requests import stream_log
 
-        text = "".join(logs(self.control, find_run(self.control, run).id))
+        text = "".join(stream_log(self.control, find_run(self.control, run).id))
         lines = text.splitlines()
         return {"run": run, "lines": len(lines), "text": "\n".join(lines[-last:])}
 

@@ -29,7 +29,7 @@ def audit_environments(
     Raises:
         RequestError: when a section is wrong, or its environment has no tasks.
     """
-    from perilune.control.evidence.reward_grades import keep_grade
+    from perilune.control.evidence.reward_grades import store_grade
     from perilune.control.record.home import Home
     from perilune.files import write_json
     from perilune.verifiers.audit import audit_reward
@@ -47,7 +47,7 @@ def audit_environments(
                 section, tasks=tasks, search_budget=search, seed=seed, on_progress=print_line
             )
             worst = audit.findings[0] if audit.findings else None
-            keep_grade(
+            store_grade(
                 home,
                 section,
                 _files_of(section),
@@ -116,14 +116,14 @@ def print_grades(recipe: Recipe, command: str) -> None:
 
 def grades_of(recipe: Recipe) -> list[dict[str, Any]]:
     """The last audit of each reward of the recipe in this home; without one, its grade is None."""
-    from perilune.control.evidence.reward_grades import kept_grade
+    from perilune.control.evidence.reward_grades import read_grade
     from perilune.control.record.home import Home
 
     home = Home.open()
     return [
         {
             "environment": _name_of(section),
-            **(kept_grade(home, section, _files_of(section)) or {"grade": None}),
+            **(read_grade(home, section, _files_of(section)) or {"grade": None}),
         }
         for section in environments_of(recipe)
     ]

@@ -79,12 +79,12 @@ def compared(control: Control, targets: Sequence[str], metric: str | None, basel
 
 def print_comparison(found: Comparison) -> None:
     """Print the arms as a table, their curves, and what the figures show."""
-    from perilune.control.queries.comparison import shown_settings
+    from perilune.control.queries.comparison import format_settings
 
     console = table_console()
     console.print(as_markup(f"{found.title}: {found.metric}"))
     if len(found.keys) > MOST_COLUMNS:
-        for key, *values in zip(found.keys, *map(shown_settings, found.arms), strict=True):
+        for key, *values in zip(found.keys, *map(format_settings, found.arms), strict=True):
             echo(f"  {key}: {' | '.join(values)}")
     console.print(_table(found))
     for line in _curves(found):
@@ -94,7 +94,7 @@ def print_comparison(found: Comparison) -> None:
 
 
 def _table(found: Comparison) -> Any:
-    from perilune.control.queries.comparison import describe_difference, shown_settings
+    from perilune.control.queries.comparison import describe_difference, format_settings
 
     keys = found.keys if len(found.keys) <= MOST_COLUMNS else ()
     table = ruled_table("arm", left=0)
@@ -104,9 +104,9 @@ def _table(found: Comparison) -> Any:
         table.add_column(as_markup(name), justify="right", no_wrap=True)
     table.add_column("difference", overflow="fold")
     for place, arm in enumerate(found.arms):
-        settings = shown_settings(arm) if keys else ()
-        seeds = str(len(arm.finished))
-        if len(arm.finished) < len(arm.members):
+        settings = format_settings(arm) if keys else ()
+        seeds = str(len(arm.finished_members))
+        if len(arm.finished_members) < len(arm.members):
             seeds += f" of {len(arm.members)}"
         difference = "baseline" if place == found.baseline else ""
         if arm.difference is not None:

@@ -42,13 +42,13 @@ def explain(target: RunOrExperiment, as_json: Json = False) -> None:
 
 def explained(control: Control, target: str) -> tuple[Run, Explanation]:
     """A run, or the run of the current stage of an experiment, and the explanation of its state."""
-    from perilune.control.queries.explanation import explain as explain_run
-    from perilune.control.queries.lookup import find_run_or_experiment, stage_at
+    from perilune.control.queries.explanation import explain_run
+    from perilune.control.queries.lookup import find_current_stage_run, find_run_or_experiment
     from perilune.control.record.store import Run
 
     named = find_run_or_experiment(control, target)
     with control.store.snapshot() as session:
-        run = named if isinstance(named, Run) else stage_at(session, named.id)
+        run = named if isinstance(named, Run) else find_current_stage_run(session, named.id)
     if run is None:
         raise RequestError(f"no stage of {target} has started", remedy=f"perilune runs -e {target}")
     return run, explain_run(control, run.id)
@@ -79,11 +79,11 @@ def events(
     perilune events rl
     perilune events -n 20
     """
-    from perilune.control.queries.lookup import events_after, find_run
+    from perilune.control.queries.lookup import find_run, list_events_after
 
     control = open_control()
     chosen = None if run is None else find_run(control, run).id
-    rows = events_after(control, run_id=chosen)[-(last or 0) :]
+    rows = list_events_after(control, run_id=chosen)[-(last or 0) :]
     if as_json and not follow:
         print_json({"events": [_document(row) for row in rows]})
         return
@@ -95,8 +95,8 @@ def events(
         if not follow:
             return
         time.sleep(POLL_SECONDS)
-        control.reconciler.all(act=False)
-        rows = events_after(control, seen, chosen)
+        control.reconciler.reconcile_all(act=False)
+        rows = list_events_after(control, seen, chosen)
 
 
 def _document(row: Event) -> dict[str, Any]:

@@ -69,19 +69,24 @@ def _folder(folder: Path, key: Path | None) -> dict[str, list[str]]:
 
 
 def _home(reference: str | None) -> dict[str, list[str]]:
-    from perilune.control.evidence.verification import damage, record_problem, run_problems, unrecorded
-    from perilune.control.queries.lookup import find_run, terminal_runs
-    from perilune.control.record.database import REPAIR
+    from perilune.control.evidence.verification import (
+        find_damage,
+        find_record_problem,
+        find_run_problems,
+        find_unrecorded_runs,
+    )
+    from perilune.control.queries.lookup import find_run, list_ended_runs
+    from perilune.control.record.database import REPAIR_REMEDY
 
     control = open_control(refresh=False)
-    if problem := damage(control.store):
+    if problem := find_damage(control.store):
         return {"the database": [problem]}
     refresh_state(control)
-    runs = terminal_runs(control) if reference is None else [find_run(control, reference)]
-    problems = {"the recorded events": [problem] if (problem := record_problem(control)) else []}
-    for run_id in unrecorded(control.home, control.store):
-        problems[f"run {run_id}"] = [f"is not in the database\n  try: {REPAIR}"]
-    return problems | {f"{run.stage} ({run.id})": list(run_problems(control, run)) for run in runs}
+    runs = list_ended_runs(control) if reference is None else [find_run(control, reference)]
+    problems = {"the recorded events": [problem] if (problem := find_record_problem(control)) else []}
+    for run_id in find_unrecorded_runs(control.home, control.store):
+        problems[f"run {run_id}"] = [f"is not in the database\n  try: {REPAIR_REMEDY}"]
+    return problems | {f"{run.stage} ({run.id})": list(find_run_problems(control, run)) for run in runs}
 
 
 def export(

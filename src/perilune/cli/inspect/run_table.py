@@ -100,13 +100,13 @@ def live_stages(
 
     With `refresh`, first check the state of all live runs.
     """
-    from perilune.control.queries.lookup import latest_experiments, stage_statuses
+    from perilune.control.queries.lookup import list_latest_experiments, list_stage_statuses
     from perilune.control.runs.experiments import read_progress
 
     if refresh:
-        control.reconciler.all(act=False)
-    latest = latest_experiments(control, experiments)
-    statuses = stage_statuses(control, latest)
+        control.reconciler.reconcile_all(act=False)
+    latest = list_latest_experiments(control, experiments)
+    statuses = list_stage_statuses(control, latest)
     clock = time.time() if now is None else now
     return [
         LiveStage(
@@ -139,7 +139,9 @@ def print_live(stages: Sequence[LiveStage]) -> None:
 
 def state_text(status: StageStatus) -> str:
     """The state of a stage, with what is uncertain about it."""
-    return status.shown + doubts(status.state, status.reachability, status.cleanup, bool(status.conditions))
+    return status.display_state + doubts(
+        status.state, status.reachability, status.cleanup, bool(status.conditions)
+    )
 
 
 def doubts(state: str, reachability: str, cleanup: str, error: bool = False) -> str:

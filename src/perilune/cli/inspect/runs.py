@@ -60,15 +60,15 @@ def runs(
 def listed_runs(control: Control, experiment: str | None, last: int | None) -> tuple[list[StageStatus], int]:
     """The stages of one experiment, or of the `last` experiments (None: all), and how many are left out."""
     from perilune.control.queries.lookup import (
-        experiment_count,
+        count_experiments,
         find_experiment,
-        latest_experiments,
-        stage_statuses,
+        list_latest_experiments,
+        list_stage_statuses,
     )
 
     named = experiment is not None
-    chosen = [find_experiment(control, experiment).id] if named else latest_experiments(control, last)
-    return stage_statuses(control, chosen), experiment_count(control) - len(chosen)
+    chosen = [find_experiment(control, experiment).id] if named else list_latest_experiments(control, last)
+    return list_stage_statuses(control, chosen), count_experiments(control) - len(chosen)
 
 
 def runs_document(control: Control, statuses: Sequence[StageStatus], more: int) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def show_document(control: Control, run: str) -> dict[str, Any]:
     from perilune.ui.health import health_of
 
     document = run_document(control, found := find_run(control, run))
-    here = not control.reconciler.placements.capabilities(found.id).elsewhere
+    here = not control.reconciler.placements.capabilities(found.id).is_remote
     health = health_of(Attempt(Path(document["directory"])), here=here)
     return document | {"health": health.document()}
 
@@ -171,7 +171,7 @@ def logs(
     \b
     perilune logs rl -f
     """
-    from perilune.control.runs.requests import logs as log_text
+    from perilune.control.runs.requests import stream_log as log_text
 
     control, found = open_run(run)
     text = log_text(control, found.id, follow=follow)

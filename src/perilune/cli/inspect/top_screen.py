@@ -15,7 +15,7 @@ from textual.worker import get_current_worker
 from perilune.cli.inspect.history import explanation_lines
 from perilune.cli.inspect.run_table import COLUMNS, LiveStage, live_stages
 from perilune.cli.output import shown
-from perilune.control.queries.explanation import explain
+from perilune.control.queries.explanation import explain_run
 from perilune.control.runs.requests import request_cancel
 from perilune.errors import PeriluneError
 from perilune.execution.log import log_tail
@@ -130,7 +130,7 @@ class Screen(App[None]):
         if not status.run_id:
             return f"{status.name} waits for earlier stages"
         if self._below == "why":
-            lines = explanation_lines(explain(self._control, status.run_id))
+            lines = explanation_lines(explain_run(self._control, status.run_id))
             return shown("\n".join(line.strip() for line in lines))
         text = log_tail(status.attempt_dir / "runtime", LOG_LINES) if status.attempt_dir else ""
         return escape_control(text) or "the log is empty"
@@ -151,7 +151,9 @@ class Screen(App[None]):
         """Cancel the run when x was pressed twice."""
         row = self._selected
         if row is None or row.status.state not in {"active", "queued"}:
-            self.notify("no run is selected" if row is None else f"{row.status.name} is {row.status.shown}")
+            self.notify(
+                "no run is selected" if row is None else f"{row.status.name} is {row.status.display_state}"
+            )
             return
         run, moment = row.status.run_id, time.monotonic()
         if self._confirm[0] != run or moment - self._confirm[1] > CONFIRM_SECONDS:

@@ -73,7 +73,7 @@ def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
     while True:
         run = control.run(run.id)
         state = RunState(run.state)
-        ended = state.terminal or not follow
+        ended = state.is_terminal or not follow
         for figures in trail.read(control.directory(run) / "artifacts", ended=ended):
             sink.write(figures)
             steps += 1
@@ -81,7 +81,7 @@ def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
             sink.close(failed=state in {RunState.FAILED, RunState.CANCELLED})
             return steps
         time.sleep(POLL_SECONDS)
-        control.reconciler.one(run.id, act=False)
+        control.reconciler.reconcile(run.id, act=False)
 
 
 def _tracked(control: Control, run: Run) -> TrackedRun:

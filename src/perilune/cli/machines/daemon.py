@@ -72,7 +72,7 @@ def _stop(number: int, frame: object) -> None:
 
 def _watch(control: Control, every: float) -> None:
     from perilune.control.runs.next_stage import StageStarter
-    from perilune.control.runs.reconcile import PATIENCE
+    from perilune.control.runs.reconcile import PASS_TIMEOUT_S
 
     seen: dict[str, str] = {}
     failures = 0
@@ -80,7 +80,7 @@ def _watch(control: Control, every: float) -> None:
     starter = StageStarter(control)
     while True:
         try:
-            live = control.reconciler.all(patience=PATIENCE)
+            live = control.reconciler.reconcile_all(patience=PASS_TIMEOUT_S)
         except PeriluneError as error:  # the database may be unreachable or its disk full, for a while
             failures += 1
             echo(f"pass failed, trying again: {error}", err=True)
@@ -116,20 +116,20 @@ def reconcile(
     perilune reconcile --watch
     """
     from perilune.control.runs.next_stage import StageStarter
-    from perilune.control.runs.reconcile import PATIENCE
+    from perilune.control.runs.reconcile import PASS_TIMEOUT_S
 
     control = open_control(refresh=False)
     _check_record(control)
-    patience = PATIENCE if watch else None
+    patience = PASS_TIMEOUT_S if watch else None
     seen: dict[str, str] = {}
     starter = StageStarter(control)
     while True:
         started: list[tuple[Experiment, StageStarted | PeriluneError]] = []
         try:
-            live = control.reconciler.all(patience=patience)
+            live = control.reconciler.reconcile_all(patience=patience)
             started = list(starter.start_next_stages())
             if started:
-                live += control.reconciler.all(patience=patience)
+                live += control.reconciler.reconcile_all(patience=patience)
         except PeriluneError as error:  # of the database, which may recover
             if not watch:
                 raise
@@ -150,9 +150,9 @@ def reconcile(
 
 
 def _check_record(control: Control) -> None:
-    from perilune.control.evidence.verification import record_problem
+    from perilune.control.evidence.verification import find_record_problem
 
-    if problem := record_problem(control, since_last=True):
+    if problem := find_record_problem(control, since_last=True):
         raise RequestError(
             f"recorded events were changed afterwards: {problem}",
             where=control.store.database.where,

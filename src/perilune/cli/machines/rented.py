@@ -40,7 +40,9 @@ def machines_list(
     perilune machines list --all --json
     """
     control = open_control()
-    machines = sorted(_fleet(control).all(gone=everything), key=lambda one: one.state != "terminating")
+    machines = sorted(
+        _fleet(control).machines(include_gone=everything), key=lambda one: one.state != "terminating"
+    )
     if as_json:
         print_json({"machines": [document(machine) for machine in machines]})
     elif machines:
@@ -94,11 +96,13 @@ def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
     \b
     perilune machines show perilune-7kq2m0x9ab-01jd0x-1-0
     """
-    from perilune.control.queries.lookup import events_of_machine
+    from perilune.control.queries.lookup import list_machine_events
 
     control = open_control()
     found = _find(_fleet(control), machine)
-    events = [{"time": row.time, "kind": row.kind, **row.detail} for row in events_of_machine(control, found)]
+    events = [
+        {"time": row.time, "kind": row.kind, **row.detail} for row in list_machine_events(control, found)
+    ]
     if as_json:
         print_json(document(found) | {"events": events})
         return
@@ -134,14 +138,14 @@ def machines_reap(
     perilune machines reap
     perilune machines reap --grace 0 --wait 60
     """
-    from perilune.control.machines.sweep import reconcile_all, sweep
+    from perilune.control.machines.sweep import reconcile_all, terminate_unrecorded
 
     control = open_control()
-    found = sweep(_fleet(control), grace)
+    found = terminate_unrecorded(_fleet(control), grace)
     until = time.monotonic() + wait
     while True:
         reconcile_all(_fleet(control))
-        going = [machine for machine in _fleet(control).all() if machine.state == "terminating"]
+        going = [machine for machine in _fleet(control).machines() if machine.state == "terminating"]
         if not going or time.monotonic() >= until:
             break
         time.sleep(REAP_SECONDS)
@@ -192,20 +196,20 @@ def cost(as_json: Json = False) -> None:
     perilune cost
     perilune cost --json
     """
-    from perilune.control.machines.budget import to_come, today, uses
+    from perilune.control.machines.budget import cost_today, list_machine_uses, remaining_cost
 
     control = open_control()
-    machines = _fleet(control).all(gone=True)
+    machines = _fleet(control).machines(include_gone=True)
     alive = [machine for machine in machines if machine.state != "gone"]
     by_run: dict[str, float] = {}
     with control.store.snapshot() as session:
-        for use in uses(session):
+        for use in list_machine_uses(session):
             by_run[use.run_id] = by_run.get(use.run_id, 0.0) + use.cost
     fields = {
         "spent": sum(by_run.values()),
         "per_hour": sum(machine.price for machine in alive),
-        "may_come": sum(to_come(machine) for machine in alive),
-        "today": today(machines),
+        "may_come": sum(remaining_cost(machine) for machine in alive),
+        "today": cost_today(machines),
         "daily_cap": _fleet(control).providers.daily_cap(),
         "machines": len(machines),
         "alive": len(alive),
@@ -275,7 +279,7 @@ def warn_about_cleanup(control: Control) -> None:
     from perilune.control.record.transitions import AttemptState
 
     warn_about_machines(control)
-    for attempt in control.reconciler.unclean():
+    for attempt in control.reconciler.uncleaned_attempts():
         stopped = attempt.state != AttemptState.LOST
         doubt = f"is not removed from {attempt.placement} yet" if stopped else "is not proven to have stopped"
         what = f"attempt {attempt.number} of run {attempt.run_id} {doubt}"
@@ -287,21 +291,21 @@ def warn_about_cleanup(control: Control) -> None:
 
 def warn_about_machines(control: Control) -> None:
     """Warn on stderr about machines that are being terminated and not proven gone, with their cost."""
-    from perilune.control.machines.budget import accrued
-    from perilune.control.machines.panic import STOPPED, renting_is_stopped
+    from perilune.control.machines.budget import accrued_cost
+    from perilune.control.machines.panic import RENTING_STOPPED, renting_is_stopped
 
     if renting_is_stopped(control.home):
-        echo(f"warning: {STOPPED}", err=True)
-    for machine in _fleet(control).all():
+        echo(f"warning: {RENTING_STOPPED}", err=True)
+    for machine in _fleet(control).machines():
         if machine.state == "terminating":
             silent = " (its provider does not answer)" if machine.unseen_since else ""
-            costs = f"it has cost {accrued(machine):.4g}; every command tries again"
+            costs = f"it has cost {accrued_cost(machine):.4g}; every command tries again"
             echo(f"warning: machine {machine.key} is not proven gone{silent}; {costs}", err=True)
 
 
 def document(machine: Machine) -> dict[str, Any]:
     """A machine as JSON."""
-    from perilune.control.machines.budget import accrued, promised
+    from perilune.control.machines.budget import accrued_cost, max_total_cost
 
     columns = ("key", "provider", "kind", "run_id", "epoch", "state", "reason", "price", "lease", "remote_id")
     conditions = [
@@ -318,8 +322,8 @@ def document(machine: Machine) -> dict[str, Any]:
     return {
         **{name: getattr(machine, name) for name in columns},
         "conditions": conditions,
-        "cost": accrued(machine),
-        "promised": promised(machine),
+        "cost": accrued_cost(machine),
+        "promised": max_total_cost(machine),
         "terminate_calls": machine.terminate_calls,
         "created": machine.created,
         "ended": machine.ended,
@@ -331,7 +335,7 @@ def _fleet(control: Control) -> Fleet:
 
 
 def _find(fleet: Fleet, reference: str) -> Machine:
-    machines = fleet.all(gone=True)
+    machines = fleet.machines(include_gone=True)
     fitting = [one for one in machines if one.key == reference] or [
         one for one in machines if reference and one.key.endswith(reference.lower())
     ]

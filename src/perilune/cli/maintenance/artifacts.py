@@ -43,15 +43,15 @@ def push(
     Runs that the store already has are skipped, and equal files are uploaded once.
     """
     from perilune.control.evidence.artifact_store import ArtifactStore
-    from perilune.control.queries.lookup import find_run, terminal_runs
+    from perilune.control.queries.lookup import find_run, list_ended_runs
 
-    remote = ArtifactStore.chosen(store)
+    remote = ArtifactStore.open(store)
     control = open_control()
     stored = set(remote.runs())
     chosen = (
         [find_run(control, run)]
         if run
-        else [one for one in terminal_runs(control) if one.state == "succeeded"]
+        else [one for one in list_ended_runs(control) if one.state == "succeeded"]
     )
     sent = {}
     for one in chosen:
@@ -79,7 +79,7 @@ def pull(
     """
     from perilune.control.evidence.artifact_store import ArtifactStore
 
-    remote = ArtifactStore.chosen(store)
+    remote = ArtifactStore.open(store)
     fitting = [one for one in remote.runs() if one.startswith(run.upper())]
     if len(fitting) != 1:
         what = f"'{run}' matches {len(fitting)} runs" if fitting else f"the store has no run '{run}'"
@@ -96,7 +96,7 @@ def list_runs(store: StoreOption = None, as_json: Json = False) -> None:
     """List the runs in the store."""
     from perilune.control.evidence.artifact_store import ArtifactStore
 
-    remote = ArtifactStore.chosen(store)
+    remote = ArtifactStore.open(store)
     found = remote.runs()
     if as_json:
         print_json({"store": remote.url, "runs": found})
@@ -116,7 +116,7 @@ def collect(
     \b
     perilune collect rl --out rl-artifacts
     """
-    from perilune.control.runs.requests import collect as collect_run
+    from perilune.control.runs.requests import collect_evidence as collect_run
 
     control, found = open_run(run)
     files = collect_run(control, found.id, out)

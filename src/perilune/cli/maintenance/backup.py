@@ -49,7 +49,7 @@ def restore(
     from perilune.control.record.backup import restore as put_back
     from perilune.control.record.home import Home
 
-    home = Home.chosen()
+    home = Home.locate()
     restored = put_back(folder, home)
     if as_json:
         print_json({"home": str(home.root), "backup": str(folder), "inherited": sorted(restored.runs)})

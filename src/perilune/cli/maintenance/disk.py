@@ -40,22 +40,22 @@ def gc(
     perilune gc
     perilune gc --checkpoints --yes
     """
-    from perilune.control.evidence.disk import disk_usage, other_usage, removable, remove
+    from perilune.control.evidence.disk import disk_usage, find_removable, other_usage, remove_items
     from perilune.control.record.home import Home
 
     if yes:
-        Home.chosen().release_reserve()  # disk space to record the deletion
+        Home.locate().release_reserve()  # disk space to record the deletion
     control = open_control()
     found = disk_usage(control)
     beside = {name: count for name, count in other_usage(control.home).items() if count}
-    chosen = removable(control, checkpoints=checkpoints, unused_days=unused_days)
+    chosen = find_removable(control, checkpoints=checkpoints, unused_days=unused_days)
     if not as_json:
         _print_uses(found)
         for name, count in beside.items():
             echo(f"{size(count):>10}  {name}")
         total = sum(use.bytes for use in found) + sum(beside.values())
         echo(f"{size(total):>10}  total in {control.home.root}")
-    removed = list(remove(control, chosen)) if yes else []
+    removed = list(remove_items(control, chosen)) if yes else []
     if as_json:
         print_json(
             {
@@ -137,14 +137,14 @@ def rm(
     """
     from perilune.control.queries.lookup import find_experiment
     from perilune.control.record.home import Home
-    from perilune.control.runs.removal import bytes_of, plan_removal, remove_experiment
+    from perilune.control.runs.removal import plan_removal, removal_bytes, remove_experiment
 
     if yes:
-        Home.chosen().release_reserve()  # disk space to record the deletion
+        Home.locate().release_reserve()  # disk space to record the deletion
     control = open_control()
     found = find_experiment(control, experiment)
     removal = plan_removal(control, found.id)
-    freed = bytes_of(control, removal)
+    freed = removal_bytes(control, removal)
     if not as_json:
         _print_removal(removal, freed)
     if removal.blockers:

@@ -160,7 +160,7 @@ def _home() -> list[Finding]:
 def _containers() -> list[Finding]:
     """Check the container programs that the templates for this machine use."""
     from perilune.control.record.home import Home
-    from perilune.control.runs.templates import LOCAL, load_template, template_names
+    from perilune.control.runs.templates import LOCAL_TEMPLATE, load_template, template_names
     from perilune.execution.readiness import examine_containers
 
     programs: dict[str, str] = {}  # to the first template that names it
@@ -168,7 +168,7 @@ def _containers() -> list[Finding]:
         home = Home.open()
         for name in template_names(home):
             template = load_template(home, name)
-            if template.container is not None and template.placement.name == LOCAL:
+            if template.container is not None and template.placement.name == LOCAL_TEMPLATE:
                 programs.setdefault(template.container.program, name)
     return [examine_containers(program, name) for program, name in programs.items()]
 

@@ -9,15 +9,15 @@ from perilune.cli.failures import explain
 from perilune.cli.train.run import run_experiment
 from perilune.control.queries.lookup import find_experiment
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.next_stage import recorded_recipe, template_of
+from perilune.control.runs.next_stage import read_recipe, submission_template
 
 
 def main(experiment_id: str) -> int:
     """Run the experiment to its end, or until a user cancels it; returns the exit code."""
     control = Control()
     experiment = find_experiment(control, experiment_id)
-    recipe = recorded_recipe(control, experiment_id)
-    template, command = template_of(experiment), f"perilune run {recipe.name}"
+    recipe = read_recipe(control, experiment_id)
+    template, command = submission_template(experiment), f"perilune run {recipe.name}"
     try:
         run_experiment(control, experiment_id, recipe, template, command, asked=False)
     except BaseException as error:

@@ -11,8 +11,8 @@ from perilune.cli.console import StageProgress, stage_progress
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
 from perilune.cli.units import duration
 from perilune.control.runs import progress as events
-from perilune.control.runs.experiments import advance, stage_plans
-from perilune.control.runs.requests import cancel, request_cancel, request_experiment_cancel
+from perilune.control.runs.experiments import advance, plan_stages
+from perilune.control.runs.requests import cancel_run, request_cancel, request_experiment_cancel
 from perilune.control.runs.stage_failures import explain_failure
 from perilune.errors import PeriluneError, RequestError
 from perilune.metrics.training import training_sentence
@@ -43,8 +43,8 @@ def follow(
     trackers = Trackers(control, recipe.tracking)
     with stage_progress() as view:
         try:
-            plans = stage_plans(recipe, template)
-            for event in advance(control, experiment, plans, template=template, asked=asked):
+            plans = plan_stages(recipe, template)
+            for event in advance(control, experiment, plans, template=template, is_new_submission=asked):
                 if isinstance(event, events.StageStarted):
                     running = event
                     trackers.begin(event.stage, event.run_id)
@@ -124,7 +124,7 @@ def _interrupt(control: Control, experiment: str, running: events.StageStarted, 
     try:
         view.say(f"stopping {stage}; press Ctrl-C again to exit now")
         with suppress(RequestError):  # it has just ended
-            cancel(control, run_id)
+            cancel_run(control, run_id)
         view.ended(stage, "failed", "stopped")
         view.say("stopped; the same command resumes from the last checkpoint")
     except KeyboardInterrupt:

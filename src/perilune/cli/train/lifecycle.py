@@ -51,7 +51,7 @@ def wait(
     """
     from perilune.control.queries.lookup import find_run_or_experiment
     from perilune.control.record.store import Experiment
-    from perilune.control.runs.experiments import POLL_SECONDS
+    from perilune.control.runs.experiments import POLL_INTERVAL_S
     from perilune.control.runs.next_stage import StageStarter
     from perilune.control.runs.stage_failures import REQUEST_CAUSES
 
@@ -65,7 +65,7 @@ def wait(
         run, outcome = starter.advance_experiment(found.id) if prefix else starter.advance_run(found.id)
         if outcome is not None or (until is not None and time.monotonic() >= until):
             break
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL_S)
     if as_json:
         print_json(({"experiment": found.id} if prefix else {}) | run_summary(run))
     else:
@@ -106,7 +106,7 @@ def cancel(
     """
     from perilune.control.queries.lookup import find_run_or_experiment
     from perilune.control.record.store import Run
-    from perilune.control.runs.requests import left_running
+    from perilune.control.runs.requests import list_shared_runs
 
     control = open_control()
     found = find_run_or_experiment(control, target)
@@ -120,7 +120,7 @@ def cancel(
         else:
             echo(f"{run.stage}: {run.state}; to resume it: perilune retry {run.id}")
     if not isinstance(found, Run):
-        for run in left_running(control, found.id):
+        for run in list_shared_runs(control, found.id):
             echo(f"{run.stage}: run {run.id} continues, because another experiment needs it")
         echo(f"{found.name}: no later stage starts; `perilune run` resumes the experiment")
     warn_about_cleanup(control)
@@ -129,10 +129,10 @@ def cancel(
 def stop(control: Control, found: Run | Experiment, *, force: bool = False) -> list[Run]:
     """Cancel a run or an experiment; returns the stopped runs in their final states."""
     from perilune.control.record.store import Run
-    from perilune.control.runs.requests import cancel, cancel_experiment
+    from perilune.control.runs.requests import cancel_experiment, cancel_run
 
     if isinstance(found, Run):
-        return [cancel(control, found.id, force=force)]
+        return [cancel_run(control, found.id, force=force)]
     return cancel_experiment(control, found.id, force=force)
 
 
@@ -158,15 +158,15 @@ def retry(
     perilune retry rl
     """
     from perilune.cli.train.follow import show_events
-    from perilune.control.runs.experiments import watch
-    from perilune.control.runs.requests import retry as retry_run
+    from perilune.control.runs.experiments import follow_run
+    from perilune.control.runs.requests import retry_run
 
     control, found = open_run(run)
     new = retry_run(control, found.id)
     if detach:
-        new = control.reconciler.one(new.id)
+        new = control.reconciler.reconcile(new.id)
     else:
-        show_events(watch(control, new.id))
+        show_events(follow_run(control, new.id))
         new = control.run(new.id)
     if as_json:
         print_json(run_summary(new))
@@ -186,7 +186,7 @@ def reproduce(run: RunArgument, as_json: Json = False) -> None:
     """
     from perilune.cli.train.follow import show_events
     from perilune.control.runs.reproduction import Reproduced
-    from perilune.control.runs.reproduction import reproduce as run_again
+    from perilune.control.runs.reproduction import reproduce_run as run_again
 
     control, found = open_run(run)
     last = show_events(run_again(control, found.id))

@@ -43,7 +43,7 @@ def derive(recipe: Recipe, template: Template | None = None, *, check: bool = Fa
     for stage in recipe.stages:
         try:
             job = build_job(recipe, stage)
-            job = job if template is None else template.job(job)
+            job = job if template is None else template.apply_resources(job)
             if template is None:
                 require_device(job.resources)
             figures = dict(load_plugin(stage.task).plan(job))
@@ -137,7 +137,7 @@ def print_estimate(
 ) -> None:
     """Print what all stages take together, or why that is unknown."""
     from perilune.cli.train.estimate import total
-    from perilune.control.machines.leases import cost
+    from perilune.control.machines.leases import compute_cost
 
     if recipe.model is None:
         return
@@ -151,7 +151,9 @@ def print_estimate(
     out.write(shown(f"  {'time':<9}{fact}") + "\n")
     if estimated and template is not None and template.price is not None:
         every = total(estimated)
-        low, middle, high = (cost(template.price, one) for one in (every.low, every.seconds, every.high))
+        low, middle, high = (
+            compute_cost(template.price, one) for one in (every.low, every.seconds, every.high)
+        )
         range_ = f"at most {high:.4g}" if every.at_most else f"about {middle:.4g} ({low:.4g} to {high:.4g})"
         out.write(f"  {'cost':<9}{range_}, at {template.price:.4g} per hour\n")
 

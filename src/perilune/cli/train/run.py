@@ -211,10 +211,10 @@ def _print_forecast(
     """Print the dry run of `--plan`; `audit` is the command that audits the rewards."""
     from perilune.cli.data.audit import print_grades
     from perilune.cli.train.plan import print_estimate, print_forecast
-    from perilune.control.queries.forecast import forecast
-    from perilune.control.runs.experiments import Control, stage_plans
+    from perilune.control.queries.forecast import forecast_submission
+    from perilune.control.runs.experiments import Control, plan_stages
 
-    ahead = forecast(Control(), stage_plans(recipe, template), template)
+    ahead = forecast_submission(Control(), plan_stages(recipe, template), template)
     if as_json:
         print_json(plan_document(recipe, derived, template, estimated, ahead))
     else:
@@ -262,13 +262,13 @@ def run_experiment(
     from perilune.cli.train.estimate import kept_estimate
     from perilune.cli.train.follow import follow
     from perilune.cli.train.results import next_steps, print_results, results_document
-    from perilune.control.queries.lookup import stage_statuses
+    from perilune.control.queries.lookup import list_stage_statuses
     from perilune.ui.experiment import experiment_view
     from perilune.ui.report import build_report
 
     began = time.monotonic()
     failure = follow(control, experiment, recipe, template, asked=asked)
-    statuses = stage_statuses(control, [experiment])
+    statuses = list_stage_statuses(control, [experiment])
     problem: Exception | None = failure
     report: Path | None = None
     try:
@@ -294,13 +294,13 @@ def run_experiment(
 def _cost(control: Control, statuses: Sequence[StageStatus], template: Template | None) -> float | None:
     """What the runs have cost, in currency units; None without a price."""
     from perilune.control.machines.budget import cost_of_runs
-    from perilune.control.machines.leases import cost
+    from perilune.control.machines.leases import compute_cost
 
     with control.store.snapshot() as session:
         rented = cost_of_runs(session, [one.run_id for one in statuses])
     if rented is not None or template is None or template.price is None:
         return rented
-    return cost(template.price, sum(one.seconds or 0.0 for one in statuses))
+    return compute_cost(template.price, sum(one.seconds or 0.0 for one in statuses))
 
 
 def _wait_for_termination(control: Control) -> None:
@@ -308,7 +308,7 @@ def _wait_for_termination(control: Control) -> None:
     from perilune.cli.machines.rented import warn_about_machines
 
     until = time.monotonic() + GONE_SECONDS
-    while control.reconciler.rentals.follow():
+    while control.reconciler.rentals.reconcile_managed():
         if time.monotonic() > until:
             warn_about_machines(control)
             return
@@ -353,11 +353,11 @@ def start_detached(
     background process does.
     """
     from perilune.control.record.home import has_daemon
-    from perilune.control.runs.experiments import advance, open_experiment, stage_plans
+    from perilune.control.runs.experiments import advance, open_experiment, plan_stages
     from perilune.control.runs.progress import StageStarted
 
     experiment = open_experiment(control, recipe, changes)
-    events = advance(control, experiment, stage_plans(recipe, template), template=template)
+    events = advance(control, experiment, plan_stages(recipe, template), template=template)
     first = next((event for event in events if isinstance(event, StageStarted)), None)
     document: dict[str, Any] = {
         "experiment": experiment,

@@ -167,13 +167,13 @@ def sweep(
 
 def _first_arms(axes: Sequence[Axis], random: int | None, search: int | None) -> list[Settings]:
     """The arms that are known before anything has run: all of them, except in a search."""
-    from perilune.control.runs.search import propose
+    from perilune.control.runs.search import propose_arm
     from perilune.recipe.axes import grid_arms, sample_arms
 
     if random is not None and search is not None:
         raise RequestError("--random and --search exclude each other")
     if search is not None:
-        return [one for one in [propose(axes, (), {}, maximize=True)] if one is not None]
+        return [one for one in [propose_arm(axes, (), {}, maximize=True)] if one is not None]
     return grid_arms(axes) if random is None else sample_arms(axes, random)
 
 
@@ -205,15 +205,15 @@ def _command(recipe: str, options: dict[str, Any], where: Destination) -> tuple[
 
 def _print_plan(request: Request, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:
     """Print the arms, the stages that they share, and what is known about time and cost."""
-    from perilune.control.queries.forecast import forecast
+    from perilune.control.queries.forecast import forecast_submission
     from perilune.control.queries.sweep_forecast import forecast_sweep
-    from perilune.control.runs.experiments import Control, stage_plans
+    from perilune.control.runs.experiments import Control, plan_stages
 
     control, template = Control(), request.template
     ahead = forecast_sweep(control, list(recipes.values()), template)
     runs = sum(ahead.to_run.values())
     first = next(iter(recipes.values()))
-    price = forecast(control, stage_plans(first, template), template).cost
+    price = forecast_submission(control, plan_stages(first, template), template).cost
     calibrated = _estimated_seconds(list(recipes.values()), ahead.arms, template)
     seconds = ahead.seconds if calibrated is None else calibrated
     arms = [
@@ -376,7 +376,7 @@ class _Run:
     def _follow(self) -> None:
         """Show progress until all experiments have ended, and let a search propose further arms."""
         while True:
-            for experiment, state in self.runner.look().items():
+            for experiment, state in self.runner.reconcile().items():
                 self._show(experiment, state)
             while self._has_room() and (settings := self._proposal()) is not None:
                 self._submit(settings, {})
@@ -417,7 +417,7 @@ class _Run:
     def _proposal(self) -> Settings | None:
         """The next arm of a search, from the mean figures of the finished arms; None if all were tried."""
         from perilune.control.queries.comparison import final_figures, lower_is_better
-        from perilune.control.runs.search import propose
+        from perilune.control.runs.search import propose_arm
 
         figures = {}
         metric, by_experiment = final_figures(self.control, self.labels, self.request.metric)
@@ -426,7 +426,7 @@ class _Run:
             if known and not set(arm.experiments.values()) & set(self.runner.live):
                 figures[arm.settings] = fmean(known)
         arms = [arm.settings for arm in self.sweep.arms]
-        return propose(self.request.axes, arms, figures, maximize=not lower_is_better(metric))
+        return propose_arm(self.request.axes, arms, figures, maximize=not lower_is_better(metric))
 
     def _print(self, seconds: float, *, as_json: bool) -> None:
         """Write the page of the comparison, and print it."""

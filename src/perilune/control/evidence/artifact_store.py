@@ -33,9 +33,9 @@ from perilune.files import canonical_json, is_inside_root, sha256_file
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-VARIABLE = "PERILUNE_ARTIFACTS"
-WORKERS = 8  # concurrent transfers
-BLOCK = 1 << 20
+STORE_VARIABLE = "PERILUNE_ARTIFACTS"
+MAX_TRANSFERS = 8  # concurrent transfers
+BLOCK_BYTES = 1 << 20
 
 
 class ArtifactStore:
@@ -64,15 +64,17 @@ class ArtifactStore:
         self._root = root.rstrip("/")
 
     @classmethod
-    def chosen(cls, url: str | None) -> ArtifactStore:
-        """The store at `url`, or else at the URL in PERILUNE_ARTIFACTS."""
-        found = url or os.environ.get(VARIABLE)
+    def open(cls, url: str | None) -> ArtifactStore:
+        """Return the store at `url`, or else at the URL in PERILUNE_ARTIFACTS."""
+        found = url or os.environ.get(STORE_VARIABLE)
         if not found:
-            raise RequestError("no artifact store is given", remedy=f"--store URL, or export {VARIABLE}=URL")
+            raise RequestError(
+                "no artifact store is given", remedy=f"--store URL, or export {STORE_VARIABLE}=URL"
+            )
         return cls(found)
 
     def runs(self) -> list[str]:
-        """Ids of the stored runs, sorted."""
+        """Return the ids of the stored runs, sorted."""
         with self._store_errors():
             folder = f"{self._root}/runs"
             names = self._fs.ls(folder, detail=False) if self._fs.exists(folder) else []
@@ -88,8 +90,8 @@ class ArtifactStore:
         with control.home.scratch() as scratch:
             folder = scratch / "export"
             export(control, run, folder)
-            files = dict(_described(folder, hashes_of(folder / "bundle")))
-            sent = sum(self._each(lambda name: self._put(folder / name, files[name]), files))
+            files = dict(_list_entries(folder, hashes_of(folder / "bundle")))
+            sent = sum(self._transfer_each(lambda name: self._upload(folder / name, files[name]), files))
             index = canonical_json({"run": run.id, "stage": run.stage, "files": files})
             with self._store_errors():
                 self._write(f"{self._root}/runs/{run.id}.json", lambda file: file.write(index))
@@ -102,12 +104,12 @@ class ArtifactStore:
             RequestError: the run is not stored, or `destination` exists.
             WorkFailedError: a file does not have the hash in the list.
         """
-        files = self._index(run_id)
+        files = self._read_index(run_id)
         with new_folder("keep what was pulled", destination) as building:
-            list(self._each(lambda name: self._get(files[name], building / name), files))
+            list(self._transfer_each(lambda name: self._download(files[name], building / name), files))
         return len(files)
 
-    def _index(self, run_id: str) -> dict[str, dict[str, Any]]:
+    def _read_index(self, run_id: str) -> dict[str, dict[str, Any]]:
         with self._store_errors():
             path = f"{self._root}/runs/{run_id}.json"
             if not run_id.isalnum() or not self._fs.exists(path):
@@ -129,21 +131,21 @@ class ArtifactStore:
             )
         return files
 
-    def _each(self, work: Callable[[str], int], files: Iterable[str]) -> Iterator[int]:
-        with ThreadPoolExecutor(WORKERS) as workers, self._store_errors():
+    def _transfer_each(self, work: Callable[[str], int], files: Iterable[str]) -> Iterator[int]:
+        with ThreadPoolExecutor(MAX_TRANSFERS) as workers, self._store_errors():
             yield from workers.map(work, files)
 
-    def _object(self, sha256: str) -> str:
+    def _object_path(self, sha256: str) -> str:
         return f"{self._root}/sha256/{sha256[:2]}/{sha256}"
 
-    def _put(self, source: Path, file: Mapping[str, Any]) -> int:
-        target = self._object(file["sha256"])
+    def _upload(self, source: Path, file: Mapping[str, Any]) -> int:
+        target = self._object_path(file["sha256"])
         if self._fs.exists(target) and self._fs.size(target) == file["size"]:
             return 0
 
         def copy(sink: Any) -> None:
             with source.open("rb") as reader:
-                while block := reader.read(BLOCK):
+                while block := reader.read(BLOCK_BYTES):
                     sink.write(block)
 
         self._write(target, copy)
@@ -162,11 +164,11 @@ class ArtifactStore:
                 self._fs.rm(temporary)
             raise
 
-    def _get(self, file: Mapping[str, Any], destination: Path) -> int:
+    def _download(self, file: Mapping[str, Any], destination: Path) -> int:
         destination.parent.mkdir(parents=True, exist_ok=True)
         digest, size = hashlib.sha256(), 0
-        with self._fs.open(self._object(file["sha256"]), "rb") as source, destination.open("xb") as sink:
-            while block := source.read(BLOCK):
+        with self._fs.open(self._object_path(file["sha256"]), "rb") as source, destination.open("xb") as sink:
+            while block := source.read(BLOCK_BYTES):
                 size += len(block)
                 if size > file["size"]:
                     break
@@ -194,7 +196,7 @@ class ArtifactStore:
 
 
 def _is_entry(name: str, file: Mapping[str, Any]) -> bool:
-    """Whether a list of files may contain this entry: a path inside, a size, a SHA-256 and a mode."""
+    """Return whether a list of files may contain this entry: a path inside, a size, a SHA-256 and a mode."""
     return (
         is_inside_root(name)
         and "\\" not in name
@@ -204,8 +206,8 @@ def _is_entry(name: str, file: Mapping[str, Any]) -> bool:
     )
 
 
-def _described(folder: Path, known: Mapping[str, str]) -> Iterable[tuple[str, dict[str, Any]]]:
-    """The files of an exported folder; `known` has hashes that were verified during the export."""
+def _list_entries(folder: Path, known: Mapping[str, str]) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Yield the files of an exported folder; `known` has hashes that were verified during the export."""
     for name, status in walk(folder):
         path = folder / name
         if path.is_file():

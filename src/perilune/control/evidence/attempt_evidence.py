@@ -12,8 +12,8 @@ from perilune.execution.verdict import Verdict
 from perilune.files import read_json, sha256_file
 
 
-def evidence_problem(attempt: Path, verdict: Verdict, removed: Collection[str] = ()) -> str:
-    """What is wrong with an attempt's artifacts, or "".
+def find_evidence_problem(attempt: Path, verdict: Verdict, removed: Collection[str] = ()) -> str:
+    """Return the first problem of an attempt's artifacts, or "".
 
     The manifest must have the verdict's digest, and its files their sizes, except for `removed` files.
     (`verify` compares contents.)
@@ -31,8 +31,8 @@ def evidence_problem(attempt: Path, verdict: Verdict, removed: Collection[str] =
     return ""
 
 
-def left_files(attempt: Path, bring: Bring) -> dict[str, str]:
-    """SHA-256 of the artifacts that stayed on the attempt's machine, by path in the bundle."""
+def unfetched_files(attempt: Path, bring: Bring) -> dict[str, str]:
+    """Return the SHA-256 of the artifacts that stayed on the attempt's machine, by path in the bundle."""
     return {
         path: sha256
         for path, sha256 in attested_hashes(attempt).items()
@@ -41,7 +41,7 @@ def left_files(attempt: Path, bring: Bring) -> dict[str, str]:
 
 
 def worker_output(attempt: Path, lines: int = 3) -> str:
-    """The last lines that the worker itself printed; "" if there are none."""
+    """Return the last lines that the worker itself printed; "" if there are none."""
     try:
         return last_lines((attempt / "runtime" / "worker.log").read_bytes(), lines)
     except OSError:

@@ -18,13 +18,13 @@ from perilune.control.record.store import Attempt
 from perilune.errors import PeriluneError
 from perilune.files import write_atomic
 
-FOLDER = "attestations"  # of a run
+ATTESTATIONS_FOLDER = "attestations"  # of a run
 
 
 def attest_bundle(home: Home, directory: Path, run_id: str) -> None:
     """Sign that `run_id` was submitted with the bundle in `directory`, which becomes the run's directory."""
-    _write(
-        directory / FOLDER / BUNDLE_STATEMENT,
+    _write_signed(
+        directory / ATTESTATIONS_FOLDER / BUNDLE_STATEMENT,
         home,
         bundle_statement(directory / "bundle", run_id, time.time()),
     )
@@ -37,15 +37,15 @@ def attest_result(home: Home, attempt: Attempt, directory: Path) -> None:
     """
     make_read_only(directory / "artifacts" / "checkpoints")
     statement = result_statement(directory, attempt.run_id, attempt.number, attempt.created, time.time())
-    _write(_result(home, attempt.run_id, attempt.number), home, statement)
+    _write_signed(_result_path(home, attempt.run_id, attempt.number), home, statement)
 
 
-def evidence_of(home: Home, run_id: str, number: int) -> Evidence:
-    """The paths of an attempt's evidence."""
+def evidence_paths(home: Home, run_id: str, number: int) -> Evidence:
+    """Return the paths of an attempt's evidence."""
     return Evidence(
         home.attempt(run_id, number),
-        home.run(run_id) / FOLDER / BUNDLE_STATEMENT,
-        _result(home, run_id, number),
+        home.run(run_id) / ATTESTATIONS_FOLDER / BUNDLE_STATEMENT,
+        _result_path(home, run_id, number),
         home.keys / PUBLIC,
         run_id,
     )
@@ -59,23 +59,23 @@ def attest_removal(home: Home, run_id: str, number: int, files: Mapping[str, str
     """
     attempt = home.attempt(run_id, number)
     known = {**attested_hashes(attempt), **files}
-    removed = {name: known[name] for name in removed_from(home, run_id, number) | files.keys()}
-    _write(attempt / REMOVED, home, removal_statement(removed, run_id, number, time.time()))
+    removed = {name: known[name] for name in removed_artifacts(home, run_id, number) | files.keys()}
+    _write_signed(attempt / REMOVED, home, removal_statement(removed, run_id, number, time.time()))
 
 
-def removed_from(home: Home, run_id: str, number: int) -> frozenset[str]:
-    """Artifacts of an attempt that were removed deliberately; empty unless this home signed the removal."""
+def removed_artifacts(home: Home, run_id: str, number: int) -> frozenset[str]:
+    """Return the artifacts of an attempt that this home has signed as removed deliberately."""
     try:
         return removed_files(home.attempt(run_id, number), home.keys / PUBLIC, f"{run_id}/{number}")
     except PeriluneError:
         return frozenset()
 
 
-def _result(home: Home, run_id: str, number: int) -> Path:
-    return home.run(run_id) / FOLDER / str(number) / RESULT_STATEMENT
+def _result_path(home: Home, run_id: str, number: int) -> Path:
+    return home.run(run_id) / ATTESTATIONS_FOLDER / str(number) / RESULT_STATEMENT
 
 
-def _write(path: Path, home: Home, statement: dict[str, object]) -> None:
+def _write_signed(path: Path, home: Home, statement: dict[str, object]) -> None:
     envelope = SigningKey(home.keys).sign(statement)
     with storage_errors("keep a signed statement", path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,15 +18,15 @@ from sqlalchemy import select
 from perilune.bundle.shared_files import INPUTS, WHEELS
 from perilune.bundle.verify import attested_hashes
 from perilune.control.evidence.attestation import attest_removal
-from perilune.control.record.faults import reached
+from perilune.control.record.faults import kill_point
 from perilune.control.record.home import Home, locked
-from perilune.control.record.store import Attempt, Experiment, Run, record
+from perilune.control.record.store import Attempt, Experiment, Run, record_event
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.experiments import Control
 
-CHECKPOINTS = Path("artifacts/checkpoints")
-INTERMEDIATE = "step-*"  # checkpoints for resuming; later stages use `final`
-ENVIRONMENTS, COMPLETE = "environments", "complete"  # from bootstrap.py, which touches `complete` at use
+CHECKPOINTS_FOLDER = Path("artifacts/checkpoints")
+INTERMEDIATE_PATTERN = "step-*"  # checkpoints for resuming; later stages use `final`
+ENVIRONMENTS_FOLDER, COMPLETE_FILE = "environments", "complete"  # of bootstrap.py, which touches `complete`
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,61 +73,63 @@ class Removable:
 
 
 def disk_usage(control: Control) -> list[DiskUsage]:
-    """Disk usage of each run, the oldest first."""
+    """Return the disk usage of each run, the oldest first."""
     home, seen = control.home, set[tuple[int, int]]()
     with control.store.snapshot() as session:
         query = select(Run, Experiment.name).join(Experiment, Experiment.id == Run.experiment_id)
         rows = session.execute(query.order_by(Run.id)).all()
     found = []
     for run, experiment in rows:
-        bundle = size_of(home.bundle(run.id), seen)
+        bundle = disk_bytes(home.bundle(run.id), seen)
         attempts = sorted((home.run(run.id) / "attempts").glob("[0-9]*"))
-        checkpoints = sum(size_of(attempt / CHECKPOINTS, seen) for attempt in attempts)
-        others = sum(size_of(attempt, seen) for attempt in attempts)
-        again = size_of(home.run(run.id) / "reproductions", seen)
+        checkpoints = sum(disk_bytes(attempt / CHECKPOINTS_FOLDER, seen) for attempt in attempts)
+        others = sum(disk_bytes(attempt, seen) for attempt in attempts)
+        again = disk_bytes(home.run(run.id) / "reproductions", seen)
         found.append(DiskUsage(experiment, run.stage, run.id, run.state, bundle, others, checkpoints, again))
     return found
 
 
 def other_usage(home: Home) -> dict[str, int]:
-    """Bytes that belong to no run, by name in the home."""
+    """Return the bytes that belong to no run, by name in the home."""
     seen = set[tuple[int, int]]()
     return {
-        path.name: size_of(path, seen)
+        path.name: disk_bytes(path, seen)
         for path in sorted(home.root.iterdir())
         if path.name not in {"runs", "lock", WHEELS, INPUTS}  # counted with the bundles that share them
     }
 
 
-def removable(control: Control, *, checkpoints: bool = False, unused_days: float = 30.0) -> list[Removable]:
-    """What can be removed: replaced attempts that were collected, and unused environments.
+def find_removable(
+    control: Control, *, checkpoints: bool = False, unused_days: float = 30.0
+) -> list[Removable]:
+    """Return the replaced attempts that were collected, and the unused environments.
 
     Args:
         checkpoints: also the intermediate checkpoints of succeeded runs.
         unused_days: days without use after which an environment can be removed.
     """
-    found = [*_replaced(control), *_unused(control.home, unused_days)]
+    found = [*_find_replaced(control), *_find_unused(control.home, unused_days)]
     if checkpoints:
-        found += _intermediate(control)
+        found += _find_intermediate(control)
     return found
 
 
-def remove(control: Control, chosen: Sequence[Removable]) -> Iterator[Removable]:
+def remove_items(control: Control, chosen: Sequence[Removable]) -> Iterator[Removable]:
     """Remove what can still be removed, and yield each; anything in use again stays."""
-    for one in chosen:
-        match one.kind:
+    for item in chosen:
+        match item.kind:
             case "attempt":
-                gone = _remove_attempt(control, one)
+                removed = _remove_attempt(control, item)
             case "checkpoints":
-                gone = _remove_checkpoints(control, one)
+                removed = _remove_checkpoints(control, item)
             case _:
-                gone = _remove_environment(control, one)
-        if gone:
-            yield one
+                removed = _remove_environment(control, item)
+        if removed:
+            yield item
 
 
-def size_of(path: Path, seen: set[tuple[int, int]]) -> int:
-    """Bytes on disk of a file or tree, without the files in `seen`, and add its files to `seen`."""
+def disk_bytes(path: Path, seen: set[tuple[int, int]]) -> int:
+    """Return the bytes on disk of a file or tree without the files in `seen`, and add its files to `seen`."""
     total = 0
     paths = [path] if path.is_file() else path.rglob("*")
     for one in paths:
@@ -141,91 +143,91 @@ def size_of(path: Path, seen: set[tuple[int, int]]) -> int:
     return total
 
 
-def _replaced(control: Control) -> Iterator[Removable]:
+def _find_replaced(control: Control) -> Iterator[Removable]:
     with control.store.snapshot() as session:
         rows = session.execute(select(Attempt, Run).join(Run).order_by(Attempt.run_id, Attempt.number)).all()
     for attempt, run in rows:
         path = control.home.attempt(run.id, attempt.number)
         if _is_replaced(attempt, run) and path.is_dir():
             why = f"{attempt.state} and collected; the current attempt is {run.current_epoch}"
-            yield Removable("attempt", path, size_of(path, set()), why, run.id, attempt.number)
+            yield Removable("attempt", path, disk_bytes(path, set()), why, run.id, attempt.number)
 
 
 def _is_replaced(attempt: Attempt, run: Run) -> bool:
-    """Whether nothing needs the attempt. The next attempt of a live run starts from the last one."""
-    ended = AttemptState(attempt.state).terminal and attempt.cleanup != Cleanup.PENDING
-    needed = 0 if RunState(run.state).terminal else 1
+    """Return whether nothing needs the attempt. The next attempt of a live run starts from the last one."""
+    ended = AttemptState(attempt.state).is_terminal and attempt.cleanup != Cleanup.PENDING
+    needed = 0 if RunState(run.state).is_terminal else 1
     return ended and attempt.number < run.current_epoch - needed
 
 
-def _remove_attempt(control: Control, one: Removable) -> bool:
-    with locked(control.home.run(one.run_id)) as mine:
+def _remove_attempt(control: Control, item: Removable) -> bool:
+    with locked(control.home.run(item.run_id)) as mine:
         if not mine:
             return False
         with control.store.transaction() as session:
-            attempt = session.get_one(Attempt, (one.run_id, one.epoch))
-            if not _is_replaced(attempt, session.get_one(Run, one.run_id)):
+            attempt = session.get_one(Attempt, (item.run_id, item.epoch))
+            if not _is_replaced(attempt, session.get_one(Run, item.run_id)):
                 return False
-            record(session, "attempt.removed", run_id=one.run_id, epoch=one.epoch, bytes=one.bytes)
-        reached("remove.recorded")
-        return control.home.discard(one.path)
+            record_event(session, "attempt.removed", run_id=item.run_id, epoch=item.epoch, bytes=item.bytes)
+        kill_point("remove.recorded")
+        return control.home.discard(item.path)
 
 
-def _intermediate(control: Control) -> Iterator[Removable]:
+def _find_intermediate(control: Control) -> Iterator[Removable]:
     with control.store.snapshot() as session:
         runs = session.scalars(
             select(Run).where(Run.state == RunState.SUCCEEDED.value).order_by(Run.id)
         ).all()
     for run in runs:
-        path = control.directory(run) / CHECKPOINTS
-        if found := sorted(path.glob(INTERMEDIATE)):
+        path = control.directory(run) / CHECKPOINTS_FOLDER
+        if found := sorted(path.glob(INTERMEDIATE_PATTERN)):
             seen = set[tuple[int, int]]()
-            size, names = sum(size_of(one, seen) for one in found), tuple(one.name for one in found)
+            size, names = sum(disk_bytes(one, seen) for one in found), tuple(one.name for one in found)
             why = "they serve only to resume training, and the run has succeeded"
             yield Removable("checkpoints", path, size, why, run.id, run.current_epoch, names)
 
 
-def _remove_checkpoints(control: Control, one: Removable) -> bool:
+def _remove_checkpoints(control: Control, item: Removable) -> bool:
     """Sign the removal first, because the files are part of the evidence."""
-    below = tuple(f"{CHECKPOINTS}/{name}/" for name in one.names)
-    hashes = attested_hashes(control.home.attempt(one.run_id, one.epoch))
+    below = tuple(f"{CHECKPOINTS_FOLDER}/{name}/" for name in item.names)
+    hashes = attested_hashes(control.home.attempt(item.run_id, item.epoch))
     files = {name: sha256 for name, sha256 in hashes.items() if name.startswith(below)}
-    with locked(control.home.run(one.run_id)) as mine:
+    with locked(control.home.run(item.run_id)) as mine:
         if not mine or not files:
             return False
-        attest_removal(control.home, one.run_id, one.epoch, files)
+        attest_removal(control.home, item.run_id, item.epoch, files)
         with control.store.transaction() as session:
-            detail = {"names": list(one.names), "files": len(files), "bytes": one.bytes}
-            record(session, "checkpoints.removed", run_id=one.run_id, epoch=one.epoch, **detail)
-        reached("remove.recorded")
-        gone = [control.home.discard(one.path / name) for name in one.names]
-        return all(gone)
+            detail = {"names": list(item.names), "files": len(files), "bytes": item.bytes}
+            record_event(session, "checkpoints.removed", run_id=item.run_id, epoch=item.epoch, **detail)
+        kill_point("remove.recorded")
+        removed = [control.home.discard(item.path / name) for name in item.names]
+        return all(removed)
 
 
-def _unused(home: Home, days: float) -> Iterator[Removable]:
-    for path in sorted((home.root / ENVIRONMENTS).glob("*")):
-        if not path.is_dir() or _in_use(path):
+def _find_unused(home: Home, days: float) -> Iterator[Removable]:
+    for path in sorted((home.root / ENVIRONMENTS_FOLDER).glob("*")):
+        if not path.is_dir() or _is_in_use(path):
             continue
-        complete = path / COMPLETE
+        complete = path / COMPLETE_FILE
         idle = (time.time() - (complete if complete.exists() else path).stat().st_mtime) / 86_400
         if idle >= days:
             why = f"no bundle has used it for {idle:.0f} days"
-            yield Removable("environment", path, size_of(path, set()), why)
+            yield Removable("environment", path, disk_bytes(path, set()), why)
 
 
-def _remove_environment(control: Control, one: Removable) -> bool:
-    with _environment_lock(one.path) as mine:
-        if not mine or _in_use(one.path):
+def _remove_environment(control: Control, item: Removable) -> bool:
+    with _environment_lock(item.path) as mine:
+        if not mine or _is_in_use(item.path):
             return False
         with control.store.transaction() as session:
-            record(session, "environment.removed", name=one.path.name, bytes=one.bytes)
-        reached("remove.recorded")
-        return control.home.discard(one.path)
+            record_event(session, "environment.removed", name=item.path.name, bytes=item.bytes)
+        kill_point("remove.recorded")
+        return control.home.discard(item.path)
 
 
 @contextmanager
 def _environment_lock(environment: Path) -> Iterator[bool]:
-    """The lock that scripts/bootstrap.py holds while it checks or creates an environment."""
+    """Yield the lock that scripts/bootstrap.py holds while it checks or creates an environment."""
     with environment.with_suffix(".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -235,8 +237,8 @@ def _environment_lock(environment: Path) -> Iterator[bool]:
             yield True
 
 
-def _in_use(environment: Path) -> bool:
-    """Whether a process runs a program of the environment."""
+def _is_in_use(environment: Path) -> bool:
+    """Return whether a process runs a program of the environment."""
     mark = os.fsencode(environment) + b"/"
     for process in Path("/proc").glob("[0-9]*/cmdline"):
         try:

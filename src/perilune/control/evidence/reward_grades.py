@@ -10,19 +10,21 @@ from perilune.errors import RequestError
 from perilune.files import canonical_json, read_json, sha256_bytes, sha256_file, write_json
 
 
-def keep_grade(home: Home, section: Mapping[str, Any], files: Iterable[Path], grade: str, worst: str) -> None:
+def store_grade(
+    home: Home, section: Mapping[str, Any], files: Iterable[Path], grade: str, worst: str
+) -> None:
     """Store the grade of an environment section and its rewards.
 
     Args:
         files: the files and folders that the section names; a grade holds only for their present contents.
         worst: the most serious finding, in one sentence.
     """
-    write_json(_place(home, section, files), {"grade": grade, "worst": worst, "time": time.time()})
+    write_json(_grade_path(home, section, files), {"grade": grade, "worst": worst, "time": time.time()})
 
 
-def kept_grade(home: Home, section: Mapping[str, Any], files: Iterable[Path]) -> dict[str, Any] | None:
-    """The grade that `keep_grade` stored for exactly this section and these files; None if there is none."""
-    place = _place(home, section, files)
+def read_grade(home: Home, section: Mapping[str, Any], files: Iterable[Path]) -> dict[str, Any] | None:
+    """Return what `store_grade` stored for exactly this section and these files; None if there is none."""
+    place = _grade_path(home, section, files)
     try:
         found = read_json(place) if place.is_file() else None
     except RequestError:
@@ -30,12 +32,12 @@ def kept_grade(home: Home, section: Mapping[str, Any], files: Iterable[Path]) ->
     return found if isinstance(found, dict) and found.keys() == {"grade", "worst", "time"} else None
 
 
-def _place(home: Home, section: Mapping[str, Any], files: Iterable[Path]) -> Path:
-    contents = [sha256_file(file) for path in files for file in _files(path)]
+def _grade_path(home: Home, section: Mapping[str, Any], files: Iterable[Path]) -> Path:
+    contents = [sha256_file(file) for path in files for file in _list_files(path)]
     return home.root / "reward_audits" / f"{sha256_bytes(canonical_json([section, contents]))}.json"
 
 
-def _files(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     if path.is_dir():
         return sorted(file for file in path.iterdir() if file.is_file())
     return [path] if path.is_file() else []

@@ -7,7 +7,7 @@ from perilune.bundle.storage import remove_tree
 from perilune.control.record.home import Home, locked
 from perilune.control.record.store import Event, Experiment, Run, Store
 
-REMOVED = "experiment.removed"  # event of `perilune rm`, with the ids of the experiment and its runs
+REMOVED_EVENT = "experiment.removed"  # event of `perilune rm`, with the ids of the experiment and its runs
 
 
 def remove_stale_folders(home: Home, store: Store) -> None:
@@ -19,27 +19,27 @@ def remove_stale_folders(home: Home, store: Store) -> None:
     home.sweep()
     SharedFiles(home.root).remove_unused()
     found = {path.name for path in home.runs.iterdir()}
-    for run_id in found - _known(store):
+    for run_id in found - _recorded_ids(store):
         with locked(home.run(run_id)) as mine:  # the submitting process holds it until the run is accepted
-            if not mine or run_id in _known(store):
+            if not mine or run_id in _recorded_ids(store):
                 continue
-            if run_id in _removed(store):
+            if run_id in _removed_ids(store):
                 home.discard(home.run(run_id))
             elif not home.newest_attempt(run_id):
                 remove_tree(home.run(run_id))
     experiments = {path.name for path in home.experiments.iterdir()}
-    if unknown := experiments - _known(store, Experiment):
-        for experiment_id in unknown & _removed(store):
+    if unknown := experiments - _recorded_ids(store, Experiment):
+        for experiment_id in unknown & _removed_ids(store):
             home.discard(home.experiment(experiment_id))
 
 
-def _known(store: Store, table: type[Run | Experiment] = Run) -> set[str]:
+def _recorded_ids(store: Store, table: type[Run | Experiment] = Run) -> set[str]:
     with store.snapshot() as session:
         return set(session.scalars(select(table.id)))
 
 
-def _removed(store: Store) -> set[str]:
-    """Ids of removed experiments and of their runs."""
+def _removed_ids(store: Store) -> set[str]:
+    """Return the ids of removed experiments and of their runs."""
     with store.snapshot() as session:
-        events = session.scalars(select(Event).where(Event.kind == REMOVED)).all()
+        events = session.scalars(select(Event).where(Event.kind == REMOVED_EVENT)).all()
     return {one for event in events for one in (event.detail["experiment"], *event.detail["runs"])}

@@ -12,8 +12,8 @@ from perilune.bundle.digest import recorded_digest
 from perilune.bundle.envelope import PUBLIC
 from perilune.bundle.storage import new_folder, place
 from perilune.bundle.verify import verify
-from perilune.control.evidence.attestation import evidence_of
-from perilune.control.record.database import REPAIR, DamagedError
+from perilune.control.evidence.attestation import evidence_paths
+from perilune.control.record.database import REPAIR_REMEDY, DamagedError
 from perilune.control.record.home import Home
 from perilune.control.record.store import Event, Run, Store, verify_events
 from perilune.control.record.transitions import RunState
@@ -21,21 +21,21 @@ from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
 
-VERIFIED = "verified.json"  # in the home: the last event that was verified
+VERIFIED_FILE = "verified.json"  # in the home: the last event that was verified
 
 
-def damage(store: Store) -> str:
+def find_damage(store: Store) -> str:
     """Describe corruption of the database, with a remedy; "" if there is none."""
     try:
         with store.snapshot() as session:
-            found = store.database.damage(session.connection())
+            found = store.database.find_damage(session.connection())
     except DamagedError as error:
         return str(error)
-    return f"the state database is damaged ({found})\n  try: {REPAIR}" if found else ""
+    return f"the state database is damaged ({found})\n  try: {REPAIR_REMEDY}" if found else ""
 
 
-def unrecorded(home: Home, store: Store) -> list[str]:
-    """Runs that have attempts on disk but are not in the record."""
+def find_unrecorded_runs(home: Home, store: Store) -> list[str]:
+    """Return the runs that have attempts on disk but are not in the record."""
     with store.snapshot() as session:
         known = set(session.scalars(select(Run.id)))
     return sorted(
@@ -43,18 +43,18 @@ def unrecorded(home: Home, store: Store) -> list[str]:
     )
 
 
-def record_problem(control: Control, *, since_last: bool = False) -> str:
-    """What is wrong with the record; "" if the database is intact and the hash of each event is right.
+def find_record_problem(control: Control, *, since_last: bool = False) -> str:
+    """Return the first problem of the record: a corrupt database or an event with a wrong hash; or "".
 
     Args:
         since_last: check only events after the last check, if the hash of its last event is unchanged. Only a
             full check notices changes of older events.
     """
-    kept = control.home.root / VERIFIED
-    if not since_last and (found := damage(control.store)):
+    kept = control.home.root / VERIFIED_FILE
+    if not since_last and (found := find_damage(control.store)):
         return found
     with control.store.snapshot() as session:
-        seq, digest = _verified(session, kept) if since_last else (0, "")
+        seq, digest = _read_last_verified(session, kept) if since_last else (0, "")
         broken = verify_events(session, seq, digest)
         last = session.execute(select(Event.seq, Event.hash).order_by(Event.seq.desc()).limit(1)).first()
     if broken is not None:
@@ -65,8 +65,8 @@ def record_problem(control: Control, *, since_last: bool = False) -> str:
     return ""
 
 
-def _verified(session: Session, kept: Path) -> tuple[int, str]:
-    """Number and hash of the last verified event; (0, "") if that event has another hash now."""
+def _read_last_verified(session: Session, kept: Path) -> tuple[int, str]:
+    """Return the number and hash of the last verified event; (0, "") if that event has another hash now."""
     try:
         found = read_json(kept)
         seq, digest = int(found["seq"]), str(found["hash"])
@@ -76,20 +76,20 @@ def _verified(session: Session, kept: Path) -> tuple[int, str]:
     return (seq, digest) if same else (0, "")
 
 
-def run_problems(control: Control, run: Run) -> Iterator[str]:
-    """Deviations of a run from what was recorded and signed, one sentence each.
+def find_run_problems(control: Control, run: Run) -> Iterator[str]:
+    """Yield the deviations of a run from what was recorded and signed, one sentence each.
 
     For a run that has not succeeded, only the bundle is checked.
     """
     frozen = control.home.bundle(run.id)
     yield from (f"bundle: {difference}" for difference in verify(frozen, run.bundle_digest))
     if run.state == RunState.SUCCEEDED:
-        yield from _result_problems(control, run)
+        yield from _find_result_problems(control, run)
 
 
-def _result_problems(control: Control, run: Run) -> Iterator[str]:
-    """Deviations of a succeeded run's result, including its copy of the bundle, from the attestations."""
-    evidence = evidence_of(control.home, run.id, run.current_epoch)
+def _find_result_problems(control: Control, run: Run) -> Iterator[str]:
+    """Yield the deviations of a succeeded run's result and its copy of the bundle from the attestations."""
+    evidence = evidence_paths(control.home, run.id, run.current_epoch)
     if not evidence.submitted.exists() and not evidence.result.exists():
         yield "the run was made before runs were signed, or its statements are missing"
         return
@@ -110,11 +110,11 @@ def export(control: Control, run: Run, destination: Path, *, crate: bool = False
         WorkFailedError: the evidence is damaged.
     """
     succeeded = run.state == RunState.SUCCEEDED
-    problem = next(_result_problems(control, run), None) if succeeded else None
+    problem = next(_find_result_problems(control, run), None) if succeeded else None
     if problem or not succeeded:
         why = f"its evidence is damaged: {problem}" if problem else f"it is {run.state}"
         raise RequestError(f"the run cannot be exported: {why}", where=f"run {run.id}")
-    evidence = evidence_of(control.home, run.id, run.current_epoch)
+    evidence = evidence_paths(control.home, run.id, run.current_epoch)
     with new_folder("export the run", destination) as building:
         for source in evidence.bundle.rglob("*"):  # just verified
             if source.is_file():

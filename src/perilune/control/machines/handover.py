@@ -10,37 +10,39 @@ from collections.abc import Iterator, Sequence
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from perilune.control.machines.budget import accrued, lease_left, lease_seconds
+from perilune.control.machines.budget import accrued_cost, lease_seconds, lease_seconds_left
 from perilune.control.machines.leases import Rental
 from perilune.control.record.home import Home, has_starter
-from perilune.control.record.store import Attempt, EarlierUse, Experiment, Machine, Run, Stage, record
+from perilune.control.record.store import Attempt, EarlierUse, Experiment, Machine, Run, Stage, record_event
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
-from perilune.control.runs.current_submission import requesting
+from perilune.control.runs.current_submission import find_requesting
 from perilune.execution.providers.protocol import MachineKey
 
-LEAST_LEFT = 0.5  # share of its lease that a machine must have left
+MIN_LEASE_FRACTION = 0.5  # share of its lease that a machine must have left
 
 
 def waits_for_next_stage(home: Home, session: Session, machine: Machine) -> bool:
-    """Whether the next stage of an experiment will take over this machine of a succeeded stage."""
+    """Return whether the next stage of an experiment will take over this machine of a succeeded stage."""
     run = session.get(Run, machine.run_id)
     if machine.state != MachineState.READY or not _is_reusable(machine):
         return False
     if run is None or run.state != RunState.SUCCEEDED or run.current_epoch != machine.epoch:
         return False
     return any(
-        _rents_such(experiment, machine) and has_starter(home, experiment.id) and _has_more(session, stage)
-        for experiment, stage in requesting(session, run.id)
+        _rents_same_kind(experiment, machine)
+        and has_starter(home, experiment.id)
+        and _needs_machines_later(session, stage)
+        for experiment, stage in find_requesting(session, run.id)
     )
 
 
-def take_over(session: Session, attempt: Attempt, rental: Rental, nodes: int) -> bool:
+def take_over_machines(session: Session, attempt: Attempt, rental: Rental, nodes: int) -> bool:
     """Give an attempt the machines of the stage before, in the caller's transaction; False if there are none.
 
     All of them must be ready and clean, and half of their lease must be left.
     """
-    for machines in _before(session, attempt.run_id):
-        if len(machines) == nodes and all(_fits(session, one, rental) for one in machines):
+    for machines in _earlier_machines(session, attempt.run_id):
+        if len(machines) == nodes and all(_is_suitable(session, one, rental) for one in machines):
             for machine in machines:
                 _hand_over(session, machine, attempt)
             return True
@@ -48,13 +50,13 @@ def take_over(session: Session, attempt: Attempt, rental: Rental, nodes: int) ->
 
 
 def is_taken_over(machine: Machine) -> bool:
-    """Whether the machine was rented for the attempt of an earlier stage."""
+    """Return whether the machine was rented for the attempt of an earlier stage."""
     key = MachineKey.parse(machine.key)
     return key is not None and (key.run_id, key.epoch) != (machine.run_id, machine.epoch)
 
 
-def _has_more(session: Session, stage: Stage) -> bool:
-    """Whether the first stage after this one that has not succeeded still has to get machines."""
+def _needs_machines_later(session: Session, stage: Stage) -> bool:
+    """Return whether the first stage after this one that has not succeeded still has to get machines."""
     later = select(Stage).where(Stage.experiment_id == stage.experiment_id, Stage.position > stage.position)
     for following in session.scalars(later.order_by(Stage.position)):
         if following.run_id is None or following.submission != stage.submission:
@@ -62,16 +64,16 @@ def _has_more(session: Session, stage: Stage) -> bool:
         run = session.get_one(Run, following.run_id)
         if run.state != RunState.SUCCEEDED:
             attempt = session.get(Attempt, (run.id, run.current_epoch))
-            without = run.state == RunState.QUEUED or (
+            is_waiting = run.state == RunState.QUEUED or (
                 attempt is not None and attempt.state == AttemptState.PLANNED
             )
-            return without and run.desired != RunState.CANCELLED
+            return is_waiting and run.desired != RunState.CANCELLED
     return False
 
 
-def _before(session: Session, run_id: str) -> Iterator[Sequence[Machine]]:
-    """The machines of each earlier stage of the run's experiments, the latest stage first."""
-    for _, stage in requesting(session, run_id):
+def _earlier_machines(session: Session, run_id: str) -> Iterator[Sequence[Machine]]:
+    """Yield the machines of each earlier stage of the run's experiments, the latest stage first."""
+    for _, stage in find_requesting(session, run_id):
         earlier = (
             select(Run)
             .join(Stage, Stage.run_id == Run.id)
@@ -87,7 +89,7 @@ def _before(session: Session, run_id: str) -> Iterator[Sequence[Machine]]:
             yield session.scalars(mine.order_by(Machine.rank)).all()
 
 
-def _fits(session: Session, machine: Machine, rental: Rental) -> bool:
+def _is_suitable(session: Session, machine: Machine, rental: Rental) -> bool:
     attempt = session.get(Attempt, (machine.run_id, machine.epoch))
     asked = (rental.provider, rental.kind, rental.lease.model_dump())
     return (
@@ -101,13 +103,13 @@ def _fits(session: Session, machine: Machine, rental: Rental) -> bool:
 
 
 def _is_reusable(machine: Machine) -> bool:
-    """Whether it is not about to be preempted, and enough of its lease is left."""
+    """Return whether it is not about to be preempted, and enough of its lease is left."""
     stays = not machine.notice and machine.missing_since is None
-    return stays and lease_left(machine) >= LEAST_LEFT * lease_seconds(machine)
+    return stays and lease_seconds_left(machine) >= MIN_LEASE_FRACTION * lease_seconds(machine)
 
 
-def _rents_such(experiment: Experiment, machine: Machine) -> bool:
-    """Whether the current submission of an experiment rents machines like this one."""
+def _rents_same_kind(experiment: Experiment, machine: Machine) -> bool:
+    """Return whether the current submission of an experiment rents machines like this one."""
     placement = (experiment.template or {}).get("placement", {})
     asked = tuple(placement.get(name) for name in ("provider", "kind", "lease"))
     return asked == (machine.provider, machine.kind, machine.lease)
@@ -115,11 +117,11 @@ def _rents_such(experiment: Experiment, machine: Machine) -> bool:
 
 def _hand_over(session: Session, machine: Machine, attempt: Attempt) -> None:
     before = session.scalars(select(EarlierUse.cost).where(EarlierUse.machine_key == machine.key))
-    spent = accrued(machine) - sum(before)
+    spent = accrued_cost(machine) - sum(before)
     session.add(EarlierUse(machine_key=machine.key, run_id=machine.run_id, epoch=machine.epoch, cost=spent))
     earlier = f"{machine.run_id}/{machine.epoch}"
     machine.run_id, machine.epoch, machine.idle_since = attempt.run_id, attempt.number, None
-    record(
+    record_event(
         session,
         "machine.taken_over",
         run_id=attempt.run_id,

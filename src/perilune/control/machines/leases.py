@@ -25,13 +25,13 @@ class Lease(Frozen):
         Field(gt=0, description="seconds after the request when a machine that is not ready is terminated"),
     ] = 900.0
 
-    def seconds(self, price: float) -> float:
-        """How long a machine may exist at this price per hour."""
+    def max_seconds(self, price: float) -> float:
+        """Return how long a machine may exist at this price per hour."""
         return min(self.max_lifetime, self.max_cost / price * 3600.0) if price > 0 else self.max_lifetime
 
 
-def cost(price: float, seconds: float) -> float:
-    """Cost of `seconds` at `price` per hour, in currency units."""
+def compute_cost(price: float, seconds: float) -> float:
+    """Return the cost of `seconds` at `price` per hour, in currency units."""
     return price * seconds / 3600.0
 
 

@@ -12,19 +12,19 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from perilune.control.machines.handover import waits_for_next_stage
-from perilune.control.machines.leases import Lease, Rental, cost
+from perilune.control.machines.leases import Lease, Rental, compute_cost
 from perilune.control.machines.listings import Listings
-from perilune.control.machines.panic import REASON as PANIC
+from perilune.control.machines.panic import PANIC_REASON as PANIC
 from perilune.control.machines.panic import renting_is_stopped
-from perilune.control.machines.planner import Desire, Operation, Plan, Recorded, plan_machine
+from perilune.control.machines.planner import Desire, Operation, Plan, RecordedMachine, plan_machine
 from perilune.control.machines.providers import Providers, cluster_id
 from perilune.control.record.clock import Instant
-from perilune.control.record.conditions import Conditions, cleanup_of
-from perilune.control.record.faults import reached
+from perilune.control.record.conditions import Conditions, cleanup_subject
+from perilune.control.record.faults import kill_point
 from perilune.control.record.home import Home
-from perilune.control.record.identity import REMEDY, owns_machine
-from perilune.control.record.ledger import done, intend, settle
-from perilune.control.record.store import Attempt, Machine, Store, clear_condition, record
+from perilune.control.record.identity import ADOPT_REMEDY, owns_machine
+from perilune.control.record.ledger import record_done, record_intent, settle_intents
+from perilune.control.record.store import Attempt, Machine, Store, clear_condition, record_event
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.processes import Presence
@@ -39,7 +39,7 @@ from perilune.execution.providers.protocol import (
 )
 from perilune.execution.verdict import describe_error
 
-ASK_SECONDS = 5.0  # between two requests to terminate the same machine
+TERMINATE_INTERVAL_S = 5.0  # between two requests to terminate the same machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class _Look:
     """One observation of a machine."""
 
     machine: Machine
-    recorded: Recorded
-    seen: Sighting
-    at: Instant
+    recorded: RecordedMachine
+    sighting: Sighting
+    time: Instant
 
 
 class Fleet:
@@ -60,33 +60,33 @@ class Fleet:
         self.providers = providers or Providers(home)
         self.conditions = Conditions(store)
         self.listings = Listings(home, store, self.providers)
-        self._asked: dict[str, Instant] = {}
+        self._last_terminated: dict[str, Instant] = {}
 
     def machine(self, key: str) -> Machine | None:
-        """A machine as recorded, or None."""
+        """Return a machine as recorded, or None."""
         with self.store.snapshot() as session:
             return session.get(Machine, key)
 
-    def all(self, *, gone: bool = False) -> list[Machine]:
-        """Recorded machines, oldest first: this home's that are not proven gone; with `gone`, all."""
+    def machines(self, *, include_gone: bool = False) -> list[Machine]:
+        """Return this home's recorded machines, oldest first; those proven gone only with `include_gone`."""
         query = select(Machine).order_by(Machine.created)
-        if not gone:
+        if not include_gone:
             query = query.where(Machine.state != MachineState.GONE.value)
         with self.store.snapshot() as session:
-            return [one for one in session.scalars(query) if gone or owns_machine(self.home, one.key)]
+            return [one for one in session.scalars(query) if include_gone or owns_machine(self.home, one.key)]
 
-    def key(self, run_id: str, epoch: int, rank: int = 0) -> str:
-        """Key of a machine of an attempt."""
+    def machine_key(self, run_id: str, epoch: int, rank: int = 0) -> str:
+        """Return the key of a machine of an attempt."""
         return str(MachineKey(cluster_id(self.home), run_id, epoch, rank))
 
     def machines_of(self, run_id: str, epoch: int) -> list[Machine]:
-        """The recorded machines of an attempt, the leading one first."""
+        """Return the recorded machines of an attempt, the leading one first."""
         mine = select(Machine).where(Machine.run_id == run_id, Machine.epoch == epoch)
         with self.store.snapshot() as session:
             return list(session.scalars(mine.order_by(Machine.rank)))
 
     def waits_for_next_stage(self, machine: Machine) -> bool:
-        """Whether the next stage of an experiment will take over a machine."""
+        """Return whether the next stage of an experiment will take over a machine."""
         with self.store.snapshot() as session:
             return waits_for_next_stage(self.home, session, machine)
 
@@ -96,7 +96,7 @@ class Fleet:
         """Record new machines of an attempt in the caller's transaction; `reconcile` then requests them."""
         machines = [
             Machine(
-                key=self.key(attempt.run_id, attempt.number, rank),
+                key=self.machine_key(attempt.run_id, attempt.number, rank),
                 provider=rental.provider,
                 run_id=attempt.run_id,
                 epoch=attempt.number,
@@ -112,7 +112,7 @@ class Fleet:
         session.add_all(machines)
         session.flush()
         for machine in machines:
-            _record_event(session, machine, "machine.requested", offer=rental.kind, price=price)
+            _record_machine_event(session, machine, "machine.requested", offer=rental.kind, price=price)
         return machines
 
     def reconcile(self, key: str) -> Machine | None:
@@ -123,23 +123,23 @@ class Fleet:
         machine = self.machine(key)
         if machine is None or not owns_machine(self.home, key):
             return machine
-        with self.conditions.of(machine.run_id, f"machine {key}"):
+        with self.conditions.guard(machine.run_id, f"machine {key}"):
             self._reconcile(machine)
         return self.machine(key)
 
     def _reconcile(self, machine: Machine) -> None:
         if renting_is_stopped(self.home):
             self.request_termination(machine.key, PANIC)
-        listing = self.listings.of(machine.provider)
+        listing = self.listings.get(machine.provider)
         seen = listing.sighting(machine.key)
-        self._note(machine.key, seen, listing.at)
+        self._record_sighting(machine.key, seen, listing.time)
         with self.store.snapshot() as session:
             machine = session.get_one(Machine, machine.key)
-            desire = self._desire(session, machine)
-        recorded = self._recorded(machine)
-        plan = plan_machine(desire, recorded, seen, listing.at)
+            desire = self._find_desire(session, machine)
+        recorded = self._recorded_machine(machine)
+        plan = plan_machine(desire, recorded, seen, listing.time)
         for operation in plan.operations:
-            self._apply(operation, _Look(machine, recorded, seen, listing.at), plan)
+            self._apply(operation, _Look(machine, recorded, seen, listing.time), plan)
         if seen.presence is Presence.UNKNOWN and machine.state != MachineState.GONE:
             raise ProviderUnreachableError(f"{machine.provider} cannot say whether it exists: {seen.why}")
 
@@ -150,33 +150,35 @@ class Fleet:
             RequestError: another home rented it.
         """
         if not owns_machine(self.home, key):
-            raise RequestError("another home rented this machine", where=f"machine {key}", remedy=REMEDY)
+            raise RequestError(
+                "another home rented this machine", where=f"machine {key}", remedy=ADOPT_REMEDY
+            )
         machine = self.machine(key)
         if machine is not None and machine.state not in {MachineState.TERMINATING, MachineState.GONE}:
             self._mark_terminating(machine, reason)
 
-    def _recorded(self, machine: Machine) -> Recorded:
+    def _recorded_machine(self, machine: Machine) -> RecordedMachine:
         try:
             visibility = self.providers.get(machine.provider).capabilities.visibility_seconds
         except PeriluneError:
             visibility = 0.0  # the provider is unreachable until it is configured again
-        return Recorded(
+        return RecordedMachine(
             state=MachineState(machine.state),
             lease=Lease.model_validate(machine.lease),
             price=machine.price,
             leased=Instant.parse(machine.leased),
-            asked=_instant(machine.asked),
+            asked=_parse_instant(machine.asked),
             refused=bool(machine.refused),
-            missing_since=_instant(machine.missing_since),
-            idle_since=_instant(machine.idle_since),
+            missing_since=_parse_instant(machine.missing_since),
+            idle_since=_parse_instant(machine.idle_since),
             visibility=visibility,
         )
 
-    def _note(self, key: str, seen: Sighting, now: Instant) -> None:
+    def _record_sighting(self, key: str, seen: Sighting, now: Instant) -> None:
         """Record changes in the observation, and since when the machine is idle."""
         with self.store.snapshot() as session:
             machine = session.get_one(Machine, key)
-            idle = self._desire(session, machine) is not Desire.HELD
+            idle = self._find_desire(session, machine) is not Desire.HELD
         silent = seen.presence is Presence.UNKNOWN
         noticed = seen.machine is not None and seen.machine.notice_seconds is not None
         changed = (
@@ -188,23 +190,23 @@ class Fleet:
             with self.store.transaction() as session:
                 row = session.get_one(Machine, key)
                 if noticed and not row.notice:
-                    _record_event(
+                    _record_machine_event(
                         session, row, "machine.preemption_notice", reason="its provider preempts it"
                     )
                 if silent != (row.unseen_since is not None):
-                    _record_event(
+                    _record_machine_event(
                         session, row, "machine.unreachable" if silent else "machine.reachable", why=seen.why
                     )
                 row.notice = row.notice or noticed
                 row.unseen_since = (row.unseen_since or now.asdict()) if silent else None
-                if _same_use(row, machine):
+                if _has_same_attempt(row, machine):
                     row.idle_since = (row.idle_since or now.asdict()) if idle else None
 
-    def _desire(self, session: Session, machine: Machine) -> Desire:
+    def _find_desire(self, session: Session, machine: Machine) -> Desire:
         attempt = session.get(Attempt, (machine.run_id, machine.epoch))
         if attempt is None:
             return Desire.RELEASED
-        if not AttemptState(attempt.state).terminal:
+        if not AttemptState(attempt.state).is_terminal:
             return Desire.HELD
         if waits_for_next_stage(self.home, session, machine):
             return Desire.AWAITED
@@ -215,9 +217,9 @@ class Fleet:
             case Operation.CREATE:
                 self._create(now.machine, now.recorded)
             case Operation.READY:
-                self._move(now, MachineState.READY, "")
+                self._move_if_unchanged(now, MachineState.READY, "")
             case Operation.DRAIN:
-                self._move(now, MachineState.DRAINING, plan.reason)
+                self._move_if_unchanged(now, MachineState.DRAINING, plan.reason)
             case Operation.MARK_TERMINATING:
                 self._mark_terminating(now.machine, plan.reason, unless_taken_over=True)
             case Operation.TERMINATE:
@@ -230,10 +232,10 @@ class Fleet:
     def _record_missing(self, now: _Look, missing: bool) -> None:
         with self.store.transaction() as session:
             row = session.get_one(Machine, now.machine.key)
-            row.missing_since = (row.missing_since or now.at.asdict()) if missing else None
-            _record_event(session, row, "machine.missing" if missing else "machine.found")
+            row.missing_since = (row.missing_since or now.time.asdict()) if missing else None
+            _record_machine_event(session, row, "machine.missing" if missing else "machine.found")
 
-    def _create(self, machine: Machine, recorded: Recorded) -> None:
+    def _create(self, machine: Machine, recorded: RecordedMachine) -> None:
         """Request the machine under its key, which finds the machine of an earlier request."""
         if renting_is_stopped(self.home):
             return
@@ -243,9 +245,9 @@ class Fleet:
             if row.state != MachineState.REQUESTED:
                 return
             row.asked = asked.asdict()
-            key = intend(session, session.get_one(Attempt, (row.run_id, row.epoch)), "create")
-        reached("create.intended")
-        lifetime = max(1.0, recorded.lease.seconds(machine.price) - asked.since(recorded.leased))
+            key = record_intent(session, session.get_one(Attempt, (row.run_id, row.epoch)), "create")
+        kill_point("create.intended")
+        lifetime = max(1.0, recorded.lease.max_seconds(machine.price) - asked.since(recorded.leased))
         provider = self.providers.get(machine.provider)
         detail: dict[str, str] = {}
         try:
@@ -253,7 +255,7 @@ class Fleet:
             made = provider.create(machine.key, MachineRequest(machine.kind, lifetime, nodes))
         except ProviderUnreachableError as error:
             with self.store.transaction() as session:
-                _record_event(session, machine, "machine.create_unanswered", why=str(error))
+                _record_machine_event(session, machine, "machine.create_unanswered", why=str(error))
             return
         except NoCapacityError as error:
             made, detail = None, {"none": str(error)}
@@ -261,108 +263,112 @@ class Fleet:
             made, detail = None, {"refused": str(error)}
         finally:
             self.listings.forget(machine.provider)
-        reached("create.done")
+        kill_point("create.done")
         with self.store.transaction() as session:
-            done(session, key)
+            record_done(session, key)
             row = session.get_one(Machine, machine.key)
             row.remote_id = made.id if made else row.remote_id
             row.refused = detail.get("refused", "")
-            _record_event(session, row, "machine.created" if made else "machine.not_created", **detail)
-        reached("create.committed")
+            _record_machine_event(
+                session, row, "machine.created" if made else "machine.not_created", **detail
+            )
+        kill_point("create.committed")
 
     def _mark_terminating(self, machine: Machine, reason: str, *, unless_taken_over: bool = False) -> None:
         """Record the intent to terminate a machine, before its provider is asked."""
         with self.store.transaction() as session:
             row = session.get_one(Machine, machine.key)
-            if row.state == MachineState.TERMINATING or (unless_taken_over and not _same_use(row, machine)):
+            if row.state == MachineState.TERMINATING or (
+                unless_taken_over and not _has_same_attempt(row, machine)
+            ):
                 return
             row.missing_since, row.ended = None, None
-            _move(session, row, MachineState.TERMINATING, reason)
+            _move_machine(session, row, MachineState.TERMINATING, reason)
             attempt = session.get(Attempt, (row.run_id, row.epoch))
             if attempt is not None:
-                intend(session, attempt, "terminate")
-        reached("terminate.intended")
+                record_intent(session, attempt, "terminate")
+        kill_point("terminate.intended")
 
     def _terminate(self, machine: Machine) -> None:
         """Ask the provider to terminate a machine. Later observations prove whether that happened."""
-        now, last = Instant.now(), self._asked.get(machine.key)
-        if last is not None and now.since(last) < ASK_SECONDS:
+        now, last = Instant.now(), self._last_terminated.get(machine.key)
+        if last is not None and now.since(last) < TERMINATE_INTERVAL_S:
             return
         recorded = self.machine(machine.key)
         if recorded is None or recorded.state != MachineState.TERMINATING:
             return  # an attempt has taken it over
-        self._asked[machine.key] = now
+        self._last_terminated[machine.key] = now
         try:
             self.providers.get(machine.provider).terminate(machine.key)
             why = ""
         except Exception as error:
             why = describe_error(error)
-        reached("terminate.done")
+        kill_point("terminate.done")
         self.listings.forget(machine.provider)
         with self.store.transaction() as session:
             row = session.get_one(Machine, machine.key)
             row.terminate_calls += 1
             if why or row.terminate_calls == 1:
-                _record_event(session, row, "machine.terminate_requested", why=why)
+                _record_machine_event(session, row, "machine.terminate_requested", why=why)
 
     def _record_gone(self, now: _Look, reason: str) -> None:
         """Record that a machine is gone: its cost is final, and nothing of its attempt is left on it."""
-        listed = now.seen.machine
+        listed = now.sighting.machine
         with self.store.transaction() as session:
             row = session.get_one(Machine, now.machine.key)
             if row.state == MachineState.GONE:
                 return
-            row.cost = now.recorded.spent(now.recorded.missing_since or now.at)  # upper bound
+            row.cost = now.recorded.accrued_cost(now.recorded.missing_since or now.time)  # upper bound
             if listed is not None and listed.status is MachineStatus.ENDED:
-                row.cost = max(0.0, min(row.cost, cost(row.price, listed.billed_seconds)))
+                row.cost = max(0.0, min(row.cost, compute_cost(row.price, listed.billed_seconds)))
             row.ended = time.time()
-            _move(session, row, MachineState.GONE, reason)
+            _move_machine(session, row, MachineState.GONE, reason)
             attempt = session.get(Attempt, (row.run_id, row.epoch))
-            if attempt is not None and _was_last(session, row):
-                settle(session, attempt, "create", "terminate")
+            if attempt is not None and _others_are_gone(session, row):
+                settle_intents(session, attempt, "create", "terminate")
                 if attempt.cleanup == Cleanup.PENDING:
                     attempt.cleanup = Cleanup.DONE.value
-                    clear_condition(session, row.run_id, cleanup_of(row.epoch))
-                    record(session, "attempt.cleaned_up", run_id=row.run_id, epoch=row.epoch)
-        self._asked.pop(now.machine.key, None)
-        reached("gone.committed")
+                    clear_condition(session, row.run_id, cleanup_subject(row.epoch))
+                    record_event(session, "attempt.cleaned_up", run_id=row.run_id, epoch=row.epoch)
+        self._last_terminated.pop(now.machine.key, None)
+        kill_point("gone.committed")
 
-    def _move(self, now: _Look, state: MachineState, reason: str) -> None:
+    def _move_if_unchanged(self, now: _Look, state: MachineState, reason: str) -> None:
         with self.store.transaction() as session:
             row = session.get_one(Machine, now.machine.key)
-            if row.state != now.machine.state or not _same_use(row, now.machine):
+            if row.state != now.machine.state or not _has_same_attempt(row, now.machine):
                 return  # another process was faster
-            if now.seen.machine is not None:
-                row.remote_id = now.seen.machine.id
+            if now.sighting.machine is not None:
+                row.remote_id = now.sighting.machine.id
             attempt = session.get(Attempt, (row.run_id, row.epoch))
             if state is MachineState.READY and attempt is not None:
-                settle(session, attempt, "create")
-            _move(session, row, state, reason)
-        reached(f"machine.{state.value}")
+                settle_intents(session, attempt, "create")
+            _move_machine(session, row, state, reason)
+        kill_point(f"machine.{state.value}")
 
 
-def _same_use(row: Machine, machine: Machine) -> bool:
-    """Whether the attempt that has the machine is the one that had it when `machine` was read."""
+def _has_same_attempt(row: Machine, machine: Machine) -> bool:
+    """Return whether the attempt that has the machine is the one that had it when `machine` was read."""
     return (row.run_id, row.epoch) == (machine.run_id, machine.epoch)
 
 
-def _was_last(session: Session, machine: Machine) -> bool:
-    """Whether all other machines of its attempt are gone."""
+def _others_are_gone(session: Session, machine: Machine) -> bool:
+    """Return whether all other machines of its attempt are gone."""
     others = select(Machine.key).where(
         Machine.run_id == machine.run_id, Machine.epoch == machine.epoch, Machine.key != machine.key
     )
     return session.scalars(others.where(Machine.state != MachineState.GONE.value)).first() is None
 
 
-def _move(session: Session, row: Machine, state: MachineState, reason: str) -> None:
+def _move_machine(session: Session, row: Machine, state: MachineState, reason: str) -> None:
     row.state = state.value
     row.reason = reason or row.reason
-    _record_event(session, row, f"machine.{state.value}", **({"reason": reason} if reason else {}))
+    _record_machine_event(session, row, f"machine.{state.value}", **({"reason": reason} if reason else {}))
 
 
-def _record_event(session: Session, row: Machine, kind: str, **detail: Any) -> None:
-    record(session, kind, run_id=row.run_id, epoch=row.epoch, machine=row.key, **detail)
+def _record_machine_event(session: Session, row: Machine, kind: str, **detail: Any) -> None:
+    record_event(session, kind, run_id=row.run_id, epoch=row.epoch, machine=row.key, **detail)
 
 
-def _instant(fields: dict[str, Any] | None) -> Instant | None:
+def _parse_instant(fields: dict[str, Any] | None) -> Instant | None:
     return None if fields is None else Instant.parse(fields)

@@ -9,26 +9,26 @@ from sqlalchemy import select
 from perilune.control.machines.providers import Providers
 from perilune.control.record.clock import Instant
 from perilune.control.record.home import Home
-from perilune.control.record.identity import names
+from perilune.control.record.identity import cluster_names
 from perilune.control.record.store import Machine, Store
 from perilune.control.record.transitions import MachineState
 from perilune.execution.processes import Presence
 from perilune.execution.providers.protocol import RentedMachine, Sighting, tag_of
 from perilune.execution.verdict import describe_error
 
-LOOK_SECONDS = 0.5  # for which a listing is reused
+LISTING_TTL_S = 0.5  # for which a listing is reused
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
     """This home's machines by key, as one provider listed them; None and why if it did not answer."""
 
-    at: Instant
+    time: Instant
     machines: Mapping[str, RentedMachine] | None
     why: str = ""
 
     def sighting(self, key: str) -> Sighting:
-        """The observation of one machine."""
+        """Return the observation of one machine."""
         if self.machines is None:
             return Sighting(Presence.UNKNOWN, why=self.why)
         found = self.machines.get(key)
@@ -42,16 +42,16 @@ class Listings:
 
     def __init__(self, home: Home, store: Store, providers: Providers) -> None:
         self.home, self.store, self.providers = home, store, providers
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         self._listings: dict[str, Listing] = {}
         self._seen: dict[str, RentedMachine] = {}
 
-    def of(self, provider: str, *, fresh: bool = False) -> Listing:
-        """The listing of a provider, at most `LOOK_SECONDS` old."""
-        with self._asking:  # one of several threads asks, and the others reuse its answer
+    def get(self, provider: str, *, fresh: bool = False) -> Listing:
+        """Return the listing of a provider, at most `LISTING_TTL_S` old."""
+        with self._lock:  # one of several threads asks, and the others reuse its answer
             now = Instant.now()
             known = self._listings.get(provider)
-            if known is None or fresh or now.since(known.at) >= LOOK_SECONDS:
+            if known is None or fresh or now.since(known.time) >= LISTING_TTL_S:
                 try:
                     asked = self.providers.get(provider)
                     machines = [machine for tag in self._tags(provider) for machine in asked.list(tag)]
@@ -63,16 +63,16 @@ class Listings:
             return known
 
     def _tags(self, provider: str) -> list[str]:
-        """The home's tag, and the tags of recorded machines, because the file with its name may be lost."""
+        """Return the tags of the home and of recorded machines, because the home's name may be lost."""
         with self.store.snapshot() as session:
             alive = select(Machine.key).where(
                 Machine.provider == provider, Machine.state != MachineState.GONE.value
             )
-            return [tag_of(name) for name in names(self.home, list(session.scalars(alive)))]
+            return [tag_of(name) for name in cluster_names(self.home, list(session.scalars(alive)))]
 
     def last_seen(self, provider: str, key: str) -> RentedMachine | None:
-        """A machine as its provider last listed it to this process; None if it never did."""
-        self.of(provider)
+        """Return a machine as its provider last listed it to this process; None if it never did."""
+        self.get(provider)
         return self._seen.get(key)
 
     def forget(self, provider: str) -> None:

@@ -12,31 +12,31 @@ from sqlalchemy import select
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import Session
 
-from perilune.control.machines.providers import CLUSTER, PROVIDERS, Providers
-from perilune.control.record.database import DEFERRED, database_of
+from perilune.control.machines.providers import CLUSTER_FILE, PROVIDERS_FILE, Providers
+from perilune.control.record.database import SNAPSHOT_OPTIONS, open_database
 from perilune.control.record.home import Home
-from perilune.control.record.identity import names, owns_machine
+from perilune.control.record.identity import cluster_names, owns_machine
 from perilune.control.record.store import Machine
 from perilune.control.record.transitions import MachineState
 from perilune.errors import PeriluneError
 from perilune.execution.providers.protocol import MachineStatus, Provider, RentedMachine, tag_of
 from perilune.files import write_atomic
 
-FLAG = "panic"  # file in the home
-REASON = "panic"  # why a machine is terminated
-STOPPED = "`perilune panic` has stopped renting; `perilune panic --lift` allows it again"
-PANIC_SECONDS = 2.0  # between two looks at a provider; two are needed to prove a machine gone
+FLAG_FILE = "panic"  # file in the home
+PANIC_REASON = "panic"  # why a machine is terminated
+RENTING_STOPPED = "`perilune panic` has stopped renting; `perilune panic --lift` allows it again"
+LOOK_INTERVAL_S = 2.0  # between two looks at a provider; two are needed to prove a machine gone
 
 
 def renting_is_stopped(home: Home) -> bool:
-    """Whether a panic is in effect."""
-    return (home.root / FLAG).exists()
+    """Return whether a panic is in effect."""
+    return (home.root / FLAG_FILE).exists()
 
 
 def allow_renting(home: Home) -> bool:
     """Lift a panic; False if there was none."""
     try:
-        (home.root / FLAG).unlink()
+        (home.root / FLAG_FILE).unlink()
     except FileNotFoundError:
         return False
     return True
@@ -60,7 +60,7 @@ class Panic:
 
     @property
     def complete(self) -> bool:
-        """Whether all machines are proven gone."""
+        """True if all machines are proven gone."""
         return not (self.left or self.silent or self.unreached)
 
 
@@ -75,26 +75,26 @@ def panic(home: Home, patience: float, tell: Callable[[str], None] = lambda line
     """
     report = Panic()
     try:
-        write_atomic(home.root / FLAG, f"{time.time()}\n")
+        write_atomic(home.root / FLAG_FILE, f"{time.time()}\n")
     except OSError as error:
-        report.silent[FLAG] = f"renting is not stopped: {error}"
-    named = (home.root / CLUSTER).exists()
+        report.silent[FLAG_FILE] = f"renting is not stopped: {error}"
+    named = (home.root / CLUSTER_FILE).exists()
     try:
-        recorded = _recorded(home)
+        recorded = _recorded_machines(home)
     except (PeriluneError, DatabaseError) as error:
         recorded = {}
         tell(f"the record cannot be read: {error}")
         if not named:
-            report.silent[CLUSTER] = "the file is missing, so this home's tag is unknown"
-    rounds = _Rounds(home, names(home, recorded), report, tell)
+            report.silent[CLUSTER_FILE] = "the file is missing, so this home's tag is unknown"
+    terminator = _Terminator(home, cluster_names(home, recorded), report, tell)
     deadline = time.monotonic() + patience
-    while not rounds.over() and time.monotonic() < deadline:
-        time.sleep(PANIC_SECONDS)
-    rounds.conclude(recorded)
+    while not terminator.run_round() and time.monotonic() < deadline:
+        time.sleep(LOOK_INTERVAL_S)
+    terminator.fill_report(recorded)
     return report
 
 
-class _Rounds:
+class _Terminator:
     """Looks at all providers repeatedly, and terminates every machine that is alive."""
 
     def __init__(self, home: Home, clusters: list[str], report: Panic, tell: Callable[[str], None]) -> None:
@@ -103,33 +103,33 @@ class _Rounds:
         self.names: list[str] = []
         self.seen: dict[str, str] = {}  # machine to provider
         self.alive: dict[str, list[str]] = {}
-        self.clear: dict[str, float] = {}  # provider to the time when it first listed no live machine
-        self.proven: set[str] = set()  # providers that did so twice, far enough apart
+        self.empty_since: dict[str, float] = {}  # provider to the time when it first listed no live machine
+        self.proven_empty: set[str] = set()  # providers that did so twice, far enough apart
 
-    def over(self) -> bool:
+    def run_round(self) -> bool:
         """Look once at every provider that is not proven empty; True once all are."""
         try:
             self.names = self.providers.names()
-            self.report.silent.pop(PROVIDERS, None)
+            self.report.silent.pop(PROVIDERS_FILE, None)
         except PeriluneError as error:
-            self._cannot_use(PROVIDERS, error)
+            self._report_error(PROVIDERS_FILE, error)
             return False
         for name in self.names:
-            if name not in self.proven:
+            if name not in self.proven_empty:
                 self._look(name)
-        return self.proven >= set(self.names)
+        return self.proven_empty >= set(self.names)
 
-    def conclude(self, recorded: Mapping[str, str]) -> None:
+    def fill_report(self, recorded: Mapping[str, str]) -> None:
         """Fill in the report, including recorded machines whose provider could not be asked."""
         report = self.report
         report.left = tuple(key for keys in self.alive.values() for key in keys)
-        report.ended = tuple(key for key, name in self.seen.items() if name in self.proven)
+        report.ended = tuple(key for key, name in self.seen.items() if name in self.proven_empty)
         for key, name in recorded.items():
             if key in report.ended:
                 continue
             if name not in self.names:
-                report.unreached[key] = f"no provider is called '{name}' in {PROVIDERS}"
-            elif name not in self.proven and key not in report.left:
+                report.unreached[key] = f"no provider is called '{name}' in {PROVIDERS_FILE}"
+            elif name not in self.proven_empty and key not in report.left:
                 why = report.silent.get(name, "its provider has not yet confirmed twice that it is gone")
                 report.unreached[key] = why
 
@@ -139,43 +139,43 @@ class _Rounds:
             listed = [one for tag in self.tags for one in provider.list(tag)]
             self.report.silent.pop(name, None)
         except Exception as error:
-            self._cannot_use(name, error)
+            self._report_error(name, error)
             return
         alive = [one for one in listed if one.status is not MachineStatus.ENDED]
         self.alive[name] = [one.key for one in alive]
         for machine in alive:
-            self._end(name, provider, machine)
+            self._terminate(name, provider, machine)
         if alive:
-            self.clear.pop(name, None)
+            self.empty_since.pop(name, None)
             return
-        gap = max(PANIC_SECONDS, provider.capabilities.visibility_seconds)
-        if time.monotonic() - self.clear.setdefault(name, time.monotonic()) >= gap:
-            self.proven.add(name)
+        gap = max(LOOK_INTERVAL_S, provider.capabilities.visibility_seconds)
+        if time.monotonic() - self.empty_since.setdefault(name, time.monotonic()) >= gap:
+            self.proven_empty.add(name)
 
-    def _end(self, name: str, provider: Provider, machine: RentedMachine) -> None:
+    def _terminate(self, name: str, provider: Provider, machine: RentedMachine) -> None:
         self.seen[machine.key] = name
         self.tell(f"{name}: terminating {machine.key}")
         try:
             provider.terminate(machine.key)
         except Exception as error:  # the next round asks again
-            self._cannot_use(name, error)
+            self._report_error(name, error)
 
-    def _cannot_use(self, name: str, error: Exception) -> None:
+    def _report_error(self, name: str, error: Exception) -> None:
         self.report.silent[name] = str(error)
         self.tell(f"{name}: {error}")
 
 
-def _recorded(home: Home) -> dict[str, str]:
-    """Recorded machines that are not known to be gone, with their providers. Writes nothing.
+def _recorded_machines(home: Home) -> dict[str, str]:
+    """Return the recorded machines that are not known to be gone, with their providers. Writes nothing.
 
     Raises:
         PeriluneError, DatabaseError: the record cannot be read.
     """
-    database = database_of(home)
+    database = open_database(home)
     if database.where == str(home.database) and not home.database.exists():
         return {}
     try:
-        with Session(database.engine.execution_options(**DEFERRED)) as session:
+        with Session(database.engine.execution_options(**SNAPSHOT_OPTIONS)) as session:
             alive = select(Machine.key, Machine.provider).where(Machine.state != MachineState.GONE.value)
             rows = session.execute(alive).all()
             return {row.key: row.provider for row in rows if owns_machine(home, row.key)}

@@ -8,14 +8,14 @@ time apart.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from perilune.control.machines.leases import Lease, cost
+from perilune.control.machines.leases import Lease, compute_cost
 from perilune.control.record.clock import Instant
 from perilune.control.record.transitions import MachineState
 from perilune.execution.processes import Presence
 from perilune.execution.providers.protocol import MachineStatus, Sighting
 
-LEAST_GAP = 2.0  # seconds between two observations that count as independent
-ASK_GAP = 5.0  # seconds between two requests to create the same machine
+CONFIRM_INTERVAL_S = 2.0  # seconds between two observations that count as independent
+CREATE_INTERVAL_S = 5.0  # seconds between two requests to create the same machine
 
 
 class Desire(StrEnum):
@@ -41,7 +41,7 @@ class Operation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedMachine:
     """The recorded state of a machine.
 
     Attributes:
@@ -63,9 +63,9 @@ class Recorded:
     idle_since: Instant | None = None
     visibility: float = 0.0
 
-    def spent(self, now: Instant) -> float:
-        """Upper bound of its cost so far, counted from the request."""
-        return cost(self.price, now.since(self.leased))
+    def accrued_cost(self, now: Instant) -> float:
+        """Return the upper bound of its cost so far, counted from the request."""
+        return compute_cost(self.price, now.since(self.leased))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class Plan:
 
 
 def plan_machine(  # noqa: PLR0911 - one return per row of the table
-    desire: Desire, recorded: Recorded, seen: Sighting, now: Instant
+    desire: Desire, recorded: RecordedMachine, seen: Sighting, now: Instant
 ) -> Plan:
-    """The next operations for one machine.
+    """Return the next operations for one machine.
 
     Args:
         desire: what it is needed for.
@@ -87,37 +87,37 @@ def plan_machine(  # noqa: PLR0911 - one return per row of the table
         seen: the latest observation, made after everything that is recorded.
         now: the time of that observation.
     """
-    absent = _absent(seen)
+    absent = _is_absent(seen)
     if recorded.state is MachineState.GONE:
         again = Plan(
             (Operation.MARK_TERMINATING, Operation.TERMINATE), "it was listed again after it was gone"
         )
         return Plan() if absent is not False else again
-    evidence = _evidence(recorded, absent, now)
+    evidence = _absence_evidence(recorded, absent, now)
     if recorded.state is MachineState.TERMINATING:
-        return _terminating(seen, evidence)
-    if why := _must_end(desire, recorded, now):
+        return _plan_terminating(seen, evidence)
+    if why := _termination_reason(desire, recorded, now):
         return Plan((Operation.MARK_TERMINATING, Operation.TERMINATE), why)
     if recorded.state is MachineState.REQUESTED:
-        return _requested(recorded, seen, absent, evidence, now)
+        return _plan_requested(recorded, seen, absent, evidence, now)
     if absent is not None and absent:
-        return Plan(evidence, _why_gone(seen))
-    ended, leaves = desire is Desire.COLLECTED, _leaves(seen)
+        return Plan(evidence, _gone_reason(seen))
+    ended, leaves = desire is Desire.COLLECTED, _is_being_preempted(seen)
     if recorded.state is MachineState.READY and (ended or leaves):
         why = "its attempt has ended" if ended else "its provider preempts it"
         return Plan((*evidence, Operation.DRAIN), why)
     return Plan(evidence)
 
 
-def _must_end(desire: Desire, recorded: Recorded, now: Instant) -> str:
-    """Why a machine must be terminated, or ""."""
+def _termination_reason(desire: Desire, recorded: RecordedMachine, now: Instant) -> str:
+    """Return the reason why a machine must be terminated, or ""."""
     lease, age = recorded.lease, now.since(recorded.leased)
     unused = desire in {Desire.COLLECTED, Desire.AWAITED} and recorded.state is MachineState.REQUESTED
     if desire is Desire.RELEASED or unused:
         return "no longer needed"
     if age >= lease.max_lifetime:
         return f"it has reached its max_lifetime of {lease.max_lifetime:g} s"
-    if recorded.spent(now) >= lease.max_cost:
+    if recorded.accrued_cost(now) >= lease.max_cost:
         return f"it has reached its max_cost of {lease.max_cost:g}"
     if recorded.idle_since is not None and now.since(recorded.idle_since) >= lease.idle:
         return f"no attempt has needed it for {lease.idle:g} s"
@@ -126,21 +126,25 @@ def _must_end(desire: Desire, recorded: Recorded, now: Instant) -> str:
     return ""
 
 
-def _requested(
-    recorded: Recorded, seen: Sighting, absent: bool | None, evidence: tuple[Operation, ...], now: Instant
+def _plan_requested(
+    recorded: RecordedMachine,
+    seen: Sighting,
+    absent: bool | None,
+    evidence: tuple[Operation, ...],
+    now: Instant,
 ) -> Plan:
     status = seen.machine.status if seen.machine is not None else None
     if status is MachineStatus.RUNNING:
         return Plan((*evidence, Operation.READY))
     if status is MachineStatus.ENDED:
-        return Plan(evidence, _why_gone(seen))
+        return Plan(evidence, _gone_reason(seen))
     if absent and recorded.refused:
         return Plan((Operation.MARK_TERMINATING,), "its provider refused to create it")
-    late = recorded.asked is None or now.since(recorded.asked) > max(recorded.visibility, ASK_GAP)
+    late = recorded.asked is None or now.since(recorded.asked) > max(recorded.visibility, CREATE_INTERVAL_S)
     return Plan((Operation.CREATE,)) if absent and late else Plan()
 
 
-def _terminating(seen: Sighting, evidence: tuple[Operation, ...]) -> Plan:
+def _plan_terminating(seen: Sighting, evidence: tuple[Operation, ...]) -> Plan:
     """Terminate again at every observation until it is proven gone, even if it was never seen."""
     if Operation.RECORD_GONE in evidence:
         return Plan(evidence)
@@ -148,34 +152,34 @@ def _terminating(seen: Sighting, evidence: tuple[Operation, ...]) -> Plan:
     return Plan(evidence if ended else (*evidence, Operation.TERMINATE))
 
 
-def _absent(seen: Sighting) -> bool | None:
-    """Whether an observation did not find the machine alive; None if the observation failed."""
+def _is_absent(seen: Sighting) -> bool | None:
+    """Return whether an observation did not find the machine alive; None if the observation failed."""
     if seen.presence is Presence.UNKNOWN:
         return None
     return seen.machine is None or seen.machine.status is MachineStatus.ENDED
 
 
-def _evidence(recorded: Recorded, absent: bool | None, now: Instant) -> tuple[Operation, ...]:
-    """What the observation adds to the evidence that the machine is gone or was never created."""
+def _absence_evidence(recorded: RecordedMachine, absent: bool | None, now: Instant) -> tuple[Operation, ...]:
+    """Return the operations that record evidence that the machine is gone, or was never created."""
     if absent is None:
         return ()
     if not absent:
         return (Operation.RECORD_FOUND,) if recorded.missing_since is not None else ()
     if recorded.missing_since is None:
         return (Operation.RECORD_MISSING,)
-    gap = max(recorded.visibility, LEAST_GAP)
+    gap = max(recorded.visibility, CONFIRM_INTERVAL_S)
     settled = recorded.asked is None or now.since(recorded.asked) > gap
     return (Operation.RECORD_GONE,) if now.since(recorded.missing_since) >= gap and settled else ()
 
 
-def _leaves(seen: Sighting) -> bool:
-    """Whether its provider has announced a preemption."""
+def _is_being_preempted(seen: Sighting) -> bool:
+    """Return whether its provider has announced a preemption."""
     machine = seen.machine
     return machine is not None and (
         machine.notice_seconds is not None or machine.status is MachineStatus.ENDING
     )
 
 
-def _why_gone(seen: Sighting) -> str:
+def _gone_reason(seen: Sighting) -> str:
     reason = seen.machine.reason if seen.machine is not None else ""
     return reason or "its provider no longer lists it"

@@ -24,7 +24,7 @@ from perilune.frozen import Frozen
 from perilune.recipe.problems import ProblemsError, raise_first, validate
 from perilune.recipe.source import Document, parse_yaml
 
-PROVIDERS, CLUSTER = "providers.yaml", "cluster"
+PROVIDERS_FILE, CLUSTER_FILE = "providers.yaml", "cluster"
 
 
 class FakeSettings(Frozen):
@@ -57,7 +57,7 @@ class Providers:
         self._open: dict[str, Provider] = {}
 
     def settings(self) -> ProvidersFile | None:
-        """The configuration; None without a file, when no machine can be rented.
+        """Return the configuration; None without a file, when no machine can be rented.
 
         Raises:
             RequestError: the file is invalid.
@@ -71,7 +71,7 @@ class Providers:
             raise_first(found.problems, document.locate)
 
     def problems(self, name: str, kinds: Sequence[str]) -> list[RequestError]:
-        """What is wrong with kinds of machines, as far as that can be checked without renting.
+        """Return the problems of kinds of machines, as far as they can be checked without renting.
 
         Raises:
             RequestError: there is no provider of that name.
@@ -89,12 +89,12 @@ class Providers:
         ]
 
     def names(self) -> list[str]:
-        """Names of the configured providers."""
+        """Return the names of the configured providers."""
         settings = self.settings()
         return sorted(settings.providers) if settings else []
 
     def get(self, name: str) -> Provider:
-        """The provider of that name.
+        """Return the provider of that name.
 
         Raises:
             RequestError: there is none.
@@ -114,13 +114,13 @@ class Providers:
             known = ", ".join(settings.providers) if settings else "none"
             raise RequestError(
                 f"no provider is called '{name}'",
-                where=str(self.home.root / PROVIDERS),
+                where=str(self.home.root / PROVIDERS_FILE),
                 remedy=f"configure it there; configured: {known}",
             )
         return settings.providers[name]
 
     def _document(self) -> Document | None:
-        path = self.home.root / PROVIDERS
+        path = self.home.root / PROVIDERS_FILE
         try:
             return parse_yaml(path.read_text(), str(path))
         except FileNotFoundError:
@@ -128,7 +128,7 @@ class Providers:
 
 
 def open_provider(settings: Settings, folder: Path) -> Provider:
-    """The provider with these settings; it may keep host keys of machines in `folder`."""
+    """Return the provider with these settings; it may keep host keys of machines in `folder`."""
     match settings:
         case FakeSettings():
             return FakeCloud(settings.folder, settings.visibility_seconds)
@@ -139,16 +139,16 @@ def open_provider(settings: Settings, folder: Path) -> Provider:
 
 
 def cluster_id(home: Home) -> str:
-    """The name under which this home rents, created once. It is part of every machine's key and tag."""
-    path = home.root / CLUSTER
+    """Return the random name under which this home rents. It is part of every machine's key and tag."""
+    path = home.root / CLUSTER_FILE
     if not path.exists():
-        draft = path.with_name(f".{CLUSTER}.{new_ulid()}.tmp")
+        draft = path.with_name(f".{CLUSTER_FILE}.{new_ulid()}.tmp")
         write_atomic(draft, new_ulid()[-10:].lower())
-        _link(draft, path)
+        _link_once(draft, path)
     return path.read_text()
 
 
-def _link(draft: Path, path: Path) -> None:
+def _link_once(draft: Path, path: Path) -> None:
     try:
         os.link(draft, path)  # never replaces: of two commands, both get the name of the first
     except FileExistsError:

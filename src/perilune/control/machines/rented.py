@@ -12,17 +12,17 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from perilune.bundle.job import Job
-from perilune.control.machines.budget import lease_left, over_the_cap, price_of
-from perilune.control.machines.handover import is_taken_over, take_over
+from perilune.control.machines.budget import find_cap_problem, lease_seconds_left, query_price
+from perilune.control.machines.handover import is_taken_over, take_over_machines
 from perilune.control.machines.leases import Rental
 from perilune.control.machines.lifecycle import Fleet
-from perilune.control.machines.panic import REASON as PANIC
-from perilune.control.machines.panic import STOPPED, renting_is_stopped
-from perilune.control.machines.sweep import SWEEP_SECONDS, reconcile_all, sweep
+from perilune.control.machines.panic import PANIC_REASON as PANIC
+from perilune.control.machines.panic import RENTING_STOPPED, renting_is_stopped
+from perilune.control.machines.sweep import SWEEP_INTERVAL_S, reconcile_all, terminate_unrecorded
 from perilune.control.record.clock import Instant
-from perilune.control.record.faults import reached
-from perilune.control.record.ledger import current
-from perilune.control.record.store import Attempt, Machine, Run, move_attempt, record
+from perilune.control.record.faults import kill_point
+from perilune.control.record.ledger import require_current
+from perilune.control.record.store import Attempt, Machine, Run, move_attempt, record_event
 from perilune.control.record.transitions import AttemptState, MachineState, RunState
 from perilune.errors import PeriluneError, RequestError
 from perilune.execution.hosts.protocol import Host, HostRefusedError, HostUnreachableError
@@ -34,9 +34,9 @@ from perilune.execution.ranks import Node
 from perilune.execution.verdict import Cause
 from perilune.files import read_json, sha256_bytes
 
-PORTS = range(20000, 32000)  # of the leading machine's rendezvous; below Linux's ephemeral ports
-ENDED_BY_ITSELF = 60.0  # seconds after its machine's lease at which an attempt stops by itself
-ENDINGS = {  # reason why a machine is gone, to the attempt's state and cause
+RENDEZVOUS_PORTS = range(20000, 32000)  # of the leading machine's rendezvous; below Linux's ephemeral ports
+SELF_STOP_MARGIN_S = 60.0  # seconds after its machine's lease at which an attempt stops by itself
+OUTCOMES_BY_REASON = {  # reason why a machine is gone, to the attempt's state and cause
     "preempted": (AttemptState.PREEMPTED, Cause.PREEMPTED),
     "lifetime": (AttemptState.LOST, Cause.LEASE_ENDED),
     PANIC: (AttemptState.PREEMPTED, Cause.PREEMPTED),
@@ -52,7 +52,7 @@ class RentedPlacement:
         launcher: how a worker is started there.
     """
 
-    capabilities = Capabilities(elsewhere=True, look_every=1.0)
+    capabilities = Capabilities(is_remote=True, look_interval_s=1.0)
 
     def __init__(
         self,
@@ -72,44 +72,44 @@ class RentedPlacement:
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
-        """As `Placement.stage`."""
-        return self._there(attempt).stage(attempt, bundle, order, previous, is_cancelled)
+        """Implement `Placement.stage`."""
+        return self._ready_placement(attempt).stage(attempt, bundle, order, previous, is_cancelled)
 
     def start(self, attempt: Assignment) -> None:
-        """As `Placement.start`."""
-        self._there(attempt).start(attempt)
+        """Implement `Placement.start`."""
+        self._ready_placement(attempt).start(attempt)
 
     def starting(self, attempt: Assignment) -> bool:
-        """Always False: `start` returns only after the worker's claim."""
+        """Return False, because `start` returns only after the worker's claim."""
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
-        """As `Placement.observe`."""
+        """Implement `Placement.observe`."""
         try:
-            return self._there(attempt).observe(attempt)
+            return self._ready_placement(attempt).observe(attempt)
         except HostUnreachableError as error:
             return Observation(unseen=str(error))
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """As `Placement.pull`; nothing comes from a machine that is gone or not ready."""
-        self._left(attempt).pull(attempt, whole=whole)
+        """Implement `Placement.pull`; nothing comes from a machine that is gone or not ready."""
+        self._remaining_placement(attempt).pull(attempt, whole=whole)
 
     def stop(self, attempt: Assignment) -> bool:
-        """As `Placement.stop`; nothing runs on a machine that is gone or not ready."""
-        return self._left(attempt).stop(attempt)
+        """Implement `Placement.stop`; nothing runs on a machine that is gone or not ready."""
+        return self._remaining_placement(attempt).stop(attempt)
 
     def remove(self, attempt: Assignment) -> None:
-        """As `Placement.remove` if the files or the machine stay; otherwise the machine is removed."""
+        """Implement `Placement.remove` if the files or the machine stay; otherwise the machine is removed."""
         rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
         members = self._members(attempt)
-        if any(members) and (self._files_last() or all(map(self.fleet.waits_for_next_stage, rows))):
-            self._together(members).remove(attempt)
+        if any(members) and (self._keeps_files() or all(map(self.fleet.waits_for_next_stage, rows))):
+            self._combine(members).remove(attempt)
 
-    def _files_last(self) -> bool:
+    def _keeps_files(self) -> bool:
         return self.fleet.providers.get(self.rental.provider).capabilities.keeps_files
 
-    def _there(self, attempt: Assignment) -> Placement:
-        """The placement on all of the attempt's machines.
+    def _ready_placement(self, attempt: Assignment) -> Placement:
+        """Return the placement on all of the attempt's machines.
 
         Raises:
             HostUnreachableError: one of them is unreachable.
@@ -117,25 +117,25 @@ class RentedPlacement:
         members = self._members(attempt)
         if not members or None in members:
             raise HostUnreachableError(f"a machine of attempt {attempt.epoch} is not ready")
-        return self._together(members)
+        return self._combine(members)
 
-    def _left(self, attempt: Assignment) -> Placement:
-        """The placement on those machines that may hold something of the attempt."""
-        return self._together(self._members(attempt))
+    def _remaining_placement(self, attempt: Assignment) -> Placement:
+        """Return the placement on those machines that may hold something of the attempt."""
+        return self._combine(self._members(attempt))
 
-    def _together(self, members: list[Placement | None]) -> Placement:
+    def _combine(self, members: list[Placement | None]) -> Placement:
         alone = members[0] if len(members) == 1 else None
         return alone or GangPlacement(self.name, self.launcher, members)
 
     def _members(self, attempt: Assignment) -> list[Placement | None]:
-        """The placement on each of the attempt's machines; None where nothing of it can be.
+        """Return the placement on each of the attempt's machines; None where nothing of it can be.
 
         Raises:
             HostUnreachableError: a machine that should exist has not been listed.
         """
         rows = self.fleet.machines_of(attempt.run_id, attempt.epoch)
         provider = self.fleet.providers.get(self.rental.provider) if rows else None
-        lasting = len(rows) == 1 and self._files_last()
+        lasting = len(rows) == 1 and self._keeps_files()
         members: list[Placement | None] = []
         for row in rows:
             if row.state in {MachineState.REQUESTED, MachineState.GONE}:
@@ -146,15 +146,15 @@ class RentedPlacement:
                 raise HostUnreachableError(f"its machine {row.key} has not been listed yet")
             node = self._node(attempt, rows, row.rank)
             variables = node.variables() if len(rows) > 1 else {}
-            left = max(0.0, lease_left(row)) + ENDED_BY_ITSELF
+            left = max(0.0, lease_seconds_left(row)) + SELF_STOP_MARGIN_S
             members.append(self._build(provider.host(found), variables, lasting, left))
         return members
 
     def _node(self, attempt: Assignment, rows: Sequence[Machine], rank: int) -> Node:
-        """The variables that tell a machine about the others. Each attempt has its own port."""
+        """Return the variables that tell a machine about the others. Each attempt has its own port."""
         leader = self.fleet.listings.last_seen(self.rental.provider, rows[0].key)
         name = f"{attempt.run_id}/{attempt.epoch}".encode()
-        port = PORTS.start + int(sha256_bytes(name), 16) % len(PORTS)
+        port = RENDEZVOUS_PORTS.start + int(sha256_bytes(name), 16) % len(RENDEZVOUS_PORTS)
         return Node(rank, len(rows), leader.address if leader else "", port)
 
 
@@ -168,17 +168,19 @@ class Rentals:
     def __init__(self, fleet: Fleet, end: Callable[[Attempt, AttemptState, Cause, str], bool]) -> None:
         self.fleet, self._end = fleet, end
         self._swept: Instant | None = None
-        self._provided: set[str] = set()  # runs
+        self._managed_runs: set[str] = set()  # runs
 
-    def provide(self, placement: Placement, run: Run, attempt: Attempt, there: Assignment, act: bool) -> bool:
+    def provide_machines(
+        self, placement: Placement, run: Run, attempt: Attempt, assigned: Assignment, act: bool
+    ) -> bool:
         """Rent and check the machines of a live attempt; whether the attempt can proceed."""
         if not isinstance(placement, RentedPlacement):
             return True
-        self._provided.add(run.id)
+        self._managed_runs.add(run.id)
         machines = self._reconcile(attempt)
         gone = [one for one in machines if one.state in {MachineState.TERMINATING, MachineState.GONE}]
         if gone:
-            self._without(attempt, gone[0])
+            self._end_without_machine(attempt, gone[0])
             return False
         if not machines or any(one.state == MachineState.REQUESTED for one in machines):
             if run.desired == RunState.CANCELLED:
@@ -186,9 +188,9 @@ class Rentals:
             elif not machines and act and self._rent(placement.rental, attempt):
                 self._reconcile(attempt)
             return False
-        self._begin(attempt)
+        self._begin_staging(attempt)
         staying = all(one.state == MachineState.READY for one in machines)
-        return staying or self._leave(placement, attempt, there)
+        return staying or self._evacuate(placement, attempt, assigned)
 
     def _reconcile(self, attempt: Attempt) -> list[Machine]:
         """Reconcile each of the attempt's machines, the leading one first."""
@@ -199,28 +201,28 @@ class Rentals:
         """Reconcile every machine; from time to time, also look for unrecorded ones."""
         reconcile_all(self.fleet)
         now = Instant.now()
-        if self._swept is None or now.since(self._swept) >= SWEEP_SECONDS:
+        if self._swept is None or now.since(self._swept) >= SWEEP_INTERVAL_S:
             self._swept = now
-            sweep(self.fleet)
+            terminate_unrecorded(self.fleet)
 
-    def follow(self, *, live: bool = False) -> list[Machine]:
+    def reconcile_managed(self, *, live: bool = False) -> list[Machine]:
         """Reconcile the machines of ended attempts that this process managed; with `live`, of all attempts.
 
         Returns:
             Those that were not proven gone before.
         """
-        runs = tuple(self._provided)  # other threads may add to it meanwhile
+        runs = tuple(self._managed_runs)  # other threads may add to it meanwhile
         if not runs:
             return []
         query = select(Machine).where(Machine.run_id.in_(runs), Machine.state != MachineState.GONE.value)
         with self.fleet.store.snapshot() as session:
-            found = [one for one in session.scalars(query) if live or not _held(session, one)]
+            found = [one for one in session.scalars(query) if live or not _is_held(session, one)]
         for machine in found:
             self.fleet.reconcile(machine.key)
         return found
 
     def newest_epoch(self, placement: Placement, run: Run) -> int | None:
-        """The newest attempt of a run that has a machine, which a restored database may not know.
+        """Return the newest attempt of a run that has a machine, which a restored database may not know.
 
         Returns:
             Its number, or 0 if there is none; None if the provider does not answer.
@@ -228,7 +230,7 @@ class Rentals:
         providers = self.fleet.providers
         if not isinstance(placement, RentedPlacement) or placement.rental.provider not in providers.names():
             return 0
-        listing = self.fleet.listings.of(placement.rental.provider)
+        listing = self.fleet.listings.get(placement.rental.provider)
         if listing.machines is None:
             return None
         keys = [MachineKey.parse(key) for key in listing.machines]
@@ -244,10 +246,10 @@ class Rentals:
             Whether it has machines now.
         """
         try:
-            price = price_of(self.fleet.providers, rental)
+            price = query_price(self.fleet.providers, rental)
         except RequestError as error:  # no such provider or kind
             with self.fleet.store.transaction() as session:
-                move_attempt(session, current(session, attempt), AttemptState.PROVISIONING)
+                move_attempt(session, require_current(session, attempt), AttemptState.PROVISIONING)
             self._end(attempt, AttemptState.FAILED, Cause.HOST_REFUSED, str(error))
             return False
         except PeriluneError:
@@ -255,59 +257,61 @@ class Rentals:
         job = Job.model_validate(read_json(self.fleet.home.bundle(attempt.run_id) / "job.json"))
         nodes = job.resources.nodes
         with self.fleet.store.transaction() as session:
-            row = current(session, attempt)
-            why = STOPPED if renting_is_stopped(self.fleet.home) else ""
+            row = require_current(session, attempt)
+            why = RENTING_STOPPED if renting_is_stopped(self.fleet.home) else ""
             cap = self.fleet.providers.daily_cap()
-            if not why and take_over(session, row, rental, nodes):
+            if not why and take_over_machines(session, row, rental, nodes):
                 point = "handover.committed"
-            elif why := why or over_the_cap(session, cap, rental, price, nodes):
+            elif why := why or find_cap_problem(session, cap, rental, price, nodes):
                 if row.message != why:
                     row.message = why
-                    record(session, "machine.not_rented", run_id=row.run_id, epoch=row.number, why=why)
+                    record_event(session, "machine.not_rented", run_id=row.run_id, epoch=row.number, why=why)
                 return False
             else:
                 self.fleet.rent(session, row, rental, price, nodes)
                 point = "rent.committed"
             row.message = ""
             move_attempt(session, row, AttemptState.PROVISIONING)
-        reached(point)
+        kill_point(point)
         return True
 
-    def _begin(self, attempt: Attempt) -> None:
+    def _begin_staging(self, attempt: Attempt) -> None:
         """Move an attempt from PROVISIONING to STAGING: its machines are ready."""
         if attempt.state == AttemptState.PROVISIONING:
             with self.fleet.store.transaction() as session:
-                row = current(session, attempt)
+                row = require_current(session, attempt)
                 if row.state == AttemptState.PROVISIONING:
                     move_attempt(session, row, AttemptState.STAGING)
             attempt.state = AttemptState.STAGING.value
 
-    def _leave(self, placement: RentedPlacement, attempt: Attempt, there: Assignment) -> bool:
+    def _evacuate(self, placement: RentedPlacement, attempt: Attempt, assigned: Assignment) -> bool:
         """Stop the worker on machines that will be preempted; whether it has left a verdict."""
         try:
-            placement.stop(there)
-            seen = placement.observe(there)
+            placement.stop(assigned)
+            seen = placement.observe(assigned)
             if seen.verdict is None and not seen.unseen:
-                placement.pull(there, whole=True)
+                placement.pull(assigned, whole=True)
                 self._end(attempt, AttemptState.PREEMPTED, Cause.PREEMPTED, "its machine is preempted")
             return seen.verdict is not None
         except (HostUnreachableError, HostRefusedError):
             return False  # the next look shows whether the machine is gone
 
-    def _without(self, attempt: Attempt, machine: Machine) -> None:
+    def _end_without_machine(self, attempt: Attempt, machine: Machine) -> None:
         """End an attempt that has lost its machine or never got it."""
         never = attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}
-        if never and machine.reason not in ENDINGS:
+        if never and machine.reason not in OUTCOMES_BY_REASON:
             state, cause = AttemptState.FAILED, Cause.HOST_REFUSED if machine.refused else Cause.NO_MACHINE
-        elif machine.state == MachineState.TERMINATING and machine.reason not in ENDINGS:  # we ended it
+        elif (
+            machine.state == MachineState.TERMINATING and machine.reason not in OUTCOMES_BY_REASON
+        ):  # we ended it
             state, cause = AttemptState.LOST, Cause.LEASE_ENDED
         else:
-            state, cause = ENDINGS.get(machine.reason, (AttemptState.LOST, Cause.MACHINE_LOST))
+            state, cause = OUTCOMES_BY_REASON.get(machine.reason, (AttemptState.LOST, Cause.MACHINE_LOST))
         if cause is Cause.LEASE_ENDED and is_taken_over(machine):
             cause = Cause.MACHINE_LOST  # of the machine's whole lease, this attempt had only the rest
         self._end(attempt, state, cause, f"its machine is gone: {machine.refused or machine.reason}")
 
 
-def _held(session: Session, machine: Machine) -> bool:
+def _is_held(session: Session, machine: Machine) -> bool:
     attempt = session.get(Attempt, (machine.run_id, machine.epoch))
-    return attempt is not None and not AttemptState(attempt.state).terminal
+    return attempt is not None and not AttemptState(attempt.state).is_terminal

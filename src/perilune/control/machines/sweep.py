@@ -5,29 +5,29 @@ import time
 from perilune.control.machines.leases import Lease
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.record.clock import Instant
-from perilune.control.record.store import Machine, record
+from perilune.control.record.store import Machine, record_event
 from perilune.control.record.transitions import MachineState
 from perilune.execution.providers.protocol import MachineKey, MachineStatus, RentedMachine
 
-SWEEP_SECONDS = 60.0
-GRACE_SECONDS = 120.0  # for which an unrecorded machine may exist
-OVER = Lease(max_lifetime=1.0, idle=1.0, max_cost=1e-9, ready_within=1.0)  # of an unrecorded machine
+SWEEP_INTERVAL_S = 60.0
+UNRECORDED_GRACE_S = 120.0  # for which an unrecorded machine may exist
+EXPIRED_LEASE = Lease(max_lifetime=1.0, idle=1.0, max_cost=1e-9, ready_within=1.0)  # of an unrecorded machine
 
 
 def reconcile_all(fleet: Fleet) -> None:
     """Reconcile every machine that is not proven gone."""
-    for machine in fleet.all():
+    for machine in fleet.machines():
         fleet.reconcile(machine.key)
 
 
-def sweep(fleet: Fleet, grace: float = GRACE_SECONDS) -> list[str]:
+def terminate_unrecorded(fleet: Fleet, grace: float = UNRECORDED_GRACE_S) -> list[str]:
     """Terminate listed machines that are unrecorded or recorded as gone; returns their keys.
 
     An unrecorded machine is left alone until its provider has billed `grace` seconds.
     """
     terminated = []
     for provider in fleet.providers.names():
-        listing = fleet.listings.of(provider, fresh=True)
+        listing = fleet.listings.get(provider, fresh=True)
         for machine in (listing.machines or {}).values():
             if machine.status is MachineStatus.ENDED:
                 continue
@@ -37,13 +37,13 @@ def sweep(fleet: Fleet, grace: float = GRACE_SECONDS) -> list[str]:
             if recorded is None:
                 if machine.billed_seconds < grace:
                     continue
-                _adopt(fleet, provider, machine, listing.at)
+                _record_expired(fleet, provider, machine, listing.time)
             terminated.append(machine.key)
             fleet.reconcile(machine.key)
     return terminated
 
 
-def _adopt(fleet: Fleet, provider: str, machine: RentedMachine, now: Instant) -> None:
+def _record_expired(fleet: Fleet, provider: str, machine: RentedMachine, now: Instant) -> None:
     """Record an unrecorded machine with an expired lease, so that reconciling terminates it."""
     key = MachineKey.parse(machine.key)
     began = Instant(now.boot, now.seconds - machine.billed_seconds, now.wall - machine.billed_seconds)
@@ -60,10 +60,10 @@ def _adopt(fleet: Fleet, provider: str, machine: RentedMachine, now: Instant) ->
             reason="it is not in this home's record",
             kind=machine.kind,
             price=machine.price,
-            lease=OVER.model_dump(),
+            lease=EXPIRED_LEASE.model_dump(),
             remote_id=machine.id,
             leased=began.asdict(),
             created=time.time(),
         )
         session.add(row)
-        record(session, "machine.adopted", run_id=row.run_id, epoch=row.epoch, machine=row.key)
+        record_event(session, "machine.adopted", run_id=row.run_id, epoch=row.epoch, machine=row.key)

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from perilune.control.queries.lookup import StageStatus, find_experiment, statuses_by_experiment
+from perilune.control.queries.lookup import StageStatus, find_experiment, group_stage_statuses
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.sweeps import find_sweep
 from perilune.errors import RequestError
@@ -19,11 +19,17 @@ from perilune.files import canonical_json, read_json
 from perilune.metrics.across_seeds import MIN_SEEDS, SeedComparison, compare_over_seeds, interval
 from perilune.metrics.bootstrap import Interval, bootstrap_problems
 
-ABSENT = "–"  # the value of a setting that an arm does not have
-DEFAULT = "pass@1"
-LONGEST_LABEL = 60  # characters; a longer label is replaced by the name and a number
-FALLBACKS = ("validation_accuracy", "reward", "accuracy", "validation_loss", "loss")  # without an evaluation
-SHARES = (
+ABSENT_SETTING = "–"  # the value of a setting that an arm does not have
+DEFAULT_FIGURE = "pass@1"
+MAX_LABEL_CHARS = 60  # characters; a longer label is replaced by the name and a number
+TRAINING_FIGURES = (
+    "validation_accuracy",
+    "reward",
+    "accuracy",
+    "validation_loss",
+    "loss",
+)  # without an evaluation
+SHARE_PREFIXES = (
     *("pass@", "pass_rate", "greedy", "accuracy", "validation_accuracy", "truncated"),
     *("share", "format", "live_groups", "dead_groups"),
 )
@@ -79,7 +85,7 @@ class Arm:
     difference: Difference | None = None
 
     @property
-    def finished(self) -> dict[int, Member]:
+    def finished_members(self) -> dict[int, Member]:
         """The members with a final figure, by seed."""
         return {one.seed: one for one in self.members if one.figure is not None}
 
@@ -102,12 +108,12 @@ class Comparison:
 
     @property
     def is_share(self) -> bool:
-        """Whether the figure is a share, shown in percent."""
+        """True if the figure is a share, shown in percent."""
         return is_share(self.metric)
 
     @property
     def maximize(self) -> bool:
-        """Whether a higher figure is better."""
+        """True if a higher figure is better."""
         return not lower_is_better(self.metric)
 
     @property
@@ -120,16 +126,16 @@ class Comparison:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about what the figures show, and what they do not show."""
-        return tuple(_notes(self))
+        return tuple(_make_notes(self))
 
 
 def is_share(metric: str) -> bool:
-    """Whether a figure is a share, by its name."""
-    return metric.rpartition(".")[2].startswith(SHARES)
+    """Return whether a figure is a share, by its name."""
+    return metric.rpartition(".")[2].startswith(SHARE_PREFIXES)
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether a lower figure is better, by its name: losses, lengths, times and divergences."""
+    """Return whether a lower figure is better, by its name: losses, lengths, times and divergences."""
     return any(word in metric.rpartition(".")[2] for word in LOWER_IS_BETTER)
 
 
@@ -147,33 +153,35 @@ def compare_experiments(
         RequestError: a reference, the stage of the figure or the baseline is unknown.
     """
     sweeps = [found for one in references if (found := find_sweep(control, one)) is not None]
-    ids = list(dict.fromkeys(one for name in references for one in _experiments(control, name)))
+    ids = list(dict.fromkeys(one for name in references for one in _find_experiments(control, name)))
     documents = {one: _read_recipe(control.home.experiment(one) / "recipe.json") for one in ids}
-    stages = statuses_by_experiment(control, ids)
-    metric = metric or next((one.metric for one in sweeps if one.metric), None) or _default_metric(stages)
+    stages = group_stage_statuses(control, ids)
+    metric = (
+        metric or next((one.metric for one in sweeps if one.metric), None) or _find_default_metric(stages)
+    )
     known = dict.fromkeys(one.name for found in stages.values() for one in found)
     if (stage := metric.partition(".")[0]) not in known:
         remedy = f"STAGE.FIGURE with one of the stages {', '.join(known)}"
         raise RequestError(f"no stage is called '{stage}'", where=f"--metric {metric}", remedy=remedy)
-    arms = _differing(_arms(documents, stages, metric))
+    arms = _keep_differing_settings(_group_arms(documents, stages, metric))
     if not 0 <= baseline < len(arms):
         raise RequestError(f"there are {len(arms)} arms", where=f"--baseline {baseline + 1}")
     names = [one.name for one in sweeps] or dict.fromkeys(one["name"] for one in documents.values())
-    arms = _with_differences(arms, baseline)
+    arms = _add_differences(arms, baseline)
     return Comparison(", ".join(names), metric, tuple(arms[0].settings), tuple(arms), baseline)
 
 
 def final_figures(
     control: Control, experiments: Iterable[str], metric: str | None = None
 ) -> tuple[str, dict[str, float]]:
-    """The final figure and its name, by experiment; experiments without it are left out."""
-    stages = statuses_by_experiment(control, list(experiments))
-    metric = metric or _default_metric(stages)
-    found = {one: _figure(statuses, metric) for one, statuses in stages.items()}
+    """Return the final figure and its name, by experiment; experiments without it are left out."""
+    stages = group_stage_statuses(control, list(experiments))
+    metric = metric or _find_default_metric(stages)
+    found = {one: _read_figure(statuses, metric) for one, statuses in stages.items()}
     return metric, {one: figure.mean for one, figure in found.items() if figure is not None}
 
 
-def _experiments(control: Control, name: str) -> list[str]:
+def _find_experiments(control: Control, name: str) -> list[str]:
     sweep = find_sweep(control, name)
     if sweep is None:
         return [find_experiment(control, name).id]
@@ -182,23 +190,23 @@ def _experiments(control: Control, name: str) -> list[str]:
     return [one for one in ids if (control.home.experiment(one) / "recipe.json").exists()]
 
 
-def _default_metric(stages: Mapping[str, Sequence[StageStatus]]) -> str:
-    """pass@1 of the last evaluation that some experiment has, else the main figure of the last training."""
+def _find_default_metric(stages: Mapping[str, Sequence[StageStatus]]) -> str:
+    """Return pass@1 of the last evaluation that has it, else the main figure of the last training."""
     for wanted in ("evaluation", "training"):
         for found in stages.values():
             for status in reversed(found):
                 if status.summary.get("kind") != wanted:
                     continue
                 if wanted == "evaluation":
-                    return f"{status.name}.{DEFAULT}"
+                    return f"{status.name}.{DEFAULT_FIGURE}"
                 last = status.summary.get("last") or {}
-                if name := next((one for one in FALLBACKS if one in last), None):
+                if name := next((one for one in TRAINING_FIGURES if one in last), None):
                     return f"{status.name}.last.{name}"
     final = next(iter(stages.values()))[-1]
-    return f"{final.name}.{DEFAULT}"  # nothing has finished yet
+    return f"{final.name}.{DEFAULT_FIGURE}"  # nothing has finished yet
 
 
-def _figure(stages: Sequence[StageStatus], metric: str) -> Interval | None:
+def _read_figure(stages: Sequence[StageStatus], metric: str) -> Interval | None:
     name, *path = metric.split(".")
     value: Any = next((one.summary for one in stages if one.name == name), {})
     for key in path:
@@ -211,33 +219,33 @@ def _figure(stages: Sequence[StageStatus], metric: str) -> Interval | None:
 def _read_recipe(path: Path) -> dict[str, Any]:
     document = read_json(path)
     try:
-        _settings(document)
+        _flatten_recipe(document)
         return {**document, "name": str(document["name"]), "seed": int(document["seed"])}
     except (KeyError, TypeError, ValueError, AttributeError):
         raise RequestError("not the recipe of an experiment", where=str(path)) from None
 
 
-def _settings(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a resolved recipe by the keys that `--set` takes; without its name and seed."""
+def _flatten_recipe(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a resolved recipe by the keys that `--set` takes; without its name and seed."""
     flat: dict[str, Any] = {}
     for key, value in document.items():
         if key not in {"name", "seed", "stages"}:
-            flat |= _leaves(value, key)
+            flat |= _flatten(value, key)
     for stage in document["stages"]:
         parts = {"task": stage["task"], "environment": stage.get("environment") or {}, **stage["spec"]}
-        flat |= _leaves(parts, str(stage["name"]))
+        flat |= _flatten(parts, str(stage["name"]))
     return flat
 
 
-def _leaves(value: Any, key: str) -> dict[str, Any]:
+def _flatten(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {key: value}
     return {
-        name: one for inner, part in value.items() for name, one in _leaves(part, f"{key}.{inner}").items()
+        name: one for inner, part in value.items() for name, one in _flatten(part, f"{key}.{inner}").items()
     }
 
 
-def _arms(
+def _group_arms(
     documents: Mapping[str, Mapping[str, Any]], stages: Mapping[str, Sequence[StageStatus]], metric: str
 ) -> list[Arm]:
     """Group experiments that differ only in their seed."""
@@ -247,48 +255,54 @@ def _arms(
     arms = []
     for group in groups.values():
         members = tuple(
-            _member(one, documents[one]["seed"], stages[one], metric)
+            _make_member(one, documents[one]["seed"], stages[one], metric)
             for one in sorted(group, key=lambda one: documents[one]["seed"])
         )
         figures = [one.figure for one in members if one.figure is not None]
         figure = figures[0] if figures else None
         if len(figures) > 1:
             figure = Interval(**interval([one.mean for one in figures]))
-        arms.append(Arm(documents[group[0]]["name"], _settings(documents[group[0]]), members, figure))
+        arms.append(Arm(documents[group[0]]["name"], _flatten_recipe(documents[group[0]]), members, figure))
     return arms
 
 
-def _member(experiment: str, seed: int, stages: Sequence[StageStatus], metric: str) -> Member:
-    figure, problem = _figure(stages, metric), ""
+def _make_member(experiment: str, seed: int, stages: Sequence[StageStatus], metric: str) -> Member:
+    figure, problem = _read_figure(stages, metric), ""
     if figure is None:
         problem = f"there is no figure {metric}"
         if stage := next((one for one in stages if one.state != "succeeded"), None):
             cause = (stage.message or stage.cause).partition("\n")[0]
-            problem = f"{stage.name} is {stage.shown}" + (f": {cause}" if cause else "")
+            problem = f"{stage.name} is {stage.display_state}" + (f": {cause}" if cause else "")
     name, _, measure = metric.partition(".")
-    summary = next((one.summary for one in stages if one.name == name), {}) if measure == DEFAULT else {}
+    summary = (
+        next((one.summary for one in stages if one.name == name), {}) if measure == DEFAULT_FIGURE else {}
+    )
     rows = summary.get("correct_per_task") or ()
     tasks = {str(task): right / samples for task, samples, right in rows}
     return Member(experiment, seed, tuple(stages), figure, tasks, problem)
 
 
-def _differing(arms: Sequence[Arm]) -> list[Arm]:
-    """The arms with only the settings that differ, and labels made of them."""
+def _keep_differing_settings(arms: Sequence[Arm]) -> list[Arm]:
+    """Return the arms with only the settings that differ, and labels made of them."""
     every = dict.fromkeys(key for arm in arms for key in arm.settings)
-    keys = [key for key in every if len({canonical_json(arm.settings.get(key, ABSENT)) for arm in arms}) > 1]
+    keys = [
+        key
+        for key in every
+        if len({canonical_json(arm.settings.get(key, ABSENT_SETTING)) for arm in arms}) > 1
+    ]
     keys = [key for key in keys if not _is_detail(key, keys, arms)]
     labelled = []
     for number, arm in enumerate(arms, start=1):
-        settings = {key: arm.settings.get(key, ABSENT) for key in keys}
-        label = ", ".join(f"{key}={_shown(value)}" for key, value in settings.items())
-        if not label or len(label) > LONGEST_LABEL:
+        settings = {key: arm.settings.get(key, ABSENT_SETTING) for key in keys}
+        label = ", ".join(f"{key}={_format_setting(value)}" for key, value in settings.items())
+        if not label or len(label) > MAX_LABEL_CHARS:
             label = f"{arm.label} ({number})"
         labelled.append(replace(arm, label=label, settings=settings))
     return labelled
 
 
 def _is_detail(key: str, differing: Sequence[str], arms: Sequence[Arm]) -> bool:
-    """Whether a key adds nothing: its stage is missing in an arm, or its environment is another one."""
+    """Return whether a key adds nothing, as its stage is missing in an arm or its environment differs."""
     part, _, name = key.rpartition(".")
     if part.partition(".")[0] == "environment":
         return "environment.id" in differing and key not in ("environment.id", "environment.task")
@@ -296,29 +310,29 @@ def _is_detail(key: str, differing: Sequence[str], arms: Sequence[Arm]) -> bool:
     return name != "task" and task in differing and any(task not in arm.settings for arm in arms)
 
 
-def _shown(value: Any) -> str:
-    """A setting on one line."""
+def _format_setting(value: Any) -> str:
+    """Return a setting on one line."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def shown_settings(arm: Arm) -> list[str]:
-    """The settings that differ as short texts."""
-    return [_shown(value) for value in arm.settings.values()]
+def format_settings(arm: Arm) -> list[str]:
+    """Return the settings that differ as short texts."""
+    return [_format_setting(value) for value in arm.settings.values()]
 
 
-def describe_difference(found: Difference, *, is_share: bool) -> str:
-    """The difference as text: over seeds if there are enough of them, else over tasks without a claim."""
-    if len(found.seeds.differences) >= MIN_SEEDS or found.tasks is None:
-        return found.seeds.describe(is_share=is_share)
-    mean, low, high = (f"{100 * value:+.1f}" for value in found.tasks)
-    seeds = len(found.seeds.differences)
+def describe_difference(difference: Difference, *, is_share: bool) -> str:
+    """Return the difference as text: over seeds if there are enough, else over tasks without a claim."""
+    if len(difference.seeds.differences) >= MIN_SEEDS or difference.tasks is None:
+        return difference.seeds.describe(is_share=is_share)
+    mean, low, high = (f"{100 * value:+.1f}" for value in difference.tasks)
+    seeds = len(difference.seeds.differences)
     few = f"{seeds} seed{'s' * (seeds > 1)}: no claim"
-    return f"{mean} points ({low} to {high} over {found.task_count} tasks; {few})"
+    return f"{mean} points ({low} to {high} over {difference.task_count} tasks; {few})"
 
 
-def _with_differences(arms: Sequence[Arm], baseline: int) -> list[Arm]:
-    """The arms with their differences from the baseline; all of them are corrected together."""
+def _add_differences(arms: Sequence[Arm], baseline: int) -> list[Arm]:
+    """Return the arms with their differences from the baseline; all of them are corrected together."""
     base = _figures(arms[baseline])
     by_seed: dict[str, list[float]] = {}
     for place, arm in enumerate(arms):
@@ -327,7 +341,7 @@ def _with_differences(arms: Sequence[Arm], baseline: int) -> list[Arm]:
             by_seed[str(place)] = [figures[seed] - base[seed] for seed in seeds]
     tests = compare_over_seeds(by_seed)
     return [
-        replace(arm, difference=Difference(tests[str(place)], *_over_tasks(arms[baseline], arm)))
+        replace(arm, difference=Difference(tests[str(place)], *_difference_over_tasks(arms[baseline], arm)))
         if str(place) in tests
         else arm
         for place, arm in enumerate(arms)
@@ -338,9 +352,9 @@ def _figures(arm: Arm) -> dict[int, float]:
     return {one.seed: one.figure.mean for one in arm.members if one.figure is not None}
 
 
-def _over_tasks(before: Arm, after: Arm) -> tuple[Interval | None, int]:
-    """Difference of the pass rates by task, averaged over the seeds that both arms have, and the tasks."""
-    earlier, later = before.finished, after.finished
+def _difference_over_tasks(before: Arm, after: Arm) -> tuple[Interval | None, int]:
+    """Return the mean difference of the pass rates by task over common seeds, and the number of tasks."""
+    earlier, later = before.finished_members, after.finished_members
     differences: dict[str, list[float]] = {}
     for seed in sorted(earlier.keys() & later.keys()):
         old, new = earlier[seed].tasks, later[seed].tasks
@@ -352,13 +366,13 @@ def _over_tasks(before: Arm, after: Arm) -> tuple[Interval | None, int]:
     return bootstrap_problems(list(means.values())), len(means)
 
 
-def _notes(found: Comparison) -> Iterator[str]:
-    for arm in found.arms:
+def _make_notes(comparison: Comparison) -> Iterator[str]:
+    for arm in comparison.arms:
         for member in arm.members:
             if member.problem:
                 yield f"{arm.label}, seed {member.seed} has no final figure: {member.problem}."
-    pairs = [len(arm.difference.seeds.differences) for arm in found.arms if arm.difference is not None]
-    if len(found.arms) > 1 and not pairs:
+    pairs = [len(arm.difference.seeds.differences) for arm in comparison.arms if arm.difference is not None]
+    if len(comparison.arms) > 1 and not pairs:
         yield (
             "No arm has a figure for a seed of the baseline, so nothing is paired. Run all arms on the same"
             " seeds."
@@ -369,37 +383,37 @@ def _notes(found: Comparison) -> Iterator[str]:
             " may reverse the order. Intervals over tasks say which of these checkpoints is better on such"
             " tasks."
         )
-    if found.best is None:
+    if comparison.best is None:
         return
-    better = "highest" if found.maximize else "lowest"
+    better = "highest" if comparison.maximize else "lowest"
     yield (
-        f"{found.arms[found.best].label} has the {better} figure of {len(found.arms)} arms. The best of"
-        " several noisy figures is biased: expect a worse figure on new tasks. For an unbiased figure, run"
-        " this arm and the baseline on seeds that had no part in the choice."
+        f"{comparison.arms[comparison.best].label} has the {better} figure of {len(comparison.arms)} arms."
+        " The best of several noisy figures is biased: expect a worse figure on new tasks. For an unbiased"
+        " figure, run this arm and the baseline on seeds that had no part in the choice."
     )
-    if edge := _at_the_edge(found):
+    if edge := _describe_edge(comparison):
         yield f"The best arm has the {edge} that was tried. A better value may lie beyond it."
-    if _repeats_tasks(found.arms[found.best]):
+    if _repeats_tasks(comparison.arms[comparison.best]):
         yield (
             "Here different seeds were evaluated on mostly the same held-out tasks, so new seeds alone do not"
             " remove this bias. Evaluate the chosen checkpoint on tasks that no arm was evaluated on."
         )
 
 
-def _at_the_edge(found: Comparison) -> str:
-    """The settings of which the best arm has the lowest or highest of at least three numbers, in words."""
-    assert found.best is not None
+def _describe_edge(comparison: Comparison) -> str:
+    """Return the settings of which the best arm has the lowest or highest of at least three numbers."""
+    assert comparison.best is not None
     edges = []
-    for key in found.keys:
-        values = [arm.settings.get(key) for arm in found.arms]
+    for key in comparison.keys:
+        values = [arm.settings.get(key) for arm in comparison.arms]
         numbers = {one for one in values if isinstance(one, int | float) and not isinstance(one, bool)}
         if len(numbers) >= 3 and len(numbers) == len(set(map(repr, values))):
-            best = found.arms[found.best].settings[key]
+            best = comparison.arms[comparison.best].settings[key]
             edges += [f"lowest {key}"] * (best == min(numbers)) + [f"highest {key}"] * (best == max(numbers))
     return " and ".join(edges)
 
 
 def _repeats_tasks(arm: Arm) -> bool:
-    """Whether different seeds were evaluated on mostly the same tasks, as with a small file of tasks."""
+    """Return whether different seeds were evaluated on mostly the same tasks, as with a small task file."""
     first, *others = [set(one.tasks) for one in arm.members if one.tasks] or [set()]
     return any(len(first & other) > len(first) / 2 for other in others)

@@ -3,18 +3,18 @@
 import time
 from dataclasses import dataclass, replace
 
-from perilune.control.machines.budget import accrued, promised
+from perilune.control.machines.budget import accrued_cost, max_total_cost
 from perilune.control.machines.panic import renting_is_stopped
-from perilune.control.queries.lookup import attempts_of, events_after
+from perilune.control.queries.lookup import list_attempts, list_events_after
 from perilune.control.record.home import has_daemon
-from perilune.control.record.identity import Inherited, inherited
+from perilune.control.record.identity import Inherited, read_inherited
 from perilune.control.record.store import Attempt, Machine, Run
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
-from perilune.control.runs.current_submission import BLOCKED, next_stages
+from perilune.control.runs.current_submission import BLOCKED_EVENT, next_stages
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.control.runs.planner import Step, retry_class
-from perilune.control.runs.queue import Turn, pause_left, turn_of
-from perilune.control.runs.stage_failures import REMEDY
+from perilune.control.runs.queue import QueuePosition, find_position, retry_pause_left
+from perilune.control.runs.stage_failures import REMEDY_PREFIX
 from perilune.execution.observation import Observation
 from perilune.execution.placements.upload import SENT
 from perilune.execution.processes import Presence
@@ -37,10 +37,10 @@ class Explanation:
     commands: tuple[str, ...]
 
 
-MOST_NAMED = 3  # other runs
+MAX_NAMED_RUNS = 3  # other runs
 SILENT_SECONDS = 30.0  # without a heartbeat, which comes every second, before a worker counts as silent
 
-AHEAD = {
+NEXT_BY_STEP = {
     Step.STAGE: "its bundle is copied to its machine",
     Step.START: "a worker is started",
     Step.START_FAILED: "the attempt fails, because its worker did not start",
@@ -62,12 +62,12 @@ MACHINE_STATES = {
 }
 
 
-def explain(control: Control, run_id: str) -> Explanation:
+def explain_run(control: Control, run_id: str) -> Explanation:
     """Explain the state of the run `run_id`, and which stage follows it."""
     run = control.run(run_id)
-    if run_id in (others := inherited(control.home)).runs:
-        return _of_another_home(run, others)
-    result = _explain(control, run)
+    if run_id in (others := read_inherited(control.home)).runs:
+        return _explain_foreign_run(run, others)
+    result = _explain_own_run(control, run)
     errors = tuple(f"the last try failed: {one}" for one in control.reconciler.conditions.all(run_id))
     result = replace(result, because=(*result.because, *errors))
     with control.store.snapshot() as session:
@@ -80,7 +80,7 @@ def explain(control: Control, run_id: str) -> Explanation:
         return replace(result, next=f"{result.next}; {again}")
     if run.state != RunState.SUCCEEDED:
         return replace(result, next=f"{result.next}; then stage {stage} starts")
-    because = (*result.because, *_why_blocked(control, run))
+    because = (*result.because, *_blocked_reason(control, run))
     if has_daemon(control.home):
         return replace(result, because=because, next=f"stage {stage} starts")
     commands = ("perilune daemon", "perilune reconcile", *result.commands)
@@ -89,7 +89,7 @@ def explain(control: Control, run_id: str) -> Explanation:
     )
 
 
-def _of_another_home(run: Run, others: Inherited) -> Explanation:
+def _explain_foreign_run(run: Run, others: Inherited) -> Explanation:
     home = others.homes[0] if others.homes else "the original"
     return Explanation(
         run.state,
@@ -102,24 +102,28 @@ def _of_another_home(run: Run, others: Inherited) -> Explanation:
     )
 
 
-def _why_blocked(control: Control, run: Run) -> list[str]:
-    """Why the stage after a run could not start at the last try."""
-    messages = [row.detail["message"] for row in events_after(control, run_id=run.id) if row.kind == BLOCKED]
+def _blocked_reason(control: Control, run: Run) -> list[str]:
+    """Return why the stage after a run could not start at the last try; empty if it could."""
+    messages = [
+        row.detail["message"]
+        for row in list_events_after(control, run_id=run.id)
+        if row.kind == BLOCKED_EVENT
+    ]
     return [f"the next stage could not start: {messages[-1]}"] if messages else []
 
 
-def _explain(control: Control, run: Run) -> Explanation:
+def _explain_own_run(control: Control, run: Run) -> Explanation:
     run_id = run.id
-    attempts = attempts_of(control, run_id)
-    history = tuple(_ended(attempt) for attempt in attempts if AttemptState(attempt.state).terminal)
+    attempts = list_attempts(control, run_id)
+    history = tuple(_describe_end(attempt) for attempt in attempts if AttemptState(attempt.state).is_terminal)
     match RunState(run.state):
         case RunState.QUEUED:
-            return _queued(control, run, attempts, history)
+            return _explain_queued(control, run, attempts, history)
         case RunState.ACTIVE:
-            return _active(control, run, attempts[-1], history)
+            return _explain_active(control, run, attempts[-1], history)
         case RunState.SUCCEEDED:
             evidence, ahead = "its artifacts are damaged or missing", "a recipe runs the stage again"
-            if control.intact(run):
+            if control.is_intact(run):
                 evidence = "its artifacts are complete and intact"
                 ahead = "nothing; a recipe with the same stage reuses it"
             commands = (f"perilune show {run_id}", f"perilune reproduce {run_id}")
@@ -127,10 +131,10 @@ def _explain(control: Control, run: Run) -> Explanation:
         case RunState.FAILED:
             kind = retry_class(run.cause).value
             used = sum(retry_class(one.cause).value == kind for one in attempts)
-            budget = getattr(control.reconciler.placements.policy_of(run_id), kind, None)
+            budget = getattr(control.reconciler.placements.retry_policy(run_id), kind, None)
             why = f"{run.cause} counts as {kind}: at most {budget} retries, and this was failure {used}"
             commands = (f"perilune logs {run_id}", f"perilune retry {run_id}")
-            remedy = run.message.partition(f"\n{REMEDY}")[2]
+            remedy = run.message.partition(f"\n{REMEDY_PREFIX}")[2]
             facts = (*history, why, *([f"its remedy: {remedy}"] if remedy else []))
             return Explanation(run.state, facts, "nothing, unless you retry it", commands)
         case RunState.CANCELLED:
@@ -141,18 +145,20 @@ def _explain(control: Control, run: Run) -> Explanation:
             return Explanation(run.state, (*history, why), ahead, (f"perilune retry {run_id}",))
 
 
-def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[str, ...]) -> Explanation:
+def _explain_queued(
+    control: Control, run: Run, attempts: list[Attempt], history: tuple[str, ...]
+) -> Explanation:
     if run.desired == RunState.CANCELLED:
         because = (*history, "cancellation was requested")
         return Explanation(run.state, because, "it is cancelled", ("perilune reconcile",))
-    wait = pause_left(control.reconciler.placements, run)
+    wait = retry_pause_left(control.reconciler.placements, run)
     number = run.current_epoch + 1
     with control.store.snapshot() as session:
-        turn = turn_of(session, control.reconciler.placements, run)
+        turn = find_position(session, control.reconciler.placements, run)
     if attempts and attempts[-1].cleanup == Cleanup.PENDING and attempts[-1].state != AttemptState.LOST:
         why = f"attempt {number} waits until attempt {number - 1} is cleaned up"
-    elif not turn.has_come:
-        return _waits_its_turn(control, run, history, turn)
+    elif not turn.can_start:
+        return _explain_queue_position(control, run, history, turn)
     elif wait > 0:
         why = f"attempt {number} may start in {wait:.0f} s"
     elif _provider_is_silent(control, run):
@@ -172,19 +178,21 @@ def _queued(control: Control, run: Run, attempts: list[Attempt], history: tuple[
 
 
 def _provider_is_silent(control: Control, run: Run) -> bool:
-    placement = control.reconciler.placements.of(run.id)
+    placement = control.reconciler.placements.get(run.id)
     return control.reconciler.rentals.newest_epoch(placement, run) is None
 
 
-def _waits_its_turn(control: Control, run: Run, history: tuple[str, ...], turn: Turn) -> Explanation:
+def _explain_queue_position(
+    control: Control, run: Run, history: tuple[str, ...], turn: QueuePosition
+) -> Explanation:
     number = run.current_epoch + 1
     facts = [*history]
-    for ids, what in ((turn.taking, "holds a slot"), (turn.before, "is ahead of it")):
-        facts += [f"run {other} {what}" for other in ids[:MOST_NAMED]]
-        facts += [f"so do {len(ids) - MOST_NAMED} more"] if len(ids) > MOST_NAMED else []
+    for ids, what in ((turn.running, "holds a slot"), (turn.ahead, "is ahead of it")):
+        facts += [f"run {other} {what}" for other in ids[:MAX_NAMED_RUNS]]
+        facts += [f"so do {len(ids) - MAX_NAMED_RUNS} more"] if len(ids) > MAX_NAMED_RUNS else []
     facts.append(f"attempt {number} waits for a slot: {turn}")
     by_what = "" if has_daemon(control.home) else ", with the next command that reconciles runs"
-    commands = tuple(f"perilune explain {other}" for other in turn.taking[:1])
+    commands = tuple(f"perilune explain {other}" for other in turn.running[:1])
     return Explanation(
         run.state,
         tuple(facts),
@@ -193,20 +201,22 @@ def _waits_its_turn(control: Control, run: Run, history: tuple[str, ...], turn: 
     )
 
 
-def _active(control: Control, run: Run, attempt: Attempt, history: tuple[str, ...]) -> Explanation:
+def _explain_active(control: Control, run: Run, attempt: Attempt, history: tuple[str, ...]) -> Explanation:
     facts = [*history, f"attempt {attempt.number} is {attempt.state}"]
     if attempt.state == AttemptState.PLANNED and attempt.message:
-        return _waits_for_a_machine(control, run, attempt, facts)
-    seen, step = control.reconciler.look(run, attempt)
+        return _explain_no_machine(control, run, attempt, facts)
+    seen, step = control.reconciler.observe(run, attempt)
     machines = control.reconciler.rentals.fleet.machines_of(attempt.run_id, attempt.number)
-    facts += [fact for one in machines for fact in _machine_facts(one, len(machines))] or [_worker(seen)]
+    facts += [fact for one in machines for fact in _machine_facts(one, len(machines))] or [
+        _describe_worker(seen)
+    ]
     if run.desired == RunState.CANCELLED:
         facts.append("cancellation was requested")
     progress = read_progress(control.directory(run))
     if progress is not None:
         far = f"{progress['done']:,} of {progress['total']:,} {progress['unit']}"
         facts.append(far if progress["unit"] == SENT else f"its task has done {far}")
-    if step is Step.WAIT and (silent := _silent_for(control, attempt)) > SILENT_SECONDS:
+    if step is Step.WAIT and (silent := _heartbeat_age(control, attempt)) > SILENT_SECONDS:
         facts.append(f"its worker has not reported for {silent:.0f} s: it is suspended, or its machine hangs")
         ahead = "nothing, until its worker continues or the run is cancelled"
         return Explanation(run.state, tuple(facts), ahead, (f"perilune cancel {run.id}",))
@@ -216,11 +226,11 @@ def _active(control: Control, run: Run, attempt: Attempt, history: tuple[str, ..
         commands = (f"perilune cancel {run.id} --force",)
     else:
         commands = ("perilune reconcile",)
-    return Explanation(run.state, tuple(facts), AHEAD[step], commands)
+    return Explanation(run.state, tuple(facts), NEXT_BY_STEP[step], commands)
 
 
-def _waits_for_a_machine(control: Control, run: Run, attempt: Attempt, facts: list[str]) -> Explanation:
-    """No machine may be rented now: because of the daily cap, or after a panic."""
+def _explain_no_machine(control: Control, run: Run, attempt: Attempt, facts: list[str]) -> Explanation:
+    """Explain that no machine may be rented now, because of the daily cap or after a panic."""
     facts.append(f"no machine is rented for it yet: {attempt.message}")
     lift = ("perilune panic --lift",) if renting_is_stopped(control.home) else ()
     commands = (*lift, "perilune cost", f"perilune cancel {run.id}")
@@ -228,24 +238,24 @@ def _waits_for_a_machine(control: Control, run: Run, attempt: Attempt, facts: li
 
 
 def _machine_facts(machine: Machine, count: int) -> list[str]:
-    """The state of one of an attempt's `count` machines; empty if it is ready and reachable."""
+    """Return the state of one of an attempt's `count` machines; empty if it is ready and reachable."""
     if machine.state == MachineState.READY and machine.unseen_since is None:
         return []
     name = "its machine" if count == 1 else f"its machine {machine.rank} of {count}"
     reason = f": {machine.reason}" if machine.reason else ""
     facts = [f"{name} {MACHINE_STATES[MachineState(machine.state)]}{reason}"]
     if machine.price:
-        facts.append(f"{name} has cost {accrued(machine):.4g} of at most {promised(machine):.4g}")
+        facts.append(f"{name} has cost {accrued_cost(machine):.4g} of at most {max_total_cost(machine):.4g}")
     return [*facts, *([f"the provider of {name} does not answer"] if machine.unseen_since else [])]
 
 
-def _silent_for(control: Control, attempt: Attempt) -> float:
-    """Seconds since the last heartbeat of the attempt's worker arrived, just after an observation."""
+def _heartbeat_age(control: Control, attempt: Attempt) -> float:
+    """Return the seconds since the attempt's last heartbeat arrived, just after an observation."""
     beat = control.home.attempt(attempt.run_id, attempt.number) / "runtime" / "heartbeat.json"
     return time.time() - beat.stat().st_mtime if beat.exists() else 0.0
 
 
-def _worker(seen: Observation) -> str:
+def _describe_worker(seen: Observation) -> str:
     if seen.unseen:
         return f"it is unreachable: {seen.unseen}"
     if seen.claim is None:
@@ -260,7 +270,7 @@ def _worker(seen: Observation) -> str:
     }[seen.worker]
 
 
-def _ended(attempt: Attempt) -> str:
+def _describe_end(attempt: Attempt) -> str:
     message = attempt.message.partition("\n")[0]
     said = message.startswith(attempt.cause or "")  # "stopped on request" says the cause
     why = f": {message if said else f'{attempt.cause}, {message}'}" if attempt.cause else ""

@@ -14,14 +14,14 @@ from sqlalchemy import select
 from perilune.bundle.freeze import freeze
 from perilune.bundle.secret_sources import secret_value
 from perilune.bundle.shared_files import SharedFiles
-from perilune.control.machines.budget import price_of, today
-from perilune.control.machines.leases import cost
+from perilune.control.machines.budget import cost_today, query_price
+from perilune.control.machines.leases import compute_cost
 from perilune.control.record.store import Machine, Run
 from perilune.control.record.transitions import RunState
-from perilune.control.runs.experiments import Control, StagePlan, with_inputs
-from perilune.control.runs.queue import turn_ahead
-from perilune.control.runs.submission import same_work
-from perilune.control.runs.templates import Here, OnRented, OverSsh, Template
+from perilune.control.runs.experiments import Control, StagePlan, resolve_inputs
+from perilune.control.runs.queue import find_position_if_submitted
+from perilune.control.runs.submission import find_reusable_run
+from perilune.control.runs.templates import LocalSettings, RentedSettings, SshPlacementSettings, Template
 from perilune.errors import PeriluneError, RequestError
 from perilune.recipe.schema import MODEL
 
@@ -104,55 +104,56 @@ class Forecast:
     bring: str
 
 
-def forecast(control: Control, plans: Sequence[StagePlan], template: Template | None) -> Forecast:
+def forecast_submission(control: Control, plans: Sequence[StagePlan], template: Template | None) -> Forecast:
     """Forecast the submission of these stages with this template.
 
     Raises:
         RequestError: a stage cannot be frozen.
     """
     chosen = template or Template()
-    stages = _stages(control, plans)
-    placement = control.reconciler.placements.make(chosen)
+    stages = _forecast_stages(control, plans)
+    placement = control.reconciler.placements.build(chosen)
     with control.store.snapshot() as session:
-        turn = turn_ahead(session, control.reconciler.placements, template)
+        turn = find_position_if_submitted(session, control.reconciler.placements, template)
     site = getattr(chosen.placement, "site", None)
     return Forecast(
-        placement=_where(chosen) or placement.name,
+        placement=_describe_placement(chosen) or placement.name,
         launcher=placement.launcher,
         workspace=site.workspace if site is not None else "",
         turn=str(turn) if turn.slots is not None else "",
-        has_turn=turn.has_come,
+        has_turn=turn.can_start,
         stages=stages,
-        cost=_cost(control, chosen, chosen.placement, stages)
-        if isinstance(chosen.placement, OnRented)
+        cost=_forecast_cost(control, chosen, chosen.placement, stages)
+        if isinstance(chosen.placement, RentedSettings)
         else None,
         secrets={
-            name: _problem(name) for name in sorted({name for plan in plans for name in plan.job.secrets})
+            name: _secret_problem(name)
+            for name in sorted({name for plan in plans for name in plan.job.secrets})
         },
         retry=chosen.retry.model_dump(),
-        limits=_limits(chosen) if chosen.elsewhere else {},
-        bring=chosen.brings if chosen.elsewhere else "",
+        limits=_effective_limits(chosen) if chosen.is_remote else {},
+        bring=chosen.effective_bring if chosen.is_remote else "",
     )
 
 
-def _where(template: Template) -> str:
+def _describe_placement(template: Template) -> str:
     match template.placement:
-        case OverSsh() as there:
+        case SshPlacementSettings() as there:
             return f"ssh {there.host}"
-        case OnRented() as rental:
+        case RentedSettings() as rental:
             return f"rented {rental.provider}:{rental.kind}"
-        case Here():
+        case LocalSettings():
             return "this machine"
 
 
-def _limits(template: Template) -> dict[str, Any]:
+def _effective_limits(template: Template) -> dict[str, Any]:
     limits = template.limits.model_dump()
-    if isinstance(template.placement, OnRented):
+    if isinstance(template.placement, RentedSettings):
         limits["max_lifetime"] = min(limits["max_lifetime"], template.placement.lease.max_lifetime)
     return limits
 
 
-def _stages(control: Control, plans: Sequence[StagePlan]) -> tuple[StageForecast, ...]:
+def _forecast_stages(control: Control, plans: Sequence[StagePlan]) -> tuple[StageForecast, ...]:
     done: dict[str, Run] = {}
     found = []
     for plan in plans:
@@ -162,12 +163,12 @@ def _stages(control: Control, plans: Sequence[StagePlan]) -> tuple[StageForecast
                 StageForecast(plan.name, "later", after=tuple(missing), nodes=plan.job.resources.nodes)
             )
             continue
-        job, inputs = with_inputs(control, plan, plans, done)
+        job, inputs = resolve_inputs(control, plan, plans, done)
         with control.home.scratch() as scratch:
             digest = freeze(job, inputs, scratch / "bundle", SharedFiles(control.home.root))
-            files = _sizes(scratch / "bundle", list(inputs))
+            files = _bundle_sizes(scratch / "bundle", list(inputs))
         with control.store.snapshot() as session:
-            run = same_work(session, control.home, digest, control.intact)
+            run = find_reusable_run(session, control.home, digest, control.is_intact)
         action = "begin"
         if run is not None:
             action = "reuse" if run.state == RunState.SUCCEEDED else "join"
@@ -178,8 +179,8 @@ def _stages(control: Control, plans: Sequence[StagePlan]) -> tuple[StageForecast
     return tuple(found)
 
 
-def _sizes(bundle: Path, inputs: Sequence[str]) -> dict[str, int]:
-    """Sizes of a bundle's files in bytes, by input; scripts and wheel are separate."""
+def _bundle_sizes(bundle: Path, inputs: Sequence[str]) -> dict[str, int]:
+    """Return the sizes of a bundle's files in bytes, by input; scripts and wheel are separate."""
     sizes = dict.fromkeys([*inputs, "wheel", "scripts"], 0)
     for path in bundle.rglob("*"):
         if path.is_file():
@@ -189,26 +190,26 @@ def _sizes(bundle: Path, inputs: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-def _problem(name: str) -> str:
+def _secret_problem(name: str) -> str:
     try:
         return "" if secret_value(name) else "not set"
     except RequestError as error:
         return error.what
 
 
-def _cost(
-    control: Control, template: Template, rental: OnRented, stages: Sequence[StageForecast]
+def _forecast_cost(
+    control: Control, template: Template, rental: RentedSettings, stages: Sequence[StageForecast]
 ) -> CostForecast:
     providers = control.reconciler.rentals.fleet.providers
     try:
         cap = providers.daily_cap()
-        price = price_of(providers, rental)
+        price = query_price(providers, rental)
     except PeriluneError as error:
         return CostForecast(str(error).partition("\n")[0])
     with control.store.snapshot() as session:
-        committed = today(session.scalars(select(Machine)))
-    seconds = rental.lease.seconds(price)
-    attempt = cost(price, seconds)
+        committed = cost_today(session.scalars(select(Machine)))
+    seconds = rental.lease.max_seconds(price)
+    attempt = compute_cost(price, seconds)
     tries = 1 + sum(getattr(template.retry, kind) for kind in ("infrastructure", "lost", "user"))
     machines = sum(stage.nodes for stage in stages if stage.action in {"begin", "later"})
     most = max((stage.nodes for stage in stages if stage.action in {"begin", "later"}), default=0)

@@ -9,19 +9,19 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from perilune.bundle.verify import attested_hashes
-from perilune.control.machines.budget import Use, uses
+from perilune.control.machines.budget import MachineUse, list_machine_uses
 from perilune.control.record.store import Attempt, EarlierUse, Event, Experiment, Machine, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
-from perilune.control.runs.experiments import OVERRIDES, Control
+from perilune.control.runs.experiments import OVERRIDES_FILE, Control
 from perilune.errors import RequestError
 from perilune.execution.launchers.docker import container_of
 from perilune.files import read_json, sha256_file
 
-SUMMARY = "artifacts/summary.json"
-WAITING = "waiting"  # state of a stage without a run
-BULKY = ("kind", "correct_per_task", "seconds")  # parts of a summary that listings omit
+SUMMARY_FILE = "artifacts/summary.json"
+WAITING_STATE = "waiting"  # state of a stage without a run
+OMITTED_SUMMARY_KEYS = ("kind", "correct_per_task", "seconds")  # parts of a summary that listings omit
 
-Named = TypeVar("Named", Run, Experiment)
+NamedRow = TypeVar("NamedRow", Run, Experiment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +63,33 @@ class StageStatus:
     overrides: tuple[str, ...] = ()
 
     @property
-    def shown(self) -> str:
+    def display_state(self) -> str:
         """The state to display: a stage without a run waits only if it is requested."""
-        return "not started" if self.state == WAITING and not self.requested else self.state
+        return "not started" if self.state == WAITING_STATE and not self.requested else self.state
 
     def document(self) -> dict[str, Any]:
-        """The status as a flat JSON object: an evaluation's "pass@1" stands beside the stage's name."""
+        """Return the status as a flat JSON object, with an evaluation's figures beside the stage's name."""
         fields = asdict(self)
         summary = fields.pop("summary")
         fields["stage"] = fields.pop("name")
         fields["attempt_dir"] = str(self.attempt_dir) if self.attempt_dir else None
         kind = {"kind": summary["kind"]} if "kind" in summary else {}
-        return fields | kind | {key: value for key, value in summary.items() if key not in {*BULKY, *fields}}
+        return (
+            fields
+            | kind
+            | {key: value for key, value in summary.items() if key not in {*OMITTED_SUMMARY_KEYS, *fields}}
+        )
 
 
-def terminal_runs(control: Control) -> list[Run]:
-    """All runs that have ended, oldest first."""
+def list_ended_runs(control: Control) -> list[Run]:
+    """Return all runs that have ended, oldest first."""
     with control.store.snapshot() as session:
-        ended = [state.value for state in RunState if state.terminal]
+        ended = [state.value for state in RunState if state.is_terminal]
         return list(session.scalars(select(Run).where(Run.state.in_(ended)).order_by(Run.id)))
 
 
 def find_experiment(control: Control, reference: str | None = None) -> Experiment:
-    """An experiment by id, unique prefix of an id, or name (its latest); the latest one for None.
+    """Return an experiment by id, unique prefix of an id, or name (its latest); the latest one for None.
 
     Raises:
         RequestError: there is none, or the prefix is ambiguous.
@@ -100,11 +104,11 @@ def find_experiment(control: Control, reference: str | None = None) -> Experimen
         if reference in {experiment.id, experiment.name}:
             return experiment
     fitting = [one for one in everything if one.id.startswith(reference.upper())]
-    return _only(fitting, reference, "experiment")
+    return _require_single(fitting, reference, "experiment")
 
 
 def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment:
-    """A run as in `find_run`, or else an experiment as in `find_experiment`.
+    """Return a run as in `find_run`, or else an experiment as in `find_experiment`.
 
     Raises:
         RequestError: there is neither, or the prefix of an id is ambiguous.
@@ -122,15 +126,15 @@ def find_run_or_experiment(control: Control, reference: str) -> Run | Experiment
             raise RequestError(what, where=no_run.where, remedy=no_run.remedy) from None
 
 
-def stage_at(session: Session, experiment_id: str) -> Run | None:
-    """The run of an experiment's current stage: the first that has not succeeded, or else the last."""
+def find_current_stage_run(session: Session, experiment_id: str) -> Run | None:
+    """Return the run of an experiment's current stage: the first that has not succeeded, or else the last."""
     query = select(Run).join(Stage, Stage.run_id == Run.id).where(Stage.experiment_id == experiment_id)
     begun = list(session.scalars(query.order_by(Stage.position)))
     return next((run for run in begun if run.state != RunState.SUCCEEDED), begun[-1] if begun else None)
 
 
 def find_run(control: Control, reference: str) -> Run:
-    """A run by id, unique prefix of an id, "experiment/stage", or stage of the latest experiment.
+    """Return a run by id, unique prefix of an id, "experiment/stage", or stage of the latest experiment.
 
     Raises:
         RequestError: there is none, or the prefix is ambiguous.
@@ -152,26 +156,26 @@ def find_run(control: Control, reference: str) -> Run:
             )
         if stages:
             return session.get_one(Run, stages[0].run_id)
-    if not prefixed and (names := _stages_of(control, reference)):
+    if not prefixed and (names := _list_run_names(control, reference)):
         raise RequestError(f"'{reference}' is an experiment", remedy=f"one of its runs: {names}")
-    if not prefixed and (other := _experiment_with(control, reference)):
+    if not prefixed and (other := _find_experiment_with(control, reference)):
         raise RequestError(
             f"no run is called '{reference}', and the latest experiment has no stage of that name",
             remedy=f"{other}/{reference}",
         )
-    return _only(prefixed, reference, "run")
+    return _require_single(prefixed, reference, "run")
 
 
-def _experiment_with(control: Control, stage: str) -> str:
-    """Name of the latest experiment in which a stage of that name has a run; "" if there is none."""
+def _find_experiment_with(control: Control, stage: str) -> str:
+    """Return the name of the latest experiment that has a run for a stage of that name, or ""."""
     with control.store.snapshot() as session:
         query = select(Experiment.name).join(Stage, Stage.experiment_id == Experiment.id)
         query = query.where(Stage.name == stage, Stage.run_id.is_not(None)).order_by(Experiment.used.desc())
         return session.scalars(query.limit(1)).first() or ""
 
 
-def _stages_of(control: Control, reference: str) -> str:
-    """Names of the runs of the experiment of that name; "" if there is none."""
+def _list_run_names(control: Control, reference: str) -> str:
+    """Return the names of the runs of the experiment of that name; "" if there is none."""
     with control.store.snapshot() as session:
         named = select(Experiment).where(Experiment.name == reference).order_by(Experiment.used.desc())
         experiment = session.scalars(named.limit(1)).first()
@@ -181,20 +185,20 @@ def _stages_of(control: Control, reference: str) -> str:
         return ", ".join(f"{reference}/{name}" for name in session.scalars(query.order_by(Stage.position)))
 
 
-def latest_experiments(control: Control, most: int | None = None) -> list[str]:
-    """Ids of the experiments that were submitted last, at most `most` of them."""
+def list_latest_experiments(control: Control, most: int | None = None) -> list[str]:
+    """Return the ids of the experiments that were submitted last, at most `most` of them."""
     with control.store.snapshot() as session:
         return list(session.scalars(select(Experiment.id).order_by(Experiment.used.desc()).limit(most)))
 
 
-def experiment_count(control: Control) -> int:
-    """Number of experiments."""
+def count_experiments(control: Control) -> int:
+    """Return the number of experiments."""
     with control.store.snapshot() as session:
         return session.scalar(select(func.count()).select_from(Experiment)) or 0
 
 
-def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[StageStatus]:
-    """All stages of experiments in order, oldest experiment first."""
+def list_stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[StageStatus]:
+    """Return all stages of experiments in order, oldest experiment first."""
     query = (
         select(Experiment, Stage, Run, Attempt)
         .join(Stage, Stage.experiment_id == Experiment.id)
@@ -208,25 +212,25 @@ def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[Stag
     conditions: dict[str, list[str]] = {}
     for one in control.reconciler.conditions.all():
         conditions.setdefault(one.run_id, []).append(str(one))
-    overrides = {one: overrides_of(control, one) for one in {row[0].id for row in rows}}
-    return [_status(control, row, conditions, overrides[row[0].id]) for row in rows]
+    overrides = {one: read_overrides(control, one) for one in {row[0].id for row in rows}}
+    return [_make_status(control, row, conditions, overrides[row[0].id]) for row in rows]
 
 
-def statuses_by_experiment(control: Control, experiment_ids: Sequence[str]) -> dict[str, list[StageStatus]]:
-    """The stages of each experiment, in order."""
+def group_stage_statuses(control: Control, experiment_ids: Sequence[str]) -> dict[str, list[StageStatus]]:
+    """Return the stages of each experiment, in order."""
     found: dict[str, list[StageStatus]] = {one: [] for one in experiment_ids}
-    for status in stage_statuses(control, experiment_ids):
+    for status in list_stage_statuses(control, experiment_ids):
         found[status.experiment_id].append(status)
     return found
 
 
-def overrides_of(control: Control, experiment_id: str) -> tuple[str, ...]:
-    """The overrides that an experiment was created with."""
-    path = control.home.experiment(experiment_id) / OVERRIDES
+def read_overrides(control: Control, experiment_id: str) -> tuple[str, ...]:
+    """Return the overrides that an experiment was created with."""
+    path = control.home.experiment(experiment_id) / OVERRIDES_FILE
     return tuple(map(str, read_json(path))) if path.exists() else ()
 
 
-def _status(
+def _make_status(
     control: Control,
     row: Row[Experiment, Stage, Run | None, Attempt | None],
     conditions: Mapping[str, Sequence[str]],
@@ -245,7 +249,7 @@ def _status(
         name=stage.name,
         task=stage.task,
         run_id=run.id if run else "",
-        state=run.state if run else WAITING,
+        state=run.state if run else WAITING_STATE,
         reachability=attempt.reachability if attempt else Reachability.UNKNOWN.value,
         cleanup=attempt.cleanup if attempt else Cleanup.NONE.value,
         attempts=run.current_epoch if run else 0,
@@ -264,15 +268,15 @@ def _status(
     )
 
 
-def attempts_of(control: Control, run_id: str) -> list[Attempt]:
-    """The attempts of a run, in order."""
+def list_attempts(control: Control, run_id: str) -> list[Attempt]:
+    """Return the attempts of a run, in order."""
     with control.store.snapshot() as session:
         query = select(Attempt).where(Attempt.run_id == run_id).order_by(Attempt.number)
         return list(session.scalars(query))
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class AttemptUse:
     """Where an attempt ran, how it ended, and what its rented machines have cost.
 
     Attributes:
@@ -294,18 +298,20 @@ class Placed:
     ended: float | None
 
 
-def placed_attempts(control: Control, run_ids: Collection[str]) -> list[Placed]:
-    """The attempts of runs, in order of run and number."""
+def list_attempt_uses(control: Control, run_ids: Collection[str]) -> list[AttemptUse]:
+    """Return the attempts of runs, in order of run and number."""
     with control.store.snapshot() as session:
         tries = session.scalars(select(Attempt).where(Attempt.run_id.in_(run_ids)).order_by(Attempt.created))
-        rented: dict[tuple[str, int], list[Use]] = {}
-        for one in uses(session, run_ids):
+        rented: dict[tuple[str, int], list[MachineUse]] = {}
+        for one in list_machine_uses(session, run_ids):
             rented.setdefault((one.run_id, one.epoch), []).append(one)
-        return [_placed(attempt, rented.get((attempt.run_id, attempt.number), [])) for attempt in tries]
+        return [
+            _make_attempt_use(attempt, rented.get((attempt.run_id, attempt.number), [])) for attempt in tries
+        ]
 
 
-def _placed(attempt: Attempt, rented: Sequence[Use]) -> Placed:
-    return Placed(
+def _make_attempt_use(attempt: Attempt, rented: Sequence[MachineUse]) -> AttemptUse:
+    return AttemptUse(
         run_id=attempt.run_id,
         number=attempt.number,
         placement=attempt.placement,
@@ -319,8 +325,8 @@ def _placed(attempt: Attempt, rented: Sequence[Use]) -> Placed:
     )
 
 
-def events_of_machine(control: Control, machine: Machine) -> list[Event]:
-    """The events of a machine, in order; those of the attempts that had it are left out."""
+def list_machine_events(control: Control, machine: Machine) -> list[Event]:
+    """Return the events of a machine, in order; those of the attempts that had it are left out."""
     with control.store.snapshot() as session:
         earlier = select(EarlierUse.run_id).where(EarlierUse.machine_key == machine.key)
         runs = (Event.run_id == machine.run_id) | Event.run_id.in_(earlier)
@@ -328,8 +334,8 @@ def events_of_machine(control: Control, machine: Machine) -> list[Event]:
         return [row for row in rows if row.detail.get("machine") == machine.key]
 
 
-def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:
-    """Events after event `seq`, of everything or of one run, in order."""
+def list_events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:
+    """Return the events after event `seq`, of everything or of one run, in order."""
     query = select(Event).where(Event.seq > seq).order_by(Event.seq)
     if run_id is not None:
         query = query.where(Event.run_id == run_id)
@@ -338,10 +344,10 @@ def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> l
 
 
 def run_document(control: Control, run: Run) -> dict[str, Any]:
-    """Everything recorded about a run: its attempts, events, conditions, summary and paths."""
+    """Return everything recorded about a run: its attempts, events, conditions, summary and paths."""
     with control.store.snapshot() as session:
         experiment = session.get_one(Experiment, run.experiment_id)
-    summary, damage = _summary(control, run)
+    summary, damage = _read_summary(control, run)
     conditions: list[dict[str, Any]] = [
         {"about": one.about, "message": one.message, "since": one.since}
         for one in control.reconciler.conditions.all(run.id)
@@ -354,26 +360,26 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
         "bundle": str(control.home.bundle(run.id)),
         "directory": str(control.directory(run)),
         "attempts": [
-            {**_columns(attempt), "container": _container(control, attempt)}
-            for attempt in attempts_of(control, run.id)
+            {**_columns(attempt), "container": _read_container(control, attempt)}
+            for attempt in list_attempts(control, run.id)
         ],
         "conditions": conditions,
         "events": [
             {"time": row.time, "epoch": row.epoch, "kind": row.kind, **row.detail}
-            for row in events_after(control, run_id=run.id)
+            for row in list_events_after(control, run_id=run.id)
         ],
         "summary": summary,
     }
 
 
-def _summary(control: Control, run: Run) -> tuple[dict[str, Any], str]:
-    """The run's summary, and what is wrong with its artifacts."""
+def _read_summary(control: Control, run: Run) -> tuple[dict[str, Any], str]:
+    """Return the run's summary, and what is wrong with its artifacts."""
     summary: dict[str, Any] = {}
     succeeded = run.state == RunState.SUCCEEDED
     try:
         if intact := not succeeded or _is_attested(control, run):
             summary = dict(control.summary(run))
-            intact = not succeeded or control.intact(run)
+            intact = not succeeded or control.is_intact(run)
     except (RequestError, TypeError, ValueError):
         intact = False
     remedy = f"`perilune verify {run.id}` lists them, and `perilune run` runs the stage again"
@@ -381,14 +387,14 @@ def _summary(control: Control, run: Run) -> tuple[dict[str, Any], str]:
 
 
 def _is_attested(control: Control, run: Run) -> bool:
-    """Whether the summary of a succeeded run is the one that its manifest lists."""
-    path = control.directory(run) / SUMMARY
+    """Return whether the summary of a succeeded run is the one that its manifest lists."""
+    path = control.directory(run) / SUMMARY_FILE
     found = sha256_file(path) if path.is_file() else None
-    return found == attested_hashes(control.directory(run)).get(SUMMARY)
+    return found == attested_hashes(control.directory(run)).get(SUMMARY_FILE)
 
 
-def _container(control: Control, attempt: Attempt) -> dict[str, str] | None:
-    """Program and image of the container that an attempt ran in."""
+def _read_container(control: Control, attempt: Attempt) -> dict[str, str] | None:
+    """Return the program and image of the container that an attempt ran in."""
     container = container_of(control.home.attempt(attempt.run_id, attempt.number))
     return None if container is None else container.model_dump()
 
@@ -397,7 +403,7 @@ def _columns(row: Run | Attempt) -> dict[str, Any]:
     return {column.name: getattr(row, column.name) for column in row.__table__.columns}
 
 
-def _only(fitting: list[Named], reference: str, kind: str) -> Named:
+def _require_single(fitting: list[NamedRow], reference: str, kind: str) -> NamedRow:
     if not fitting or not reference:  # every id begins with an empty prefix
         raise RequestError(f"no {kind} is called '{reference}'", remedy="perilune runs")
     if len(fitting) > 1:

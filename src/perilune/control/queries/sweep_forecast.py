@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import func, select
 
-from perilune.control.queries.lookup import stage_statuses
+from perilune.control.queries.lookup import list_stage_statuses
 from perilune.control.record.store import Attempt, Experiment, Run
 from perilune.control.record.transitions import RunState
-from perilune.control.runs.experiments import Control, StagePlan, stage_plans
+from perilune.control.runs.experiments import Control, StagePlan, plan_stages
 from perilune.control.runs.templates import Template
 from perilune.files import canonical_json, sha256_bytes
 from perilune.recipe.schema import Recipe
@@ -51,10 +51,10 @@ def forecast_sweep(control: Control, recipes: Sequence[Recipe], template: Templa
     """Forecast the experiments of these recipes."""
     arms, to_run, seen = [], dict[str, int](), set[str]()
     for recipe in recipes:
-        experiment = _experiment_of(control, recipe)
-        statuses = stage_statuses(control, [experiment]) if experiment else []
+        experiment = _find_experiment(control, recipe)
+        statuses = list_stage_statuses(control, [experiment]) if experiment else []
         finished = {one.name for one in statuses if one.state == RunState.SUCCEEDED}
-        keys = stage_keys(stage_plans(recipe, template))
+        keys = compute_stage_keys(plan_stages(recipe, template))
         fresh = {name for name, key in keys.items() if key not in seen}
         left = tuple(name for name in keys if name in fresh - finished)
         for name in left:
@@ -62,11 +62,11 @@ def forecast_sweep(control: Control, recipes: Sequence[Recipe], template: Templa
         shared = len(keys) - len(fresh)
         arms.append(ArmForecast(experiment, len(keys), shared, len(fresh & finished), left))
         seen |= set(keys.values())
-    return SweepForecast(tuple(arms), to_run, _seconds(control, recipes[0].name, to_run))
+    return SweepForecast(tuple(arms), to_run, _expected_seconds(control, recipes[0].name, to_run))
 
 
-def stage_keys(plans: Sequence[StagePlan]) -> dict[str, str]:
-    """A key for each stage. Stages of two recipes have the same key if they will have the same bundle."""
+def compute_stage_keys(plans: Sequence[StagePlan]) -> dict[str, str]:
+    """Return a key for each stage. Stages with the same key will have the same bundle."""
     keys: dict[str, str] = {}
     for plan in plans:
         sources = {field: keys.get(source, source) for field, source in plan.consumes.items()}
@@ -74,13 +74,13 @@ def stage_keys(plans: Sequence[StagePlan]) -> dict[str, str]:
     return keys
 
 
-def _experiment_of(control: Control, recipe: Recipe) -> str | None:
+def _find_experiment(control: Control, recipe: Recipe) -> str | None:
     digest = sha256_bytes(canonical_json(recipe.model_dump(mode="json")))
     with control.store.snapshot() as session:
         return session.scalars(select(Experiment.id).where(Experiment.recipe_digest == digest)).one_or_none()
 
 
-def _seconds(control: Control, recipe: str, to_run: Mapping[str, int]) -> float | None:
+def _expected_seconds(control: Control, recipe: str, to_run: Mapping[str, int]) -> float | None:
     query = (
         select(Run.stage, func.avg(Attempt.ended - Attempt.created))
         .join(Attempt, (Attempt.run_id == Run.id) & (Attempt.number == Run.current_epoch))

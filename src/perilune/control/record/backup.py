@@ -13,27 +13,27 @@ from sqlalchemy import Connection, Table, insert, select, text
 from sqlalchemy.orm import Session
 
 from perilune.bundle.storage import new_folder
-from perilune.control.machines.providers import CLUSTER, cluster_id
-from perilune.control.record.database import DEFERRED, Postgres, Sqlite, database_of
-from perilune.control.record.home import BUILDING, RESERVE, Home
-from perilune.control.record.identity import ADOPTED, INHERITED, Inherited, inherit
+from perilune.control.machines.providers import CLUSTER_FILE, cluster_id
+from perilune.control.record.database import SNAPSHOT_OPTIONS, Postgres, Sqlite, open_database
+from perilune.control.record.home import BUILDING_FILE, RESERVE_FILE, Home
+from perilune.control.record.identity import ADOPTED_FILE, INHERITED_FILE, Inherited, inherit
 from perilune.control.record.migrations import LATEST
-from perilune.control.record.store import Attempt, Base, Experiment, Machine, Run, Store, record
+from perilune.control.record.store import Attempt, Base, Experiment, Machine, Run, Store, record_event
 from perilune.control.record.transitions import Cleanup
-from perilune.control.runs.current_submission import LIVE, end_submission
+from perilune.control.runs.current_submission import LIVE_STATES, end_submission
 from perilune.errors import RequestError
 
-SMALL = (
+BACKUP_ENTRIES = (
     "keys",
     "experiments",
     "sweeps",
     "templates",
     "providers.yaml",
-    INHERITED,
-    ADOPTED,
+    INHERITED_FILE,
+    ADOPTED_FILE,
 )  # beside the database
-EVIDENCE = "runs"
-ROWS = 10_000  # copied in one statement
+RUNS_FOLDER = "runs"
+BATCH_ROWS = 10_000  # copied in one statement
 
 
 def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = False) -> None:
@@ -46,16 +46,20 @@ def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = Fal
         RequestError: `destination` exists, or it cannot be written.
     """
     with home.scratch() as scratch, new_folder("make a backup", destination) as building:
-        (scratch / BUILDING).write_text(str(building), encoding="utf-8")  # swept if this process is killed
+        (scratch / BUILDING_FILE).write_text(
+            str(building), encoding="utf-8"
+        )  # swept if this process is killed
         copy = Sqlite(Home(building))
         try:
             with store.snapshot() as session, copy.engine.begin() as written:
-                _lay_out(copy, written)
-                _copy(session.connection(), written)
+                _create_tables(copy, written)
+                _copy_tables(session.connection(), written)
         finally:
             copy.engine.dispose()
         cluster_id(home)  # creates it, so that the restored home knows whose runs it has inherited
-        _files(home.root, building, [*SMALL, CLUSTER, *([EVIDENCE] if evidence else [])])
+        _copy_files(
+            home.root, building, [*BACKUP_ENTRIES, CLUSTER_FILE, *([RUNS_FOLDER] if evidence else [])]
+        )
 
 
 def restore(backup: Path, home: Home) -> Inherited:
@@ -76,37 +80,37 @@ def restore(backup: Path, home: Home) -> Inherited:
             "no backup here", where=str(backup), remedy="give a folder that `perilune backup` made"
         )
     try:
-        _make_room(home.root)
+        _clear_new_home(home.root)
         with new_folder("restore", home.root) as building:
-            return _rebuild(copy, Home(building))
+            return _fill_home(copy, Home(building))
     finally:
         copy.engine.dispose()
 
 
-def _rebuild(copy: Sqlite, home: Home) -> Inherited:
+def _fill_home(copy: Sqlite, home: Home) -> Inherited:
     """Fill the new home `home` from the backup `copy`."""
-    _files(copy.home.root, home.root, (*SMALL, EVIDENCE))
-    with copy.engine.execution_options(**DEFERRED).connect() as source:
+    _copy_files(copy.home.root, home.root, (*BACKUP_ENTRIES, RUNS_FOLDER))
+    with copy.engine.execution_options(**SNAPSHOT_OPTIONS).connect() as source:
         if copy.schema(source) != LATEST:
             raise RequestError(
                 f"the backup has schema {copy.schema(source)}, this version has {LATEST}",
                 where=str(copy.home.root),
                 remedy="restore it with the version that made it, then upgrade",
             )
-        unfinished = select(Run.id).where(Run.state.in_(LIVE))
+        unfinished = select(Run.id).where(Run.state.in_(LIVE_STATES))
         unclean = select(Attempt.run_id).where(Attempt.cleanup == Cleanup.PENDING.value)
         runs = {str(row[0]) for query in (unfinished, unclean) for row in source.execute(query)}
         machines = [str(key) for (key,) in source.execute(select(Machine.key))]
         found = inherit(copy.home, home, runs, machines)
-        database = database_of(home)
+        database = open_database(home)
         try:
             with database.engine.begin() as written:
-                _lay_out(database, written)
-                _copy(source, written)
+                _create_tables(database, written)
+                _copy_tables(source, written)
                 with Session(written) as session:
                     for experiment in session.scalars(select(Experiment).where(Experiment.requested)):
                         end_submission(session, experiment, "restored")  # or both homes would continue it
-                    record(
+                    record_event(
                         session, "store.restored", backup=copy.home.root.name, inherited=sorted(found.runs)
                     )
                     session.flush()
@@ -115,9 +119,9 @@ def _rebuild(copy: Sqlite, home: Home) -> Inherited:
     return found
 
 
-def _make_room(root: Path) -> None:
+def _clear_new_home(root: Path) -> None:
     """Delete what opening a home creates (the reserve, empty folders); refuse a folder with anything else."""
-    (root / RESERVE).unlink(missing_ok=True)
+    (root / RESERVE_FILE).unlink(missing_ok=True)
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         try:
             path.rmdir()
@@ -129,7 +133,7 @@ def _make_room(root: Path) -> None:
             ) from None
 
 
-def _lay_out(database: Sqlite | Postgres, connection: Connection) -> None:
+def _create_tables(database: Sqlite | Postgres, connection: Connection) -> None:
     """Create the tables in an empty database."""
     if database.schema(connection):
         raise RequestError("the database has tables already", where=database.where)
@@ -138,33 +142,33 @@ def _lay_out(database: Sqlite | Postgres, connection: Connection) -> None:
     database.set_schema(connection, LATEST)
 
 
-def _copy(source: Connection, target: Connection) -> None:
+def _copy_tables(source: Connection, target: Connection) -> None:
     """Copy all rows of all tables, parents before the rows that reference them."""
     for table in Base.metadata.sorted_tables:
-        for rows in _in_parts(source, table):
+        for rows in _read_batches(source, table):
             target.execute(insert(table), rows)
     if target.dialect.name == "postgresql":
         highest = "coalesce((SELECT max(seq) FROM events), 0) + 1"
         target.execute(text(f"SELECT setval(pg_get_serial_sequence('events', 'seq'), {highest}, false)"))
 
 
-def _in_parts(source: Connection, table: Table) -> Iterable[list[dict[str, Any]]]:
+def _read_batches(source: Connection, table: Table) -> Iterable[list[dict[str, Any]]]:
     order = [*table.primary_key.columns]
     if table.name == "runs":  # a retry refers to an earlier run
         order = [table.c.created, *order]
-    found = source.execution_options(yield_per=ROWS).execute(select(table).order_by(*order))
+    found = source.execution_options(yield_per=BATCH_ROWS).execute(select(table).order_by(*order))
     for part in found.mappings().partitions():
         yield [dict(row) for row in part]
 
 
-def _files(source: Path, target: Path, names: Iterable[str]) -> None:
+def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
     for name in names:
         path = source / name
         if path.is_dir():
-            shutil.copytree(path, target / name, symlinks=True, dirs_exist_ok=True, ignore=_unfinished)
+            shutil.copytree(path, target / name, symlinks=True, dirs_exist_ok=True, ignore=_ignore_unfinished)
         elif path.is_file():
             shutil.copy2(path, target / name)
 
 
-def _unfinished(_: str, names: list[str]) -> set[str]:
+def _ignore_unfinished(_: str, names: list[str]) -> set[str]:
     return {name for name in names if name.endswith(".tmp")}

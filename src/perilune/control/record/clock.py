@@ -25,7 +25,7 @@ class Instant:
 
     @classmethod
     def now(cls) -> Instant:
-        """The current moment."""
+        """Return the current moment."""
         return cls(boot_id(), boot_seconds(), time.time())
 
     @classmethod
@@ -34,16 +34,16 @@ class Instant:
         return cls(str(fields["boot"]), float(fields["seconds"]), float(fields["wall"]))
 
     def asdict(self) -> dict[str, Any]:
-        """The moment as JSON-serializable fields."""
+        """Return the moment as JSON-serializable fields."""
         return asdict(self)
 
     def since(self, earlier: Instant) -> float:
-        """Seconds from `earlier` to this moment, at least 0. After a reboot the wall clock decides."""
+        """Return the seconds since `earlier`, at least 0. After a reboot the wall clock decides."""
         if self.boot == earlier.boot:
             return max(0.0, self.seconds - earlier.seconds)
         return max(0.0, self.wall - earlier.wall)
 
 
 def boot_seconds() -> float:
-    """Seconds since boot, including time in suspend."""
+    """Return the seconds since boot, including time in suspend."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -1,8 +1,8 @@
 """Conditions: the last error that keeps a run or a machine from making progress.
 
-Work on a run, on the cleanup of an attempt and on a rented machine happens inside `Conditions.of`. An error
-in that block is recorded as a condition of the run or machine and affects nothing else. The next success
-clears it.
+Work on a run, on the cleanup of an attempt and on a rented machine happens inside `Conditions.guard`. An
+error in that block is recorded as a condition of the run or machine and affects nothing else. The next
+success clears it.
 """
 
 import time
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from sqlalchemy import select
 
-from perilune.control.record.store import Condition, Store, clear_condition, record
+from perilune.control.record.store import Condition, Store, clear_condition, record_event
 from perilune.execution.verdict import describe_error
 from perilune.redaction import redact_text
 
-HOME = ""  # run id of conditions that belong to no run
+HOME_CONDITION = ""  # run id of conditions that belong to no run
 
 
 @dataclass
-class Work:
-    """What happens in a block of `Conditions.of`: its exception, or None."""
+class GuardedWork:
+    """What happens in a block of `Conditions.guard`: its exception, or None."""
 
     error: Exception | None = None
 
@@ -33,36 +33,36 @@ class Conditions:
         self.store = store
 
     @contextmanager
-    def of(self, run_id: str, about: str, *, clears: bool = True) -> Iterator[Work]:
-        """A block whose error becomes a condition of the run, and whose success clears the condition.
+    def guard(self, run_id: str, about: str, *, clears: bool = True) -> Iterator[GuardedWork]:
+        """Yield a block whose error becomes a condition of the run, and whose success clears the condition.
 
         The error is not raised again. The block raises PeriluneError only if the condition cannot be
         recorded, which is an error of the home.
 
         Args:
-            about: `store.RUN`, `cleanup_of` an attempt, or `machine KEY`.
+            about: `store.RUN`, `cleanup_subject` an attempt, or `machine KEY`.
             clears: whether success clears the condition. A block that does only part of the work passes
                 False.
         """
-        work = Work()
+        work = GuardedWork()
         try:
             yield work
         except Exception as error:
             work.error = error
-            self.note(run_id, about, describe_error(error))
+            self.raise_condition(run_id, about, describe_error(error))
         else:
             if clears:
                 self.clear(run_id, about)
 
     def all(self, run_id: str | None = None) -> list[Condition]:
-        """All conditions, or those of one run, oldest first."""
+        """Return all conditions, or those of one run, oldest first."""
         query = select(Condition).order_by(Condition.since)
         if run_id is not None:
             query = query.where(Condition.run_id == run_id)
         with self.store.snapshot() as session:
             return list(session.scalars(query))
 
-    def note(self, run_id: str, about: str, message: str) -> None:
+    def raise_condition(self, run_id: str, about: str, message: str) -> None:
         """Record a condition, unless the same one is recorded already."""
         message = redact_text(message)
         if self._message(run_id, about) == message:
@@ -73,7 +73,7 @@ class Conditions:
                 row.message = message  # no event: the message may differ at every try
             else:
                 session.add(Condition(run_id=run_id, about=about, message=message, since=time.time()))
-                record(session, "condition.raised", run_id=run_id or None, about=about, why=message)
+                record_event(session, "condition.raised", run_id=run_id or None, about=about, why=message)
 
     def clear(self, run_id: str, about: str) -> None:
         """Clear a condition, if there is one."""
@@ -87,6 +87,6 @@ class Conditions:
         return "" if known is None else known.message
 
 
-def cleanup_of(number: int) -> str:
-    """The subject of a condition that keeps an ended attempt from being cleaned up where it ran."""
+def cleanup_subject(number: int) -> str:
+    """Return the subject of a condition that keeps an ended attempt from being cleaned up where it ran."""
     return f"cleanup of attempt {number}"

@@ -22,20 +22,20 @@ from perilune.control.record.migrations import LATEST, MIGRATIONS, migrate, sche
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import write_atomic
 
-VARIABLE = "PERILUNE_DATABASE"
+DATABASE_VARIABLE = "PERILUNE_DATABASE"
 BUSY_SECONDS = 30.0
-ROOM = 1 << 17  # bytes that SQLite may need at once for its write-ahead log
-REPAIR = "`perilune rebuild` recreates the record from runs/; or restore a backup to a new home"
-LOCKED = f"another process has held the state database for {BUSY_SECONDS:.0f} s"
-DEFERRED = {"begin": "DEFERRED"}  # execution options of a snapshot
+WAL_BYTES = 1 << 17  # bytes that SQLite may need at once for its write-ahead log
+REPAIR_REMEDY = "`perilune rebuild` recreates the record from runs/; or restore a backup to a new home"
+LOCKED_MESSAGE = f"another process has held the state database for {BUSY_SECONDS:.0f} s"
+SNAPSHOT_OPTIONS = {"begin": "DEFERRED"}  # execution options of a snapshot
 
 
 class DamagedError(WorkFailedError):
     """The database is corrupt."""
 
 
-def database_of(home: Home) -> Sqlite | Postgres:
-    """The database of a home. A home stays with the database that it started with.
+def open_database(home: Home) -> Sqlite | Postgres:
+    """Return the database of a home. A home stays with the database that it started with.
 
     Raises:
         RequestError: PERILUNE_DATABASE is not a URL, contains a password, or names another database than
@@ -43,16 +43,16 @@ def database_of(home: Home) -> Sqlite | Postgres:
     """
     stored = home.root / "database"
     first = stored.read_text(encoding="utf-8").strip() if stored.exists() else ""
-    given = os.environ.get(VARIABLE, "")
+    given = os.environ.get(DATABASE_VARIABLE, "")
     if not given and not first:
         return Sqlite(home)
-    url = _url(given or first)
+    url = _parse_url(given or first)
     text = url.render_as_string(hide_password=False)
     if (first and text != first) or (not first and home.database.exists()):
         other = first or str(home.database)
         raise RequestError(
             f"the state of this home is in {other}",
-            where=VARIABLE,
+            where=DATABASE_VARIABLE,
             remedy="unset it; to move the state, run perilune backup, then perilune restore to a new home",
         )
     database = Postgres(url, f"perilune_{cluster_id(home)}")
@@ -62,20 +62,22 @@ def database_of(home: Home) -> Sqlite | Postgres:
     return database
 
 
-def _url(given: str) -> URL:
+def _parse_url(given: str) -> URL:
     try:
         url = make_url(given)
     except ArgumentError:
         raise RequestError(
-            "not a database URL", where=VARIABLE, remedy="postgresql://user@host/name"
+            "not a database URL", where=DATABASE_VARIABLE, remedy="postgresql://user@host/name"
         ) from None
     if url.get_backend_name() != "postgresql":
         remedy = "postgresql://user@host/name; unset the variable to use SQLite in the home"
-        raise RequestError(f"{url.get_backend_name()} is not supported", where=VARIABLE, remedy=remedy)
+        raise RequestError(
+            f"{url.get_backend_name()} is not supported", where=DATABASE_VARIABLE, remedy=remedy
+        )
     if url.password is not None:
         remedy = "remove it and use ~/.pgpass, PGPASSFILE or PGPASSWORD"
         raise RequestError(
-            "the URL contains a password, which would be stored", where=VARIABLE, remedy=remedy
+            "the URL contains a password, which would be stored", where=DATABASE_VARIABLE, remedy=remedy
         )
     return url.set(drivername="postgresql")
 
@@ -84,7 +86,8 @@ class Sqlite:
     """One SQLite file, with a write-ahead log and `synchronous=FULL`.
 
     Attributes:
-        engine: its connections. A transaction takes the write lock when it begins, unless it is `DEFERRED`.
+        engine: its connections. A transaction takes the write lock when it begins, except with
+            `SNAPSHOT_OPTIONS`.
         where: its location, for messages.
     """
 
@@ -106,7 +109,7 @@ class Sqlite:
         connection.exec_driver_sql(f"BEGIN {mode}")
 
     def schema(self, connection: Connection) -> int:
-        """Version of its schema, from the file's header; 0 if it has no tables yet."""
+        """Return the version of its schema, from the file's header; 0 if it has no tables yet."""
         return schema_of(connection)
 
     def set_schema(self, connection: Connection, number: int) -> None:
@@ -126,15 +129,15 @@ class Sqlite:
         backup = migrate(connection, self.home.database)
         return backup.name if backup else None
 
-    def damage(self, connection: Connection) -> str:
+    def find_damage(self, connection: Connection) -> str:
         """Describe what SQLite's check of all pages and indexes finds; "" if there is no damage."""
         found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(3)")]
         return "" if found == ["ok"] else "; ".join(found)
 
-    def explain(self, error: DatabaseError) -> PeriluneError:
+    def translate_error(self, error: DatabaseError) -> PeriluneError:
         """Translate an error for the user, from SQLite's message and the free space on the disk."""
         message = str(error.orig)
-        full = shutil.disk_usage(self.home.root).free < ROOM
+        full = shutil.disk_usage(self.home.root).free < WAL_BYTES
         # SQLite may report a full disk as an I/O error.
         if "full" in message or ("disk I/O" in message and full):
             remedy = "free some space (perilune gc --yes), or choose another disk with PERILUNE_HOME"
@@ -147,9 +150,11 @@ class Sqlite:
             what = f"cannot write the state database ({message})"
             return RequestError(what, where=self.where, remedy=remedy)
         if "not a database" in message or "malformed" in message:
-            return DamagedError(f"the state database is damaged ({message})", where=self.where, remedy=REPAIR)
+            return DamagedError(
+                f"the state database is damaged ({message})", where=self.where, remedy=REPAIR_REMEDY
+            )
         if "locked" in message:
-            return WorkFailedError(LOCKED, where=self.where)
+            return WorkFailedError(LOCKED_MESSAGE, where=self.where)
         return WorkFailedError(f"state database: {message}", where=self.where)
 
 
@@ -178,7 +183,9 @@ class Postgres:
             )
         except ImportError:
             raise RequestError(
-                "PostgreSQL needs a package", where=VARIABLE, remedy="pip install 'perilune[postgresql]'"
+                "PostgreSQL needs a package",
+                where=DATABASE_VARIABLE,
+                remedy="pip install 'perilune[postgresql]'",
             ) from None
         event.listen(self.engine, "begin", self._begin)
 
@@ -198,7 +205,7 @@ class Postgres:
             with self.engine.connect():
                 pass
         except DatabaseError as error:
-            raise self.explain(error) from error
+            raise self.translate_error(error) from error
 
     def schema(self, connection: Connection) -> int:
         """As in `Sqlite`; a table stores the number."""
@@ -229,7 +236,7 @@ class Postgres:
             self.set_schema(connection, number)
         return None
 
-    def damage(self, connection: Connection) -> str:
+    def find_damage(self, connection: Connection) -> str:
         """Read every row; the server then checks its pages if it keeps checksums."""
         listed = "SELECT table_name FROM information_schema.tables WHERE table_schema = current_schema()"
         for (name,) in connection.exec_driver_sql(listed).all():
@@ -237,14 +244,17 @@ class Postgres:
                 pass
         return ""
 
-    def explain(self, error: DatabaseError) -> PeriluneError:
+    def translate_error(self, error: DatabaseError) -> PeriluneError:
         """Use the server's message."""
         message = str(error.orig).strip().partition("\n")[0]
         if "lock timeout" in message:
-            return WorkFailedError(LOCKED, where=self.where)
+            return WorkFailedError(LOCKED_MESSAGE, where=self.where)
         if "No space left" in message or "disk full" in message:
             return RequestError("the database's disk is full; nothing was changed", where=self.where)
         if "connection" in message or "password" in message or "does not exist" in message:
-            what, remedy = f"cannot reach the state database ({message})", f"check the server and {VARIABLE}"
+            what, remedy = (
+                f"cannot reach the state database ({message})",
+                f"check the server and {DATABASE_VARIABLE}",
+            )
             return WorkFailedError(what, where=self.where, remedy=f"{remedy}; then run the command again")
         return WorkFailedError(f"state database: {message}", where=self.where)

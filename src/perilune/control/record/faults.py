@@ -37,7 +37,7 @@ MACHINE_POINTS = (  # in addition, for runs on rented machines
 HANDOVER_POINTS = ("handover.committed",)  # in addition, for a stage on the machine of the stage before
 
 
-def reached(point: str) -> None:
+def kill_point(point: str) -> None:
     """Kill this process with SIGKILL if a test chose this point."""
     if os.environ.get(KILL_AT) == point:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from perilune.bundle.storage import remove_tree
-from perilune.control.record.faults import reached
+from perilune.control.record.faults import kill_point
 from perilune.control.record.ids import new_ulid
 from perilune.errors import RequestError
 from perilune.files import home_directory
 
-SWEEP_AFTER = 60.0  # seconds; the process that created a directory has locked it long before
-BUILDING = "building"  # in a scratch directory: the path of the folder that its owner builds elsewhere
-RESERVE, RESERVED = "reserve", 1 << 19  # file and its size in bytes: space for `perilune gc` on a full disk
-ROOMY = 64 << 20  # free bytes that creating the reserve requires
+SWEEP_AGE_S = 60.0  # seconds; the process that created a directory has locked it long before
+BUILDING_FILE = "building"  # in a scratch directory: the path of the folder that its owner builds elsewhere
+RESERVE_FILE, RESERVE_BYTES = "reserve", 1 << 19  # lets `perilune gc` run on a full disk
+MIN_FREE_BYTES = 64 << 20  # free bytes that creating the reserve requires
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,14 @@ class Home:
         Raises:
             RequestError: the home is not writable.
         """
-        home = cls.chosen(root)
+        home = cls.locate(root)
         try:
             for directory in (home.experiments, home.runs, home.temporary):
                 directory.mkdir(parents=True, exist_ok=True)
             probe = home.temporary / f".{new_ulid()}"
             probe.touch()
             probe.unlink()
-            home.keep_reserve()
+            home.create_reserve()
         except OSError as error:
             raise RequestError(
                 f"cannot write to the home directory ({error.strerror or error})",
@@ -69,8 +69,8 @@ class Home:
         return home
 
     @classmethod
-    def chosen(cls, root: Path | None = None) -> Home:
-        """The home at `root`, $PERILUNE_HOME or ~/.perilune; creates nothing."""
+    def locate(cls, root: Path | None = None) -> Home:
+        """Return the home at `root`, $PERILUNE_HOME or ~/.perilune; creates nothing."""
         return cls(root.expanduser().absolute() if root else home_directory())
 
     @property
@@ -109,41 +109,41 @@ class Home:
         return self.root / "tmp"
 
     def experiment(self, experiment_id: str) -> Path:
-        """Directory of an experiment."""
+        """Return the directory of an experiment."""
         return self.experiments / experiment_id
 
     def run(self, run_id: str) -> Path:
-        """Directory of a run."""
+        """Return the directory of a run."""
         return self.runs / run_id
 
     def bundle(self, run_id: str) -> Path:
-        """The frozen bundle of a run."""
+        """Return the frozen bundle of a run."""
         return self.run(run_id) / "bundle"
 
     def attempt(self, run_id: str, number: int) -> Path:
-        """Directory in which attempt `number` runs: a working copy of the bundle."""
+        """Return the directory in which attempt `number` runs: a working copy of the bundle."""
         return self.run(run_id) / "attempts" / str(number)
 
     def newest_attempt(self, run_id: str) -> int:
-        """The highest attempt number that has a directory; 0 if there is none."""
+        """Return the highest attempt number that has a directory; 0 if there is none."""
         attempts = (self.run(run_id) / "attempts").glob("*")
         return max((int(path.name) for path in attempts if path.name.isdecimal()), default=0)
 
-    def keep_reserve(self) -> None:
+    def create_reserve(self) -> None:
         """Reserve disk space, so that the database can still be written once the disk is full."""
-        path = self.root / RESERVE
-        if not path.exists() and shutil.disk_usage(self.root).free > ROOMY:
+        path = self.root / RESERVE_FILE
+        if not path.exists() and shutil.disk_usage(self.root).free > MIN_FREE_BYTES:
             with contextlib.suppress(OSError):  # a quota or limit, which writing the database will report
-                path.write_bytes(bytes(RESERVED))
+                path.write_bytes(bytes(RESERVE_BYTES))
 
     def release_reserve(self) -> None:
         """Delete the reserve if the disk is full."""
-        if self.root.is_dir() and shutil.disk_usage(self.root).free < RESERVED:
-            (self.root / RESERVE).unlink(missing_ok=True)
+        if self.root.is_dir() and shutil.disk_usage(self.root).free < RESERVE_BYTES:
+            (self.root / RESERVE_FILE).unlink(missing_ok=True)
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A new locked directory, removed at the end of the block if it is still there.
+        """Yield a new locked directory, removed at the end of the block if it is still there.
 
         The caller may rename it and so keep it; the lock lasts until the end of the block. A scratch
         directory whose lock is free was left by a killed process, and is swept.
@@ -167,26 +167,26 @@ class Home:
                 path.rename(scratch / path.name)
             except FileNotFoundError:
                 return False
-            reached("remove.renamed")
+            kill_point("remove.renamed")
         return True
 
     def sweep(self) -> None:
         """Remove files of killed commands: scratch directories, folders built elsewhere, partial files."""
         for path in self.temporary.iterdir():
-            if path.is_dir() and _is_old(path, SWEEP_AFTER):
+            if path.is_dir() and _is_old(path, SWEEP_AGE_S):
                 with locked(path) as mine:
                     if mine:
                         _remove_built_elsewhere(path)
                         remove_tree(path)
         for folder in (".", "keys", "experiments/*"):
             for path in self.root.glob(f"{folder}/.*.tmp"):
-                if path.is_file() and _is_old(path, SWEEP_AFTER):
+                if path.is_file() and _is_old(path, SWEEP_AGE_S):
                     path.unlink(missing_ok=True)
         for path in self.root.parent.glob(f".{self.root.name}.????????.tmp"):  # of a restore to this home
             if path.is_dir() and _is_old(path, 86_400.0):
                 remove_tree(path)
         for path in self.experiments.iterdir():  # created in the transaction that records the experiment
-            if path.is_dir() and _is_old(path, SWEEP_AFTER) and not any(path.iterdir()):
+            if path.is_dir() and _is_old(path, SWEEP_AGE_S) and not any(path.iterdir()):
                 path.rmdir()
 
 
@@ -199,14 +199,14 @@ def _is_old(path: Path, seconds: float) -> bool:
 
 def _remove_built_elsewhere(scratch: Path) -> None:
     """Remove the unfinished folder that the dead owner of a scratch directory was building elsewhere."""
-    note = scratch / BUILDING
+    note = scratch / BUILDING_FILE
     building = Path(note.read_text(encoding="utf-8")) if note.is_file() else None
     if building is not None and building.match(".*.tmp") and building.is_dir():
         remove_tree(building)
 
 
 def has_daemon(home: Home) -> bool:
-    """Whether a daemon manages the home."""
+    """Return whether a daemon manages the home."""
     with locked(home.daemon) as mine:
         return not mine and home.daemon.is_dir()
 
@@ -223,7 +223,7 @@ def announce_starter(home: Home, experiment_id: str) -> BinaryIO:
 
 
 def has_starter(home: Home, experiment_id: str) -> bool:
-    """Whether a process is alive that starts the later stages of an experiment."""
+    """Return whether a process is alive that starts the later stages of an experiment."""
     directory = home.experiment(experiment_id)
     with locked(directory) as alone:
         return not alone and directory.is_dir()

@@ -8,15 +8,15 @@ original rented, until the user confirms with `perilune adopt` that the original
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from perilune.control.machines.providers import CLUSTER, cluster_id
+from perilune.control.machines.providers import CLUSTER_FILE, cluster_id
 from perilune.control.record.home import Home
-from perilune.control.record.store import Store, record
+from perilune.control.record.store import Store, record_event
 from perilune.errors import RequestError
 from perilune.execution.providers.protocol import MachineKey
 from perilune.files import read_json, write_json
 
-INHERITED, ADOPTED = "inherited.json", "adopted.json"
-REMEDY = "do it in that home; if that home no longer exists: perilune adopt"
+INHERITED_FILE, ADOPTED_FILE = "inherited.json", "adopted.json"
+ADOPT_REMEDY = "do it in that home; if that home no longer exists: perilune adopt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Inherited:
     runs: frozenset[str] = frozenset()
 
 
-def inherited(home: Home) -> Inherited:
-    """What a home does not own; empty unless it was restored."""
-    path = home.root / INHERITED
+def read_inherited(home: Home) -> Inherited:
+    """Return the homes and runs that a home does not own; empty unless it was restored."""
+    path = home.root / INHERITED_FILE
     if not path.exists():
         return Inherited()
     document = read_json(path)
@@ -43,14 +43,14 @@ def inherited(home: Home) -> Inherited:
 
 def inherit(original: Home, copy: Home, runs: Collection[str], machines: Iterable[str] = ()) -> Inherited:
     """Give `copy`, a copy of the home `original`, its own name; `runs` and `machines` stay the original's."""
-    before, adopted = inherited(copy), _adopted(copy)
-    name = original.root / CLUSTER
+    before, adopted = read_inherited(copy), _read_adopted(copy)
+    name = original.root / CLUSTER_FILE
     homes = [name.read_text(encoding="utf-8")] if name.exists() else []
     homes += [key.cluster for text in machines if (key := MachineKey.parse(text)) is not None]
-    (copy.root / ADOPTED).unlink(missing_ok=True)
+    (copy.root / ADOPTED_FILE).unlink(missing_ok=True)
     known = dict.fromkeys([*homes, *adopted, *before.homes])
     result = Inherited(tuple(known), before.runs | set(runs))
-    write_json(copy.root / INHERITED, {"homes": result.homes, "runs": sorted(result.runs)})
+    write_json(copy.root / INHERITED_FILE, {"homes": result.homes, "runs": sorted(result.runs)})
     cluster_id(copy)
     return result
 
@@ -61,18 +61,18 @@ def adopt(home: Home, store: Store) -> Inherited:
     Raises:
         RequestError: there is nothing to adopt.
     """
-    adopted = inherited(home)
-    if not (home.root / INHERITED).exists():
+    adopted = read_inherited(home)
+    if not (home.root / INHERITED_FILE).exists():
         raise RequestError("nothing to adopt: this home owns everything in its record", where=str(home.root))
     with store.transaction() as session:
-        record(session, "home.adopted", homes=list(adopted.homes), runs=sorted(adopted.runs))
-    write_json(home.root / ADOPTED, [*_adopted(home), *adopted.homes])
-    (home.root / INHERITED).unlink()
+        record_event(session, "home.adopted", homes=list(adopted.homes), runs=sorted(adopted.runs))
+    write_json(home.root / ADOPTED_FILE, [*_read_adopted(home), *adopted.homes])
+    (home.root / INHERITED_FILE).unlink()
     return adopted
 
 
-def names(home: Home, keys: Iterable[str] = ()) -> list[str]:
-    """Names under which a home has rented machines: its own, then those of adopted homes.
+def cluster_names(home: Home, keys: Iterable[str] = ()) -> list[str]:
+    """Return the names under which a home has rented machines: its own, then those of adopted homes.
 
     Args:
         keys: of recorded machines. The names in keys of own machines are added: the home rented them under
@@ -80,13 +80,13 @@ def names(home: Home, keys: Iterable[str] = ()) -> list[str]:
     """
     owned = [MachineKey.parse(key) for key in keys if owns_machine(home, key)]
     recorded = (key.cluster for key in owned if key is not None)
-    return list(dict.fromkeys([cluster_id(home), *_adopted(home), *recorded]))
+    return list(dict.fromkeys([cluster_id(home), *_read_adopted(home), *recorded]))
 
 
 def owns_machine(home: Home, key: str) -> bool:
-    """Whether this home rented a machine, and not the home that it was restored from."""
+    """Return whether this home rented a machine, and not the home that it was restored from."""
     parsed = MachineKey.parse(key)
-    return parsed is None or parsed.cluster not in inherited(home).homes
+    return parsed is None or parsed.cluster not in read_inherited(home).homes
 
 
 def require_own_run(home: Home, run_id: str) -> None:
@@ -95,16 +95,16 @@ def require_own_run(home: Home, run_id: str) -> None:
     Raises:
         RequestError: the run was live in the original when this home was restored.
     """
-    other = inherited(home)
+    other = read_inherited(home)
     if run_id in other.runs:
         raise RequestError(
             f"the run belongs to another home ({', '.join(other.homes) or 'the original'}), "
             "from whose backup this home was restored",
             where=f"run {run_id}",
-            remedy=REMEDY,
+            remedy=ADOPT_REMEDY,
         )
 
 
-def _adopted(home: Home) -> list[str]:
-    path = home.root / ADOPTED
+def _read_adopted(home: Home) -> list[str]:
+    path = home.root / ADOPTED_FILE
     return list(read_json(path)) if path.exists() else []

@@ -7,7 +7,7 @@ ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"  # Crockford's base 32
 
 
 def ulid_seconds(ulid: str) -> float:
-    """The creation time of a ULID in Unix seconds; 0 if `ulid` is not a ULID."""
+    """Return the creation time of a ULID in Unix seconds; 0 if `ulid` is not a ULID."""
     try:
         milliseconds = 0
         for letter in ulid[:10]:
@@ -18,7 +18,7 @@ def ulid_seconds(ulid: str) -> float:
 
 
 def new_ulid() -> str:
-    """A 26-character ULID: 48 bits of milliseconds since 1970, then 80 random bits.
+    """Return a 26-character ULID: 48 bits of milliseconds since 1970, then 80 random bits.
 
     Source: https://github.com/ulid/spec
     """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from perilune.control.record.store import Attempt, Operation, Run, move_attempt, move_run, record
+from perilune.control.record.store import Attempt, Operation, Run, move_attempt, move_run, record_event
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.current_submission import end_submissions_of
 from perilune.control.runs.planner import RetryPolicy
@@ -49,11 +49,11 @@ def end_attempt(
     policy: RetryPolicy,
 ) -> Attempt:
     """Record an attempt's last transition, and end its run or queue the run for another attempt."""
-    row, verdict = current(session, attempt), outcome.verdict
+    row, verdict = require_current(session, attempt), outcome.verdict
     cause, message = outcome.cause.value, outcome.message
     row.cleanup = cleanup.value
     if cleanup is Cleanup.PENDING:
-        record(session, "attempt.cleanup_pending", run_id=row.run_id, epoch=row.number)
+        record_event(session, "attempt.cleanup_pending", run_id=row.run_id, epoch=row.number)
     if verdict is not None:
         row.exit_code, row.signal = verdict.exit_code, verdict.signal
         row.manifest_digest = verdict.manifest_digest
@@ -65,8 +65,8 @@ def end_attempt(
         commit_result(session, run, row.number, verdict)
     elif run.desired == RunState.CANCELLED:
         move_run(session, run, RunState.CANCELLED, cause=cause, message=message)
-    elif policy.allows(row.cause, list(session.scalars(earlier))):
-        run.not_before = time.time() + policy.delay(row.number - 1)
+    elif policy.allows_retry(row.cause, list(session.scalars(earlier))):
+        run.not_before = time.time() + policy.sample_delay(row.number - 1)
         move_run(session, run, RunState.QUEUED, cause=cause, message=message)
     else:
         move_run(session, run, RunState.FAILED, cause=cause, message=message)
@@ -74,63 +74,63 @@ def end_attempt(
     return row
 
 
-def current(session: Session, attempt: Attempt) -> Attempt:
-    """The attempt's row. Raises WorkFailedError unless it is the current epoch of its run."""
+def require_current(session: Session, attempt: Attempt) -> Attempt:
+    """Return the attempt's row. Raises WorkFailedError unless it is the current epoch of its run."""
     run = session.get_one(Run, attempt.run_id)
     if run.current_epoch != attempt.number:
         raise WorkFailedError(f"attempt {attempt.number} is out of date", where=f"run {run.id}")
     return session.get_one(Attempt, (attempt.run_id, attempt.number))
 
 
-def begun(session: Session, attempt: Attempt) -> Attempt:
-    """The attempt's row, moved to STAGING if it is in an earlier state."""
-    row = current(session, attempt)
+def ensure_staging(session: Session, attempt: Attempt) -> Attempt:
+    """Move an attempt to STAGING unless it is there or further; returns its row."""
+    row = require_current(session, attempt)
     if row.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}:
         move_attempt(session, row, AttemptState.STAGING)
     return row
 
 
-def started(session: Session, attempt: Attempt) -> Attempt:
-    """The attempt's row, moved to STARTING if it is in an earlier state, because its claim was observed."""
-    row = current(session, attempt)
+def ensure_starting(session: Session, attempt: Attempt) -> Attempt:
+    """Move an attempt whose claim was observed to STARTING unless it is there or further; returns its row."""
+    row = require_current(session, attempt)
     for before, after in (
         (AttemptState.PLANNED, AttemptState.STAGING),
         (AttemptState.STAGING, AttemptState.STARTING),
     ):
         if row.state == before:
             move_attempt(session, row, after)
-    settle(session, row, "stage", "start")
+    settle_intents(session, row, "stage", "start")
     return row
 
 
-def intend(session: Session, attempt: Attempt, verb: str) -> str:
+def record_intent(session: Session, attempt: Attempt, verb: str) -> str:
     """Record that a side effect is about to happen; returns its key."""
-    ordinal = operations(session, attempt.run_id, attempt.number, verb) + 1
+    ordinal = count_intents(session, attempt.run_id, attempt.number, verb) + 1
     key = f"{attempt.run_id}/{attempt.number}/{verb}/{ordinal}"
     session.add(
         Operation(key=key, run_id=attempt.run_id, epoch=attempt.number, verb=verb, created=time.time())
     )
-    record(session, f"{verb}.intended", run_id=attempt.run_id, epoch=attempt.number, key=key)
+    record_event(session, f"{verb}.intended", run_id=attempt.run_id, epoch=attempt.number, key=key)
     return key
 
 
-def done(session: Session, key: str) -> None:
+def record_done(session: Session, key: str) -> None:
     """Record that the side effect with this key has happened."""
     operation = session.get_one(Operation, key)
     operation.status, operation.ended = "done", time.time()
-    record(session, f"{operation.verb}.done", run_id=operation.run_id, epoch=operation.epoch, key=key)
+    record_event(session, f"{operation.verb}.done", run_id=operation.run_id, epoch=operation.epoch, key=key)
 
 
-def settle(session: Session, attempt: Attempt, *verbs: str) -> None:
+def settle_intents(session: Session, attempt: Attempt, *verbs: str) -> None:
     """Record intended effects as done, because they were observed although their call was interrupted."""
     mine = (Operation.run_id == attempt.run_id) & (Operation.epoch == attempt.number)
     for operation in session.scalars(select(Operation).where(mine, Operation.status == "intent")):
         if operation.verb in verbs:
-            done(session, operation.key)
+            record_done(session, operation.key)
 
 
-def operations(session: Session, run_id: str, epoch: int, verb: str) -> int:
-    """How many effects of one kind were intended for an attempt."""
+def count_intents(session: Session, run_id: str, epoch: int, verb: str) -> int:
+    """Return how many effects of one kind were intended for an attempt."""
     query = select(func.count()).where(
         Operation.run_id == run_id, Operation.epoch == epoch, Operation.verb == verb
     )

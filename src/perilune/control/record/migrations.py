@@ -56,7 +56,7 @@ LATEST = max(MIGRATIONS)
 
 
 def schema_of(connection: Connection) -> int:
-    """The schema version of the database; 0 if it has no tables yet."""
+    """Return the schema version of the database; 0 if it has no tables yet."""
     return int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
 
 
@@ -82,7 +82,7 @@ def migrate(connection: Connection, database: Path) -> Path | None:
         )
     if found == LATEST:
         return None
-    backup = back_up(database, found)
+    backup = copy_database(database, found)
     for number in range(found + 1, LATEST + 1):
         for statement in MIGRATIONS[number]:
             connection.exec_driver_sql(statement)
@@ -90,7 +90,7 @@ def migrate(connection: Connection, database: Path) -> Path | None:
     return backup
 
 
-def back_up(database: Path, schema: int) -> Path:
+def copy_database(database: Path, schema: int) -> Path:
     """Copy the committed content of `database` to a file beside it, completely or not at all."""
     backup = database.with_name(f"{database.stem}.schema-{schema}{database.suffix}")
     temporary = backup.with_name(f".{backup.name}.{os.getpid()}.tmp")

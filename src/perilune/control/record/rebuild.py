@@ -20,25 +20,25 @@ from sqlalchemy.orm import Session
 from perilune.bundle.attested import RESULT_STATEMENT
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.envelope import PUBLIC, verified_statement
-from perilune.control.evidence.attempt_evidence import evidence_problem
-from perilune.control.evidence.attestation import FOLDER, removed_from
-from perilune.control.evidence.verification import damage, unrecorded
-from perilune.control.record.database import VARIABLE
+from perilune.control.evidence.attempt_evidence import find_evidence_problem
+from perilune.control.evidence.attestation import ATTESTATIONS_FOLDER, removed_artifacts
+from perilune.control.evidence.verification import find_damage, find_unrecorded_runs
+from perilune.control.record.database import DATABASE_VARIABLE
 from perilune.control.record.home import Home, has_daemon
 from perilune.control.record.ids import new_ulid, ulid_seconds
-from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record
+from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record_event
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
-from perilune.control.runs.submission import SUBMISSION
-from perilune.control.runs.templates import OnRented, Template, recorded_template
+from perilune.control.runs.submission import SUBMISSION_FILE
+from perilune.control.runs.templates import RentedSettings, Template, recorded_template
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.verdict import Cause, Verdict, read_verdict
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_bytes
 
-REBUILT = "the record was rebuilt; how this attempt ended is unknown"
+REBUILT_MESSAGE = "the record was rebuilt; how this attempt ended is unknown"
 
 
 @dataclass
-class Rebuilt:
+class RebuildReport:
     """The result of a rebuild.
 
     Attributes:
@@ -52,25 +52,25 @@ class Rebuilt:
     aside: Path | None = None
 
 
-def rebuild(home: Home) -> Rebuilt:
+def rebuild(home: Home) -> RebuildReport:
     """Build a new database next to the old one, then replace it and keep the old one under another name.
 
     Raises:
         RequestError: the database is intact or in PostgreSQL, or a daemon is running.
     """
-    _require_need(home)
-    found = Rebuilt()
+    _require_damage(home)
+    found = RebuildReport()
     with home.scratch() as scratch:
         store = Store(Home(scratch))
         with store.transaction() as session:
-            _experiments(home, session, found)
+            _add_experiments(home, session, found)
             for path in sorted(home.runs.iterdir()):
                 try:
-                    state = _run(home, session, path.name)
+                    state = _add_run(home, session, path.name)
                     found.runs[state] += 1
                 except (PeriluneError, KeyError, TypeError, ValueError) as error:
                     found.skipped.append(f"run {path.name}: {error}")
-            record(session, "store.rebuilt", runs=dict(found.runs), skipped=found.skipped)
+            record_event(session, "store.rebuilt", runs=dict(found.runs), skipped=found.skipped)
         store.close()
         with (scratch / home.database.name).open("rb") as file:
             os.fsync(file.fileno())
@@ -80,15 +80,15 @@ def rebuild(home: Home) -> Rebuilt:
     return found
 
 
-def _require_need(home: Home) -> None:
-    if (home.root / "database").exists() or os.environ.get(VARIABLE):
+def _require_damage(home: Home) -> None:
+    if (home.root / "database").exists() or os.environ.get(DATABASE_VARIABLE):
         remedy = "restore the server's own backup, or: PERILUNE_HOME=NEW perilune restore"
         raise RequestError("the record is in PostgreSQL", where=str(home.root), remedy=remedy)
     if has_daemon(home):
         raise RequestError("a daemon manages this home", where=str(home.root), remedy="stop it first")
     try:
         store = Store(home)
-        whole = not damage(store) and not unrecorded(home, store)
+        whole = not find_damage(store) and not find_unrecorded_runs(home, store)
         store.close()
     except WorkFailedError:  # the database cannot even be opened
         return
@@ -105,7 +105,7 @@ def _set_aside(home: Home) -> Path | None:
     return aside if aside.exists() else None
 
 
-def _experiments(home: Home, session: Session, found: Rebuilt) -> None:
+def _add_experiments(home: Home, session: Session, found: RebuildReport) -> None:
     for path in sorted(home.experiments.iterdir()):
         try:
             document = read_json(path / "recipe.json")
@@ -126,13 +126,13 @@ def _experiments(home: Home, session: Session, found: Rebuilt) -> None:
         session.flush()
 
 
-def _run(home: Home, session: Session, run_id: str) -> RunState:
+def _add_run(home: Home, session: Session, run_id: str) -> RunState:
     """Add a run with its attempts, as far as its folder shows them; returns its state."""
     job = read_json(home.bundle(run_id) / "job.json")
     digest = recorded_digest(home.bundle(run_id))
-    path = home.run(run_id) / SUBMISSION
+    path = home.run(run_id) / SUBMISSION_FILE
     submission: Mapping[str, Any] = read_json(path) if path.exists() else {}
-    experiment = _experiment_of(session, submission, job, run_id)
+    experiment = _find_experiment(session, submission, job, run_id)
     mine = (Run.experiment_id == experiment.id, Run.stage == job["stage"], Run.bundle_digest == digest)
     before = session.query(Run).filter(*mine).order_by(Run.id).all()
     run = Run(
@@ -147,7 +147,7 @@ def _run(home: Home, session: Session, run_id: str) -> RunState:
     )
     retried = submission.get("retry_of") or (before[-1].id if before else None)
     run.retry_of = retried if retried and session.get(Run, retried) else None
-    attempts = list(_attempts(home, run, recorded_template(home, run_id)))
+    attempts = list(_rebuild_attempts(home, run, recorded_template(home, run_id)))
     _set_outcome(run, attempts[-1] if attempts else None)
     session.add(run)
     session.flush()
@@ -157,30 +157,30 @@ def _run(home: Home, session: Session, run_id: str) -> RunState:
         place = {"experiment_id": experiment.id, "position": stages.count()}
         session.add(Stage(name=run.stage, task=run.task, run_id=run_id, **place))
     experiment.used = max(experiment.used, run.created)
-    record(session, "run.rebuilt", run_id=run_id, epoch=run.current_epoch, state=run.state)
+    record_event(session, "run.rebuilt", run_id=run_id, epoch=run.current_epoch, state=run.state)
     return RunState(run.state)
 
 
-def _experiment_of(
+def _find_experiment(
     session: Session, submission: Mapping[str, Any], job: Mapping[str, Any], run_id: str
 ) -> Experiment:
-    """The experiment that a run was submitted for, or the latest older one that has its stage."""
-    named = session.get(Experiment, submission.get("experiment", ""))
+    """Return the experiment that a run was submitted for, or the latest older one that has its stage."""
+    experiment = session.get(Experiment, submission.get("experiment", ""))
     stages = session.query(Stage).filter_by(name=job["stage"], task=job["task"])
     earlier = stages.filter(Stage.experiment_id < run_id).order_by(Stage.experiment_id.desc()).first()
-    if named is None and earlier is not None:
-        named = session.get_one(Experiment, earlier.experiment_id)
-    if named is None:
-        named = session.query(Experiment).filter_by(recipe_digest="").one_or_none()
-    if named is None:
+    if experiment is None and earlier is not None:
+        experiment = session.get_one(Experiment, earlier.experiment_id)
+    if experiment is None:
+        experiment = session.query(Experiment).filter_by(recipe_digest="").one_or_none()
+    if experiment is None:
         began = ulid_seconds(run_id)
-        named = Experiment(id=new_ulid(), name="recovered", recipe_digest="", created=began, used=began)
-        session.add(named)
+        experiment = Experiment(id=new_ulid(), name="recovered", recipe_digest="", created=began, used=began)
+        session.add(experiment)
         session.flush()
-    return named
+    return experiment
 
 
-def _attempts(home: Home, run: Run, template: Template | None) -> Iterator[Attempt]:
+def _rebuild_attempts(home: Home, run: Run, template: Template | None) -> Iterator[Attempt]:
     folder = home.run(run.id) / "attempts"
     numbers = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
     for number in numbers:
@@ -193,37 +193,43 @@ def _attempts(home: Home, run: Run, template: Template | None) -> Iterator[Attem
             launcher=launcher,
             created=(folder / str(number)).stat().st_mtime,
         )
-        verdict = _verdict(home, run.id, number)
+        verdict = _read_verdict(home, run.id, number)
         if verdict is not None:
-            _ended(attempt, verdict, _committed(home, run, number, verdict))
-        elif number == numbers[-1] and not (template and isinstance(template.placement, OnRented)):
+            _fill_outcome(attempt, verdict, _is_committed(home, run, number, verdict))
+        elif number == numbers[-1] and not (template and isinstance(template.placement, RentedSettings)):
             attempt.state = AttemptState.RUNNING.value  # the next observation will decide
         else:
             attempt.state, attempt.cleanup = AttemptState.LOST.value, Cleanup.PENDING.value
-            attempt.cause, attempt.message, attempt.ended = Cause.UNREACHABLE.value, REBUILT, time.time()
+            attempt.cause, attempt.message, attempt.ended = (
+                Cause.UNREACHABLE.value,
+                REBUILT_MESSAGE,
+                time.time(),
+            )
         yield attempt
 
 
-def _verdict(home: Home, run_id: str, number: int) -> Verdict | None:
+def _read_verdict(home: Home, run_id: str, number: int) -> Verdict | None:
     try:
         return read_verdict(home.attempt(run_id, number) / "runtime", number)
     except PeriluneError:  # damaged: nothing is known
         return None
 
 
-def _committed(home: Home, run: Run, number: int, verdict: Verdict) -> bool:
-    """Whether the result was accepted: it is signed and its evidence is intact."""
-    statement = home.run(run.id) / FOLDER / str(number) / RESULT_STATEMENT
+def _is_committed(home: Home, run: Run, number: int, verdict: Verdict) -> bool:
+    """Return whether the result was accepted: it is signed and its evidence is intact."""
+    statement = home.run(run.id) / ATTESTATIONS_FOLDER / str(number) / RESULT_STATEMENT
     if not verdict.succeeded or not statement.exists():
         return False
     try:
         verified_statement(statement, home.keys / PUBLIC)
-        return not evidence_problem(home.attempt(run.id, number), verdict, removed_from(home, run.id, number))
+        return not find_evidence_problem(
+            home.attempt(run.id, number), verdict, removed_artifacts(home, run.id, number)
+        )
     except PeriluneError:
         return False
 
 
-def _ended(attempt: Attempt, verdict: Verdict, committed: bool) -> None:
+def _fill_outcome(attempt: Attempt, verdict: Verdict, committed: bool) -> None:
     """Fill in an attempt that has a verdict. A success that was not accepted is examined again."""
     attempt.exit_code, attempt.signal = verdict.exit_code, verdict.signal
     if verdict.succeeded and not committed:
@@ -246,11 +252,11 @@ def _set_outcome(run: Run, last: Attempt | None) -> None:
     }
     state = RunState.CANCELLED if last is None else states.get(AttemptState(last.state), RunState.CANCELLED)
     run.state = state.value
-    if state.terminal:
+    if state.is_terminal:
         run.ended = run.created if last is None else last.ended
     if last is None:
         run.message = "the record was rebuilt; no attempt had started"
     elif state is RunState.SUCCEEDED:
         run.manifest_digest = last.manifest_digest
-    elif state.terminal:
+    elif state.is_terminal:
         run.cause, run.message = last.cause, last.message

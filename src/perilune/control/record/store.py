@@ -15,7 +15,7 @@ from sqlalchemy import Row as SqlRow
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, validates
 
-from perilune.control.record.database import DEFERRED, database_of
+from perilune.control.record.database import SNAPSHOT_OPTIONS, open_database
 from perilune.control.record.home import Home
 from perilune.control.record.migrations import LATEST
 from perilune.control.record.transitions import (
@@ -29,7 +29,7 @@ from perilune.control.record.transitions import (
 from perilune.files import canonical_json, sha256_bytes
 from perilune.redaction import redact_document, redact_text
 
-RUN = "run"  # subject of a condition that is about the run itself, not about an attempt or a machine
+RUN_CONDITION = "run"  # subject of a condition of the run itself, not of an attempt or a machine
 
 
 class Base(DeclarativeBase):
@@ -198,7 +198,7 @@ class Condition(Base):
     since: Mapped[float] = mapped_column(Float)  # the default, DOUBLE, is not a PostgreSQL type
 
     def __str__(self) -> str:
-        return self.message if self.about == RUN else f"{self.about}: {self.message}"
+        return self.message if self.about == RUN_CONDITION else f"{self.about}: {self.message}"
 
 
 class Event(Base):
@@ -224,9 +224,9 @@ class Store:
     """
 
     def __init__(self, home: Home) -> None:
-        self.database = database_of(home)
+        self.database = open_database(home)
         self.engine = self.database.engine
-        self._reader = self.engine.execution_options(**DEFERRED)
+        self._reader = self.engine.execution_options(**SNAPSHOT_OPTIONS)
         with self.transaction() as session:
             connection = session.connection()
             found = self.database.schema(connection)
@@ -235,11 +235,11 @@ class Store:
                 self.database.protect(connection)
                 self.database.set_schema(connection, LATEST)
             elif backup := self.database.migrate(connection):
-                record(session, "store.migrated", found=found, now=LATEST, backup=backup)
+                record_event(session, "store.migrated", found=found, now=LATEST, backup=backup)
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:
-        """A session that holds the write lock; it commits at the end and rolls back on any exception.
+        """Yield a session that holds the write lock; it commits at the end and rolls back on any exception.
 
         Rows stay readable after the block.
 
@@ -251,23 +251,23 @@ class Store:
             with Session(self.engine, expire_on_commit=False) as session, session.begin():
                 yield session
         except DatabaseError as error:
-            raise self.database.explain(error) from error
+            raise self.database.translate_error(error) from error
 
     @contextmanager
     def snapshot(self) -> Iterator[Session]:
-        """A read-only session on a consistent state of the database, without the write lock."""
+        """Yield a read-only session on a consistent state of the database, without the write lock."""
         try:
             with Session(self._reader, expire_on_commit=False, autoflush=False) as session:
                 yield session
         except DatabaseError as error:
-            raise self.database.explain(error) from error
+            raise self.database.translate_error(error) from error
 
     def close(self) -> None:
         """Close the connections."""
         self.engine.dispose()
 
 
-def record(
+def record_event(
     session: Session, kind: str, *, run_id: str | None = None, epoch: int | None = None, **detail: Any
 ) -> None:
     """Append an event in the caller's transaction."""
@@ -279,7 +279,7 @@ def record(
 
 
 def verify_events(session: Session, after: int = 0, previous: str = "") -> int | None:
-    """Number of the first event whose hash does not match the event before it, or None.
+    """Return the number of the first event whose hash does not match the event before it, or None.
 
     Args:
         after: start after this event, whose hash is `previous`.
@@ -301,11 +301,11 @@ def move_run(session: Session, run: Run, state: RunState, *, cause: str = "", me
     """
     run.state = state.value
     run.cause, run.message = cause, message
-    if state.terminal:
+    if state.is_terminal:
         run.ended = time.time()
-        clear_condition(session, run.id, RUN)
+        clear_condition(session, run.id, RUN_CONDITION)
     detail = _detail(cause, message)
-    record(session, f"run.{state.value}", run_id=run.id, epoch=run.current_epoch, **detail)
+    record_event(session, f"run.{state.value}", run_id=run.id, epoch=run.current_epoch, **detail)
 
 
 def clear_condition(session: Session, run_id: str, about: str) -> None:
@@ -313,7 +313,7 @@ def clear_condition(session: Session, run_id: str, about: str) -> None:
     row = session.get(Condition, (run_id, about))
     if row is not None:
         session.delete(row)
-        record(session, "condition.cleared", run_id=run_id or None, about=about)
+        record_event(session, "condition.cleared", run_id=run_id or None, about=about)
 
 
 def move_attempt(
@@ -325,10 +325,10 @@ def move_attempt(
         IllegalTransitionError: the transition is not allowed.
     """
     attempt.state = state.value
-    if state.terminal:
+    if state.is_terminal:
         attempt.cause, attempt.message, attempt.ended = cause, message, time.time()
     detail = _detail(cause, message)
-    record(session, f"attempt.{state.value}", run_id=attempt.run_id, epoch=attempt.number, **detail)
+    record_event(session, f"attempt.{state.value}", run_id=attempt.run_id, epoch=attempt.number, **detail)
 
 
 def _detail(cause: str, message: str) -> dict[str, str]:
@@ -336,7 +336,7 @@ def _detail(cause: str, message: str) -> dict[str, str]:
 
 
 def event_hash(previous: str, row: Event | SqlRow[Any]) -> str:
-    """SHA-256 of an event and the hash of the event before it."""
+    """Return the SHA-256 of an event and the hash of the event before it."""
     content: Mapping[str, Any] = {
         "previous": previous,
         "time": row.time,

@@ -19,8 +19,8 @@ class RunState(StrEnum):
     CANCELLED = "cancelled"
 
     @property
-    def terminal(self) -> bool:
-        """Whether no state can follow."""
+    def is_terminal(self) -> bool:
+        """True if no state can follow."""
         return self not in RUN_TRANSITIONS
 
 
@@ -40,8 +40,8 @@ class AttemptState(StrEnum):
     CANCELLED = "cancelled"
 
     @property
-    def terminal(self) -> bool:
-        """Whether no state can follow."""
+    def is_terminal(self) -> bool:
+        """True if no state can follow."""
         return self not in ATTEMPT_TRANSITIONS
 
 

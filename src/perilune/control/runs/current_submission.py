@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from perilune.control.record.store import Experiment, Run, Stage, Store, record
+from perilune.control.record.store import Experiment, Run, Stage, Store, record_event
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.templates import Template
 from perilune.errors import WorkFailedError
 
-BLOCKED = "experiment.blocked"  # event: the next stage could not be started
-LIVE = (RunState.QUEUED.value, RunState.ACTIVE.value)
+BLOCKED_EVENT = "experiment.blocked"  # event: the next stage could not be started
+LIVE_STATES = (RunState.QUEUED.value, RunState.ACTIVE.value)
 
 
 class ExperimentCancelledError(WorkFailedError):
@@ -30,11 +30,11 @@ def open_submission(session: Session, experiment_id: str, template: Template | N
     experiment.submission += 1
     experiment.requested = True
     experiment.template = None if template is None else template.model_dump(mode="json")
-    record(session, "experiment.submitted", experiment=experiment_id, submission=experiment.submission)
+    record_event(session, "experiment.submitted", experiment=experiment_id, submission=experiment.submission)
 
 
-def run_of_stage(session: Session, experiment_id: str, stage: str) -> Run | None:
-    """The run that a stage has in the current submission; None if it has none yet.
+def find_run_of_stage(session: Session, experiment_id: str, stage: str) -> Run | None:
+    """Return the run that a stage has in the current submission; None if it has none yet.
 
     Raises:
         ExperimentCancelledError: the stage has no run, and the submission has ended.
@@ -50,8 +50,8 @@ def run_of_stage(session: Session, experiment_id: str, stage: str) -> Run | None
     return run
 
 
-def requesting(session: Session, run_id: str) -> list[tuple[Experiment, Stage]]:
-    """The experiments whose current submission has this run for a stage, and that stage."""
+def find_requesting(session: Session, run_id: str) -> list[tuple[Experiment, Stage]]:
+    """Return the experiments whose current submission has this run for a stage, and that stage."""
     current = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
     query = select(Experiment, Stage).join(Stage, current).where(Stage.run_id == run_id, Experiment.requested)
     return [(experiment, stage) for experiment, stage in session.execute(query)]
@@ -59,7 +59,7 @@ def requesting(session: Session, run_id: str) -> list[tuple[Experiment, Stage]]:
 
 def end_submissions_of(session: Session, run: Run, reason: str) -> None:
     """End the current submissions of all experiments that have this run for a stage."""
-    for experiment, _ in requesting(session, run.id):
+    for experiment, _ in find_requesting(session, run.id):
         end_submission(session, experiment, reason, run)
 
 
@@ -67,29 +67,31 @@ def end_submission(session: Session, experiment: Experiment, reason: str, run: R
     """End the current submission of an experiment: no further stage starts."""
     if experiment.requested:
         experiment.requested = False
-        record(session, f"experiment.{reason}", experiment=experiment.id, by="" if run is None else run.id)
+        record_event(
+            session, f"experiment.{reason}", experiment=experiment.id, by="" if run is None else run.id
+        )
 
 
 def live_runs(session: Session, experiment_id: str) -> Sequence[Run]:
-    """Live runs of the experiment, including those of its older submissions."""
+    """Return the live runs of the experiment, including those of its older submissions."""
     stages = select(Stage.run_id).where(Stage.experiment_id == experiment_id)
     own = (Run.experiment_id == experiment_id) | Run.id.in_(stages)
-    return session.scalars(select(Run).where(own, Run.state.in_(LIVE)).order_by(Run.id)).all()
+    return session.scalars(select(Run).where(own, Run.state.in_(LIVE_STATES)).order_by(Run.id)).all()
 
 
 def is_requested(session: Session, run: Run) -> bool:
-    """Whether the current submission of some experiment needs this run."""
-    return bool(requesting(session, run.id))
+    """Return whether the current submission of some experiment needs this run."""
+    return bool(find_requesting(session, run.id))
 
 
 def latest_run(session: Session, experiment: Experiment) -> str | None:
-    """Id of the run of the latest stage that has one in the current submission."""
+    """Return the id of the run of the latest stage that has one in the current submission."""
     current = (Stage.experiment_id == experiment.id) & (Stage.submission == experiment.submission)
     return session.scalars(select(Stage.run_id).where(current).order_by(Stage.position.desc())).first()
 
 
 def next_stages(session: Session, run: Run) -> list[tuple[Experiment, str, bool]]:
-    """The stage after this run, in each experiment whose latest stage it is, and whether that will start."""
+    """Return the stage after this run in each experiment whose latest run it is, and whether it starts."""
     result = []
     query = select(Experiment, Stage).join(Stage).where(Stage.run_id == run.id)
     for experiment, stage in session.execute(query.order_by(Experiment.used)):
@@ -113,9 +115,9 @@ def complete_submission(store: Store, experiment_id: str) -> None:
 
 
 def experiments_to_advance(store: Store) -> Sequence[Experiment]:
-    """Requested experiments without a live run: their next stage may start."""
+    """Return the requested experiments without a live run: their next stage may start."""
     current = (Stage.experiment_id == Experiment.id) & (Stage.submission == Experiment.submission)
-    live = select(Stage).join(Run, Run.id == Stage.run_id).where(current, Run.state.in_(LIVE))
+    live = select(Stage).join(Run, Run.id == Stage.run_id).where(current, Run.state.in_(LIVE_STATES))
     with store.snapshot() as session:
         query = select(Experiment).where(Experiment.requested, ~live.exists())
         return session.scalars(query.order_by(Experiment.used)).all()

@@ -6,13 +6,13 @@ still has on another machine is removed afterwards; the outcome does not depend 
 
 import contextlib
 
-from perilune.control.evidence.attempt_evidence import evidence_problem, left_files
+from perilune.control.evidence.attempt_evidence import find_evidence_problem, unfetched_files
 from perilune.control.evidence.attestation import attest_removal, attest_result
-from perilune.control.record.conditions import Conditions, cleanup_of
-from perilune.control.record.faults import reached
+from perilune.control.record.conditions import Conditions, cleanup_subject
+from perilune.control.record.faults import kill_point
 from perilune.control.record.home import Home
-from perilune.control.record.ledger import Outcome, end_attempt, started
-from perilune.control.record.store import Attempt, Run, Store, move_attempt, record
+from perilune.control.record.ledger import Outcome, end_attempt, ensure_starting
+from perilune.control.record.store import Attempt, Run, Store, move_attempt, record_event
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.placements import Placements
 from perilune.errors import WorkFailedError
@@ -24,8 +24,8 @@ from perilune.execution.verdict import Cause, Verdict
 CONNECTION_ERRORS = (HostUnreachableError, HostRefusedError)
 
 
-def assignment(home: Home, attempt: Attempt) -> Assignment:
-    """The attempt as a placement identifies it."""
+def make_assignment(home: Home, attempt: Attempt) -> Assignment:
+    """Return the attempt as a placement identifies it."""
     return Assignment(attempt.run_id, attempt.number, home.attempt(attempt.run_id, attempt.number))
 
 
@@ -38,97 +38,97 @@ class Endings:
 
     def stop(self, run: Run, attempt: Attempt) -> bool:
         """Stop the attempt. It becomes CANCELLED once that is proven, unless it has left a verdict before."""
-        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
-        proven = placement.stop(there)
-        seen = placement.observe(there)
+        placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
+        proven = placement.stop(assigned)
+        seen = placement.observe(assigned)
         if seen.verdict is not None:
             return self.finalize(attempt, seen.verdict)
         if seen.unseen:
             return False
         if not proven:
-            return run.forced and self.lose(run, attempt, seen)
-        placement.pull(there, whole=True)
+            return run.forced and self.abandon(run, attempt, seen)
+        placement.pull(assigned, whole=True)
         return self.end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
 
     def finalize_dead_attempt(self, attempt: Attempt, seen: Observation) -> bool:
         """End an attempt whose worker is proven dead."""
-        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
-        latest = placement.observe(there)  # the worker may have written a verdict since `seen`
+        placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
+        latest = placement.observe(assigned)  # the worker may have written a verdict since `seen`
         if latest.verdict is not None:
             return self.finalize(attempt, latest.verdict)
         if latest.unseen:
             return False
-        gone = placement.stop(there)
-        placement.pull(there, whole=True)
+        gone = placement.stop(assigned)
+        placement.pull(assigned, whole=True)
         cleanup = Cleanup.DONE if gone else Cleanup.PENDING
         why = "the worker died without a result" if seen.claim else "its directory is gone"
         return self.end(attempt, AttemptState.FAILED, Cause.RUNNER_DIED, why, cleanup=cleanup)
 
-    def lose(self, run: Run, attempt: Attempt, seen: Observation) -> bool:
+    def abandon(self, run: Run, attempt: Attempt, seen: Observation) -> bool:
         """Give up an attempt that may still run: its result is rejected, and it is stopped when reachable."""
         if seen.superseded:
             why, cleanup = "a newer attempt has started in its place", Cleanup.DONE
         elif run.forced:
             why, cleanup = "abandoned on request; not proven to have stopped", Cleanup.PENDING
         else:
-            waited = self.placements.policy_of(run.id).lost_after
+            waited = self.placements.retry_policy(run.id).lost_after
             why, cleanup = f"unreachable for {waited:.0f} s", Cleanup.PENDING
         return self.end(attempt, AttemptState.LOST, Cause.UNREACHABLE, why, cleanup=cleanup)
 
-    def may_be_replaced(self, ended: Attempt) -> bool:
-        """Whether the next attempt may start. It does not wait for a lost attempt, which is fenced off."""
-        return ended.cleanup != Cleanup.PENDING or ended.state == AttemptState.LOST or self.clean(ended)
+    def can_replace(self, ended: Attempt) -> bool:
+        """Return whether the next attempt may start. A lost attempt is fenced off and needs no cleanup."""
+        return ended.cleanup != Cleanup.PENDING or ended.state == AttemptState.LOST or self.clean_up(ended)
 
-    def clean(self, attempt: Attempt) -> bool:
+    def clean_up(self, attempt: Attempt) -> bool:
         """Remove everything left of an ended attempt; True when that is proven.
 
         Records an error as a condition of the run instead of raising it.
         """
         is_clean = False
-        with self.conditions.of(attempt.run_id, cleanup_of(attempt.number)):
+        with self.conditions.guard(attempt.run_id, cleanup_subject(attempt.number)):
             is_clean = self._clean(attempt)
         return is_clean  # noqa: RET504 - the block suppresses errors
 
     def _clean(self, attempt: Attempt) -> bool:
-        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
-        if not placement.stop(there):
+        placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
+        if not placement.stop(assigned):
             return False
         if attempt.state == AttemptState.LOST:  # the evidence of other attempts is already complete
             with contextlib.suppress(WorkFailedError):
-                placement.pull(there, whole=True)
-        placement.remove(there)
-        reached("clean.done")
+                placement.pull(assigned, whole=True)
+        placement.remove(assigned)
+        kill_point("clean.done")
         with self.store.transaction() as session:
             row = session.get_one(Attempt, (attempt.run_id, attempt.number))
             row.cleanup = Cleanup.DONE.value
-            record(session, "attempt.cleaned_up", run_id=attempt.run_id, epoch=attempt.number)
+            record_event(session, "attempt.cleaned_up", run_id=attempt.run_id, epoch=attempt.number)
         return True
 
     def finalize(self, attempt: Attempt, verdict: Verdict) -> bool:
         """Collect and check the evidence and commit the result, once, if the attempt is still current."""
-        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
+        placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
         with self.store.transaction() as session:
-            row = started(session, attempt)
+            row = ensure_starting(session, attempt)
             if row.state != AttemptState.FINALIZING:
                 move_attempt(session, row, AttemptState.FINALIZING)
-        reached("finalize.begun")
+        kill_point("finalize.begun")
         cause, message = Cause(verdict.cause), verdict.message
         try:
-            placement.pull(there, whole=True)
+            placement.pull(assigned, whole=True)
         except WorkFailedError as error:
             if cause is Cause.NONE:
                 cause = Cause.ARTIFACT_INVALID
             message = message or str(error)
-        reached("finalize.pulled")
-        left = left_files(there.directory, self.placements.bring(attempt.run_id))
-        if cause is Cause.NONE and (problem := evidence_problem(there.directory, verdict, left)):
-            if placement.observe(there).unseen:
+        kill_point("finalize.pulled")
+        left = unfetched_files(assigned.directory, self.placements.bring_setting(attempt.run_id))
+        if cause is Cause.NONE and (problem := find_evidence_problem(assigned.directory, verdict, left)):
+            if placement.observe(assigned).unseen:
                 return False  # its machine went away meanwhile, so missing files are not the task's fault
             cause, message = Cause.ARTIFACT_INVALID, problem
         if left:
             attest_removal(self.home, attempt.run_id, attempt.number, left)
         if cause is Cause.NONE:
-            attest_result(self.home, attempt, there.directory)
+            attest_result(self.home, attempt, assigned.directory)
             state = AttemptState.SUCCEEDED
         elif cause is Cause.STOPPED:
             with self.store.snapshot() as session:
@@ -137,7 +137,7 @@ class Endings:
         else:
             state = AttemptState.FAILED
         self.end(attempt, state, cause, message, verdict=verdict)
-        reached("finalize.committed")
+        kill_point("finalize.committed")
         return True
 
     def end(
@@ -151,14 +151,14 @@ class Endings:
         verdict: Verdict | None = None,
     ) -> bool:
         """End the attempt, then remove what it has on other machines."""
-        elsewhere = self.placements.capabilities(attempt.run_id).elsewhere
+        elsewhere = self.placements.capabilities(attempt.run_id).is_remote
         if elsewhere and cleanup is not Cleanup.NONE:
             cleanup = Cleanup.PENDING
-        policy = self.placements.policy_of(attempt.run_id)
+        policy = self.placements.retry_policy(attempt.run_id)
         with self.store.transaction() as session:
             outcome = Outcome(state, cause, message, verdict)
             row = end_attempt(session, attempt, outcome, cleanup, policy)
-        reached("end.committed")
+        kill_point("end.committed")
         if cleanup is Cleanup.PENDING and state is not AttemptState.LOST and elsewhere:
-            self.clean(row)
+            self.clean_up(row)
         return True

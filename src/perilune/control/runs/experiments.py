@@ -19,13 +19,13 @@ from perilune.bundle.plugin import consumed_fields, load_plugin
 from perilune.bundle.remote.runner import stays
 from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.shared_files import SharedFiles
-from perilune.control.evidence.attempt_evidence import evidence_problem
-from perilune.control.evidence.attestation import removed_from
+from perilune.control.evidence.attempt_evidence import find_evidence_problem
+from perilune.control.evidence.attestation import removed_artifacts
 from perilune.control.record.home import Home, announce_starter
 from perilune.control.record.ids import new_ulid
-from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record
+from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record_event
 from perilune.control.record.transitions import AttemptState, RunState
-from perilune.control.runs.current_submission import complete_submission, run_of_stage
+from perilune.control.runs.current_submission import complete_submission, find_run_of_stage
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import (
     StageEvent,
@@ -38,8 +38,8 @@ from perilune.control.runs.progress import (
     StageStarted,
 )
 from perilune.control.runs.reconcile import Reconciler
-from perilune.control.runs.submission import Submission, submit
-from perilune.control.runs.templates import BUILT_IN, LOCAL, Template
+from perilune.control.runs.submission import Submission, submit_stage
+from perilune.control.runs.templates import BUILT_IN, LOCAL_TEMPLATE, Template
 from perilune.errors import RequestError
 from perilune.execution.background import in_background, wait_until
 from perilune.execution.log import log_tail
@@ -49,9 +49,9 @@ from perilune.files import canonical_json, read_json, sha256_bytes, write_json
 from perilune.recipe.schema import MODEL, Recipe, build_job
 from perilune.recipe.staging import stage_files
 
-POLL_SECONDS = 0.2
-PATIENCE = 1.0  # seconds for one look at a run, after which other machines are looked at
-OVERRIDES = "overrides.json"  # in an experiment's directory: the overrides that it was created with
+POLL_INTERVAL_S = 0.2
+LOOK_TIMEOUT_S = 1.0  # seconds for one look at a run, after which other machines are looked at
+OVERRIDES_FILE = "overrides.json"  # in an experiment's directory: the overrides that it was created with
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,56 +77,56 @@ class Control:
         self.reconciler = Reconciler(self.home, self.store, policy)
 
     def run(self, run_id: str) -> Run:
-        """The run as recorded. Raises sqlalchemy.exc.NoResultFound if there is none."""
+        """Return the run as recorded. Raises sqlalchemy.exc.NoResultFound if there is none."""
         return self.reconciler.run(run_id)
 
     def directory(self, run: Run) -> Path:
-        """Directory of the run's current attempt; the frozen bundle before the first attempt."""
+        """Return the directory of the run's current attempt; the frozen bundle before the first attempt."""
         if run.current_epoch == 0:
             return self.home.bundle(run.id)
         return self.home.attempt(run.id, run.current_epoch)
 
     def summary(self, run: Run) -> Mapping[str, Any]:
-        """The summary that the run's task wrote; empty before."""
+        """Return the summary that the run's task wrote; empty before."""
         path = self.directory(run) / "artifacts" / "summary.json"
         summary: Mapping[str, Any] = read_json(path) if path.exists() else {}
         return summary
 
-    def intact(self, run: Run) -> bool:
-        """Whether the committed evidence of a succeeded run is still in place."""
+    def is_intact(self, run: Run) -> bool:
+        """Return whether the committed evidence of a succeeded run is still in place."""
         try:
             verdict = read_verdict(self.directory(run) / "runtime", run.current_epoch)
         except RequestError:
             return False
         if verdict is None or verdict.manifest_digest != run.manifest_digest:
             return False
-        removed = removed_from(self.home, run.id, run.current_epoch)
-        return not evidence_problem(self.directory(run), verdict, removed)
+        removed = removed_artifacts(self.home, run.id, run.current_epoch)
+        return not find_evidence_problem(self.directory(run), verdict, removed)
 
 
-def stage_plans(recipe: Recipe, template: Template | None = None) -> list[StagePlan]:
-    """The stages of a recipe in execution order, with the resources that the template sets.
+def plan_stages(recipe: Recipe, template: Template | None = None) -> list[StagePlan]:
+    """Return the stages of a recipe in execution order, with the resources that the template sets.
 
     Raises:
         RequestError: the template cannot run a stage, or leaves a checkpoint behind that a stage takes.
     """
-    where = template or BUILT_IN[LOCAL]
+    where = template or BUILT_IN[LOCAL_TEMPLATE]
     tasks = {stage.name: stage.task for stage in recipe.stages}
     for stage in recipe.stages:
         for source in stage.consumes.values():
-            left = source in tasks and stays(f"{load_plugin(tasks[source]).output}/", where.brings)
-            if left and where.elsewhere:
+            left = source in tasks and stays(f"{load_plugin(tasks[source]).output}/", where.effective_bring)
+            if left and where.is_remote:
                 raise RequestError(
                     f"stage {stage.name} takes the checkpoint of stage {source}, which stays on its machine",
                     where="bring: metrics in the template",
                     remedy="bring: final",
                 )
-    jobs = {stage.name: where.job(build_job(recipe, stage)) for stage in recipe.stages}
+    jobs = {stage.name: where.apply_resources(build_job(recipe, stage)) for stage in recipe.stages}
     return [StagePlan(stage.name, jobs[stage.name], stage.consumes) for stage in recipe.stages]
 
 
 def open_experiment(control: Control, recipe: Recipe, overrides: Sequence[str] = ()) -> str:
-    """The id of the experiment of this resolved recipe, created if it is new, and marked as the latest.
+    """Return the id of this resolved recipe's experiment, created if it is new, and marked as the latest.
 
     Args:
         overrides: those that the recipe was loaded with; a new experiment records them, for listings.
@@ -144,7 +144,7 @@ def register_experiment(
     stages: Sequence[tuple[str, str]],
     overrides: Sequence[str] = (),
 ) -> str:
-    """Like `open_experiment`, from the resolved recipe as a JSON document and its (stage, task) pairs."""
+    """Open an experiment from the resolved recipe as a JSON document and its (stage, task) pairs."""
     digest = sha256_bytes(canonical_json(document))
     fresh = new_ulid()
     now = time.time()
@@ -155,12 +155,12 @@ def register_experiment(
             return found.id
         write_json(control.home.experiment(fresh) / "recipe.json", document)
         if overrides:
-            write_json(control.home.experiment(fresh) / OVERRIDES, list(overrides))
+            write_json(control.home.experiment(fresh) / OVERRIDES_FILE, list(overrides))
         session.add(Experiment(id=fresh, name=name, recipe_digest=digest, created=now, used=now))
         session.flush()
         for position, (stage, task) in enumerate(stages):
             session.add(Stage(experiment_id=fresh, position=position, name=stage, task=task))
-        record(session, "experiment.created", experiment=fresh, name=name)
+        record_event(session, "experiment.created", experiment=fresh, name=name)
     return fresh
 
 
@@ -170,8 +170,8 @@ def advance(
     plans: Sequence[StagePlan],
     *,
     template: Template | None = None,
-    asked: bool = True,
-    poll: float = POLL_SECONDS,
+    is_new_submission: bool = True,
+    poll: float = POLL_INTERVAL_S,
 ) -> Iterator[StageEvent]:
     """Run an experiment to its end or first failure, and yield its events.
 
@@ -192,19 +192,19 @@ def advance(
     done: dict[str, Run] = {}
     with announce_starter(control.home, experiment_id):
         for position, plan in enumerate(plans, start=1):
-            part: Literal["first", "later"] = "first" if asked and position == 1 else "later"
-            run = _run_of_stage(control, experiment_id, plan) if part == "later" else None
+            part: Literal["first", "later"] = "first" if is_new_submission and position == 1 else "later"
+            run = _find_run_of_stage(control, experiment_id, plan) if part == "later" else None
             if run is None:
                 submission = Submission(experiment_id, plan.name, plan.job.task, template=template, part=part)
-                job, inputs = with_inputs(control, plan, plans, done)
+                job, inputs = resolve_inputs(control, plan, plans, done)
                 freezing = partial(freeze, job, inputs, shared=SharedFiles(control.home.root))
-                run = submit(control.home, control.store, submission, freezing, control.intact)
+                run = submit_stage(control.home, control.store, submission, freezing, control.is_intact)
             if run.state == RunState.SUCCEEDED:
                 yield StageReused(plan.name, run.id, control.summary(run))
             else:
                 joined = joined or (run.current_epoch > 0 and run.created < began)
                 yield StageStarted(plan.name, run.id, plan.job.task, position, len(plans), joined)
-                yield from watch(control, run.id, poll=poll, stage=plan.name)
+                yield from follow_run(control, run.id, poll=poll, stage=plan.name)
                 run = control.run(run.id)
                 if run.state != RunState.SUCCEEDED:
                     return
@@ -212,15 +212,15 @@ def advance(
         complete_submission(control.store, experiment_id)
 
 
-def _run_of_stage(control: Control, experiment_id: str, plan: StagePlan) -> Run | None:
+def _find_run_of_stage(control: Control, experiment_id: str, plan: StagePlan) -> Run | None:
     with control.store.snapshot() as session:
-        return run_of_stage(session, experiment_id, plan.name)
+        return find_run_of_stage(session, experiment_id, plan.name)
 
 
-def with_inputs(
+def resolve_inputs(
     control: Control, plan: StagePlan, plans: Sequence[StagePlan], done: Mapping[str, Run]
 ) -> tuple[Job, dict[str, Path]]:
-    """The job of a stage with its inputs named, and the paths of the inputs.
+    """Return the job of a stage with its inputs named, and the paths of the inputs.
 
     Inputs are the outputs of the consumed stages, the weights of the recipe's model section (as input
     "model"), and the files of its environment section. So the bundle holds everything it needs, and its
@@ -246,36 +246,38 @@ def with_inputs(
     return job, inputs | files
 
 
-def watch(
-    control: Control, run_id: str, *, poll: float = POLL_SECONDS, stage: str = ""
+def follow_run(
+    control: Control, run_id: str, *, poll: float = POLL_INTERVAL_S, stage: str = ""
 ) -> Iterator[StageEvent]:
     """Follow a run to its end and reconcile it; the last event is StageFinished or StageFailed.
 
     Meanwhile, also during transfers, the leases of the machines that this process rented are kept.
     """
-    shown: Any = None
-    attempt, said = 0, ""
+    last_progress: Any = None
+    attempt, last_message = 0, ""
     look: Future[Run] | None = None
     while True:
-        look = look or in_background(partial(control.reconciler.one, run_id))
-        wait_until(time.monotonic() + PATIENCE, look)
+        look = look or in_background(partial(control.reconciler.reconcile, run_id))
+        wait_until(time.monotonic() + LOOK_TIMEOUT_S, look)
         if look.done():
             run, look = look.result(), None
         else:  # it is transferring files
             run = control.run(run_id)
-            control.reconciler.rentals.follow(live=True)
+            control.reconciler.rentals.reconcile_managed(live=True)
         name = stage or run.stage
         directory = control.directory(run)
         if run.current_epoch > attempt:
             if attempt > 0:
-                yield StageResumed(name, run_id, run.current_epoch, *_why_ended(control, run_id, attempt))
+                yield StageResumed(
+                    name, run_id, run.current_epoch, *_attempt_outcome(control, run_id, attempt)
+                )
             attempt = run.current_epoch
-        if (message := _notice(control, run)) not in {"", said}:
-            said = message
+        if (message := _attempt_message(control, run)) not in {"", last_message}:
+            last_message = message
             yield StageNotice(name, run_id, attempt, message)
         progress = read_progress(directory)
-        if progress is not None and progress != shown:
-            shown = progress
+        if progress is not None and progress != last_progress:
+            last_progress = progress
             yield StageProgress(
                 name,
                 run_id,
@@ -285,13 +287,13 @@ def watch(
                 str(progress["unit"]),
                 progress["figures"],
             )
-        if look is None and RunState(run.state).terminal:
-            yield _last_event(control, run, name)
+        if look is None and RunState(run.state).is_terminal:
+            yield _final_event(control, run, name)
             return
         time.sleep(poll)
 
 
-def _last_event(control: Control, run: Run, stage: str) -> StageEvent:
+def _final_event(control: Control, run: Run, stage: str) -> StageEvent:
     if run.state == RunState.SUCCEEDED:
         seconds = (run.ended or 0.0) - run.created
         return StageFinished(stage, run.id, control.summary(run), seconds)
@@ -299,21 +301,21 @@ def _last_event(control: Control, run: Run, stage: str) -> StageEvent:
     return StageFailed(stage, run.id, run.cause, run.message, tail, run.state == RunState.CANCELLED)
 
 
-def _notice(control: Control, run: Run) -> str:
-    """The message of the live attempt of a run, or ""."""
+def _attempt_message(control: Control, run: Run) -> str:
+    """Return the message of the live attempt of a run, or ""."""
     with control.store.snapshot() as session:
         row = session.get(Attempt, (run.id, run.current_epoch))
-        return "" if row is None or AttemptState(row.state).terminal else row.message
+        return "" if row is None or AttemptState(row.state).is_terminal else row.message
 
 
-def _why_ended(control: Control, run_id: str, attempt: int) -> tuple[str, str]:
+def _attempt_outcome(control: Control, run_id: str, attempt: int) -> tuple[str, str]:
     with control.store.snapshot() as session:
         row = session.get_one(Attempt, (run_id, attempt))
         return row.cause, row.message
 
 
 def read_progress(attempt: Path) -> dict[str, Any] | None:
-    """The last progress that the task reported; during staging, how much of the attempt has been sent."""
+    """Return the last progress that the task reported; during staging, the progress of the upload."""
     try:
         progress: dict[str, Any] = read_json(attempt / "runtime" / "progress.json")
     except RequestError:

@@ -8,30 +8,30 @@ from typing import BinaryIO
 
 from sqlalchemy import select
 
-from perilune.control.queries.lookup import stage_at
+from perilune.control.queries.lookup import find_current_stage_run
 from perilune.control.record.home import announce_starter
 from perilune.control.record.identity import require_own_run
-from perilune.control.record.store import Experiment, Run, Stage, record
+from perilune.control.record.store import Experiment, Run, Stage, record_event
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.current_submission import (
-    BLOCKED,
+    BLOCKED_EVENT,
     ExperimentCancelledError,
     experiments_to_advance,
     latest_run,
     live_runs,
 )
-from perilune.control.runs.experiments import Control, advance, stage_plans
+from perilune.control.runs.experiments import Control, advance, plan_stages
 from perilune.control.runs.progress import StageStarted
 from perilune.control.runs.templates import Template
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import read_json
 from perilune.recipe.schema import Recipe
 
-LONGEST_PAUSE = 300.0  # seconds between two tries to start a stage
+MAX_RETRY_PAUSE_S = 300.0  # seconds between two tries to start a stage
 
 
-def recorded_recipe(control: Control, experiment_id: str) -> Recipe:
-    """The recipe of an experiment, as it was resolved when the experiment was created.
+def read_recipe(control: Control, experiment_id: str) -> Recipe:
+    """Return the recipe of an experiment, as it was resolved when the experiment was created.
 
     Raises:
         RequestError: the file is missing or malformed.
@@ -40,13 +40,13 @@ def recorded_recipe(control: Control, experiment_id: str) -> Recipe:
     return Recipe.model_validate(read_json(control.home.experiment(experiment_id) / "recipe.json"))
 
 
-def template_of(experiment: Experiment) -> Template | None:
-    """The template of the experiment's last submission; None is this machine."""
+def submission_template(experiment: Experiment) -> Template | None:
+    """Return the template of the experiment's last submission; None is this machine."""
     return None if experiment.template is None else Template.model_validate(experiment.template)
 
 
 @dataclass
-class _Blocked:
+class _BlockedStage:
     """Why the next stage of an experiment could not be started."""
 
     message: str
@@ -59,7 +59,7 @@ class StageStarter:
 
     def __init__(self, control: Control) -> None:
         self.control = control
-        self._blocked: dict[str, _Blocked] = {}
+        self._blocked: dict[str, _BlockedStage] = {}
         self._announced: dict[str, BinaryIO] = {}
 
     def start_next_stages(
@@ -87,7 +87,7 @@ class StageStarter:
             except Exception as error:  # of one experiment; the others continue
                 unexpected = f"{type(error).__name__}: {error}"
                 reason = error if isinstance(error, PeriluneError) else WorkFailedError(unexpected)
-                if self._note(experiment, reason):
+                if self._note_blocked(experiment, reason):
                     yield experiment, reason
             else:
                 self._blocked.pop(experiment.id, None)
@@ -97,17 +97,17 @@ class StageStarter:
         with self.control.store.snapshot() as session:
             requested = set(session.scalars(select(Experiment.id).where(Experiment.requested)))
         mine = requested if only is None else requested & {only}
-        for over in self._announced.keys() - mine:
-            self._announced.pop(over).close()
-        for new in mine - self._announced.keys():
-            self._announced[new] = announce_starter(self.control.home, new)
+        for experiment_id in self._announced.keys() - mine:
+            self._announced.pop(experiment_id).close()
+        for experiment_id in mine - self._announced.keys():
+            self._announced[experiment_id] = announce_starter(self.control.home, experiment_id)
 
     def advance_run(self, run_id: str) -> tuple[Run, RunState | None]:
         """Reconcile a run; returns it, and its outcome if it has ended."""
         require_own_run(self.control.home, run_id)
-        run = self.control.reconciler.one(run_id)
+        run = self.control.reconciler.reconcile(run_id)
         state = RunState(run.state)
-        return run, state if state.terminal else None
+        return run, state if state.is_terminal else None
 
     def advance_experiment(self, experiment_id: str) -> tuple[Run, RunState | None]:
         """Reconcile the live runs of an experiment.
@@ -123,38 +123,40 @@ class StageStarter:
             runs = [run.id for run in live_runs(session, experiment_id)]
         for run_id in runs:
             require_own_run(self.control.home, run_id)
-            self.control.reconciler.one(run_id)
+            self.control.reconciler.reconcile(run_id)
         with self.control.store.snapshot() as session:
             experiment = session.get_one(Experiment, experiment_id)
-            at = stage_at(session, experiment_id)
+            run = find_current_stage_run(session, experiment_id)
             waiting = select(Stage).where(Stage.experiment_id == experiment_id, Stage.run_id.is_(None))
             more = session.scalars(waiting.limit(1)).first() is not None
-            over = not experiment.requested and not live_runs(session, experiment_id)
-        if at is None:
+            has_ended = not experiment.requested and not live_runs(session, experiment_id)
+        if run is None:
             raise RequestError("no stage has started yet", where=f"experiment {experiment.name}")
-        if not over:
-            return at, None
-        stopped = at.state == RunState.SUCCEEDED and more
-        return at, RunState.CANCELLED if stopped else RunState(at.state)
+        if not has_ended:
+            return run, None
+        stopped = run.state == RunState.SUCCEEDED and more
+        return run, RunState.CANCELLED if stopped else RunState(run.state)
 
     def _start_next(self, experiment: Experiment) -> StageStarted | None:
-        template = template_of(experiment)
-        plans = stage_plans(recorded_recipe(self.control, experiment.id), template)
+        template = submission_template(experiment)
+        plans = plan_stages(read_recipe(self.control, experiment.id), template)
         with suppress(ExperimentCancelledError):
-            for event in advance(self.control, experiment.id, plans, template=template, asked=False):
+            for event in advance(
+                self.control, experiment.id, plans, template=template, is_new_submission=False
+            ):
                 if isinstance(event, StageStarted):
                     return event
         return None
 
-    def _note(self, experiment: Experiment, error: PeriluneError) -> bool:
+    def _note_blocked(self, experiment: Experiment, error: PeriluneError) -> bool:
         """Remember and record why the next stage is blocked; False if the reason is recorded already."""
         before = self._blocked.get(experiment.id)
         tries = 1 if before is None else before.tries + 1
-        retry_at = time.monotonic() + min(LONGEST_PAUSE, 2.0**tries)
-        self._blocked[experiment.id] = _Blocked(str(error), tries, retry_at)
+        retry_at = time.monotonic() + min(MAX_RETRY_PAUSE_S, 2.0**tries)
+        self._blocked[experiment.id] = _BlockedStage(str(error), tries, retry_at)
         if before is not None and before.message == str(error):
             return False
         with self.control.store.transaction() as session:
             after = latest_run(session, experiment)
-            record(session, BLOCKED, run_id=after, experiment=experiment.id, message=str(error))
+            record_event(session, BLOCKED_EVENT, run_id=after, experiment=experiment.id, message=str(error))
         return True

@@ -4,7 +4,13 @@ from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.rented import RentedPlacement
 from perilune.control.record.home import Home
 from perilune.control.runs.planner import RetryPolicy
-from perilune.control.runs.templates import Here, OnRented, OverSsh, Template, recorded_template
+from perilune.control.runs.templates import (
+    LocalSettings,
+    RentedSettings,
+    SshPlacementSettings,
+    Template,
+    recorded_template,
+)
 from perilune.errors import PeriluneError
 from perilune.execution.hosts.local import LocalHost
 from perilune.execution.hosts.ssh import SshHost
@@ -27,40 +33,40 @@ class Placements:
         self.home, self.fleet, self.policy = home, fleet, policy
         self.local = LocalPlacement()
         self._templates: dict[str, Template | None] = {}
-        self._made: dict[str, Placement] = {}
+        self._ssh_placements: dict[str, Placement] = {}
 
-    def of(self, run_id: str) -> Placement:
-        """The placement of a run's attempts."""
+    def get(self, run_id: str) -> Placement:
+        """Return the placement of a run's attempts."""
         template = self._template(run_id)
-        return self.local if template is None else self.make(template)
+        return self.local if template is None else self.build(template)
 
     def capabilities(self, run_id: str) -> Capabilities:
-        """The capabilities of a run's placement; those of this machine if its template is unreadable."""
+        """Return the capabilities of a run's placement; this machine's if its template is unreadable."""
         try:
-            return self.of(run_id).capabilities
+            return self.get(run_id).capabilities
         except PeriluneError:
             return self.local.capabilities
 
-    def make(self, template: Template) -> Placement:
-        """The placement of a template."""
+    def build(self, template: Template) -> Placement:
+        """Return the placement of a template."""
         container = template.container
         match template.placement:
-            case Here() if container is None:
+            case LocalSettings() if container is None:
                 return self.local
-            case Here() as here:
+            case LocalSettings() as here:
                 own = Site(workspace=str(self.home.root / "containers"))
                 return RemotePlacement(
-                    LocalHost(), here.site or own, template.limits, container, bring=template.brings
+                    LocalHost(), here.site or own, template.limits, container, bring=template.effective_bring
                 )
-            case OverSsh() as there:
+            case SshPlacementSettings() as there:
                 key = template.model_dump_json(include={"placement", "launcher", "limits", "bring"})
-                if key not in self._made:
+                if key not in self._ssh_placements:
                     host = SshHost(there, self.home.root / "ssh")
-                    self._made[key] = RemotePlacement(
-                        host, there.site, template.limits, container, bring=template.brings
+                    self._ssh_placements[key] = RemotePlacement(
+                        host, there.site, template.limits, container, bring=template.effective_bring
                     )
-                return self._made[key]
-            case OnRented() as rental:
+                return self._ssh_placements[key]
+            case RentedSettings() as rental:
                 longest = min(template.limits.max_lifetime, rental.lease.max_lifetime)
                 limits = template.limits.model_copy(update={"max_lifetime": longest})
                 return RentedPlacement(
@@ -71,34 +77,34 @@ class Placements:
                         rental.site.with_environment(variables),
                         limits.model_copy(update={"max_lifetime": min(limits.max_lifetime, left)}),
                         container,
-                        bring=template.brings,
+                        bring=template.effective_bring,
                         lasting=lasting,
                     ),
                     process.NAME if container is None else container.name,
                 )
 
-    def policy_of(self, run_id: str) -> RetryPolicy:
-        """The retry policy of a run."""
-        template = self._readable(run_id)
-        return self.policy if template is None else template.policy()
+    def retry_policy(self, run_id: str) -> RetryPolicy:
+        """Return the retry policy of a run."""
+        template = self._readable_template(run_id)
+        return self.policy if template is None else template.retry_policy()
 
-    def bring(self, run_id: str) -> Bring:
-        """Which checkpoints of a run are fetched from another machine."""
-        template = self._readable(run_id)
-        return template.brings if template is not None and template.elsewhere else "all"
+    def bring_setting(self, run_id: str) -> Bring:
+        """Return which checkpoints of a run are fetched from another machine."""
+        template = self._readable_template(run_id)
+        return template.effective_bring if template is not None and template.is_remote else "all"
 
-    def turn(self, run_id: str) -> tuple[int | None, int]:
-        """Slots of a run's placement (None is unlimited), and the run's priority."""
-        template = self._readable(run_id)
+    def queue_settings(self, run_id: str) -> tuple[int | None, int]:
+        """Return the slots of a run's placement (None is unlimited), and the run's priority."""
+        template = self._readable_template(run_id)
         return (None, 0) if template is None else (template.slots, template.priority)
 
-    def place(self, run_id: str) -> Here | OverSsh | OnRented | None:
-        """The placement settings that runs with shared slots have in common; None without a template."""
-        template = self._readable(run_id)
+    def placement_settings(self, run_id: str) -> LocalSettings | SshPlacementSettings | RentedSettings | None:
+        """Return the placement settings that runs with shared slots share; None without a template."""
+        template = self._readable_template(run_id)
         return None if template is None else template.placement
 
-    def _readable(self, run_id: str) -> Template | None:
-        """The template of a run; None also if it is damaged, for which `of` raises."""
+    def _readable_template(self, run_id: str) -> Template | None:
+        """Return the template of a run; None also if it is damaged, for which `get` raises."""
         try:
             return self._template(run_id)
         except PeriluneError:

@@ -11,7 +11,7 @@ from perilune.execution.verdict import Cause
 
 MAX_STARTS = 3  # workers that may die before they claim the attempt
 
-BEFORE_START = frozenset({AttemptState.PLANNED, AttemptState.PROVISIONING, AttemptState.STAGING})
+STATES_BEFORE_START = frozenset({AttemptState.PLANNED, AttemptState.PROVISIONING, AttemptState.STAGING})
 
 
 class Step(StrEnum):
@@ -54,19 +54,19 @@ class Situation:
 def next_step(  # noqa: PLR0911 - one return per row of the table
     state: AttemptState, seen: Observation, now: Situation
 ) -> Step:
-    """The next step for an attempt of the current epoch.
+    """Return the next step for an attempt of the current epoch.
 
     Args:
         state: as recorded.
         seen: the latest observation.
     """
-    if state.terminal:
+    if state.is_terminal:
         return Step.WAIT
     if seen.verdict is not None:
         return Step.FINALIZE
     if seen.superseded:
         return Step.LOSE
-    if seen.refused and state in BEFORE_START:
+    if seen.refused and state in STATES_BEFORE_START:
         return Step.REFUSED
     if seen.hidden:
         lost = now.force or now.unseen_seconds >= now.lost_after
@@ -74,14 +74,14 @@ def next_step(  # noqa: PLR0911 - one return per row of the table
     if now.cancel:
         return Step.STOP
     if seen.claim is None:
-        return _unclaimed(state, now.starting, now.starts)
+        return _next_unclaimed_step(state, now.starting, now.starts)
     if seen.worker is Presence.ABSENT:
         return Step.DIED
     return Step.WAIT if state in {AttemptState.RUNNING, AttemptState.FINALIZING} else Step.ADOPT
 
 
-def _unclaimed(state: AttemptState, starting: bool, starts: int) -> Step:
-    if state in BEFORE_START:
+def _next_unclaimed_step(state: AttemptState, starting: bool, starts: int) -> Step:
+    if state in STATES_BEFORE_START:
         return Step.STAGE
     if state is not AttemptState.STARTING:
         return Step.DIED  # it has run, and its files are gone
@@ -99,7 +99,7 @@ class RetryClass(StrEnum):
     USER = "user"
 
 
-CLASS_OF = {
+RETRY_CLASSES = {
     Cause.RUNNER_DIED: RetryClass.INFRASTRUCTURE,
     Cause.START_FAILED: RetryClass.INFRASTRUCTURE,
     Cause.KILLED: RetryClass.INFRASTRUCTURE,
@@ -132,23 +132,23 @@ class RetryPolicy:
     cap: float = 300.0
     lost_after: float = 1800.0
 
-    def allows(self, cause: str, before: list[str]) -> bool:
-        """Whether a retry may follow an attempt that ended with `cause`, after earlier ones with `before`."""
+    def allows_retry(self, cause: str, before: list[str]) -> bool:
+        """Return whether a retry may follow a failure with `cause`, after failures with causes `before`."""
         kind = retry_class(cause)
         if kind is RetryClass.PREEMPTION:
             return True
         used = sum(retry_class(earlier) is kind for earlier in before)
         return used < int(getattr(self, kind.value))
 
-    def delay(self, attempts: int) -> float:
-        """Random number of seconds to wait after `attempts` attempts (full jitter)."""
-        return random.uniform(0.0, self.longest(attempts))
+    def sample_delay(self, attempts: int) -> float:
+        """Return a random number of seconds to wait after `attempts` attempts (full jitter)."""
+        return random.uniform(0.0, self.max_delay(attempts))
 
-    def longest(self, attempts: int) -> float:
-        """Upper bound of `delay` in seconds."""
+    def max_delay(self, attempts: int) -> float:
+        """Return the upper bound of `sample_delay` in seconds."""
         return min(self.cap, self.base * 2.0 ** min(attempts, 100))
 
 
 def retry_class(cause: str) -> RetryClass:
-    """The retry class of a cause."""
-    return CLASS_OF.get(Cause(cause), RetryClass.USER)
+    """Return the retry class of a cause."""
+    return RETRY_CLASSES.get(Cause(cause), RetryClass.USER)

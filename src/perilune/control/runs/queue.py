@@ -6,82 +6,94 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from perilune.control.record.identity import inherited
+from perilune.control.record.identity import read_inherited
 from perilune.control.record.store import Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.templates import Template
 
-LAST = "~"  # sorts after every run id
+LAST_ID = "~"  # sorts after every run id
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class QueuePosition:
     """The position of a queued run.
 
     Attributes:
         slots: of its placement; None is unlimited.
-        taking: ids of the runs that hold a slot.
-        before: ids of the queued runs that get a slot earlier.
+        running: ids of the runs that hold a slot.
+        ahead: ids of the queued runs that get a slot earlier.
     """
 
     slots: int | None = None
-    taking: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
+    running: tuple[str, ...] = ()
+    ahead: tuple[str, ...] = ()
 
     @property
-    def has_come(self) -> bool:
-        """Whether the run may start."""
-        return self.slots is None or len(self.taking) + len(self.before) < self.slots
+    def can_start(self) -> bool:
+        """True if the run may start."""
+        return self.slots is None or len(self.running) + len(self.ahead) < self.slots
 
     def __str__(self) -> str:
-        ahead = f", {len(self.before)} ahead in the queue" if self.before else ""
-        return f"{len(self.taking)} of {self.slots} slots are taken{ahead}"
+        ahead = f", {len(self.ahead)} ahead in the queue" if self.ahead else ""
+        return f"{len(self.running)} of {self.slots} slots are taken{ahead}"
 
 
-def turn_of(session: Session, placements: Placements, run: Run) -> Turn:
-    """The position of a queued run, in the caller's transaction."""
-    slots, priority = placements.turn(run.id)
-    return _turn(session, placements, slots, placements.place(run.id), (-priority, run.id))
+def find_position(session: Session, placements: Placements, run: Run) -> QueuePosition:
+    """Return the position of a queued run, in the caller's transaction."""
+    slots, priority = placements.queue_settings(run.id)
+    return _find_position(
+        session, placements, slots, placements.placement_settings(run.id), (-priority, run.id)
+    )
 
 
-def pause_left(placements: Placements, run: Run) -> float:
-    """Seconds until a queued run may be tried again.
+def retry_pause_left(placements: Placements, run: Run) -> float:
+    """Return the seconds until a queued run may be tried again.
 
     0 if they exceed the longest possible pause, because then the wall clock was set back.
     """
     left = run.not_before - time.time()
-    longest = placements.policy_of(run.id).longest(run.current_epoch - 1)
+    longest = placements.retry_policy(run.id).max_delay(run.current_epoch - 1)
     return left if 0.0 < left <= longest else 0.0
 
 
-def turn_ahead(session: Session, placements: Placements, template: Template | None) -> Turn:
-    """The position that a run submitted now with this template would get."""
+def find_position_if_submitted(
+    session: Session, placements: Placements, template: Template | None
+) -> QueuePosition:
+    """Return the position that a run submitted now with this template would get."""
     if template is None:
-        return Turn()
-    return _turn(session, placements, template.slots, template.placement, (-template.priority, LAST))
+        return QueuePosition()
+    return _find_position(
+        session, placements, template.slots, template.placement, (-template.priority, LAST_ID)
+    )
 
 
-def _turn(
-    session: Session, placements: Placements, slots: int | None, place: object, mine: tuple[int, str]
-) -> Turn:
+def _find_position(
+    session: Session, placements: Placements, slots: int | None, settings: object, own_key: tuple[int, str]
+) -> QueuePosition:
     if slots is None:
-        return Turn()
+        return QueuePosition()
     live = select(Run).where(
         Run.state.in_((RunState.QUEUED.value, RunState.ACTIVE.value)),
-        Run.id.not_in(inherited(placements.home).runs),
+        Run.id.not_in(read_inherited(placements.home).runs),
     )
-    here = [one for one in session.scalars(live) if one.id != mine[1] and placements.place(one.id) == place]
+    here = [
+        one
+        for one in session.scalars(live)
+        if one.id != own_key[1] and placements.placement_settings(one.id) == settings
+    ]
     taking = [one.id for one in here if one.state == RunState.ACTIVE]
     waiting = [
         one
         for one in here
         if one.state == RunState.QUEUED
         and one.desired != RunState.CANCELLED
-        and not pause_left(placements, one)
+        and not retry_pause_left(placements, one)
     ]
-    return Turn(slots, tuple(taking), tuple(one.id for one in waiting if _rank(placements, one) < mine))
+    return QueuePosition(
+        slots, tuple(taking), tuple(one.id for one in waiting if _sort_key(placements, one) < own_key)
+    )
 
 
-def _rank(placements: Placements, run: Run) -> tuple[int, str]:
-    return -placements.turn(run.id)[1], run.id
+def _sort_key(placements: Placements, run: Run) -> tuple[int, str]:
+    return -placements.queue_settings(run.id)[1], run.id

@@ -1,8 +1,8 @@
 """Record whether an attempt is reachable, and since when it is not. This alone ends nothing."""
 
 from perilune.control.record.clock import boot_seconds
-from perilune.control.record.ledger import current
-from perilune.control.record.store import Attempt, Store, record
+from perilune.control.record.ledger import require_current
+from perilune.control.record.store import Attempt, Store, record_event
 from perilune.control.record.transitions import Reachability
 from perilune.execution.observation import Observation
 from perilune.execution.processes import boot_id
@@ -20,18 +20,18 @@ def note_reachability(store: Store, attempt: Attempt, seen: Observation) -> None
     if now == attempt.reachability and not (seen.hidden and (moved or new_boot)):
         return
     with store.transaction() as session:
-        row = current(session, attempt)
+        row = require_current(session, attempt)
         count = {"boot_id": boot_id(), "seconds": boot_seconds(), "heartbeat": seen.heartbeat}
         row.unreachable_since = count if seen.hidden else None
         if row.reachability != now:
             row.reachability = now.value
             why = {"why": seen.unseen} if seen.unseen else {}
-            record(session, f"attempt.{now.value}", run_id=row.run_id, epoch=row.number, **why)
+            record_event(session, f"attempt.{now.value}", run_id=row.run_id, epoch=row.number, **why)
     attempt.unreachable_since, attempt.reachability = row.unreachable_since, row.reachability
 
 
-def unseen_seconds(attempt: Attempt, seen: Observation) -> float:
-    """How long the attempt has been unreachable, counted within this boot."""
+def unreachable_seconds(attempt: Attempt, seen: Observation) -> float:
+    """Return how long the attempt has been unreachable, counted within this boot."""
     since = attempt.unreachable_since
     if since is None or not seen.hidden or since["boot_id"] != boot_id():
         return 0.0

@@ -18,30 +18,45 @@ from perilune.control.evidence.attempt_evidence import worker_output
 from perilune.control.evidence.stale_folders import remove_stale_folders
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.rented import Rentals
-from perilune.control.record.conditions import HOME, Conditions
-from perilune.control.record.faults import reached
+from perilune.control.record.conditions import HOME_CONDITION, Conditions
+from perilune.control.record.faults import kill_point
 from perilune.control.record.home import Home, locked
-from perilune.control.record.identity import inherited
-from perilune.control.record.ledger import begun, current, done, intend, operations, started
-from perilune.control.record.store import RUN, Attempt, Run, Store, move_attempt, move_run, record
+from perilune.control.record.identity import read_inherited
+from perilune.control.record.ledger import (
+    count_intents,
+    ensure_staging,
+    ensure_starting,
+    record_done,
+    record_intent,
+    require_current,
+)
+from perilune.control.record.store import (
+    RUN_CONDITION,
+    Attempt,
+    Run,
+    Store,
+    move_attempt,
+    move_run,
+    record_event,
+)
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.admission import Admission
-from perilune.control.runs.current_submission import LIVE
-from perilune.control.runs.endings import CONNECTION_ERRORS, Endings, assignment
+from perilune.control.runs.current_submission import LIVE_STATES
+from perilune.control.runs.endings import CONNECTION_ERRORS, Endings, make_assignment
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.planner import RetryPolicy, Situation, Step, next_step
-from perilune.control.runs.queue import pause_left
-from perilune.control.runs.reachability import note_reachability, unseen_seconds
+from perilune.control.runs.queue import retry_pause_left
+from perilune.control.runs.reachability import note_reachability, unreachable_seconds
 from perilune.errors import PeriluneError, WorkFailedError
 from perilune.execution.background import in_background, wait_until
 from perilune.execution.observation import Observation
 from perilune.execution.placements.protocol import Assignment, StagingCancelledError
 from perilune.execution.verdict import Cause, cause_of, describe_error
 
-WORKERS = 8  # other machines that are observed at once
-PATIENCE = 10.0  # seconds for which one of many passes waits for other machines
-RETRY_SECONDS = 1.0  # pause after the first error of a run
-LONGEST_WAIT = 30.0  # seconds between two looks at an unreachable attempt
+MAX_REMOTE_LOOKS = 8  # other machines that are observed at once
+PASS_TIMEOUT_S = 10.0  # seconds for which one of many passes waits for other machines
+RETRY_PAUSE_S = 1.0  # pause after the first error of a run
+MAX_LOOK_INTERVAL_S = 30.0  # seconds between two looks at an unreachable attempt
 
 
 class Reconciler:
@@ -61,11 +76,11 @@ class Reconciler:
         self._returned: set[str] = set()  # runs that the last pass returned as live
 
     def run(self, run_id: str) -> Run:
-        """The run as recorded."""
+        """Return the run as recorded."""
         with self.store.snapshot() as session:
             return session.get_one(Run, run_id)
 
-    def all(self, *, act: bool = True, patience: float | None = None) -> list[Run]:
+    def reconcile_all(self, *, act: bool = True, patience: float | None = None) -> list[Run]:
         """Reconcile every live run and return all of them; with `act=False` only finish, start nothing.
 
         Runs that the previous pass returned as live are returned once more if they have ended since.
@@ -81,9 +96,12 @@ class Reconciler:
             PeriluneError: the database is unusable.
         """
         with self.store.snapshot() as session:
-            live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE)).order_by(Run.id)))
-        far = [run_id for run_id in live if self.placements.capabilities(run_id).elsewhere]
-        deadline, slots = None if patience is None else time.monotonic() + patience, Semaphore(WORKERS)
+            live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_STATES)).order_by(Run.id)))
+        far = [run_id for run_id in live if self.placements.capabilities(run_id).is_remote]
+        deadline, slots = (
+            None if patience is None else time.monotonic() + patience,
+            Semaphore(MAX_REMOTE_LOOKS),
+        )
         looks = {run_id: in_background(partial(self._reconcile, run_id, act), slots) for run_id in far}
         for run_id in live:
             if run_id not in looks:
@@ -94,7 +112,7 @@ class Reconciler:
         with self.store.snapshot() as session:
             chosen = select(Run).where(Run.id.in_(self._returned.union(live))).order_by(Run.id)
             runs = list(session.scalars(chosen))
-        self._returned = {run.id for run in runs if not RunState(run.state).terminal}
+        self._returned = {run.id for run in runs if not RunState(run.state).is_terminal}
         return runs
 
     def clean_up(self, deadline: float | None = None) -> None:
@@ -103,31 +121,33 @@ class Reconciler:
         Args:
             deadline: time of the monotonic clock until which to wait for the former.
         """
-        slots = Semaphore(WORKERS)
-        wait_until(deadline, *(in_background(partial(self._clean, one), slots) for one in self.unclean()))
-        with self.conditions.of(HOME, "rented machines"):
+        slots = Semaphore(MAX_REMOTE_LOOKS)
+        wait_until(
+            deadline, *(in_background(partial(self._clean, one), slots) for one in self.uncleaned_attempts())
+        )
+        with self.conditions.guard(HOME_CONDITION, "rented machines"):
             self.rentals.reconcile_all()
 
     def _clean(self, attempt: Attempt) -> None:
         with locked(self.home.run(attempt.run_id)) as mine:
             if mine:
-                self.endings.clean(attempt)
+                self.endings.clean_up(attempt)
 
     def sweep(self) -> None:
         """Remove files that killed commands left in the home."""
-        with self.conditions.of(HOME, "sweep"):
+        with self.conditions.guard(HOME_CONDITION, "sweep"):
             remove_stale_folders(self.home, self.store)
 
-    def unclean(self) -> list[Attempt]:
-        """Ended attempts that are not proven to have stopped, oldest first."""
+    def uncleaned_attempts(self) -> list[Attempt]:
+        """Return the ended attempts that are not proven to have stopped, oldest first."""
         with self.store.snapshot() as session:
-            others = inherited(self.home).runs
+            others = read_inherited(self.home).runs
             pending = select(Attempt).where(
                 Attempt.cleanup == Cleanup.PENDING.value, Attempt.run_id.not_in(others)
             )
             return list(session.scalars(pending.order_by(Attempt.created)))
 
-    def one(self, run_id: str, *, act: bool = True) -> Run:
+    def reconcile(self, run_id: str, *, act: bool = True) -> Run:
         """Reconcile a run, unless another process does; returns it as recorded then.
 
         Machines of ended attempts that this process manages are reconciled too.
@@ -136,7 +156,7 @@ class Reconciler:
             Exception: with `act`, the error of the run's condition, unless it is a connection error.
         """
         if self._reconcile(run_id, act):
-            self.rentals.follow()
+            self.rentals.reconcile_managed()
         error = self._errors.get(run_id)
         if act and error is not None and not isinstance(error, CONNECTION_ERRORS):
             raise error
@@ -146,7 +166,7 @@ class Reconciler:
         """Reconcile a run; False if the next look is not due yet, or the run belongs to another home."""
         if (now := time.monotonic()) < self._look_after.get(run_id, 0.0):
             return False
-        if run_id in inherited(self.home).runs:
+        if run_id in read_inherited(self.home).runs:
             return False
         with locked(self.home.run(run_id)) as mine:
             if mine:
@@ -157,11 +177,11 @@ class Reconciler:
     def _advance(self, run_id: str, act: bool) -> None:
         """Take steps until nothing changes. Records an error, and backs off after repeated errors."""
         misses = self._misses.get(run_id, 0)
-        with self.conditions.of(run_id, RUN, clears=act) as work:
+        with self.conditions.guard(run_id, RUN_CONDITION, clears=act) as work:
             while self._step(run_id, act):
                 pass
         if work.error is not None and self.run(run_id).forced:
-            with self.conditions.of(run_id, RUN) as work:
+            with self.conditions.guard(run_id, RUN_CONDITION) as work:
                 self._give_up(run_id)
         if work.error is None:
             self._errors.pop(run_id, None)
@@ -169,16 +189,18 @@ class Reconciler:
             self._errors[run_id] = work.error
             self._misses[run_id] = misses + 1
 
-    def look_now(self, run_id: str) -> None:
+    def reset_backoff(self, run_id: str) -> None:
         """Make the next look at a run due now, whatever the backoff."""
         self._look_after.pop(run_id, None)
 
     def _pause(self, run_id: str) -> float:
-        """Seconds until the next look, with exponential backoff while the run is unreachable."""
-        every, misses = self.placements.capabilities(run_id).look_every, self._misses.get(run_id, 0)
+        """Return the seconds until the next look, with exponential backoff while the run is unreachable."""
+        every, misses = self.placements.capabilities(run_id).look_interval_s, self._misses.get(run_id, 0)
         if run_id in self._errors:
-            every = max(every, RETRY_SECONDS)
-        return every if misses == 0 else random.uniform(0.5, 1.0) * min(LONGEST_WAIT, every * 2.0**misses)
+            every = max(every, RETRY_PAUSE_S)
+        return (
+            every if misses == 0 else random.uniform(0.5, 1.0) * min(MAX_LOOK_INTERVAL_S, every * 2.0**misses)
+        )
 
     # The methods below take one step. True means that something changed and another step may follow.
 
@@ -187,29 +209,29 @@ class Reconciler:
             run = session.get_one(Run, run_id)
             attempt = session.get(Attempt, (run_id, run.current_epoch))
         state = RunState(run.state)
-        if state.terminal:
+        if state.is_terminal:
             return False
         if state is RunState.QUEUED:
             return self._admit(run, attempt, act)
         assert attempt is not None
-        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
-        if not self.rentals.provide(placement, run, attempt, there, act):
+        placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
+        if not self.rentals.provide_machines(placement, run, attempt, assigned, act):
             return False
         seen = self._observe(attempt)
         note_reachability(self.store, attempt, seen)
         self._misses[run_id] = self._misses.get(run_id, 0) + 1 if seen.hidden else 0
-        return self._act(run, attempt, seen, self._next(run, attempt, seen), act)
+        return self._act(run, attempt, seen, self._next_step(run, attempt, seen), act)
 
     def _act(  # noqa: PLR0911 - one return per row of the table
         self, run: Run, attempt: Attempt, seen: Observation, step: Step, act: bool
     ) -> bool:
-        placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
+        placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
         match step:
             case Step.UNREACHABLE:
                 return False
             case Step.WAIT:
                 if seen.claim is not None and seen.more:
-                    placement.pull(there)
+                    placement.pull(assigned)
                 return False
             case Step.STAGE:
                 return act and self._stage(run, attempt)
@@ -223,34 +245,34 @@ class Reconciler:
                 assert seen.verdict is not None
                 return self.endings.finalize(attempt, seen.verdict)
             case Step.START_FAILED:
-                placement.stop(there)
-                output = worker_output(there.directory) or "it printed nothing"
+                placement.stop(assigned)
+                output = worker_output(assigned.directory) or "it printed nothing"
                 why = f"the worker did not start: {output}"
                 return self.endings.end(attempt, AttemptState.FAILED, Cause.START_FAILED, why)
             case Step.DIED:
                 return self.endings.finalize_dead_attempt(attempt, seen)
             case Step.LOSE:
                 self._misses.pop(run.id, None)  # the next attempt may be reachable
-                return self.endings.lose(run, attempt, seen)
+                return self.endings.abandon(run, attempt, seen)
             case Step.REFUSED:
                 with self.store.transaction() as session:
-                    begun(session, attempt)
+                    ensure_staging(session, attempt)
                 return self.endings.end(
                     attempt, AttemptState.FAILED, Cause.HOST_REFUSED, seen.unseen, cleanup=Cleanup.NONE
                 )
 
-    def look(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
+    def observe(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
         """Observe an active run's attempt, and say which step is next. Changes nothing."""
         seen = self._observe(attempt)
         try:
-            return seen, self._next(run, attempt, seen)
+            return seen, self._next_step(run, attempt, seen)
         except Exception as error:
             return Observation(unseen=describe_error(error)), Step.UNREACHABLE
 
     def _observe(self, attempt: Attempt) -> Observation:
         """Observe an attempt. After an error nothing is known, and `unseen` holds the error."""
         try:
-            return self.placements.of(attempt.run_id).observe(assignment(self.home, attempt))
+            return self.placements.get(attempt.run_id).observe(make_assignment(self.home, attempt))
         except Exception as error:
             return Observation(unseen=describe_error(error))
 
@@ -260,18 +282,18 @@ class Reconciler:
             run = session.get_one(Run, run_id)
             attempt = session.get(Attempt, (run_id, run.current_epoch))
         if run.state == RunState.ACTIVE and attempt is not None:
-            self.endings.lose(run, attempt, Observation())
+            self.endings.abandon(run, attempt, Observation())
 
-    def _next(self, run: Run, attempt: Attempt, seen: Observation) -> Step:
+    def _next_step(self, run: Run, attempt: Attempt, seen: Observation) -> Step:
         with self.store.snapshot() as session:
-            starts = operations(session, run.id, attempt.number, "start")
+            starts = count_intents(session, run.id, attempt.number, "start")
         now = Situation(
             cancel=run.desired == RunState.CANCELLED,
             force=run.forced,
-            starting=self.placements.of(attempt.run_id).starting(assignment(self.home, attempt)),
+            starting=self.placements.get(attempt.run_id).starting(make_assignment(self.home, attempt)),
             starts=starts,
-            unseen_seconds=unseen_seconds(attempt, seen),
-            lost_after=self.placements.policy_of(run.id).lost_after,
+            unseen_seconds=unreachable_seconds(attempt, seen),
+            lost_after=self.placements.retry_policy(run.id).lost_after,
         )
         return next_step(AttemptState(attempt.state), seen, now)
 
@@ -281,33 +303,33 @@ class Reconciler:
             with self.store.transaction() as session:
                 move_run(session, session.get_one(Run, run.id), RunState.CANCELLED)
             return True
-        if not act or pause_left(self.placements, run):
+        if not act or retry_pause_left(self.placements, run):
             return False
-        if previous is not None and not self.endings.may_be_replaced(previous):
+        if previous is not None and not self.endings.can_replace(previous):
             return False
-        turn = self.admission.turn(run)
-        if not turn.has_come:
-            for other in (*turn.taking, *turn.before):  # perhaps no other process reconciles them
+        turn = self.admission.queue_position(run)
+        if not turn.can_start:
+            for other in (*turn.running, *turn.ahead):  # perhaps no other process reconciles them
                 self._reconcile(other, act=True)
             return False
-        return self.admission.begin(run)
+        return self.admission.admit(run)
 
     def _stage(self, run: Run, attempt: Attempt) -> bool:
         with self.store.transaction() as session:
-            begun(session, attempt)
-            key = intend(session, attempt, "stage")
-        reached("stage.intended")
+            ensure_staging(session, attempt)
+            key = record_intent(session, attempt, "stage")
+        kill_point("stage.intended")
         order = {
             "run": run.id,
             "stage": run.stage,
             "epoch": attempt.number,
             "bundle_digest": run.bundle_digest,
         }
-        bundle, previous = self.home.bundle(run.id), self._restored_from(run)
+        bundle, previous = self.home.bundle(run.id), self._find_resume_attempt(run)
         try:
-            placement, there = self.placements.of(attempt.run_id), assignment(self.home, attempt)
+            placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
             is_cancelled = partial(self._is_cancelled, run.id)
-            starts_over = placement.stage(there, bundle, order, previous, is_cancelled)
+            starts_over = placement.stage(assigned, bundle, order, previous, is_cancelled)
         except CONNECTION_ERRORS:
             raise
         except StagingCancelledError:
@@ -316,25 +338,27 @@ class Reconciler:
             damaged = Cause.TRANSFER_FAILED if isinstance(error, WorkFailedError) else Cause.BUNDLE_REJECTED
             cause = cause_of(error) if cause_of(error) is Cause.DISK_FULL else damaged
             return self.endings.end(attempt, AttemptState.FAILED, cause, str(error))
-        reached("stage.done")
+        kill_point("stage.done")
         with self.store.transaction() as session:
-            done(session, key)
-            row = current(session, attempt)
+            record_done(session, key)
+            row = require_current(session, attempt)
             if starts_over:
                 row.message = starts_over
-                record(session, "attempt.starts_over", run_id=run.id, epoch=attempt.number, why=starts_over)
+                record_event(
+                    session, "attempt.starts_over", run_id=run.id, epoch=attempt.number, why=starts_over
+                )
             move_attempt(session, row, AttemptState.STARTING)
-        reached("stage.committed")
+        kill_point("stage.committed")
         return True
 
     def _is_cancelled(self, run_id: str) -> bool:
-        """Whether the user wants a run stopped; False while the database does not answer."""
+        """Return whether the user wants a run stopped; False while the database does not answer."""
         with suppress(PeriluneError):
             return self.run(run_id).desired == RunState.CANCELLED
         return False
 
-    def _restored_from(self, run: Run) -> Assignment | None:
-        """The attempt whose complete checkpoints the next one starts from: the last one that was staged.
+    def _find_resume_attempt(self, run: Run) -> Assignment | None:
+        """Return the last attempt that was staged, from whose complete checkpoints the next one starts.
 
         Attempts whose machine could not be reached were not.
         """
@@ -349,24 +373,24 @@ class Reconciler:
             newest = run.current_epoch
 
     def _start(self, attempt: Attempt) -> bool:
-        placement = self.placements.of(attempt.run_id)
+        placement = self.placements.get(attempt.run_id)
         with self.store.transaction() as session:
-            key = intend(session, attempt, "start")
-        reached("start.intended")
+            key = record_intent(session, attempt, "start")
+        kill_point("start.intended")
         try:
-            placement.start(assignment(self.home, attempt))
+            placement.start(make_assignment(self.home, attempt))
         except CONNECTION_ERRORS:
             raise
         except PeriluneError as error:
             cause = Cause.START_FAILED if isinstance(error, WorkFailedError) else cause_of(error)
             return self.endings.end(attempt, AttemptState.FAILED, cause, str(error))
-        reached("start.done")
+        kill_point("start.done")
         with self.store.transaction() as session:
-            done(session, key)
-        return placement.capabilities.elsewhere  # on this machine the worker needs a moment to claim
+            record_done(session, key)
+        return placement.capabilities.is_remote  # on this machine the worker needs a moment to claim
 
     def _adopt(self, attempt: Attempt) -> bool:
         with self.store.transaction() as session:
-            move_attempt(session, started(session, attempt), AttemptState.RUNNING)
-        reached("adopt.committed")
+            move_attempt(session, ensure_starting(session, attempt), AttemptState.RUNNING)
+        kill_point("adopt.committed")
         return False

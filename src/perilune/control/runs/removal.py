@@ -14,9 +14,9 @@ from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from perilune.bundle.shared_files import SharedFiles
-from perilune.control.evidence.disk import size_of
-from perilune.control.evidence.stale_folders import REMOVED
-from perilune.control.record.faults import reached
+from perilune.control.evidence.disk import disk_bytes
+from perilune.control.evidence.stale_folders import REMOVED_EVENT
+from perilune.control.record.faults import kill_point
 from perilune.control.record.home import Home, locked
 from perilune.control.record.store import (
     Attempt,
@@ -26,11 +26,11 @@ from perilune.control.record.store import (
     Operation,
     Run,
     Stage,
-    record,
+    record_event,
 )
 from perilune.control.record.transitions import Cleanup, MachineState, RunState
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.submission import SUBMISSION
+from perilune.control.runs.submission import SUBMISSION_FILE
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
 
@@ -55,16 +55,16 @@ class Removal:
 
 
 def plan_removal(control: Control, experiment_id: str) -> Removal:
-    """What removing the experiment would do now."""
+    """Return the effects of removing the experiment now."""
     with control.store.snapshot() as session:
-        return _plan(session, control.home, experiment_id)
+        return _plan_removal(session, control.home, experiment_id)
 
 
-def bytes_of(control: Control, removal: Removal) -> int:
-    """Bytes on disk that the removal frees."""
+def removal_bytes(control: Control, removal: Removal) -> int:
+    """Return the bytes on disk that the removal frees."""
     seen: set[tuple[int, int]] = set()
     folders = [control.home.run(run.id) for run in removal.runs]
-    return sum(size_of(path, seen) for path in (*folders, control.home.experiment(removal.experiment.id)))
+    return sum(disk_bytes(path, seen) for path in (*folders, control.home.experiment(removal.experiment.id)))
 
 
 def remove_experiment(control: Control, experiment_id: str) -> Removal:
@@ -79,14 +79,14 @@ def remove_experiment(control: Control, experiment_id: str) -> Removal:
             if home.run(run.id).is_dir() and not stack.enter_context(locked(home.run(run.id))):
                 raise RequestError("another command is using the run", where=run.id, remedy="try again later")
         with control.store.transaction() as session:
-            removal = _plan(session, home, experiment_id)
+            removal = _plan_removal(session, home, experiment_id)
             if removal.blockers:
                 what, remedy = removal.blockers[0]
                 raise RequestError(what, where=removal.experiment.name, remedy=remedy)
-            _delete(session, removal)
-        reached("remove.recorded")
+            _delete_rows(session, removal)
+        kill_point("remove.recorded")
         for run_id, heir in removal.kept.items():
-            _hand_over(home, run_id, heir)
+            _write_heir(home, run_id, heir)
         for run in removal.runs:
             home.discard(home.run(run.id))
         home.discard(home.experiment(experiment_id))
@@ -94,24 +94,24 @@ def remove_experiment(control: Control, experiment_id: str) -> Removal:
     return removal
 
 
-def _plan(session: Session, home: Home, experiment_id: str) -> Removal:
+def _plan_removal(session: Session, home: Home, experiment_id: str) -> Removal:
     experiment = session.get(Experiment, experiment_id)
     if experiment is None:
         raise RequestError("the experiment has been removed already", where=experiment_id)
     own = list(session.scalars(select(Run).where(Run.experiment_id == experiment_id).order_by(Run.id)))
-    kept = _kept(session, experiment_id)
+    kept = _find_kept_runs(session, experiment_id)
     runs = tuple(run for run in own if run.id not in kept)
     return Removal(
         experiment,
         runs,
         {run.id: kept[run.id] for run in own if run.id in kept},
-        tuple(_copied(session, home, experiment_id, runs)),
-        tuple(_blockers(session, experiment, own)),
+        tuple(_find_dependents(session, home, experiment_id, runs)),
+        tuple(_find_blockers(session, experiment, own)),
     )
 
 
-def _kept(session: Session, experiment_id: str) -> dict[str, str]:
-    """Runs that other experiments need, for their stages or as the origin of a retry, with one of those."""
+def _find_kept_runs(session: Session, experiment_id: str) -> dict[str, str]:
+    """Return the runs that another experiment needs, as a stage or as the origin of a retry, with its id."""
     others = select(Stage.run_id, Stage.experiment_id).where(
         Stage.experiment_id != experiment_id, Stage.run_id.is_not(None)
     )
@@ -125,8 +125,8 @@ def _kept(session: Session, experiment_id: str) -> dict[str, str]:
     return kept
 
 
-def _copied(session: Session, home: Home, experiment_id: str, runs: tuple[Run, ...]) -> list[str]:
-    """Names of other experiments whose recipe starts from a checkpoint of one of the runs."""
+def _find_dependents(session: Session, home: Home, experiment_id: str, runs: tuple[Run, ...]) -> list[str]:
+    """Return the names of other experiments whose recipe starts from a checkpoint of one of the runs."""
     folders = [home.run(run.id) for run in runs]
     found = []
     for other in session.scalars(select(Experiment).where(Experiment.id != experiment_id)):
@@ -138,14 +138,14 @@ def _copied(session: Session, home: Home, experiment_id: str, runs: tuple[Run, .
     return sorted(found)
 
 
-def _blockers(session: Session, experiment: Experiment, own: list[Run]) -> list[tuple[str, str]]:
+def _find_blockers(session: Session, experiment: Experiment, own: list[Run]) -> list[tuple[str, str]]:
     found = [
         (
             f"run {run.id} of stage {run.stage} is {run.state}",
             f"perilune cancel {run.id}, then wait for its end",
         )
         for run in own
-        if not RunState(run.state).terminal
+        if not RunState(run.state).is_terminal
     ]
     if experiment.requested and not found:
         found.append(("its remaining stages are still to run", f"perilune cancel {experiment.id}"))
@@ -163,10 +163,12 @@ def _blockers(session: Session, experiment: Experiment, own: list[Run]) -> list[
     return found
 
 
-def _delete(session: Session, removal: Removal) -> None:
+def _delete_rows(session: Session, removal: Removal) -> None:
     ids = [run.id for run in removal.runs]
     experiment = removal.experiment
-    record(session, REMOVED, experiment=experiment.id, name=experiment.name, runs=ids, kept=removal.kept)
+    record_event(
+        session, REMOVED_EVENT, experiment=experiment.id, name=experiment.name, runs=ids, kept=removal.kept
+    )
     for run_id, heir in removal.kept.items():
         session.execute(update(Run).where(Run.id == run_id).values(experiment_id=heir))
     session.execute(update(Run).where(Run.id.in_(ids)).values(retry_of=None))
@@ -177,8 +179,8 @@ def _delete(session: Session, removal: Removal) -> None:
     session.execute(delete(Experiment).where(Experiment.id == experiment.id))
 
 
-def _hand_over(home: Home, run_id: str, heir: str) -> None:
+def _write_heir(home: Home, run_id: str, heir: str) -> None:
     """Write the run's new experiment to the file that `perilune rebuild` reads."""
-    path = home.run(run_id) / SUBMISSION
+    path = home.run(run_id) / SUBMISSION_FILE
     if path.exists():
         write_json(path, {**read_json(path), "experiment": heir})

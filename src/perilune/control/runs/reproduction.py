@@ -13,10 +13,10 @@ from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import Difference, require_verified
 from perilune.bundle.workspace import SCHEDULE
 from perilune.control.evidence.attempt_evidence import worker_output
-from perilune.control.evidence.attestation import removed_from
+from perilune.control.evidence.attestation import removed_artifacts
 from perilune.control.record.ids import new_ulid
 from perilune.control.record.transitions import RunState
-from perilune.control.runs.experiments import POLL_SECONDS, Control, read_progress
+from perilune.control.runs.experiments import POLL_INTERVAL_S, Control, read_progress
 from perilune.control.runs.progress import StageEvent, StageProgress
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.launchers.process import worker_command
@@ -36,7 +36,7 @@ class Reproduced(StageEvent):
     packages: tuple[Change, ...] = ()
 
 
-def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
+def reproduce_run(control: Control, run_id: str) -> Iterator[StageEvent]:
     """Run the frozen bundle of a succeeded run again and compare metrics, episodes and final checkpoint.
 
     Yields progress; the last event is Reproduced. The second run ends with this process. Its directory is
@@ -52,7 +52,7 @@ def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
             f"the run is {run.state}; only succeeded runs can be reproduced", where=f"run {run_id}"
         )
     first = control.directory(run)
-    require_verified(first, run.bundle_digest, removed_from(control.home, run_id, run.current_epoch))
+    require_verified(first, run.bundle_digest, removed_artifacts(control.home, run_id, run.current_epoch))
     again = control.home.run(run_id) / "reproductions" / new_ulid()
     attempt_copy(control.home.bundle(run_id), again)
     if (schedule := first / "artifacts" / SCHEDULE).exists():
@@ -79,11 +79,11 @@ def reproduce(control: Control, run_id: str) -> Iterator[StageEvent]:
 
 
 def _follow(worker: subprocess.Popen[bytes], attempt: Path, stage: str, run_id: str) -> Iterator[StageEvent]:
-    shown = None
+    last_progress = None
     while worker.poll() is None:
         progress = read_progress(attempt)
-        if progress is not None and progress != shown:
-            shown = progress
+        if progress is not None and progress != last_progress:
+            last_progress = progress
             done, total, unit = int(progress["done"]), int(progress["total"]), str(progress["unit"])
             yield StageProgress(stage, run_id, 1, done, total, unit, progress["figures"])
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL_S)

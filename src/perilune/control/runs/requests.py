@@ -10,9 +10,9 @@ from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import new_folder, place
 from perilune.bundle.verify import verify
 from perilune.control.evidence.attempt_evidence import worker_output
-from perilune.control.evidence.attestation import removed_from
+from perilune.control.evidence.attestation import removed_artifacts
 from perilune.control.record.identity import require_own_run
-from perilune.control.record.store import Attempt, Experiment, Run, record
+from perilune.control.record.store import Attempt, Experiment, Run, record_event
 from perilune.control.record.transitions import Reachability, RunState
 from perilune.control.runs.current_submission import (
     end_submission,
@@ -20,21 +20,23 @@ from perilune.control.runs.current_submission import (
     is_requested,
     live_runs,
 )
-from perilune.control.runs.experiments import POLL_SECONDS, Control
-from perilune.control.runs.submission import Submission, submit
-from perilune.control.runs.templates import recorded_template, with_present_host_key
+from perilune.control.runs.experiments import POLL_INTERVAL_S, Control
+from perilune.control.runs.submission import Submission, submit_stage
+from perilune.control.runs.templates import recorded_template, refresh_host_key
 from perilune.errors import RequestError, WorkFailedError
 from perilune.execution.log import LogReader, log_pieces
 
-WORKER_LINES = 1000
-CANCEL_PATIENCE = 60.0  # seconds; longer than a task's grace period plus the proof that it has ended
+MAX_WORKER_LINES = 1000
+CANCEL_TIMEOUT_S = 60.0  # seconds; longer than a task's grace period plus the proof that it has ended
 
 
-def cancel(control: Control, run_id: str, *, force: bool = False, patience: float = CANCEL_PATIENCE) -> Run:
+def cancel_run(
+    control: Control, run_id: str, *, force: bool = False, patience: float = CANCEL_TIMEOUT_S
+) -> Run:
     """Stop a run: ask its task, wait, then kill it. Returns the run in its final state.
 
     The run becomes CANCELLED once none of its processes is proven to be left; if it succeeds first, it stays
-    SUCCEEDED. The request is durable first, so the next command completes a killed `cancel`.
+    SUCCEEDED. The request is durable first, so the next command completes a killed `cancel_run`.
 
     With `force`, an attempt that is unreachable, or whose processes cannot be ended, is abandoned: the run
     becomes CANCELLED, results of that attempt are rejected, and it is stopped once it is reachable again.
@@ -44,10 +46,10 @@ def cancel(control: Control, run_id: str, *, force: bool = False, patience: floa
         WorkFailedError: it is unreachable, or was not proven to have stopped within `patience` seconds.
     """
     request_cancel(control, run_id, force=force)
-    control.reconciler.look_now(run_id)
+    control.reconciler.reset_backoff(run_id)
     deadline = time.monotonic() + patience
-    while not RunState((run := control.reconciler.one(run_id)).state).terminal:
-        if not force and _unreachable(control, run):
+    while not RunState((run := control.reconciler.reconcile(run_id)).state).is_terminal:
+        if not force and _is_unreachable(control, run):
             raise WorkFailedError(
                 "cancellation is requested, but the worker of the run is unreachable from here",
                 where=f"run {run_id}",
@@ -59,11 +61,11 @@ def cancel(control: Control, run_id: str, *, force: bool = False, patience: floa
                 where=f"run {run_id}",
                 remedy="perilune reconcile tries again",
             )
-        time.sleep(POLL_SECONDS)
+        time.sleep(POLL_INTERVAL_S)
     return run
 
 
-def _unreachable(control: Control, run: Run) -> bool:
+def _is_unreachable(control: Control, run: Run) -> bool:
     with control.store.snapshot() as session:
         attempt = session.get(Attempt, (run.id, run.current_epoch))
     return attempt is not None and attempt.reachability == Reachability.UNREACHABLE
@@ -80,16 +82,16 @@ def request_cancel(control: Control, run_id: str, *, force: bool = False) -> Non
     require_own_run(control.home, run_id)
     with control.store.transaction() as session:
         run = session.get_one(Run, run_id)
-        if RunState(run.state).terminal:
+        if RunState(run.state).is_terminal:
             verb = "been cancelled" if run.state == RunState.CANCELLED else run.state
             raise RequestError(f"the run has already {verb}", where=f"run {run_id}")
         if run.desired != RunState.CANCELLED:
             run.desired = RunState.CANCELLED.value
-            record(session, "run.cancel_requested", run_id=run_id, epoch=run.current_epoch)
+            record_event(session, "run.cancel_requested", run_id=run_id, epoch=run.current_epoch)
         end_submissions_of(session, run, "cancelled")
         if force and not run.forced:
             run.forced = True
-            record(session, "run.cancel_forced", run_id=run_id, epoch=run.current_epoch)
+            record_event(session, "run.cancel_forced", run_id=run_id, epoch=run.current_epoch)
 
 
 def cancel_experiment(control: Control, experiment_id: str, *, force: bool = False) -> list[Run]:
@@ -102,10 +104,10 @@ def cancel_experiment(control: Control, experiment_id: str, *, force: bool = Fal
 
     Raises:
         RequestError: no run of the experiment is live, and no stage would start.
-        WorkFailedError: as `cancel`.
+        WorkFailedError: as `cancel_run`.
     """
     stopping = request_experiment_cancel(control, experiment_id)
-    return [cancel(control, run_id, force=force) for run_id in stopping]
+    return [cancel_run(control, run_id, force=force) for run_id in stopping]
 
 
 def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]:
@@ -129,13 +131,13 @@ def request_experiment_cancel(control: Control, experiment_id: str) -> list[str]
         return [run.id for run in runs if not is_requested(session, run)]
 
 
-def left_running(control: Control, experiment_id: str) -> Sequence[Run]:
-    """Live runs of a cancelled experiment, which another experiment needs."""
+def list_shared_runs(control: Control, experiment_id: str) -> Sequence[Run]:
+    """Return the live runs of a cancelled experiment, which another experiment needs."""
     with control.store.snapshot() as session:
         return live_runs(session, experiment_id)
 
 
-def retry(control: Control, run_id: str) -> Run:
+def retry_run(control: Control, run_id: str) -> Run:
     """Submit the same bundle as a new run, which is linked to this one and starts from its last checkpoint.
 
     The new run has the same template, with the host key that the user's templates now contain for the
@@ -149,24 +151,24 @@ def retry(control: Control, run_id: str) -> Run:
         raise RequestError(
             "the run has succeeded", where=f"run {run_id}", remedy=f"perilune reproduce {run_id}"
         )
-    if not RunState(run.state).terminal:
+    if not RunState(run.state).is_terminal:
         raise RequestError(
             f"the run is {run.state}", where=f"run {run_id}", remedy=f"perilune cancel {run_id}, then retry"
         )
     template = recorded_template(control.home, run_id)
     if template is not None:
-        template = with_present_host_key(control.home, template)
+        template = refresh_host_key(control.home, template)
     submission = Submission(run.experiment_id, run.stage, run.task, retry_of=run_id, template=template)
 
     def copy(destination: Path) -> str:
         attempt_copy(control.home.bundle(run_id), destination)
         return recorded_digest(destination)
 
-    return submit(control.home, control.store, submission, copy, control.intact)
+    return submit_stage(control.home, control.store, submission, copy, control.is_intact)
 
 
-def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str]:
-    """The text of a run's log; with `follow`, as it grows, across all attempts, until the run ends.
+def stream_log(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str]:
+    """Yield the text of a run's log; with `follow`, as it grows, across all attempts, until the run ends.
 
     The text is raw: pass it through `perilune.terminal.escape_control` before showing it.
     """
@@ -178,22 +180,22 @@ def logs(control: Control, run_id: str, *, follow: bool = False) -> Iterator[str
         printed, decoder = LogReader(runtime), codecs.getincrementaldecoder("utf-8")(errors="replace")
         while True:
             # Before the log is read: if the run has ended, the log is complete.
-            run = control.reconciler.one(run_id, act=False)
+            run = control.reconciler.reconcile(run_id, act=False)
             for data in printed.read():
                 yield decoder.decode(data)
-            over = RunState(run.state).terminal or run.current_epoch > attempt
+            over = RunState(run.state).is_terminal or run.current_epoch > attempt
             if over or not follow:
                 break
-            time.sleep(POLL_SECONDS)
+            time.sleep(POLL_INTERVAL_S)
         if not log_pieces(runtime):
-            yield worker_output(runtime.parent, WORKER_LINES)  # the task never started
+            yield worker_output(runtime.parent, MAX_WORKER_LINES)  # the task never started
         if run.current_epoch == attempt:
             return
         attempt += 1
         yield f"--- attempt {attempt} ---\n"
 
 
-def collect(control: Control, run_id: str, destination: Path | None = None) -> list[Path]:
+def collect_evidence(control: Control, run_id: str, destination: Path | None = None) -> list[Path]:
     """Check that a run's evidence is intact, and copy it to `destination` if that is given.
 
     Returns:
@@ -205,13 +207,13 @@ def collect(control: Control, run_id: str, destination: Path | None = None) -> l
     """
     run = control.run(run_id)
     attempt = control.directory(run)
-    if run.current_epoch == 0 or not RunState(run.state).terminal:
+    if run.current_epoch == 0 or not RunState(run.state).is_terminal:
         raise RequestError(
             f"the run is {run.state}; its evidence is not complete yet",
             where=f"run {run_id}",
             remedy=f"perilune logs {run_id} -f",
         )
-    removed = removed_from(control.home, run_id, run.current_epoch)
+    removed = removed_artifacts(control.home, run_id, run.current_epoch)
     differences = verify(attempt, run.bundle_digest, removed)
     if differences:
         raise WorkFailedError(f"the evidence is damaged: {differences[0]}", where=str(attempt))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.bundle.plugin import load_plugin
-from perilune.control.runs.experiments import Control, advance, open_experiment, stage_plans
+from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageReused
 from perilune.control.runs.stage_failures import explain_failure
 from perilune.recipe.evaluation import EVALUATION_STAGE, make_evaluation_recipe
@@ -49,7 +49,7 @@ def run(
     """
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     control = Control()
-    plans = stage_plans(loaded)
+    plans = plan_stages(loaded)
     outputs = {plan.name: load_plugin(plan.job.task).output for plan in plans}
     results: dict[str, StageResult] = {}
     for event in advance(control, open_experiment(control, loaded), plans):

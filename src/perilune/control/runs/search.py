@@ -10,14 +10,14 @@ from typing import Any
 from perilune.errors import RequestError
 from perilune.recipe.axes import Axis, Settings
 
-TRIES = 20  # proposals before the search gives up finding a new arm
-RANDOM_ARMS = 5  # drawn at random before the model of the figures is used
+MAX_PROPOSALS = 20  # proposals before the search gives up finding a new arm
+RANDOM_ARM_COUNT = 5  # drawn at random before the model of the figures is used
 
 
-def propose(
+def propose_arm(
     axes: Sequence[Axis], arms: Sequence[Settings], figures: Mapping[Settings, float], *, maximize: bool
 ) -> Settings | None:
-    """The settings of the next arm (TPE; Bergstra et al. 2011); None if only known arms are proposed.
+    """Return the settings of the next arm (TPE; Bergstra et al. 2011); None if only known arms are proposed.
 
     Args:
         arms: all arms so far. Their number selects the random numbers.
@@ -26,16 +26,18 @@ def propose(
     Raises:
         RequestError: Optuna is not installed.
     """
-    optuna = _optuna()
+    optuna = _import_optuna()
     space = {axis.key: _distribution(optuna, axis) for axis in axes}
-    for retry in range(TRIES):
-        sampler = optuna.samplers.TPESampler(seed=len(arms) * TRIES + retry, n_startup_trials=RANDOM_ARMS)
+    for retry in range(MAX_PROPOSALS):
+        sampler = optuna.samplers.TPESampler(
+            seed=len(arms) * MAX_PROPOSALS + retry, n_startup_trials=RANDOM_ARM_COUNT
+        )
         study = optuna.create_study(sampler=sampler, direction="maximize" if maximize else "minimize")
         for settings, figure in figures.items():
-            params = {axis.key: _value(axis, one) for axis, one in zip(axes, settings, strict=True)}
+            params = {axis.key: _optuna_value(axis, one) for axis, one in zip(axes, settings, strict=True)}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=figure))
         params = study.ask(space).params
-        proposed = tuple(f"{axis.key}={_text(axis, params[axis.key])}" for axis in axes)
+        proposed = tuple(f"{axis.key}={_setting_text(axis, params[axis.key])}" for axis in axes)
         if proposed not in arms:
             return proposed
     return None
@@ -50,19 +52,19 @@ def _distribution(optuna: Any, axis: Axis) -> Any:
     return optuna.distributions.FloatDistribution(low, high, log=axis.is_log)
 
 
-def _value(axis: Axis, setting: str) -> str | int | float:
-    """The value in "key=value" as Optuna stores it."""
+def _optuna_value(axis: Axis, setting: str) -> str | int | float:
+    """Return the value in "key=value" as Optuna stores it."""
     text = setting.partition("=")[2]
     if axis.bounds is None:
         return text
     return int(text) if isinstance(axis.bounds[0], int) else float(text)
 
 
-def _text(axis: Axis, value: str | int | float) -> str:
+def _setting_text(axis: Axis, value: str | int | float) -> str:
     return value if isinstance(value, str) else axis.format_number(value)
 
 
-def _optuna() -> Any:
+def _import_optuna() -> Any:
     try:
         optuna = import_module("optuna")
     except ImportError:

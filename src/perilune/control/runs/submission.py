@@ -12,18 +12,20 @@ from sqlalchemy.orm import Session
 from perilune.bundle.shared_files import SharedFiles
 from perilune.bundle.storage import storage_errors
 from perilune.control.evidence.attestation import attest_bundle
-from perilune.control.record.faults import reached
+from perilune.control.record.faults import kill_point
 from perilune.control.record.home import Home
-from perilune.control.record.identity import inherited
+from perilune.control.record.identity import read_inherited
 from perilune.control.record.ids import new_ulid
-from perilune.control.record.store import Experiment, Run, Stage, Store, record
+from perilune.control.record.store import Experiment, Run, Stage, Store, record_event
 from perilune.control.record.transitions import RunState
-from perilune.control.runs.current_submission import LIVE, open_submission, run_of_stage
-from perilune.control.runs.templates import TEMPLATE, Template
+from perilune.control.runs.current_submission import LIVE_STATES, find_run_of_stage, open_submission
+from perilune.control.runs.templates import TEMPLATE_FILE, Template
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
 
-SUBMISSION = "submission.json"  # in a run's directory: what the bundle lacks, for rebuilding the database
+SUBMISSION_FILE = (
+    "submission.json"  # in a run's directory: what the bundle lacks, for rebuilding the database
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,12 @@ class Submission:
     part: Literal["alone", "first", "later"] = "alone"
 
 
-def submit(
+def submit_stage(
     home: Home,
     store: Store,
     submission: Submission,
     freeze: Callable[[Path], str],
-    reusable: Callable[[Run], bool] = lambda run: False,
+    is_reusable: Callable[[Run], bool] = lambda run: False,
 ) -> Run:
     """Get a run for a submission: a succeeded or live run with the same bundle, or else a new one.
 
@@ -62,7 +64,7 @@ def submit(
 
     Args:
         freeze: makes the bundle at the given path and returns its digest.
-        reusable: whether the evidence of a succeeded run is still intact.
+        is_reusable: whether the evidence of a succeeded run is still intact.
 
     Raises:
         RequestError: the key was used for another bundle, or freezing failed.
@@ -71,7 +73,7 @@ def submit(
     with home.scratch() as scratch:
         digest = freeze(scratch / "bundle")
         SharedFiles(home.root).share(scratch / "bundle")
-        reached("submit.frozen")
+        kill_point("submit.frozen")
         run_id = new_ulid()
         attest_bundle(home, scratch, run_id)
         origin = {
@@ -79,50 +81,50 @@ def submit(
             "key": submission.key,
             "retry_of": submission.retry_of,
         }
-        write_json(scratch / SUBMISSION, origin)
+        write_json(scratch / SUBMISSION_FILE, origin)
         if submission.template is not None:
-            write_json(scratch / TEMPLATE, submission.template.model_dump(mode="json"))
+            write_json(scratch / TEMPLATE_FILE, submission.template.model_dump(mode="json"))
         with storage_errors("keep the bundle", home.runs):
             scratch.rename(home.run(run_id))
             fsync_directory(home.runs)
-        reached("submit.published")
+        kill_point("submit.published")
         try:
             with store.transaction() as session:
-                run = _find_or_accept(session, home, submission, digest, reusable, run_id=run_id)
+                run = _find_or_add_run(session, home, submission, digest, is_reusable, run_id=run_id)
         except BaseException:
             home.run(run_id).rename(scratch)  # removed at the end of the block
             raise
-        reached("submit.accepted")
+        kill_point("submit.accepted")
         if run.id != run_id:
             home.run(run_id).rename(scratch)
         return run
 
 
-def _find_or_accept(
+def _find_or_add_run(
     session: Session,
     home: Home,
     submission: Submission,
     digest: str,
-    reusable: Callable[[Run], bool],
+    is_reusable: Callable[[Run], bool],
     *,
     run_id: str,
 ) -> Run:
     experiment_id, stage = submission.experiment_id, submission.stage
     if submission.part == "first":
         open_submission(session, experiment_id, submission.template)
-    if submission.part == "later" and (current := run_of_stage(session, experiment_id, stage)):
+    if submission.part == "later" and (current := find_run_of_stage(session, experiment_id, stage)):
         return current
-    run = _existing(session, home, submission, digest, reusable)
-    run = run or _accept(session, submission, digest, run_id)
-    _link(session, submission, run.id)
+    run = _find_run(session, home, submission, digest, is_reusable)
+    run = run or _add_run(session, submission, digest, run_id)
+    _link_stage(session, submission, run.id)
     return run
 
 
-def _existing(
-    session: Session, home: Home, submission: Submission, digest: str, reusable: Callable[[Run], bool]
+def _find_run(
+    session: Session, home: Home, submission: Submission, digest: str, is_reusable: Callable[[Run], bool]
 ) -> Run | None:
     if submission.key is None:
-        return same_work(session, home, digest, reusable)
+        return find_reusable_run(session, home, digest, is_reusable)
     run = session.scalars(select(Run).where(Run.submit_key == submission.key)).one_or_none()
     if run is not None and run.bundle_digest != digest:
         raise RequestError(
@@ -133,17 +135,19 @@ def _existing(
     return run
 
 
-def same_work(session: Session, home: Home, digest: str, reusable: Callable[[Run], bool]) -> Run | None:
-    """A live or reusable run of this home whose bundle has this digest."""
-    others = inherited(home).runs
+def find_reusable_run(
+    session: Session, home: Home, digest: str, is_reusable: Callable[[Run], bool]
+) -> Run | None:
+    """Return a live or reusable run of this home whose bundle has this digest."""
+    others = read_inherited(home).runs
     same = list(session.scalars(select(Run).where(Run.bundle_digest == digest).order_by(Run.id.desc())))
     for run in same:
-        if run.state in LIVE and run.desired != RunState.CANCELLED and run.id not in others:
+        if run.state in LIVE_STATES and run.desired != RunState.CANCELLED and run.id not in others:
             return run
-    return next((run for run in same if run.state == RunState.SUCCEEDED and reusable(run)), None)
+    return next((run for run in same if run.state == RunState.SUCCEEDED and is_reusable(run)), None)
 
 
-def _accept(session: Session, submission: Submission, digest: str, run_id: str) -> Run:
+def _add_run(session: Session, submission: Submission, digest: str, run_id: str) -> Run:
     experiment_id, stage = submission.experiment_id, submission.stage
     same = (Run.bundle_digest == digest, Run.experiment_id == experiment_id, Run.stage == stage)
     before = list(session.scalars(select(Run).where(*same).order_by(Run.id)))
@@ -159,11 +163,11 @@ def _accept(session: Session, submission: Submission, digest: str, run_id: str) 
     )
     session.add(run)
     session.flush()
-    record(session, "run.queued", run_id=run_id, stage=stage, digest=digest, key=run.submit_key)
+    record_event(session, "run.queued", run_id=run_id, stage=stage, digest=digest, key=run.submit_key)
     return run
 
 
-def _link(session: Session, submission: Submission, run_id: str) -> None:
+def _link_stage(session: Session, submission: Submission, run_id: str) -> None:
     """Make `run_id` the run of the stage."""
     experiment_id, name = submission.experiment_id, submission.stage
     query = select(Stage).where(Stage.experiment_id == experiment_id, Stage.name == name)
@@ -172,4 +176,4 @@ def _link(session: Session, submission: Submission, run_id: str) -> None:
         stage.submission = session.get_one(Experiment, experiment_id).submission
     if stage.run_id != run_id:
         stage.run_id = run_id
-        record(session, "stage.linked", run_id=run_id, experiment=experiment_id, stage=name)
+        record_event(session, "stage.linked", run_id=run_id, experiment=experiment_id, stage=name)

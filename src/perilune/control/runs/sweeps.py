@@ -17,14 +17,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from perilune.control.queries.lookup import StageStatus, statuses_by_experiment
+from perilune.control.queries.lookup import StageStatus, group_stage_statuses
 from perilune.control.record.home import locked
 from perilune.control.record.transitions import RunState
-from perilune.control.runs.experiments import Control, advance, stage_plans
+from perilune.control.runs.experiments import Control, advance, plan_stages
 from perilune.control.runs.next_stage import StageStarter
 from perilune.control.runs.progress import StageStarted
-from perilune.control.runs.reconcile import PATIENCE
-from perilune.control.runs.requests import cancel, request_cancel, request_experiment_cancel
+from perilune.control.runs.reconcile import PASS_TIMEOUT_S
+from perilune.control.runs.requests import cancel_run, request_cancel, request_experiment_cancel
 from perilune.control.runs.templates import Template
 from perilune.errors import PeriluneError, RequestError
 from perilune.files import canonical_json, read_json, sha256_bytes, write_json
@@ -58,7 +58,7 @@ class Sweep(Frozen):
     arms: tuple[Arm, ...] = ()
 
     def with_arms(self, control: Control, arms: Sequence[Arm]) -> Sweep:
-        """The sweep with these arms, recorded."""
+        """Return the sweep with these arms, recorded."""
         changed = self.model_copy(update={"arms": tuple(arms)})
         write_json(control.home.sweeps / f"{self.name}.json", changed.model_dump(mode="json"))
         return changed
@@ -67,7 +67,7 @@ class Sweep(Frozen):
 def open_sweep(
     control: Control, request: Any, fields: dict[str, Any], *, name: str | None, stem: str
 ) -> Sweep:
-    """The recorded sweep of this request, or a new one.
+    """Return the recorded sweep of this request, or a new one.
 
     Args:
         request: what was requested, as JSON.
@@ -104,7 +104,7 @@ def _check_name(name: str) -> None:
 
 
 def recorded_sweeps(control: Control) -> list[Sweep]:
-    """All sweeps of the home, oldest first.
+    """Return all sweeps of the home, oldest first.
 
     Raises:
         RequestError: a file is damaged.
@@ -114,7 +114,7 @@ def recorded_sweeps(control: Control) -> list[Sweep]:
 
 
 def find_sweep(control: Control, name: str) -> Sweep | None:
-    """The sweep called `name`, or None.
+    """Return the sweep called `name`, or None.
 
     Raises:
         RequestError: its file is damaged.
@@ -136,17 +136,17 @@ class ArmState:
     """The state of one experiment of a sweep: its stages, and why none of them can start, if so."""
 
     stages: tuple[StageStatus, ...]
-    refused: PeriluneError | None = None
+    error: PeriluneError | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
-        return self.refused is not None or not self.stages[0].requested
+        """True if it has ended."""
+        return self.error is not None or not self.stages[0].requested
 
     @property
     def succeeded(self) -> bool:
-        """Whether all its stages have succeeded."""
-        return self.refused is None and all(one.state == RunState.SUCCEEDED for one in self.stages)
+        """True if all its stages have succeeded."""
+        return self.error is None and all(one.state == RunState.SUCCEEDED for one in self.stages)
 
     @property
     def stage(self) -> StageStatus:
@@ -156,8 +156,8 @@ class ArmState:
     @property
     def problem(self) -> str:
         """Why it failed, on one line; "" if it did not."""
-        if self.refused is not None:
-            return str(self.refused).partition("\n")[0]
+        if self.error is not None:
+            return str(self.error).partition("\n")[0]
         if self.succeeded:
             return ""
         why = (self.stage.message or self.stage.cause).partition("\n")[0]
@@ -175,7 +175,7 @@ class SweepRunner:
         self.control, self.template = control, template
         self.live: list[str] = []  # ids of the experiments that have not ended
         self._starter = StageStarter(control)
-        self._refused: dict[str, PeriluneError] = {}
+        self._errors: dict[str, PeriluneError] = {}
         self._submitted = 0
 
     def submit(self, experiment_id: str, recipe: Recipe) -> None:
@@ -185,23 +185,23 @@ class SweepRunner:
         self.live.append(experiment_id)
         try:
             for event in advance(
-                self.control, experiment_id, stage_plans(recipe, template), template=template
+                self.control, experiment_id, plan_stages(recipe, template), template=template
             ):
                 if isinstance(event, StageStarted):
                     return
         except PeriluneError as error:
-            self._refuse(experiment_id, error)
+            self._give_up(experiment_id, error)
 
-    def look(self) -> dict[str, ArmState]:
+    def reconcile(self) -> dict[str, ArmState]:
         """Reconcile all runs, start next stages, and return the states of what was live before."""
         # All, because a run of another experiment may be ahead in the queue.
-        self.control.reconciler.all(patience=PATIENCE)
+        self.control.reconciler.reconcile_all(patience=PASS_TIMEOUT_S)
         for experiment in self.live:
             for _, outcome in self._starter.start_next_stages(experiment):
                 if isinstance(outcome, PeriluneError):
-                    self._refuse(experiment, outcome)
-        stages = statuses_by_experiment(self.control, self.live)
-        states = {one: ArmState(tuple(found), self._refused.get(one)) for one, found in stages.items()}
+                    self._give_up(experiment, outcome)
+        stages = group_stage_statuses(self.control, self.live)
+        states = {one: ArmState(tuple(found), self._errors.get(one)) for one, found in stages.items()}
         self.live = [one for one in self.live if not states[one].is_over]
         return states
 
@@ -223,10 +223,10 @@ class SweepRunner:
         """Stop the runs that `request_cancel` returned, and wait for their ends."""
         for run_id in stopping:
             with contextlib.suppress(PeriluneError):
-                cancel(self.control, run_id)
+                cancel_run(self.control, run_id)
 
-    def _refuse(self, experiment_id: str, error: PeriluneError) -> None:
+    def _give_up(self, experiment_id: str, error: PeriluneError) -> None:
         """Give up an experiment whose next stage cannot start; the same command tries it again."""
-        self._refused[experiment_id] = error
+        self._errors[experiment_id] = error
         with contextlib.suppress(RequestError):
             request_experiment_cancel(self.control, experiment_id)

@@ -29,25 +29,25 @@ from perilune.frozen import Frozen
 from perilune.recipe.problems import ProblemsError, raise_first, suggest_name, validate
 from perilune.recipe.source import MAX_BYTES, Document, parse_yaml
 
-LOCAL = "local"
-TEMPLATE = "template.json"  # in a run's directory: the template of its submission
+LOCAL_TEMPLATE = "local"
+TEMPLATE_FILE = "template.json"  # in a run's directory: the template of its submission
 
 
-class Here(Frozen):
+class LocalSettings(Frozen):
     """This machine."""
 
     name: Literal["local"] = "local"
     site: Site | None = Field(None, description="settings of this machine; only for containers")
 
 
-class OverSsh(SshSettings):
+class SshPlacementSettings(SshSettings):
     """A machine reached over ssh."""
 
     name: Literal["ssh"] = "ssh"
     site: Site = Field(Site(), description="settings of the machine")
 
 
-class OnRented(Rental):
+class RentedSettings(Rental):
     """Machines that are rented for an experiment's stages and returned after them."""
 
     name: Literal["rented"] = "rented"
@@ -79,7 +79,7 @@ class ResourcesChange(Frozen):
 
 
 def _launcher(value: Any) -> str | None:
-    """The launcher's name, given alone or as the `name` of a section."""
+    """Return the launcher's name, given alone or as the `name` of a section."""
     if isinstance(value, Container):
         return value.name
     name = value.get("name") if isinstance(value, dict) else value
@@ -94,8 +94,10 @@ class Template(Frozen):
     """Where and how runs execute."""
 
     description: str = Field("", description="text for readers")
-    placement: Annotated[Here | OverSsh | OnRented, Field(discriminator="name")] = Field(
-        Here(), description="where: local, ssh with its address, or rented with its cost limits"
+    placement: Annotated[
+        LocalSettings | SshPlacementSettings | RentedSettings, Field(discriminator="name")
+    ] = Field(
+        LocalSettings(), description="where: local, ssh with its address, or rented with its cost limits"
     )
     launcher: Annotated[_Process | _Docker, Discriminator(_launcher)] = Field(
         "process", description="how a worker starts there: process, or a section with the name docker"
@@ -125,13 +127,13 @@ class Template(Frozen):
 
     @model_validator(mode="after")
     def _price_of_own_machines(self) -> Template:
-        if self.price is not None and isinstance(self.placement, OnRented):
+        if self.price is not None and isinstance(self.placement, RentedSettings):
             raise ValueError("price is for machines that you do not rent: a provider says its own")
         return self
 
     @model_validator(mode="after")
     def _site_of_containers(self) -> Template:
-        if isinstance(self.placement, Here) and self.placement.site and self.container is None:
+        if isinstance(self.placement, LocalSettings) and self.placement.site and self.container is None:
             raise ValueError("placement.site is only for containers: a local process uses your environment")
         return self
 
@@ -141,22 +143,22 @@ class Template(Frozen):
         return None if self.launcher == "process" else self.launcher
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether files are fetched from another machine, or from a container."""
-        return not isinstance(self.placement, Here) or self.container is not None
+    def is_remote(self) -> bool:
+        """True if files are fetched from another machine, or from a container."""
+        return not isinstance(self.placement, LocalSettings) or self.container is not None
 
     @property
-    def brings(self) -> Bring:
+    def effective_bring(self) -> Bring:
         """`bring` or its default: a rented machine does not come back, so nothing may be only there."""
-        return self.bring or ("all" if isinstance(self.placement, OnRented) else "final")
+        return self.bring or ("all" if isinstance(self.placement, RentedSettings) else "final")
 
-    def policy(self) -> RetryPolicy:
-        """The reconciler's retry policy."""
-        lost_after = self.limits.given_up_after if self.elsewhere else RetryPolicy().lost_after
+    def retry_policy(self) -> RetryPolicy:
+        """Return the reconciler's retry policy."""
+        lost_after = self.limits.given_up_after if self.is_remote else RetryPolicy().lost_after
         return RetryPolicy(**self.retry.model_dump(), lost_after=lost_after)
 
-    def job(self, job: Job) -> Job:
-        """The job with the resources of this template.
+    def apply_resources(self, job: Job) -> Job:
+        """Return the job with the resources of this template.
 
         Raises:
             RequestError: the job needs several machines, and the placement has one or isolates them.
@@ -164,7 +166,7 @@ class Template(Frozen):
         changes = self.resources.model_dump(exclude_none=True)
         resources = Resources.model_validate(job.resources.model_dump() | changes)
         resources = resources_of(load_plugin(job.task), resources)
-        if resources.nodes > 1 and not isinstance(self.placement, OnRented):
+        if resources.nodes > 1 and not isinstance(self.placement, RentedSettings):
             raise RequestError(
                 f"the job needs {resources.nodes} machines, and the placement {self.placement.name} has one",
                 where="resources.nodes",
@@ -179,74 +181,74 @@ class Template(Frozen):
         return job.model_copy(update={"resources": resources})
 
 
-BUILT_IN = {LOCAL: Template(description="this machine")}
+BUILT_IN = {LOCAL_TEMPLATE: Template(description="this machine")}
 
 
-def folder(home: Home) -> Path:
-    """Folder of the user's templates."""
+def template_folder(home: Home) -> Path:
+    """Return the folder of the user's templates."""
     return home.root / "templates"
 
 
 def template_names(home: Home) -> list[str]:
-    """Names of all templates, the user's own before the built-in ones."""
-    own = sorted(path.stem for path in folder(home).glob("*.yaml"))
+    """Return the names of all templates, the user's own before the built-in ones."""
+    own = sorted(path.stem for path in template_folder(home).glob("*.yaml"))
     return [*own, *(name for name in BUILT_IN if name not in own)]
 
 
 def load_template(home: Home, name: str, changes: Sequence[str] = ()) -> Template:
-    """The template called `name`, or in the file `name`, with `changes` ("key.key=value") applied.
+    """Return the template called `name`, or in the file `name`, with `changes` ("key.key=value") applied.
 
     Raises:
         RequestError: there is no such template, it is invalid (file, line, key), or it forbids a change.
     """
-    path = Path(name) if name.endswith(".yaml") else folder(home) / f"{name}.yaml"
+    path = Path(name) if name.endswith(".yaml") else template_folder(home) / f"{name}.yaml"
     if not path.exists() and name not in BUILT_IN:
         raise RequestError(
             "no such file" if name.endswith(".yaml") else f"no template is called '{name}'",
-            where=name if name.endswith(".yaml") else str(folder(home)),
+            where=name if name.endswith(".yaml") else str(template_folder(home)),
             remedy=suggest_name(name, template_names(home)),
         )
     if not path.exists():
         document = Document(json.loads(BUILT_IN[name].model_dump_json()), {(): f"template {name}"})
     else:
-        document = parse_yaml(_read(path), str(path))
-    template = _validated(document)
+        document = parse_yaml(_read_file(path), str(path))
+    template = _validate(document)
     for change in changes:
-        _apply(document, change, template.allowed_overrides, name)
-    return _validated(document) if changes else template
+        _apply_override(document, change, template.allowed_overrides, name)
+    return _validate(document) if changes else template
 
 
 def recorded_template(home: Home, run_id: str) -> Template | None:
-    """The template that a run was submitted with.
+    """Return the template that a run was submitted with.
 
     Raises:
         RequestError: the recorded file is damaged.
     """
-    path = home.run(run_id) / TEMPLATE
+    path = home.run(run_id) / TEMPLATE_FILE
     try:
         return Template.model_validate_json(path.read_bytes()) if path.exists() else None
     except (OSError, ValidationError) as error:
         raise RequestError(f"not the template of a run: {error}", where=str(path)) from None
 
 
-def with_present_host_key(home: Home, template: Template) -> Template:
-    """A recorded template with the host key that the user's templates now contain for the same machine.
+def refresh_host_key(home: Home, template: Template) -> Template:
+    """Return a recorded template with the host key that the user's templates now have for its machine.
 
     So a run that was refused because the machine has a new key can be retried once a template has that key.
     """
-    if not isinstance(template.placement, OverSsh):
+    if not isinstance(template.placement, SshPlacementSettings):
         return template
     where = template.placement.model_dump(include={"host", "port", "user", "config"})
     for name in template_names(home):
         with contextlib.suppress(RequestError):  # another template is invalid
             now = load_template(home, name).placement
-            if isinstance(now, OverSsh) and now.model_dump(include=set(where)) == where:
+            if isinstance(now, SshPlacementSettings) and now.model_dump(include=set(where)) == where:
                 placement = template.placement.model_copy(update={"host_key": now.host_key})
                 return template.model_copy(update={"placement": placement})
     return template
 
 
-def _validated(document: Document) -> Template:
+def _validate(document: Document) -> Template:
     value = document.value if document.value is not None else {}
     try:
         return validate(Template, value, (), "")
@@ -254,7 +256,7 @@ def _validated(document: Document) -> Template:
         raise_first(found.problems, document.locate)
 
 
-def _apply(document: Document, change: str, allowed: Sequence[str], name: str) -> None:
+def _apply_override(document: Document, change: str, allowed: Sequence[str], name: str) -> None:
     key, equals, text = change.partition("=")
     place = f"--with {change}"
     if not equals or not key:
@@ -266,7 +268,7 @@ def _apply(document: Document, change: str, allowed: Sequence[str], name: str) -
     document.set(tuple(key.split(".")), value, place)
 
 
-def _read(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
         return read_regular(path, MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -36,7 +36,7 @@ class LocalHost:
         sink: BinaryIO | None = None,
         timeout: float = 60.0,
     ) -> Answer:
-        """As `Host.run`."""
+        """Implement `Host.run`."""
         with _stdin(source) as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
             try:
                 process = subprocess.Popen(
@@ -59,7 +59,7 @@ class LocalHost:
             return Answer(code if code >= 0 else 128 - code, out.read(), _tail(errors))
 
     def _wait(self, process: subprocess.Popen[bytes], timeout: float, outputs: Sequence[BinaryIO]) -> int:
-        """The exit code of a process that writes to `outputs`."""
+        """Return the exit code of a process that writes to `outputs`."""
         until = time.monotonic() + timeout
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -72,7 +72,7 @@ class LocalHost:
 
 @contextmanager
 def _stdin(source: BinaryIO | None) -> Iterator[BinaryIO | int]:
-    """A file with a descriptor and the content of `source`."""
+    """Yield a file with a descriptor and the content of `source`."""
     if source is None:
         yield subprocess.DEVNULL
         return

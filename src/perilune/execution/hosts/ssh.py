@@ -121,7 +121,7 @@ class SshHost:
         sink: BinaryIO | None = None,
         timeout: float = 60.0,
     ) -> Answer:
-        """As `Host.run`. The machine's login shell gets one line with every argument quoted."""
+        """Implement `Host.run`. The machine's login shell gets one line with every argument quoted."""
         line = [*self._command, "--", self.settings.host, shlex.join(command)]
         try:
             answer = self._here.run(line, source=source, sink=sink, timeout=timeout)
@@ -151,7 +151,7 @@ class SshHost:
         return HostRefusedError(f"{meaning} ({line})", where=self.name, remedy=self._remedy(meaning))
 
     def _jump_host_errors(self, errors: str) -> str:
-        """The errors of a jump host, which ssh hides if the connection through it is shared."""
+        """Return the errors of a jump host, which ssh hides if the connection through it is shared."""
         if CLOSED[0] not in errors:
             return ""
         program, *options = self._command
@@ -175,7 +175,7 @@ class SshHost:
 
 
 def private_folder() -> Path:
-    """A folder for sockets with a short path, which only this user can enter.
+    """Return a folder for sockets with a short path, which only this user can enter.
 
     Raises:
         RequestError: another user created it, or it is accessible to others.

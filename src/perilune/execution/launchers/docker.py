@@ -61,7 +61,7 @@ class Container(Frozen):
         return image
 
     def runner_arguments(self) -> dict[str, Any]:
-        """The arguments for the runner, without secrets, because they are visible in its command line."""
+        """Return the arguments for the runner. They hold no secrets, because other users can read them."""
         return {
             "program": self.program,
             "image": self.image,
@@ -71,7 +71,7 @@ class Container(Frozen):
         }
 
     def _options(self) -> list[str]:
-        """Options of `create` that do not depend on the machine."""
+        """Return the options of `create` that do not depend on the machine."""
         options = [
             *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)),
             *("--read-only", "--tmpfs", "/tmp:rw,exec,nosuid,nodev,mode=1777"),  # noqa: S108 - inside
@@ -102,7 +102,7 @@ class ContainerRecord(BaseModel):
 
 
 def container_of(attempt: Path) -> ContainerRecord | None:
-    """The container of the attempt in this directory; None without one or if its record is invalid."""
+    """Return the container of the attempt in this directory; None without one or if its record is invalid."""
     try:
         return ContainerRecord.model_validate_json((attempt / "runtime" / RECORD).read_bytes())
     except (OSError, ValueError):

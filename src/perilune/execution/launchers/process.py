@@ -9,7 +9,7 @@ NAME = "process"
 
 
 def worker_command(bundle: Path, epoch: int) -> list[str]:
-    """The command that runs `bundle` as attempt `epoch`."""
+    """Return the command that runs `bundle` as attempt `epoch`."""
     return [sys.executable, "-m", "perilune.execution.worker", str(bundle), "--epoch", str(epoch)]
 
 

@@ -18,7 +18,7 @@ MESSAGE = 2000  # longest message in characters
 
 
 def last_document(output: bytes, name: str) -> dict[str, Any]:
-    """The JSON object on the last line.
+    """Return the JSON object on the last line.
 
     Raises:
         HostUnreachableError: there is none.
@@ -34,7 +34,7 @@ def last_document(output: bytes, name: str) -> dict[str, Any]:
 
 
 def seen_first(answer: BinaryIO) -> dict[str, Any] | None:
-    """The observation in the first JSON line of an answer, before its frames; None if it is missing."""
+    """Return the observation in the first JSON line of an answer, before its frames; None without one."""
     while line := answer.readline(LINE):
         with contextlib.suppress(ValueError):
             found = json.loads(line) if line.startswith(b'{"seen": {') else None
@@ -44,7 +44,7 @@ def seen_first(answer: BinaryIO) -> dict[str, Any] | None:
 
 
 def observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observation:
-    """The runner's observation of attempt `epoch`.
+    """Return the runner's observation of attempt `epoch`.
 
     Raises:
         ValueError, KeyError, TypeError: it is malformed.

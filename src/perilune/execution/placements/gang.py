@@ -28,7 +28,7 @@ class GangPlacement:
             never ready, on which nothing runs.
     """
 
-    capabilities = Capabilities(elsewhere=True, look_every=1.0)
+    capabilities = Capabilities(is_remote=True, look_interval_s=1.0)
 
     def __init__(self, name: str, launcher: str, members: Sequence[Placement | None]) -> None:
         self.name, self.launcher, self.members = name, launcher, members
@@ -41,7 +41,7 @@ class GangPlacement:
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
-        """As `Placement.stage`; the working copy is made once, with the leading machine."""
+        """Implement `Placement.stage`; the working copy is made once, with the leading machine."""
 
         def stage(member: Placement, there: Assignment) -> str:
             return member.stage(there, bundle, order, previous, is_cancelled)
@@ -51,29 +51,29 @@ class GangPlacement:
         return notice
 
     def start(self, attempt: Assignment) -> None:
-        """As `Placement.start`, on all machines; it does not affect workers that already run."""
+        """Implement `Placement.start`, on all machines; it does not affect workers that already run."""
         self._each(attempt, lambda member, there: member.start(there))
 
     def starting(self, attempt: Assignment) -> bool:
-        """Always False: `start` waits for the claims."""
+        """Return False, because `start` waits for the claims."""
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
-        """As `Placement.observe`; combines the observations of all machines."""
+        """Implement `Placement.observe`; combines the observations of all machines."""
         return together(self._each(attempt, lambda member, there: member.observe(there)))
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """As `Placement.pull`."""
+        """Implement `Placement.pull`."""
         if whole:  # evidence is complete only once no machine works any more
             self.stop(attempt)
         self._each(attempt, lambda member, there: member.pull(there, whole=whole))
 
     def stop(self, attempt: Assignment) -> bool:
-        """As `Placement.stop`, on all machines."""
+        """Implement `Placement.stop`, on all machines."""
         return all(self._each(attempt, lambda member, there: member.stop(there)))
 
     def remove(self, attempt: Assignment) -> None:
-        """As `Placement.remove`, on all machines."""
+        """Implement `Placement.remove`, on all machines."""
         self._each(attempt, lambda member, there: member.remove(there))
 
     def _each(
@@ -82,7 +82,7 @@ class GangPlacement:
         act: Callable[[Placement, Assignment], T],
         nodes: Sequence[int] | None = None,
     ) -> list[T]:
-        """The results of `act` for each existing machine; all are called before a failure is raised."""
+        """Return the results of `act` for each existing machine. All run before a failure is raised."""
         there = [
             (member, replace(attempt, node=node))
             for node, member in enumerate(self.members)
@@ -133,5 +133,5 @@ def _lost_another(seen: Observation) -> bool:
 
 
 def _least(presences: Iterable[Presence]) -> Presence:
-    """PRESENT if all are; otherwise UNKNOWN, because machines with a dead worker count as failed."""
+    """Return PRESENT if all are; otherwise UNKNOWN, because machines with a dead worker count as failed."""
     return Presence.PRESENT if all(one is Presence.PRESENT for one in presences) else Presence.UNKNOWN

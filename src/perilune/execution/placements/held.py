@@ -18,7 +18,7 @@ CHECKPOINT = "checkpoint"  # kind of the event that a task records after it has 
 
 
 def held_entries(listed: Any) -> list[Entry]:
-    """The entries of a machine's list, which is not trusted.
+    """Return the entries of a machine's list, which is not trusted.
 
     Raises:
         ValueError, TypeError: the list is malformed, or names a file outside such a checkpoint.
@@ -41,12 +41,12 @@ def write_held(attempt: Path, entries: Sequence[Entry]) -> None:
 
 
 def read_held(attempt: Path) -> list[Entry]:
-    """The recorded entries; empty if there are none."""
+    """Return the recorded entries; empty if there are none."""
     return held_entries(read_json(_file(attempt))) if _file(attempt).exists() else []
 
 
 def starts_over(previous: Path | None, upload: Upload) -> str:
-    """The reason why an attempt starts from the beginning although the previous one had a checkpoint; or "".
+    """Return why an attempt starts from the beginning although the previous one had a checkpoint; or "".
 
     Args:
         previous: the directory of the previous attempt.

@@ -35,7 +35,7 @@ class LocalPlacement:
 
     name = NAME
     launcher = launcher.NAME
-    capabilities = Capabilities(elsewhere=False, look_every=0.0)
+    capabilities = Capabilities(is_remote=False, look_interval_s=0.0)
 
     def __init__(self) -> None:
         self._started: dict[Assignment, subprocess.Popen[bytes]] = {}
@@ -49,27 +49,27 @@ class LocalPlacement:
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
-        """As `Placement.stage`; removes the remains of a killed staging."""
+        """Implement `Placement.stage`; removes the remains of a killed staging."""
         before = None if previous is None else previous.directory
         working_copy(bundle, attempt.directory, order, before)
         return ""
 
     def start(self, attempt: Assignment) -> None:
-        """As `Placement.start`."""
+        """Implement `Placement.start`."""
         log = attempt.directory / "runtime" / "worker.log"
         command = launcher.worker_command(attempt.directory, attempt.epoch)
         self._started[attempt] = launcher.start_detached(command, log)
         self._since[attempt] = time.monotonic()
 
     def observe(self, attempt: Assignment) -> Observation:
-        """As `Placement.observe`."""
+        """Implement `Placement.observe`."""
         child = self._started.get(attempt)
         if child is not None:
             child.poll()  # collect its exit status, so that it does not stay a zombie
         return observe_files(attempt.directory, attempt.epoch)
 
     def starting(self, attempt: Assignment) -> bool:
-        """As `Placement.starting`; kills a worker that takes too long to claim."""
+        """Implement `Placement.starting`; kills a worker that takes too long to claim."""
         child = self._started.get(attempt)
         if child is None or child.poll() is not None:
             return False
@@ -85,7 +85,7 @@ class LocalPlacement:
         """Nothing to do: all files are evidence."""
 
     def stop(self, attempt: Assignment) -> bool:
-        """As `Placement.stop`."""
+        """Implement `Placement.stop`."""
         child = self._started.pop(attempt, None)
         claim = observe_files(attempt.directory, attempt.epoch).claim or invalidate_claim(
             attempt.directory, attempt.epoch

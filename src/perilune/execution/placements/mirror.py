@@ -80,7 +80,7 @@ class Mirror:
         shutil.rmtree(self._arriving, ignore_errors=True)
 
     def state(self) -> dict[str, Any]:
-        """The request to the machine: the files that are here, and those to send."""
+        """Return the request to the machine: the files that are here, and those to send."""
         asked = {"folders": list(self.folders), "bring": self.bring, "rescue": self.rescue}
         return {"files": self._cursor, "units": self._units(), **asked}
 
@@ -227,7 +227,7 @@ def mirror(
     rescue: bool = False,
     patience: float = 0.0,
 ) -> Iterator[Mirror | None]:
-    """The mirror of an attempt, for one process at a time: every observation may transfer files.
+    """Yield the mirror of an attempt, for one process at a time: every observation may transfer files.
 
     Args:
         folders, bring, rescue: as for `Mirror`.
@@ -261,7 +261,7 @@ def _locked(descriptor: int, patience: float) -> bool:
 
 
 def _unit(path: str) -> str:
-    """Name of the checkpoint that a file belongs to; "" if none."""
+    """Return the name of the checkpoint that a file belongs to; "" if none."""
     parts = path.split("/")
     return parts[2] if path.startswith(f"{UNITS}/") and len(parts) > 3 else ""
 
@@ -271,7 +271,7 @@ def _size(path: Path) -> int:
 
 
 def _checked(path: Any) -> str:
-    """A relative path below runtime/ or artifacts/.
+    """Return a relative path below runtime/ or artifacts/.
 
     Raises:
         HostRefusedError: it is anything else.

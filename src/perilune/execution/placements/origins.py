@@ -21,7 +21,7 @@ _SNAPSHOT = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots
 
 
 def origins(directory: Path, entries: Sequence[Entry], hub: str) -> dict[str, str]:
-    """URL of each larger file of the base model, by SHA-256; empty if the model is not from the hub.
+    """Return the URL of each larger file of the base model, by SHA-256; empty if it is not from the hub.
 
     Args:
         directory, entries: an attempt's working copy and its files.
@@ -38,7 +38,7 @@ def origins(directory: Path, entries: Sequence[Entry], hub: str) -> dict[str, st
 
 
 def _identity(directory: Path) -> tuple[str, str]:
-    """Repository and commit of the model, from source.json or from its path in the Hugging Face cache."""
+    """Return the repository and commit of the model, from source.json or its Hugging Face cache path."""
     source = directory / MODEL / SOURCE
     if source.exists():
         document = read_json(source)

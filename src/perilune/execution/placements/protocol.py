@@ -22,13 +22,13 @@ class Capabilities:
     """The capabilities of a placement.
 
     Attributes:
-        elsewhere: whether an attempt's files are on another machine, from which they must be pulled and
+        is_remote: whether an attempt's files are on another machine, from which they must be pulled and
             removed.
-        look_every: seconds between two observations of an attempt that can differ.
+        look_interval_s: seconds between two observations of an attempt that can differ.
     """
 
-    elsewhere: bool
-    look_every: float
+    is_remote: bool
+    look_interval_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Placement(Protocol):
         ...
 
     def starting(self, attempt: Assignment) -> bool:
-        """Whether a worker that this process started lives and has not claimed the attempt yet."""
+        """Return whether a worker that this process started lives and has not claimed the attempt yet."""
         ...
 
     def observe(self, attempt: Assignment) -> Observation:

@@ -88,7 +88,7 @@ class Site(Frozen):
     )
 
     def with_environment(self, variables: Mapping[str, str]) -> Site:
-        """The site with further environment variables."""
+        """Return the site with further environment variables."""
         return self.model_copy(update={"environment": {**self.environment, **variables}})
 
     @field_validator("environment")
@@ -112,7 +112,7 @@ class RemotePlacement:
             checkpoints that resuming needs.
     """
 
-    capabilities = Capabilities(elsewhere=True, look_every=1.0)
+    capabilities = Capabilities(is_remote=True, look_interval_s=1.0)
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class RemotePlacement:
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
-        """As `Placement.stage`: created here (once for all machines), uploaded, and verified there."""
+        """Implement `Placement.stage`: created here (once for all machines), uploaded, and verified there."""
         before = None if previous is None else previous.directory
         if attempt.node == 0:
             if previous is not None and self._holds:
@@ -191,7 +191,7 @@ class RemotePlacement:
             return call.result()
 
     def start(self, attempt: Assignment) -> None:
-        """As `Placement.start`. Secrets go over stdin into the keeper's memory, and then to the worker."""
+        """Implement `Placement.start`. Secrets go over stdin to the keeper's memory, then to the worker."""
         job = read_json(attempt.directory / "job.json")
         secrets = {name: require_secret(name, f"stage {job['stage']}") for name in job["secrets"]}
         environment = {**self.site.environment, "PYTHON": (self.container or self.site).python}
@@ -207,11 +207,11 @@ class RemotePlacement:
             self._call(attempt, "start", *options, payload=payload, timeout=CHANGE_SECONDS)
 
     def starting(self, attempt: Assignment) -> bool:
-        """Always False: `start` waits for the claim."""
+        """Return False, because `start` waits for the claim."""
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
-        """As `Placement.observe`. Transfers small new files, unless another process is transferring files."""
+        """Implement `Placement.observe`. Transfers small new files, unless another process does."""
         try:
             with mirror(attempt.home, _folders(attempt), self.bring) as home:
                 seen, pulled = self._look(attempt, home, LOOK_BYTES, LOOK_SECONDS)
@@ -224,7 +224,7 @@ class RemotePlacement:
             return Observation(unseen=f"{self.name}: its answer is malformed ({error})")
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """As `Placement.pull`."""
+        """Implement `Placement.pull`."""
         with self._mirror(attempt) as home:
             if not whole:
                 self._pull(attempt, home, last=False)
@@ -244,12 +244,12 @@ class RemotePlacement:
                     return
 
     def stop(self, attempt: Assignment) -> bool:
-        """As `Placement.stop`."""
+        """Implement `Placement.stop`."""
         answer = self._call(attempt, "stop", "--grace", str(STOP_GRACE), timeout=CHANGE_SECONDS)
         return answer.get("stopped") is True
 
     def remove(self, attempt: Assignment) -> None:
-        """As `Placement.remove`.
+        """Implement `Placement.remove`.
 
         The machine keeps large outputs, so that a later stage there need not upload them again, and the
         checkpoints that the next attempt resumes from and that did not come home.
@@ -262,7 +262,7 @@ class RemotePlacement:
 
     @property
     def _holds(self) -> bool:
-        """Whether the machine keeps checkpoints for the next attempt."""
+        """True if the machine keeps checkpoints for the next attempt."""
         return self.bring != "all" and self.lasting
 
     def _hold(self, attempt: Assignment, *options: str) -> None:
@@ -314,7 +314,7 @@ class RemotePlacement:
     def _look(
         self, attempt: Assignment, home: Mirror | None, limit: int, seconds: float, *, last: bool = False
     ) -> tuple[dict[str, Any], Pulled]:
-        """The runner's observation, and how many of its new files arrived in `home`."""
+        """Return the runner's observation, and how many of its new files arrived in `home`."""
         asked = {"files": {}, "units": [], "folders": []} if home is None else home.state()
         payload = json.dumps(asked | {"limit": limit, "last": last}).encode()
         with tempfile.TemporaryFile() as answer:
@@ -387,7 +387,7 @@ class _SupersededError(WorkFailedError):
 
 
 def _table(parts: Sequence[str]) -> str:
-    """Names and sizes of the modules, for BOOT."""
+    """Return the names and sizes of the modules, for BOOT."""
     names = [*(f"{PACKAGE}.{part}" for part in parts[:-1]), PROGRAM]
     return ",".join(f"{name}:{len(_sources([part]))}" for name, part in zip(names, parts, strict=True))
 
@@ -397,5 +397,5 @@ def _sources(parts: Sequence[str]) -> bytes:
 
 
 def _folders(attempt: Assignment) -> Sequence[str]:
-    """The folders to pull: the evidence from the leading machine, logs and verdicts from the others."""
+    """Return the folders to pull: evidence from the leading machine, logs and verdicts from others."""
     return ("runtime", "artifacts") if attempt.node == 0 else ("runtime",)

@@ -54,7 +54,7 @@ class Upload:
         self._progress = directory.with_name(f"{directory.name}.sent-{node}.json")
 
     def small(self) -> dict[str, int]:
-        """Small contents to send without being asked, up to a limit."""
+        """Return the small contents to send without being asked, up to a limit."""
         found, room = {}, UNCALLED
         for sha256, size in sorted(self._sizes.items(), key=lambda one: one[1]):
             room -= size
@@ -63,11 +63,11 @@ class Upload:
         return found
 
     def lost(self, wanted: Mapping[str, int]) -> bool:
-        """Whether the machine asks for a content that only it had, because its store has evicted it."""
+        """Return whether the machine asks for content that its store has evicted and nobody else has."""
         return not wanted.keys() <= self._sources.keys()
 
     def wanted(self, missing: Any) -> dict[str, int]:
-        """The contents that the other side lacks, with the bytes of each that it has, validated.
+        """Return the contents that the other side lacks, with the bytes of each that it has, validated.
 
         Raises:
             ValueError: the list is malformed.
@@ -79,7 +79,7 @@ class Upload:
 
     @contextmanager
     def stream(self, head: bytes, wanted: Mapping[str, int]) -> Iterator[BinaryIO]:
-        """A stream of `head`, the list, and the `wanted` contents from their offsets, produced while read.
+        """Yield a stream of `head`, the list, and the `wanted` contents from their offsets, made while read.
 
         It ends with the block, even if other processes still read from it.
         """
@@ -106,7 +106,7 @@ class Upload:
                 self._progress.unlink(missing_ok=True)
 
     def _data(self, head: bytes, wanted: Mapping[str, int]) -> Iterator[bytes]:
-        """The content of the stream. Reports progress meanwhile."""
+        """Yield the content of the stream. Reports progress meanwhile."""
         files = [_listed(entry) for entry in self.entries]
         yield head + canonical_json({"files": files, "origins": self._origins}) + b"\n"
         done, reported = sum(wanted.values()), time.monotonic()
@@ -140,7 +140,7 @@ def _write(pipe: int, data: bytes, ended: threading.Event) -> None:
 
 
 def read_sent(attempt: Path) -> dict[str, Any] | None:
-    """The progress of uploading an attempt to all of its machines; None if no upload is in progress."""
+    """Return the progress of uploading an attempt to all of its machines; None without an upload."""
     found: list[dict[str, Any]] = []
     for path in attempt.parent.glob(f"{attempt.name}.sent-*.json"):
         with contextlib.suppress(RequestError):  # just removed
@@ -151,7 +151,7 @@ def read_sent(attempt: Path) -> dict[str, Any] | None:
 
 
 def _entries(directory: Path) -> Iterator[Entry]:
-    """The files in `directory`. The hashes of frozen files were verified when they were copied."""
+    """Yield the files in `directory`. The hashes of frozen files were verified when they were copied."""
     frozen = {file["path"]: Entry(**file) for file in read_json(directory / BUNDLE_FILE)["files"]}
     for relative, status in walk(directory):
         if stat.S_ISREG(status.st_mode):

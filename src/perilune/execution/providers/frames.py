@@ -28,17 +28,17 @@ class Kind(Enum):
 
 
 def frame(kind: Kind, data: bytes = b"") -> bytes:
-    """A frame as bytes."""
+    """Return a frame as bytes."""
     return HEAD.pack(kind.value, len(data)) + data
 
 
 def proof(token: str, *words: str) -> str:
-    """Proof of knowing the token, as hexadecimal digits; no word may contain a zero byte."""
+    """Return the proof of knowing the token, as hexadecimal digits; no word may contain a zero byte."""
     return hmac.new(token.encode(), "\0".join(words).encode(), "sha256").hexdigest()
 
 
 def read_frame(stream: BinaryIO | BufferedIOBase) -> tuple[Kind, bytes] | None:
-    """The next frame; None if the connection ended, even within a frame.
+    """Return the next frame; None if the connection ended, even within a frame.
 
     Raises:
         ValueError: the data is not a frame.

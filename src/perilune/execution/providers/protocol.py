@@ -50,13 +50,13 @@ class MachineKey:
 
     @classmethod
     def parse(cls, text: str) -> MachineKey | None:
-        """The key in `text`, or None if it is not one of Perilune's."""
+        """Return the key in `text`, or None if it is not one of Perilune's."""
         match = re.fullmatch(rf"{PREFIX}-([0-9a-z]+)-([0-9a-z]+)-(\d+)-(\d+)", text)
         return match and cls(match[1], match[2].upper(), int(match[3]), int(match[4]))
 
 
 def tag_of(cluster: str) -> str:
-    """The tag of every machine that a home rents."""
+    """Return the tag of every machine that a home rents."""
     return f"{PREFIX}-{cluster}"
 
 
@@ -163,7 +163,7 @@ class Provider(Protocol):
     capabilities: Capabilities
 
     def offers(self) -> Sequence[Offer]:
-        """The kinds of machines with their prices."""
+        """Return the kinds of machines with their prices."""
         ...
 
     def find(self, key: str) -> Sighting:
@@ -181,7 +181,7 @@ class Provider(Protocol):
         ...
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """Every machine whose key begins with `tag`, whoever requested it."""
+        """Return every machine whose key begins with `tag`, whoever requested it."""
         ...
 
     def terminate(self, key: str) -> None:
@@ -189,5 +189,5 @@ class Provider(Protocol):
         ...
 
     def host(self, machine: RentedMachine) -> Host:
-        """The host that runs commands on a machine."""
+        """Return the host that runs commands on a machine."""
         ...

@@ -39,7 +39,7 @@ def files(facts: Mapping[str, Any]) -> Attempts:
     import os
 
     def listed(folder: str) -> str:
-        """The entries of a folder, except the path to Python's library."""
+        """Return the entries of a folder, except the path to Python's library."""
         names = os.listdir(folder)  # noqa: PTH208
         return ", ".join([name for name in names if not os.__file__.startswith(f"{folder}/{name}/")][:5])
 

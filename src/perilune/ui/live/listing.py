@@ -6,7 +6,12 @@ from itertools import groupby
 from threading import Lock
 from typing import Any
 
-from perilune.control.queries.lookup import StageStatus, experiment_count, latest_experiments, stage_statuses
+from perilune.control.queries.lookup import (
+    StageStatus,
+    count_experiments,
+    list_latest_experiments,
+    list_stage_statuses,
+)
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.metrics.health.verdict import GRAVITY
 from perilune.ui.experiment import stage_view
@@ -34,9 +39,9 @@ class Listing:
             return self._document(most)
 
     def _document(self, most: int) -> dict[str, Any]:
-        latest = latest_experiments(self._control, most)
+        latest = list_latest_experiments(self._control, most)
         statuses = sorted(
-            stage_statuses(self._control, latest), key=lambda one: latest.index(one.experiment_id)
+            list_stage_statuses(self._control, latest), key=lambda one: latest.index(one.experiment_id)
         )
         return {
             "home": str(self._control.home.root),
@@ -44,7 +49,7 @@ class Listing:
                 self._experiment(list(stages))
                 for _, stages in groupby(statuses, key=lambda one: one.experiment_id)
             ],
-            "older": max(0, experiment_count(self._control) - len(latest)),
+            "older": max(0, count_experiments(self._control) - len(latest)),
         }
 
     def _experiment(self, statuses: Sequence[StageStatus]) -> dict[str, Any]:

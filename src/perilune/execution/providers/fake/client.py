@@ -45,11 +45,11 @@ class FakeCloud:
         self.capabilities = Capabilities(visibility_seconds=visibility_seconds)
 
     def offers(self) -> Sequence[Offer]:
-        """As `Provider.offers`."""
+        """Implement `Provider.offers`."""
         return [Offer(**offer) for offer in self.call("GET", "/offers")["offers"]]
 
     def find(self, key: str) -> Sighting:
-        """As `Provider.find`."""
+        """Implement `Provider.find`."""
         try:
             found = [machine for machine in self.list(key) if machine.key == key]
         except PeriluneError as error:
@@ -57,20 +57,20 @@ class FakeCloud:
         return Sighting(Presence.PRESENT, found[0]) if found else Sighting(Presence.ABSENT)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
-        """As `Provider.create`."""
+        """Implement `Provider.create`."""
         return _machine(self.call("PUT", f"/machines/{quote(key)}", asdict(request)))
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """As `Provider.list`."""
+        """Implement `Provider.list`."""
         listed = self.call("GET", f"/machines?prefix={quote(tag)}")["machines"]
         return [_machine(fields) for fields in listed]
 
     def terminate(self, key: str) -> None:
-        """As `Provider.terminate`."""
+        """Implement `Provider.terminate`."""
         self.call("DELETE", f"/machines/{quote(key)}")
 
     def host(self, machine: RentedMachine) -> Host:
-        """As `Provider.host`."""
+        """Implement `Provider.host`."""
         return FakeHost(self, machine.key)
 
     def inject(self, **fault: Any) -> None:
@@ -78,7 +78,7 @@ class FakeCloud:
         self.call("POST", "/faults", fault)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """One HTTP call; returns the JSON of the answer.
+        """Make one HTTP call; returns the JSON of the answer.
 
         Raises:
             ProviderUnreachableError: no answer or a server error; the effect is unknown.
@@ -105,7 +105,7 @@ class FakeCloud:
 
     @contextmanager
     def connection(self) -> Iterator[http.client.HTTPConnection]:
-        """A new connection to the server; raises OSError if it does not listen."""
+        """Yield a new connection to the server; raises OSError if it does not listen."""
         port = int(json.loads((self.folder / "address.json").read_text())["port"])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=CALL_SECONDS)
         try:
@@ -114,7 +114,7 @@ class FakeCloud:
             connection.close()
 
     def headers(self) -> dict[str, str]:
-        """Headers that authenticate this client."""
+        """Return the headers that authenticate this client."""
         return {"Authorization": f"Bearer {(self.folder / 'token').read_text()}"}
 
 
@@ -133,7 +133,7 @@ class FakeHost:
         sink: BinaryIO | None = None,
         timeout: float = 60.0,
     ) -> Answer:
-        """As `Host.run`."""
+        """Implement `Host.run`."""
         try:
             with self.cloud.connection() as connection:
                 connection.connect()

@@ -69,7 +69,7 @@ def execute(
 
 @contextmanager
 def _pipes() -> Iterator[tuple[list[int], int, int, int]]:
-    """Three pipes: the command's ends, then this side's ends of stdin, stdout and stderr."""
+    """Yield three pipes: the command's ends, then this side's ends of stdin, stdout and stderr."""
     (stdin_read, stdin), (stdout, stdout_write), (stderr, stderr_write) = os.pipe(), os.pipe(), os.pipe()
     try:
         yield [stdin_read, stdout_write, stderr_write], stdin, stdout, stderr

@@ -75,17 +75,17 @@ class Inventory:
             return machine
 
     def room(self, kind: str) -> int:
-        """Number of further machines of a kind that are available."""
+        """Return the number of further machines of a kind that are available."""
         taken = sum(one.record.kind == kind and one.record.ended is None for one in self.all())
         return self.capacity[kind] - taken
 
     def all(self) -> list[Machine]:
-        """Every machine that was ever created."""
+        """Return every machine that was ever created."""
         with self._lock:
             return list(self._machines.values())
 
     def shown(self, prefix: str) -> list[Machine]:
-        """Machines visible in answers: neither those just created nor those ended long ago."""
+        """Return the machines visible in answers: neither those just created nor those ended long ago."""
         moment = now()
         forget = self.faults.weather.forget_seconds
         return [
@@ -154,7 +154,7 @@ class Inventory:
             self.cut(machine, weather.cut_seconds)
 
     def document(self, machine: Machine) -> dict[str, Any]:
-        """A machine as JSON, for answers."""
+        """Return a machine as JSON, for answers."""
         record, moment = machine.record, now()
         announced = (
             record.taken is not None and record.ended is None and self.faults.weather.notice_seconds > 0

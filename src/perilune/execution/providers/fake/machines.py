@@ -63,21 +63,21 @@ class Record:
     box: Mapping[str, Any] | None = None
 
     def alive(self, now: float) -> bool:
-        """Whether it exists and is billed."""
+        """Return whether it exists and is billed."""
         return self.born <= now and self.ended is None
 
     def shown(self, now: float) -> bool:
-        """Whether it is visible in answers."""
+        """Return whether it is visible in answers."""
         return self.visible <= now
 
     def status(self, now: float) -> MachineStatus:
-        """Its status in answers."""
+        """Return its status in answers."""
         if self.ended is not None:
             return MachineStatus.ENDED if now >= self.end_visible else MachineStatus.ENDING
         return MachineStatus.RUNNING if now >= self.ready and self.box else MachineStatus.PENDING
 
     def billed_seconds(self, now: float) -> float:
-        """Time billed so far."""
+        """Return the time billed so far."""
         return max(0.0, (now if self.ended is None else self.ended) - self.born)
 
 
@@ -93,7 +93,7 @@ class Machine:
 
     @classmethod
     def load(cls, folder: Path) -> Machine:
-        """The machine in this folder."""
+        """Return the machine in this folder."""
         return cls(folder, Record(**json.loads((folder / "record.json").read_bytes())))
 
     def update(self, **changes: Any) -> None:
@@ -116,7 +116,7 @@ class Machine:
         self.update(box=identity and asdict(identity))
 
     def running(self) -> bool:
-        """Whether its first process lives."""
+        """Return whether its first process lives."""
         box = self.record.box
         return box is not None and ProcessIdentity(**box).presence() is Presence.PRESENT
 
@@ -131,7 +131,7 @@ class Machine:
             remove_tree(self.folder / "home")
 
     def connect(self) -> socket.socket:
-        """A connection to the first process, for one command.
+        """Return a connection to the first process, for one command.
 
         Raises:
             OSError: it does not answer.
@@ -149,5 +149,5 @@ class Machine:
 
 
 def now() -> float:
-    """Seconds since boot."""
+    """Return the seconds since boot."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

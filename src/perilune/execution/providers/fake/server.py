@@ -65,11 +65,11 @@ class Cloud:
                 stream.shutdown(socket.SHUT_RDWR)
 
     def streams(self, machine_id: str) -> set[socket.socket]:
-        """The connections to a machine."""
+        """Return the connections to a machine."""
         return self._streams[machine_id]
 
     def find(self, key: str) -> list[Machine]:
-        """Visible machines with this key."""
+        """Return the visible machines with this key."""
         return [machine for machine in self.inventory.shown(key) if machine.record.key == key]
 
     def create(self, key: str, body: dict[str, Any], late: float) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class Cloud:
         ]
 
     def bill(self) -> dict[str, Any]:
-        """The cost of every machine, by key."""
+        """Return the cost of every machine, by key."""
         moment, machines = now(), [machine.record for machine in self.inventory.all()]
         costs = {one.key: one.price * one.billed_seconds(moment) / 3600.0 for one in machines}
         alive = [one.key for one in machines if one.ended is None]
@@ -136,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
         """Do not log calls; faults are recorded in faults.jsonl."""
 
     def date_time_string(self, timestamp: float | None = None) -> str:
-        """The time of the cloud's clock, which may be wrong."""
+        """Return the time of the cloud's clock, which may be wrong."""
         return super().date_time_string((timestamp or time.time()) + self.cloud.faults.weather.clock_skew)
 
     def do_GET(self) -> None:

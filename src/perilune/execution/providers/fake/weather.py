@@ -80,7 +80,7 @@ WEATHERS = {
 
 
 def weather(name: str, seed: int) -> Weather:
-    """The named weather ("calm" or "stormy") with a seed."""
+    """Return the named weather ("calm" or "stormy") with a seed."""
     return replace(WEATHERS[name], seed=seed)
 
 
@@ -105,19 +105,19 @@ class FaultInjector:
             self._scripts.append({"call": call, "fault": fault, "times": times})
 
     def fault_for(self, call: str, key: str) -> Fault | None:
-        """The fault to inject into this call, or None."""
+        """Return the fault to inject into this call, or None."""
         fault = self._scripted(call) or self._by_chance(call)
         if fault is not None:
             self.note(fault, call=call, key=key)
         return fault
 
     def occurs(self, per_minute: float, seconds: float) -> bool:
-        """Whether an event with this rate per minute occurs within `seconds`."""
+        """Return whether an event with this rate per minute occurs within `seconds`."""
         with self._lock:
             return self._chance.random() < per_minute * seconds / 60.0
 
     def seconds(self, most: float) -> float:
-        """A random time of at most `most` seconds."""
+        """Return a random time of at most `most` seconds."""
         with self._lock:
             return self._chance.uniform(0.0, most)
 

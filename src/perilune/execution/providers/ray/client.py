@@ -61,11 +61,11 @@ class RayCluster:
         self._ready: dict[str, _Ready] = {}
 
     def offers(self) -> Sequence[Offer]:
-        """The configured kinds. If the cluster is full, Ray keeps a job pending."""
+        """Return the configured kinds. If the cluster is full, Ray keeps a job pending."""
         return [Offer(name, kind.price, None) for name, kind in self.settings.kinds.items()]
 
     def find(self, key: str) -> Sighting:
-        """As `Provider.find`."""
+        """Implement `Provider.find`."""
         try:
             job = self.jobs.find(_job_of(key)[0])
             found = [] if job is None else [one for one in self._machines(job) if one.key == key]
@@ -91,7 +91,7 @@ class RayCluster:
         return self._machines(job)[rank]
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """As `Provider.list`."""
+        """Implement `Provider.list`."""
         ours = (job for job in self.jobs.all() if MachineKey.parse(f"{job.name}-0") is not None)
         asked = (job for job in ours if job.name.startswith(tag) or tag.startswith(job.name))
         return [one for job in asked for one in self._machines(job) if one.key.startswith(tag)]
@@ -101,7 +101,7 @@ class RayCluster:
         self.jobs.stop(_job_of(key)[0])
 
     def host(self, machine: RentedMachine) -> Host:
-        """As `Provider.host`.
+        """Implement `Provider.host`.
 
         Raises:
             HostUnreachableError: its job has not described its machines yet.
@@ -115,7 +115,7 @@ class RayCluster:
         return RayHost(self.settings.gateway, machine.key, ready.token)
 
     def _machines(self, job: Job) -> Sequence[RentedMachine]:
-        """The machines of a job, one per rank."""
+        """Return the machines of a job, one per rank."""
         ready = self._readiness(job) if job.status == "RUNNING" else None
         status = MachineStatus.PENDING if job.status in {"PENDING", "RUNNING"} else MachineStatus.ENDED
         began, ended = job.started, job.ended
@@ -140,7 +140,7 @@ class RayCluster:
         ]
 
     def _readiness(self, job: Job) -> _Ready | None:
-        """The machines that the job described in its log, which it does once."""
+        """Return the machines that the job described in its log, which it does once."""
         known = self._ready.get(job.name)
         if known is not None and known.started == job.started:
             return known
@@ -154,14 +154,14 @@ class RayCluster:
         return None
 
     def _reason(self, job: Job) -> str:
-        """Why a job has ended, in the terms of `RentedMachine.reason`."""
+        """Return why a job has ended, in the terms of `RentedMachine.reason`."""
         message = (job.message.strip().splitlines() or [""])[-1].removeprefix("host failure: ")
         if job.exit_code in NOT_FOUND:
             message = f"there is no {self.settings.python} on the head node"
         return REASONS.get(job.status) or f"host failure: {message[:200]}"
 
     def _entrypoint(self, name: str, request: MachineRequest) -> str:
-        """The command of a job, quoted because Ray passes it to a shell."""
+        """Return the command of a job, quoted because Ray passes it to a shell."""
         options = {
             "--name": name,
             "--nodes": str(request.nodes),
@@ -191,7 +191,7 @@ class RayCluster:
 
 
 def _job_of(key: str) -> tuple[str, int]:
-    """Name of the job that holds a machine, and the machine's rank.
+    """Return the name of the job that holds a machine, and the machine's rank.
 
     Raises:
         ProviderRefusedError: the key is not one of Perilune's.

@@ -34,7 +34,7 @@ class RayHost:
         sink: BinaryIO | None = None,
         timeout: float = 60.0,
     ) -> Answer:
-        """As `Host.run`. A command does not end with the connection."""
+        """Implement `Host.run`. A command does not end with the connection."""
         host, _, port = self.gateway.rpartition(":")
         try:
             with (

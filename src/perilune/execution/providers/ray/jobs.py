@@ -75,11 +75,11 @@ class Jobs:
         self.dashboard, self.token = dashboard.rstrip("/"), token
 
     def all(self) -> Sequence[Job]:
-        """Submitted jobs, without other drivers."""
+        """Return the submitted jobs, without other drivers."""
         return [Job.parse(one) for one in self._json("GET", "/api/jobs/") if one.get("submission_id")]
 
     def find(self, name: str) -> Job | None:
-        """The job with this name, or None."""
+        """Return the job with this name, or None."""
         status, answer = self._call("GET", f"/api/jobs/{quote(name)}")
         if status == 404:
             return None
@@ -103,7 +103,7 @@ class Jobs:
         self._json("POST", "/api/jobs/", request)
 
     def log(self, name: str) -> str:
-        """The output of a job; "" if it is gone or has not started."""
+        """Return the output of a job; "" if it is gone or has not started."""
         status, answer = self._call("GET", f"/api/jobs/{quote(name)}/logs")
         return "" if status in {400, 404} else str(self._parsed(status, answer, "GET").get("logs") or "")
 
@@ -127,7 +127,7 @@ class Jobs:
             self._parsed(status, answer, method)
 
     def _call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """One HTTP call; returns status and body."""
+        """Make one HTTP call; returns status and body."""
         headers = {"Content-Type": "application/json", "User-Agent": "perilune"}  # Ray checks both
         if self.token is not None:
             headers["Authorization"] = f"Bearer {require_secret(self.token, self.dashboard)}"
@@ -161,7 +161,7 @@ class Jobs:
 
 @cache
 def package() -> bytes:
-    """The package for the cluster as a zip archive, identical every time."""
+    """Return the package for the cluster as a zip archive, identical every time."""
     found = [*files(CLUSTER).iterdir(), files("perilune.execution.providers") / "frames.py"]
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as out:

@@ -41,7 +41,7 @@ class AnswerError(Exception):
 
 
 def classified(error: BaseException) -> AnswerError:
-    """The answer for an error of a launch."""
+    """Return the answer for an error of a launch."""
     if isinstance(error, AnswerError):
         return error
     name = type(error).__name__
@@ -52,7 +52,7 @@ def classified(error: BaseException) -> AnswerError:
 
 
 def text(error: BaseException) -> str:
-    """The message of an error on one line, without colours."""
+    """Return the message of an error on one line, without colours."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return f"{type(error).__name__}: {' '.join(plain.split())}"[:2000]
 
@@ -66,7 +66,7 @@ class Clusters:
         self._reported: set[str] = set()  # requests whose failure was reported
 
     def look(self, prefix: str) -> list[dict[str, Any]]:
-        """Clusters whose names begin with `prefix`, including pending launches, as the clouds report them.
+        """Return the clusters whose names begin with `prefix`, with pending launches, as the clouds report.
 
         If SkyPilot cannot ask a cloud, it answers from its own record, and `unseen` says so.
         """
@@ -147,13 +147,13 @@ class Clusters:
         return {"task": made.to_yaml_config()}
 
     def price(self, task: dict[str, Any]) -> float | None:
-        """The highest price per hour of a task's resources in the catalog; None if it has no price."""
+        """Return the highest price per hour of a task's resources in the catalog; None if it has no price."""
         prices = [self._price(one) for one in self.task(task).resources]
         known = [price for price in prices if price is not None]
         return max(known) if known and len(known) == len(prices) else None
 
     def task(self, task: dict[str, Any]) -> Any:
-        """The task, which runs nothing, because only its machine is needed."""
+        """Return the task, which runs nothing, because only its machine is needed."""
         wanted = dict(task["resources"])
         if task.get("price") is not None and hasattr(self.sky.Resources, "max_hourly_cost"):
             wanted["max_hourly_cost"] = task["price"]
@@ -181,7 +181,7 @@ class Clusters:
         return highest(one.spot_price if wanted.use_spot else one.price for one in found)
 
     def _with_accelerators(self, wanted: Any) -> Any:
-        """Machines of the catalog with the requested accelerators; None if no cloud is given."""
+        """Return the machines of the catalog with the requested accelerators; None if no cloud is given."""
         if not wanted.accelerators or wanted.cloud is None or str(wanted.cloud).lower() in LOCAL_CLOUDS:
             return None
         from sky import catalog
@@ -224,13 +224,13 @@ class Clusters:
         return any(one.status in ACTIVE for one in found if one.request_id == request)
 
     def _requests(self, cluster: str) -> list[Any]:
-        """Requests for a cluster, the newest first."""
+        """Return the requests for a cluster, the newest first."""
         found = self.sky.api_status(all_status=True, cluster_name=cluster)
         mine = [one for one in found if one.cluster_name == cluster]
         return sorted(mine, key=lambda one: one.created_at, reverse=True)
 
     def _launching(self, prefix: str) -> dict[str, float]:
-        """Clusters with a pending launch, and its time."""
+        """Return the clusters with a pending launch, and its time."""
         return {
             one.cluster_name: one.created_at
             for one in self.sky.api_status()
@@ -257,12 +257,12 @@ class Clusters:
 
 
 def highest(prices: Any) -> float | None:
-    """The highest of some prices; the catalog leaves some blank."""
+    """Return the highest of some prices; the catalog leaves some blank."""
     return max((price for price in prices if price is not None and not math.isnan(price)), default=None)
 
 
 def hourly(resources: Any) -> float | None:
-    """The price of one machine per hour, if SkyPilot knows it."""
+    """Return the price of one machine per hour, if SkyPilot knows it."""
     try:
         return float(resources.get_cost(3600))
     except Exception:
@@ -270,7 +270,7 @@ def hourly(resources: Any) -> float | None:
 
 
 def ssh_config(cluster: str) -> str:
-    """The path of SkyPilot's ssh configuration for a cluster."""
+    """Return the path of SkyPilot's ssh configuration for a cluster."""
     from sky.utils.cluster_utils import SSHConfigHelper
 
     path: str = SSHConfigHelper.ssh_cluster_path.format(cluster)
@@ -278,13 +278,13 @@ def ssh_config(cluster: str) -> str:
 
 
 def kind_of(creation: str) -> str:
-    """The name of the task that created a cluster, which is the kind of its machines."""
+    """Return the name of the task that created a cluster, which is the kind of its machines."""
     match = re.search(r"^name: *['\"]?([\w-]+)", creation, re.MULTILINE)
     return match[1] if match else ""
 
 
 def answer(clusters: Clusters, question: dict[str, Any]) -> dict[str, Any]:
-    """The answer to one question."""
+    """Return the answer to one question."""
     call = question.pop("call")
     try:
         return {"answer": getattr(clusters, call)(**question)}

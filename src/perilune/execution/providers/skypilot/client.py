@@ -58,18 +58,18 @@ class SkyPilot:
         self._bridge.close()
 
     def offers(self) -> Sequence[Offer]:
-        """The kinds in providers.yaml. Raises ProviderRefusedError for a kind without a price."""
+        """Return the kinds in providers.yaml. Raises ProviderRefusedError for a kind without a price."""
         kinds = self.settings.kinds.items()
         return [Offer(name, self._price(name), None, kind.preemptible) for name, kind in kinds]
 
     def problem(self, kind: str) -> str:
-        """What is wrong with a kind, as far as that can be checked without renting; "" if nothing."""
+        """Return the problem with a kind, as far as it can be checked without renting; or ""."""
         if kind not in self.settings.kinds:
             return f"no kind '{kind}'; there is {', '.join(self.settings.kinds)}"
         return str(self._bridge.ask("check", task=self._task(kind, 1, minutes=60)).get("problem", ""))
 
     def find(self, key: str) -> Sighting:
-        """As `Provider.find`; asks the clouds now."""
+        """Implement `Provider.find`; asks the clouds now."""
         try:
             found = self._look(cluster_of(key)).get(key)
         except PeriluneError as error:
@@ -96,7 +96,7 @@ class SkyPilot:
         return RentedMachine(key, cluster, request.kind, price, MachineStatus.PENDING, 0.0)
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """Every machine whose key begins with `tag`, from a look that is at most `look_seconds` old.
+        """Return every machine whose key begins with `tag`, from a look that is at most `look_seconds` old.
 
         An older look is used for the same time again, while a new one is in progress.
         """
@@ -114,7 +114,7 @@ class SkyPilot:
         self._do("end", cluster=cluster)
 
     def host(self, machine: RentedMachine) -> Host:
-        """As `Provider.host`, with SkyPilot's ssh configuration and a host key learned at first contact."""
+        """Implement `Provider.host` with SkyPilot's ssh configuration. The host key is learned at once."""
         cluster, rank = cluster_of(machine.key), rank_of(machine.key)
         name = f"{cluster}-worker{rank}" if rank else cluster
         settings = SshSettings(host=name, config=self._clusters.ssh(cluster))

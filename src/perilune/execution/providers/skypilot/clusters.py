@@ -40,11 +40,11 @@ class Clusters:
         self._terminated.add(cluster)
 
     def ssh(self, cluster: str) -> str:
-        """The path of the ssh configuration for a cluster."""
+        """Return the path of the ssh configuration for a cluster."""
         return self._ssh.get(cluster, f"~/.sky/generated/ssh/{cluster}")
 
     def machines(self, prefix: str, clusters: Sequence[Mapping[str, Any]]) -> dict[str, RentedMachine]:
-        """Machines by key: those listed by the bridge, and those that disappeared by themselves, as ended."""
+        """Return the machines by key: those that the bridge listed, and those that disappeared, as ended."""
         for cluster in clusters:
             name = cluster["cluster"]
             self._ssh[name] = cluster.get("ssh") or self.ssh(name)
@@ -84,7 +84,7 @@ class Clusters:
 
 
 def status_of(cluster: Mapping[str, Any]) -> tuple[MachineStatus, str]:
-    """The status of a cluster's machines, and why they are ending.
+    """Return the status of a cluster's machines, and why they are ending.
 
     If a cluster was up and is INIT again, its SkyPilot runtime does not answer. Perilune does not need the
     runtime; ssh shows whether the machine lives.
@@ -105,7 +105,7 @@ def status_of(cluster: Mapping[str, Any]) -> tuple[MachineStatus, str]:
 
 
 def why_gone(cluster: Mapping[str, Any]) -> str:
-    """Why a cluster that is up now is gone, once it is no longer listed and was not terminated by us."""
+    """Return why a cluster that is up now will have gone, if it disappears without our termination."""
     minutes = cluster.get("minutes", -1)
     if minutes >= 0 and age(cluster) >= (minutes - 1) * MINUTE:
         return "lifetime"
@@ -113,22 +113,22 @@ def why_gone(cluster: Mapping[str, Any]) -> str:
 
 
 def age(cluster: Mapping[str, Any]) -> float:
-    """Seconds since a cluster's launch."""
+    """Return the seconds since a cluster's launch."""
     return max(0.0, time.time() - float(cluster["launched"]))
 
 
 def cluster_of(key: str) -> str:
-    """The name of the cluster with the machine `key`, which is the key of its head node."""
+    """Return the name of the cluster with the machine `key`, which is the key of its head node."""
     return key_of(key, 0)
 
 
 def key_of(cluster: str, rank: int) -> str:
-    """The key of a cluster's machine."""
+    """Return the key of a cluster's machine."""
     key = MachineKey.parse(cluster)
     return cluster if key is None else str(replace(key, rank=rank))
 
 
 def rank_of(key: str) -> int:
-    """The rank of the machine `key` in its cluster; the head node is 0."""
+    """Return the rank of the machine `key` in its cluster; the head node is 0."""
     parsed = MachineKey.parse(key)
     return parsed.rank if parsed else 0

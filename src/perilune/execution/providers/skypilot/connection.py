@@ -130,7 +130,7 @@ class Bridge:
 
 
 def unwrap(answer: dict[str, Any], call: str) -> Any:
-    """The answer; raises it if it is an error."""
+    """Return the answer; raises it if it is an error."""
     if "error" not in answer:
         return answer["answer"]
     kind, message, where = answer["error"]["kind"], answer["error"]["message"], f"SkyPilot, {call}"
@@ -142,7 +142,7 @@ def unwrap(answer: dict[str, Any], call: str) -> Any:
 
 
 def interpreter(named: str | None) -> str:
-    """The interpreter that has SkyPilot.
+    """Return the interpreter that has SkyPilot.
 
     Raises:
         RequestError: there is none.

@@ -43,7 +43,7 @@ class Kind(Frozen):
 
     @property
     def preemptible(self) -> bool:
-        """Whether its cloud may preempt it."""
+        """True if its cloud may preempt it."""
         choices = [*self.resources.get("any_of", ()), *self.resources.get("ordered", ())]
         return any(bool(one.get("use_spot")) for one in (self.resources, *choices))
 

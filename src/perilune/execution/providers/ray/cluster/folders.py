@@ -30,7 +30,7 @@ def new_home(key: str, workspace: str) -> str:
 
 
 def environment(home: str) -> dict[str, str]:
-    """Variables for commands on a machine: the node's, without Ray's, and with the machine's home.
+    """Return the variables for commands on a machine: the node's, without Ray's, and with the machine's home.
 
     The cache directory stays the node's, shared by all its machines.
     """
@@ -44,7 +44,7 @@ def environment(home: str) -> dict[str, str]:
 
 
 def abandoned(name: str) -> bool:
-    """Whether a folder of that name belongs to an ended process of this node without living children."""
+    """Return whether a folder of that name belongs to an ended process of this node without children."""
     found = NAME.fullmatch(name)
     if found is None or found[4] != host():
         return False
@@ -55,7 +55,7 @@ def abandoned(name: str) -> bool:
 
 
 def environs() -> list[bytes]:
-    """Environments of all processes that this user may inspect."""
+    """Return the environments of all processes that this user may inspect."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def environs() -> list[bytes]:
 
 
 def starttime(pid: int) -> int | None:
-    """Ticks from boot to the start of a living process; None for a zombie or no process."""
+    """Return the ticks from boot to the start of a living process; None for a zombie or no process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -73,12 +73,12 @@ def starttime(pid: int) -> int | None:
 
 
 def boot() -> str:
-    """Identifier of this boot, as 16 hexadecimal digits."""
+    """Return the identifier of this boot, as 16 hexadecimal digits."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:16]
 
 
 def host() -> str:
-    """Identifier of this machine and process namespace, as 16 digits: nodes may share home directories."""
+    """Return 16 digits for this machine and process namespace: nodes may share home directories."""
     machine = ""
     with contextlib.suppress(OSError):
         machine = Path("/etc/machine-id").read_text()

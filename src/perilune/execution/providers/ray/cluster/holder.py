@@ -73,7 +73,7 @@ def hold(options: argparse.Namespace, until: float) -> int:
 
 
 def machine(options: argparse.Namespace, group: PlacementGroup, rank: int, token: str) -> Any:
-    """The actor that is the machine of one rank, in the placement group's bundle of that number."""
+    """Return the actor that is the machine of one rank, in the placement group's bundle of that number."""
     options_of: dict[str, Any] = {"num_cpus": 0, "resources": {}}
     for name, amount in options.resources.items():
         if name in NAMED:

@@ -38,7 +38,7 @@ class Machine:
         self._commands: dict[str, Command] = {}
 
     def address(self) -> str:
-        """The address at which the attempt's other machines reach this one."""
+        """Return the address at which the attempt's other machines reach this one."""
         import ray
 
         return str(ray.util.get_node_ip_address())
@@ -79,7 +79,7 @@ class Machine:
         self._commands[name].end_input()
 
     def read(self, name: str) -> tuple[bytes, bytes, int | None]:
-        """New stdout and stderr of a command, and its exit code once it has ended and all output was read."""
+        """Return new stdout and stderr of a command, and its exit code once it has ended and all was read."""
         return self._commands[name].read()
 
     def close(self, name: str) -> None:
@@ -128,7 +128,7 @@ class Command:
         self._open = [self._output, self._errors]
 
     def write(self, data: bytes) -> int:
-        """As `Machine.write`; input that the process does not read counts as accepted."""
+        """See `Machine.write`; input that the process does not read counts as accepted."""
         pipe, taken, until = self._input.fileno(), 0, time.monotonic() + SLICE
         while taken < len(data) and time.monotonic() < until:
             self.touched = time.monotonic()
@@ -141,11 +141,11 @@ class Command:
         return taken
 
     def end_input(self) -> None:
-        """As `Machine.end_input`."""
+        """See `Machine.end_input`."""
         self._input.close()
 
     def read(self) -> tuple[bytes, bytes, int | None]:
-        """As `Machine.read`; waits briefly for output."""
+        """See `Machine.read`; waits briefly for output."""
         self.touched = time.monotonic()
         came = {self._output: b"", self._errors: b""}
         patience = SLICE if self._ended is None else 0.1
@@ -164,7 +164,7 @@ class Command:
         return b"", b"", self._code(0.0) if lingered else None
 
     def _code(self, patience: float) -> int | None:
-        """Its exit code, with signals as in a shell; None while it runs."""
+        """Return the exit code, with signals as in a shell; None while it runs."""
         try:
             code = self._process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -172,13 +172,13 @@ class Command:
         return 128 - code if code < 0 else code
 
     def close(self) -> None:
-        """As `Machine.close`."""
+        """See `Machine.close`."""
         for pipe in (self._input, self._output, self._errors):
             pipe.close()
 
 
 def ready(until: float, reading: list[int] | None = None, writing: list[int] | None = None) -> list[int]:
-    """The pipes that are ready before the time `until`."""
+    """Return the pipes that are ready before the time `until`."""
     poll = select.poll()
     for pipe in reading or []:
         poll.register(pipe, select.POLLIN)
