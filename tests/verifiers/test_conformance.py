@@ -59,6 +59,11 @@ def test_check_environment_finds_each_broken_rule_and_no_other(name, checks):
     assert {one.check for one in found.findings} == checks
 
 
+def test_check_environment_plays_a_task_until_its_first_failure():
+    found = check_environment(broken("Raising"), tasks=2)
+    assert found.checked["nothing fails"] == len(found.findings) == 2
+
+
 def test_task_rejects_text_as_prompt_and_number_as_id():
     with pytest.raises(RequestError, match="a text, not messages"):
         Task("a", "what?", {})

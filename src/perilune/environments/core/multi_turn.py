@@ -114,7 +114,7 @@ class ScriptedSession:
 
     def _next(self, action: str | None) -> Observation:
         try:
-            seen = self._play.send(action)
+            seen = next(self._play) if action is None else self._play.send(action)
         except StopIteration:
             raise RuntimeError("play returned without `yield end_episode(...)`") from None
         if not isinstance(seen, Observation):
