@@ -40,6 +40,9 @@ class Hungry(Echo):
 class Scoreless(SingleTurn):
     def tasks(self, split, seed): ...
 
+class Wordy(Echo):
+    max_turns = "4"
+
 class NoTasks(Echo):
     def tasks(self, split, seed): return None
 
@@ -238,6 +241,7 @@ def test_broken_code_file_gives_one_error_without_traceback(
     ("key", "file", "what"),
     [
         ("environment", "world.py:Idle", "not an environment: it has no tasks, score"),
+        ("environment", "world.py:Wordy", "max_turns of world.py:Wordy is '4'"),
         ("environment", "world.py:Hungry", "cannot make world.py:Hungry: TypeError"),
         ("environment", "world.py:Scoreless", "not an environment: it has no score"),
         ("environment", "world.py:NoTasks", "NoTasks cannot make tasks: TypeError: 'NoneType'"),

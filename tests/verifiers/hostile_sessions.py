@@ -48,6 +48,8 @@ class Echo(MultiTurn):
                 sys.stderr.write("garbage\n" * 1_000_000)
             case "babble":
                 os.write(3, b"garbage\n")
+            case "huge":
+                return ask("x", rewards=(10**400,))  # beyond the range of floats
             case "nan":
                 return ask("x", rewards=(float("nan"),))
             case "stuck":

@@ -104,6 +104,7 @@ def test_batch_has_own_time_limit():
         ("babble [1, 2]", "malformed"),
         ("babble {", "malformed"),
         ('babble {"item": 0, "reward": {}}', "malformed"),
+        ('babble {"item": 0, "reward": 1%s, "terms": {}, "metrics": {}}' % ("0" * 400), "malformed"),
     ],
 )
 def test_misbehaving_scorer_gives_failure_instead_of_zero(shared, text, expected):

@@ -62,6 +62,7 @@ def test_time_limit_may_exceed_longest_kernel_timeout():
         ("flood", "environment", "standard error"),
         ("babble", "environment", "malformed"),
         ("nan", "environment", "a number is not finite"),
+        ("huge", "environment", "malformed"),
         ("stuck", "environment", "the player to move has no legal action"),
         ("nothing", "environment", "not an Observation"),
         ("object", "environment", "not JSON"),

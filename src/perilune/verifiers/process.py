@@ -55,7 +55,7 @@ class Call(Protocol):
         """Parse the answer, which may be hostile.
 
         Raises:
-            KeyError, TypeError, ValueError, AttributeError: if the answer is malformed.
+            KeyError, TypeError, ValueError, OverflowError, AttributeError: if the answer is malformed.
         """
         ...
 
@@ -226,5 +226,5 @@ def _read(call: Call, answer: Mapping[str, Any], index: int) -> Any:
             boundary, reason = map(str, answer["failure"])
             return Failure(boundary, reason)
         return call.read(answer)
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
         raise BrokenChannelError(f"{NAME} sent a malformed answer") from None

@@ -209,7 +209,7 @@ def read_observation(document: Mapping[str, Any], players: int) -> Observation |
     """Parse an observation from another process. An invalid one is a Failure of the environment.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: if it is malformed.
+        KeyError, TypeError, ValueError, OverflowError, AttributeError: if it is malformed.
     """
     legal = document["legal"]
     observation = Observation(

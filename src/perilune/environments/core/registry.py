@@ -288,6 +288,11 @@ def _require_protocol(environment: Any, name: str) -> None:
     lacking += [] if isinstance(getattr(environment, "id", None), str) else ["id"]
     if lacking:
         raise _no_environment(name, lacking)
+    for bound in ("max_turns", "players"):
+        if not isinstance(value := getattr(environment, bound, 1), int) or value < 1:
+            raise RequestError(
+                f"{bound} of {name} is {value!r}", where="environment.id", remedy="a whole number, at least 1"
+            )
 
 
 def _no_environment(name: str, lacking: Sequence[str]) -> RequestError:
