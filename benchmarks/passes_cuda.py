@@ -23,11 +23,11 @@ import torch
 
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
-from perilune.models.adapters.lora import attach, narrow_base
+from perilune.models.adapters.lora import attach_adapter, convert_base
 from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.logprobs import in_row_chunks, token_logprobs
+from perilune.models.logprobs import compute_in_row_chunks, token_logprobs
 from perilune.models.memory import learning_bytes
 from perilune.models.narrow import Precision
 from recipe_runs import write
@@ -115,9 +115,9 @@ def train(one: Pass, device: str) -> dict[str, Any]:
     decoder, shape = made(one.model, device), SHAPES[one.model]
     if one.adapter:
         decoder.requires_grad_(False)
-        narrow_base(decoder, "bfloat16")
-        attach(decoder, TARGETS, 16, 32.0, seed=0)
-    decoder.compute_in(one.precision)
+        convert_base(decoder, "bfloat16")
+        attach_adapter(decoder, TARGETS, 16, 32.0, seed=0)
+    decoder.set_precision(one.precision)
     decoder.recompute = one.recompute
     tokens = torch.randint(shape.vocab, (one.tokens,), device=device)
     positions = torch.arange(one.tokens, device=device) % one.length
@@ -125,7 +125,7 @@ def train(one: Pass, device: str) -> dict[str, Any]:
 
     def run() -> None:
         hidden = decoder(tokens, positions, PackedAttention(bounds))
-        logprobs, _ = in_row_chunks(
+        logprobs, _ = compute_in_row_chunks(
             lambda rows, targets: token_logprobs(decoder.logits(rows), targets), hidden, tokens, shape.vocab
         )
         logprobs.mean().backward()
@@ -163,7 +163,7 @@ def train(one: Pass, device: str) -> dict[str, Any]:
 def decode(model: str, samples: int, length: int, device: str) -> dict[str, Any]:
     """Milliseconds of a step; its rate in bytes read a second."""
     decoder, shape = made(model, device), SHAPES[model]
-    decoder.compute_in("bfloat16")
+    decoder.set_precision("bfloat16")
     engine = Engine(decoder, slots=samples, cache_tokens=samples * (length + 2 * PROMPT))
     generator = torch.Generator().manual_seed(0)
     of_each = min(samples, 8)

@@ -80,10 +80,10 @@ def measure(seed: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
     ]
     groups = {kind: sample(decoder, prompts, kind) for kind in ("float32", *KINDS)}
     rates = {kind: pass_rates(environment, tasks, found, tokenizer) for kind, found in groups.items()}
-    exact = distributions(decoder.frozen(), prompts, groups["float32"])
+    exact = distributions(decoder.frozen_copy(), prompts, groups["float32"])
     found = []
     for kind in KINDS:
-        narrow = distributions(decoder.frozen(kind), prompts, groups["float32"])
+        narrow = distributions(decoder.frozen_copy(kind), prompts, groups["float32"])
         passed = {"pass@1": mean(rates[kind]), "pass@1 of float32": mean(rates["float32"])}
         difference = paired_difference(rates["float32"], rates[kind], seed=seed)._asdict()
         found.append(

@@ -25,11 +25,11 @@ from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_model, save_checkpoint
 from perilune.models.decoder import Decoder
-from perilune.models.narrow import narrowed
+from perilune.models.narrow import round_weight
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.weights.delta import BoundedChange, KeptCopy, Update, WeightReader, WeightWriter
+from perilune.weights.delta import BoundsComparison, CopyComparison, Update, WeightReader, WeightWriter
 from perilune.weights.precision import engine_dtypes
-from perilune.weights.push import target
+from perilune.weights.push import find_server
 from recipe_runs import described, document, options, write
 
 RATES = (1e-6, 3e-6, 1e-5, 1e-4, 1e-3)
@@ -117,7 +117,7 @@ class Training:
         """Before and after another step in the direction of the last one, which had the rate `done`."""
         before = self.kept()
         for name, one in self.decoder.named_parameters():
-            one.sub_(self.optimizer._change(name) * (lr / done))
+            one.sub_(self.optimizer._last_change(name) * (lr / done))
         after = self.kept()
         for name, one in self.decoder.named_parameters():
             one.copy_(before["float32"][name])
@@ -152,7 +152,7 @@ def kept(
         if name not in matrices or name == "model.embed_tokens.weight":
             found[name] = one.to(matrices.get(name, one.dtype))
         else:
-            narrow = narrowed(one, "int8")
+            narrow = round_weight(one, "int8")
             assert narrow.scales is not None
             found |= {name: narrow.values, f"{name}.scales": narrow.scales}
     return found
@@ -160,9 +160,9 @@ def kept(
 
 def rounded(decoder: Decoder) -> dict[str, torch.dtype]:
     """What an engine rounds with bfloat16 products; training here computes in float32, which is faster."""
-    decoder.compute_in("bfloat16")
+    decoder.set_precision("bfloat16")
     dtypes = engine_dtypes(decoder)
-    decoder.compute_in("float32")
+    decoder.set_precision("float32")
     return dtypes
 
 
@@ -200,7 +200,7 @@ def last_step(training: Training, lr: float) -> tuple[Kept, Kept]:
 def delta(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Update:
     """The update between two states."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        writer, changed = WeightWriter("delta"), KeptCopy()
+        writer, changed = WeightWriter("delta"), CopyComparison()
         writer.write(Path(folder) / "before", before, 0, changed)
         return writer.write(Path(folder) / "after", after, 1, changed)
 
@@ -222,7 +222,7 @@ def costs(model: str) -> Iterator[dict[str, Any]]:
 def local(training: Training, lr: float, folder: Path) -> dict[str, Any]:
     """Seconds through shared memory."""
     dtypes = rounded(training.decoder)
-    writer, changed, reader = WeightWriter("delta"), KeptCopy(), WeightReader(dtypes)
+    writer, changed, reader = WeightWriter("delta"), CopyComparison(), WeightReader(dtypes)
     before = writer.write(folder / "0", training.kept()["bfloat16"], 0, changed)
     state = {name: torch.empty_like(one) for name, one in training.decoder.state_dict().items()}
     load_into(state, reader, before.path)
@@ -231,7 +231,10 @@ def local(training: Training, lr: float, folder: Path) -> dict[str, Any]:
     full, writing_full = timed(lambda: WeightWriter("full").write(folder / "full", new, 1))
     _, reading_full = timed(lambda: load_into(dict(state), WeightReader(dtypes), full.path))
     _, reversing = timed(
-        lambda: [BoundedChange(training.optimizer.before_update)(name, new[name].view(-1)) for name in dtypes]
+        lambda: [
+            BoundsComparison(training.optimizer.bounds_before_update)(name, new[name].view(-1))
+            for name in dtypes
+        ]
     )
     update, writing = timed(lambda: writer.write(folder / "1", new, 1, changed))
     _, reading = timed(lambda: load_into(state, reader, update.path))
@@ -260,7 +263,7 @@ def served(base: Path, folder: Path) -> dict[str, Any]:
         try:
             assert process.stderr is not None
             url = next(line for line in process.stderr if " answers at " in line).split()[-1]
-            server = target(url, None)
+            server = find_server(url, None)
             small = server.push(folder, base, lambda sent, total: None)
             whole = server.push(base, None, lambda sent, total: None)
         finally:

@@ -32,9 +32,9 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[str]:
     """Both CPU backends: the C kernels and plain torch."""
     from perilune.models.native import ops
 
-    if request.param == "native" and not ops.available():
+    if request.param == "native" and not ops.is_available():
         pytest.skip("needs a C compiler: install gcc or clang")
-    with mock.patch.object(ops, "available", lambda: request.param == "native"):
+    with mock.patch.object(ops, "is_available", lambda: request.param == "native"):
         yield request.param
 
 

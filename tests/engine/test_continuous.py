@@ -20,7 +20,7 @@ from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.rope import Rope
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
-from perilune.models.memory import blocks_in, window_blocks
+from perilune.models.memory import max_blocks_touched, window_blocks
 from perilune.models.text.tokenizer import Tokenizer
 
 exact = pytest.mark.skipif(not kernels.is_exact(torch.zeros(1)), reason="needs a torch built with oneDNN")
@@ -419,7 +419,7 @@ def test_sliding_window_bounds_the_blocks_in_use() -> None:
         one.step()
         used.append([pool.num_used for pool in one._pools.pools])
     whole, of_window = np.array(used)[1:].max(axis=0)  # without the first step, which feeds the whole prompt
-    assert of_window <= 4 * blocks_in(40)
+    assert of_window <= 4 * max_blocks_touched(40)
     assert whole >= 4 * (480 - 130) // 16
     assert one._runner.cache.keys[0].shape[0] == window_blocks(40, 257, slots=4) < 257 + 40
 

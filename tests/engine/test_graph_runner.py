@@ -23,7 +23,7 @@ from perilune.models.adapters.files import Adapter
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
-from perilune.models.grouped_experts import Groups, StackedWeight
+from perilune.models.grouped_experts import ExpertGroups, StackedWeight
 from perilune.models.native import ops
 
 TINY = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=2, max_position_embeddings=512)
@@ -35,7 +35,7 @@ EXPERTS = TINY.replace(architecture="qwen3_moe", experts=Experts(4, 2, 32, norma
 def by_torch_in_small_buckets() -> Iterator[None]:
     """Disable the C kernels, as on a GPU; small buckets test the same code as large ones."""
     with (
-        mock.patch.object(ops, "available", lambda: False),
+        mock.patch.object(ops, "is_available", lambda: False),
         mock.patch.object(graph_runner, "_FEWEST_COLUMNS", 2),
     ):
         yield
@@ -47,7 +47,7 @@ def make(config: DecoderConfig, seed: int = 0, dtype: torch.dtype = torch.float3
     return decoder.to(dtype)
 
 
-def gathered_product(x: Tensor, weight: StackedWeight, groups: Groups) -> Tensor:
+def gathered_product(x: Tensor, weight: StackedWeight, groups: ExpertGroups) -> Tensor:
     """A `GroupedProduct` in torch that gathers the matrix of each pair."""
     pairs = len(groups.order)
     experts = torch.searchsorted(groups.ends, torch.arange(pairs), right=True)
@@ -269,6 +269,6 @@ def test_cuda_graph_samples_agree_with_torch_runner(config: DecoderConfig, cache
 def test_graph_runner_cache_is_bfloat16_with_bfloat16_products() -> None:
     decoder = make(TINY)
     assert graphed(decoder, (4,)).cache.dtype == torch.float32
-    decoder.compute_in("bfloat16")
+    decoder.set_precision("bfloat16")
     assert graphed(decoder, (4,)).cache.dtype == torch.bfloat16
     assert TorchRunner(decoder, (4,)).cache.dtype == torch.float32  # on a CPU

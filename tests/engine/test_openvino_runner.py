@@ -19,7 +19,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.config.rope import Rope
 from perilune.models.decoder import Decoder
-from perilune.models.narrow import narrowed
+from perilune.models.narrow import round_weight
 from perilune.serve.server import _openvino_settings
 from perilune.serve.settings import Settings
 from perilune.tasks.evaluate.spec import EvaluateSpec
@@ -111,7 +111,7 @@ def test_openvino_int8_weights_and_u8_cache_are_close_to_native() -> None:
     with torch.no_grad():
         for name, parameter in rounded.named_parameters():
             if parameter.dim() == 2 and "embed" not in name:
-                narrow = narrowed(parameter, "int8")
+                narrow = round_weight(parameter, "int8")
                 assert narrow.scales is not None
                 parameter.copy_(narrow.values.float() * narrow.scales[:, None])
     exact, judge = engine(decoder), engine(rounded)

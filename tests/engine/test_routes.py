@@ -55,7 +55,7 @@ class Recorder:
             ids = torch.tensor(tokens)
             decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])), self)
 
-    def given(self, layer: int, rows: int) -> None:
+    def forced_experts(self, layer: int, rows: int) -> None:
         return None
 
     def observe(self, layer: int, logits: torch.Tensor, chosen: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from perilune.engine.request import Request, SamplingParams
 from perilune.engine.scheduler import Scheduler
 from perilune.engine.sequences import Entry, Sequences
 from perilune.engine.step import Counters, Step
-from perilune.models.memory import blocks_in, window_blocks
+from perilune.models.memory import max_blocks_touched, window_blocks
 
 
 class Life:
@@ -93,7 +93,7 @@ class Life:
                     references[held] += 1
                     assert len(table) <= blocks_for(int(sequences.length[row]))
                     assert window is not None or len(held) == len(table)
-                    assert window is None or row not in decoding or len(held) <= blocks_in(window)
+                    assert window is None or row not in decoding or len(held) <= max_blocks_touched(window)
             assert np.array_equal(pool.references, references)
             assert pool.num_used == (references > 0).sum()
 

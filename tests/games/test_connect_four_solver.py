@@ -85,7 +85,7 @@ def test_foreseen_agrees_with_the_solver(solver: Solver) -> None:
 
 
 def test_solver_without_a_compiler_reports_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(solver_module, "compiled", lambda unit: build.Native(None, "no C compiler found"))
+    monkeypatch.setattr(solver_module, "load_library", lambda unit: build.Native(None, "no C compiler found"))
     solver_module._function.cache_clear()
     try:
         with pytest.raises(WorkFailedError, match="no C compiler"):

@@ -17,7 +17,7 @@ from perilune.errors import WorkFailedError
 from perilune.learn import losses
 from perilune.learn.advantages import generalised_advantages, leave_one_out, rewards_to_go, whitened
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
-from perilune.learn.algorithms.pass_at_k import worth
+from perilune.learn.algorithms.pass_at_k import sample_worth
 from perilune.learn.checks import check_weights
 from perilune.learn.signals import deviation_and_uncertainty
 from perilune.learn.weights import Surrogate, WeightedGroup
@@ -161,7 +161,7 @@ def test_maxrl_divides_advantages_by_the_mean_reward() -> None:
 
 
 def test_pkpo_worked_example() -> None:
-    assert [worth(True, 4, 0, 2), worth(False, 4, 1, 2)] == pytest.approx([0.5, 1 / 6])
+    assert [sample_worth(True, 4, 0, 2), sample_worth(False, 4, 1, 2)] == pytest.approx([0.5, 1 / 6])
 
 
 @pytest.mark.parametrize("n", [4, 6])
@@ -209,7 +209,7 @@ def test_pass_at_k_training_group_is_dead_when_every_subset_of_k_passes() -> Non
 )
 def test_toggle_worked_example(step: int, threshold: float, expected: list[int]) -> None:
     toggle = algorithm("toggle", threshold=threshold)
-    found = toggle.toggled(np.array([1.0, 1, 1, 0]), np.array([100, 200, 400, 300]), 200, step)
+    found = toggle.toggle_rewards(np.array([1.0, 1, 1, 0]), np.array([100, 200, 400, 300]), 200, step)
     assert found.tolist() == expected
 
 

@@ -11,7 +11,7 @@ from perilune.engine.request import Prompt, SamplingParams
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
 from perilune.learn.trainer import Learner
-from perilune.models.adapters.lora import attach, narrow_base
+from perilune.models.adapters.lora import attach_adapter, convert_base
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.layer_kinds import DeltaRule, Experts, Latent
 from perilune.models.decoder import Decoder
@@ -39,12 +39,12 @@ def make_decoder(config: DecoderConfig, precision: Precision, *, adapted: bool) 
     decoder.initialize(1)
     decoder = decoder.to("cuda")
     if adapted:
-        narrow_base(decoder, "bfloat16")
-        attach(decoder, ["q_proj", "v_proj", "down_proj"], 4, 8.0, seed=0)
+        convert_base(decoder, "bfloat16")
+        attach_adapter(decoder, ["q_proj", "v_proj", "down_proj"], 4, 8.0, seed=0)
         for name, parameter in decoder.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator("cuda").manual_seed(2))
-    decoder.compute_in(precision)
+    decoder.set_precision(precision)
     return decoder
 
 

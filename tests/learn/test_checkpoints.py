@@ -74,14 +74,14 @@ def test_save_state_overwrites_existing_state(tmp_path: Path) -> None:
 
 
 def test_latest_complete_skips_damaged_and_partial_checkpoints(tmp_path: Path) -> None:
-    assert checkpoints.latest_complete(tmp_path / "nothing") is None
+    assert checkpoints.find_latest_complete(tmp_path / "nothing") is None
     learner = Learner(small_decoder())
     for step in (5, 10, 15, 20):
         learner.save_state(tmp_path / f"step-{step:06d}")
     (tmp_path / "step-000020" / "manifest.json").unlink()
     (tmp_path / "step-000015" / "weights.safetensors").write_bytes(b"flipped")
     (tmp_path / ".step-000025.tmp").mkdir()
-    assert checkpoints.latest_complete(tmp_path) == tmp_path / "step-000010"
+    assert checkpoints.find_latest_complete(tmp_path) == tmp_path / "step-000010"
 
 
 def test_load_state_names_damaged_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from perilune.learn.weights import WeightedGroup, aggregate
 from perilune.models import logprobs
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.memory import LOGITS_AT_ONCE, plan_memory
+from perilune.models.memory import MAX_LOGITS_PER_CHUNK, plan_memory
 from perilune.tasks.stage.memory_plan import peak_resident
 
 
@@ -30,7 +30,7 @@ def imitation(groups: Sequence[Sequence[Episode]]) -> list[WeightedGroup]:
 
 def step(monkeypatch: pytest.MonkeyPatch, at_once: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict]:
     """Log-probs and gradients of one step that computes `at_once` logits at a time."""
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(logprobs, "MAX_LOGITS_PER_CHUNK", at_once)
     learner = Learner(small_decoder(dtype=dtype))
     (batch,) = pack(imitation(random_groups(3)), 10_000, temperature=0.7)
     found = token_logprobs(learner.decoder, batch)
@@ -65,8 +65,8 @@ def test_in_row_chunks_equals_one_call_at_any_chunk_size(count: int, rows: int, 
         return states.sum(1) * 2, ids + 1
 
     with pytest.MonkeyPatch.context() as patched, torch.set_grad_enabled(learning):
-        patched.setattr(logprobs, "LOGITS_AT_ONCE", 10 * rows + 9)
-        sums, ids = logprobs.in_row_chunks(of_rows, hidden, tokens, 10)
+        patched.setattr(logprobs, "MAX_LOGITS_PER_CHUNK", 10 * rows + 9)
+        sums, ids = logprobs.compute_in_row_chunks(of_rows, hidden, tokens, 10)
         assert max(seen) <= rows or count <= rows
         assert sum(seen) == count
     assert torch.equal(sums.detach(), hidden.detach().sum(1) * 2)
@@ -83,7 +83,7 @@ def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
     """Print the peak memory of this process in MiB after each step; a step is (tokens, logits at a time)."""
     learner = Learner(Decoder(LARGE_VOCABULARY))
     learner.decoder.initialize(0)
-    for rows, logprobs.LOGITS_AT_ONCE in steps:
+    for rows, logprobs.MAX_LOGITS_PER_CHUNK in steps:
         answers = [episode(tokens=[7] * 64, name=f"0/{i}/0") for i in range(rows // 64)]
         learner.forward_backward(pack(imitation([[one] for one in answers]), 10**6))
         print(peak_resident() >> 20)
@@ -93,7 +93,7 @@ def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are reliable on Linux")
 def test_learner_memory_does_not_grow_with_rows_times_vocabulary() -> None:
     # Use 64 MiB of logits at a time: the allocator keeps smaller blocks on the heap after they are freed.
-    steps = [(448, 1 << 24), (1088, 1 << 24), (1088, LOGITS_AT_ONCE)]
+    steps = [(448, 1 << 24), (1088, 1 << 24), (1088, MAX_LOGITS_PER_CHUNK)]
     code = f"import test_logits_by_rows as here; here.print_peaks({steps})"
     told = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent

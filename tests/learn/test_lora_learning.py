@@ -17,7 +17,7 @@ from perilune.learn.batch import pack
 from perilune.learn.distributed import Ranks
 from perilune.learn.trainer import Learner
 from perilune.learn.training_settings import LearnerSettings
-from perilune.models.adapters.lora import narrow_base, pairs_of
+from perilune.models.adapters.lora import adapter_pairs, convert_base
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Experts
@@ -34,7 +34,7 @@ def make(seed: int = 3, **settings: Any) -> Decoder:
     found = LearnerSettings.model_validate(settings)
     decoder = new_model("tiny", TOKENIZER, seed=seed)
     if found.lora is not None:
-        narrow_base(decoder, found.lora.base)
+        convert_base(decoder, found.lora.base)
     adapt(decoder, found, seed=0)
     return decoder
 
@@ -72,7 +72,9 @@ def test_engine_and_learner_logprobs_agree_with_lora_and_bfloat16(base: str, pre
     engine = Engine(decoder, slots=8, cache_tokens=1024)
     for _ in range(3):
         gap = step(learner, engine)["logprob_gap_max"]
-        assert gap <= (0.0 if precision == "float32" or ops.available() else rounding_of(decoder).largest / 2)
+        assert gap <= (
+            0.0 if precision == "float32" or ops.is_available() else rounding_of(decoder).largest / 2
+        )
     if base:
         assert all(".lora_" in name for name in learner.optimizer.parameters)
     assert rounding_of(make()).largest < rounding_of(make(precision="bfloat16")).largest
@@ -108,7 +110,7 @@ def test_default_lora_targets_are_the_linear_maps_of_the_model() -> None:
     )  # fmt: skip
     decoder = Decoder(config)
     adapt(decoder, LearnerSettings.model_validate({"lora": {"rank": 2}}), seed=0)
-    adapted = {name.rpartition(".")[2] for name in pairs_of(decoder)}
+    adapted = {name.rpartition(".")[2] for name in adapter_pairs(decoder)}
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
     for section, message in (
         ({"targets": ["q_proj", "up_proj"]}, "no linear map up_proj"),

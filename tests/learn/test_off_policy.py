@@ -16,15 +16,15 @@ from perilune.learn.batch import minibatches, pack
 from perilune.learn.figures import merge_updates
 from perilune.learn.off_policy import (
     OffPolicySettings,
-    at_level,
-    bounded,
-    correct,
+    aggregate_log_weights,
+    bound_weights,
+    correct_weights,
     effective_share,
+    exp_log_ratio,
     learning_rate_scale,
-    ratio,
 )
 from perilune.learn.signals import SignalModels, compute_signals
-from perilune.learn.trainer import Learner, with_reference
+from perilune.learn.trainer import Learner, add_reference_logprobs
 from perilune.learn.weights import WeightedGroup
 from perilune.models.attention import PackedAttention
 
@@ -32,17 +32,19 @@ LOG_W = np.array([0, 0.3, -0.5, 1.2, 2])
 
 
 def test_bounds_worked_example() -> None:
-    assert bounded(LOG_W, "truncate", 0, 2) == pytest.approx([1, 1.350, 0.607, 2, 2], abs=5e-4)
-    assert bounded(LOG_W, "mask", 0, 2) == pytest.approx([1, 1.350, 0.607, 0, 0], abs=5e-4)  # MIS
-    assert bounded(LOG_W, "mask", 0.5, 5) == pytest.approx([1, 1.350, 0.607, 3.320, 0], abs=5e-4)  # IcePop
-    assert bounded(LOG_W, "none", 0, 2).tolist() == [1] * 5
+    assert bound_weights(LOG_W, "truncate", 0, 2) == pytest.approx([1, 1.350, 0.607, 2, 2], abs=5e-4)
+    assert bound_weights(LOG_W, "mask", 0, 2) == pytest.approx([1, 1.350, 0.607, 0, 0], abs=5e-4)  # MIS
+    assert bound_weights(LOG_W, "mask", 0.5, 5) == pytest.approx(
+        [1, 1.350, 0.607, 3.320, 0], abs=5e-4
+    )  # IcePop
+    assert bound_weights(LOG_W, "none", 0, 2).tolist() == [1] * 5
 
 
 def test_ess_of_unbounded_weights_scales_the_learning_rate() -> None:
-    assert effective_share(ratio(LOG_W)) == pytest.approx(0.543, abs=5e-4)
-    assert effective_share(bounded(LOG_W, "truncate", 0, 2)) == pytest.approx(0.865, abs=5e-4)
+    assert effective_share(exp_log_ratio(LOG_W)) == pytest.approx(0.543, abs=5e-4)
+    assert effective_share(bound_weights(LOG_W, "truncate", 0, 2)) == pytest.approx(0.865, abs=5e-4)
     settings = OffPolicySettings(ess_target=1.0)
-    assert learning_rate_scale({"ess": effective_share(ratio(LOG_W))}, settings) == pytest.approx(
+    assert learning_rate_scale({"ess": effective_share(exp_log_ratio(LOG_W))}, settings) == pytest.approx(
         0.737, abs=5e-4
     )
     assert learning_rate_scale({"ess": 0.9}, OffPolicySettings(ess_target=0.5)) == 1
@@ -51,8 +53,10 @@ def test_ess_of_unbounded_weights_scales_the_learning_rate() -> None:
 
 def test_sequence_product_and_geometric_mean_weights_differ() -> None:
     drift = np.full(1000, 0.002)
-    assert ratio(at_level(drift, "sequence-product"))[0] == pytest.approx(7.39, abs=5e-3)
-    assert ratio(at_level(drift, "sequence-geometric"))[0] == pytest.approx(1.002, abs=5e-6)
+    assert exp_log_ratio(aggregate_log_weights(drift, "sequence-product"))[0] == pytest.approx(7.39, abs=5e-3)
+    assert exp_log_ratio(aggregate_log_weights(drift, "sequence-geometric"))[0] == pytest.approx(
+        1.002, abs=5e-6
+    )
 
 
 def sampled(log_w: Sequence[Sequence[float]], rewards: Sequence[float], versions: Sequence[int] = ()):
@@ -69,7 +73,7 @@ def sampled(log_w: Sequence[Sequence[float]], rewards: Sequence[float], versions
 
 
 def corrected(weighted, logprobs, version: int = 0, **options) -> tuple[WeightedGroup, dict[str, float]]:
-    (group,), figures = correct([weighted], logprobs, OffPolicySettings(**options), version)
+    (group,), figures = correct_weights([weighted], logprobs, OffPolicySettings(**options), version)
     return group, figures
 
 
@@ -175,9 +179,9 @@ def test_decoupled_loss_equals_its_definition() -> None:
     settings = OffPolicySettings(proximal="learner", weight="truncate", bounds=(0.0, 1.5))
     context = StepContext(max_tokens=8, kl=0.1, kl_estimator="k3_corrected")
     weighted = algorithm("grpo").weight_groups(groups, context)
-    fixed, _ = correct(weighted, signals["logprobs"], settings, 0)
+    fixed, _ = correct_weights(weighted, signals["logprobs"], settings, 0)
     learner, reference = Learner(decoder), small_decoder(9, torch.float64)
-    loss = learner.forward_backward(with_reference(pack(fixed, 25), reference))["loss"]
+    loss = learner.forward_backward(add_reference_logprobs(pack(fixed, 25), reference))["loss"]
 
     plain = small_decoder(dtype=torch.float64)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
@@ -280,7 +284,7 @@ def test_row_chunks_do_not_change_deviation_and_uncertainty(monkeypatch: pytest.
     groups = random_groups(1)
     models = SignalModels(small_decoder(), small_decoder(seed=7))
     whole = compute_signals({"deviation", "uncertainty"}, groups, models, token_budget=1000)
-    monkeypatch.setattr(signals, "ROWS", 7)
+    monkeypatch.setattr(signals, "CHUNK_ROWS", 7)
     parts = compute_signals({"deviation", "uncertainty"}, groups, models, token_budget=1000)
     for name, of_episodes in whole.items():
         for key, values in of_episodes.items():

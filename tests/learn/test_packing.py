@@ -20,8 +20,8 @@ from learning_cases import (
 from perilune.errors import RequestError, WorkFailedError
 from perilune.learn import batch, trainer
 from perilune.learn.algorithms import ALGORITHMS, algorithm
-from perilune.learn.batch import pack, round_up
-from perilune.learn.trainer import Learner, token_logprobs, with_reference
+from perilune.learn.batch import pack, round_up_rows
+from perilune.learn.trainer import Learner, add_reference_logprobs, token_logprobs
 from perilune.learn.weights import WeightedGroup
 
 
@@ -34,7 +34,7 @@ def gradient_of(groups: list[WeightedGroup], budget: int, dtype=torch.float64, r
     learner = Learner(decoder, critic=small_critic(decoder))
     batches = pack(groups, budget)
     if reference is not None:
-        batches = with_reference(batches, reference)
+        batches = add_reference_logprobs(batches, reference)
     figures = learner.forward_backward(batches)
     return figures, {n: p.grad for n, p in learner.optimizer.parameters.items()}
 
@@ -225,7 +225,7 @@ def test_metrics_report_logprob_gap_and_staleness() -> None:
 
 
 def test_round_up_limits_the_number_of_batch_shapes() -> None:
-    assert [round_up(n) for n in (1, 2, 3, 17, 255, 256, 257, 512, 4081)] == [
+    assert [round_up_rows(n) for n in (1, 2, 3, 17, 255, 256, 257, 512, 4081)] == [
         1, 2, 4, 32, 256, 256, 512, 512, 4096,
     ]  # fmt: skip
 
@@ -235,7 +235,7 @@ def test_padding_tokens_belong_to_no_episode(budget: int) -> None:
     for one in pack(random_weighted("grpo", seed=8, groups=6), budget):
         padded = one.padded()
         real = len(one.token_ids)
-        assert len(padded.token_ids) == len(padded.positions) == padded.cu_seqlens[-1] == round_up(real)
+        assert len(padded.token_ids) == len(padded.positions) == padded.cu_seqlens[-1] == round_up_rows(real)
         assert len(padded.cu_seqlens) == len(padded.prefix_of) + 1
         assert padded.cu_seqlens.diff().min() >= 0
         assert padded.token_ids[:real].tolist() == one.token_ids.tolist()
@@ -252,8 +252,8 @@ def test_padding_tokens_belong_to_no_episode(budget: int) -> None:
 def test_padding_changes_no_metric_and_no_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = random_weighted(name, seed=8, groups=6)
     figures, gradients = gradient_of(groups, 50)
-    monkeypatch.setattr(batch, "round_up", lambda rows: rows)
-    monkeypatch.setattr(trainer, "round_up", lambda rows: rows)
+    monkeypatch.setattr(batch, "round_up_rows", lambda rows: rows)
+    monkeypatch.setattr(trainer, "round_up_rows", lambda rows: rows)
     plain, expected = gradient_of(groups, 50)
     assert figures == pytest.approx(plain, rel=1e-6)
     for parameter, gradient in expected.items():

@@ -14,10 +14,10 @@ from perilune.learn.batch import pack_pairs
 from perilune.learn.preference import (
     PairLogprobs,
     PreferenceObjective,
+    add_reference_to_pairs,
     is_collapsing,
     pair_figures,
     preference_loss,
-    with_reference_logprobs,
 )
 from perilune.learn.trainer import Learner
 from perilune.learn.training_settings import OptimizerSettings
@@ -131,7 +131,7 @@ def test_reference_logprobs_are_exact_and_margins_start_at_zero() -> None:
     pairs = random_pairs(2)
     decoder = small_decoder(5)
     for budget in (10_000, 1):
-        scored = with_reference_logprobs(pairs, decoder, budget)
+        scored = add_reference_to_pairs(pairs, decoder, budget)
         for pair in scored:
             for one in pair:
                 expected = plain_logprobs(decoder, one).detach().numpy()[one.loss_mask]
@@ -168,7 +168,7 @@ def test_pack_pairs_rejects_empty_answers_and_different_prompts() -> None:
 
 def test_dpo_training_reaches_accuracy_1() -> None:
     decoder = small_decoder(7)
-    pairs = with_reference_logprobs(random_pairs(8, 8), decoder, 1000)
+    pairs = add_reference_to_pairs(random_pairs(8, 8), decoder, 1000)
     learner = Learner(decoder, OptimizerSettings())
     for _ in range(15):
         objective = PreferenceObjective(decoder, "dpo", 0.5, len(pairs))

@@ -9,7 +9,12 @@ from learning_cases import episode
 from perilune.data.episode import Episode
 from perilune.learn.advantages import token_rewards
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
-from perilune.learn.process_rewards import AnswerValues, MonteCarloValues, apply_process_rewards, segments_of
+from perilune.learn.process_rewards import (
+    AnswerValues,
+    MonteCarloValues,
+    apply_process_rewards,
+    reward_segments,
+)
 from perilune.learn.weights import WeightedGroup, step_figures
 
 CONTEXT = StepContext(max_tokens=8)
@@ -160,8 +165,8 @@ def test_process_reward_metrics() -> None:
 
 
 def test_segments_of_an_episode() -> None:
-    assert segments_of(episode()) is None
-    found = segments_of(with_steps(episode(tokens=(1, 2, 3, 4)), {1: 0.0, 3: -0.5}))
+    assert reward_segments(episode()) is None
+    found = reward_segments(with_steps(episode(tokens=(1, 2, 3, 4)), {1: 0.0, 3: -0.5}))
     assert found is not None
     assert found[0] == [1, 4]  # trailing tool tokens belong to the last segment
     assert found[1].tolist() == [0.0, -0.5]

@@ -14,9 +14,9 @@ from perilune.errors import RequestError
 from perilune.learn.batch import pack_pairs
 from perilune.learn.reward_model import (
     RewardObjective,
-    as_read,
+    append_scored_token,
+    append_scored_tokens,
     bradley_terry,
-    read_at_end,
     score,
     score_figures,
     score_pairs,
@@ -29,7 +29,7 @@ from perilune.models.text.tokenizer import Tokenizer
 
 
 def small_reward_model(seed: int, dtype: torch.dtype = torch.float32) -> RewardModel:
-    model = RewardModel.on(small_decoder(seed))
+    model = RewardModel.from_decoder(small_decoder(seed))
     head = torch.randn(model.score.weight.shape, generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         model.score.weight.copy_(head)
@@ -64,7 +64,7 @@ def test_score_is_read_at_the_last_token() -> None:
 
 def test_score_is_read_at_the_last_token_even_when_masked() -> None:
     one = episode(0.0, tokens=(4, 5, 6), mask=(True, False, False))
-    assert read_at_end(one).loss_mask.tolist() == [False, False, False, True]
+    assert append_scored_token(one).loss_mask.tolist() == [False, False, False, True]
     model = small_reward_model(0)
     assert score(model, [one], 100)[0] == pytest.approx(plain_score(model, one).item(), abs=1e-5)
 
@@ -81,7 +81,7 @@ def test_reward_loss_and_gradient_equal_float64_reference(budget: int) -> None:
     model = small_reward_model(2)
     learner = Learner(model)
     objective = RewardObjective(model, len(pairs), centre=0.01)
-    figures = learner.forward_backward_custom(pack_pairs(as_read(pairs), budget), objective)
+    figures = learner.forward_backward_custom(pack_pairs(append_scored_tokens(pairs), budget), objective)
     assert figures["loss"] == pytest.approx(expected.item(), rel=1e-4)
     for (name, mine), its in zip(model.named_parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.double(), its.grad, rtol=3e-3, atol=3e-5, msg=name)
@@ -105,20 +105,20 @@ def test_score_metrics_worked_example() -> None:
 
 
 def test_new_reward_model_scores_zero_and_training_reaches_accuracy_1() -> None:
-    model = RewardModel.on(small_decoder(3))
+    model = RewardModel.from_decoder(small_decoder(3))
     pairs = random_pairs(9, 6)
     assert not score_pairs(model, pairs, 100).any()
     learner = Learner(model)
     for _ in range(25):
         objective = RewardObjective(model, len(pairs))
-        learner.forward_backward_custom(pack_pairs(as_read(pairs), 100), objective)
+        learner.forward_backward_custom(pack_pairs(append_scored_tokens(pairs), 100), objective)
         learner.optim_step(3e-3)
     assert score_figures(score_pairs(model, pairs, 100), pairs)["accuracy"] == 1.0
 
 
 def test_reward_model_does_not_share_weights_with_its_decoder() -> None:
     decoder = small_decoder(3)
-    model = RewardModel.on(decoder)
+    model = RewardModel.from_decoder(decoder)
     with torch.no_grad():
         model.model.embed_tokens.weight.zero_()
     assert decoder.model.embed_tokens.weight.abs().max() > 0
@@ -129,7 +129,7 @@ def test_transformers_loads_reward_model_and_scores_agree(tmp_path: Path) -> Non
 
     tokenizer = Tokenizer.characters()
     decoder = new_model("tiny", tokenizer, 1)
-    model = RewardModel.on(decoder)
+    model = RewardModel.from_decoder(decoder)
     with torch.no_grad():
         model.score.weight.normal_(generator=torch.Generator().manual_seed(0))
     save_reward_model(tmp_path / "rm", model, tokenizer)
@@ -152,7 +152,7 @@ def test_loading_rejects_reward_model_as_policy_and_policy_as_reward_model(tmp_p
     save_checkpoint(tmp_path / "policy", decoder, tokenizer)
     with pytest.raises(RequestError, match=r"score.weight is missing"):
         load_reward_model(tmp_path / "policy")
-    save_reward_model(tmp_path / "rm", RewardModel.on(decoder), tokenizer)
+    save_reward_model(tmp_path / "rm", RewardModel.from_decoder(decoder), tokenizer)
     with pytest.raises(RequestError, match=r"score.weight is not part of this architecture"):
         load_decoder(tmp_path / "rm")
     assert json.loads((tmp_path / "rm" / "config.json").read_text())["id2label"] == {"0": "reward"}

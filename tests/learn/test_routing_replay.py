@@ -13,7 +13,7 @@ from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import PackedBatch, pack
-from perilune.learn.trainer import Learner, predicting_states, token_logprobs, with_reference
+from perilune.learn.trainer import Learner, add_reference_logprobs, predicting_states, token_logprobs
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.config.layer_kinds import Experts
@@ -187,7 +187,7 @@ def test_reference_logprobs_ignore_recorded_routes() -> None:
     wrong = [[shift_routes(one, 3) for one in group] for group in sampled(make_decoder())]
     (batch,) = packed(wrong)
     batch = replace(batch, reference_kl=torch.ones(len(batch.targets)))
-    (with_logprobs,) = with_reference([batch], reference)
+    (with_logprobs,) = add_reference_logprobs([batch], reference)
     assert with_logprobs.reference_logprobs is not None
     expected = token_logprobs(reference, replace(batch, routes=None))
     assert torch.equal(with_logprobs.reference_logprobs, expected)

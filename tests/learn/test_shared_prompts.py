@@ -84,7 +84,7 @@ def test_shared_prompt_states_and_gradients_equal_those_without_sharing(
 def test_packed_logprobs_are_bitwise_equal_to_each_sequence_alone(
     rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "LOGITS_AT_ONCE", rows * VOCABULARY)
+    monkeypatch.setattr(logprobs, "MAX_LOGITS_PER_CHUNK", rows * VOCABULARY)
     decoder = small_decoder()
     groups = random_groups(3, groups=3, size=4, longest=12)
     for batch in pack(weighted_groups("sft", groups), 60):

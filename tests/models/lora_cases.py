@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from perilune.models.adapters.lora import BaseKind, attach, narrow_base, pairs_of
+from perilune.models.adapters.lora import BaseKind, adapter_pairs, attach_adapter, convert_base
 from perilune.models.attention import PackedAttention
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.decoder import Decoder
@@ -17,11 +17,11 @@ def make(config: DecoderConfig = TINY, base: BaseKind = "float32", rank: int = 4
     """A decoder with a trained adapter: B is not zero."""
     decoder = Decoder(config)
     decoder.initialize(seed)
-    narrow_base(decoder, base)
-    attach(decoder, TARGETS, rank, alpha=8.0, seed=seed)
+    convert_base(decoder, base)
+    attach_adapter(decoder, TARGETS, rank, alpha=8.0, seed=seed)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for _, b in pairs_of(decoder).values():
+        for _, b in adapter_pairs(decoder).values():
             b.copy_(torch.randn(b.shape, generator=generator) * 0.05)
     return decoder
 

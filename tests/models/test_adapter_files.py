@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from perilune.errors import RequestError
 from perilune.models.adapters.files import FOLDER, Adapter, save_policy
-from perilune.models.adapters.lora import BaseKind, attach, merged, narrow_base, pairs_of
+from perilune.models.adapters.lora import BaseKind, adapter_pairs, attach_adapter, convert_base, merge_adapter
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
 from perilune.models.decoder import Decoder
@@ -33,9 +33,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def learned(base: Path, kind: BaseKind = "float32") -> Decoder:
     """The base with a trained adapter: B is not zero."""
     decoder, _ = load_checkpoint(base, base=kind)
-    attach(decoder, TARGETS, 4, alpha=8.0, seed=0)
+    attach_adapter(decoder, TARGETS, 4, alpha=8.0, seed=0)
     with torch.no_grad():
-        for _, b in pairs_of(decoder).values():
+        for _, b in adapter_pairs(decoder).values():
             b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(1)) * 0.05)
     return decoder
 
@@ -56,7 +56,7 @@ def test_peft_loads_our_adapter(base: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     decoder = learned(base)
-    Adapter.of(decoder).save(tmp_path)
+    Adapter.from_decoder(decoder).save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base)
     start = theirs(model)
     found = theirs(PeftModel.from_pretrained(model, tmp_path))
@@ -80,7 +80,7 @@ def test_adapter_of_peft_loads_merges_and_attaches(base: Path, tmp_path: Path, r
     torch.testing.assert_close(ours(adapter.merge(decoder)), theirs(model), rtol=1e-5, atol=1e-5)
     adapter.attach(decoder)  # to continue training
     torch.testing.assert_close(ours(decoder), theirs(model), rtol=1e-5, atol=1e-5)
-    assert {name.rpartition(".")[2] for name in pairs_of(decoder)} == {"q_proj", "down_proj"}
+    assert {name.rpartition(".")[2] for name in adapter_pairs(decoder)} == {"q_proj", "down_proj"}
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
@@ -103,7 +103,7 @@ def test_policy_with_bfloat16_products_is_saved_in_bfloat16_without_loss(
     base: Path, tmp_path: Path, adapted: bool
 ) -> None:
     decoder = learned(base) if adapted else load_decoder(base)
-    decoder.compute_in("bfloat16")
+    decoder.set_precision("bfloat16")
     save_policy(tmp_path, decoder, TOKENIZER)
     written = load_file(tmp_path / "model.safetensors")
     kinds = {name: tensor.dtype for name, tensor in written.items()}
@@ -112,7 +112,7 @@ def test_policy_with_bfloat16_products_is_saved_in_bfloat16_without_loss(
     )
     assert kinds["model.norm.weight"] == torch.float32
     again, _ = load_checkpoint(tmp_path)
-    again.compute_in("bfloat16")
+    again.set_precision("bfloat16")
     with torch.no_grad():
         assert torch.equal(logits(again), logits(decoder))
 
@@ -120,16 +120,16 @@ def test_policy_with_bfloat16_products_is_saved_in_bfloat16_without_loss(
 def test_base_can_be_quantised_to_int8_while_loading(base: Path) -> None:
     read, _ = load_checkpoint(base, base="int8")
     narrowed = load_decoder(base)
-    narrow_base(narrowed, "int8")
+    convert_base(narrowed, "int8")
     mine, its = read.state_dict(), narrowed.state_dict()
     assert mine.keys() == its.keys()
     assert all(torch.equal(mine[name], tensor) for name, tensor in its.items())
-    assert torch.equal(logits(merged(read)), logits(read))
+    assert torch.equal(logits(merge_adapter(read)), logits(read))
 
 
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 def test_adapter_rejects_another_base(base: Path, tmp_path: Path, kind: BaseKind) -> None:
-    Adapter.of(learned(base, kind)).save(tmp_path)
+    Adapter.from_decoder(learned(base, kind)).save(tmp_path)
     adapter, other = Adapter.load(tmp_path), new_model(TINY, TOKENIZER, seed=4)
     with pytest.raises(
         RequestError, match=f"trained on a base with checksum {kind} .*, but this base has {kind}"
@@ -174,7 +174,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 def test_malformed_adapters_are_rejected(
     base: Path, tmp_path: Path, change: Callable[[Path], Any], said: str
 ) -> None:
-    Adapter.of(learned(base)).save(tmp_path)
+    Adapter.from_decoder(learned(base)).save(tmp_path)
     change(tmp_path)
     with pytest.raises(RequestError, match=said):
         Adapter.load(tmp_path).check(load_decoder(base))

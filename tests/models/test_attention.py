@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from perilune.models import attention, kernels
-from perilune.models.attention import AttentionLayer, PackedAttention, ScoreOptions, attend, padded
+from perilune.models.attention import AttentionLayer, PackedAttention, ScoreOptions, attend, round_up_columns
 from perilune.models.native import ops
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
@@ -75,7 +75,7 @@ def check(
     if attend_all is None:
         out = packed(*ours, AttentionLayer(0, window, options))
     else:
-        out = attend_all(*ours, packed._long, window)
+        out = attend_all(*ours, packed._long_spans, window)
     theirs = [x.double().requires_grad_() for x in inputs]
     same = PLAIN
     if options is not None:
@@ -152,10 +152,10 @@ def test_per_sequence_attention_for_gpus_equals_the_definition(
     lengths: list[int], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
-    check(lengths, None, (4, 2), window, attend_all=attention._one_by_one)
+    check(lengths, None, (4, 2), window, attend_all=attention._attend_each_sequence)
     of = [-1, 0, 0, -1, 3][: len(lengths)]
     cut = [0, 17, 5, 0, 0][: len(lengths)]
-    check(lengths, of, (4, 2), window, cut, attend_all=attention._one_by_one)
+    check(lengths, of, (4, 2), window, cut, attend_all=attention._attend_each_sequence)
 
 
 def packed_reference(q, k, v, starts_q, starts_k, *longest, window_size):
@@ -181,7 +181,7 @@ def test_flash_attention_with_varlen_kernel_equals_the_definition(
 ) -> None:
     """Covers prefixes and windows; a reference replaces the kernel, which needs a GPU."""
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
-    monkeypatch.setattr(attention, "varlen_attn", lambda: packed_reference)
+    monkeypatch.setattr(attention, "find_varlen_attn", lambda: packed_reference)
     monkeypatch.setattr(torch, "bfloat16", torch.float32)
 
     def flash(q: Tensor, k: Tensor, v: Tensor, spans: list[list[int]], window: int | None) -> Tensor:
@@ -200,7 +200,7 @@ def test_flash_attention_on_a_gpu_is_close_to_float32(window: int | None) -> Non
     wide = [x.cuda().bfloat16().float().requires_grad_() for x in random_qkv(1071, 4, 2, 64)]
     narrow = [x.detach().bfloat16().requires_grad_() for x in wide]
     grad = torch.randn(1071, 4, 64, device="cuda")
-    out = attention._one_by_one(*wide, spans.tolist(), window)
+    out = attention._attend_each_sequence(*wide, spans.tolist(), window)
     expected = out, *torch.autograd.grad(out, wide, grad)
     out = attention.FlashAttention(spans, torch.device("cuda"))(*narrow, window)
     found = out, *torch.autograd.grad(out, narrow, grad.bfloat16())
@@ -226,7 +226,7 @@ def test_attention_over_long_sequence_needs_no_quadratic_memory(window: int | No
     length = 4000
     q, k, v = (x.requires_grad_() for x in random_qkv(length, 4, 2))
     with Largest() as largest:
-        attention._one_by_one(q, k, v, [(0, length, 0, 0)], window).sum().backward()
+        attention._attend_each_sequence(q, k, v, [(0, length, 0, 0)], window).sum().backward()
     assert largest.elements <= max(4 * length * 16, 4 * 512 * (512 + 300))
     assert largest.elements < length**2 / 10
 
@@ -257,7 +257,7 @@ def test_fused_kernel_of_torch_equals_the_definition(
 ) -> None:
     """GPUs use this kernel."""
     monkeypatch.setattr(attention, "is_native", lambda *_: False)
-    monkeypatch.setattr(attention, "attend", lambda *tensors: attention.fused(*tensors[:4]))
+    monkeypatch.setattr(attention, "attend", lambda *tensors: attention.attend_fused(*tensors[:4]))
     monkeypatch.setattr(attention, "_QUERY_BLOCK", 16)
     check([35, 50, 7, 20, 1], [-1, -1, 0, 1, -1], (4, 2), window)
 
@@ -275,9 +275,9 @@ def test_decoded_query_is_bitwise_equal_to_packed_attention(
         lengths = [1, 3, 17, 64, 100, 191, 230, 600]
         cu = bounds(lengths)
         q, k, v = random_qkv(int(cu[-1]), *heads, size)
-        with mock.patch.object(ops, "available", lambda: False):  # test_native.py tests the C kernels
+        with mock.patch.object(ops, "is_available", lambda: False):  # test_native.py tests the C kernels
             packed = PackedAttention(cu)(q, k, v, AttentionLayer(0, window))
-        columns = padded(max(lengths)) + 64
+        columns = round_up_columns(max(lengths)) + 64
         # The layout of a cache: a key is a column; masked positions contain data of other sequences.
         keys = torch.randn(len(lengths), heads[1], size, columns)
         values = torch.randn(len(lengths), heads[1], columns, size)
@@ -285,7 +285,7 @@ def test_decoded_query_is_bitwise_equal_to_packed_attention(
             tokens = slice(int(cu[row]), int(cu[row]) + length)
             keys[row, ..., :length] = k[tokens].permute(1, 2, 0)
             values[row, :, :length] = v[tokens].transpose(0, 1)
-        for seen in (columns, padded(max(lengths))):
+        for seen in (columns, round_up_columns(max(lengths))):
             behind = torch.tensor(lengths)[:, None] - torch.arange(seen)
             unseen = (behind <= 0) | (behind > (window or seen))
             mask = torch.zeros(unseen.shape).masked_fill_(unseen, -torch.inf)

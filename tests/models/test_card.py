@@ -116,7 +116,7 @@ def test_recurrent_state_does_not_grow_with_the_sequence() -> None:
 
 def test_cache_dtype_scales_keys_and_values_but_not_recurrent_state() -> None:
     card = model_card(QWEN3_NEXT_80B)
-    state = 4 * sum(layer.mixer.state for layer in card.layers)
+    state = 4 * sum(layer.mixer.state_size for layer in card.layers)
     assert (card.cache_bytes(500, 4) - state) == 4 * (card.cache_bytes(500, 1) - state)
 
 

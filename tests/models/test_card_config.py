@@ -11,7 +11,7 @@ from perilune.models.card.from_config import model_card
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.families import DECODER_FAMILIES, FAMILIES
 from perilune.models.decoder import Decoder
-from perilune.models.memory import card_of
+from perilune.models.memory import get_model_card
 
 SMALL = {
     "vocab_size": 500, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
@@ -114,7 +114,7 @@ def test_card_parameters_windows_and_cache_equal_those_of_the_decoder(
     config = DecoderConfig.from_hf({"model_type": kind, **options})
     with torch.device("meta"):
         decoder = Decoder(config)
-    card = card_of(config)
+    card = get_model_card(config)
     assert card.parameters == sum(parameter.numel() for parameter in decoder.parameters())
     assert not card.notes
     delta, layers = config.delta, range(config.num_layers)

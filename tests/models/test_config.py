@@ -37,7 +37,7 @@ def configs(draw: st.DrawFn) -> DecoderConfig:
     )
     fraction = option("partial_rotary_factor", st.sampled_from([0.5, 1.0]), 1.0)
     mixture = option("num_experts", experts(layers, options))
-    one_size = DECODER_FAMILIES[architecture].one_width
+    one_size = DECODER_FAMILIES[architecture].shares_expert_width
     return DecoderConfig(
         architecture=architecture,
         vocab_size=draw(st.integers(1, 200_000)),
@@ -134,8 +134,8 @@ def gemma(**changes: Any) -> dict[str, Any]:
 def test_gemma3_config_of_transformers_4_is_read() -> None:
     config = DecoderConfig.from_hf(gemma(rope_scaling={"rope_type": "linear", "factor": 8.0}))
     assert config.windows == (512, 512, 512, 512, 512, None, 512)
-    assert config.rope_of(5) == Rope(1e6, LinearScaling(8.0))
-    assert config.rope_of(6) == Rope(1e4)
+    assert config.layer_rope(5) == Rope(1e6, LinearScaling(8.0))
+    assert config.layer_rope(6) == Rope(1e4)
     assert config.head_dim == 256
     assert config.tie_word_embeddings
 

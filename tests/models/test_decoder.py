@@ -16,7 +16,7 @@ from perilune.models.checkpoints.loading import load_decoder, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.models.kernels import is_exact
-from perilune.models.memory import card_of
+from perilune.models.memory import get_model_card
 from perilune.models.text.tokenizer import Tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -217,7 +217,7 @@ def test_parameters_have_hugging_face_names(pair: tuple[Any, Decoder], tmp_path:
     theirs.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert set(ours.state_dict()) == set(stored)
-    assert card_of(ours.config).parameters == sum(tensor.numel() for tensor in stored.values())
+    assert get_model_card(ours.config).parameters == sum(tensor.numel() for tensor in stored.values())
 
 
 @torch.no_grad()
@@ -238,7 +238,7 @@ def test_transformers_loads_saved_checkpoint(pair: tuple[Any, Decoder], tmp_path
 def test_frozen_copy_keeps_its_weights() -> None:
     decoder = Decoder(PRESETS["tiny"])
     decoder.initialize(0)
-    frozen = decoder.frozen()
+    frozen = decoder.frozen_copy()
     tokens, bounds = torch.arange(20), torch.tensor([0, 20])
 
     def logits(model: Decoder) -> torch.Tensor:

@@ -20,7 +20,7 @@ from perilune.models.gguf.architecture import ARCHITECTURES, layout
 from perilune.models.gguf.convert import convert
 from perilune.models.gguf.export import export_gguf
 from perilune.models.gguf.header import read_header
-from perilune.models.gguf.vocabulary import tokenizer_of
+from perilune.models.gguf.vocabulary import read_tokenizer
 from perilune.models.text.tokenizer import Tokenizer
 
 KINDS = (
@@ -84,16 +84,16 @@ def test_tokens_and_chat_template_equal_those_of_transformers(tmp_path: Path) ->
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "tekken"])
 def test_pre_tokenizers_agree_with_transformers(tmp_path: Path, pre: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", changes={"tokenizer.ggml.pre": pre})
-    ours, theirs = tokenizer_of(read_header(path)), transformers_tokenizer(path)
+    ours, theirs = read_tokenizer(read_header(path)), transformers_tokenizer(path)
     for text in TEXTS:
         assert ours.encode_rendered([text])[0] == theirs.encode(text, add_special_tokens=False)
 
 
 def test_smollm_pre_tokenizer_splits_digits(tmp_path: Path) -> None:
     """llama.cpp and the model's own tokenizer follow the rule "smollm"; transformers ignores it."""
-    plain = tokenizer_of(read_header(write_gguf(tmp_path / "a.gguf")))
+    plain = read_tokenizer(read_header(write_gguf(tmp_path / "a.gguf")))
     smollm = write_gguf(tmp_path / "b.gguf", changes={"tokenizer.ggml.pre": "smollm"})
-    alone = tokenizer_of(read_header(smollm))
+    alone = read_tokenizer(read_header(smollm))
     for text, merged, single in (("12", ["12"], ["1", "2"]), ("\n\n1", ["\n", "\n", "1"], ["\n\n", "1"])):
         assert [plain.token_text(token) for token in plain.encode(text)] == merged
         assert [alone.token_text(token) for token in alone.encode(text)] == single

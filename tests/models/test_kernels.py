@@ -48,7 +48,7 @@ CASES: dict[str, tuple[Function, Function, Callable[[], list[Tensor]]]] = {
         lambda: [torch.randn(7, 3, 32), torch.randn(3, 32)],
     ),
     "rotate": (
-        lambda x: kernels.rotate(x, *kernels.both_halves(*ANGLES)),
+        lambda x: kernels.rotate(x, *kernels.full_rotary_tables(*ANGLES)),
         lambda x: plain_rotate(x, *(a.to(x.dtype) for a in ANGLES)),
         lambda: [torch.randn(7, 3, 32)],
     ),
@@ -109,8 +109,8 @@ def test_gradients_of_large_products_equal_float64_reference(
     monkeypatch.setattr(products, "_has_intel_mkl", lambda: mkl)
     torch.manual_seed(0)
     x, weight = torch.randn(400, inner, requires_grad=True), torch.randn(outer, inner, requires_grad=True)
-    assert products.prefers_mkl(x, weight) == mkl
-    assert not products.prefers_mkl(x[:100], weight)
+    assert products.is_mkl_faster(x, weight) == mkl
+    assert not products.is_mkl_faster(x[:100], weight)
     grad = torch.randn(400, outer)
     products.linear(x, weight).backward(grad)
     wide = grad.double()
@@ -146,14 +146,14 @@ def test_rows_of_elementwise_kernels_do_not_depend_on_other_rows(width: int) -> 
     angle = torch.randn(300, 1, 16)
     whole = [
         kernels.rms_norm(x, weight, 1e-6),
-        kernels.rotate(x, *kernels.both_halves(angle.cos(), angle.sin())),
+        kernels.rotate(x, *kernels.full_rotary_tables(angle.cos(), angle.sin())),
         kernels.swiglu(up, up),
         kernels.geglu(up, up),
     ]
     for rows in (1, 2, 3, 17, 33, 55, 100):
         part = [
             kernels.rms_norm(x[:rows], weight, 1e-6),
-            kernels.rotate(x[:rows], *kernels.both_halves(angle[:rows].cos(), angle[:rows].sin())),
+            kernels.rotate(x[:rows], *kernels.full_rotary_tables(angle[:rows].cos(), angle[:rows].sin())),
             kernels.swiglu(up[:rows], up[:rows]),
             kernels.geglu(up[:rows], up[:rows]),
         ]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models import fetch
-from perilune.models.adapters.lora import narrow_part
+from perilune.models.adapters.lora import convert_matrix
 from perilune.models.checkpoints import folder as checkpoints_folder
 from perilune.models.checkpoints import loading
 from perilune.models.checkpoints.loading import load_checkpoint, load_decoder, new_model, save_checkpoint
@@ -409,9 +409,9 @@ def test_int8_base_loads_one_float32_matrix_at_a_time(folder: Path, monkeypatch:
     def counted(decoder: Decoder, name: str, kind: Any) -> None:
         matrices = [one for one in decoder.parameters() if one.dim() == 2 and not one.is_meta]
         whole.append(sum(one.dtype == torch.float32 for one in matrices))
-        narrow_part(decoder, name, kind)
+        convert_matrix(decoder, name, kind)
 
-    monkeypatch.setattr(loading, "narrow_part", counted)
+    monkeypatch.setattr(loading, "convert_matrix", counted)
     decoder, _ = load_checkpoint(folder, base="int8")
     assert max(whole) == 1
     assert not any(one.is_meta for one in decoder.parameters())

@@ -10,14 +10,14 @@ from torch import Tensor
 from perilune.models.adapters.lora import (
     BaseKind,
     MergedProjection,
-    attach,
+    adapter_pairs,
+    attach_adapter,
     base_kind,
-    base_of,
     base_state,
-    linear_maps,
-    merged,
-    narrow_base,
-    pairs_of,
+    convert_base,
+    layer_linear_maps,
+    merge_adapter,
+    without_adapter,
 )
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Experts
@@ -39,12 +39,12 @@ def by_definition(decoder: Decoder, scale: float) -> dict[str, Tensor]:
     """Gradients in float64 of a plain torch decoder with the weights W + s B A."""
     plain = Decoder(decoder.config).double()
     weights = {name: tensor.double() for name, tensor in base_state(decoder).items() if "scales" not in name}
-    for name, part in linear_maps(decoder):
+    for name, part in layer_linear_maps(decoder):
         scales = part.scales[:, None].double() if base_kind(decoder) == "int8" else 1.0
         weights[f"{name}.weight"] = part.weight.double() * scales
     pairs = {
         name: tuple(half.detach().double().requires_grad_() for half in pair)
-        for name, pair in pairs_of(decoder).items()
+        for name, pair in adapter_pairs(decoder).items()
     }
     for name, (a, b) in pairs.items():
         weights[f"{name}.weight"] = weights[f"{name}.weight"] + scale * torch.einsum("or,ri->oi", b, a)
@@ -90,18 +90,18 @@ def test_lora_gradients_equal_float64_definition(config: DecoderConfig, base: Ba
 def test_new_adapter_equals_base_and_merging_is_bitwise_exact(base: BaseKind) -> None:
     decoder = Decoder(TINY)
     decoder.initialize(0)
-    narrow_base(decoder, base)
+    convert_base(decoder, base)
     with torch.no_grad():
         start = logits(decoder)
-        attach(decoder, TARGETS, 4, alpha=8.0, seed=0)
+        attach_adapter(decoder, TARGETS, 4, alpha=8.0, seed=0)
         assert torch.equal(logits(decoder), start)  # B is 0
         adapted = make(TINY, base)
         found = logits(adapted)
         assert (found - start).abs().max() > 1e-3
-        assert torch.equal(logits(merged(adapted)), found)
-        assert torch.equal(logits(adapted.frozen()), found)
-        assert torch.equal(logits(base_of(adapted)), start)
-    assert not any(isinstance(one, MergedProjection) for one in merged(adapted).projections())
+        assert torch.equal(logits(merge_adapter(adapted)), found)
+        assert torch.equal(logits(adapted.frozen_copy()), found)
+        assert torch.equal(logits(without_adapter(adapted)), start)
+    assert not any(isinstance(one, MergedProjection) for one in merge_adapter(adapted).projections())
     learning = logits(adapted)
     assert torch.equal(learning, found)
     assert learning.requires_grad
@@ -109,8 +109,8 @@ def test_new_adapter_equals_base_and_merging_is_bitwise_exact(base: BaseKind) ->
 
 def test_base_weights_are_shared_and_stored_in_the_requested_dtype() -> None:
     decoder = make(MIXTURE, "int8")
-    assert base_kind(decoder) == base_kind(base_of(decoder)) == "int8"
-    mine, its = decoder.state_dict(), base_of(decoder).state_dict()
+    assert base_kind(decoder) == base_kind(without_adapter(decoder)) == "int8"
+    mine, its = decoder.state_dict(), without_adapter(decoder).state_dict()
     assert its.keys() == base_state(decoder).keys() < mine.keys()
     assert all(its[name].data_ptr() == mine[name].data_ptr() for name in its)
     dtypes = {name.rpartition(".")[0].rpartition(".")[2]: tensor.dtype for name, tensor in its.items()}
@@ -133,7 +133,7 @@ def test_bfloat16_products_are_close_to_float32_and_to_the_frozen_copy(adapted: 
     loss(exact).backward()
     gradients = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
     decoder.zero_grad()
-    decoder.compute_in("bfloat16")
+    decoder.set_precision("bfloat16")
     near = logits(decoder)
     assert near.dtype == torch.float32
     assert 1e-4 < (near - exact).norm() / exact.norm() < 0.02
@@ -144,7 +144,7 @@ def test_bfloat16_products_are_close_to_float32_and_to_the_frozen_copy(adapted: 
             assert parameter.grad.dtype == torch.float32
             assert (parameter.grad - gradients[name]).norm() < 0.05 * gradients[name].norm(), name
     with torch.no_grad():
-        assert (logits(decoder.frozen()) - near).abs().max() < 0.05
+        assert (logits(decoder.frozen_copy()) - near).abs().max() < 0.05
 
 
 @pytest.mark.parametrize("config", [TINY, MIXTURE], ids=["dense", "experts"])

@@ -16,7 +16,7 @@ from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
 from perilune.models.layers import RMSNorm
-from perilune.models.narrow import NarrowKind, NarrowWeight, narrowed
+from perilune.models.narrow import NarrowKind, NarrowWeight, round_weight
 from perilune.models.native import ops
 
 KINDS: list[NarrowKind] = ["bfloat16", "int8"]
@@ -32,7 +32,7 @@ def test_int8_rounding_error_is_at_most_half_a_step(seed: int, scale: float, sha
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator) * scale
     weight[0] *= 100  # a large channel must not affect the precision of the others
-    narrow = narrowed(weight, "int8")
+    narrow = round_weight(weight, "int8")
     assert narrow.values.dtype == torch.int8
     assert narrow.scales is not None
     error = (narrow.values.double() * narrow.scales[:, None].double() - weight.double()).abs()
@@ -40,17 +40,17 @@ def test_int8_rounding_error_is_at_most_half_a_step(seed: int, scale: float, sha
 
 
 def test_int8_channel_of_zeros_stays_zero() -> None:
-    narrow = narrowed(torch.zeros(3, 8), "int8")
-    assert torch.equal(narrow.times(torch.randn(2, 8)), torch.zeros(2, 3))
+    narrow = round_weight(torch.zeros(3, 8), "int8")
+    assert torch.equal(narrow.matmul(torch.randn(2, 8)), torch.zeros(2, 3))
 
 
-@pytest.mark.skipif(not ops.available(), reason="needs a C compiler: install gcc or clang")
+@pytest.mark.skipif(not ops.is_available(), reason="needs a C compiler: install gcc or clang")
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_and_c_kernels_round_equally(kind: NarrowKind) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(5, 96), torch.randn(40, 96), torch.randn(40)
     packed = products.pack_weight(weight, bias, kind)
-    expected = narrowed(weight, kind).times(x) + bias
+    expected = round_weight(weight, kind).matmul(x) + bias
     torch.testing.assert_close(products.linear(x, *packed), expected, rtol=1e-5, atol=2e-5)
     assert (expected - (x @ weight.T + bias)).abs().max() > 1e-4
 
@@ -75,7 +75,7 @@ def test_narrow_frozen_copy_is_close_and_ignores_training(
 ) -> None:
     decoder = Decoder(config)
     decoder.initialize(0)
-    exact, narrow = logits(decoder), decoder.frozen(kind)
+    exact, narrow = logits(decoder), decoder.frozen_copy(kind)
     close = logits(narrow)
     assert 0 < (close - exact).norm() / exact.norm() < bound
     assert close.dtype == torch.float32
@@ -88,7 +88,7 @@ def test_narrow_frozen_copy_is_close_and_ignores_training(
 def test_router_weights_are_not_rounded() -> None:
     decoder = Decoder(MIXTURE)
     decoder.initialize(0)
-    x, mlp = torch.randn(9, 64), decoder.frozen("int8").model.layers[0].mlp
+    x, mlp = torch.randn(9, 64), decoder.frozen_copy("int8").model.layers[0].mlp
     for ours, theirs in zip(mlp.route(x), decoder.model.layers[0].mlp.route(x), strict=True):
         torch.testing.assert_close(ours, theirs)
 
@@ -108,9 +108,9 @@ def test_refreeze_updates_weights_in_place(dtype: torch.dtype, kind: NarrowKind 
     """Captured graphs read weights in place. In these dtypes weights are plain tensors, as on a GPU."""
     decoder = Decoder(PRESETS["tiny"].replace(tie_word_embeddings=False)).to(dtype)
     decoder.initialize(0)
-    frozen = decoder.frozen(kind)
+    frozen = decoder.frozen_copy(kind)
     decoder.initialize(1)
-    anew = decoder.frozen(kind)
+    anew = decoder.frozen_copy(kind)
 
     def tensors(model: Decoder) -> list[torch.Tensor]:
         held = [part for one in model.projections() if one.frozen is not None for part in one.frozen]
@@ -138,7 +138,7 @@ def test_gpu_products_of_bfloat16_return_float32() -> None:
     with FakeTensorMode():
         x, weight = torch.empty(5, 8, device="cuda"), torch.empty(3, 8, device="cuda")
         with mock.patch.object(torch, "mm", side_effect=torch.mm) as product:
-            out = narrowed(weight, "bfloat16").times(x)
+            out = round_weight(weight, "bfloat16").matmul(x)
         assert product.call_args.args[0].dtype == torch.bfloat16
         assert (out.dtype, out.shape, out.device.type) == (torch.float32, (5, 3), "cuda")
 
@@ -163,9 +163,9 @@ def test_gpu_training_saves_rounded_input_and_returns_float32() -> None:
 def test_gradients_in_bfloat16_are_near_with_and_without_instructions(
     supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "_multiplies_bfloat16", lambda: supported)
+    monkeypatch.setattr(products, "_has_bfloat16_matmul", lambda: supported)
     x, weight = torch.randn(40, 96), torch.randn(96, 33).t()
-    found = products.gradient_product(x, weight, "bfloat16")
+    found = products.gradient_matmul(x, weight, "bfloat16")
     exact = x.bfloat16().double() @ weight.bfloat16().double().t()
     assert found.dtype == torch.float32
     tolerance = 2**-8 if supported else 1e-5  # oneDNN rounds the result to bfloat16

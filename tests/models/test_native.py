@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perilune.models.native import attention, build, ops
 
-pytestmark = pytest.mark.skipif(not ops.available(), reason="needs a C compiler: install gcc or clang")
+pytestmark = pytest.mark.skipif(not ops.is_available(), reason="needs a C compiler: install gcc or clang")
 
 
 @pytest.mark.usefixtures("threads")
@@ -176,7 +176,7 @@ def test_missing_kernels_report_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_
             patch.delenv("CC", raising=False)
             for name, value in environment.items():
                 patch.setenv(name, value)
-            found = build.compiled.__wrapped__(build._KERNELS)
+            found = build.load_library.__wrapped__(build._KERNELS)
             assert found.library is None
             assert reason in found.reason
 
@@ -193,12 +193,12 @@ def test_kernel_library_is_built_once_and_rebuilt_when_damaged(
     broken = folder / f"{build._digest(compiler, unit)}.so"
     folder.mkdir(parents=True, mode=0o700)
     broken.write_bytes(b"not a library")
-    first = build.compiled.__wrapped__(unit)
+    first = build.load_library.__wrapped__(unit)
     assert isinstance(first.library, ctypes.CDLL)
     assert first.library.seven() == 7
     (made,) = folder.iterdir()
     changed = made.stat().st_mtime_ns
-    assert build.compiled.__wrapped__(unit).reason == str(made)
+    assert build.load_library.__wrapped__(unit).reason == str(made)
     assert made.stat().st_mtime_ns == changed
 
 

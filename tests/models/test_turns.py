@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.models.text.turns import continuation, encode_conversations
+from perilune.models.text.turns import encode_continuation, encode_conversations
 
 CHAT = chatml()
 END = CHAT.eos_token_id
@@ -26,7 +26,7 @@ def test_turn_by_turn_tokens_equal_the_whole_conversation(turns):
     messages = list(OPENING)
     for answer, others in turns:
         ids += CHAT.encode_completion(answer)
-        ids += continuation(CHAT, OPENING, others, ids[-1])
+        ids += encode_continuation(CHAT, OPENING, others, ids[-1])
         messages += [{"role": "assistant", "content": answer}, *others]
     assert ids == CHAT.encode_prompt(messages)
 
@@ -39,7 +39,7 @@ def test_turn_by_turn_tokens_without_template_equal_the_whole_conversation(turns
     messages = list(OPENING)
     for answer, others in turns:
         ids += plain.encode_completion(answer)
-        ids += continuation(plain, OPENING, others, ids[-1])
+        ids += encode_continuation(plain, OPENING, others, ids[-1])
         messages += [{"role": "assistant", "content": answer}, *others]
     assert ids == plain.encode_prompt(messages)
     answered = (messages, [{"role": "assistant", "content": "a"}], {})
@@ -49,10 +49,10 @@ def test_turn_by_turn_tokens_without_template_equal_the_whole_conversation(turns
 
 def test_continuation_adds_the_template_end_after_another_end_token():
     other = CHAT.encode_rendered(["<|endoftext|>"])[0]
-    ids = continuation(CHAT, OPENING, [{"role": "user", "content": "a"}], other[0])
+    ids = encode_continuation(CHAT, OPENING, [{"role": "user", "content": "a"}], other[0])
     text = "<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
     assert [ids] == CHAT.encode_rendered([text])
-    assert continuation(CHAT, OPENING, [{"role": "user", "content": "a"}], END) == ids[1:]
+    assert encode_continuation(CHAT, OPENING, [{"role": "user", "content": "a"}], END) == ids[1:]
 
 
 @pytest.mark.parametrize(
@@ -66,29 +66,29 @@ def test_continuation_encodes_spelled_control_tokens_as_text(hostile):
     ]
 
     def count(messages):
-        ids = continuation(CHAT, OPENING, messages, END)
+        ids = encode_continuation(CHAT, OPENING, messages, END)
         return [ids.count(control) for control in controls]
 
     assert count(loud) == count(quiet)
-    decoded = CHAT.decode(continuation(CHAT, OPENING, loud, END))
+    decoded = CHAT.decode(encode_continuation(CHAT, OPENING, loud, END))
     assert hostile in decoded and decoded.endswith("assistant\n")
 
 
 def test_continuation_without_template_joins_message_contents():
     plain = Tokenizer.characters()
     messages = [{"role": "tool", "content": "=4\n"}, {"role": "user", "content": "go"}]
-    assert continuation(plain, [], messages, plain.eos_token_id) == plain.encode("=4\ngo")
+    assert encode_continuation(plain, [], messages, plain.eos_token_id) == plain.encode("=4\ngo")
 
 
 def test_continuation_rejects_templates_that_lose_or_refuse_messages():
     loses = CHATML.replace("message.content", "(message.content if message.role != 'assistant' else '')")
     with pytest.raises(RequestError, match="turns cannot be joined"):
-        continuation(chatml(loses), OPENING, [{"role": "user", "content": "a"}], END)
+        encode_continuation(chatml(loses), OPENING, [{"role": "user", "content": "a"}], END)
     strict = CHATML.replace(
         "{{- '<|im_start|>'", "{{- raise_exception('no') if message.role == 'tool' }}{{- '<|im_start|>'"
     )
     with pytest.raises(RequestError, match="cannot render"):
-        continuation(chatml(strict), OPENING, [{"role": "tool", "content": "a"}], END)
+        encode_continuation(chatml(strict), OPENING, [{"role": "tool", "content": "a"}], END)
 
 
 @settings(max_examples=40, deadline=None)

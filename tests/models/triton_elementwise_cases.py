@@ -31,7 +31,7 @@ def check(call: Any, reference: Any, inputs: list[Tensor]) -> None:
     """Compare the result and all gradients of `call` in Triton with `reference` in float64."""
     ours = [one.detach().requires_grad_() for one in inputs]
     theirs = [one.detach().double().requires_grad_() for one in inputs]
-    with mock.patch.object(kernels, "is_fused", lambda _: True):
+    with mock.patch.object(kernels, "uses_triton", lambda _: True):
         out = call(*ours)
         expected = reference(*theirs)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
@@ -80,14 +80,14 @@ def test_rms_norm_equals_the_definition(
 @pytest.mark.parametrize("shape", [(3, 24, 128), (2, 5, 96), (1, 1, 16)])
 def test_rotate_equals_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     angles = drawn(shape[0], shape[-1] // 2, dtype=torch.float32)[:, None]
-    cos, sin = kernels.both_halves(angles.cos(), angles.sin())
+    cos, sin = kernels.full_rotary_tables(angles.cos(), angles.sin())
 
     def reference(x: Tensor) -> Tensor:
         return x * cos.double() + x.roll(shape[-1] // 2, -1) * sin.double()
 
     x = drawn(*shape, dtype=dtype, room=32)
     ours = x.detach().requires_grad_()
-    with mock.patch.object(kernels, "is_fused", lambda _: True):
+    with mock.patch.object(kernels, "uses_triton", lambda _: True):
         out = kernels.rotate(ours, cos, sin)
         (found,) = torch.autograd.grad(out, ours, out.detach())
     assert out.dtype == dtype
@@ -122,7 +122,7 @@ def test_gated_activations_propagate_nan(place: int) -> None:
     inputs = [torch.ones(1, 16, device=DEVICE) for _ in range(2)]
     inputs[place][0, 3] = torch.nan
     inputs = [one.requires_grad_() for one in inputs]
-    with mock.patch.object(kernels, "is_fused", lambda _: True):
+    with mock.patch.object(kernels, "uses_triton", lambda _: True):
         out = kernels._gated(*inputs, "clamped")
         found = torch.autograd.grad(out.sum(), inputs)
     assert out.isnan().nonzero().tolist() == [[0, 3]]

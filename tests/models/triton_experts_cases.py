@@ -13,8 +13,8 @@ from perilune.engine.runner import TorchRunner
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
-from perilune.models.grouped_experts import StackedWeight, grouped
-from perilune.models.narrow import NarrowWeight, narrowed
+from perilune.models.grouped_experts import StackedWeight, group_by_expert
+from perilune.models.narrow import NarrowWeight, round_weight
 from perilune.models.triton_attention import IS_INTERPRETED
 from perilune.models.triton_experts import grouped_product
 
@@ -48,12 +48,12 @@ def test_grouped_product_equals_the_definition(
 ) -> None:
     tokens, experts, per_token, inputs, outputs = shape
     matrices = random(experts * outputs, inputs)
-    weight = NarrowWeight(matrices.to(dtype)) if kind is None else narrowed(matrices, kind)
+    weight = NarrowWeight(matrices.to(dtype)) if kind is None else round_weight(matrices, kind)
     scales = None if weight.scales is None else weight.scales.view(experts, outputs)
     stacked = StackedWeight(weight.values.view(experts, outputs, inputs), scales)
     chosen = random(tokens, experts, seed=1).argsort(dim=1)[:, :per_token]
     chosen[:, 0] = experts - 1  # one expert gets all tokens
-    groups = grouped(chosen, experts)
+    groups = group_by_expert(chosen, experts)
     of_tokens, of_pairs = random(tokens, inputs, seed=2).to(dtype), random(chosen.numel(), inputs).to(dtype)
     tolerance = 3e-5 if dtype == torch.float32 else 0.02
     for x, rows in ((of_tokens, of_tokens.repeat_interleave(per_token, dim=0)), (of_pairs, of_pairs)):
@@ -71,7 +71,7 @@ def test_grouped_product_rows_do_not_depend_on_other_rows(dtype: torch.dtype) ->
     chosen = random(12, 6, seed=2).argsort(dim=1)[:, :2]
 
     def product(rows: slice) -> Tensor:
-        return grouped_product(x[rows], weight, grouped(chosen[rows], 6)).view(-1, 2, 40)
+        return grouped_product(x[rows], weight, group_by_expert(chosen[rows], 6)).view(-1, 2, 40)
 
     together = product(slice(0, 12))
     # The interpreter multiplies tiles with numpy; on some processors rounding depends on the row in the tile.
@@ -82,7 +82,7 @@ def test_grouped_product_rows_do_not_depend_on_other_rows(dtype: torch.dtype) ->
 
 
 def test_grouped_sorts_pairs_by_expert() -> None:
-    groups = grouped(torch.tensor([[2, 0], [2, 3], [0, 2]]).to(DEVICE), 5)
+    groups = group_by_expert(torch.tensor([[2, 0], [2, 3], [0, 2]]).to(DEVICE), 5)
     assert groups.order.tolist() == [1, 4, 0, 2, 5, 3]
     assert groups.ends.tolist() == [2, 2, 5, 6, 6]
 

@@ -17,7 +17,7 @@ DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 def check_samples(decoder: Decoder, *runners: Any) -> None:
     """Assert that two runners sample the same tokens, with chunked prefill beside decoding samples."""
     found = []
-    with mock.patch.object(ops, "available", lambda: False):
+    with mock.patch.object(ops, "is_available", lambda: False):
         for runner in runners:
             engine = Engine(decoder.to(DEVICE), slots=4, cache_tokens=512, token_budget=12, runner=runner)
             prompts = [Prompt(list(range(5, 5 + length)), (0, 0, length)) for length in (3, 26)]

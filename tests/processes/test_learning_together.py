@@ -18,7 +18,7 @@ from perilune.learn.adaptation import adapt
 from perilune.learn.batch import PackedBatch, pack
 from perilune.learn.checkpoints import read
 from perilune.learn.distributed import SINGLE_RANK, Ranks
-from perilune.learn.trainer import Learner, with_reference
+from perilune.learn.trainer import Learner, add_reference_logprobs
 from perilune.learn.training_settings import LearnerSettings, OptimizerSettings
 from perilune.learn.weights import Aggregation, aggregate
 
@@ -62,7 +62,7 @@ def learn(ranks: Ranks, mode: Aggregation) -> Learned:
     reference = small_decoder(1)
     figures = []
     for batches in steps_of(mode):
-        found = learner.forward_backward(with_reference(batches, reference, ranks))
+        found = learner.forward_backward(add_reference_logprobs(batches, reference, ranks))
         figures.append(found | learner.optim_step(1e-2))
     return figures, state_of(learner)
 
@@ -76,7 +76,7 @@ def state_of(learner: Learner) -> dict[str, np.ndarray]:
         state = {
             f"{kind}/{name}": tensor
             for kind, moments in (("first", own.first), ("second", own.second))
-            for name, tensor in learner._sharded.whole(moments).items()
+            for name, tensor in learner._sharded.gather(moments).items()
         }
     state |= {name: p.detach() for name, p in learner.decoder.named_parameters()}
     return {name: tensor.numpy() for name, tensor in state.items()}
@@ -165,7 +165,7 @@ def learn_non_finite(ranks: Ranks) -> None:
     assert last.policy_gradient is not None
     broken = replace(last, policy_gradient=last.policy_gradient * float("nan"))
     learner = Learner(small_decoder(), SETTINGS, ranks=ranks)
-    learner.forward_backward(with_reference([*good, broken], small_decoder(1), ranks))
+    learner.forward_backward(add_reference_logprobs([*good, broken], small_decoder(1), ranks))
     learner.optim_step(1e-2)
 
 
@@ -223,7 +223,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 def die_while_learning(ranks: Ranks) -> None:
     """Kill the second process before it sends its gradient, for which the first process waits."""
     learner = Learner(small_decoder(), SETTINGS, ranks=ranks)
-    for _ in learner._own(steps_of("token-mean")[0]):
+    for _ in learner._rank_batches(steps_of("token-mean")[0]):
         if ranks.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -13,7 +13,7 @@ from perilune.cli.main import main
 from perilune.errors import RequestError, WorkFailedError
 from perilune.models.checkpoints.loading import load_checkpoint, save_checkpoint
 from perilune.weights import push
-from perilune.weights.push import PeriluneServer, VLLMServer, target
+from perilune.weights.push import PeriluneServer, VLLMServer, find_server
 
 TOKEN = "a-token-for-these-tests"
 
@@ -93,7 +93,7 @@ def test_push_replaces_weights(
     assert int(said.split('"bytes": ')[1].split(",")[0]) < 20_000
     assert answer(server) == expected(third)
     # A wrong base costs a full transfer.
-    pushed = target(server.url, TOKEN).push(checkpoint, second, lambda sent, total: None)
+    pushed = find_server(server.url, TOKEN).push(checkpoint, second, lambda sent, total: None)
     assert pushed.version == 3 and pushed.bytes > 1_000_000
     assert answer(server) == expected(checkpoint)
 
@@ -103,7 +103,7 @@ def test_push_resumes_interrupted_transfer(
 ) -> None:
     monkeypatch.setattr("perilune.weights.push.time.sleep", lambda seconds: None)
     flaky = Flaky()
-    one = target(server.url, TOKEN)
+    one = find_server(server.url, TOKEN)
     assert isinstance(one, PeriluneServer)
     monkeypatch.setattr(
         one._http,
@@ -120,7 +120,7 @@ def test_push_resumes_interrupted_transfer(
 def test_push_reports_unreachable_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("perilune.weights.push.time.sleep", lambda seconds: None)
     with pytest.raises(WorkFailedError, match="does not answer"):
-        target("http://127.0.0.1:9", None)
+        find_server("http://127.0.0.1:9", None)
 
 
 def test_server_refuses_malformed_weight_uploads(server: Served, tmp_path: Path) -> None:
@@ -161,21 +161,21 @@ def test_push_refuses_model_of_another_shape(server: Served, tmp_path: Path) -> 
 
     save_checkpoint(tmp_path / "other", *load_model("small"))
     with pytest.raises(RequestError, match="another tensor"):
-        target(server.url, TOKEN).push(tmp_path / "other", None, lambda sent, total: None)
+        find_server(server.url, TOKEN).push(tmp_path / "other", None, lambda sent, total: None)
 
 
 def test_vllm_client_updates_perilune_server(server: Served, checkpoint: Path, tmp_path: Path) -> None:
     """The client pauses the server, loads a local folder and resumes the server."""
     vllm = VLLMServer(push._Http(server.url, TOKEN))
     folder = modified_checkpoint(checkpoint, tmp_path / "driven", 11)
-    before = target(server.url, TOKEN)
+    before = find_server(server.url, TOKEN)
     assert isinstance(before, PeriluneServer)
     vllm.push(folder, None, lambda sent, total: None)
     assert answer(server) == expected(folder)
     again = modified_checkpoint(
         checkpoint, tmp_path / "pushed", 12, 4
     )  # a delta after it finds the right base
-    report = target(server.url, TOKEN).push(again, folder, lambda sent, total: None)
+    report = find_server(server.url, TOKEN).push(again, folder, lambda sent, total: None)
     assert report.changed < 1
     assert answer(server) == expected(again)
     with server.http() as http:
@@ -220,7 +220,7 @@ class VLLM(httpx.MockTransport):
 def vllm(monkeypatch: pytest.MonkeyPatch, fake: VLLM) -> VLLMServer:
     client = httpx.Client
     monkeypatch.setattr(push.httpx, "Client", lambda **options: client(transport=fake, **options))
-    found = target("http://vllm:8000/v1", None)
+    found = find_server("http://vllm:8000/v1", None)
     assert isinstance(found, VLLMServer)
     return found
 

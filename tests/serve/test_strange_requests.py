@@ -76,7 +76,7 @@ def test_extreme_parameters_do_not_disturb_other_streams(server: Served, checkpo
     wanted = Direct.load(checkpoint).sample_all([("go on: ", seed) for seed in range(4)], max_tokens=200)
     for (tokens, logprobs), (one,) in zip(found, wanted, strict=True):
         assert tokens == one.token_ids.tolist()
-        assert logprobs == pytest.approx(one.logprobs.tolist(), abs=0 if ops.available() else 1e-5)
+        assert logprobs == pytest.approx(one.logprobs.tolist(), abs=0 if ops.is_available() else 1e-5)
     assert server.metrics()["engine_restarts_total"] == 0
 
 

@@ -151,9 +151,9 @@ def test_machine_descriptions_are_parsed_or_refused() -> None:
 
 def test_computed_step_takes_the_maximum_of_memory_and_compute_time() -> None:
     from perilune.models.config.decoder_config import PRESETS
-    from perilune.models.memory import card_of
+    from perilune.models.memory import get_model_card
 
-    model, card = card_of(PRESETS["large"]), CARDS["H100"]
+    model, card = get_model_card(PRESETS["large"]), CARDS["H100"]
     steps = ComputedSteps(parse_machines("1xH100"), model)
     weights = 2 * model.parameters / (0.7 * card.bandwidth)
     assert steps.step_seconds(StepWork(1, 1.0)) == pytest.approx(1e-3 + weights, rel=1e-2)

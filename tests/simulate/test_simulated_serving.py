@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 from perilune.cli.main import app
 from perilune.errors import RequestError
 from perilune.models.config.decoder_config import PRESETS
-from perilune.models.memory import card_of
+from perilune.models.memory import get_model_card
 from perilune.simulate.autoscaling import Autoscaling, assign_replicas
 from perilune.simulate.hardware import ComputedSteps, parse_machines, transfer_seconds
 from perilune.simulate.serving import Arrival, Served, poisson_requests, read_requests, serve, summarize_fleet
 from perilune.simulate.step_cost import StepWork
 
-MODEL = card_of(PRESETS["large"])
+MODEL = get_model_card(PRESETS["large"])
 ONE = parse_machines("1xL4")
 
 

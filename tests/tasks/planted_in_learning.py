@@ -177,7 +177,7 @@ def kl_to_the_sampler_in_the_run(patch: Patch) -> None:
     def own(batches: Any, *_: Any) -> Any:
         return [batch.with_reference(batch.sampler_logprobs) for batch in batches]
 
-    patch.setattr(policy_update, "with_reference", own)
+    patch.setattr(policy_update, "add_reference_logprobs", own)
 
 
 def adapter_climbs_the_loss(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from perilune.engine.engine import Engine
 from perilune.engine.native_runner import NativeRunner
 from perilune.engine.runner import TorchRunner
 from perilune.environments.core.protocol import Failure
-from perilune.models.adapters.lora import base_of
+from perilune.models.adapters.lora import without_adapter
 from perilune.models.decoder import Decoder
 from perilune.rollout import worker as rollouts
 from perilune.rollout.rollout import Part, Rollout
@@ -72,7 +72,7 @@ def adapter_stays_behind(patch: Patch) -> None:
         right = runner.load_weights
 
         def alone(self: Any, decoder: Decoder, right: Callable[..., None] = right) -> None:
-            right(self, base_of(decoder))
+            right(self, without_adapter(decoder))
 
         patch.setattr(runner, "load_weights", alone)
 

@@ -36,7 +36,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def runner(decoder: Any, num_blocks: Any) -> GraphRunner:
         return GraphRunner(decoder, num_blocks, attention=GatheredAttention)
 
-    monkeypatch.setattr(ops, "available", lambda: False)
+    monkeypatch.setattr(ops, "is_available", lambda: False)
     monkeypatch.setitem(Engine.__init__.__kwdefaults__, "runner", runner)
     monkeypatch.setattr(session, "prepare_device", lambda workspace: DEVICE)
 

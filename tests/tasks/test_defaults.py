@@ -11,8 +11,8 @@ from perilune.bundle.plugin import complete_spec, load_plugin, plugin_names
 from perilune.learn.training_settings import OptimizerSettings
 from perilune.models.adapters.files import save_policy
 from perilune.models.checkpoints.loading import new_model
-from perilune.models.config.decoder_config import PRESETS, preset_of
-from perilune.models.memory import card_of
+from perilune.models.config.decoder_config import PRESETS, find_preset
+from perilune.models.memory import get_model_card
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import build_job
@@ -140,7 +140,7 @@ def test_wider_preset_gets_a_lower_learning_rate(preset: str, millions: int, tmp
     width = PRESETS[preset].hidden_size
     assert specs["sft"]["lr"] == 3e-3 * 128 / width and specs["rl"]["lr"] == 2e-4 * 128 / width
     assert specs["sft"]["batch_size"] == 64 and specs["eval"]["max_tokens"] == 64
-    parameters = card_of(
+    parameters = get_model_card(
         section_config({"preset": preset, "tokenizer": "bpe", "vocab_size": 2048})
     ).parameters
     assert 0.9 < parameters / (millions * 1e6) < 1.2
@@ -151,7 +151,7 @@ def test_folder_with_a_preset_config_counts_as_new(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(json.dumps(config.to_hf()))
     assert jobs(tmp_path, f"{{path: {tmp_path / 'm'}}}") == jobs(tmp_path, "{preset: large}")
-    assert preset_of(config) == "large" and preset_of(config.replace(num_layers=9)) is None
+    assert find_preset(config) == "large" and find_preset(config.replace(num_layers=9)) is None
 
 
 def test_stage_defaults_follow_the_new_model_stage_it_trains(tmp_path: Path) -> None:

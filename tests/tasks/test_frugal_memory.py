@@ -18,12 +18,12 @@ from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
 from perilune.learn.trainer import Learner
 from perilune.learn.training_settings import LearnerSettings
-from perilune.models.adapters.lora import BaseKind, attach, narrow_base
+from perilune.models.adapters.lora import BaseKind, attach_adapter, convert_base
 from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.layer_kinds import DeltaRule, Experts, Latent
 from perilune.models.decoder import Decoder
-from perilune.models.memory import PROCESS_BYTES, RECOMPUTING_BYTES, adapter_parameters, base_bytes
+from perilune.models.memory import CHECKPOINTING_BYTES, PROCESS_BYTES, adapter_parameters, base_bytes
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.memory_plan import peak_resident, stage_memory
 
@@ -48,7 +48,7 @@ TOKENS = 1024
 @pytest.mark.parametrize("config", [PRESETS["tiny"], MIXTURE, LATENT, LINEAR, SHARED, ONE_MATRIX])
 def test_adapter_parameters_are_counted(config: DecoderConfig, targets: tuple[str, ...]) -> None:
     decoder = Decoder(config)
-    attach(decoder, targets, 4, alpha=8.0, seed=0)
+    attach_adapter(decoder, targets, 4, alpha=8.0, seed=0)
     counted = sum(p.numel() for p in decoder.parameters() if p.requires_grad)
     assert adapter_parameters(config, 4, targets) == counted
 
@@ -57,7 +57,7 @@ def test_adapter_parameters_are_counted(config: DecoderConfig, targets: tuple[st
 @pytest.mark.parametrize("config", [PRESETS["tiny"], WIDE])
 def test_narrow_base_takes_the_planned_memory(config: DecoderConfig, kind: BaseKind) -> None:
     decoder = Decoder(config)
-    narrow_base(decoder, kind)
+    convert_base(decoder, kind)
     held = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
     assert 0.97 * held < base_bytes(config, kind) < 1.03 * held
 
@@ -108,7 +108,7 @@ def test_peak_memory_matches_the_plan_and_its_order(tmp_path: Path) -> None:
             stage_memory(WIDE, token_budget=TOKENS, learner=LearnerSettings.model_validate(options)).total
             - PROCESS_BYTES
         )
-        plans[name] = plan - (RECOMPUTING_BYTES if "activation_checkpointing" in options else 0)
+        plans[name] = plan - (CHECKPOINTING_BYTES if "activation_checkpointing" in options else 0)
     told = {name: (peaks[name] >> 20, plans[name] >> 20) for name in peaks}
     # The kernel drops pages of libraries when memory is short, so a peak may come out 150 MB lower.
     assert all(0.25 * plans[name] < peak < 1.15 * plans[name] for name, peak in peaks.items()), told

@@ -24,7 +24,7 @@ from perilune.models.memory import (
     BLOCK,
     blocks_bytes,
     cache_bytes,
-    card_of,
+    get_model_card,
     learning_bytes,
     plan_memory,
 )
@@ -59,12 +59,12 @@ QWEN3_8B = QWEN3_0_6B | {
 
 @pytest.mark.parametrize("config", [TINY, WIDE, TINY.replace(tie_word_embeddings=False)])
 def test_parameter_count_matches_the_decoder(config: DecoderConfig) -> None:
-    assert card_of(config).parameters == sum(p.numel() for p in Decoder(config).parameters())
+    assert get_model_card(config).parameters == sum(p.numel() for p in Decoder(config).parameters())
 
 
 def test_parameter_count_matches_the_published_model() -> None:
     assert (
-        card_of(DecoderConfig.from_hf(QWEN3_0_6B)).parameters == 596_049_920
+        get_model_card(DecoderConfig.from_hf(QWEN3_0_6B)).parameters == 596_049_920
     )  # the model card says 0.6 billion
 
 
@@ -100,7 +100,7 @@ def test_cache_memory_equals_the_plan(config: DecoderConfig) -> None:
 
 def test_total_counts_only_the_largest_transient_memory() -> None:
     plan = plan_memory(TINY, sampling=(256, 64), learning=(4096, 64), reference=True)
-    weights = 4 * card_of(TINY).parameters
+    weights = 4 * get_model_card(TINY).parameters
     assert plan.persistent["weights"] == plan.persistent["reference"] == weights
     assert plan.persistent["moments"] == 2 * weights
     assert (
@@ -229,11 +229,11 @@ def test_gpu_slots_are_planned_for_the_expected_length(
 def test_gpu_engine_stores_matrices_in_the_compute_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ops, "available", lambda: False)  # plain tensors, as on a GPU
+    monkeypatch.setattr(ops, "is_available", lambda: False)  # plain tensors, as on a GPU
     config = PRESETS["small"]
     decoder = Decoder(config)
-    decoder.compute_in("bfloat16")
-    copy = decoder.frozen()
+    decoder.set_precision("bfloat16")
+    copy = decoder.frozen_copy()
     weights = [projection.frozen[0] for projection in copy.projections() if projection.frozen]
     stored = sum(one.values.nbytes for one in weights if isinstance(one, NarrowWeight))
     stored += copy.model.embed_tokens.weight.nbytes

@@ -134,10 +134,10 @@ def test_wrong_reference_model_stops_the_run(
     from perilune.models.checkpoints.loading import new_model
     from perilune.tasks.supervised import preference
 
-    right = preference.with_reference_logprobs
+    right = preference.add_reference_to_pairs
     other = new_model("tiny", Tokenizer.characters(), seed=99)
     monkeypatch.setattr(
-        preference, "with_reference_logprobs", lambda found, _, budget: right(found, other, budget)
+        preference, "add_reference_to_pairs", lambda found, _, budget: right(found, other, budget)
     )
     with pytest.raises(WorkFailedError, match="reference differ by"):
         run_task(tmp_path / "b", "preference", inputs={"data": pairs / "artifacts/pairs"})

@@ -27,7 +27,7 @@ from perilune.execution.claim import MARK, read_claim
 from perilune.execution.processes import marked
 from perilune.files import read_json_lines
 from perilune.models.config.decoder_config import PRESETS
-from perilune.models.memory import card_of
+from perilune.models.memory import get_model_card
 from perilune.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -184,7 +184,7 @@ def test_rl_summary(story: Story) -> None:
     told = summary(story.attempts["rl"])
     assert told["algorithm"] == "grpo"
     assert told["steps"] == STEPS
-    assert told["parameters"] == card_of(PRESETS["tiny"]).parameters
+    assert told["parameters"] == get_model_card(PRESETS["tiny"]).parameters
     assert told["logprob_gap_max"] <= 1e-6
     assert told["seconds"] > 0
     for edge in ("first", "last"):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from perilune.learn.optimizer import AdamW
-from perilune.weights.delta import BoundedChange, KeptCopy, WeightReader, WeightWriter
+from perilune.weights.delta import BoundsComparison, CopyComparison, WeightReader, WeightWriter
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-4, 0.1])
@@ -20,8 +20,8 @@ def test_reversed_update_finds_every_changed_value(tmp_path: Path, lr: float) ->
     parameters = {"matrix": nn.Parameter(start), "norm": nn.Parameter(torch.ones(1000))}
     optimizer = AdamW(parameters, beta2=0.99, weight_decay=0.1, grad_clip=1e9, lr_factors={"norm": 3.0})
     kept, reversed_, writer, reader = (
-        KeptCopy(),
-        BoundedChange(optimizer.before_update),
+        CopyComparison(),
+        BoundsComparison(optimizer.bounds_before_update),
         WeightWriter(),
         WeightReader(),
     )

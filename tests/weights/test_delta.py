@@ -21,11 +21,11 @@ from perilune.errors import RequestError
 from perilune.models.checkpoints.loading import new_model
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.weights.delta import (
-    ANCHOR_EVERY,
-    KeptCopy,
+    FULL_UPDATE_INTERVAL,
+    CopyComparison,
     WeightReader,
     WeightWriter,
-    digest_of,
+    combine_digests,
     tensor_digest,
 )
 from perilune.weights.precision import engine_dtypes
@@ -67,7 +67,7 @@ class Pair:
         self.folder, self.writer, self.changed, self.reader = (
             folder,
             WeightWriter(sent),
-            KeptCopy(),
+            CopyComparison(),
             WeightReader(),
         )
         self.held = {name: torch.zeros_like(one) for name, one in state.items()}
@@ -145,12 +145,12 @@ def test_full_update_is_sent_at_regular_intervals(tmp_path: Path) -> None:
     state = small()
     pair = Pair(tmp_path, state)
     sizes = []
-    for number in range(2 * ANCHOR_EVERY):
+    for number in range(2 * FULL_UPDATE_INTERVAL):
         state = altered(state, number)
         sizes.append(bool(pair.send(state).rewritten))
     assert [number + 2 for number, whole in enumerate(sizes) if whole] == [
-        ANCHOR_EVERY + 1,
-        2 * ANCHOR_EVERY + 1,
+        FULL_UPDATE_INTERVAL + 1,
+        2 * FULL_UPDATE_INTERVAL + 1,
     ]
 
 
@@ -212,7 +212,7 @@ def test_killed_writer_leaves_only_complete_versions(tmp_path: Path) -> None:
         child = os.fork()
         if not child:
             try:
-                writer, changed = WeightWriter("auto"), KeptCopy()
+                writer, changed = WeightWriter("auto"), CopyComparison()
                 for version in range(1000):
                     writer.write(folder / f"weights-{version:06d}", state(version), version, changed)
             finally:
@@ -284,7 +284,12 @@ def test_hostile_file_is_refused(tmp_path: Path, parts: State, error: str) -> No
     pair = Pair(tmp_path, small())
     before = {name: one.clone() for name, one in pair.held.items()}
     kept = {name: tensor_digest(one) for name, one in pair.held.items() if name not in parts}
-    about = {"format": "perilune-weights-1", "version": "2", "base": digest_of(kept), "result": "0" * 32}
+    about = {
+        "format": "perilune-weights-1",
+        "version": "2",
+        "base": combine_digests(kept),
+        "result": "0" * 32,
+    }
     save_file(parts, tmp_path / "hostile", about)
     with pytest.raises(RequestError, match=error):
         pair.reader.read(tmp_path / "hostile", pair.held)
@@ -319,7 +324,7 @@ def test_weights_in_engine_dtypes_give_the_same_scores() -> None:
     tokenizer = Tokenizer.characters()
     decoder = new_model("tiny", tokenizer, 0)
     assert engine_dtypes(decoder) == {}
-    decoder.compute_in("bfloat16")
+    decoder.set_precision("bfloat16")
     dtypes = engine_dtypes(decoder)
     assert len(dtypes) == sum(one.ndim > 1 for one in decoder.parameters())
     before = Engine(decoder, slots=2).score([[1, 2, 3]], [[4, 5, 6, 7]])

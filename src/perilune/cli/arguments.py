@@ -188,12 +188,12 @@ def checkpoint_folder(checkpoint: str) -> Path:
     Raises:
         RequestError: when `checkpoint` is none of these, or the run has no checkpoint.
     """
-    from perilune.models.store import model_folder, stored_model
+    from perilune.models.store import find_stored_model, resolve_model_folder
 
     given = Path(checkpoint).expanduser()
     if given.is_dir() or checkpoint.startswith((".", "/", "~")) or given.suffix == ".gguf":
-        return model_folder(given)
-    if (stored := stored_model(checkpoint)) is not None:
+        return resolve_model_folder(given)
+    if (stored := find_stored_model(checkpoint)) is not None:
         return stored.folder
     from perilune.bundle.plugin import load_plugin
     from perilune.control.queries.lookup import find_run

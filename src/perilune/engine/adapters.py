@@ -149,9 +149,9 @@ class _AdaptedProjection(Projection):
         return out
 
     @property
-    def rounds(self) -> bool:
+    def is_rounded(self) -> bool:
         """True if products of the base round both factors."""
-        return self.base.rounds
+        return self.base.is_rounded
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
         """Freeze the base projection."""

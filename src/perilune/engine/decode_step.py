@@ -41,7 +41,7 @@ class GatheredAttention:
         cache.store(layer.index, self._places[table], k, v)
         keys, values = cache.gather(layer.index, self._tables[table])
         groups = q.reshape(len(keys), -1, cache.size)
-        own = None if layer.options is None else layer.options.of_sets(len(keys), cache.heads, 1)
+        own = None if layer.options is None else layer.options.for_sets(len(keys), cache.heads, 1)
         mask = self._mask(q, layer.window)
         return attend(groups, keys.to(q.dtype), values.to(q.dtype), mask, own).reshape(q.shape)
 

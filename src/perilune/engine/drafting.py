@@ -207,7 +207,7 @@ def make_draft(sequences: Sequences, runner: Runner, decoder: Decoder, draft: De
     """Return the draft that runs on `runner`, which `make_draft_runner` created."""
     if draft is None:
         return Draft(sequences, runner, _INT8_COST)
-    windows, table = len(draft.config.distinct_windows), decoder.config.widest
+    windows, table = len(draft.config.distinct_windows), decoder.config.widest_window
     cost = _count_parameters(draft) / _count_parameters(decoder)
     return DraftModel(sequences, runner, cost, windows=windows, table=table)
 

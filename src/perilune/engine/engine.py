@@ -56,7 +56,7 @@ from perilune.models.adapters.files import Adapter
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
 from perilune.models.logprobs import token_logprobs
-from perilune.models.memory import TOKEN_BUDGET, window_blocks
+from perilune.models.memory import DEFAULT_TOKEN_BUDGET, window_blocks
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.transformers_model import TransformersModel
 
@@ -92,7 +92,7 @@ class Engine:
         *,
         slots: int = 256,
         cache_tokens: int | None = None,
-        token_budget: int = TOKEN_BUDGET,
+        token_budget: int = DEFAULT_TOKEN_BUDGET,
         score_tokens: int = 16384,
         tokenizer: Tokenizer | None = None,
         runner: Callable[[Any, tuple[int, ...]], Runner] = fastest_runner,

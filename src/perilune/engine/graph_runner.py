@@ -80,7 +80,7 @@ class GraphRunner(TorchRunner):
         if experts is not None:
             for module in self.decoder.modules():
                 if isinstance(module, MixtureOfExperts):
-                    module.group(experts)
+                    module.use_grouped_product(experts)
         self._attend = attention
         self._steps: dict[tuple[int, int], DecodeStep] = {}
         self._graphs = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None

@@ -14,7 +14,7 @@ from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
 from perilune.errors import RequestError
 from perilune.models.adapters.files import Adapter
-from perilune.models.decoder import Decoder, finished
+from perilune.models.decoder import Decoder, scale_logits
 from perilune.models.native import decoder as native
 from perilune.models.native.ops import WeightKind
 
@@ -63,7 +63,7 @@ class NativeRunner:
             return self._torch_runner.run(batch)
         native_step = NativeStep(batch, self._config.vocab_size, self.cache.routes)
         self._decoder.step(self._caches, native_step.step, int(batch.positions.max()))
-        return finished(native_step.logits, self._config)
+        return scale_logits(native_step.logits, self._config)
 
     def record_routes(self) -> RouteStore:
         return self.cache.record_routes(self._config)

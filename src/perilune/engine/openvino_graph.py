@@ -23,7 +23,7 @@ from perilune.models.attention import AttentionLayer
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder, SelfAttention
 from perilune.models.layers import RMSNorm
-from perilune.models.narrow import narrowed
+from perilune.models.narrow import round_weight
 
 WeightKind = Literal["float32", "int8"]
 
@@ -84,7 +84,7 @@ class PagedGraph:
         inputs = {port.get_any_name(): port.get_node() for port in model.inputs}
         for name, weight in _named_weights(decoder).items():
             if kind == "int8" and name.endswith(".matrix"):
-                narrow = narrowed(weight, "int8")
+                narrow = round_weight(weight, "int8")
                 assert narrow.scales is not None
                 wide = opset13.convert(opset13.constant(narrow.values.numpy()), "f32")
                 constant = opset13.multiply(wide, opset13.constant(narrow.scales[:, None].numpy()))
@@ -131,7 +131,7 @@ def _named_weights(decoder: Decoder) -> dict[str, Tensor]:
     found = {f"rope.{i}": decoder.inverse_frequencies[rope] for i, rope in enumerate(_ropes(decoder.config))}
     found["embedding"] = decoder.model.embed_tokens.weight
     for index, projection in enumerate(decoder.projections()):
-        matrix, bias = projection.joined()
+        matrix, bias = projection.stack_parts()
         found[f"projection.{index}.matrix"] = matrix
         if bias is not None:
             found[f"projection.{index}.bias"] = bias
@@ -162,7 +162,7 @@ def _replace_weight(module: torch.nn.Module, weight: Tensor) -> None:
 
 def _ropes(config: DecoderConfig) -> list[Any]:
     """Return the distinct rotary embeddings of the layers."""
-    return list(filter(None, dict.fromkeys(config.rope_of(layer) for layer in range(config.num_layers))))
+    return list(filter(None, dict.fromkeys(config.layer_rope(layer) for layer in range(config.num_layers))))
 
 
 def _norms(decoder: Decoder) -> Iterator[tuple[str, RMSNorm]]:

@@ -99,7 +99,7 @@ class _GroupAttention:
             keys.to(q.dtype),
             values.to(q.dtype),
             self._mask,
-            None if layer.options is None else layer.options.of_sets(sequences * heads, heads, count),
+            None if layer.options is None else layer.options.for_sets(sequences * heads, heads, count),
         )
         if count > 1:
             out = out.reshape(sequences, heads * group, count, -1).transpose(1, 2)

@@ -17,7 +17,7 @@ from perilune.engine.offload import OffloadStore
 from perilune.engine.prefix_tree import PrefixTree
 from perilune.engine.sequences import Rows, Sequences
 from perilune.models.config.decoder_config import STATE_WINDOW
-from perilune.models.memory import STATE_TOKENS, blocks_in
+from perilune.models.memory import MAX_STATE_TOKENS, max_blocks_touched
 
 
 class BlockPools:
@@ -46,7 +46,7 @@ class BlockPools:
         self.pools = tuple(BlockPool(count) for count in counts)
         assert len(self.pools) == len(self.windows), "one count for each window"
         tree = self.tree = PrefixTree(self.windows, self.pools, clock, store, block_size)
-        self.max_chunk_tokens = STATE_TOKENS if STATE_WINDOW in self.windows else 1 << 31
+        self.max_chunk_tokens = MAX_STATE_TOKENS if STATE_WINDOW in self.windows else 1 << 31
         self.window_starts, self.acquire_prefix = tree.window_starts, tree.acquire_prefix
         self.insert, self.clear = tree.insert, tree.clear
 
@@ -105,7 +105,7 @@ class BlockPools:
             need = blocks_for(length, self.block_size) - len(path)
             if window is not None:
                 tokens = window + min(chunk_tokens, self.max_chunk_tokens)
-                need = min(need, blocks_in(tokens, self.block_size))
+                need = min(need, max_blocks_touched(tokens, self.block_size))
             unused = sum(not pool.references[node.blocks[index]] for node in path[start:] if node is not None)
             if need + spare > pool.num_available - unused:
                 return False

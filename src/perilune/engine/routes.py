@@ -38,7 +38,7 @@ class RouteStore:
                 f"{config.architecture} has no experts, so there are no routes to record",
                 remedy="remove routing_replay, or use a mixture of experts such as qwen3_moe",
             )
-        self.table = config.widest
+        self.table = config.widest_window
         self.layers = sum(config.is_sparse(layer) for layer in range(config.num_layers))
         self.dtype = np.dtype(route_dtype(config.experts.count))
         self.missing = missing_mark(self.dtype)
@@ -77,7 +77,7 @@ class RouteRecorder:
     def __init__(self, store: RouteStore, slots: Tensor) -> None:
         self._store, self._slots = store, slots
 
-    def given(self, layer: int, rows: int) -> Tensor | None:
+    def forced_experts(self, layer: int, rows: int) -> Tensor | None:
         return None
 
     def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:

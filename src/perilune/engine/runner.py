@@ -161,7 +161,7 @@ class TorchRunner:
         weights: NarrowKind | None = None,
     ) -> None:
         self._kind = weights
-        self.decoder = decoder.frozen(weights)
+        self.decoder = decoder.frozen_copy(weights)
         self._adapted: AdaptedProjections | None = None
         self._device = decoder.model.norm.weight.device
         dtype = cache_dtype or (torch.bfloat16 if weights == "bfloat16" else decoder.dtype)

@@ -22,12 +22,12 @@ Tokens = NDArray[np.float64]
 
 
 def is_dead(rewards: Rewards) -> bool:
-    """Whether a group has nothing to compare: fewer than two scored episodes, or equal rewards."""
+    """Return whether a group has nothing to compare: fewer than two scored episodes, or equal rewards."""
     return not spread(rewards) >= DEAD_STD
 
 
 def spread(rewards: Rewards) -> float:
-    """Sample standard deviation (ddof=1) of the scored episodes; 0 for fewer than two."""
+    """Return the sample standard deviation (ddof=1) of the scored episodes; 0 for fewer than two."""
     scored = rewards[~np.isnan(rewards)]
     return float(scored.std(ddof=1)) if len(scored) > 1 else 0.0
 
@@ -65,22 +65,22 @@ def whitened(values: Sequence[Tokens], masks: Sequence[NDArray[np.bool_]]) -> li
 
 def token_rewards(episode: Episode, reward: float) -> Tokens:
     """float64[T]: the process rewards, if any, plus `reward` at the last sampled token."""
-    found = np.zeros(len(episode.token_ids))
+    values = np.zeros(len(episode.token_ids))
     if episode.step_rewards is not None:
         there = episode.loss_mask & ~np.isnan(episode.step_rewards)
-        found[there] = episode.step_rewards[there]
+        values[there] = episode.step_rewards[there]
     if episode.loss_mask.any():
-        found[np.flatnonzero(episode.loss_mask)[-1]] += reward
-    return found
+        values[np.flatnonzero(episode.loss_mask)[-1]] += reward
+    return values
 
 
 def rewards_to_go(rewards: Tokens, mask: NDArray[np.bool_], gamma: float) -> Tokens:
     """G_t = r_t + gamma G_{t+1} over unmasked tokens; 0 at masked tokens."""
-    found = np.zeros(len(rewards))
+    returns = np.zeros(len(rewards))
     later = 0.0
     for t in np.flatnonzero(mask)[::-1]:
-        later = found[t] = rewards[t] + gamma * later
-    return found
+        later = returns[t] = rewards[t] + gamma * later
+    return returns
 
 
 def generalised_advantages(
@@ -88,11 +88,11 @@ def generalised_advantages(
 ) -> Tokens:
     """GAE (arXiv 1506.02438): A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.
 
-    Over unmasked tokens. V_t is the value of the state before token t, and `after` that after the last one.
+    Only unmasked tokens count. V_t is the value of the state before token t, `after` that of the last state.
     """
-    found = np.zeros(len(rewards))
+    advantages = np.zeros(len(rewards))
     advantage, value = 0.0, after
     for t in np.flatnonzero(mask)[::-1]:
-        advantage = found[t] = rewards[t] + gamma * value - values[t] + gamma * lam * advantage
+        advantage = advantages[t] = rewards[t] + gamma * value - values[t] + gamma * lam * advantage
         value = values[t]
-    return found
+    return advantages

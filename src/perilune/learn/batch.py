@@ -17,11 +17,11 @@ from torch import Tensor
 
 from perilune.data.episode import Episode
 from perilune.errors import RequestError, WorkFailedError
-from perilune.learn.replay import packed_routes
+from perilune.learn.replay import pack_routes
 from perilune.learn.weights import COMPONENTS, PPO, Surrogate, WeightedGroup, aggregate
 
 Pair = tuple[Episode, Episode]
-"""Two answers to one prompt, the better one first."""
+"""Two answers to one prompt; the first is better."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,14 +40,14 @@ class PackedBatch:
         old_logprobs: float32[M], of the policy in the denominator of the importance ratio.
         sampler_logprobs: float32[M], of the policy that sampled; usually the same.
         policy_version: int64[M], version of the weights that sampled each learned token.
-        policy_gradient, cross_entropy, reference_kl, entropy: float32[M] final weights, or None if all are 0.
+        policy_gradient, cross_entropy, reference_kl, entropy: float32[M] weights, or None if all are 0.
         surrogate: the token loss of `policy_gradient`.
         value, returns, old_values: float32[M] weights and targets of a critic, or None.
         reference_logprobs: float32[M] of the frozen reference, required with `reference_kl`.
         value_clip: clip range of the critic's predictions around `old_values`.
         temperature: sampling temperature; all log-probs are at this temperature.
         prefix_lengths: int64[S], length of the prefix that each completion continues; None for whole prompts.
-        routes: int16[N, layers, K], experts to replay (`packed_routes`); None to route all tokens anew.
+        routes: int16[N, layers, K], experts to replay (`pack_routes`); None to route all tokens anew.
     """
 
     token_ids: Tensor
@@ -75,18 +75,18 @@ class PackedBatch:
     prefix_lengths: Tensor | None = None
     routes: Tensor | None = None
 
-    def by_episode(self, values: Tensor) -> list[tuple[str, NDArray[np.float32]]]:
-        """The id of each completion with its part of `values`, float32[M] of the learned tokens."""
+    def split_by_episode(self, values: Tensor) -> list[tuple[str, NDArray[np.float32]]]:
+        """Return the id of each completion with its part of `values`, float32[M] of the learned tokens."""
         lengths = torch.bincount(self.episode_of.cpu()).tolist()
         parts = [part.numpy() for part in torch.split(values.cpu(), lengths)]
         return list(zip(self.episode_ids, parts, strict=True))
 
     def padded(self) -> Self:
-        """The same batch padded to `round_up` tokens.
+        """Return the batch padded to `round_up_rows` tokens.
 
-        The padding forms short sequences of its own, which nothing reads; the learned tokens don't change.
+        The padding forms short extra sequences; the learned tokens don't change.
         """
-        missing = round_up(len(self.token_ids)) - len(self.token_ids)
+        missing = round_up_rows(len(self.token_ids)) - len(self.token_ids)
         if not missing:
             return self
         extra = torch.arange(missing, device=self.token_ids.device) % _PADDING
@@ -103,11 +103,11 @@ class PackedBatch:
         )
 
     def with_reference(self, logprobs: Tensor) -> Self:
-        """The same batch with the reference policy's log-probs float32[M]."""
+        """Return the batch with the reference policy's log-probs float32[M]."""
         return replace(self, reference_logprobs=logprobs)
 
     def to(self, device: torch.device) -> Self:
-        """The same batch on `device`."""
+        """Return the batch on `device`."""
         if self.token_ids.device == device:
             return self
         moved = {
@@ -122,18 +122,18 @@ _ROWS = 256
 _PADDING = 16  # length of a padding sequence; a longer one could widen a block of attention
 
 
-def at_sampled(episode: Episode, values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """float32[T]: one value for each token that the policy sampled, and 0 at the others."""
-    every = np.zeros(len(episode.loss_mask), np.float32)
-    every[episode.loss_mask] = values
-    return every
+def scatter_to_sampled(episode: Episode, values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return float32[T]: `values` at the tokens that the policy sampled, and 0 at the others."""
+    scattered = np.zeros(len(episode.loss_mask), np.float32)
+    scattered[episode.loss_mask] = values
+    return scattered
 
 
-def round_up(rows: int) -> int:
-    """The next multiple of 256, or below 256 the next power of two.
+def round_up_rows(rows: int) -> int:
+    """Round up to a multiple of 256, or below 256 to a power of two.
 
-    The CPU library compiles and keeps one kernel for each number of rows that it meets. Without rounding,
-    batches that differ by a few tokens would fill hundreds of megabytes within an hour.
+    The CPU library compiles and keeps one kernel for each number of rows. Without rounding, batches that
+    differ by a few tokens would fill hundreds of megabytes within an hour.
     """
     return -(-rows // _ROWS) * _ROWS if rows > _ROWS else 1 << (rows - 1).bit_length()
 
@@ -158,20 +158,20 @@ def pack(
 ) -> list[PackedBatch]:
     """Pack all groups of one optimizer step into micro-batches of at most `token_budget` fed tokens.
 
-    A group stays together, so that its prompt is fed once, unless it alone exceeds the budget. An episode
-    longer than the budget gets a micro-batch of its own. The list is empty if no episode has weights.
+    A group shares a micro-batch, so that its prompt is fed once, unless the group exceeds the budget. An
+    episode longer than the budget has its own micro-batch. The list is empty if no episode has weights.
 
     Raises:
         WorkFailedError: naming an episode without a prompt token to predict its first token from.
-        ValueError: when the groups do not agree on the surrogate.
+        ValueError: when groups have different surrogates or value clips.
     """
     groups = list(groups)
     denominators = {name: _denominator(groups, name) for name in COMPONENTS}
-    surrogate, value_clip = _agreed(groups)
+    surrogate, value_clip = _shared_loss(groups)
     bins: list[list[_Item]] = [[]]
     room = token_budget
     for group in groups:
-        for chunk, cost in _chunks(_items(group, denominators), token_budget):
+        for chunk, cost in _chunks(_weighted_items(group, denominators), token_budget):
             if cost > room and bins[-1]:
                 bins.append([])
                 room = token_budget
@@ -181,8 +181,8 @@ def pack(
     return [replace(batch, surrogate=surrogate, value_clip=value_clip) for batch in packed]
 
 
-def _agreed(groups: Sequence[WeightedGroup]) -> tuple[Surrogate, float]:
-    """The surrogate and the value clip, which are the same for all groups of a step."""
+def _shared_loss(groups: Sequence[WeightedGroup]) -> tuple[Surrogate, float]:
+    """Return the surrogate and the value clip, which are the same for all groups of a step."""
     surrogates = {group.surrogate for group in groups if group.policy_gradient is not None}
     clips = {group.value.clip for group in groups if group.value is not None}
     if len(surrogates) > 1 or len(clips) > 1:
@@ -195,8 +195,8 @@ def _denominator(groups: Sequence[WeightedGroup], name: str) -> float:
     return sum(component.denominator for component in components if component is not None)
 
 
-def _items(group: WeightedGroup, denominators: dict[str, float]) -> list[_Item]:
-    """Episodes of a group with weights, divided by the denominator of the whole step."""
+def _weighted_items(group: WeightedGroup, denominators: dict[str, float]) -> list[_Item]:
+    """Return the episodes with weights, divided by the denominator of the whole step."""
     items = []
     for index, episode in enumerate(group.episodes):
         weights = {}
@@ -297,26 +297,26 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
         returns=None if value is None else learned((item.returns for item in items), np.float32),
         old_values=None if value is None else learned((item.old_values for item in items), np.float32),
         temperature=temperature,
-        routes=packed_routes([item.episode for item in items], prompt_of),
+        routes=pack_routes([item.episode for item in items], prompt_of),
     )
 
 
 def minibatches(groups: Sequence[WeightedGroup], count: int) -> list[list[WeightedGroup]]:
     """Split the groups of a step into at most `count` minibatches, one optimizer step each.
 
-    Live groups are dealt in turn, so that every minibatch has some. Each minibatch has its own denominators.
-    From the second one on, the policy is no longer the one that sampled.
+    Live groups are distributed in turn, so that every minibatch has some. Each minibatch has its own
+    denominators. From the second minibatch on, the policy differs from the one that sampled.
 
     Returns:
-        at least one minibatch, which may be empty.
+        At least one minibatch, which may be empty.
     """
-    dealt = sorted(groups, key=lambda group: group.dead)
-    return [part for start in range(count) if (part := dealt[start::count])] or [[]]
+    ordered = sorted(groups, key=lambda group: group.dead)
+    return [part for start in range(count) if (part := ordered[start::count])] or [[]]
 
 
 def pack_each(episodes: Iterable[Episode], token_budget: int) -> list[PackedBatch]:
     """Pack episodes in order, without sharing prompts, into batches of at most `token_budget` tokens."""
-    return pack([_all_tokens((one,)) for one in episodes], token_budget)
+    return pack([_learn_all_tokens((one,)) for one in episodes], token_budget)
 
 
 def pack_pairs(pairs: Iterable[Pair], token_budget: int) -> list[PackedBatch]:
@@ -335,10 +335,10 @@ def pack_pairs(pairs: Iterable[Pair], token_budget: int) -> list[PackedBatch]:
         if not np.array_equal(chosen.prompt_ids, rejected.prompt_ids):
             raise RequestError("the two answers of a pair have different prompts", where=chosen.episode_id)
     longest = max((len(a.prompt_ids) + len(a.token_ids) + len(b.token_ids) for a, b in pairs), default=0)
-    return pack([_all_tokens(pair) for pair in pairs], max(token_budget, longest))
+    return pack([_learn_all_tokens(pair) for pair in pairs], max(token_budget, longest))
 
 
-def _all_tokens(episodes: Sequence[Episode]) -> WeightedGroup:
-    """A group whose every sampled token is learned, for objectives that weight tokens themselves."""
+def _learn_all_tokens(episodes: Sequence[Episode]) -> WeightedGroup:
+    """Return a group with weight 1 on every sampled token, for objectives that compute their own weights."""
     weights = aggregate(episodes, [1.0] * len(episodes), "token-mean")
     return WeightedGroup(episodes=tuple(episodes), cross_entropy=weights)

@@ -78,10 +78,10 @@ def copy_into(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], directory
     Raises:
         RequestError: naming a tensor that is missing, unknown, or of another shape or dtype.
     """
-    odd = sorted(own.keys() ^ loaded.keys())
-    if odd:
-        side = "missing" if odd[0] in own else "not part of this model"
-        raise RequestError(f"tensor {odd[0]} is {side}", where=str(directory))
+    unmatched = sorted(own.keys() ^ loaded.keys())
+    if unmatched:
+        problem = "missing" if unmatched[0] in own else "not part of this model"
+        raise RequestError(f"tensor {unmatched[0]} is {problem}", where=str(directory))
     for name, tensor in own.items():
         other = loaded[name]
         if other.shape != tensor.shape or other.dtype != tensor.dtype:
@@ -93,8 +93,8 @@ def copy_into(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], directory
         tensor.copy_(other)
 
 
-def latest_complete(parent: Path) -> Path | None:
-    """The last checkpoint in `parent` by name (step-000020 after step-000010) whose every file is intact."""
+def find_latest_complete(parent: Path) -> Path | None:
+    """Return the last complete checkpoint in `parent` by name (step-000020 after step-000010), or None."""
     if not parent.is_dir():
         return None
     for directory in sorted(parent.iterdir(), reverse=True):
@@ -104,7 +104,7 @@ def latest_complete(parent: Path) -> Path | None:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether the manifest exists and every file in it has the recorded digest."""
+    """Return whether the manifest exists and every file in it has the recorded digest."""
     try:
         files = read_json(directory / MANIFEST)["files"]
         return all(sha256_file(directory / name) == digest for name, digest in files.items())

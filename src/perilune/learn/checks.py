@@ -1,7 +1,7 @@
 """Invariants of the weights and micro-batches of every step, for all algorithms.
 
-Both checks compute their figures from the episodes again, independently of the code that they check. They
-cost a few passes over numpy arrays and no forward pass.
+Both checks recompute their figures from the episodes, independently of the code that they check. They take a
+few passes over numpy arrays and no forward pass.
 """
 
 import math
@@ -16,9 +16,9 @@ from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.batch import PackedBatch
 from perilune.learn.weights import COMPONENTS, Component, WeightedGroup
 
-TOLERANCE = 1e-3  # of float32 sums, relative to the sum of magnitudes
-SMALL = 1e-4  # the sign of a smaller advantage is not checked
-REACH = 0.5  # least share of an episode's sampled tokens that have a weight
+TOLERANCE = 1e-3  # error of float32 sums, relative to the sum of magnitudes
+MIN_CHECKED_ADVANTAGE = 1e-4  # the sign of a smaller advantage is not checked
+MIN_TOKEN_SHARE = 0.5  # smallest share of an episode's sampled tokens that must have a weight
 
 
 def check_weights(groups: Sequence[WeightedGroup], *, centred: bool, sparse: bool = False) -> None:
@@ -48,7 +48,7 @@ def check_weights(groups: Sequence[WeightedGroup], *, centred: bool, sparse: boo
             for episode, advantage, weights in zip(
                 group.episodes, advantages.tolist(), group.policy_gradient.weights, strict=True
             ):
-                _check_advantage(episode, advantage, weights, 0.0 if sparse else REACH)
+                _check_advantage(episode, advantage, weights, 0.0 if sparse else MIN_TOKEN_SHARE)
 
 
 def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]) -> None:
@@ -59,7 +59,7 @@ def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]
             that of the episode; when the weights do not add up to those of the groups divided by the
             denominator of the whole step.
     """
-    expected = {episode.episode_id: episode for group in groups for episode in _learned(group)}
+    expected = {episode.episode_id: episode for group in groups for episode in _weighted_episodes(group)}
     seen: set[str] = set()
     for batch in batches:
         _check_tokens(batch, [expected[name] for name in batch.episode_ids])
@@ -100,8 +100,8 @@ def _components(group: WeightedGroup) -> Iterator[tuple[str, Component]]:
             yield name, component
 
 
-def _learned(group: WeightedGroup) -> Iterator[Episode]:
-    """Episodes with a weight on any token."""
+def _weighted_episodes(group: WeightedGroup) -> Iterator[Episode]:
+    """Iterate over the episodes with a weight on any token."""
     for index, episode in enumerate(group.episodes):
         if any(component.weights[index].any() for _, component in _components(group)):
             yield episode
@@ -124,12 +124,16 @@ def _check_component(group: WeightedGroup, name: str, component: Component) -> N
 
 
 def _check_advantage(episode: Episode, advantage: float, weights: NDArray[np.float32], reach: float) -> None:
-    """Check that weights have the sign of the advantage, and reach at least the share `reach` of tokens."""
+    """Check that weights have the sign of the advantage, and that the share `reach` of tokens has one."""
     if math.isnan(advantage):
         if weights.any():
             raise _bad_episode(episode, "has no verdict but has weights")
         return
-    if abs(advantage) < SMALL or not episode.loss_mask.any() or (episode.truncated and not weights.any()):
+    if (
+        abs(advantage) < MIN_CHECKED_ADVANTAGE
+        or not episode.loss_mask.any()
+        or (episode.truncated and not weights.any())
+    ):
         return
     total = float(weights.sum(dtype=np.float64))
     if total * advantage <= 0:

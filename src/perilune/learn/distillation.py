@@ -32,13 +32,13 @@ DistillationKind = Literal["reverse_kl", "reverse_topk", "forward_topk", "gkd"]
 
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """The loss and its constants.
+    """A distillation loss and its constants.
 
     Attributes:
         k: number of tokens in the top-k losses and the overlap figures.
-        beta: of gkd, from 0 (forward KL) to 1 (reverse KL).
-        coefficient: of the reverse KL that is added to a task's advantages.
-        temperature: of sampling; both distributions use it.
+        beta: the beta of gkd, from 0 (forward KL) to 1 (reverse KL).
+        coefficient: coefficient of the reverse KL that is added to a task's advantages.
+        temperature: sampling temperature; both distributions use it.
     """
 
     kind: DistillationKind
@@ -49,13 +49,13 @@ class Distillation:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
+class DistillationBatch:
     """One micro-batch, packed for the student and for the teacher.
 
     Attributes:
         student, teacher: the same episodes in the same order, with the same learned tokens. Prompts may
             differ.
-        advantages: float32[episodes] of the task's own reward; 0 without one.
+        advantages: float32[episodes] from the task's reward; 0 without one.
     """
 
     student: PackedBatch
@@ -63,17 +63,17 @@ class Chunk:
     advantages: Tensor
 
 
-def chunks(
+def split_chunks(
     episodes: Sequence[Episode],
     teacher_prompts: Sequence[Sequence[int]],
     token_budget: int,
     *,
     advantages: Sequence[float] | None = None,
     temperature: float = 1.0,
-) -> Iterator[Chunk]:
+) -> Iterator[DistillationBatch]:
     """Split a step's episodes into micro-batches of at most `token_budget` tokens for student and teacher.
 
-    An episode without sampled tokens, such as one that failed before its first turn, is left out.
+    Episodes without sampled tokens, such as those that failed before their first turn, are left out.
 
     Args:
         teacher_prompts: the prompts that the teacher sees instead of the episodes' prompts.
@@ -89,15 +89,15 @@ def chunks(
     for item in seen:
         cost = max(len(item[0].prompt_ids), len(item[1].prompt_ids)) + len(item[0].token_ids)
         if held and cost > room:
-            yield _chunk(held, temperature)
+            yield _pack_batch(held, temperature)
             held, room = [], token_budget
         held.append(item)
         room -= cost
     if held:
-        yield _chunk(held, temperature)
+        yield _pack_batch(held, temperature)
 
 
-def _chunk(items: Sequence[tuple[Episode, Episode, float]], temperature: float) -> Chunk:
+def _pack_batch(items: Sequence[tuple[Episode, Episode, float]], temperature: float) -> DistillationBatch:
     def packed(episodes: Sequence[Episode]) -> PackedBatch:
         (batch,) = pack_each(episodes, sum(len(one.prompt_ids) + len(one.token_ids) for one in episodes))
         return replace(batch, temperature=temperature)
@@ -105,11 +105,11 @@ def _chunk(items: Sequence[tuple[Episode, Episode, float]], temperature: float) 
     student, teacher = packed([one for one, _, _ in items]), packed([one for _, one, _ in items])
     if not torch.equal(student.targets, teacher.targets):
         raise AssertionError("the batches of student and teacher have different learned tokens")
-    return Chunk(student, teacher, torch.tensor([gain for *_, gain in items]))
+    return DistillationBatch(student, teacher, torch.tensor([gain for *_, gain in items]))
 
 
 def distil(
-    learner: Learner, teacher: Decoder, parts: Iterable[Chunk], loss: Distillation, tokens: int
+    learner: Learner, teacher: Decoder, parts: Iterable[DistillationBatch], loss: Distillation, tokens: int
 ) -> dict[str, float]:
     """Add the gradient of one step. The loss is the mean over the step's `tokens` learned tokens.
 
@@ -117,10 +117,10 @@ def distil(
         loss, tokens, and the means of `diagnostics` over the step.
     """
     parts = list(parts)
-    of = {part.student.episode_ids: part for part in parts}
+    by_episodes = {part.student.episode_ids: part for part in parts}
 
     def objective(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        part = of[batch.episode_ids]
+        part = by_episodes[batch.episode_ids]
         with torch.no_grad():
             states = predicting_states(teacher, part.teacher.to(hidden.device))
             q = log_distribution(teacher.logits(states), loss.temperature)
@@ -138,13 +138,13 @@ def distil(
 def token_losses(  # noqa: PLR0917
     p: Tensor, q: Tensor, targets: Tensor, old_logprobs: Tensor, advantages: Tensor, loss: Distillation
 ) -> Tensor:
-    """Loss of each token, float[M].
+    """Compute the loss of each token, float[M].
 
     Args:
         p, q: float[M, V] log-probs of student and teacher; the teacher's carry no gradient.
         targets: int64[M], the tokens that were sampled.
-        old_logprobs: float[M], of the policy that sampled them.
-        advantages: float[M] of the task's own reward, for reverse_kl.
+        old_logprobs: float[M] of the policy that sampled them.
+        advantages: float[M] from the task's reward, for reverse_kl.
     """
     if loss.kind == "forward_topk":
         return forward_topk(p, q, loss.k)

@@ -1,7 +1,7 @@
 """Training in several processes (ranks) with the same result, bit for bit, as in one process.
 
-All ranks run the same loop. With k ranks, each plays every k-th group of a step and computes every k-th
-micro-batch. The ranks then exchange results, so that each knows what a single process would know:
+All ranks run the same loop. With k ranks, each samples every k-th group of a step and computes every k-th
+micro-batch. The ranks then exchange results, so that each has the results of a single process:
 
 * Episodes, figures and log-probs are gathered by all ranks and put into the order of a single process.
 * Gradients are summed in the order of the micro-batches: the running sum travels from rank to rank, each adds
@@ -33,7 +33,7 @@ from perilune.errors import ProcessLostError, WorkFailedError
 from perilune.watchdog import STALL_SECONDS, Watchdog
 
 RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # path of the file through which ranks of one machine connect
-_NEVER = timedelta(days=30)  # the watchdog acts sooner
+_COLLECTIVE_TIMEOUT = timedelta(days=30)  # the watchdog acts sooner
 
 T = TypeVar("T")
 
@@ -44,25 +44,25 @@ class Ranks:
     Args:
         rank: number of this process; only rank 0 writes files.
         count: number of processes.
-        sharded: whether trained weights, gradients and moments are sharded too (`learn.sharding`).
+        sharded: whether trained weights, gradients and moments are sharded (`learn.sharding`).
     """
 
     def __init__(self, rank: int = 0, count: int = 1, *, sharded: bool = False) -> None:
         self.rank, self.count, self.sharded = rank, count, sharded and count > 1
-        self._met = time.monotonic()
+        self._last_exchange_s = time.monotonic()
         self._inbox = self._outbox = torch.empty(0)
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which writes files."""
+        """True for rank 0, which writes files."""
         return self.rank == 0
 
     def shard(self, items: Sequence[T]) -> list[T]:
-        """This rank's share of items that all ranks have in the same order."""
+        """Return this rank's share of items that all ranks have in the same order."""
         return list(items[self.rank :: self.count])
 
     def all_gather(self, what: str, payload: bytes) -> list[bytes]:
-        """The payloads of all ranks, by rank.
+        """Gather the payloads of all ranks, by rank.
 
         Raises:
             ProcessLostError: when another process has ended.
@@ -82,7 +82,7 @@ class Ranks:
         """Gather JSON objects, one for each item of `shard(items)`, in the order of the items."""
         if self.count == 1:
             return list(own)
-        return interleaved([json.loads(part) for part in self.all_gather(what, json.dumps(own).encode())])
+        return interleave([json.loads(part) for part in self.all_gather(what, json.dumps(own).encode())])
 
     def all_gather_arrays(self, what: str, own: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Gather arrays, one for each item of `shard(items)`, in the order of the items; any shapes."""
@@ -90,10 +90,10 @@ class Ranks:
             return list(own)
         named = {str(index): np.ascontiguousarray(array) for index, array in enumerate(own)}
         parts = [load(part) for part in self.all_gather(what, save(named))]
-        return interleaved([[part[str(index)] for index in range(len(part))] for part in parts])
+        return interleave([[part[str(index)] for index in range(len(part))] for part in parts])
 
     def broadcast(self, what: str, value: str) -> str:
-        """The value of rank 0."""
+        """Return the value of rank 0."""
         return self.all_gather(what, value.encode() if self.leads else b"")[0].decode()
 
     def check_same(self, what: str, value: str) -> None:
@@ -123,7 +123,7 @@ class Ranks:
         last = len(batches) - 1
         for index in range(self.rank, len(batches), self.count):
             if index > 0:  # an earlier gradient belongs to the running sum, which begins with batch 0
-                _clear(parameters)
+                _clear_gradients(parameters)
             yield batches[index]
             if index > 0:
                 with self.waiting(f"the gradient of micro-batch {index}"):
@@ -131,9 +131,9 @@ class Ranks:
                     if sending is not None:
                         sending.wait()
                         sending = None
-                _add(self._inbox, parameters)
+                _add_message(self._inbox, parameters)
             if index < last:
-                _fill(self._buffers(parameters)[1], parameters)
+                _fill_message(self._buffers(parameters)[1], parameters)
                 with self.waiting(f"the gradient of micro-batch {index + 1}"):
                     sending = dist.isend(self._outbox, (index + 1) % self.count)
         with self.waiting("the step's gradient"):
@@ -141,21 +141,21 @@ class Ranks:
                 sending.wait()
             owner = last % self.count
             if self.rank == owner:
-                _fill(self._buffers(parameters)[1], parameters)
+                _fill_message(self._buffers(parameters)[1], parameters)
             whole = self._buffers(parameters)[1 if self.rank == owner else 0]
             dist.broadcast(whole, owner)
         if self.rank != owner:
-            _clear(parameters)
-            _add(whole, parameters)
+            _clear_gradients(parameters)
+            _add_message(whole, parameters)
 
     def all_reduce(self, what: str, values: Tensor) -> Tensor:
-        """The sum over ranks of a tensor that has the same shape on all of them."""
+        """Return the sum over ranks of a tensor that has the same shape on all of them."""
         with self.waiting(what):
             dist.all_reduce(values)
         return values
 
     def _buffers(self, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, Tensor]:
-        """Receive and send buffer of a gradient sum: a flag for each parameter, then all values."""
+        """Return the receive and send buffers of a gradient: a flag per parameter, then all values."""
         size = len(parameters) + sum(parameter.numel() for parameter in parameters)
         if len(self._inbox) != size:
             kind = torch.promote_types(torch.float32, parameters[0].dtype)
@@ -171,7 +171,9 @@ class Ranks:
         Raises:
             ProcessLostError: when another process has ended.
         """
-        with Watchdog(f"{what}, of the other processes", STALL_SECONDS + time.monotonic() - self._met):
+        with Watchdog(
+            f"{what}, of the other processes", STALL_SECONDS + time.monotonic() - self._last_exchange_s
+        ):
             try:
                 yield
             except RuntimeError as error:
@@ -181,7 +183,7 @@ class Ranks:
                 raise ProcessLostError(
                     f"another process ended while process {self.rank} waited for {what}: {reason}"
                 ) from error
-        self._met = time.monotonic()
+        self._last_exchange_s = time.monotonic()
 
 
 SINGLE_RANK = Ranks()
@@ -210,14 +212,14 @@ def join(device: torch.device, sharded: bool | None = None) -> Ranks:
             store=dist.FileStore(path, count) if path else None,  # type: ignore[attr-defined]
             rank=rank if path else -1,
             world_size=count if path else -1,
-            timeout=_NEVER,
+            timeout=_COLLECTIVE_TIMEOUT,
         )
     atexit.register(_leave)
     return ranks
 
 
-def interleaved(parts: Sequence[Sequence[T]]) -> list[T]:
-    """The inverse of `Ranks.shard`: one list from the shares of all ranks."""
+def interleave(parts: Sequence[Sequence[T]]) -> list[T]:
+    """Merge the shares of all ranks into one list, the inverse of `Ranks.shard`."""
     return [parts[i % len(parts)][i // len(parts)] for i in range(sum(map(len, parts)))]
 
 
@@ -226,22 +228,22 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _clear(parameters: Sequence[nn.Parameter]) -> None:
+def _clear_gradients(parameters: Sequence[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = None
 
 
-def _fill(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+def _fill_message(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
     """Write the gradients, and a flag for each parameter that has one."""
-    for flag, part, parameter in _parts(message, parameters):
+    for flag, part, parameter in _message_parts(message, parameters):
         flag.fill_(parameter.grad is not None)
         if parameter.grad is not None:
             part.copy_(parameter.grad)
 
 
-def _add(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+def _add_message(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
     """Add the gradients of a message to the parameters."""
-    for flag, part, parameter in _parts(message, parameters):
+    for flag, part, parameter in _message_parts(message, parameters):
         if not flag:
             continue
         if parameter.grad is None:
@@ -250,10 +252,10 @@ def _add(message: Tensor, parameters: Sequence[nn.Parameter]) -> None:
             parameter.grad += part.to(parameter.grad.dtype)
 
 
-def _parts(
+def _message_parts(
     message: Tensor, parameters: Sequence[nn.Parameter]
 ) -> Iterator[tuple[Tensor, Tensor, nn.Parameter]]:
-    """For each parameter its flag and its values, both views of the message."""
+    """Iterate over the flag and the values of each parameter, both views of the message."""
     flags, rest = message[: len(parameters)], message[len(parameters) :]
     sizes = [parameter.numel() for parameter in parameters]
     for flag, part, parameter in zip(flags, torch.split(rest, sizes), parameters, strict=True):

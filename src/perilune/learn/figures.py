@@ -1,4 +1,4 @@
-"""Figures of a step, merged from its micro-batches and updates."""
+"""Figures of a step, which merge those of its micro-batches and updates."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,13 +26,13 @@ class Figures:
         self.add_total(name, values.max())
 
     def read(self) -> dict[str, tuple[float, int]]:
-        """(value, count) by name: count is the number of tokens of a mean's sum, and 0 for other figures."""
+        """Return (value, count) by name. The count of a mean is its number of tokens, of others 0."""
         values = torch.stack(list(self._values.values())).tolist()
         return {name: (v, self._counts.get(name, 0)) for name, v in zip(self._values, values, strict=True)}
 
 
 def merge_micro_batches(batches: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
-    """Figures of one update from those of its micro-batches, added up in order.
+    """Merge the figures of an update's micro-batches, in order.
 
     Means are over all tokens of the update; figures named "..._max" are maxima.
     """
@@ -51,7 +51,7 @@ def merge_micro_batches(batches: Sequence[Mapping[str, tuple[float, int]]]) -> d
 
 
 def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Figures of one step from those of its updates.
+    """Merge the figures of a step's updates.
 
     `tokens` is a sum, figures named "..._max" are maxima, and others are means weighted by tokens.
     """

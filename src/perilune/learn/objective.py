@@ -20,13 +20,15 @@ from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm, StepContext, algorithm
 
 
-def objective_curve(asked: str | Algorithm, group_size: int, points: int = 99) -> list[tuple[float, float]]:
-    """(p, w(p)) of an algorithm, given directly or by name, at `points` evenly spaced pass rates in (0, 1).
+def objective_curve(
+    name_or_algorithm: str | Algorithm, group_size: int, points: int = 99
+) -> list[tuple[float, float]]:
+    """Return (p, w(p)) of an algorithm at `points` evenly spaced pass rates in (0, 1).
 
     Raises:
         RequestError: when the algorithm is unknown or does not compare within groups, or `group_size` is 1.
     """
-    chosen = algorithm(asked) if isinstance(asked, str) else asked
+    chosen = algorithm(name_or_algorithm) if isinstance(name_or_algorithm, str) else name_or_algorithm
     if chosen.compares != "group":
         raise RequestError(
             f"{chosen.name} does not compare rewards within a group, so it has no implicit objective"
@@ -48,12 +50,12 @@ def objective_curve(asked: str | Algorithm, group_size: int, points: int = 99) -
 
 
 def live_group_probability(p: float, group_size: int) -> float:
-    """q(p, K) = 1 - p^K - (1 - p)^K: probability that K samples with pass rate p are not all equal."""
+    """Return the probability 1 - p^K - (1 - p)^K that K samples with pass rate p are not all equal."""
     return 1.0 - p**group_size - (1 - p) ** group_size
 
 
 def _advantages(chosen: Algorithm, successes: int, group_size: int) -> tuple[float, float]:
-    """Advantages of a success and of a failure in such a group; NaN if it has none."""
+    """Return the advantages of a success and of a failure in a group; NaN if it has none."""
     group = [_episode(index, float(index < successes)) for index in range(group_size)]
     none = {one.episode_id: np.zeros(1, np.float32) for one in group}
     context = StepContext(max_tokens=1, signals=dict.fromkeys(chosen.needs, none))

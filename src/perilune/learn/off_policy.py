@@ -1,10 +1,10 @@
-"""Off-policy corrections: for episodes that another policy sampled than the one that learns from them.
+"""Off-policy corrections, for episodes that were sampled by another policy than the learner.
 
 pi_learner / pi_sampler = (pi_old / pi_sampler) * (pi_learner / pi_old). The first factor comes from the
-engine and from stale weights, before the batch is learned; the second is the drift during its updates. Either
-the surrogate's ratio is to the sampler and covers both ("bypass"). Or it is to pi_old, the learner at the
-beginning of the batch, and a bounded weight w = pi_old / pi_sampler multiplies the token ("decoupled PPO",
-arXiv 2110.00641). w is computed once a batch.
+engine and from stale weights, before the batch is learned; the second is the drift during its updates. With
+"bypass", the surrogate's ratio is to the sampler and covers both. With "decoupled PPO" (arXiv 2110.00641), it
+is to pi_old, the learner at the beginning of the batch, and a bounded weight w = pi_old / pi_sampler
+multiplies the token. w is computed once a batch.
 
 Sequence-level options name their ratio: the product of an episode's token ratios, or their geometric mean.
 """
@@ -75,16 +75,13 @@ class OffPolicySettings(Frozen):
         return self
 
     @property
-    def measures(self) -> bool:
-        """Whether the corrections need the learner's log-probs at the beginning of the batch."""
-        return self.proximal == "learner" or self.reject != "none" or self._watches
-
-    @property
-    def _watches(self) -> bool:
-        return self.mask_negative is not None or self.ess_target is not None
+    def needs_logprobs(self) -> bool:
+        """True if the corrections need the learner's log-probs at the beginning of the batch."""
+        uses_ratio = self.mask_negative is not None or self.ess_target is not None
+        return self.proximal == "learner" or self.reject != "none" or uses_ratio
 
 
-def correct(
+def correct_weights(
     groups: Sequence[WeightedGroup],
     logprobs: Mapping[str, NDArray[np.float32]],
     settings: OffPolicySettings,
@@ -95,27 +92,29 @@ def correct(
     Masked tokens keep their share of the denominator; rejected answers lose theirs.
 
     Args:
-        logprobs: float32[T] of the learner by episode_id; empty when `settings.measures` is false.
+        logprobs: float32[T] of the learner by episode_id; empty when `settings.needs_logprobs` is false.
         version: of the learner's weights, for staleness.
 
     Returns:
         The corrected groups, and figures of the weights.
     """
     statistics = _WeightStatistics()
-    corrected = [_corrected(group, logprobs, settings, version, statistics) for group in groups]
+    corrected = [_correct_group(group, logprobs, settings, version, statistics) for group in groups]
     return corrected, statistics.figures(settings)
 
 
 def learning_rate_scale(figures: Mapping[str, float], settings: OffPolicySettings) -> float:
-    """Factor of the learning rate: sqrt(min(1, ESS share / target)) (VCPO, arXiv 2602.17616)."""
+    """Return the factor sqrt(min(1, ESS share / target)) of the learning rate (VCPO, arXiv 2602.17616)."""
     if settings.ess_target is None or "ess" not in figures:
         return 1.0
     return float(min(1.0, figures["ess"] / settings.ess_target) ** 0.5)
 
 
-def bounded(log_weights: Array, rule: Literal["none", "truncate", "mask"], low: float, high: float) -> Array:
-    """Bounded weights: at most `high` (TIS), 0 outside [low, high] (MIS, IcePop), or all 1 for "none"."""
-    weights = ratio(log_weights)
+def bound_weights(
+    log_weights: Array, rule: Literal["none", "truncate", "mask"], low: float, high: float
+) -> Array:
+    """Bound weights: at most `high` (TIS), 0 outside [low, high] (MIS, IcePop), or all 1 for "none"."""
+    weights = exp_log_ratio(log_weights)
     if rule == "truncate":
         return np.minimum(weights, high)
     if rule == "mask":
@@ -123,18 +122,18 @@ def bounded(log_weights: Array, rule: Literal["none", "truncate", "mask"], low: 
     return np.ones(len(weights))
 
 
-def ratio(log_ratio: Array) -> Array:
-    """exp of log-ratios, clipped to +-20."""
+def exp_log_ratio(log_ratio: Array) -> Array:
+    """Return exp of the log-ratios, which are clipped to +-20."""
     return np.asarray(np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)))
 
 
 def effective_share(weights: Array) -> float:
-    """Effective sample size divided by n: (sum w)^2 / (n sum w^2)."""
+    """Return the effective sample size divided by n: (sum w)^2 / (n sum w^2)."""
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if weights.any() else 0.0
 
 
-def at_level(log_weights: Array, level: str) -> Array:
-    """Log-weights [L] of an episode's tokens, replaced by one for the sequence unless `level` is token."""
+def aggregate_log_weights(log_weights: Array, level: str) -> Array:
+    """Replace an episode's log-weights [L] by one for the sequence, unless `level` is token."""
     if level == "sequence-product":
         return np.full(len(log_weights), log_weights.sum())
     if level == "sequence-geometric":
@@ -142,7 +141,7 @@ def at_level(log_weights: Array, level: str) -> Array:
     return log_weights
 
 
-def _corrected(
+def _correct_group(
     group: WeightedGroup,
     logprobs: Mapping[str, NDArray[np.float32]],
     settings: OffPolicySettings,
@@ -159,13 +158,15 @@ def _corrected(
         if not weights[index].any():
             continue
         log_w = (proximal[-1][mask].astype(np.float64)) - episode.logprobs[mask]
-        factor = bounded(at_level(log_w, settings.level), settings.weight, *settings.bounds)
+        factor = bound_weights(
+            aggregate_log_weights(log_w, settings.level), settings.weight, *settings.bounds
+        )
         bad = group.advantages is not None and group.advantages[index] < 0
         if bad and settings.mask_negative is not None and -log_w.mean() > settings.mask_negative:
             factor = np.zeros(len(factor))
         if settings.max_staleness is not None:
             factor = np.where(version - episode.policy_version[mask] <= settings.max_staleness, factor, 0.0)
-        if rejected := _rejected(log_w, settings):
+        if rejected := _is_rejected(log_w, settings):
             factor, counts[index] = np.zeros(len(factor)), 0.0
         weights[index] = weights[index].copy()
         weights[index][mask] *= factor.astype(np.float32)
@@ -178,22 +179,24 @@ def _corrected(
     )
 
 
-def _rejected(log_w: Array, settings: OffPolicySettings) -> bool:
-    """Whether the ratio of an answer (or its k3, the mean of w - 1 - log w) is outside the bounds."""
+def _is_rejected(log_w: Array, settings: OffPolicySettings) -> bool:
+    """Return whether the ratio of an answer, or its k3 (the mean of w - 1 - log w), is outside the bounds."""
     if settings.reject == "none":
         return False
     if settings.reject == "sequence-k3":
-        measured = float((ratio(log_w) - 1 - log_w).mean())
+        measured = float((exp_log_ratio(log_w) - 1 - log_w).mean())
     else:
-        measured = float(ratio(at_level(log_w, settings.reject)[:1])[0])
+        measured = float(exp_log_ratio(aggregate_log_weights(log_w, settings.reject)[:1])[0])
     low, high = settings.reject_bounds
     return not low <= measured <= high
 
 
 def _log_bounded(log_w: Array, settings: OffPolicySettings) -> float:
-    """The log of an answer's bounded weight; of a product of them at the level of tokens."""
+    """Return the log of an answer's bounded weight, which at token level is the product over tokens."""
     with np.errstate(divide="ignore"):  # a weight of 0
-        logs = np.log(bounded(at_level(log_w, settings.level), settings.weight, *settings.bounds))
+        logs = np.log(
+            bound_weights(aggregate_log_weights(log_w, settings.level), settings.weight, *settings.bounds)
+        )
     return float(logs.sum() if settings.level == "token" else logs[0])
 
 
@@ -211,23 +214,23 @@ class _WeightStatistics:
         self._rejected += rejected
 
     def figures(self, settings: OffPolicySettings) -> dict[str, float]:
-        """Figures by name. Sequence weights are products of token ratios; `ess` is taken before bounds."""
+        """Return figures by name. Sequence weights are products of token ratios; `ess` is before bounds."""
         if not self._tokens or settings == OffPolicySettings():
             return {}
         log_w = np.concatenate(self._tokens)
-        tokens, factors = ratio(log_w), np.concatenate(self._factors)
+        tokens, factors = exp_log_ratio(log_w), np.concatenate(self._factors)
         masked = {
             "tokens_masked": float((factors == 0).mean()),
             "answers_rejected": self._rejected / len(self._tokens),
         }
-        if not settings.measures:
+        if not settings.needs_logprobs:
             return masked
         log_sequences = np.array([one.sum() for one in self._tokens])
         log_bounded = np.array([_log_bounded(one, settings) for one in self._tokens])
-        sequences, (low, high) = ratio(log_sequences), settings.bounds
+        sequences, (low, high) = exp_log_ratio(log_sequences), settings.bounds
         return masked | {
             "ess": effective_share(sequences),
-            "ess_bounded": effective_share(ratio(log_bounded)),
+            "ess_bounded": effective_share(exp_log_ratio(log_bounded)),
             "weight_mean": float(tokens.mean()),
             "weight_min": float(tokens.min()),
             "weight_max": float(tokens.max()),

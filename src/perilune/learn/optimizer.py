@@ -24,7 +24,7 @@ class AdamW:
     Attributes:
         parameters: by name; moments are float32 of the same shape.
         step: number of updates so far, for the bias correction of the moments.
-        whole_norms: computes the norms of whole gradients from those of this rank's shards.
+        gather_norms: computes the norms of whole gradients from those of this rank's shards.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AdamW:
         self.first = {name: _zeros(p) for name, p in self.parameters.items()}
         self.second = {name: _zeros(p) for name, p in self.parameters.items()}
         self.step = 0
-        self.whole_norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
+        self.gather_norms: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
         self._beta2 = beta2
         self._weight_decay = weight_decay
         self._grad_clip = grad_clip
@@ -56,7 +56,7 @@ class AdamW:
         """
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         norms = {name: torch.linalg.vector_norm(gradient) for name, gradient in gradients.items()}
-        norms = dict(self.whole_norms(norms)) if norms else {}
+        norms = dict(self.gather_norms(norms)) if norms else {}
         norm = float(torch.linalg.vector_norm(torch.stack([*norms.values()]))) if norms else 0.0
         if not norm < float("inf"):
             bad = [name for name, value in norms.items() if not torch.isfinite(value)]
@@ -78,34 +78,34 @@ class AdamW:
                 gradient = gradient.float().mul_(scale) if scale < 1 else gradient.float()
                 first.lerp_(gradient, 1 - BETA1)
                 second.mul_(self._beta2).addcmul_(gradient, gradient, value=1 - self._beta2)
-            if (decay := self._decay(name)) != 1:
+            if (decay := self._decay_factor(name)) != 1:
                 parameter.mul_(decay)
-            parameter.sub_(self._change(name).to(parameter.dtype))
+            parameter.sub_(self._last_change(name).to(parameter.dtype))
             parameter.grad = None
         return norm
 
     @torch.no_grad()
-    def before_update(self, name: str) -> tuple[Tensor, Tensor]:
-        """Lower and upper bounds, float32, of a float32 parameter before the last update.
+    def bounds_before_update(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return lower and upper bounds, float32, of a float32 parameter before the last update.
 
         AdamW can be inverted: before = (after + change) / decay, and the moments give the same change again.
         The update rounds twice and its inversion twice, each time by at most 2^-24 of the largest magnitude
         that occurs, |before| + |change|. The bounds allow for eight times that.
         """
-        change = self._change(name)
-        before = (self.parameters[name] + change).div_(self._decay(name))
+        change = self._last_change(name)
+        before = (self.parameters[name] + change).div_(self._decay_factor(name))
         margin = change.abs_().add_(before.abs()).mul_(2.0**-21).add_(2.0**-140)
         return before - margin, before + margin
 
-    def _change(self, name: str) -> Tensor:
-        """What the last update subtracted from a parameter, after its decay."""
+    def _last_change(self, name: str) -> Tensor:
+        """Return the change that the last update subtracted from a parameter after its decay."""
         correction = (1 - self._beta2**self.step) ** 0.5
         denominator = self.second[name].sqrt().div_(correction).add_(EPSILON)
         size = self._rate(name) / (1 - BETA1**self.step)
         return (self.first[name] / denominator).mul_(size)
 
-    def _decay(self, name: str) -> float:
-        """The factor of a parameter in the last update."""
+    def _decay_factor(self, name: str) -> float:
+        """Return the decay factor of a parameter in the last update."""
         return 1 - self._rate(name) * self._weight_decay if self.parameters[name].ndim > 1 else 1.0
 
     def _rate(self, name: str) -> float:

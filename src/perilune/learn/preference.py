@@ -26,14 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perilune.learn.batch import PackedBatch, Pair, at_sampled, pack_pairs
+from perilune.learn.batch import PackedBatch, Pair, pack_pairs, scatter_to_sampled
 from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
 PreferenceLoss = Literal["dpo", "dpo_norm", "ipo"]
 
-COLLAPSE = -0.05  # nats per token that chosen answers may lose while margins grow
+COLLAPSE_SHIFT = -0.05  # nats per token that chosen answers may lose while margins grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PairLogprobs:
 def preference_loss(
     pairs: PairLogprobs, kind: PreferenceLoss, beta: float, *, nll: float = 0.0, dpop: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Losses float[B] and margins float[B].
+    """Return losses float[B] and margins float[B].
 
     The margin is the argument of DPO's sigmoid, or IPO's difference of means per token, without `dpop`.
     """
@@ -76,17 +76,17 @@ def preference_loss(
 
 
 def is_collapsing(chosen_shift_per_token: float, margin: float) -> bool:
-    """Whether chosen answers become less likely although the margin grows.
+    """Return whether chosen answers become less likely although the margin grows.
 
     Args:
         chosen_shift_per_token: mean of (log-prob - reference log-prob) / L over chosen answers, in nats.
         margin: mean margin, 0 at the start.
     """
-    return chosen_shift_per_token < COLLAPSE and margin > 0
+    return chosen_shift_per_token < COLLAPSE_SHIFT and margin > 0
 
 
 def pair_logprobs(batch: PackedBatch, logprobs: Tensor) -> PairLogprobs:
-    """Sums over the completions of a batch of `pack_pairs`, from float[M] log-probs of its learned tokens."""
+    """Sum log-probs float[M] over the completions of a batch of `pack_pairs`."""
     count = len(batch.prefix_of) - int((batch.prefix_of < 0).sum())
 
     def sums(values: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def pair_logprobs(batch: PackedBatch, logprobs: Tensor) -> PairLogprobs:
 
 @dataclass
 class PreferenceObjective:
-    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; keeps figures.
+    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`, with its figures.
 
     Attributes:
         decoder: the learner's `trained`, or any decoder to evaluate without learning.
@@ -118,7 +118,7 @@ class PreferenceObjective:
         self._seen: list[Tensor] = []
 
     def __call__(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The batch's share of the mean over the step's pairs."""
+        """Return the batch's share of the mean over the step's pairs."""
         logprobs, _ = target_logprobs(self.decoder, batch, hidden)
         pairs = pair_logprobs(batch, logprobs)
         losses, margins = preference_loss(pairs, self.kind, self.beta, nll=self.nll, dpop=self.dpop)
@@ -136,7 +136,7 @@ class PreferenceObjective:
         return float(np.abs(np.concatenate([chosen / length_chosen, rejected / length_rejected])).max())
 
     def figures(self) -> dict[str, float]:
-        """Figures of the pairs seen so far; see `pair_figures`."""
+        """Return the `pair_figures` of the pairs so far."""
         return pair_figures(self._gathered(), self.beta)
 
     def _gathered(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
@@ -146,7 +146,7 @@ class PreferenceObjective:
 
 
 def pair_figures(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]], beta: float) -> dict[str, float]:
-    """Means over pairs.
+    """Compute means over pairs.
 
     Args:
         seen: float64[6, B]: margin, r chosen, r rejected, L chosen, L rejected, log-prob chosen.
@@ -179,7 +179,7 @@ def pair_figures(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]], beta: 
 def evaluate_pairs(
     objective: PreferenceObjective, pairs: Sequence[Pair], token_budget: int
 ) -> dict[str, float]:
-    """Loss and figures of held-out pairs, without learning."""
+    """Return loss and figures of held-out pairs, without learning."""
     device = next(objective.decoder.parameters()).device
     losses = [
         float(objective(batch, predicting_states(objective.decoder, batch))[0])
@@ -189,22 +189,22 @@ def evaluate_pairs(
 
 
 @torch.no_grad()
-def with_reference_logprobs(pairs: Sequence[Pair], reference: Decoder, token_budget: int) -> list[Pair]:
-    """The pairs with the log-probs of a frozen `reference` in their `logprobs`."""
+def add_reference_to_pairs(pairs: Sequence[Pair], reference: Decoder, token_budget: int) -> list[Pair]:
+    """Return the pairs with the log-probs of a frozen `reference` in their `logprobs`."""
     device = next(reference.parameters()).device
     episodes = iter([one for pair in pairs for one in pair])
     scored = []
     for batch in (batch.to(device) for batch in pack_pairs(pairs, token_budget)):
         logprobs, _ = target_logprobs(reference, batch, predicting_states(reference, batch))
-        for (_, part), one in zip(batch.by_episode(logprobs), episodes, strict=False):
-            scored.append(replace(one, logprobs=at_sampled(one, part)))
+        for (_, part), one in zip(batch.split_by_episode(logprobs), episodes, strict=False):
+            scored.append(replace(one, logprobs=scatter_to_sampled(one, part)))
     return list(zip(scored[::2], scored[1::2], strict=True))
 
 
 def correlation(
     a: np.ndarray[tuple[int], np.dtype[np.float64]], b: np.ndarray[tuple[int], np.dtype[np.float64]]
 ) -> float | None:
-    """Pearson's correlation; None if one of the two does not vary."""
+    """Return Pearson's correlation, or None if one of the two does not vary."""
     a, b = a - a.mean(), b - b.mean()
     scale = math.sqrt(math.fsum(a * a) * math.fsum(b * b))
     return math.fsum(a * b) / scale if scale > 1e-12 else None

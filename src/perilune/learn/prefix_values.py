@@ -1,9 +1,9 @@
-"""Training-free values: the policy's log-prob of the right answer after each prefix of its own answer.
+"""Values of prefixes without training: the policy's log-prob of the right answer after each prefix.
 
 V(prefix) = mean over the right answer's tokens of log P(token | prompt, prefix, lead, answer so far). The
 text `lead` makes the policy answer at once; its own log-prob is not counted. One forward pass computes the
-values of all prefixes of many episodes: it feeds each episode once, lead and answer once per prefix, and
-computes prefixes that several episodes share only once.
+values of all prefixes of many episodes. It feeds each episode once, and lead and answer once per prefix.
+Prefixes that several episodes share are computed once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,23 +38,24 @@ class Probe:
     answers: Sequence[int]
 
     def key(self, prefix: int) -> Key:
-        """Identifies prefixes that have the same value."""
+        """Return a key that prefixes with the same value share."""
         written = self.episode.token_ids[:prefix]
         return self.episode.prompt_ids.tobytes(), written.tobytes(), tuple(map(tuple, self.endings))
 
     @property
     def fed(self) -> int:
-        """Tokens that the probe feeds."""
-        asked = sum(len(ending) - 1 for ending in self.endings) * len(self.prefixes)
-        return len(self.episode.prompt_ids) + max(self.prefixes, default=0) + asked
+        """Number of tokens that the probe feeds."""
+        endings = sum(len(ending) - 1 for ending in self.endings) * len(self.prefixes)
+        return len(self.episode.prompt_ids) + max(self.prefixes, default=0) + endings
 
 
 def prefix_values(
     decoder: Decoder, probes: Sequence[Probe], *, token_budget: int, temperature: float = 1.0
 ) -> list[NDArray[np.float64]]:
-    """V of each prefix, float64[prefixes], for each probe.
+    """Compute V of each prefix, float64[prefixes], for each probe.
 
-    The probabilities of several forms are added; the sum is divided by the length of the first form.
+    The probabilities of several forms of the answer are added. The log of the sum is divided by the length of
+    the first form.
     """
     known: dict[Key, float] = {}
     fresh = []
@@ -69,12 +70,12 @@ def prefix_values(
         start = 0
         for probe in batch:
             totals = np.empty((len(probe.prefixes), len(probe.endings)))
-            for place in np.ndindex(totals.shape):
-                count = probe.answers[place[1]]
-                totals[place] = logprobs[start : start + count].sum()
+            for index in np.ndindex(totals.shape):
+                count = probe.answers[index[1]]
+                totals[index] = logprobs[start : start + count].sum()
                 start += count
-            together = np.logaddexp.reduce(totals, axis=1) if len(probe.endings) > 1 else totals[:, 0]
-            values = np.minimum(together, 0.0) / probe.answers[0]
+            combined = np.logaddexp.reduce(totals, axis=1) if len(probe.endings) > 1 else totals[:, 0]
+            values = np.minimum(combined, 0.0) / probe.answers[0]
             known |= dict(zip(map(probe.key, probe.prefixes), values.tolist(), strict=True))
     return [np.array([known[probe.key(prefix)] for prefix in probe.prefixes]) for probe in probes]
 

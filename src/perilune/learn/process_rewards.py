@@ -29,7 +29,7 @@ Segments = tuple[list[int], NDArray[np.float64]]
 
 
 class ProcessRewardSettings(Frozen):
-    """What all kinds of process rewards have in common."""
+    """Settings of all kinds of process rewards."""
 
     role: Literal["bonus", "advantage", "trace", "reward"] = Field(
         "bonus",
@@ -42,7 +42,7 @@ class ProcessRewardSettings(Frozen):
     segments: SegmentSettings = Field(SegmentSettings(), description="how answers are split into segments")
 
     def describe(self) -> str:
-        """The settings in one line, for the plan."""
+        """Return the settings in one line, for the plan."""
         return f"as {self.role}, at most {self.segments.most} segments an answer"
 
 
@@ -86,8 +86,8 @@ ProcessRewardField = Annotated[
 """Type of a field that holds process rewards: none, `answer`, or `{name: montecarlo, continuations: 4}`."""
 
 
-def segments_of(episode: Episode) -> Segments | None:
-    """The segments of an episode with their rewards; None for an episode without process rewards."""
+def reward_segments(episode: Episode) -> Segments | None:
+    """Return the segments of an episode with their rewards, or None without process rewards."""
     if episode.step_rewards is None:
         return None
     ends = np.flatnonzero(~np.isnan(episode.step_rewards)) + 1
@@ -121,12 +121,13 @@ def apply_process_rewards(
 def _apply_to_group(
     group: WeightedGroup, algorithm: PolicyGradient, context: StepContext, settings: ProcessRewardSettings
 ) -> WeightedGroup:
-    parts = [None if one.failure else segments_of(one) for one in group.episodes]
+    parts = [None if one.failure else reward_segments(one) for one in group.episodes]
     group = replace(group, figures={**group.figures, **_figures(group.episodes, parts)})
     own = group.policy_gradient
     if settings.role == "reward" or own is None or (settings.dead_only and not group.dead):
         return group
-    scale = (_bonus if settings.role == "bonus" else _replacement)(group.episodes, parts, settings)
+    compute_scale = _bonus_scale if settings.role == "bonus" else _value_scale
+    scale = compute_scale(group.episodes, parts, settings)
     used = [values if count else None for values, count in zip(scale, own.counts, strict=True)]
     or_nan = [np.nan if values is None else values for values in used]
     spread = algorithm.component(group.episodes, or_nan, context).weights
@@ -142,7 +143,7 @@ Scale = Sequence[Tokens | None]
 Parts = Sequence[Segments | None]
 
 
-def _bonus(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
+def _bonus_scale(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
     inner = np.concatenate([np.zeros(0), *(part[1][:-1] for part in parts if part is not None)])
     std = float(inner.std(ddof=1)) if len(inner) > 1 else 0.0
     mean = float(inner.mean()) if len(inner) else 0.0
@@ -155,29 +156,29 @@ def _bonus(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSet
     return [None if part is None else of(part) for part in parts]
 
 
-def _with_outcome(episode: Episode, part: Segments) -> NDArray[np.float64]:
-    """The rewards of the segments, with the answer's reward added to the last one."""
+def _add_outcome(episode: Episode, part: Segments) -> NDArray[np.float64]:
+    """Return the rewards of the segments, with the answer's reward added to the last one."""
     earned = part[1].copy()
     earned[-1] += episode.reward or 0.0
     return earned
 
 
-_CLIP = 4.0  # largest absolute value of a centred return
+_MAX_RETURN = 4.0  # largest absolute value of a centred return
 
 
-def _replacement(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
-    """The scale of the roles advantage and trace."""
+def _value_scale(episodes: Sequence[Episode], parts: Parts, settings: ProcessRewardSettings) -> Scale:
+    """Return the scale of the roles advantage and trace."""
 
     def of(episode: Episode, part: Segments) -> Tokens:
-        earned = _with_outcome(episode, part)
+        earned = _add_outcome(episode, part)
         is_trace = settings.role == "trace"
-        return spread_over_tokens(part[0], centered_returns(earned, clip=_CLIP) if is_trace else earned)
+        return spread_over_tokens(part[0], centered_returns(earned, clip=_MAX_RETURN) if is_trace else earned)
 
     return [None if part is None else of(one, part) for one, part in zip(episodes, parts, strict=True)]
 
 
 def _figures(episodes: Sequence[Episode], parts: Parts) -> dict[str, float]:
-    """Figures of one group; a step reports their mean over groups.
+    """Return the figures of one group; a step reports their mean over groups.
 
     Returns:
         process/without: share of judged episodes without process rewards. Over the others:

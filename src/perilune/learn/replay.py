@@ -1,7 +1,7 @@
-"""Routing replay in the learner (R3, Ma et al., arXiv 2510.11370): a batch computes the recorded experts.
+"""Routing replay in the learner (R3, Ma et al., arXiv 2510.11370).
 
-Only the choice of experts is replayed. Their weights are the current router's probabilities at these experts,
-so the router still has a gradient.
+A batch computes the experts that the sampler recorded. Only the choice of experts is replayed. Their weights
+are the current router's probabilities at these experts, so the router still has a gradient.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from perilune.learn.figures import Figures
 from perilune.models.kernels import route
 
 
-def packed_routes(episodes: Sequence[Episode], prompt_of: Sequence[int]) -> Tensor | None:
-    """Routes int16[N, layers, K] of the fed tokens: of all prompts, then of all completions.
+def pack_routes(episodes: Sequence[Episode], prompt_of: Sequence[int]) -> Tensor | None:
+    """Pack routes int16[N, layers, K] of the fed tokens: of all prompts, then of all completions.
 
     A row of -1 is missing, so the router chooses. Rows of a shared prompt are missing where two episodes have
     different routes, because different versions of the policy computed them.
@@ -35,7 +35,7 @@ def packed_routes(episodes: Sequence[Episode], prompt_of: Sequence[int]) -> Tens
     prompts: dict[int, np.ndarray] = {}
     completions = []
     for episode, prompt in zip(episodes, prompt_of, strict=True):
-        rows = _signed(episode, shape)
+        rows = _signed_routes(episode, shape)
         own = rows[: len(episode.prompt_ids)]
         shared = prompts.setdefault(prompt, own)
         shared[(shared != own).any(axis=(1, 2))] = -1
@@ -43,8 +43,8 @@ def packed_routes(episodes: Sequence[Episode], prompt_of: Sequence[int]) -> Tens
     return torch.from_numpy(np.concatenate([*prompts.values(), *completions]))
 
 
-def _signed(episode: Episode, shape: tuple[int, ...]) -> np.ndarray:
-    """int16[P + T - 1, layers, K], -1 in missing rows."""
+def _signed_routes(episode: Episode, shape: tuple[int, ...]) -> np.ndarray:
+    """Return routes int16[P + T - 1, layers, K], -1 in missing rows."""
     routes = episode.routed_experts
     if routes is None:
         return np.full((len(episode.prompt_ids) + len(episode.token_ids) - 1, *shape), -1, np.int16)
@@ -57,7 +57,7 @@ class RouteReplay:
     """A `Routing` that replays the routes of a batch, and compares them with the router's own choice.
 
     Args:
-        routes: int16[N, layers, K], see `packed_routes`. Rows after these are padding.
+        routes: int16[N, layers, K], see `pack_routes`. Rows after these are padding.
     """
 
     def __init__(self, routes: Tensor) -> None:
@@ -65,13 +65,13 @@ class RouteReplay:
         self._flipped = torch.zeros(len(routes), dtype=torch.bool, device=routes.device)
         self._loads: dict[int, Tensor] = {}
 
-    def given(self, layer: int, rows: int) -> Tensor | None:
+    def forced_experts(self, layer: int, rows: int) -> Tensor | None:
         ids = self._routes[:, layer].long()
         return F.pad(ids, (0, 0, 0, rows - len(ids)), value=-1)
 
     @torch.no_grad()
     def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
-        """May be called twice for a layer: recomputation in the backward pass calls it again."""
+        """Count routes. Activation checkpointing calls this again for each layer in the backward pass."""
         count, per_token = len(self._routes), chosen.shape[-1]
         used = chosen[:count].sort(-1).values
         own = route(logits[:count], per_token, normalised=False)[1].sort(-1).values

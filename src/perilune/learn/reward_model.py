@@ -23,12 +23,12 @@ from perilune.models.reward_model import RewardModel
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, centre: float = 0.0) -> Tensor:
-    """Loss of each pair, float[B], from scores float[B]."""
+    """Compute the loss of each pair, float[B], from scores float[B]."""
     return -F.logsigmoid(chosen - rejected) + centre * (chosen + rejected) ** 2
 
 
-def read_at_end(episode: Episode) -> Episode:
-    """The episode as a reward model reads it: with one learned position, after its last token.
+def append_scored_token(episode: Episode) -> Episode:
+    """Append a token whose position is the only learned one, so that a reward model scores the episode's end.
 
     Packing feeds all tokens except the last and returns the state that predicts it. With an arbitrary token
     appended, this is the state at the end of the answer.
@@ -48,7 +48,7 @@ def read_at_end(episode: Episode) -> Episode:
 
 @dataclass
 class RewardObjective:
-    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`; keeps the scores.
+    """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`, with the scores.
 
     Attributes:
         model: the learner's `trained`.
@@ -64,19 +64,19 @@ class RewardObjective:
         self._scores: list[Tensor] = []
 
     def __call__(self, batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The batch's share of the mean over the step's pairs."""
+        """Return the batch's share of the mean over the step's pairs."""
         scores = self.model.rewards(hidden).view(-1, 2)
         self._scores.append(scores.detach())
         return bradley_terry(scores[:, 0], scores[:, 1], self.centre).sum() / self.count, {}
 
     def figures(self, pairs: Sequence[Pair]) -> dict[str, float]:
-        """`score_figures` of the pairs seen so far."""
+        """Return the `score_figures` of the pairs so far."""
         own = [scores.double().cpu().numpy() for scores in self._scores]
         return score_figures(np.concatenate(self.ranks.all_gather_arrays("scores", own)), pairs)
 
 
 def score_figures(scores: NDArray[np.float64], pairs: Sequence[Pair]) -> dict[str, float]:
-    """Figures of scores float64[B, 2] (chosen, rejected).
+    """Compute figures of scores float64[B, 2] (chosen, rejected).
 
     Returns:
         accuracy; mean margin and mean score; length_correlation between the differences in length and in
@@ -95,20 +95,20 @@ def score_figures(scores: NDArray[np.float64], pairs: Sequence[Pair]) -> dict[st
 
 @torch.no_grad()
 def score_pairs(model: RewardModel, pairs: Sequence[Pair], token_budget: int) -> NDArray[np.float64]:
-    """Scores float64[B, 2] of (chosen, rejected)."""
+    """Return scores float64[B, 2] of (chosen, rejected)."""
     return score(model, [one for pair in pairs for one in pair], token_budget).reshape(-1, 2)
 
 
 @torch.no_grad()
 def score(model: RewardModel, episodes: Sequence[Episode], token_budget: int) -> NDArray[np.float64]:
-    """Scores float64[episodes], in the order given; an empty answer is scored at its prompt's end."""
+    """Return scores float64[episodes]; an empty answer is scored at the end of its prompt."""
     device = next(model.parameters()).device
     scores: list[float] = []
-    for batch in pack_each([read_at_end(one) for one in episodes], token_budget):
+    for batch in pack_each([append_scored_token(one) for one in episodes], token_budget):
         scores += model.rewards(predicting_states(model, batch.to(device))).double().tolist()
     return np.array(scores)
 
 
-def as_read(pairs: Sequence[Pair]) -> list[Pair]:
-    """Both episodes of each pair as a reward model reads them."""
-    return [(read_at_end(chosen), read_at_end(rejected)) for chosen, rejected in pairs]
+def append_scored_tokens(pairs: Sequence[Pair]) -> list[Pair]:
+    """Apply `append_scored_token` to both episodes of each pair."""
+    return [(append_scored_token(chosen), append_scored_token(rejected)) for chosen, rejected in pairs]

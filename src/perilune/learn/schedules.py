@@ -6,7 +6,7 @@ from perilune.learn.training_settings import OptimizerSettings
 
 
 def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
-    """Learning rate of all updates of training step `step` (from 0) of `total`.
+    """Return the learning rate of all updates of training step `step` (from 0) of `total`.
 
     The rate rises linearly over `warmup` steps (the first is lr / warmup, never 0), and then follows the
     schedule from lr to `final_lr` * lr at the last step. The first steps of AdamW without second moments can

@@ -1,8 +1,8 @@
 """Sharded training of a decoder with FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
 Each rank keeps its shard of every trained weight, of its gradient and of its two moments. A layer's weights
-are gathered while the layer is computed. The decoder that the rest of the program uses, above all the engine,
-stays whole in every rank and gets the new weights after each update.
+are gathered while the layer is computed. The engine and other code use a whole decoder in every rank, which
+gets the new weights after each update.
 
 FSDP sums gradients over ranks in its own order, so results equal those of one process up to float32 rounding,
 not bit for bit.
@@ -38,7 +38,7 @@ class ShardedDecoder:
         self._ranks = ranks
         with torch.device("meta"):
             self.module = type(decoder)(decoder.config)
-        self.module.compute_in(decoder.precision)
+        self.module.set_precision(decoder.precision)
         self.module.recompute = decoder.recompute
         device = next(decoder.parameters()).device.type
         self._mesh = init_device_mesh(device, (ranks.count,))
@@ -50,7 +50,7 @@ class ShardedDecoder:
             part.set_gradient_divide_factor(1.0)  # a sum: the weights include the denominator of the step
             part.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
         self._sharded = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.parameters = {name: nn.Parameter(_local(p.detach())) for name, p in self._sharded.items()}
+        self.parameters = {name: nn.Parameter(_local_shard(p.detach())) for name, p in self._sharded.items()}
 
     def distribute(self, batches: Sequence[T], others: Sequence[nn.Parameter]) -> Iterator[T]:
         """Like `Ranks.distribute`. A rank without a micro-batch left runs the layers with a loss of 0,
@@ -71,8 +71,8 @@ class ShardedDecoder:
                 self._run_without_loss()
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:
-                own, found = self.parameters[name], _local(parameter.grad)
-                own.grad = found if own.grad is None else own.grad + found
+                own, gradient = self.parameters[name], _local_shard(parameter.grad)
+                own.grad = gradient if own.grad is None else own.grad + gradient
                 parameter.grad = None
         if batches and others:
             self._reduce(others)
@@ -97,37 +97,37 @@ class ShardedDecoder:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self._ranks.all_reduce("the critic's gradient", gradient)
 
-    def whole_norms(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Norms of whole tensors from the norms of this rank's shards; other norms are unchanged."""
-        cut = [name for name in norms if name in self.parameters]
-        if not cut:
+    def gather_norms(self, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Compute norms of whole tensors from those of this rank's shards; other norms are unchanged."""
+        names = [name for name in norms if name in self.parameters]
+        if not names:
             return dict(norms)
-        squares = torch.stack([norms[name] for name in cut]).square()
-        found = self._ranks.all_reduce("the gradient's norm", squares).sqrt()
-        return {**norms, **dict(zip(cut, found, strict=True))}
+        squares = torch.stack([norms[name] for name in names]).square()
+        whole = self._ranks.all_reduce("the gradient's norm", squares).sqrt()
+        return {**norms, **dict(zip(names, whole, strict=True))}
 
     @torch.no_grad()
     def publish(self, decoder: Decoder) -> None:
         """Copy the current weights to the whole decoder, one tensor at a time."""
         for name, parameter in decoder.named_parameters():
             if name in self.parameters:
-                parameter.copy_(self._gathered(name, self.parameters[name]))
+                parameter.copy_(self._gather(name, self.parameters[name]))
 
-    def whole(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather whole tensors from the shards of all ranks; tensors that are not sharded are unchanged."""
-        return {name: self._gathered(name, part) for name, part in parts.items()}
+        return {name: self._gather(name, part) for name, part in parts.items()}
 
-    def collected(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Like `whole`, but in CPU memory and on the first rank only. Other ranks take part and get {}."""
-        found = {}
+    def gather_on_leader(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gather into CPU memory of the first rank only. Other ranks take part and return {}."""
+        tensors = {}
         for name, part in parts.items():
-            whole = self._gathered(name, part)
+            whole = self._gather(name, part)
             if self._ranks.leads:
-                found[name] = whole.cpu()
-        return found
+                tensors[name] = whole.cpu()
+        return tensors
 
-    def _gathered(self, name: str, part: Tensor) -> Tensor:
-        """A whole tensor from the shards of all ranks; `part` if it is not sharded."""
+    def _gather(self, name: str, part: Tensor) -> Tensor:
+        """Gather a whole tensor from the shards of all ranks; return `part` if it is not sharded."""
         from torch.distributed.tensor import DTensor, Shard
 
         if name not in self._sharded:
@@ -138,14 +138,14 @@ class ShardedDecoder:
         )
         return cut.full_tensor()
 
-    def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `whole`: this rank's shards of whole tensors."""
+    def shard(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's shards of whole tensors, the inverse of `gather`."""
         rank, count = dist.get_rank(), self._ranks.count
-        found = dict(whole)
+        shards = dict(whole)
         for name in self._sharded.keys() & whole.keys():
             rows = torch.chunk(whole[name], count)
-            found[name] = rows[rank] if rank < len(rows) else whole[name][:0]
-        return found
+            shards[name] = rows[rank] if rank < len(rows) else whole[name][:0]
+        return shards
 
 
 @torch.no_grad()
@@ -160,8 +160,8 @@ def _copy_into(part: nn.Module, source: nn.Module, prefix: str) -> None:
             setattr(part.get_submodule(owner), attribute, copy)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a tensor."""
+def _local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(tensor, DTensor)

@@ -16,13 +16,13 @@ from perilune.data.routes import with_missing_row
 from perilune.errors import RequestError
 from perilune.learn.algorithms.base import Group, Signal, Signals, StepContext
 from perilune.learn.algorithms.sft import SFT
-from perilune.learn.batch import PackedBatch, at_sampled, pack, round_up
+from perilune.learn.batch import PackedBatch, pack, round_up_rows, scatter_to_sampled
 from perilune.learn.critic import Critic
 from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
-ROWS = 1024  # rows whose two distributions over the vocabulary are held in memory at once
+CHUNK_ROWS = 1024  # rows whose two distributions over the vocabulary are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,9 @@ def compute_signals(
     if models.critic is None and {"values", "values_after"} & set(names):
         raise RequestError("the signals values and values_after need a critic")
     if "values_after" in names:
-        cut = [[_extended(one) for one in group if one.truncated and one.loss_mask.any()] for group in groups]
+        cut = [
+            [_append_token(one) for one in group if one.truncated and one.loss_mask.any()] for group in groups
+        ]
         later = compute_signals({"values"}, cut, models, token_budget=token_budget, ranks=ranks)["values"]
         rest = compute_signals(
             {*names} - {"values_after"},
@@ -89,13 +91,13 @@ def compute_signals(
     ]
     for batch, rows in zip(batches, ranks.all_gather_arrays("signals", own), strict=True):
         for of_signal, values in zip(signals.values(), rows, strict=True):
-            for key, part in batch.by_episode(torch.from_numpy(values)):
-                of_signal[key] = at_sampled(by_id[key], part)
+            for key, part in batch.split_by_episode(torch.from_numpy(values)):
+                of_signal[key] = scatter_to_sampled(by_id[key], part)
     return signals
 
 
-def _extended(one: Episode) -> Episode:
-    """The episode with an arbitrary token appended, so that its last state gets a value."""
+def _append_token(one: Episode) -> Episode:
+    """Append an arbitrary token, so that the episode's last state gets a value."""
     return replace(
         one,
         token_ids=np.append(one.token_ids, one.token_ids[-1]),
@@ -110,7 +112,7 @@ def _extended(one: Episode) -> Episode:
 def _token_signals(
     names: Collection[Signal], batch: PackedBatch, models: SignalModels
 ) -> Mapping[Signal, Tensor]:
-    """float32[M] of each signal."""
+    """Compute each signal, float32[M]."""
     decoder, reference, critic = models.decoder, models.reference, models.critic
     states = predicting_states(decoder, batch)
     signals: dict[Signal, Tensor] = {}
@@ -133,10 +135,10 @@ def _token_signals(
 def _compare(
     decoder: Decoder, states: Tensor, reference: Decoder, theirs: Tensor, temperature: float
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Deviation and uncertainty in chunks of `ROWS`, to limit memory; rows are padded to `round_up`."""
-    missing = round_up(len(states)) - len(states)
+    """Compute deviation and uncertainty in chunks of `CHUNK_ROWS`, to limit memory."""
+    missing = round_up_rows(len(states)) - len(states)
     states, theirs = (F.pad(one, (0, 0, 0, missing)) for one in (states, theirs))
-    for mine, other in zip(torch.split(states, ROWS), torch.split(theirs, ROWS), strict=True):
+    for mine, other in zip(torch.split(states, CHUNK_ROWS), torch.split(theirs, CHUNK_ROWS), strict=True):
         yield deviation_and_uncertainty(
             decoder.logits(mine).float() / temperature, reference.logits(other).float() / temperature
         )

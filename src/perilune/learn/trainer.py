@@ -1,4 +1,4 @@
-"""The learner: forward_backward, optim_step, save_state, load_state. It does not depend on the algorithm.
+"""The learner, which does not depend on the algorithm.
 
 A training step is
     batches = pack(algorithm("grpo").weight_groups(groups, StepContext(max_tokens=...)), token_budget)
@@ -20,17 +20,17 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.learn import checkpoints, losses
-from perilune.learn.adaptation import comparable, frozen_checksum, trainable
-from perilune.learn.batch import PackedBatch, round_up
+from perilune.learn.adaptation import frozen_checksum, has_same_parameters, trainable
+from perilune.learn.batch import PackedBatch, round_up_rows
 from perilune.learn.critic import Critic
 from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.figures import Figures, merge_micro_batches
 from perilune.learn.optimizer import AdamW
 from perilune.learn.replay import RouteReplay
-from perilune.learn.training_settings import OptimizerSettings, refuse_sharding
+from perilune.learn.training_settings import OptimizerSettings, check_can_shard
 from perilune.models.attention import PackedAttention
 from perilune.models.decoder import Decoder
-from perilune.models.logprobs import in_row_chunks
+from perilune.models.logprobs import compute_in_row_chunks
 from perilune.models.logprobs import token_logprobs as row_logprobs
 from perilune.models.routing import Routing
 
@@ -41,7 +41,7 @@ Objective = Callable[[PackedBatch, Tensor], tuple[Tensor, Mapping[str, Tensor]]]
 """A loss that is not a weighted sum over tokens. Takes the batch and the hidden states float[M, d] that
 predict its learned tokens. Returns the batch's share of the step's loss, and sums of figures."""
 
-CRITIC = "critic."  # prefix of the names of the critic's parameters
+CRITIC_PREFIX = "critic."  # prefix of the names of the critic's parameters
 
 
 class Learner:
@@ -81,7 +81,7 @@ class Learner:
         self._frozen = frozen_checksum(decoder)
         parameters = trainable(decoder) if self._sharded is None else self._sharded.parameters
         if critic is not None:
-            parameters = parameters | {CRITIC + name: p for name, p in critic.named_parameters()}
+            parameters = parameters | {CRITIC_PREFIX + name: p for name, p in critic.named_parameters()}
         self.optimizer = AdamW(
             parameters,
             beta2=optimizer.beta2,
@@ -89,10 +89,12 @@ class Learner:
             grad_clip=optimizer.grad_clip,
             lr_factors={}
             if critic_lr is None
-            else {name: critic_lr / optimizer.peak_lr for name in parameters if name.startswith(CRITIC)},
+            else {
+                name: critic_lr / optimizer.peak_lr for name in parameters if name.startswith(CRITIC_PREFIX)
+            },
         )
         if self._sharded is not None:
-            self.optimizer.whole_norms = self._sharded.whole_norms
+            self.optimizer.gather_norms = self._sharded.gather_norms
 
     def forward_backward(self, batches: Sequence[PackedBatch]) -> dict[str, float]:
         """Add the gradient of all micro-batches of one update to the parameters.
@@ -112,7 +114,7 @@ class Learner:
                 without a critic.
         """
         with self._in_step():
-            seen = [self._learn(batch) for batch in self._own(batches)]
+            seen = [self._learn(batch) for batch in self._rank_batches(batches)]
         every = self.ranks.all_gather_json("figures", [figures.read() for figures in seen])
         return merge_micro_batches(every)
 
@@ -135,7 +137,7 @@ class Learner:
         loss.backward()  # type: ignore[no-untyped-call]
         figures.add_total("loss", loss.detach())
         figures.add_mean("entropy", entropy.detach())
-        self._observe(batch, logprobs.detach(), figures)
+        self._add_gap_figures(batch, logprobs.detach(), figures)
         if replay is not None:
             replay.add_figures(figures)
         return figures
@@ -151,7 +153,7 @@ class Learner:
         seen: list[dict[str, Tensor]] = []
         tokens: list[int] = []
         with self._in_step():
-            for batch in self._own(batches):
+            for batch in self._rank_batches(batches):
                 loss, sums = objective(batch, predicting_states(self.trained, batch))
                 loss.backward()  # type: ignore[no-untyped-call]
                 seen.append({"loss": loss.detach(), **sums})
@@ -167,21 +169,21 @@ class Learner:
         return totals
 
     def _in_step(self) -> AbstractContextManager[None]:
-        """With sharded training, a wait that covers the step, because ranks wait for each other in layers."""
+        """Return a wait for a step of sharded training, in which ranks wait for each other in layers."""
         return nullcontext() if self._sharded is None else self.ranks.waiting("the step's layers")
 
-    def _own(self, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
-        """This rank's micro-batches. After the iteration the gradient is that of all ranks."""
+    def _rank_batches(self, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
+        """Iterate over this rank's micro-batches, after which the gradient is the sum over all ranks."""
         parameters = self.optimizer.parameters
         if self._sharded is None:
             own = self.ranks.distribute(batches, list(parameters.values()))
         else:
-            others = [p for name, p in parameters.items() if name.startswith(CRITIC)]
+            others = [p for name, p in parameters.items() if name.startswith(CRITIC_PREFIX)]
             own = self._sharded.distribute(batches, others)
         return (batch.to(self._device) for batch in own)
 
     def _loss(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> Tensor:
-        """The sum of the components of the loss that are weighted log-probs."""
+        """Return the sum of the loss components that are weighted log-probs."""
         total = logprobs.new_zeros(())
         if batch.policy_gradient is not None:
             loss, clipped = losses.policy_gradient(
@@ -203,7 +205,7 @@ class Learner:
         return total
 
     def _value_loss(self, batch: PackedBatch, states: Tensor, figures: Figures) -> Tensor:
-        """The loss of the critic; 0 if the batch has no value targets."""
+        """Return the loss of the critic; 0 if the batch has no value targets."""
         if batch.value is None:
             return states.new_zeros(())
         if self.critic is None:
@@ -216,7 +218,7 @@ class Learner:
         figures.add_mean("value_error", (values.detach() - batch.returns).square())
         return losses.value(values, batch.old_values, batch.returns, batch.value, batch.value_clip)
 
-    def _observe(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> None:
+    def _add_gap_figures(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> None:
         """Measure the distance between the learner and the policy that sampled."""
         if batch.policy_gradient is None:
             return
@@ -247,8 +249,7 @@ class Learner:
         return {"grad_norm": norm, "lr": lr}
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write weights, moments, counters and the JSON values `extra` to `directory`, completely or not at
-        all.
+        """Write weights, moments, counters and the JSON values `extra` to `directory`, atomically.
 
         All ranks must call this; rank 0 writes.
         """
@@ -265,7 +266,7 @@ class Learner:
             "second_moments": self.optimizer.second,
         }
         if self._sharded is not None:
-            tensors = {name: self._sharded.collected(parts) for name, parts in tensors.items()}
+            tensors = {name: self._sharded.gather_on_leader(parts) for name, parts in tensors.items()}
         if self.ranks.leads:
             checkpoints.write(directory, tensors, state)
 
@@ -284,7 +285,7 @@ class Learner:
                 where=str(directory),
             )
         if self._sharded is not None:
-            tensors = {name: self._sharded.parts(whole) for name, whole in tensors.items()}
+            tensors = {name: self._sharded.shard(whole) for name, whole in tensors.items()}
         checkpoints.copy_into(self.optimizer.parameters, tensors["weights"], directory)
         checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
         checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
@@ -305,11 +306,13 @@ class Learner:
             RequestError: as `load_state`, or when the other stage trained other parameters.
         """
         tensors, state = checkpoints.read(directory, ("second_moments",))
-        decoder = {name: p for name, p in self.optimizer.second.items() if not name.startswith(CRITIC)}
-        saved = {name: p for name, p in tensors["second_moments"].items() if not name.startswith(CRITIC)}
+        decoder = {name: p for name, p in self.optimizer.second.items() if not name.startswith(CRITIC_PREFIX)}
+        saved = {
+            name: p for name, p in tensors["second_moments"].items() if not name.startswith(CRITIC_PREFIX)
+        }
         if self._sharded is not None:
-            saved = self._sharded.parts(saved)
-        if not comparable(decoder, saved):
+            saved = self._sharded.shard(saved)
+        if not has_same_parameters(decoder, saved):
             raise RequestError(
                 "the optimizer state has other parameters: one of the two stages trained an adapter",
                 where=str(directory),
@@ -325,7 +328,7 @@ class Learner:
 
 @torch.no_grad()
 def token_logprobs(decoder: Decoder, batch: PackedBatch) -> Tensor:
-    """Log-probs float32[M] of the learned tokens under `decoder`, a frozen reference for instance."""
+    """Return log-probs float32[M] of the learned tokens under `decoder`, for instance a frozen reference."""
     device = next(decoder.parameters()).device
     batch = batch.to(device)
     return target_logprobs(decoder, batch, predicting_states(decoder, batch))[0]
@@ -334,7 +337,7 @@ def token_logprobs(decoder: Decoder, batch: PackedBatch) -> Tensor:
 def target_logprobs(
     decoder: Decoder, batch: PackedBatch, states: Tensor, *, learn_entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs (differentiable) and entropies float32[M] of the learned tokens, from `predicting_states`.
+    """Return log-probs (differentiable) and entropies float32[M] of the learned tokens.
 
     Args:
         learn_entropy: whether entropies carry a gradient too, which takes another pass over the logits.
@@ -346,14 +349,14 @@ def target_logprobs(
         return logprobs, losses.entropy(logits, batch.temperature) if learn_entropy else entropy
 
     learned = len(batch.targets)
-    missing = round_up(learned) - learned
+    missing = round_up_rows(learned) - learned
     states, targets = F.pad(states, (0, 0, 0, missing)), F.pad(batch.targets, (0, missing))
-    logprobs, entropy = in_row_chunks(of_rows, states, targets, decoder.config.vocab_size)
+    logprobs, entropy = compute_in_row_chunks(of_rows, states, targets, decoder.config.vocab_size)
     return logprobs[:learned], entropy[:learned]
 
 
 def predicting_states(decoder: Decoder, batch: PackedBatch, routing: Routing | None = None) -> Tensor:
-    """Last hidden states float[M, d] that predict the learned tokens of a batch on the decoder's device.
+    """Return the hidden states float[M, d] that predict the learned tokens of a batch on the same device.
 
     Args:
         routing: by default replays the routes of the batch, if it has any.
@@ -370,18 +373,18 @@ def _shard(decoder: Decoder, ranks: Ranks) -> ShardedDecoder | None:
     if not ranks.sharded:
         return None
     adapter = len(trainable(decoder)) < len(dict(decoder.named_parameters()))
-    refuse_sharding(adapter=adapter, experts=decoder.config.experts is not None)
+    check_can_shard(adapter=adapter, experts=decoder.config.experts is not None)
     from perilune.learn.sharding import ShardedDecoder
 
     return ShardedDecoder(decoder, ranks)
 
 
-def with_reference(
+def add_reference_logprobs(
     batches: Sequence[PackedBatch], reference: Decoder, ranks: Ranks = SINGLE_RANK
 ) -> list[PackedBatch]:
     """Add the log-probs of a frozen `reference` to the batches with reference_kl weights.
 
-    The reference routes by itself. Each rank adds them only to the micro-batches that it computes.
+    The reference uses its own routes. Each rank adds log-probs only to its own micro-batches.
     """
     return [
         batch.with_reference(token_logprobs(reference, replace(batch, routes=None)))

@@ -12,7 +12,7 @@ from perilune.learn.algorithms.group_relative import GRPO
 from perilune.learn.off_policy import OffPolicySettings
 from perilune.learn.weights import KLEstimator
 from perilune.models.config.decoder_config import DecoderConfig
-from perilune.models.memory import adapter_parameters, require_base
+from perilune.models.memory import adapter_parameters, check_base_kind
 
 
 class AlgorithmSettings(Frozen):
@@ -36,14 +36,14 @@ class AlgorithmSettings(Frozen):
     )
 
 
-SHARDING_TORCH = (2, 8)  # major and minor version
+MIN_SHARDING_TORCH = (2, 8)  # major and minor version
 
 
-def refuse_sharding(*, adapter: bool, experts: bool) -> None:
-    """Refuse to shard an adapter or a mixture of experts.
+def check_can_shard(*, adapter: bool, experts: bool) -> None:
+    """Check that the model can be sharded.
 
     Raises:
-        RequestError: for either.
+        RequestError: for an adapter or a mixture of experts.
     """
     remedy = "set sharded: false; the processes share the work in any case"
     if adapter:
@@ -57,7 +57,7 @@ def refuse_sharding(*, adapter: bool, experts: bool) -> None:
         raise RequestError(message, where="resources.sharded", remedy=remedy)
 
 
-def require_sharding_torch() -> None:
+def check_sharding_torch() -> None:
     """Check that the installed torch can shard: FSDP2 can sum gradients since torch 2.8.
 
     Raises:
@@ -65,8 +65,8 @@ def require_sharding_torch() -> None:
     """
     installed = version("torch")
     major, minor = (int(part) for part in installed.split(".")[:2])
-    if (major, minor) < SHARDING_TORCH:
-        needed = ".".join(map(str, SHARDING_TORCH))
+    if (major, minor) < MIN_SHARDING_TORCH:
+        needed = ".".join(map(str, MIN_SHARDING_TORCH))
         raise RequestError(
             f"sharding needs torch {needed} or newer, and torch {installed} is installed",
             where="resources.sharded",
@@ -103,7 +103,7 @@ class OptimizerSettings(Frozen):
         return self.lr
 
     def describe_schedule(self, steps: int) -> str:
-        """The learning rate over `steps` training steps, for the plan."""
+        """Describe the learning rate over `steps` training steps, for the plan."""
         if steps < self.warmup:
             rise = f"rises to {self.peak_lr * steps / self.warmup:g} in {steps} step{'s' * (steps != 1)}"
             return f"{rise}, because the warm-up to {self.peak_lr:g} takes {self.warmup}"
@@ -135,11 +135,11 @@ class LoRASettings(Frozen):
     )
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse a rank above that of every matrix, targets that the model lacks, and a base in which its
-        experts cannot be stored.
+        """Check the adapter against a model.
 
         Raises:
-            RequestError: for any of them.
+            RequestError: when the rank exceeds that of every matrix, the model lacks a target, or its experts
+                cannot be stored as `base`.
         """
         widest = config.hidden_size  # one side of every linear map that may get an adapter
         if self.rank > widest:
@@ -156,11 +156,11 @@ class LoRASettings(Frozen):
                 where="lora.targets",
                 remedy=f"choose from {', '.join(known)}",
             )
-        require_base(config, self.base)
+        check_base_kind(config, self.base)
 
 
 class LearnerSettings(OptimizerSettings):
-    """What is trained, and in which precision."""
+    """The trained parameters and their precision."""
 
     lora: LoRASettings | None = Field(
         None, description="train an adapter and freeze the model; {} uses the defaults"
@@ -179,7 +179,7 @@ class LearnerSettings(OptimizerSettings):
     )
 
     def describe_learning(self) -> dict[str, str]:
-        """The settings that differ from the defaults, as a line of the plan."""
+        """Return the settings that differ from the defaults, as a line of the plan."""
         parts = [f"{self.precision} products"] if self.precision != "float32" else []
         if self.lora is not None:
             rank = f"rank {self.lora.rank}, alpha {self.lora.alpha:g}"

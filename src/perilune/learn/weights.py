@@ -32,7 +32,7 @@ class Component:
 
     @property
     def denominator(self) -> float:
-        """The share of the group in the component's denominator."""
+        """The group's share of the component's denominator."""
         return math.fsum(self.counts)
 
 
@@ -75,7 +75,7 @@ class ValueTargets:
     Attributes:
         component: the weights w and their denominator.
         returns, values: float32[T] per episode: the targets, and the predictions before the update.
-        clip: a prediction that moves further than this from `values` gains nothing more.
+        clip: predictions that move further than this from `values` have no gradient.
     """
 
     component: Component
@@ -116,9 +116,9 @@ class WeightedGroup:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     def component(self, name: str) -> Component | None:
-        """One of the `COMPONENTS`."""
-        found: Component | ValueTargets | None = getattr(self, name)
-        return found.component if isinstance(found, ValueTargets) else found
+        """Return one of the `COMPONENTS`, or None."""
+        component: Component | ValueTargets | None = getattr(self, name)
+        return component.component if isinstance(component, ValueTargets) else component
 
 
 COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl", "entropy", "value")
@@ -126,7 +126,7 @@ COMPONENTS = ("policy_gradient", "cross_entropy", "reference_kl", "entropy", "va
 
 
 def step_figures(groups: Sequence[WeightedGroup]) -> dict[str, float]:
-    """The groups' figures over a step: the maximum of figures named "..._max", the mean of others."""
+    """Merge the groups' figures over a step: the maximum of figures named "..._max", the mean of others."""
     by_name: dict[str, list[float]] = {}
     for group in groups:
         for name, value in group.figures.items():
@@ -138,7 +138,7 @@ def step_figures(groups: Sequence[WeightedGroup]) -> dict[str, float]:
 
 
 def rewards(group: Sequence[Episode]) -> NDArray[np.float64]:
-    """Rewards float64[G] of a group, NaN for episodes whose verifier failed.
+    """Return the rewards float64[G] of a group, NaN for episodes whose verifier failed.
 
     Raises:
         WorkFailedError: naming the episode whose reward is missing, NaN or infinite without a failure.

@@ -10,7 +10,7 @@ tests check:
 * the softmax sums in lanes of 16, so masked columns after the end change nothing.
 
 So keys start at column 0 (behind a window, at a multiple of 192), columns come in multiples of 16, longer
-sums are split every 192 terms, and few queries are padded to `_LEAST_ROWS`. Other devices and dtypes agree up
+sums are split every 192 terms, and few queries are padded to `_MIN_ROWS`. Other devices and dtypes agree up
 to rounding.
 """
 
@@ -34,16 +34,16 @@ from perilune.models.kernels import is_native
 from perilune.models.native.attention import Spans, attend_packed, attend_packed_backward
 from perilune.models.recurrence import PackedRecurrence
 
-_COLUMNS = 16
+_COLUMN_MULTIPLE = 16
 # With fewer rows MKL's products round differently: below 4 on AMD, below 12 on Intel (MKL 2024.2).
-_LEAST_ROWS = 16
-_TERMS = 192
+_MIN_ROWS = 16
+_MAX_SUM_TERMS = 192
 _QUERY_BLOCK = 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoreOptions:
-    """What a layer's attention does to its scores besides the softmax.
+    """Changes to attention scores besides the softmax.
 
     Attributes:
         sinks: float[H], a score of each head for attending to nothing (Xiao et al., arXiv 2309.17453; learned
@@ -54,8 +54,8 @@ class ScoreOptions:
     sinks: Tensor | None = None
     cap: float | None = None
 
-    def of_sets(self, sets: int, kv_heads: int, rows: int) -> ScoreOptions:
-        """The options of `attend` for sets of the queries of heads that share keys, `rows` of each head."""
+    def for_sets(self, sets: int, kv_heads: int, rows: int) -> ScoreOptions:
+        """Return the options with the sinks repeated for `sets` sets of query heads with `rows` rows each."""
         if self.sinks is None:
             return self
         sinks = self.sinks.view(kv_heads, -1, 1).expand(-1, -1, rows).reshape(kv_heads, -1, 1)
@@ -64,13 +64,13 @@ class ScoreOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """What the attention of a layer depends on besides its inputs.
+    """The properties of a layer that its attention needs besides the inputs.
 
     Attributes:
         index: of the layer.
         window: a query sees its own token and the window - 1 before it (sliding-window attention,
             Beltagy et al. 2020), or all before it if None. The same in every call of one layer.
-        options: what else happens to scores.
+        options: changes to scores besides the softmax.
     """
 
     index: int
@@ -79,7 +79,7 @@ class AttentionLayer:
 
 
 class Attention(Protocol):
-    """Causal attention of one layer. The implementation holds the KV cache or the bounds of sequences.
+    """Causal attention of one layer. Implementations hold the KV cache or the bounds of sequences.
 
     Args:
         q: float[N, H, D], after the rotary embedding, scaled for scores of q k^T / sqrt(D).
@@ -93,7 +93,7 @@ class Attention(Protocol):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D) + mask) v for R independent sets of queries and keys.
+    """Compute softmax(q k^T / sqrt(D) + mask) v for R independent sets of queries and keys.
 
     Args:
         q: float[R, M, D].
@@ -106,57 +106,59 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: ScoreOptions 
         float[R, M, E].
     """
     if q.device.type == "cuda" and options is None:
-        return fused(q, k, v, mask)
+        return attend_fused(q, k, v, mask)
     rows = q.shape[1]
-    if rows < _LEAST_ROWS:
-        more = (0, 0, 0, _LEAST_ROWS - rows)
-        mask = mask if mask.shape[1] == 1 else F.pad(mask, more)
+    if rows < _MIN_ROWS:
+        padding = (0, 0, 0, _MIN_ROWS - rows)
+        mask = mask if mask.shape[1] == 1 else F.pad(mask, padding)
         if options is not None and options.sinks is not None:
-            options = ScoreOptions(F.pad(options.sinks, more), options.cap)
-        return attend(F.pad(q, more), k, v, mask, options)[:, :rows]
-    weights = _weights(q, k, mask, options or ScoreOptions()).to(v.dtype)
-    if v.shape[1] <= _TERMS:
+            options = ScoreOptions(F.pad(options.sinks, padding), options.cap)
+        return attend(F.pad(q, padding), k, v, mask, options)[:, :rows]
+    weights = _attention_weights(q, k, mask, options or ScoreOptions()).to(v.dtype)
+    if v.shape[1] <= _MAX_SUM_TERMS:
         return torch.bmm(weights, v)
-    parts = zip(torch.split(weights, _TERMS, 2), torch.split(v, _TERMS, 1), strict=True)
-    return reduce(torch.add, (torch.bmm(some, of_v) for some, of_v in parts))
+    parts = zip(torch.split(weights, _MAX_SUM_TERMS, 2), torch.split(v, _MAX_SUM_TERMS, 1), strict=True)
+    return reduce(torch.add, (torch.bmm(part, values) for part, values in parts))
 
 
-def _weights(q: Tensor, k: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
-    """Weights of keys [R, M, T], in float32 at least."""
+def _attention_weights(q: Tensor, k: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
+    """Compute the weights [R, M, T] of the keys, in float32 at least."""
     q, k = q * q.shape[-1] ** -0.5, k.transpose(1, 2)
-    scores = torch.baddbmm(mask, q, k) if options.cap is None else capped(torch.bmm(q, k), options.cap) + mask
+    scores = (
+        torch.baddbmm(mask, q, k) if options.cap is None else soft_cap(torch.bmm(q, k), options.cap) + mask
+    )
     dtype, columns = torch.promote_types(scores.dtype, torch.float32), scores.shape[-1]
     if options.sinks is not None:
-        # In a lane of its own place, like the masked columns after the end.
-        sinks = F.pad(options.sinks.to(scores.dtype), (0, _COLUMNS - 1), value=-torch.inf)
+        # Padded to a full multiple of columns, like the masked columns after the end.
+        sinks = F.pad(options.sinks.to(scores.dtype), (0, _COLUMN_MULTIPLE - 1), value=-torch.inf)
         scores = torch.cat([scores, sinks.expand(*scores.shape[:2], -1)], dim=-1)
     return scores.softmax(-1, dtype=dtype)[..., :columns]
 
 
-def capped(x: Tensor, bound: float) -> Tensor:
-    """`x` softly capped at `bound`: bound * tanh(x / bound)."""
+def soft_cap(x: Tensor, bound: float) -> Tensor:
+    """Return bound * tanh(x / bound)."""
     return (x / bound).tanh() * bound
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """`attend` with torch's fused kernel, which stores no scores and sums in float32 for all dtypes."""
+def attend_fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Compute `attend` with torch's fused kernel, which stores no scores and sums in float32."""
     q, k, v, mask = (x[:, None] for x in (q, k, v, mask))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)[:, 0]
 
 
-def padded(length: int) -> int:
-    """`length` rounded up to a multiple of 16 columns."""
-    return -(-length // _COLUMNS) * _COLUMNS
+def round_up_columns(length: int) -> int:
+    """Round `length` up to a multiple of 16 columns."""
+    return -(-length // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
 
 
 class PackedAttention:
-    """Causal attention within each of several sequences that lie end to end on the flat token axis.
+    """Causal attention within each of several sequences, which are concatenated on one token axis.
 
     Args:
-        cu_seqlens: int64[S + 1], where each sequence starts, closed by N (as in FlashAttention).
-        prefix_of: int64[S], index of a sequence whose tokens precede this one's, or -1. Several sequences may
-            share a prefix, such as completions of one prompt. A prefix has no prefix itself.
-        prefix_lengths: int64[S], how many of the first tokens of the prefix precede; by default all.
+        cu_seqlens: int64[S + 1], the start of each sequence, then N (as in FlashAttention).
+        prefix_of: int64[S], index of the sequence that is the prefix of this one, or -1. Several sequences
+            may share a prefix, such as completions of one prompt. A prefix has no prefix itself.
+        prefix_lengths: int64[S], length of the prefix in tokens; by default the whole sequence.
     """
 
     def __init__(
@@ -167,12 +169,12 @@ class PackedAttention:
         of = torch.full_like(starts, -1) if prefix_of is None else prefix_of.cpu()
         prefixes = torch.where(of < 0, 0, lengths[of] if prefix_lengths is None else prefix_lengths.cpu())
         spans = torch.stack([starts, lengths, starts[of], prefixes], dim=1)
-        sizes = np.array([_bucket(length) for length in lengths.tolist()])
+        sizes = np.array([_padded_length(length) for length in lengths.tolist()])
         self._spans = [spans[sizes == size] for size in np.unique(sizes) if size]
         self._shared = prefix_of is not None
-        self._layout: _Layout | None = None
-        self._long = spans.tolist() if bool((lengths > _QUERY_BLOCK).any()) else None
-        self._in_order = Spans(starts, lengths, of, prefixes)
+        self._layout: _PaddedLayout | None = None
+        self._long_spans = spans.tolist() if bool((lengths > _QUERY_BLOCK).any()) else None
+        self._native_spans = Spans(starts, lengths, of, prefixes)
         self._all_spans = spans
 
     @cached_property
@@ -181,7 +183,7 @@ class PackedAttention:
 
     @cached_property
     def recurrence(self) -> PackedRecurrence:
-        """The recurrent layers of these sequences."""
+        """The recurrent layers for these sequences."""
         return PackedRecurrence(self._all_spans, self._device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
@@ -189,21 +191,21 @@ class PackedAttention:
         bounded = options is not None and options.cap is not None
         if is_native(q, q.shape[-1]) and v.shape == k.shape and not bounded:
             sinks = None if options is None else options.sinks
-            attended: Tensor = _Native.apply(q, k, v, sinks, self._in_order, window or 0)  # type: ignore[no-untyped-call]
+            attended: Tensor = _NativeAttention.apply(q, k, v, sinks, self._native_spans, window or 0)  # type: ignore[no-untyped-call]
             return attended
-        if q.device.type == "cuda" and options is None and can_flash(q, v):
+        if q.device.type == "cuda" and options is None and can_use_flash(q, v):
             return self._flash(q, k, v, window)
-        if self._long is not None and q.device.type != "cpu" and options is None:
-            return _one_by_one(q, k, v, self._long, window)
+        if self._long_spans is not None and q.device.type != "cpu" and options is None:
+            return _attend_each_sequence(q, k, v, self._long_spans, window)
         if self._layout is None:
-            self._layout = _Layout(self._spans, self._shared, q, k, exact=options is not None)
+            self._layout = _PaddedLayout(self._spans, self._shared, q, k, exact=options is not None)
         return self._layout(q, k, v, window, options)
 
 
 class FlashAttention:
-    """Packed attention by torch's FlashAttention for sequences of different lengths, all in one kernel.
+    """Packed attention by torch's variable-length FlashAttention (Dao, arXiv 2307.08691).
 
-    Sums are float32 (Dao, arXiv 2307.08691).
+    One kernel computes all sequences. Sums are float32.
 
     Args:
         spans: int64[S, 4]: start, length, start of the prefix, and length of the prefix of each sequence, in
@@ -234,15 +236,15 @@ class FlashAttention:
             k, v = (x.float().index_select(0, self._keys).to(x.dtype) for x in (k, v))
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
         seen = (-1 if window is None else window - 1, 0)
-        attend_all = varlen_attn()
+        attend_all = find_varlen_attn()
         assert attend_all is not None
         out: Tensor = attend_all(q.contiguous(), k, v, *self._bounds, *self._longest, window_size=seen)
         return out
 
 
 @functools.cache
-def varlen_attn() -> Callable[..., Any] | None:
-    """torch's attention for packed sequences; None before torch 2.11, where it has no windows."""
+def find_varlen_attn() -> Callable[..., Any] | None:
+    """Return torch's attention for packed sequences, or None before torch 2.11, which has no windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn as found
     except ImportError:
@@ -250,19 +252,19 @@ def varlen_attn() -> Callable[..., Any] | None:
     return found if "window_size" in inspect.signature(found).parameters else None
 
 
-def can_flash(q: Tensor, v: Tensor) -> bool:
-    """Whether `FlashAttention` computes heads of this size and dtype on this GPU."""
+def can_use_flash(q: Tensor, v: Tensor) -> bool:
+    """Return whether `FlashAttention` supports heads of this size and dtype on this GPU."""
     size = q.shape[-1]
     fits = q.dtype == torch.bfloat16 and size == v.shape[-1] and size % 8 == 0 and size <= 256
-    return fits and varlen_attn() is not None and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return fits and find_varlen_attn() is not None and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def _one_by_one(
+def _attend_each_sequence(
     q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Sequence[int]], window: int | None
 ) -> Tensor:
-    """Packed attention by torch's fused kernels, a sequence at a time.
+    """Compute packed attention with torch's fused kernels, one sequence at a time.
 
-    They know the causal mask and store no scores, so memory grows with the length and not with its square.
+    The kernels apply the causal mask without storing scores, so memory grows linearly with the length.
 
     Args:
         spans: start, length, start of the prefix, and length of the prefix of each sequence, in order.
@@ -274,17 +276,17 @@ def _one_by_one(
         own = slice(start, start + length)
         before = slice(prefix_start, prefix_start + prefix)
         keys, values = (torch.cat([x[before], x[own]]) if prefix else x[own] for x in (k, v))
-        outs.append(_causal(q[own], keys, values, window))
+        outs.append(_attend_causal(q[own], keys, values, window))
     return torch.cat(outs)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Attention float[L, H, D] of the last L queries over float[T, KV, D] keys."""
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Compute attention float[L, H, D] of the last L queries over float[T, KV, D] keys."""
     length, total = len(q), len(k)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if window is None or window >= total:
-        # The kernels' causal mask begins at the first key, so queries without use stand before the others.
+        # The kernels' causal mask begins at the first key, so unused queries are put before the others.
         q = F.pad(q, (0, 0, total - length, 0))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out[0, :, total - length :].transpose(0, 1)
@@ -299,8 +301,8 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return torch.cat(outs, dim=2)[0].transpose(0, 1)
 
 
-class _Native(torch.autograd.Function):
-    """The attention of `models/native` with its gradient."""
+class _NativeAttention(torch.autograd.Function):
+    """Attention and its gradient by the C kernels."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *where: Any) -> Tensor:
@@ -323,15 +325,15 @@ class _Native(torch.autograd.Function):
         return *of_qkv, of_sinks, None, None
 
 
-def _bucket(length: int) -> int:
-    """The length to which a sequence is padded: 16, 32, 48, 64, 96, 128, 192, 256, ... tokens."""
-    step = _COLUMNS
+def _padded_length(length: int) -> int:
+    """Return the length to which a sequence is padded: 16, 32, 48, 64, 96, 128, 192, 256, ... tokens."""
+    step = _COLUMN_MULTIPLE
     while step * 4 < length:
         step *= 2
     return -(-length // step) * step
 
 
-class _Layout:
+class _PaddedLayout:
     """The indices of all tokens in padded blocks, one block per padded length.
 
     Args:
@@ -351,14 +353,14 @@ class _Layout:
         queries, keys = [], []
         for block in spans:
             start, length, prefix_start, prefix = block[:, :, None].unbind(1)
-            row = torch.arange(max(int(length.max()), _LEAST_ROWS))
-            column = torch.arange(padded(int(prefix.max()) + len(row)))
+            row = torch.arange(max(int(length.max()), _MIN_ROWS))
+            column = torch.arange(round_up_columns(int(prefix.max()) + len(row)))
             key = torch.where(column < prefix, prefix_start + column, start + column - prefix)
-            queries.append(_per_head(torch.where(row < length, start + row, -1), heads))
-            keys.append(_per_head(torch.where(column < prefix + length, key, -1), kv_heads))
+            queries.append(_head_rows(torch.where(row < length, start + row, -1), heads))
+            keys.append(_head_rows(torch.where(column < prefix + length, key, -1), kv_heads))
             self._shapes.append((len(row), prefix, len(block)))
-        self._queries = _Places(queries, q, unique=True)
-        self._keys = _Places(keys, k, unique=not shared)
+        self._queries = _PaddedRows(queries, q, unique=True)
+        self._keys = _PaddedRows(keys, k, unique=not shared)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, window: int | None, options: ScoreOptions | None
@@ -373,14 +375,14 @@ class _Layout:
         return self._queries.unpad(outs).view(*q.shape[:2], -1)
 
 
-def _per_head(tokens: Tensor, heads: int) -> Tensor:
-    """Row indices int64[S, heads, L] in float[N * heads, D] of tokens int64[S, L]; -1 stays -1."""
-    places = tokens[:, None] * heads + torch.arange(heads)[:, None]
-    return torch.where(tokens[:, None] < 0, -1, places)
+def _head_rows(tokens: Tensor, heads: int) -> Tensor:
+    """Return the rows int64[S, heads, L] of tokens int64[S, L] in float[N * heads, D]; -1 stays -1."""
+    rows = tokens[:, None] * heads + torch.arange(heads)[:, None]
+    return torch.where(tokens[:, None] < 0, -1, rows)
 
 
-class _Places:
-    """Moves flat rows into padded blocks and back.
+class _PaddedRows:
+    """A mapping between flat rows and the rows of padded blocks.
 
     Args:
         blocks: for each block, the flat row of each of its rows, int64 of any shape, -1 for padding.
@@ -391,23 +393,23 @@ class _Places:
         self._sizes = [block.numel() for block in blocks]
         flat = torch.cat([block.flatten() for block in blocks])
         self._padding = (flat < 0).nonzero()[:, 0].to(like.device)
-        self._of = flat.clamp(min=0).to(like.device)
-        self._at = None
+        self._source = flat.clamp(min=0).to(like.device)
+        self._target = None
         if unique:
             at = torch.empty(like.shape[0] * like.shape[1], dtype=torch.int64)
             real = (flat >= 0).nonzero()[:, 0]
             at[flat[real]] = real
-            self._at = at.to(like.device)
+            self._target = at.to(like.device)
 
     def pad(self, x: Tensor) -> tuple[Tensor, ...]:
-        """float[rows, D] of each block from float[N, heads, D]. Padding is arbitrary."""
-        return torch.split(_gather(x.reshape(-1, x.shape[-1]), self._of, self._at, None), self._sizes)
+        """Return float[rows, D] of each block from float[N, heads, D]. Padding rows have arbitrary values."""
+        return torch.split(_gather(x.reshape(-1, x.shape[-1]), self._source, self._target, None), self._sizes)
 
     def unpad(self, blocks: Sequence[Tensor]) -> Tensor:
         """The inverse of `pad`."""
         rows = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
-        assert self._at is not None
-        return _gather(rows, self._at, self._of, self._padding)
+        assert self._target is not None
+        return _gather(rows, self._target, self._source, self._padding)
 
 
 def _gather(x: Tensor, index: Tensor, back: Tensor | None, unused: Tensor | None) -> Tensor:
@@ -436,8 +438,8 @@ class _Gather(torch.autograd.Function):
 class _Block:
     """Attention of S sequences padded to one length of L queries and T keys.
 
-    Query heads that share keys are stacked, so that one product computes them. Many queries are computed in
-    chunks, recomputed for gradients, so that memory grows with T and not with T squared.
+    Query heads that share keys are stacked into one product. Long sequences are computed in chunks of
+    queries, which the backward pass recomputes, so that memory grows linearly with T.
     """
 
     def __init__(
@@ -463,7 +465,7 @@ class _Block:
             stop = min(start + _QUERY_BLOCK, length)
             at = prefix[:, :, None] + torch.arange(start, stop)[:, None]
             unseen = 0 if window is None else max(0, int(at.min()) - window + 1)
-            columns = slice(unseen // _TERMS * _TERMS, padded(int(at.max()) + 1))
+            columns = slice(unseen // _MAX_SUM_TERMS * _MAX_SUM_TERMS, round_up_columns(int(at.max()) + 1))
             column = torch.arange(columns.start, columns.stop)
             visible = column <= at if window is None else (column <= at) & (column > at - window)
             mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(q)[:, None]
@@ -486,20 +488,20 @@ class _Block:
         if len(self._chunks) == 1:
             _, columns, mask = self._chunks[0]
             q = q.view(self._sets, -1, size)
-            out = attend(q, k[:, columns], v[:, columns], mask, self._of_sets(options, q))
+            out = attend(q, k[:, columns], v[:, columns], mask, self._options_for_sets(options, q))
             return out.reshape(-1, out_size)
         q = q.view(self._sets, self._group, self._length, size)
         outs = []
         for rows, columns, mask in self._chunks:
             own = q[:, :, rows].flatten(1, 2)
-            chunk = own, k[:, columns], v[:, columns], mask, self._of_sets(options, own)
+            chunk = own, k[:, columns], v[:, columns], mask, self._options_for_sets(options, own)
             out = checkpoint(attend, *chunk, use_reentrant=False) if q.requires_grad else attend(*chunk)
             outs.append(out.view(self._sets, self._group, -1, out_size))
         return torch.cat(outs, dim=2).view(-1, out_size)
 
-    def _of_sets(self, options: ScoreOptions | None, q: Tensor) -> ScoreOptions | None:
-        """The options of `attend` for these queries of all sets."""
+    def _options_for_sets(self, options: ScoreOptions | None, q: Tensor) -> ScoreOptions | None:
+        """Return the options of `attend` for these queries of all sets."""
         if options is None:
             return None
         rows = q.numel() // q.shape[-1] // (self._sets * self._group)
-        return options.of_sets(self._sets, self._kv_heads, rows)
+        return options.for_sets(self._sets, self._kv_heads, rows)

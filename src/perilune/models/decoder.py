@@ -1,7 +1,7 @@
 """The decoder of all `DECODER_FAMILIES`, for sampling and for training.
 
-Tokens are flat: sequences lie end to end on one axis of N tokens, without padding. The caller passes an
-`Attention`, which decides which tokens see each other. Parameter names are those of Hugging Face checkpoints.
+Sequences are concatenated on one axis of N tokens, without padding. The caller passes an `Attention`, which
+decides which tokens see each other. Parameter names are those of Hugging Face checkpoints.
 
 N tokens, d hidden size, H query heads, KV key-value heads, D head size, V vocabulary.
 """
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from perilune.models.attention import Attention, AttentionLayer, ScoreOptions, capped
+from perilune.models.attention import Attention, AttentionLayer, ScoreOptions, soft_cap
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
 from perilune.models.delta import GatedDeltaNet
 from perilune.models.feed_forward import MLP, MixtureOfExperts
-from perilune.models.kernels import both_halves, rms_norm, rotate_part, sigmoid
+from perilune.models.kernels import full_rotary_tables, rms_norm, rotate_part, sigmoid
 from perilune.models.latent import LatentAttention
-from perilune.models.layers import Freezable, Projection, RMSNorm, copied_in_place, named_maps
+from perilune.models.layers import Freezable, Projection, RMSNorm, add_linear_maps, copy_in_place
 from perilune.models.narrow import NarrowKind, Precision
-from perilune.models.rotary import inverse_frequencies, magnitude
+from perilune.models.rotary import inverse_frequencies, rotary_scale
 from perilune.models.routing import Routing
 
 
@@ -40,8 +40,8 @@ class SelfAttention(nn.Module):
         queries, keys, hidden = self.heads * self.size, self.kv_heads * self.size, config.hidden_size
         self.gated = config.family.output_gate
         of_qkv = {"q_proj": queries * (2 if self.gated else 1), "k_proj": keys, "v_proj": keys}
-        self.qkv = named_maps(self, config.family, hidden, of_qkv, config.qkv_bias)
-        self.out = named_maps(self, config.family, queries, {"o_proj": hidden}, config.out_bias)
+        self.qkv = add_linear_maps(self, config.family, hidden, of_qkv, config.qkv_bias)
+        self.out = add_linear_maps(self, config.family, queries, {"o_proj": hidden}, config.out_bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
             full, offset = self.qk_norm == "full", config.family.norm_offset
@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
         self.frozen_qk_norm: Tensor | None = None
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, attention: Attention) -> Tensor:
-        qkv, gate = self.qkv(self.qkv.rounded(x)), None
+        qkv, gate = self.qkv(self.qkv.round_input(x)), None
         if self.gated:
             qkv, gate = self._split_gate(qkv)
         if self.qk_norm == "full":
@@ -75,13 +75,13 @@ class SelfAttention(nn.Module):
 
     @property
     def score_options(self) -> ScoreOptions | None:
-        """What happens to scores besides the softmax; None for nothing."""
+        """The changes to scores besides the softmax; None if there are none."""
         if self.sinks is None and self.score_softcap is None:
             return None
         return ScoreOptions(self.sinks, self.score_softcap)
 
     def _split_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries, keys and values without the gate that follows the query of each head, and the gate."""
+        """Split `qkv` into queries, keys and values, and the gate that follows the query of each head."""
         queries = self.heads * self.size
         q, rest = torch.split_with_sizes(qkv, [2 * queries, qkv.shape[1] - 2 * queries], 1)
         q, gate = q.reshape(len(q), self.heads, 2, self.size).unbind(2)
@@ -97,9 +97,9 @@ class SelfAttention(nn.Module):
 
     def freeze(self, source: SelfAttention) -> None:
         if self.qk_norm == "head":
-            self.frozen_qk_norm = copied_in_place(self.frozen_qk_norm, source.qk_norm_weight())
+            self.frozen_qk_norm = copy_in_place(self.frozen_qk_norm, source.qk_norm_weight())
         if self.sinks is not None and source.sinks is not None:
-            sinks = copied_in_place(self.sinks.detach(), source.sinks.detach().clone())
+            sinks = copy_in_place(self.sinks.detach(), source.sinks.detach().clone())
             self.sinks = nn.Parameter(sinks, requires_grad=False)
 
     def _normalised_in_full(self, qkv: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class SelfAttention(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each added to the residual stream x.
 
-    Their inputs, their outputs, or both are normalised: see `NORM_NAMES`.
+    `NORM_NAMES` lists the norms of inputs and outputs.
     """
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -124,7 +124,7 @@ class Block(nn.Module):
             self.self_attn = LatentAttention(config, config.latent, layer)
         else:
             self.self_attn = SelfAttention(config, layer)
-        self._feed_forward = config.family.module("mlp")
+        self._feed_forward = config.family.module_name("mlp")
         if config.experts is not None and config.is_sparse(layer):
             index = sum(config.is_sparse(before) for before in range(layer))
             self.add_module(self._feed_forward, MixtureOfExperts(config, config.experts, index))
@@ -202,7 +202,7 @@ class Decoder(nn.Module):
     Attributes:
         recompute: whether training keeps only the input of each layer and recomputes the rest for the
             gradient (activation checkpointing; Chen et al., arXiv 1604.06174).
-        precision: precision of products with matrices, set by `compute_in`.
+        precision: precision of products with matrices, set by `set_precision`.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -215,7 +215,7 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.head = Projection(self.model.embed_tokens if config.tie_word_embeddings else self.lm_head)
         # Not buffers, so that they stay float32 when the model is cast.
-        of_layers = {config.rope_of(layer) for layer in range(config.num_layers)}
+        of_layers = {config.layer_rope(layer) for layer in range(config.num_layers)}
         ropes = {config.rope, *filter(None, of_layers)}
         self.inverse_frequencies = {
             rope: inverse_frequencies(rope, rope.width(config.rotary_size)) for rope in ropes
@@ -229,15 +229,17 @@ class Decoder(nn.Module):
         routing: Routing | None = None,
         inputs: Tensor | None = None,
     ) -> Tensor:
-        """The last hidden state float[N, d] of int64[N] tokens at int64[N] positions in their sequences.
+        """Return the last hidden state float[N, d] of int64[N] tokens at int64[N] positions.
 
-        `inputs` float[N, d] replace the embeddings of the tokens, which are then not read.
+        `inputs` float[N, d] replace the embeddings of the tokens.
         """
-        rotations = {rope: both_halves(*self.rotary(positions, rope)) for rope in self.inverse_frequencies}
+        rotations = {
+            rope: full_rotary_tables(*self.rotary(positions, rope)) for rope in self.inverse_frequencies
+        }
         x = self.embed(token_ids) if inputs is None else inputs
         recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.model.layers):
-            rope = self.config.rope_of(layer)
+            rope = self.config.layer_rope(layer)
             given = x, *(rotations[rope] if rope else (None, None)), attention, routing
             if recompute:
                 x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
@@ -246,7 +248,7 @@ class Decoder(nn.Module):
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The input float[N, d] of the first layer for int64[N] tokens."""
+        """Return the input float[N, d] of the first layer for int64[N] tokens."""
         x = self.model.embed_tokens(token_ids)
         if self.precision == "bfloat16":
             x = x.to(torch.bfloat16)  # like the table in a copy for sampling
@@ -258,53 +260,53 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of activations and norms. A frozen copy may store its matrices in another."""
+        """The dtype of activations and norms. A frozen copy may store its matrices in another dtype."""
         weight: Tensor = self.model.norm.weight
         return weight.dtype
 
-    def compute_in(self, precision: Precision) -> None:
-        """Round both factors of products with matrices to `precision`, except in routers. Sums are float32.
+    def set_precision(self, precision: Precision) -> None:
+        """Round both factors of matrix products to `precision`, except in routers. Sums are float32.
 
-        Weights, logits and losses stay float32, and on a CPU so does all else. On a GPU the residual stream
-        does, and results within a layer are rounded. Outside the CPU's tiles (`ops.has_tiles`), gradients of
-        products are rounded too.
+        Weights, logits and losses stay float32. On a CPU all activations do too. On a GPU only the residual
+        stream does, and activations within a layer are rounded. Gradients of products are rounded too, except
+        in the CPU's tiles (`ops.has_tiles`).
         """
         self.precision = precision
         for projection in self.projections():
             projection.precision = "float32" if projection.exact else precision
 
-    def rounded(self) -> dict[str, torch.dtype]:
-        """Dtypes by name of the weights that bfloat16 products round: matrices and embeddings."""
-        parts = [part.weight for one in self.projections() if not one.exact for part in one.parts]
-        places = {id(weight) for weight in (*parts, self.model.embed_tokens.weight)}
-        return {name: torch.bfloat16 for name, weight in self.named_parameters() if id(weight) in places}
+    def bfloat16_weights(self) -> dict[str, torch.dtype]:
+        """Return the dtypes by name of the weights that bfloat16 products round: matrices and embeddings."""
+        parts = [part.weight for maps in self.projections() if not maps.exact for part in maps.parts]
+        rounded = {id(weight) for weight in (*parts, self.model.embed_tokens.weight)}
+        return {name: torch.bfloat16 for name, weight in self.named_parameters() if id(weight) in rounded}
 
     @contextmanager
     def in_memory(self, *parts: nn.Module) -> Iterator[None]:
-        """A context in which the weights of `parts` are in memory; of a `Decoder`, they always are."""
+        """Keep the weights of `parts` in memory during the context; a plain `Decoder` always does."""
         yield
 
     def to_hf(self) -> dict[str, Any]:
         return self.config.to_hf()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits float[N, V] of the next token from hidden states float[N, d]."""
-        return finished(self.head(hidden), self.config)
+        """Compute the logits float[N, V] of the next token from hidden states float[N, d]."""
+        return scale_logits(self.head(hidden), self.config)
 
     def rotary(self, positions: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float[N, 1, R / 2] each, of the angle of each pair, computed in float32.
+        """Return cosines and sines float[N, 1, R / 2] of the angle of each pair, computed in float32.
 
-        `rope` is the rotary embedding of a layer, by default of layers without a window.
+        `rope` is the rotary embedding of a layer; the default is that of layers without a window.
         """
         rope = rope or self.config.rope
         frequencies = self.inverse_frequencies[rope] = self.inverse_frequencies[rope].to(positions.device)
         angles = (positions[:, None].float() * frequencies)[:, None]
-        scale = magnitude(rope)
+        scale = rotary_scale(rope)
         return (angles.cos() * scale).to(self.dtype), (angles.sin() * scale).to(self.dtype)
 
     @torch.no_grad()
-    def frozen(self, kind: NarrowKind | None = None) -> Decoder:
-        """A copy of the current weights for inference: faster, and unaffected by training.
+    def frozen_copy(self, kind: NarrowKind | None = None) -> Decoder:
+        """Return a copy of the current weights for inference, faster and unaffected by training.
 
         Args:
             kind: how matrices are stored: "bfloat16", or "int8" with embeddings in bfloat16. By default
@@ -320,8 +322,8 @@ class Decoder(nn.Module):
     def refreeze(self, source: Decoder, kind: NarrowKind | None = None) -> None:
         """Copy the current weights of `source` into this frozen copy, which was made with the same `kind`.
 
-        Plain tensors, which are all tensors on a GPU, are overwritten in place: captured CUDA graphs keep
-            their addresses.
+        Plain tensors are overwritten in place, because captured CUDA graphs keep their addresses. On a GPU
+        all tensors are plain.
         """
         if kind is None and source.precision == "bfloat16":
             kind = "bfloat16"
@@ -333,21 +335,21 @@ class Decoder(nn.Module):
             own_projection.freeze(projection, kind)
         table = source.model.embed_tokens.weight.detach()
         table = table.clone() if kind is None else table.to(torch.bfloat16, copy=True)
-        table = copied_in_place(self.model.embed_tokens.weight.detach(), table)
+        table = copy_in_place(self.model.embed_tokens.weight.detach(), table)
         self.model.embed_tokens.weight = nn.Parameter(table, requires_grad=False)
         for name, own in self.named_modules():
             if isinstance(own, Freezable):
                 own.freeze(source.get_submodule(name))
-            elif isinstance(own, MixtureOfExperts) and own.corrects:
+            elif isinstance(own, MixtureOfExperts) and own.has_correction:
                 own.freeze_correction(source.get_submodule(name))  # type: ignore[arg-type]
 
     def projections(self) -> list[Projection]:
-        """All projections; each joins the linear maps of one input."""
+        """Return all projections. Each joins the linear maps of one input."""
         attributes = [value for module in self.modules() for value in vars(module).values()]
         return [value for value in attributes if isinstance(value, Projection)]
 
     def initialize(self, seed: int) -> None:
-        """Draw new weights: normal with `initializer_range` as deviation, biases zero, norms neutral."""
+        """Draw new weights: normal with standard deviation `initializer_range`, biases 0, norms neutral."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -363,8 +365,8 @@ class Decoder(nn.Module):
                     module.initialize(generator)
 
 
-def finished(logits: Tensor, config: DecoderConfig) -> Tensor:
-    """Logits from the products of the head: divided, and softly capped, in models that do so."""
+def scale_logits(logits: Tensor, config: DecoderConfig) -> Tensor:
+    """Divide and soft-cap the outputs of the head, in models that do so."""
     if config.multipliers is not None:
         logits = logits / config.multipliers.logits
-    return logits if config.logit_softcap is None else capped(logits, config.logit_softcap)
+    return logits if config.logit_softcap is None else soft_cap(logits, config.logit_softcap)

@@ -11,7 +11,7 @@ from perilune.models.attention import Attention
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import DeltaRule
 from perilune.models.kernels import rms_norm, sigmoid, swiglu
-from perilune.models.layers import RMSNorm, copied_in_place, named_maps
+from perilune.models.layers import RMSNorm, add_linear_maps, copy_in_place
 from perilune.models.recurrence import DeltaInputs, HasRecurrence
 
 _EPS = 1e-6  # added to the squared length of queries and keys
@@ -31,8 +31,8 @@ class GatedDeltaNet(nn.Module):
         self._grouped = config.family.linear_grouped
         outputs = {"in_proj_qkv": delta.channels, "in_proj_z": width}
         outputs |= {"in_proj_b": delta.heads, "in_proj_a": delta.heads}
-        self.inward = named_maps(self, config.family, hidden, outputs)
-        self.outward = named_maps(self, config.family, width, {"out_proj": hidden})
+        self.input_projection = add_linear_maps(self, config.family, hidden, outputs)
+        self.output_projection = add_linear_maps(self, config.family, width, {"out_proj": hidden})
         self.conv1d = nn.Module()
         self.conv1d.weight = nn.Parameter(torch.empty(delta.channels, 1, delta.taps))
         self.dt_bias, self.A_log = (nn.Parameter(torch.ones(delta.heads)) for _ in range(2))
@@ -41,7 +41,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, attention: Attention) -> Tensor:
         assert isinstance(attention, HasRecurrence), "this attention has no recurrent layers"
         sizes, recurrence = self.sizes, attention.recurrence
-        projected = self.inward(x)
+        projected = self.input_projection(x)
         if self._grouped:
             projected = projected.index_select(1, self._order.to(x.device))
         width = sizes.heads * sizes.value_size
@@ -62,11 +62,11 @@ class GatedDeltaNet(nn.Module):
             ),
         )
         out = rms_norm(out, self.norm.factor().to(dtype), self.norm.eps).to(x.dtype)
-        return self.outward(swiglu(z, out.flatten(1)))
+        return self.output_projection(swiglu(z, out.flatten(1)))
 
     @cached_property
     def _order(self) -> Tensor:
-        """int64[outputs], the columns in the order q, k, v, z, b, a from (q, k, v, z), (b, a) by key head."""
+        """int64[outputs]: the columns in the order q, k, v, z, b, a, which are stored by key head."""
         delta = self.sizes
         shared = delta.heads // delta.key_heads
         sizes = [delta.key_size, delta.key_size, *[shared * delta.value_size] * 2]
@@ -76,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         return torch.cat([part.flatten() for part in parts])
 
     def _normalised(self, qk: Tensor) -> Tensor:
-        """Queries and keys float[N, 2 Hk, Dk] of length 1, and queries divided by sqrt(Dk) for scores."""
+        """Scale queries and keys float[N, 2 Hk, Dk] to length 1, and divide queries by sqrt(Dk)."""
         size = self.sizes.key_size
         factors = qk.new_tensor([size**-1.0, size**-0.5]).repeat_interleave(self.sizes.key_heads)
         return rms_norm(qk, factors[:, None].expand(-1, size), _EPS / size)
@@ -85,8 +85,8 @@ class GatedDeltaNet(nn.Module):
         """Copy the current weights of `source` except projections and norms, without gradient."""
         for name in ("conv1d.weight", "dt_bias", "A_log"):
             owner, _, attribute = name.rpartition(".")
-            old, fresh = (one.get_parameter(name).detach() for one in (self, source))
-            copied = nn.Parameter(copied_in_place(old, fresh.clone()), requires_grad=False)
+            old, fresh = (module.get_parameter(name).detach() for module in (self, source))
+            copied = nn.Parameter(copy_in_place(old, fresh.clone()), requires_grad=False)
             setattr(self.get_submodule(owner), attribute, copied)
 
     def initialize(self, generator: torch.Generator) -> None:
@@ -97,5 +97,5 @@ class GatedDeltaNet(nn.Module):
 
 
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), with operations whose rounding does not depend on the element's position."""
+    """Compute log(1 + exp(x)) with operations that round every element alike."""
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))

@@ -15,7 +15,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.grouped_experts import GroupedExperts, GroupedProduct
 from perilune.models.kernels import clamped_glu, geglu, route, route_by_sigmoid, sigmoid, swiglu
-from perilune.models.layers import ExpertMap, Projection, copied_in_place, named_maps
+from perilune.models.layers import ExpertLinear, Projection, add_linear_maps, copy_in_place
 from perilune.models.routing import Routing
 
 
@@ -35,7 +35,7 @@ class GatedNetwork(nn.Module):
         self.gated = _GATES[config.family.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.gate.rounded(x)
+        x = self.gate.round_input(x)
         if self.up is None:
             gate, up = self.gate(x).chunk(2, dim=1)
             return self.down(self.gated(gate, up))
@@ -57,16 +57,16 @@ class MLP(GatedNetwork):
         nn.Module.__init__(self)
         hidden, family = config.hidden_size, config.family
         sizes = {"gate_proj": inner, "up_proj": inner}
-        fused = family.module("gate_proj") == family.module("up_proj")
+        fused = family.module_name("gate_proj") == family.module_name("up_proj")
         steps = [sizes] if fused else [{name: size} for name, size in sizes.items()]
-        gate, *up = (named_maps(self, family, hidden, outputs, bias) for outputs in steps)
+        gate, *up = (add_linear_maps(self, family, hidden, outputs, bias) for outputs in steps)
         self.gate, self.up = gate, up[0] if up else None
-        self.down = named_maps(self, family, inner, {"down_proj": hidden}, bias)
+        self.down = add_linear_maps(self, family, inner, {"down_proj": hidden}, bias)
         self.gated = _GATES[family.activation]
 
 
 class FusedExperts(nn.ModuleList):
-    """All experts of a layer in tensors that they share, as in gpt-oss. Outputs of gate and up alternate.
+    """All experts of a layer in shared tensors, as in gpt-oss. Outputs of gate and up alternate.
 
     E experts, I inner width.
     """
@@ -80,31 +80,33 @@ class FusedExperts(nn.ModuleList):
         self.down_proj_bias = nn.Parameter(torch.empty(count, hidden))
         self._parts: dict[str, tuple[Tensor, ...]] = {}
         for expert in range(count):
-            first, last = (partial(self._of, name, expert) for name in ("gate_up_proj", "down_proj"))
+            first, last = (
+                partial(self._expert_parameters, name, expert) for name in ("gate_up_proj", "down_proj")
+            )
             maps = (
-                ExpertMap(first, slice(0, None, 2)),
-                ExpertMap(first, slice(1, None, 2)),
-                ExpertMap(last, slice(None)),
+                ExpertLinear(first, slice(0, None, 2)),
+                ExpertLinear(first, slice(1, None, 2)),
+                ExpertLinear(last, slice(None)),
             )
             self.append(GatedNetwork(config, *(Projection(one) for one in maps)))
 
     @contextmanager
     def split(self) -> Iterator[None]:
-        """A context in which the experts are split once, so that one gradient joins those of all experts."""
+        """Split the tensors once for the whole context, so that the backward pass builds one gradient."""
         self._parts = {name: tensor.unbind() for name, tensor in self.named_parameters(recurse=False)}
         try:
             yield
         finally:
             self._parts = {}
 
-    def _of(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
-        """Matrix and bias of one expert."""
+    def _expert_parameters(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
+        """Return the matrix and the bias of one expert."""
         weight, bias = (self._parts.get(one, self.get_parameter(one)) for one in (name, f"{name}_bias"))
         return weight[expert], bias[expert]
 
 
 class MixtureOfExperts(nn.Module):
-    """K of E experts compute each token, weighted by the router's scores.
+    """A feed-forward layer in which K of E experts compute each token, weighted by the router's scores.
 
     Top-k routing without a capacity limit (Shazeer et al. 2017; Qwen3, 2025). In some families a shared
     network computes every token too (DeepSeekMoE, arXiv 2401.06066).
@@ -119,8 +121,8 @@ class MixtureOfExperts(nn.Module):
         self.index, self.mixture = index, experts
         # Rounding the router would change the choice of experts and save almost nothing.
         outputs, bias = {"gate": experts.count}, family.expert_bias
-        self.router_map = named_maps(self, family, config.hidden_size, outputs, bias, exact=True)
-        self.corrects, self._gate = family.correction, family.module("gate")
+        self.router_map = add_linear_maps(self, family, config.hidden_size, outputs, bias, exact=True)
+        self.has_correction, self._gate = family.correction, family.module_name("gate")
         if family.correction:
             correction = torch.zeros(experts.count, dtype=torch.float32)
             self.get_submodule(self._gate).register_buffer(CORRECTION, correction)
@@ -130,27 +132,27 @@ class MixtureOfExperts(nn.Module):
             else nn.ModuleList(MLP(config, experts.intermediate_size) for _ in range(experts.count))
         )
         self._grouped: GroupedExperts | None = None
-        self._shared = family.module("shared_experts") if experts.shared_size else None
+        self._shared = family.module_name("shared_experts") if experts.shared_size else None
         self.shared_gate: Projection | None = None
         if self._shared is not None:
             self.add_module(self._shared, MLP(config, experts.shared_size))
             if family.shared_gate:
                 gate = {f"{self._shared}_gate": 1}
-                self.shared_gate = named_maps(self, family, config.hidden_size, gate, exact=True)
+                self.shared_gate = add_linear_maps(self, family, config.hidden_size, gate, exact=True)
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         weights, chosen = self.route(x, routing)
-        out = (self._one_by_one if self._grouped is None else self._grouped)(x, weights, chosen)
+        out = (self._run_each_expert if self._grouped is None else self._grouped)(x, weights, chosen)
         return out if self._shared is None else out + self._shared_output(x)
 
-    def group(self, product: GroupedProduct) -> None:
-        """Compute the frozen experts together from now on. They are an `MLP` each, without biases."""
+    def use_grouped_product(self, product: GroupedProduct) -> None:
+        """Compute the frozen experts, each an `MLP` without biases, together from now on."""
         networks = [network for network in self.experts if isinstance(network, GatedNetwork)]
         first = [[one.gate] if one.up is None else [one.gate, one.up] for one in networks]
         last = [one.down for one in networks]
         self._grouped = GroupedExperts(first, last, networks[0].gated, product)
 
-    def _one_by_one(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def _run_each_expert(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         # Sort the (token, expert) pairs by expert, and back, so that each token's sum has a fixed order.
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=len(self.experts)).tolist()
@@ -163,28 +165,28 @@ class MixtureOfExperts(nn.Module):
         return functools.reduce(torch.add, out.unbind(1))
 
     def route(self, x: Tensor, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
-        """Weights float[N, K] and indices int64[N, K] of the experts of float[N, d] tokens."""
+        """Return the weights float[N, K] and indices int64[N, K] of the experts of float[N, d] tokens."""
         logits = self.router_map(x)
-        given = None if routing is None else routing.given(self.index, len(x))
-        weights, chosen = self._choose(logits, given)
+        forced = None if routing is None else routing.forced_experts(self.index, len(x))
+        weights, chosen = self._choose(logits, forced)
         if routing is not None:
             routing.observe(self.index, logits.detach(), chosen)
         return weights.to(x.dtype), chosen
 
-    def _choose(self, logits: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self.corrects:
-            return route_by_sigmoid(logits, self.mixture, self.correction, given)
-        weights, chosen = route(logits, self.mixture.per_token, self.mixture.normalised, given)
+    def _choose(self, logits: Tensor, forced: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.has_correction:
+            return route_by_sigmoid(logits, self.mixture, self.correction, forced)
+        weights, chosen = route(logits, self.mixture.per_token, self.mixture.normalised, forced)
         return (weights if self.mixture.scale == 1 else weights * self.mixture.scale), chosen
 
     @property
     def correction(self) -> Tensor:
-        """float32[E], added to the experts' scores for the choice. Training does not change it."""
+        """float32[E]: added to the experts' scores when they are chosen. Training does not change it."""
         return self.get_submodule(self._gate).get_buffer(CORRECTION)
 
     def freeze_correction(self, source: MixtureOfExperts) -> None:
         """Copy the current correction of `source`."""
-        fresh = copied_in_place(self.correction, source.correction.clone())
+        fresh = copy_in_place(self.correction, source.correction.clone())
         self.get_submodule(self._gate).register_buffer(CORRECTION, fresh)
 
     def _shared_output(self, x: Tensor) -> Tensor:

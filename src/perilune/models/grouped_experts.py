@@ -1,7 +1,7 @@
-"""All experts of a frozen mixture computed together: the same operations wherever the router sends tokens.
+"""Computes all experts of a frozen mixture together.
 
-A loop over experts has to wait for the router's choice, and its shapes depend on it. Here shapes depend on
-the number of tokens alone and nothing waits for the device, so a CUDA graph can capture it.
+A loop over experts waits for the router's choice, and its shapes depend on that choice. Here the shapes
+depend only on the number of tokens and no operation waits for the device, so a CUDA graph can capture it.
 
 N tokens, K experts of each, E experts, P = N K pairs of a token and an expert, I inputs, O outputs.
 """
@@ -30,8 +30,8 @@ class StackedWeight:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Groups:
-    """Pairs in the order of their experts. Pair p belongs to token p // K.
+class ExpertGroups:
+    """Pairs of a token and an expert, ordered by expert. Pair p belongs to token p // K.
 
     Attributes:
         order: int64[P], numbers of the pairs; those of one expert are adjacent and ascending.
@@ -42,15 +42,15 @@ class Groups:
     ends: Tensor
 
 
-def grouped(chosen: Tensor, experts: int) -> Groups:
-    """The pairs of int64[N, K] `chosen` experts, grouped by expert."""
+def group_by_expert(chosen: Tensor, experts: int) -> ExpertGroups:
+    """Group the pairs of int64[N, K] `chosen` experts by expert."""
     by_expert, order = chosen.flatten().sort(stable=True)
     # `bincount` would wait for the device.
     numbers = torch.arange(experts, device=chosen.device)
-    return Groups(order, torch.searchsorted(by_expert, numbers, right=True, out_int32=True))
+    return ExpertGroups(order, torch.searchsorted(by_expert, numbers, right=True, out_int32=True))
 
 
-GroupedProduct = Callable[[Tensor, StackedWeight, Groups], Tensor]
+GroupedProduct = Callable[[Tensor, StackedWeight, ExpertGroups], Tensor]
 """The product float[P, O] of each pair's row with the matrix of its expert. Rows are float[N, I], those of
 tokens, or float[P, I], those of pairs. Precision is as in `products.linear`."""
 
@@ -58,8 +58,8 @@ tokens, or float[P, I], those of pairs. Precision is as in `products.linear`."""
 class GroupedExperts:
     """The experts of a layer, computed by two grouped products.
 
-    Moves the frozen weights of the experts into one tensor for each product. They become views of it, so
-    freezing the experts again overwrites it.
+    The frozen weights of the experts become views of one tensor for each product, so freezing the experts
+    again overwrites that tensor.
 
     Args:
         first: the gate and up projections of each expert.
@@ -74,19 +74,19 @@ class GroupedExperts:
         gated: Callable[[Tensor, Tensor], Tensor],
         product: GroupedProduct,
     ) -> None:
-        self._gate_up, self._down = stack(first), stack([[one] for one in last])
-        self._rounded, self._gated, self._product = first[0][0].rounded, gated, product
+        self._gate_up, self._down = stack_frozen_weights(first), stack_frozen_weights([[one] for one in last])
+        self._round_input, self._gated, self._product = first[0][0].round_input, gated, product
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """float[N, d] sums of the experts int64[N, K] of float[N, d] tokens, with weights float[N, K]."""
-        groups = grouped(chosen, len(self._down.values))
-        gate, up = self._product(self._rounded(x), self._gate_up, groups).chunk(2, dim=1)
+        """Return float[N, d]: the sum of the K `chosen` experts of each token, with weights float[N, K]."""
+        groups = group_by_expert(chosen, len(self._down.values))
+        gate, up = self._product(self._round_input(x), self._gate_up, groups).chunk(2, dim=1)
         out = self._product(self._gated(gate, up), self._down, groups)
         return (out.view(*chosen.shape, -1) * weights[..., None]).sum(1)
 
 
-def stack(experts: Sequence[Sequence[Projection]]) -> StackedWeight:
-    """Move the frozen weights of projections into one tensor, in which those of an expert are adjacent."""
+def stack_frozen_weights(experts: Sequence[Sequence[Projection]]) -> StackedWeight:
+    """Move the frozen weights of projections into one tensor, ordered by expert."""
     weights = [projection.frozen[0] for own in experts for projection in own if projection.frozen]
     narrow = [weight for weight in weights if isinstance(weight, NarrowWeight)]
     values = [weight.values for weight in narrow] or [one for one in weights if isinstance(one, Tensor)]
@@ -95,7 +95,7 @@ def stack(experts: Sequence[Sequence[Projection]]) -> StackedWeight:
 
 
 def _joined(parts: list[Tensor], experts: int) -> Tensor:
-    """The parts as one tensor [E, ...]. They become views of it."""
+    """Join the parts into one tensor [E, ...], of which they become views."""
     joined = torch.cat(parts)
     for part, view in zip(parts, torch.split_with_sizes(joined, [len(part) for part in parts]), strict=True):
         part.data = view

@@ -1,9 +1,9 @@
-"""The arithmetic of the decoder, forward and backward. The result of a row never depends on its neighbours.
+"""The operations of the decoder, forward and backward. A row has the same result in every batch.
 
-Products with matrices are in `models.products`.
+`models.products` has the products with matrices.
 
 Sampling computes a token in a batch of one-token rows, training inside a packed batch. Their log-probs are
-equal bit for bit only if every operation treats a row alike whatever the number of rows. In float32 on a CPU
+equal bit for bit only if the result of a row does not depend on the other rows. In float32 on a CPU
 these functions guarantee that, in one of two ways:
 
 * with a C compiler, by the kernels of `models/native`, which sum each element in a fixed order;
@@ -30,17 +30,17 @@ HAS_ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-cal
 
 
 def is_native(x: Tensor, row: int = LANES) -> bool:
-    """Whether the C kernels can compute `x` with rows of `row` elements."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and row % LANES == 0 and ops.available()
+    """Return whether the C kernels can compute `x` with rows of `row` elements."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and row % LANES == 0 and ops.is_available()
 
 
 def is_exact(x: Tensor) -> bool:
-    """Whether operations on `x` give a row the same bits in every batch."""
-    return x.dtype == torch.float32 and x.device.type == "cpu" and (HAS_ONEDNN or ops.available())
+    """Return whether operations on `x` give a row the same bits in every batch."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and (HAS_ONEDNN or ops.is_available())
 
 
-def is_fused(x: Tensor) -> bool:
-    """Whether the Triton kernels compute `x`, on a GPU."""
+def uses_triton(x: Tensor) -> bool:
+    """Return whether Triton kernels compute `x`, which requires a GPU."""
     return x.device.type == "cuda" and x.dtype in _FUSED and has_triton()
 
 
@@ -49,19 +49,19 @@ _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Return whether Triton is installed."""
     return find_spec("triton") is not None
 
 
-def _compiled(x: Tensor, row: int = LANES) -> Any:
-    """The module of compiled kernels for `x`: C on a CPU, Triton on a GPU; None where torch computes.
+def _kernels_for(x: Tensor, row: int = LANES) -> Any:
+    """Return the module with compiled kernels for `x`: C on a CPU, Triton on a GPU, None for torch.
 
-    Both have `rms_norm`, `rms_norm_backward`, `rotate` and `gated`.
+    Both modules have `rms_norm`, `rms_norm_backward`, `rotate` and `gated`.
 
     Args:
         row: elements of a row, as for `is_native`.
     """
-    if is_fused(x):
+    if uses_triton(x):
         from perilune.models import triton_elementwise
 
         return triton_elementwise
@@ -69,17 +69,17 @@ def _compiled(x: Tensor, row: int = LANES) -> Any:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019).
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019).
 
     Args:
         x: float[..., D].
         weight: float[D], or float[H, D] for float[N, H, D].
     """
-    if not (is_exact(x) or is_fused(x)):
+    if not (is_exact(x) or uses_triton(x)):
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
-    if kernels := _compiled(x, x.shape[-1]):
+    if kernels := _kernels_for(x, x.shape[-1]):
         return kernels.rms_norm(x, weight, eps)[0]  # type: ignore[no-any-return]
     return _normalised(x, eps)[0].mul_(weight)
 
@@ -99,7 +99,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if kernels := _compiled(x, x.shape[-1]):
+        if kernels := _kernels_for(x, x.shape[-1]):
             out, scale = kernels.rms_norm(x, weight, eps)
             ctx.save_for_backward(x, scale, weight)
             return out  # type: ignore[no-any-return]
@@ -111,7 +111,7 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, scale, weight = ctx.saved_tensors
-        if kernels := _compiled(grad, grad.shape[-1]):
+        if kernels := _kernels_for(grad, grad.shape[-1]):
             return *kernels.rms_norm_backward(grad, x, weight, scale), None
         normalised = x
         product = normalised * grad
@@ -122,19 +122,19 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., 2021), halves paired as in Hugging Face.
+    """Apply the rotary position embedding (Su et al., 2021), with halves paired as in Hugging Face.
 
     Args:
         x: float[N, H, D].
-        cos, sin: float[N, 1, D], made by `both_halves`.
+        cos, sin: float[N, 1, D], made by `full_rotary_tables`.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return,no-untyped-call]
-    return _rotated(x, cos, sin, 1)
+    return _apply_rotation(x, cos, sin, 1)
 
 
 def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` of the first elements of each head, as many as the tables have; the others stay."""
+    """Rotate the first elements of each head, as many as the tables have, and keep the others."""
     width, size = cos.shape[-1], x.shape[-1]
     if width == size:
         return rotate(x, cos, sin)
@@ -142,14 +142,17 @@ def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotate(turned, cos, sin), rest], dim=-1)
 
 
-def both_halves(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """float[..., D] tables from float[..., D / 2]: (a, b) becomes (a cos - b sin, b cos + a sin)."""
+def full_rotary_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the float[..., D] tables of `rotate` from float[..., D / 2] cosines and sines.
+
+    The pair (a, b) becomes (a cos - b sin, b cos + a sin).
+    """
     return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = x.shape[-1] // 2
-    if kernels := _compiled(x, half):
+    if kernels := _kernels_for(x, half):
         return kernels.rotate(x, cos[:, 0, :half], sin[:, 0, half:], direction)  # type: ignore[no-any-return]
     return (x * cos).addcmul_(x.roll(half, -1), sin, value=direction)
 
@@ -160,13 +163,13 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
+        return _apply_rotation(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, sin, -1), None, None
+        return _apply_rotation(grad, cos, sin, -1), None, None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -187,11 +190,11 @@ def clamped_glu(gate: Tensor, up: Tensor) -> Tensor:
 def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
         return _Gated.apply(gate, up, activation)  # type: ignore[no-any-return,no-untyped-call]
-    return _product_of_gate(gate, up, activation)
+    return _apply_gate(gate, up, activation)
 
 
-def _product_of_gate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    if kernels := _compiled(gate):
+def _apply_gate(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    if kernels := _kernels_for(gate):
         return kernels.gated(gate, up, activation)  # type: ignore[no-any-return]
     if activation == "clamped":
         gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT)
@@ -205,8 +208,8 @@ _LIMIT, _ALPHA = 7.0, 1.702
 def _silu(x: Tensor) -> Tensor:
     """x / (1 + exp(-x)).
 
-    torch's function is faster but rounds the last elements differently when their number is not a multiple of
-    32 per thread.
+    torch's function is faster, but rounds the last elements differently unless each thread has a multiple
+    of 32.
     """
     threads = torch.get_num_threads()
     if not is_exact(x) or (threads <= 2 and x.shape[-1] % (32 * threads) == 0):
@@ -215,7 +218,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), by operations that round all elements alike."""
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with operations that round every element alike."""
     if not is_exact(x):
         return F.gelu(x, approximate="tanh")
     inner = (x * x).mul_(0.044715).add_(1).mul_(x).mul_((2 / torch.pi) ** 0.5)
@@ -229,14 +232,14 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        return _product_of_gate(gate, up, activation)
+        return _apply_gate(gate, up, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        if is_fused(grad):
-            return *_compiled(grad).gated_backward(grad, gate, up, ctx.activation), None
+        if uses_triton(grad):
+            return *_kernels_for(grad).gated_backward(grad, gate, up, ctx.activation), None
         if ctx.activation == "clamped":
             return *_clamped_backward(grad, gate, up), None
         if ctx.activation == "gelu_tanh":
@@ -256,9 +259,9 @@ def _clamped_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 
 def route(
-    logits: Tensor, per_token: int, normalised: bool, given: Tensor | None = None
+    logits: Tensor, per_token: int, normalised: bool, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The K most probable experts of each token; on ties the lower index.
+    """Choose the K most probable experts of each token; on ties the lower index.
 
     Args:
         logits: float[N, E].
@@ -271,13 +274,13 @@ def route(
     """
     if is_native(logits):
         if torch.is_grad_enabled() and logits.requires_grad:
-            return _Route.apply(logits, per_token, normalised, given)  # type: ignore[no-any-return,no-untyped-call]
-        return ops.route(logits, per_token, normalised, given)
+            return _Route.apply(logits, per_token, normalised, forced)  # type: ignore[no-any-return,no-untyped-call]
+        return ops.route(logits, per_token, normalised, forced)
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     ordered, indices = probabilities.sort(dim=-1, descending=True, stable=True)
     weights, indices = ordered[:, :per_token], indices[:, :per_token]
-    if given is not None:
-        indices = torch.where(given < 0, indices, given)
+    if forced is not None:
+        indices = torch.where(forced < 0, indices, forced)
         weights = probabilities.gather(-1, indices)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -292,9 +295,9 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, per_token: int, normalised: bool, given: Tensor | None
+        ctx: Any, logits: Tensor, per_token: int, normalised: bool, forced: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        weights, chosen = ops.route(logits, per_token, normalised, given)
+        weights, chosen = ops.route(logits, per_token, normalised, forced)
         ctx.save_for_backward(logits, weights, chosen)
         ctx.normalised = normalised
         ctx.mark_non_differentiable(chosen)
@@ -313,9 +316,9 @@ class _Route(torch.autograd.Function):
 
 
 def route_by_sigmoid(
-    logits: Tensor, experts: Experts, correction: Tensor, given: Tensor | None = None
+    logits: Tensor, experts: Experts, correction: Tensor, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The experts with the largest corrected sigmoid in the best groups (DeepSeek-V3, arXiv 2412.19437).
+    """Choose experts by their corrected sigmoid in the best groups (DeepSeek-V3, arXiv 2412.19437).
 
     Args:
         logits: float[N, E].
@@ -328,17 +331,17 @@ def route_by_sigmoid(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = sigmoid(logits)
     with torch.no_grad():
-        indices = _best_in_groups(scores + correction, experts)
-        if given is not None:
-            indices = torch.where(given < 0, indices, given)
+        indices = _choose_in_best_groups(scores + correction, experts)
+        if forced is not None:
+            indices = torch.where(forced < 0, indices, forced)
     weights = scores.gather(-1, indices)
     if experts.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return (weights if experts.scale == 1 else weights * experts.scale), indices
 
 
-def _best_in_groups(scores: Tensor, experts: Experts) -> Tensor:
-    """Indices int64[N, K] of the largest of float[N, E] in the eligible groups; on ties the lower index."""
+def _choose_in_best_groups(scores: Tensor, experts: Experts) -> Tensor:
+    """Return the indices int64[N, K] of the largest scores in the best groups; on ties the lower index."""
     if experts.groups > 1:
         groups = scores.view(len(scores), experts.groups, -1)
         of_group = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
@@ -349,7 +352,7 @@ def _best_in_groups(scores: Tensor, experts: Experts) -> Tensor:
 
 
 class _Sigmoid(torch.autograd.Function):
-    """1 / (1 + exp(-x)), by operations that round all elements alike."""
+    """1 / (1 + exp(-x)), with operations that round every element alike."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -365,6 +368,6 @@ class _Sigmoid(torch.autograd.Function):
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)); the result of an element does not depend on the others."""
+    """Compute 1 / (1 + exp(-x)). An element has the same result in every batch."""
     out: Tensor = _Sigmoid.apply(x)  # type: ignore[no-untyped-call]
     return out

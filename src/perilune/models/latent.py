@@ -23,7 +23,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.layer_kinds import Latent
 from perilune.models.config.rope import YarnScaling
 from perilune.models.kernels import is_exact, rotate
-from perilune.models.layers import Projection, RMSNorm, copied_in_place
+from perilune.models.layers import Projection, RMSNorm, copy_in_place
 from perilune.models.narrow import NarrowKind
 from perilune.models.products import linear, pack_weight
 
@@ -54,8 +54,8 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * latent.value_size, hidden, bias=bias)
         self.down_kv, self.out = Projection(self.kv_a_proj_with_mqa), Projection(self.o_proj)
         keys, values = slice(latent.key_size), slice(latent.key_size, None)
-        self.into_latent = HeadProjection(self.kv_b_proj, self.heads, keys, across=True)
-        self.values_of = HeadProjection(self.kv_b_proj, self.heads, values)
+        self.project_to_latent = HeadProjection(self.kv_b_proj, self.heads, keys, transposed=True)
+        self.project_values = HeadProjection(self.kv_b_proj, self.heads, values)
         scaling = config.rope.scaling
         self.score_scale = scaling.score_scale if isinstance(scaling, YarnScaling) else 1.0
 
@@ -69,26 +69,26 @@ class LatentAttention(nn.Module):
         q_rotary, k_rotary = torch.split(rotary, [self.heads, 1], dim=1)
         if isinstance(attention, PackedAttention) and not is_exact(x):
             every = latent.expand(-1, self.heads, -1)
-            keys = self.into_latent.transposed(latent[:, 0])
+            keys = self.project_to_latent.apply_transposed(latent[:, 0])
             k = torch.cat([keys, k_rotary.expand(-1, self.heads, -1)], dim=-1)
             q = torch.cat([q, q_rotary], dim=-1) * self.score_scale
-            return self.out(attention(q, k, self.values_of(every), self.layer).flatten(1))
-        q = torch.cat([self.into_latent(q), q_rotary], dim=-1)
+            return self.out(attention(q, k, self.project_values(every), self.layer).flatten(1))
+        q = torch.cat([self.project_to_latent(q), q_rotary], dim=-1)
         # Attention divides by the square root of the size of these queries, which is not that of a head.
         q = q * (self.score_scale * (q.shape[-1] / (sizes.key_size + sizes.rotary_size)) ** 0.5)
         k = torch.cat([latent, k_rotary], dim=-1)
         out = attention(q, k, k[..., : sizes.rank], self.layer)
-        return self.out(self.values_of(out).flatten(1))
+        return self.out(self.project_values(out).flatten(1))
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate float[N, heads, D], after reordering interleaved pairs into two halves."""
+        """Rotate float[N, heads, D] after moving interleaved pairs into two halves."""
         if self.sizes.interleaved:
             x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
         return rotate(x, cos, sin)
 
 
 class HeadProjection(Projection):
-    """A linear map for each head, of the inputs of that head: float[N, H, O] of float[N, H, I].
+    """One linear map per head: float[N, H, O] from float[N, H, I].
 
     Low-precision copies of the model keep its matrices in the model's dtype.
 
@@ -98,9 +98,9 @@ class HeadProjection(Projection):
         across: whether to apply the transpose of those rows.
     """
 
-    def __init__(self, part: nn.Linear, heads: int, rows: slice, *, across: bool = False) -> None:
+    def __init__(self, part: nn.Linear, heads: int, rows: slice, *, transposed: bool = False) -> None:
         super().__init__(part, exact=True)
-        self._heads, self._rows, self._across = heads, rows, across
+        self._heads, self._rows, self._transposed = heads, rows, transposed
         self._frozen: Tensor | list[Any] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -109,25 +109,25 @@ class HeadProjection(Projection):
             return torch.einsum("nhi,hoi->nho", x, weights)
         return torch.stack([linear(x[:, head], one) for head, one in enumerate(weights)], dim=1)
 
-    def transposed(self, x: Tensor) -> Tensor:
-        """float[N, H, I], each head's transposed map of the same float[N, O]. The bits depend on N."""
+    def apply_transposed(self, x: Tensor) -> Tensor:
+        """Apply each head's transposed map to float[N, O]: float[N, H, I], whose bits depend on N."""
         weights = self._matrices()
         assert isinstance(weights, Tensor)
         return torch.einsum("no,hoi->nhi", x, weights)
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
         assert isinstance(source, HeadProjection)
-        fresh = source.stacked().detach()
+        fresh = source.head_matrices().detach()
         if is_exact(fresh):
             self._frozen = [pack_weight(one)[0] for one in fresh]
         else:
-            self._frozen = copied_in_place(self._frozen, fresh.clone(memory_format=torch.contiguous_format))
+            self._frozen = copy_in_place(self._frozen, fresh.clone(memory_format=torch.contiguous_format))
 
-    def stacked(self) -> Tensor:
-        """float[H, O, I] of the current weights."""
-        weight = self.weight_of(self.parts[0])
+    def head_matrices(self) -> Tensor:
+        """Return the current weights float[H, O, I]."""
+        weight = self.get_weight(self.parts[0])
         weight = weight.view(self._heads, -1, weight.shape[1])[:, self._rows]
-        return weight.transpose(1, 2) if self._across else weight
+        return weight.transpose(1, 2) if self._transposed else weight
 
     def _matrices(self) -> Tensor | list[Any]:
-        return self.stacked() if self._frozen is None else self._frozen
+        return self.head_matrices() if self._frozen is None else self._frozen

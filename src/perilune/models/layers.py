@@ -17,14 +17,14 @@ from perilune.models.products import linear, pack_weight
 
 @runtime_checkable
 class Freezable(Protocol):
-    """A module with weights of its own, besides its projections, that a frozen copy takes over."""
+    """A module with weights besides its projections, which a frozen copy also needs."""
 
     def freeze(self, source: Any) -> None:
         """Copy the current weights of `source`, a module of the same class, without gradients."""
 
 
 class RMSNorm(nn.Module):
-    """Scale to unit root mean square, then by a learned weight (Zhang & Sennrich 2019).
+    """Root mean square normalisation with a learned weight (Zhang & Sennrich 2019).
 
     Args:
         offset: the factor is 1 + weight.
@@ -39,11 +39,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.factor(), self.eps)
 
     def factor(self) -> Tensor:
-        """float[size], the factor of the normalised input."""
+        """Return the factor float[size] of the normalised input."""
         return 1 + self.weight if self.offset else self.weight
 
     def freeze(self, source: RMSNorm) -> None:
-        factor = copied_in_place(self.weight.detach(), source.factor().detach().clone())
+        factor = copy_in_place(self.weight.detach(), source.factor().detach().clone())
         self.weight, self.offset = nn.Parameter(factor, requires_grad=False), False
 
 
@@ -55,61 +55,61 @@ class Projection:
 
     Args:
         parts: the maps.
-        exact: never round these weights, whatever the kind of a frozen copy or the precision.
+        exact: never round these weights, even if a frozen copy or the precision asks for it.
 
     Attributes:
         precision: precision of products that are not frozen.
     """
 
-    def __init__(self, *parts: nn.Linear | nn.Embedding | ExpertMap, exact: bool = False) -> None:
+    def __init__(self, *parts: nn.Linear | nn.Embedding | ExpertLinear, exact: bool = False) -> None:
         self.parts, self.exact = parts, exact
         self.precision: Precision = "float32"
         self.frozen: tuple[Tensor | PackedWeight | NarrowWeight, Tensor | None] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = self.joined() if self.frozen is None else self.frozen
+        weight, bias = self.stack_parts() if self.frozen is None else self.frozen
         return linear(x, weight, bias, self.precision)
 
     @property
-    def rounds(self) -> bool:
-        """Whether products round both factors to bfloat16."""
+    def is_rounded(self) -> bool:
+        """True if products round both factors to bfloat16."""
         if self.frozen is None:
             return self.precision == "bfloat16"
         return isinstance(self.frozen[0], NarrowWeight) and self.frozen[0].scales is None
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """`x` as the product needs it on a GPU, where all that depends on it is then bfloat16 too."""
-        return x.to(torch.bfloat16) if self.rounds and x.device.type == "cuda" else x
+    def round_input(self, x: Tensor) -> Tensor:
+        """Round `x` to bfloat16 on a GPU if products are rounded, which makes later activations bfloat16."""
+        return x.to(torch.bfloat16) if self.is_rounded and x.device.type == "cuda" else x
 
-    def joined(self) -> tuple[Tensor, Tensor | None]:
-        """float[O, I] weight and float[O] bias of all parts, stacked."""
-        weights = [self.weight_of(part) for part in self.parts]
-        return weights[0] if len(weights) == 1 else torch.cat(weights), self.joined_bias()
+    def stack_parts(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight float[O, I] and the bias float[O] of all parts, stacked."""
+        weights = [self.get_weight(part) for part in self.parts]
+        return weights[0] if len(weights) == 1 else torch.cat(weights), self.stack_biases()
 
-    def weight_of(self, part: nn.Module) -> Tensor:
-        """The float[O, I] weight of one part."""
+    def get_weight(self, part: nn.Module) -> Tensor:
+        """Return the weight float[O, I] of one part."""
         weight: Tensor = part.weight  # type: ignore[assignment]
         return weight
 
-    def joined_bias(self) -> Tensor | None:
-        """float[O] bias of all parts, if they have one."""
-        biases = [bias for part in self.parts if (bias := bias_of(part)) is not None]
+    def stack_biases(self) -> Tensor | None:
+        """Return the bias float[O] of all parts, or None without biases."""
+        biases = [bias for part in self.parts if (bias := get_bias(part)) is not None]
         if not biases:
             return None
         return biases[0] if len(biases) == 1 else torch.cat(biases)
 
     def freeze(self, source: Projection, kind: NarrowKind | None) -> None:
-        weight, bias = source.joined()
+        weight, bias = source.stack_parts()
         fresh = pack_weight(weight.detach(), bias, None if self.exact else kind)
         old = self.frozen or (None, None)
-        self.frozen = copied_in_place(old[0], fresh[0]), copied_in_place(old[1], fresh[1])
+        self.frozen = copy_in_place(old[0], fresh[0]), copy_in_place(old[1], fresh[1])
 
 
-class ExpertMap(nn.Module):
-    """The linear map of one expert, as a view of tensors of all experts.
+class ExpertLinear(nn.Module):
+    """The linear map of one expert, as a view of the tensors of all experts.
 
     Args:
-        source: the expert's float[I, O'] matrix and float[O'] bias at the moment.
+        source: returns the expert's current matrix float[I, O'] and bias float[O'].
         columns: the map's outputs among the O'.
     """
 
@@ -128,12 +128,12 @@ class ExpertMap(nn.Module):
         return self._source()[1][self._columns]
 
 
-def bias_of(part: nn.Module) -> Tensor | None:
-    """float[O], the bias of a part of a projection, if it has one."""
-    return part.bias if isinstance(part, nn.Linear | ExpertMap) else None
+def get_bias(part: nn.Module) -> Tensor | None:
+    """Return the bias float[O] of a part of a projection, or None."""
+    return part.bias if isinstance(part, nn.Linear | ExpertLinear) else None
 
 
-def named_maps(
+def add_linear_maps(
     owner: nn.Module,
     family: Family,
     inputs: int,
@@ -150,7 +150,7 @@ def named_maps(
     """
     rows: dict[str, int] = {}
     for name, count in outputs.items():
-        own = family.module(name)
+        own = family.module_name(name)
         rows[own] = rows.get(own, 0) + count
     maps = {name: nn.Linear(inputs, count, bias=bias) for name, count in rows.items()}
     for name, linear_map in maps.items():
@@ -161,17 +161,20 @@ def named_maps(
 CopiedT = TypeVar("CopiedT")
 
 
-def copied_in_place(old: object, fresh: CopiedT) -> CopiedT:
-    """`fresh`, copied over `old` when they are alike: captured CUDA graphs keep reading the old address."""
+def copy_in_place(old: object, fresh: CopiedT) -> CopiedT:
+    """Copy `fresh` over `old` if their layouts match, because captured CUDA graphs keep the old address.
+
+    Returns `fresh` itself otherwise.
+    """
     if isinstance(old, NarrowWeight) and isinstance(fresh, NarrowWeight):
-        values, scales = copied_in_place(old.values, fresh.values), copied_in_place(old.scales, fresh.scales)
+        values, scales = copy_in_place(old.values, fresh.values), copy_in_place(old.scales, fresh.scales)
         return NarrowWeight(values, scales)  # type: ignore[return-value]
-    if isinstance(old, Tensor) and isinstance(fresh, Tensor) and _alike(old, fresh):
+    if isinstance(old, Tensor) and isinstance(fresh, Tensor) and _can_copy(old, fresh):
         return old.copy_(fresh)  # type: ignore[return-value]
     return fresh
 
 
-def _alike(old: Tensor, fresh: Tensor) -> bool:
-    """Whether one can be copied over the other. Opaque layouts (oneDNN) cannot."""
-    layouts = [(one.shape, one.dtype, one.device, one.layout) for one in (old, fresh)]
+def _can_copy(old: Tensor, fresh: Tensor) -> bool:
+    """Return whether `fresh` can be copied over `old`. Opaque layouts of oneDNN cannot."""
+    layouts = [(x.shape, x.dtype, x.device, x.layout) for x in (old, fresh)]
     return layouts[0] == layouts[1] and old.layout == torch.strided

@@ -10,17 +10,17 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from perilune.models.kernels import is_native
-from perilune.models.memory import LOGITS_AT_ONCE, LOGITS_AT_ONCE_ON_GPU
+from perilune.models.memory import MAX_LOGITS_PER_CHUNK, MAX_LOGITS_PER_CHUNK_ON_GPU
 from perilune.models.native import ops
 
-_ROWS = 256  # a multiple of what the matrix units of processors compute at a time
+_ROW_MULTIPLE = 256  # a multiple of the rows that matrix units of processors compute at a time
 
 
 def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
-    """Logits float[N, V] divided by the temperature, in float32 at least. Temperature 0 (greedy) counts as 1.
+    """Divide logits float[N, V] by the temperature, in float32 at least. Temperature 0 (greedy) counts as 1.
 
-    The largest logit is subtracted before the division. In the other order, a temperature of 1e-6 would turn
-    the rounding errors of large logits into whole nats.
+    The largest logit is subtracted before the division. Otherwise a temperature of 1e-6 would turn the
+    rounding errors of large logits into whole nats.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature in (0, 1):
@@ -29,17 +29,17 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def log_distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Log-probs [N, V] of all tokens, in float32 at least. Temperature 0 (greedy) counts as 1."""
+    """Compute log-probs [N, V] of all tokens, in float32 at least. Temperature 0 (greedy) counts as 1."""
     return F.log_softmax(apply_temperature(logits, temperature), dim=-1)
 
 
 def gather_logprobs(logprobs: Tensor, token_ids: Tensor) -> Tensor:
-    """The entry of each row of float32[N, V] at int64[N], float32[N]."""
+    """Return float32[N]: the entry of each row of float32[N, V] at int64[N]."""
     return logprobs.gather(-1, token_ids[:, None])[:, 0]
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy (nats) of each distribution.
+    """Compute the log-prob of each target and the entropy (nats) of each distribution.
 
     Args:
         logits: float[N, V].
@@ -51,13 +51,12 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) ->
     """
     temperature = temperature or 1.0
     if is_native(logits):
-        of_native: tuple[Tensor, Tensor] = _Native.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
-        return of_native
-    of_torch: tuple[Tensor, Tensor] = _Torch.apply(apply_temperature(logits.float(), temperature), targets)  # type: ignore[no-untyped-call]
-    return of_torch
+        return _NativeLogprobs.apply(logits, targets, temperature)  # type: ignore[no-any-return,no-untyped-call]
+    scaled = apply_temperature(logits.float(), temperature)
+    return _TorchLogprobs.apply(scaled, targets)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Native(torch.autograd.Function):
+class _NativeLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         logprobs, normalizers, entropy = ops.token_logprobs(logits, targets, temperature)
@@ -74,7 +73,7 @@ class _Native(torch.autograd.Function):
         return gradient, None, None
 
 
-class _Torch(torch.autograd.Function):
+class _TorchLogprobs(torch.autograd.Function):
     """One pass forward. The backward pass reuses the softmax."""
 
     @staticmethod
@@ -96,13 +95,13 @@ class _Torch(torch.autograd.Function):
         return out, None
 
 
-def in_row_chunks(
+def compute_in_row_chunks(
     of_rows: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     hidden: Tensor,
     token_ids: Tensor,
     vocab_size: int,
 ) -> tuple[Tensor, ...]:
-    """`of_rows(hidden, token_ids)`, computed in chunks of rows when the logits would be large.
+    """Compute `of_rows(hidden, token_ids)`, in chunks of rows when the logits would be large.
 
     N V logits and their gradient take gigabytes, although only one number per row is needed. In chunks,
     memory grows with N and with V but not with their product. In exchange, training recomputes the logits in
@@ -115,9 +114,9 @@ def in_row_chunks(
         token_ids: int64[N].
         vocab_size: V, the logits that `of_rows` computes per row.
     """
-    most = LOGITS_AT_ONCE_ON_GPU if hidden.device.type == "cuda" else LOGITS_AT_ONCE
+    most = MAX_LOGITS_PER_CHUNK_ON_GPU if hidden.device.type == "cuda" else MAX_LOGITS_PER_CHUNK
     rows = max(1, most // vocab_size)
-    rows = rows // _ROWS * _ROWS or rows
+    rows = rows // _ROW_MULTIPLE * _ROW_MULTIPLE or rows
     if len(hidden) <= rows:
         return of_rows(hidden, token_ids)
     training = torch.is_grad_enabled()

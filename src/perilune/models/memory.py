@@ -1,7 +1,7 @@
-"""The memory that sampling and training take, computed from a model's card alone.
+"""Estimates the memory of sampling and training from a model's card.
 
-An upper estimate in bytes for this package's own engine and learner. P parameters, V vocabulary, d hidden
-size, b bytes per number of the model (4 in float32).
+The estimate is an upper bound in bytes for the engine and the learner of this package. P parameters,
+V vocabulary, d hidden size, b bytes per number of the model (4 in float32).
 
 Persistent memory, held throughout:
 
@@ -16,8 +16,8 @@ Transient memory, of which only the largest counts:
 * sampling: logits and intermediate results, 24 S V;
 * training on N tokens in sequences of T: gradients b P; activations, as the card computes them; logits,
   log-probs, probabilities and their gradient, 16 V for each row computed at a time
-  (`models.logprobs.in_row_chunks`), and one more gradient of the head; in linear attention, the states of
-  64 tokens of each sequence in one layer, which its gradient computes again;
+  (`models.logprobs.compute_in_row_chunks`), and one more gradient of the head; in linear attention, the
+  states of 64 tokens of each sequence in one layer, which the backward pass recomputes;
 * an update: three temporaries of the largest tensor.
 
 With an adapter of A parameters beside frozen weights (`models.adapters.lora`), the weights take the bytes of
@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 
 from perilune.errors import RequestError
 from perilune.models.card.from_config import model_card
-from perilune.models.card.layers import STATES_KEPT_EVERY
+from perilune.models.card.layers import STATE_INTERVAL
 from perilune.models.card.model_card import ITEM_BYTES, ModelCard
 from perilune.models.config.decoder_config import STATE_WINDOW, DecoderConfig
 from perilune.models.config.family import Family
@@ -49,37 +49,37 @@ if TYPE_CHECKING:
 PROCESS_BYTES = 430 << 20
 """Resident size of Python, torch and the other libraries without a model, measured on Linux."""
 
-RECOMPUTING_BYTES = 160 << 20
+CHECKPOINTING_BYTES = 160 << 20
 """Extra memory with activation checkpointing, because torch then loads its compiler."""
 
-_SMALLEST_SHARE = 0.01  # of the total that a description mentions
+_MIN_SHOWN_SHARE = 0.01  # smallest share of the total that a description mentions
 
-LOGITS_AT_ONCE = 1 << 26
-"""Most logits that training computes at a time: 256 MiB in float32.
+MAX_LOGITS_PER_CHUNK = 1 << 26
+"""Largest number of logits that training computes at once: 256 MiB in float32.
 
-Smaller chunks cost time, because each product reads the whole head, which takes as long as computing about
-150 rows. Chunks below 8 Mi logits also cost memory: glibc serves blocks below 32 MiB from its heap, and the
-heap fragments and grows.
+Smaller chunks are slower, because each product reads the whole head, which takes as long as computing about
+150 rows. Chunks below 8 Mi logits also need more memory: glibc takes blocks below 32 MiB from its heap, which
+then fragments and grows.
 """
 
-LOGITS_AT_ONCE_ON_GPU = 1 << 28
-"""The same on a GPU: 1 GiB in float32. There each chunk costs two passes over the head and its gradient."""
+MAX_LOGITS_PER_CHUNK_ON_GPU = 1 << 28
+"""The same on a GPU: 1 GiB in float32. Each chunk there costs two passes over the head and its gradient."""
 
 _GPU_ITEM_BYTES: Mapping[str, float] = {"float32": 4.0, "bfloat16": 2.1}
-"""Bytes of an activation on a GPU; the inputs of norms stay float32. Measured on an H100."""
+"""Bytes of an activation on a GPU, measured on an H100; the inputs of norms stay float32."""
 
-_FLOAT = 4
+_FLOAT_BYTES = 4
 BLOCK = 16
 """Tokens in a block of the engine's cache."""
 
-STATE_TOKENS = 512
-"""Most tokens of one sequence in a step with linear attention: each block of them takes a state."""
+MAX_STATE_TOKENS = 512
+"""Largest number of tokens of a sequence in a step with linear attention, whose blocks each need a state."""
 
-TOKEN_BUDGET = 4096
-"""Default for the most tokens that the engine computes in a step."""
+DEFAULT_TOKEN_BUDGET = 4096
+"""Default limit on the tokens that the engine computes in a step."""
 
 Model = DecoderConfig | ModelCard
-"""A model's card, or its configuration."""
+"""A model card or a configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class MemoryPlan:
     """Bytes by use.
 
     Attributes:
-        persistent: held throughout.
-        transient: held one at a time, so that only the largest counts.
+        persistent: allocated throughout.
+        transient: allocated one at a time, so only the largest counts.
     """
 
     persistent: Mapping[str, int]
@@ -96,11 +96,11 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Peak bytes."""
         return sum(self.persistent.values()) + max(self.transient.values(), default=0)
 
     def __str__(self) -> str:
-        least = _SMALLEST_SHARE * self.total
+        least = _MIN_SHOWN_SHARE * self.total
         shown = [
             separator.join(f"{name} {_readable(size)}" for name, size in parts.items() if size >= least)
             for separator, parts in ((", ", self.persistent), (" or ", self.transient))
@@ -114,7 +114,7 @@ class MemorySavings:
 
     Attributes:
         adapter: parameters of the adapter that is trained; None when the whole model is trained.
-        base: how frozen matrices are stored.
+        base: storage of frozen matrices: "float32", "bfloat16" or "int8".
         recompute: whether activation checkpointing is on.
     """
 
@@ -129,22 +129,22 @@ def plan_memory(
     sampling: tuple[int, int] | None = None,
     learning: tuple[int, int] | None = None,
     reference: bool = False,
-    item_bytes: int = _FLOAT,
+    item_bytes: int = _FLOAT_BYTES,
     savings: MemorySavings = MemorySavings(),
     gpu: Precision | None = None,
 ) -> MemoryPlan:
-    """The memory of a process that holds one model.
+    """Estimate the memory of a process with one model.
 
     Args:
-        sampling: samples in flight, and the tokens of the longest including its prompt.
-        learning: tokens of one forward pass, and the tokens of its longest sequence.
+        sampling: number of concurrent samples, and tokens of the longest one with its prompt.
+        learning: tokens of one forward pass, and of its longest sequence.
         reference: whether the process holds a frozen reference policy.
         item_bytes: bytes of one weight, cache element or activation. The optimizer is float32.
-        gpu: precision of products if the model is on a GPU; None on a CPU.
+        gpu: precision of matrix products if the model is on a GPU; None on a CPU.
     """
-    card = card_of(model)
+    card = get_model_card(model)
     weights = item_bytes * card.parameters
-    process = PROCESS_BYTES + (RECOMPUTING_BYTES if savings.recompute else 0)
+    process = PROCESS_BYTES + (CHECKPOINTING_BYTES if savings.recompute else 0)
     persistent = {"process": process, "weights": base_bytes(card, savings.base, item_bytes)}
     trained = card.parameters if savings.adapter is None else savings.adapter
     transient = {}
@@ -153,71 +153,81 @@ def plan_memory(
         persistent["cache"] = cache_bytes(card, *sampling, item_bytes)
         transient["sampling"] = 24 * sampling[0] * card.vocab_size
     if savings.adapter is not None:
-        persistent["adapter"] = _FLOAT * trained
-        transient["merging"] = weights if gpu is None else 2 * _FLOAT * _largest(card)
+        persistent["adapter"] = _FLOAT_BYTES * trained
+        transient["merging"] = weights if gpu is None else 2 * _FLOAT_BYTES * _largest(card)
     elif reference:
         persistent["reference"] = weights
     if learning:
-        persistent["moments"] = 2 * _FLOAT * trained
+        persistent["moments"] = 2 * _FLOAT_BYTES * trained
         transient["learning"] = item_bytes * trained + learning_bytes(
             card, *learning, item_bytes, recompute=savings.recompute, gpu=gpu
         )
-        transient["update"] = 3 * _FLOAT * min(trained, _largest(card))
+        transient["update"] = 3 * _FLOAT_BYTES * min(trained, _largest(card))
         if savings.adapter is not None:
             transient["learning"] += transient["merging"]
     return MemoryPlan(persistent, transient)
 
 
 @lru_cache(maxsize=64)
-def card_of(model: Model) -> ModelCard:
-    """The card of a model that the decoder can compute."""
+def get_model_card(model: Model) -> ModelCard:
+    """Return the card of a model that the decoder can compute."""
     return model if isinstance(model, ModelCard) else model_card(model.to_hf())
 
 
-def cache_bytes(model: Model, samples: int, length: int, item_bytes: int = _FLOAT) -> int:
-    """Bytes of the KV cache of `samples` samples of `length` tokens including the prompt, in whole blocks."""
+def cache_bytes(model: Model, samples: int, length: int, item_bytes: int = _FLOAT_BYTES) -> int:
+    """Return the bytes of the KV cache of `samples` samples of `length` tokens including the prompt."""
     return blocks_bytes(model, 1 + samples * -(-length // BLOCK), samples, item_bytes)
 
 
 def blocks_bytes(
-    model: Model, num_blocks: int, samples: int, item_bytes: int = _FLOAT, *, token_budget: int = TOKEN_BUDGET
+    model: Model,
+    num_blocks: int,
+    samples: int,
+    item_bytes: int = _FLOAT_BYTES,
+    *,
+    token_budget: int = DEFAULT_TOKEN_BUDGET,
 ) -> int:
-    """Bytes of a KV cache of `num_blocks` blocks, or fewer for layers with a window, and `samples` samples.
+    """Return the bytes of a KV cache of `num_blocks` blocks for `samples` samples.
 
-    A block of linear attention holds one state in float32.
+    Layers with a window have fewer blocks. A block of linear attention has one state in float32.
     """
     size = 0
-    for mixer in (layer.mixer for layer in card_of(model).layers):
-        window = STATE_WINDOW if mixer.state else mixer.window
+    for mixer in (layer.mixer for layer in get_model_card(model).layers):
+        window = STATE_WINDOW if mixer.state_size else mixer.window
         blocks = window_blocks(window, num_blocks, slots=samples, token_budget=token_budget)
-        of_block = mixer.cached(1) * BLOCK * item_bytes
-        if mixer.state:
-            of_block = (mixer.cached(1) + mixer.state) * _FLOAT
+        of_block = mixer.cached_elements(1) * BLOCK * item_bytes
+        if mixer.state_size:
+            of_block = (mixer.cached_elements(1) + mixer.state_size) * _FLOAT_BYTES
         size += blocks * of_block
     return size
 
 
 def window_blocks(
-    window: int | None, num_blocks: int, *, slots: int, token_budget: int = TOKEN_BUDGET, size: int = BLOCK
+    window: int | None,
+    num_blocks: int,
+    *,
+    slots: int,
+    token_budget: int = DEFAULT_TOKEN_BUDGET,
+    size: int = BLOCK,
 ) -> int:
-    """Blocks of `size` tokens that layers with this window can use, at most `num_blocks`.
+    """Return how many blocks of `size` tokens the layers with this window need, at most `num_blocks`.
 
-    Each of `slots` samples holds the window of its next query, with a partly filled block at both ends, and
-    `token_budget` tokens are being computed.
+    Each of `slots` samples needs the window of its next query, with a partly filled block at both ends, and
+    the step computes `token_budget` tokens.
     """
     if window is None:
         return num_blocks
     if window == STATE_WINDOW:
-        token_budget = min(token_budget, 2 * STATE_TOKENS)
-    return min(num_blocks, 1 + slots * (blocks_in(window, size) + 1) + -(-token_budget // size))
+        token_budget = min(token_budget, 2 * MAX_STATE_TOKENS)
+    return min(num_blocks, 1 + slots * (max_blocks_touched(window, size) + 1) + -(-token_budget // size))
 
 
-def blocks_in(tokens: int, size: int = BLOCK) -> int:
-    """Most blocks of `size` that `tokens` consecutive tokens can touch."""
+def max_blocks_touched(tokens: int, size: int = BLOCK) -> int:
+    """Return the largest number of blocks of `size` that `tokens` consecutive tokens can touch."""
     return (tokens + size - 2) // size + 1
 
 
-def require_base(config: DecoderConfig, kind: str) -> None:
+def check_base_kind(config: DecoderConfig, kind: str) -> None:
     """Check that the matrices of a frozen model can be stored as `kind`.
 
     Raises:
@@ -228,19 +238,19 @@ def require_base(config: DecoderConfig, kind: str) -> None:
         raise RequestError(what, where="lora.base", remedy="set base to float32")
 
 
-def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT) -> int:
-    """Bytes of a model whose matrices are stored as `kind`; int8 has a scale for each output."""
-    card = card_of(model)
+def base_bytes(model: Model, kind: str, item_bytes: int = _FLOAT_BYTES) -> int:
+    """Return the bytes of a model whose matrices are stored as `kind`; int8 adds a scale for each output."""
+    card = get_model_card(model)
     if kind == "float32":
         return item_bytes * card.parameters
     tables = card.table_parameters * (1 if card.tied else 2)
     matrices = card.parameters - tables
-    scales = _FLOAT * matrices // card.hidden_size if kind == "int8" else 0
+    scales = _FLOAT_BYTES * matrices // card.hidden_size if kind == "int8" else 0
     return ITEM_BYTES[kind] * matrices + scales + 2 * tables
 
 
 def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str]) -> int:
-    """Parameters of A and B for the linear maps called `targets`, in all layers."""
+    """Return the number of parameters of A and B for the linear maps called `targets`, in all layers."""
     d, size, family = config.hidden_size, config.head_dim, config.family
     queries, keys = config.num_heads * size, config.num_kv_heads * size
     inward = 2 * queries if family.output_gate else queries
@@ -268,11 +278,11 @@ def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str
 
 
 def _sides(family: Family, inputs: int, outputs: Mapping[str, int], targets: Collection[str]) -> int:
-    """Inputs and outputs of the targeted maps of one input; maps with one name are one."""
+    """Return the sum of inputs and outputs over the targeted maps; maps with the same name count once."""
     rows: dict[str, int] = {}
     for name, count in outputs.items():
-        rows[family.module(name)] = rows.get(family.module(name), 0) + count
-    named = {family.module(target) for target in targets}
+        rows[family.module_name(name)] = rows.get(family.module_name(name), 0) + count
+    named = {family.module_name(target) for target in targets}
     return sum(inputs + count for name, count in rows.items() if name in named)
 
 
@@ -280,30 +290,30 @@ def learning_bytes(
     model: Model,
     tokens: int,
     length: int,
-    item_bytes: int = _FLOAT,
+    item_bytes: int = _FLOAT_BYTES,
     *,
     recompute: bool = False,
     gpu: Precision | None = None,
 ) -> int:
-    """Bytes that a forward pass over `tokens` tokens in sequences of `length` keeps for the backward pass."""
-    card = card_of(model)
-    rows = max(1, (LOGITS_AT_ONCE if gpu is None else LOGITS_AT_ONCE_ON_GPU) // card.vocab_size)
+    """Return the bytes that a forward pass over sequences of `length` keeps for the backward pass."""
+    card = get_model_card(model)
+    rows = max(1, (MAX_LOGITS_PER_CHUNK if gpu is None else MAX_LOGITS_PER_CHUNK_ON_GPU) // card.vocab_size)
     parts = item_bytes * card.table_parameters if tokens > rows else 0
-    logits = 4 * _FLOAT * min(tokens, rows) * card.vocab_size
-    states = STATES_KEPT_EVERY * max(layer.mixer.state for layer in card.layers) * -(-tokens // length)
+    logits = 4 * _FLOAT_BYTES * min(tokens, rows) * card.vocab_size
+    states = STATE_INTERVAL * max(layer.mixer.state_size for layer in card.layers) * -(-tokens // length)
     if gpu is not None:
         item = _GPU_ITEM_BYTES[gpu]
         if recompute:  # the layer being computed needs 2.5 times its activations, and then not the logits
-            inputs = tokens * _FLOAT * card.hidden_size * len(card.layers)
+            inputs = tokens * _FLOAT_BYTES * card.hidden_size * len(card.layers)
             layer = round(2.5 * tokens * card.layer_bytes(length, item))
             return inputs + max(layer, logits + parts)
-        return tokens * card.kept_bytes(length, item) + states * _FLOAT + logits + parts
-    kept = tokens * card.kept_bytes(length, item_bytes, recompute=recompute)
-    return kept + states * _FLOAT + logits + parts
+        return tokens * card.activation_bytes(length, item) + states * _FLOAT_BYTES + logits + parts
+    kept = tokens * card.activation_bytes(length, item_bytes, recompute=recompute)
+    return kept + states * _FLOAT_BYTES + logits + parts
 
 
 def _largest(card: ModelCard) -> int:
-    """Elements of the largest tensor; the experts of a layer may be one tensor."""
+    """Return the elements of the largest tensor; the experts of a layer may be one tensor."""
     networks = (layer.feed_forward for layer in card.layers)
     return max(card.table_parameters, *(network.experts * network.expert_parameters for network in networks))
 

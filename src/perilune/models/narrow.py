@@ -1,4 +1,4 @@
-"""Weights stored in fewer bits than they are computed with, for inference.
+"""Weights that are stored in fewer bits than they are computed with, for inference.
 
 * bfloat16: weights and activations are rounded to eight significant bits.
 * int8: symmetric, weights only. Each output channel is s q with s = max |w| / 127 and q the nearest integer.
@@ -19,7 +19,7 @@ NarrowKind = Literal["bfloat16", "int8"]
 Precision = Literal["float32", "bfloat16"]
 """Precision of products in training. bfloat16 rounds both factors; sums are float32 either way."""
 
-_HAS_WIDE_SUMS = hasattr(torch.ops.aten.mm, "dtype")
+_HAS_FLOAT32_OUTPUT = hasattr(torch.ops.aten.mm, "dtype")
 """Whether a product of bfloat16 matrices on a GPU can return float32, since PyTorch 2.8."""
 
 
@@ -35,24 +35,24 @@ class NarrowWeight:
     values: Tensor
     scales: Tensor | None = None
 
-    def times(self, x: Tensor) -> Tensor:
-        """The product float[N, O] with float[N, I]."""
+    def matmul(self, x: Tensor) -> Tensor:
+        """Return the product float[N, O] with float[N, I]."""
         if self.scales is None:
             narrow = x.to(self.values.dtype)
             if x.device.type == "cuda":
-                return rounded_product(narrow, self.values, x.dtype)
+                return bfloat16_matmul(narrow, self.values, x.dtype)
             return F.linear(narrow.to(x.dtype), self.values.to(x.dtype))
         return F.linear(x, self.values.to(x.dtype)) * self.scales.to(x.dtype)
 
 
-def rounded_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """x @ weight.T of bfloat16 matrices on a GPU, in `dtype`; before PyTorch 2.8, float32 is rounded too."""
-    if dtype == torch.float32 and _HAS_WIDE_SUMS:
+def bfloat16_matmul(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute x @ weight.T of bfloat16 matrices on a GPU, in `dtype`; PyTorch before 2.8 rounds float32."""
+    if dtype == torch.float32 and _HAS_FLOAT32_OUTPUT:
         return torch.mm(x, weight.t(), out_dtype=dtype)
     return F.linear(x, weight).to(dtype)
 
 
-def narrowed(weight: Tensor, kind: NarrowKind) -> NarrowWeight:
+def round_weight(weight: Tensor, kind: NarrowKind) -> NarrowWeight:
     """Round a float[O, I] matrix to `kind`."""
     weight = weight.detach()
     if kind == "bfloat16":

@@ -1,8 +1,8 @@
-"""Products with matrices, forward and backward, of which each row has the same bits in every batch.
+"""Products with matrices, forward and backward. Each row has the same bits in every batch.
 
-Where `is_exact`, the C kernels compute them, or oneDNN, which sums in one order for two or more rows and any
-number of threads; a single row is computed as two. (MKL, torch's default, changes its order below ten rows
-and is half as fast on some processors.)
+Where `is_exact`, the C kernels or oneDNN compute them. oneDNN sums in the same order for two or more rows and
+any number of threads, so a single row is computed as two. (MKL, torch's default, changes its order below ten
+rows and is half as fast on some processors.)
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from perilune.models.kernels import HAS_ONEDNN, is_exact, is_native
-from perilune.models.narrow import NarrowKind, NarrowWeight, Precision, narrowed, rounded_product
+from perilune.models.narrow import NarrowKind, NarrowWeight, Precision, bfloat16_matmul, round_weight
 from perilune.models.native import ops
 from perilune.models.native.ops import PackedWeight
 
@@ -26,7 +26,7 @@ def linear(
     bias: Tensor | None = None,
     precision: Precision = "float32",
 ) -> Tensor:
-    """float[N, O] = float[N, I] @ float[O, I].T + float[O].
+    """Compute float[N, O] = float[N, I] @ float[O, I].T + float[O].
 
     Args:
         weight: a tensor, or the result of `pack_weight`.
@@ -35,34 +35,34 @@ def linear(
     if isinstance(weight, PackedWeight):
         return ops.linear(x, weight)
     if isinstance(weight, NarrowWeight):
-        return biased(weight.times(x), bias)
+        return add_bias(weight.matmul(x), bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         if not is_exact(x) and precision == "float32":
             return F.linear(x, weight, bias)
         out: Tensor = _Linear.apply(x, weight, precision)  # type: ignore[no-untyped-call]
-        return biased(out, bias)
-    out = product(x, weight, precision)
+        return add_bias(out, bias)
+    out = matmul(x, weight, precision)
     return out if bias is None else out.add_(bias)
 
 
-def biased(out: Tensor, bias: Tensor | None) -> Tensor:
-    """`out` plus a bias, in the dtype of `out`."""
+def add_bias(out: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `out` plus the bias in the dtype of `out`."""
     return out if bias is None else out + bias.to(out.dtype)
 
 
 def pack_weight(
     weight: Tensor, bias: Tensor | None = None, kind: NarrowKind | None = None
 ) -> tuple[Tensor | PackedWeight | NarrowWeight, Tensor | None]:
-    """Weight and bias in the fastest layout, for many calls of `linear` without gradients.
+    """Return weight and bias in the fastest layout for many calls of `linear` without gradients.
 
     Args:
-        kind: how the weight is stored; by default in its dtype.
+        kind: storage of the weight; by default its dtype.
     """
     if is_native(weight) and (kind != "bfloat16" or weight.shape[1] % 2 == 0):
         return ops.pack_weight(weight, bias, kind or "float32"), None
     bias = None if bias is None else bias.detach().clone()
     if kind is not None:
-        return narrowed(weight, kind), bias
+        return round_weight(weight, kind), bias
     if not is_exact(weight):
         return weight.detach().clone(), bias
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _TYPICAL_ROWS), bias
@@ -71,24 +71,24 @@ def pack_weight(
 _TYPICAL_ROWS = 256
 
 
-def product(x: Tensor, weight: Tensor, precision: Precision = "float32") -> Tensor:
-    """x @ weight.T of float[N, I] and float[O, I]; where `is_exact`, with one order of summation."""
+def matmul(x: Tensor, weight: Tensor, precision: Precision = "float32") -> Tensor:
+    """Compute x @ weight.T of float[N, I] and float[O, I], where `is_exact` in a fixed order of summation."""
     if precision == "bfloat16":
         if is_native(x) and weight.shape[1] % 2 == 0:
             return ops.linear(x, ops.pack_weight(weight, None, "bfloat16", temporary=True))
-        return narrowed(weight, "bfloat16").times(x)
+        return round_weight(weight, "bfloat16").matmul(x)
     if is_native(x):
         return ops.linear(x, ops.pack_weight(weight, temporary=True))
     # oneDNN sums in another order for another layout.
-    return _product(x, weight.contiguous()) if is_exact(x) else F.linear(x, weight)
+    return _onednn_matmul(x, weight.contiguous()) if is_exact(x) else F.linear(x, weight)
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T by oneDNN."""
+def _onednn_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x @ weight.T with oneDNN."""
     if not HAS_ONEDNN:
         return x @ weight.t()
     if x.shape[0] == 1:
-        return _product(x.expand(2, -1), weight)[:1]
+        return _onednn_matmul(x.expand(2, -1), weight)[:1]
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -98,78 +98,78 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
         ctx.precision = precision
-        if _is_rounded(x, precision):
+        if _rounds_on_gpu(x, precision):
             ctx.dtype, x = x.dtype, x.to(torch.bfloat16)
             ctx.save_for_backward(x, weight)
-            return rounded_product(x, weight.to(torch.bfloat16), ctx.dtype)
+            return bfloat16_matmul(x, weight.to(torch.bfloat16), ctx.dtype)
         ctx.save_for_backward(x, weight)
-        return product(x, weight, precision)
+        return matmul(x, weight, precision)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        if _is_rounded(grad, ctx.precision):
+        if _rounds_on_gpu(grad, ctx.precision):
             grad = grad.to(torch.bfloat16)
-            grad_x = rounded_product(grad, weight.to(torch.bfloat16).t(), ctx.dtype) if needs_x else None
-            return grad_x, rounded_product(grad.t(), x.t(), weight.dtype) if needs_weight else None, None
+            grad_x = bfloat16_matmul(grad, weight.to(torch.bfloat16).t(), ctx.dtype) if needs_x else None
+            return grad_x, bfloat16_matmul(grad.t(), x.t(), weight.dtype) if needs_weight else None, None
         x, grad = x.contiguous(), grad.contiguous()  # oneDNN is 300 times slower for strided rows
         precision: Precision = ctx.precision
         if precision == "bfloat16" and _fits_tiles(grad, weight):
             needed = ops.gradients_of_linear(grad, x if needs_weight else None, weight if needs_x else None)
             return *needed, None
-        grad_x = gradient_product(grad, weight.t(), precision) if needs_x else None
+        grad_x = gradient_matmul(grad, weight.t(), precision) if needs_x else None
         if not needs_weight:
             return grad_x, None, None
         # oneDNN copies its first operand, so that should be the narrower one.
-        if weight.shape[0] < weight.shape[1] or prefers_mkl(grad.t(), x.t()):
-            return grad_x, gradient_product(grad.t(), x.t(), precision), None
-        return grad_x, gradient_product(x.t(), grad.t(), precision).t(), None
+        if weight.shape[0] < weight.shape[1] or is_mkl_faster(grad.t(), x.t()):
+            return grad_x, gradient_matmul(grad.t(), x.t(), precision), None
+        return grad_x, gradient_matmul(x.t(), grad.t(), precision).t(), None
 
 
-def _is_rounded(x: Tensor, precision: Precision) -> bool:
-    """Whether a GPU computes the product, of factors that are rounded to bfloat16, once for all products."""
+def _rounds_on_gpu(x: Tensor, precision: Precision) -> bool:
+    """Return whether a GPU computes the product of bfloat16 factors, which are rounded once."""
     return precision == "bfloat16" and x.device.type == "cuda"
 
 
 def _fits_tiles(grad: Tensor, weight: Tensor) -> bool:
-    """Whether tiles compute the gradients: their sums are over the rows and the outputs of a product."""
+    """Return whether tiles can compute the gradients, whose sums are over rows and outputs."""
     return is_native(grad) and not (len(grad) % 32 or len(weight) % 32) and ops.has_tiles()
 
 
-def gradient_product(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
-    """x @ weight.T for a gradient, in any order of summation; in bfloat16 oneDNN rounds the result too."""
+def gradient_matmul(x: Tensor, weight: Tensor, precision: Precision) -> Tensor:
+    """Compute x @ weight.T for a gradient, in any order of summation; oneDNN rounds bfloat16 results."""
     if precision == "bfloat16":
         narrow, narrow_weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
-        if _is_rounded(x, precision):
-            return rounded_product(narrow, narrow_weight, x.dtype)
-        if _multiplies_bfloat16():
+        if _rounds_on_gpu(x, precision):
+            return bfloat16_matmul(narrow, narrow_weight, x.dtype)
+        if _has_bfloat16_matmul():
             return (narrow @ narrow_weight.t()).to(x.dtype)
         x, weight = narrow.to(x.dtype), narrow_weight.to(weight.dtype)
-    return x @ weight.t() if not is_exact(x) or prefers_mkl(x, weight) else _product(x, weight)
+    return x @ weight.t() if not is_exact(x) or is_mkl_faster(x, weight) else _onednn_matmul(x, weight)
 
 
 @functools.cache
-def _multiplies_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 matrices on this processor.
+def _has_bfloat16_matmul() -> bool:
+    """Return whether oneDNN multiplies bfloat16 matrices on this processor.
 
-    Where it does not, torch's own product takes about fifty times as long as one in float32 (on AVX2).
+    Otherwise torch's own product takes about fifty times as long as one in float32 (on AVX2).
     """
     return HAS_ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-any-return]
 
 
-_LARGE = 1 << 17
+_MIN_MKL_ELEMENTS = 1 << 17
 
 
-def prefers_mkl(x: Tensor, weight: Tensor) -> bool:
-    """Whether MKL computes the product x @ weight.T faster than oneDNN: on Intel, if all matrices are large.
+def is_mkl_faster(x: Tensor, weight: Tensor) -> bool:
+    """Return whether MKL computes x @ weight.T faster than oneDNN: on Intel, if all matrices are large.
 
     On a Xeon with AVX-512, gradients of matrices of 576 x 1536 take 0.6 to 0.9 of oneDNN's time; on AMD they
     take twice as long.
     """
     smallest = min(x.numel(), weight.numel(), x.shape[0] * weight.shape[0])
-    return smallest >= _LARGE and x.device.type == "cpu" and _has_intel_mkl()
+    return smallest >= _MIN_MKL_ELEMENTS and x.device.type == "cpu" and _has_intel_mkl()
 
 
 @functools.cache

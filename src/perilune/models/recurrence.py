@@ -6,8 +6,8 @@ the token's key towards the token's value:
     S <- a S;   S <- S + b k (v - S^T k)^T;   out = S^T q
 
 Prefill, decoding and training all compute one token after the other, so a token has the same bits in all of
-them. That also costs little: on a CPU in C, S stays in the processor's cache, and a token takes a few percent
-of the time of its projections. Elsewhere torch computes the sequences of a batch side by side.
+them. This costs little: the C kernels keep S in the processor's cache, and a token takes a few percent of the
+time of its projections. Elsewhere torch computes the sequences of a batch in parallel.
 
 N tokens, H heads, which share KH heads of queries and keys evenly, S sequences, C channels, K taps.
 """
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from perilune.models.card.layers import STATES_KEPT_EVERY
+from perilune.models.card.layers import STATE_INTERVAL
 from perilune.models.kernels import is_native, sigmoid
 from perilune.models.native import delta
 
@@ -39,13 +39,13 @@ class DeltaInputs(NamedTuple):
 
 
 class Recurrence(Protocol):
-    """The recurrent layers of one forward pass. The implementation holds the states of sequences."""
+    """The recurrent layers of one forward pass. Implementations hold the states of sequences."""
 
     def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        """The function `convolve` of float[N, C] and taps float[C, K]."""
+        """Apply `convolve` to float[N, C] with weights float[C, K]."""
 
     def scan(self, layer: int, inputs: DeltaInputs) -> Tensor:
-        """The outputs float32[N, H, Dv] of the gated delta rule."""
+        """Return the outputs float32[N, H, Dv] of the gated delta rule."""
 
 
 @runtime_checkable
@@ -58,12 +58,12 @@ class HasRecurrence(Protocol):
 
 
 def convolve(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
-    """The SiLU of the causal convolution of each channel: float[N, C], in float32 at least.
+    """Compute the SiLU of each channel's causal convolution: float[N, C], in float32 at least.
 
     Args:
         x: float[N, C].
-        before: float[rows, C], inputs before those of `x`. They get no gradient.
-        taps: int64[N, K], what each token sees, its own input last: rows of `x`, and from N on of `before`.
+        before: float[rows, C], inputs before those of `x`, without gradient.
+        taps: int64[N, K], the rows that each token reads, its own last; rows from N on are those of `before`.
         weight: float[C, K].
     """
     if is_native(x):
@@ -91,10 +91,10 @@ class Pieces:
     """Parts of sequences, each of which continues another part or begins a sequence.
 
     Args:
-        rows: int64[P, 4] on the CPU, of each piece: its first token, its number of tokens, the row of the
-            states from which it starts (-1 for zeros), and the row of its last state. A piece comes after
-            that which it continues.
-        device: where the states are.
+        rows: int64[P, 4] on the CPU. For each piece: its first token, its number of tokens, the row of its
+            first state (-1 for zeros), and the row of its last state. A piece follows the one that it
+            continues.
+        device: the device of the states.
     """
 
     def __init__(self, rows: Tensor, device: torch.device) -> None:
@@ -102,7 +102,7 @@ class Pieces:
 
     @cached_property
     def waves(self) -> list[_Wave]:
-        """Pieces that do not continue each other, in the order of the scan."""
+        """Groups of pieces that do not continue each other, in the order of the scan."""
         depth: dict[int, int] = {}
         waves: dict[int, list[int]] = defaultdict(list)
         for row, (_, _, begin, end) in enumerate(self.rows.tolist()):
@@ -112,7 +112,7 @@ class Pieces:
 
 
 class _Wave:
-    """Pieces that torch scans side by side, padded to the longest.
+    """Pieces that torch scans in parallel, padded to the longest.
 
     Attributes:
         begins, ends: int64[S], rows of the states; -1 for zeros.
@@ -122,17 +122,17 @@ class _Wave:
 
     def __init__(self, pieces: Tensor, device: torch.device) -> None:
         starts, lengths, begins, ends = pieces.T
-        at = torch.arange(int(lengths.max()))
-        self.tokens = (starts[:, None] + at.minimum(lengths[:, None] - 1)).to(device)
-        self.padding = (at >= lengths[:, None]).to(device)
+        offset = torch.arange(int(lengths.max()))
+        self.tokens = (starts[:, None] + offset.minimum(lengths[:, None] - 1)).to(device)
+        self.padding = (offset >= lengths[:, None]).to(device)
         self.begins, self.ends = begins.to(device), ends.to(device)
 
-    def start(self, states: Tensor) -> Tensor:
-        """The first states [S, H, Dk, Dv]."""
+    def first_states(self, states: Tensor) -> Tensor:
+        """Return the first states [S, H, Dk, Dv]."""
         return states[self.begins.clamp(min=0)].masked_fill_((self.begins < 0)[:, None, None, None], 0.0)
 
-    def take(self, inputs: DeltaInputs) -> list[DeltaInputs]:
-        """The inputs of each of T steps, with one query and key per value head."""
+    def split_steps(self, inputs: DeltaInputs) -> list[DeltaInputs]:
+        """Return the inputs of each of T steps, with one query and key per value head."""
         shared = inputs.v.shape[1] // inputs.q.shape[1]
         q, k, v, decay, strength = (x[self.tokens] for x in inputs)
         q, k = (x.repeat_interleave(shared, dim=2) for x in (q, k))
@@ -142,48 +142,48 @@ class _Wave:
         steps = zip(*(x.unbind(1) for x in (q, k, v, decay, strength)), strict=True)
         return [DeltaInputs(*step) for step in steps]
 
-    def give(self, to: Tensor, steps: list[Tensor]) -> None:
-        """Write values [S, ...] of each step to the rows of their tokens, with sums over shared heads."""
+    def add_steps(self, to: Tensor, steps: list[Tensor]) -> None:
+        """Write values [S, ...] of each step to the rows of their tokens, summed over shared heads."""
         real = ~self.padding
         values = torch.stack(steps, dim=1)[real]
         to[self.tokens[real]] = values.view(len(values), *to.shape[1:-1], -1, to.shape[-1]).sum(-2)
 
 
 def _delta_step(state: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
-    """Outputs [S, H, Dv] and new states [S, H, Dk, Dv] of one token of each of S sequences.
+    """Return outputs [S, H, Dv] and new states [S, H, Dk, Dv] for one token of each of S sequences.
 
     torch sums over Dk, which is not the last axis. The order of such a sum depends on the sizes of a head
     and not on the number of sequences.
     """
     q, k, v, decay, strength = inputs
     state = state * decay[..., None, None]
-    found = (state * k[..., None]).sum(-2)
-    change = (v - found) * strength[..., None]
+    recalled = (state * k[..., None]).sum(-2)
+    change = (v - recalled) * strength[..., None]
     state = state + k[..., None] * change[..., None, :]
     return (state * q[..., None]).sum(-2), state
 
 
 def scan(inputs: DeltaInputs, states: Tensor, pieces: Pieces) -> Tensor:
-    """The outputs [N, H, Dv] of the gated delta rule, zero for tokens of no piece.
+    """Return the outputs [N, H, Dv] of the gated delta rule, zero for tokens outside all pieces.
 
     Args:
-        states: [rows, H, Dk, Dv], from which pieces start and to which they write.
+        states: [rows, H, Dk, Dv], which pieces read at their start and write at their end.
     """
     if is_native(inputs.v):
         return delta.scan(inputs, states, pieces.rows)
     out = torch.zeros_like(inputs.v)
     for wave in pieces.waves:
-        state, outs = wave.start(states), []
-        for step in wave.take(inputs):
-            of_step, state = _delta_step(state, step)
-            outs.append(of_step)
-        wave.give(out, outs)
+        state, outs = wave.first_states(states), []
+        for step in wave.split_steps(inputs):
+            step_out, state = _delta_step(state, step)
+            outs.append(step_out)
+        wave.add_steps(out, outs)
         states[wave.ends] = state
     return out
 
 
 class _Scan(torch.autograd.Function):
-    """`scan` with its gradient, which keeps the last state of each piece and computes the others again."""
+    """`scan` with its gradient, which keeps the last state of each piece and recomputes the others."""
 
     @staticmethod
     def forward(ctx: Any, pieces: Pieces, *inputs: Tensor) -> Tensor:
@@ -205,10 +205,10 @@ class _Scan(torch.autograd.Function):
         for wave in reversed(ctx.pieces.waves):
             own = grad[wave.tokens].masked_fill(wave.padding[..., None, None], 0.0).unbind(1)
             of_steps, of_start = _steps_backward(
-                wave.start(states), wave.take(inputs), own, grad_states[wave.ends]
+                wave.first_states(states), wave.split_steps(inputs), own, grad_states[wave.ends]
             )
             for to, steps in zip(grads, zip(*of_steps, strict=True), strict=True):
-                wave.give(to, list(steps))
+                wave.add_steps(to, list(steps))
             continued = wave.begins >= 0
             grad_states.index_add_(0, wave.begins[continued], of_start[continued])
         return None, *grads
@@ -217,7 +217,7 @@ class _Scan(torch.autograd.Function):
 def _steps_backward(
     state: Tensor, steps: list[DeltaInputs], grad_out: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[list[tuple[Tensor, ...]], Tensor]:
-    """Gradients of the inputs of each step, and of the first state.
+    """Return the gradients of the inputs of each step, and of the first state.
 
     With C the change that a token makes, b (v - S^T k), and d the gradients, from the last token on:
 
@@ -249,23 +249,23 @@ def _steps_backward(
 
 
 class PackedRecurrence:
-    """Recurrent layers over sequences that lie end to end, each of which may continue a prefix of another.
+    """Recurrent layers over concatenated sequences, each of which may continue a prefix of another.
 
     A prefix is computed once. A sequence can continue it from any position, and starts from the state there.
 
     Args:
         spans: int64[S, 4], start, length, start of the prefix and length of the prefix of each sequence. They
             cover all tokens, and the prefix of a sequence has no prefix itself.
-        device: where the tokens are.
+        device: the device of the tokens.
     """
 
     def __init__(self, spans: Tensor, device: torch.device) -> None:
         self._spans, self._device = spans[spans[:, 1] > 0], device
         self._taps: dict[int, Tensor] = {}
-        self._pieces = Pieces(self._cut(), device)
+        self._pieces = Pieces(self._cut_pieces(), device)
 
-    def _cut(self) -> Tensor:
-        """The rows of `Pieces` that end where a state is needed. A state's row is the number of its piece."""
+    def _cut_pieces(self) -> Tensor:
+        """Return the rows of `Pieces`, which end where a state is needed. State rows are piece numbers."""
         rows: list[tuple[int, int, int, int]] = []
         spans = self._spans.tolist()
         ends = {(prefix_start, prefix) for _, _, prefix_start, prefix in spans if prefix}
@@ -273,7 +273,7 @@ class PackedRecurrence:
         for start, length, prefix_start, prefix in sorted(spans, key=lambda span: span[3] > 0):
             begin = reached[prefix_start, prefix] if prefix else -1
             needed = {end for of, end in ends if of == start and not prefix}
-            for first, last in pairwise(sorted({*range(0, length, STATES_KEPT_EVERY), length, *needed})):
+            for first, last in pairwise(sorted({*range(0, length, STATE_INTERVAL), length, *needed})):
                 rows.append((start + first, last - first, begin, len(rows)))
                 begin = len(rows) - 1
                 if not prefix:
@@ -287,7 +287,7 @@ class PackedRecurrence:
         return convolve(x, x.new_zeros(1, x.shape[1]), self._taps[width], weight)
 
     def _make_taps(self, width: int) -> Tensor:
-        """int64[N, K], the tokens that each token sees, the last of which is its own; N before the first."""
+        """Return int64[N, K]: the tokens that each token reads, its own last, and N before the first."""
         starts, lengths, prefix_starts, prefixes = self._spans.T
         count = int(lengths.sum())
         taps = torch.empty(count, width, dtype=torch.int64)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from perilune.files import read_json, write_json
-from perilune.models.checkpoints.loading import load_as, save_checkpoint, tokenizer_of
+from perilune.models.checkpoints.loading import load_decoder_as, load_tokenizer, save_checkpoint
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
@@ -26,8 +26,8 @@ class RewardModel(Decoder):
         self.score = nn.Linear(config.hidden_size, 1, bias=False)
 
     @classmethod
-    def on(cls, decoder: Decoder) -> RewardModel:
-        """A reward model with a copy of the layers of `decoder` and a head that scores everything 0."""
+    def from_decoder(cls, decoder: Decoder) -> RewardModel:
+        """Return a reward model with a copy of the layers of `decoder` and a head of zeros."""
         model = cls(decoder.config)
         weights = {
             name: value.detach().clone()
@@ -40,7 +40,7 @@ class RewardModel(Decoder):
         return model
 
     def rewards(self, hidden: Tensor) -> Tensor:
-        """Scores float[N] of hidden states float[N, d], in float32 at least."""
+        """Compute scores float[N] of hidden states float[N, d], in float32 at least."""
         scores: Tensor = self.score(hidden)[:, 0]
         return scores.to(torch.promote_types(hidden.dtype, torch.float32))
 
@@ -62,5 +62,5 @@ def load_reward_model(
     Raises:
         RequestError: as `load_checkpoint`, and when `score.weight` is missing.
     """
-    tokenizer = tokenizer_of(path)
-    return load_as(RewardModel, path, torch.device(device), dtype), tokenizer
+    tokenizer = load_tokenizer(path)
+    return load_decoder_as(RewardModel, path, torch.device(device), dtype), tokenizer

@@ -15,10 +15,10 @@ from torch import Tensor
 
 
 class Routing(Protocol):
-    """Sees every route of a forward pass, and may choose it."""
+    """An observer of the routes of a forward pass, which may also choose them."""
 
-    def given(self, layer: int, rows: int) -> Tensor | None:
-        """Experts int64[rows, K] to use, -1 where the router chooses; None if it chooses for all tokens."""
+    def forced_experts(self, layer: int, rows: int) -> Tensor | None:
+        """Return experts int64[rows, K] to use, -1 where the router chooses; None if it always chooses."""
 
     def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
-        """Called with the router's logits float[rows, E], without gradient, and experts int64[rows, K]."""
+        """Receive the router's logits float[rows, E], without gradient, and experts int64[rows, K]."""

@@ -1,8 +1,7 @@
 """Scratch buffers for large temporary tensors that are created many times per step.
 
 Allocating and freeing tensors of many sizes fragments glibc's heap: with an adapter, the holes took more
-memory than all live tensors. So each thread keeps one buffer per purpose, as large as the largest request so
-far.
+memory than all live tensors. So each thread keeps one buffer per purpose, of the size of the largest request.
 """
 
 import math
@@ -16,7 +15,7 @@ _local = threading.local()
 
 
 def scratch_buffer(purpose: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor. This thread's next buffer for `purpose` uses the same memory."""
+    """Return an uninitialised tensor. This thread's next buffer for `purpose` uses the same memory."""
     buffers: dict[tuple[str, torch.device], Tensor] = _local.__dict__.setdefault("buffers", {})
     size = math.prod(shape) * dtype.itemsize
     buffer = buffers.get((purpose, device))

@@ -1,7 +1,7 @@
 """The models in the home: those that `perilune model fetch` keeps by name, and converted GGUF files.
 
-Each is a Hugging Face folder with a file source.json, which says where the model came from. A folder is built
-under another name and renamed when it is complete, so that a kill never leaves an incomplete model.
+Each is a Hugging Face folder with a file source.json, which records the model's origin. A folder is built
+under another name and renamed when it is complete, so an interruption never leaves an incomplete model.
 """
 
 import fcntl
@@ -20,8 +20,8 @@ from perilune.terminal import escape_control
 
 SOURCE = "source.json"
 GGUF_SUFFIX = ".gguf"
-_CONVERSION = 1  # goes up when a conversion gives other files, so that old ones are not used again
-_CONVERTED = "gguf-"  # begins the names of converted GGUF files
+_CONVERTER_VERSION = 1  # increase it when conversion gives other files, so that old ones are not reused
+_GGUF_PREFIX = "gguf-"  # of the names of converted GGUF files
 _READ_ONLY = 0o444  # lets bundles hard-link the files
 
 
@@ -44,18 +44,18 @@ class StoredModel:
 
 
 def models_folder() -> Path:
-    """The folder of the home that has the models."""
+    """Return the folder of the models in the home."""
     return home_directory() / "models"
 
 
-def stored_models() -> list[StoredModel]:
-    """All complete models in the home, by name."""
+def list_stored_models() -> list[StoredModel]:
+    """Return all complete models in the home, sorted by name."""
     folders = sorted(path for path in models_folder().glob("[!.]*") if (path / SOURCE).is_file())
-    return [StoredModel(_shown(path.name), path, read_json(path / SOURCE)) for path in folders]
+    return [StoredModel(_display_name(path.name), path, read_json(path / SOURCE)) for path in folders]
 
 
-def stored_model(name: str) -> StoredModel | None:
-    """The model called `name` in the home, or None."""
+def find_stored_model(name: str) -> StoredModel | None:
+    """Return the model called `name` in the home, or None."""
     folder = models_folder() / _file_name(name)
     if folder.parent != models_folder() or folder.name.startswith(".") or not (folder / SOURCE).is_file():
         return None
@@ -63,32 +63,32 @@ def stored_model(name: str) -> StoredModel | None:
 
 
 def remove_model(name: str) -> StoredModel:
-    """Delete the model called `name` and return what it was. Bundles of runs keep their own copies.
+    """Delete the model called `name` and return its description. Bundles of runs keep their own copies.
 
     Raises:
         RequestError: when there is no such model.
     """
-    found = stored_model(name)
+    found = find_stored_model(name)
     if found is None:
         raise RequestError(
             f"no model {name} in the home", where=str(models_folder()), remedy="perilune model list"
         )
-    with _building(found.folder) as building:
+    with _lock_build_folder(found.folder) as building:
         found.folder.rename(building)
     return found
 
 
-def keep_model(name: str, build: Callable[[Path], Mapping[str, Any]]) -> StoredModel:
-    """The model called `name`, built if it isn't in the home.
+def ensure_model(name: str, build: Callable[[Path], Mapping[str, Any]]) -> StoredModel:
+    """Return the model called `name`, and build it if it isn't in the home.
 
     Args:
-        build: writes the files to a folder and returns the content of source.json. The folder has what
-            an earlier, interrupted build left there.
+        build: writes the files to a folder and returns the content of source.json. The folder may contain
+            files of an interrupted build.
     """
     final = models_folder() / _file_name(name)
-    if stored_model(name) is None:
-        with _building(final, keep_on_error=True) as building:
-            if stored_model(name) is None:  # another process may have built it meanwhile
+    if find_stored_model(name) is None:
+        with _lock_build_folder(final, keep_on_error=True) as building:
+            if find_stored_model(name) is None:  # another process may have built it meanwhile
                 building.mkdir(exist_ok=True)
                 write_json(building / SOURCE, dict(build(building)))
                 for file in building.rglob("*"):
@@ -99,8 +99,8 @@ def keep_model(name: str, build: Callable[[Path], Mapping[str, Any]]) -> StoredM
     return StoredModel(name, final, read_json(final / SOURCE))
 
 
-def converted_gguf(path: Path) -> Path:
-    """The Hugging Face folder of the GGUF file at `path`, converted once and kept in the home.
+def ensure_gguf_converted(path: Path) -> Path:
+    """Return the Hugging Face folder of the GGUF file at `path`, converted once and kept in the home.
 
     Raises:
         RequestError: when the file is malformed or the model is not supported.
@@ -119,11 +119,11 @@ def converted_gguf(path: Path) -> Path:
         convert(path, folder)
         return {"kind": "gguf", "file": path.name, "sha256": digest}
 
-    return keep_model(f"{_CONVERTED}{digest}.{_CONVERSION}", build).folder
+    return ensure_model(f"{_GGUF_PREFIX}{digest}.{_CONVERTER_VERSION}", build).folder
 
 
-def model_folder(path: Path) -> Path:
-    """The Hugging Face folder of the model at `path`: the folder itself, or that of a converted GGUF file.
+def resolve_model_folder(path: Path) -> Path:
+    """Return the Hugging Face folder of the model at `path`: the folder itself, or a converted GGUF file.
 
     Raises:
         RequestError: when the file is malformed or the model is not supported.
@@ -133,12 +133,12 @@ def model_folder(path: Path) -> Path:
     if path.suffix.lower() != GGUF_SUFFIX:
         remedy = "give a folder in Hugging Face format, or a .gguf file"
         raise RequestError("is not a model", where=str(path), remedy=remedy)
-    return converted_gguf(path)
+    return ensure_gguf_converted(path)
 
 
 @contextmanager
-def _building(final: Path, *, keep_on_error: bool = False) -> Iterator[Path]:
-    """A folder beside `final` that only this process uses; what is left of it at the end is deleted."""
+def _lock_build_folder(final: Path, *, keep_on_error: bool = False) -> Iterator[Path]:
+    """Lock a folder beside `final` for this process, and delete it at the end."""
     final.parent.mkdir(parents=True, exist_ok=True)
     building = final.with_name(f".{final.name}.partial")
     lock = os.open(final.with_name(f".{final.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
@@ -156,9 +156,9 @@ def _building(final: Path, *, keep_on_error: bool = False) -> Iterator[Path]:
 
 
 def _file_name(name: str) -> str:
-    """A model's name as a folder: the slash of "owner/name" is written as two dashes."""
+    """Return the folder name of a model: the slash of "owner/name" becomes two dashes."""
     return name.replace("/", "--")
 
 
-def _shown(file_name: str) -> str:
-    return file_name if file_name.startswith(_CONVERTED) else file_name.replace("--", "/", 1)
+def _display_name(file_name: str) -> str:
+    return file_name if file_name.startswith(_GGUF_PREFIX) else file_name.replace("--", "/", 1)

@@ -1,6 +1,7 @@
-"""Inference with transformers for architectures that the decoder does not implement. Slower, and no training.
+"""Inference with transformers for architectures that the decoder does not implement.
 
-Nothing in the folder is executed: no code from the checkpoint, no pickles, nothing from the network.
+It is slower than the decoder and cannot train. It executes no code and reads no pickle of the checkpoint, and
+does not use the network.
 """
 
 import inspect
@@ -17,15 +18,15 @@ from perilune.errors import RequestError
 from perilune.files import read_json
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.checkpoints.stored import open_checkpoint
-from perilune.models.checkpoints.tensors import Stored, stored_tensors
+from perilune.models.checkpoints.tensors import StoredTensor, read_tensor_headers
 from perilune.models.config.quantisation import read_quantisation
 from perilune.models.config.reader import Reader, UnsupportedModelError
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
 _DEFAULT_POSITIONS = 2048  # for a model whose configuration names no limit
-_MAX_CAUSE = 300  # characters of an error of transformers
-_LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+_MAX_CAUSE_CHARACTERS = 300  # characters of an error of transformers
+_LOCAL_FILES: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _LENGTH_DEPENDENT = {"longrope", "dynamic"}  # rotary scalings that depend on the length of the text
 
@@ -44,7 +45,7 @@ class ModelShape:
     distinct_windows: tuple[int | None, ...] = (None,)
 
     def cache_bytes(self, tokens: int, size: int) -> int:
-        """Bytes of keys and values of `tokens` tokens, `size` per element; approximate if layers differ."""
+        """Return the bytes of keys and values of `tokens` tokens; approximate if layers differ."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * tokens * size
 
 
@@ -54,7 +55,7 @@ class TransformersModel:
     Attributes:
         module: the `PreTrainedModel`.
         config: its shape.
-        notice: a message for users who expect the decoder; empty when there is no reason to.
+        notice: a message that explains why the decoder is not used; empty if none is needed.
     """
 
     def __init__(self, module: Any, config: ModelShape, notice: str = "") -> None:
@@ -72,7 +73,7 @@ class TransformersModel:
         return state
 
     def in_memory(self) -> AbstractContextManager[None]:
-        """As `Decoder.in_memory`; the weights always are."""
+        """As `Decoder.in_memory`; the weights are always in memory."""
         return nullcontext()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -81,7 +82,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, past: Any, rows: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [S, R, V] of the next token, from int64[S, M] tokens that follow those in `past`.
+        """Compute logits [S, R, V] of the next token, from int64[S, M] tokens that follow those in `past`.
 
         Args:
             past: a `DynamicCache` of S sequences with T tokens each, which grows by M.
@@ -135,8 +136,8 @@ def load_transformers_model(
     """
     path = Path(path)
     folder = CheckpointFolder(path)
-    config, raw = _configuration(folder)
-    stored = stored_tensors(folder)
+    config, raw = _read_config(folder)
+    stored = read_tensor_headers(folder)
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -151,7 +152,7 @@ def load_transformers_model(
                 dtype=dtype,
                 use_safetensors=True,
                 output_loading_info=True,
-                **_LOCAL,
+                **_LOCAL_FILES,
             )
         finally:
             if bars:
@@ -159,13 +160,13 @@ def load_transformers_model(
     except RequestError:
         raise
     except Exception as error:  # a hostile config.json can raise anything in transformers
-        raise _cannot_load(error, path) from None
+        raise _load_error(error, path) from None
     module, report = loaded
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
             raise RequestError(f"tensor {sorted(report[kind])[0]} is {kind[:-5]}", where=str(path))
     module.eval().requires_grad_(False).to(device)
-    return TransformersModel(module, _shape(config, raw, folder))
+    return TransformersModel(module, _read_shape(config, raw, folder))
 
 
 def check_supported(folder: CheckpointFolder) -> None:
@@ -179,37 +180,37 @@ def check_supported(folder: CheckpointFolder) -> None:
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        _shape(*_configuration(folder), folder)
+        _read_shape(*_read_config(folder), folder)
     finally:
         logging.set_verbosity(before)
 
 
-def _configuration(folder: CheckpointFolder) -> tuple[Any, Mapping[str, Any]]:
-    """The configuration of a language model, as transformers reads it and as it is in the file."""
+def _read_config(folder: CheckpointFolder) -> tuple[Any, Mapping[str, Any]]:
+    """Return a language model's configuration in transformers, and the content of its config.json."""
     raw = read_json(folder.file("config.json"))
-    _reject(raw, folder)
+    _check_loadable(raw, folder)
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(str(folder.path), **_LOCAL)
+        config = AutoConfig.from_pretrained(str(folder.path), **_LOCAL_FILES)
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     except Exception as error:  # a hostile config.json can raise anything in transformers
-        raise _cannot_load(error, folder.path) from None
+        raise _load_error(error, folder.path) from None
     if not known:
-        raise _cannot_load(f"{raw['model_type']} is not a language model there", folder.path)
+        raise _load_error(f"{raw['model_type']} is not a language model there", folder.path)
     return config, raw
 
 
-def _cannot_load(cause: object, path: Path) -> RequestError:
+def _load_error(cause: object, path: Path) -> RequestError:
     text = " ".join(str(cause).split())
     return RequestError(
-        f"transformers cannot load this model: {text[:_MAX_CAUSE]}",
+        f"transformers cannot load this model: {text[:_MAX_CAUSE_CHARACTERS]}",
         where=str(path),
         remedy="use a checkpoint whose architecture is part of transformers",
     )
 
 
-def _reject(raw: Any, folder: CheckpointFolder) -> None:
+def _check_loadable(raw: Any, folder: CheckpointFolder) -> None:
     where = str(folder.path / "config.json")
     if not isinstance(raw, Mapping) or not isinstance(raw.get("model_type"), str):
         raise RequestError("has no model_type", where=where)
@@ -226,7 +227,7 @@ def _reject(raw: Any, folder: CheckpointFolder) -> None:
         )
 
 
-def _check_size(config: Any, stored: Mapping[str, Stored], path: Path) -> None:
+def _check_size(config: Any, stored: Mapping[str, StoredTensor], path: Path) -> None:
     """Refuse a configuration with more parameters than the files hold, before they are allocated."""
     from transformers import AutoModelForCausalLM
 
@@ -245,7 +246,7 @@ def _check_size(config: Any, stored: Mapping[str, Stored], path: Path) -> None:
         )
 
 
-def _shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> ModelShape:
+def _read_shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> ModelShape:
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not heads:
@@ -261,31 +262,31 @@ def _shape(config: Any, raw: Mapping[str, Any], folder: CheckpointFolder) -> Mod
         )
     return ModelShape(
         vocab_size=text.vocab_size,
-        max_position_embeddings=_positions(text),
+        max_position_embeddings=_max_positions(text),
         num_layers=text.num_hidden_layers,
-        num_kv_heads=_largest(text, "num_key_value_heads") or heads,
-        head_dim=_largest(text, "head_dim") or text.hidden_size // heads,
+        num_kv_heads=_largest_value(text, "num_key_value_heads") or heads,
+        head_dim=_largest_value(text, "head_dim") or text.hidden_size // heads,
         bos_token_id=getattr(text, "bos_token_id", None),
         eos_token_ids=folder.end_tokens(),
     )
 
 
-def _largest(config: Any, name: str) -> int | None:
-    """A value of the configuration; the largest among the layers where they differ."""
+def _largest_value(config: Any, name: str) -> int | None:
+    """Return a value of the configuration: the largest one if layers differ."""
     layers = getattr(config, "per_layer_config", None) or [config]
     values = [value for layer in layers if isinstance(value := getattr(layer, name, None), int)]
     return max(values, default=None)
 
 
-def _positions(config: Any) -> int:
-    """Tokens of the longest text.
+def _max_positions(config: Any) -> int:
+    """Return the tokens of the longest text.
 
-    Some rotary scalings change the angle of every position once a text exceeds the original length. Cached
+    Some rotary scalings change the angles of all positions once a text exceeds the original length. Cached
     keys are then wrong, and scoring a text differs from sampling it. So the original length is the limit.
     """
     longest = getattr(config, "max_position_embeddings", None) or _DEFAULT_POSITIONS
     ropes = getattr(config, "rope_parameters", None) or {}
-    nested = [one for one in ropes.values() if isinstance(one, Mapping)] or [ropes]
+    nested = [rope for rope in ropes.values() if isinstance(rope, Mapping)] or [ropes]
     for rope in nested:
         if rope.get("rope_type") in _LENGTH_DEPENDENT:
             original = rope.get("original_max_position_embeddings") or getattr(

@@ -1,4 +1,4 @@
-"""Decoding over a paged cache on a GPU in Triton: store one token of each sequence and attend from it.
+"""Decoding over a paged cache on a GPU in Triton: storing one token of each sequence, and its attention.
 
 Each program computes `PART` keys of a sequence (split-K, as in Flash-Decoding: Dao et al., 2023) with a
 running softmax (Milakov and Gimelshein, 2018). A second kernel merges the parts. Query heads that share a
@@ -27,8 +27,8 @@ from perilune.models.memory import BLOCK
 PART = 256
 """Keys in a part."""
 
-_TILE_BYTES = 1 << 14  # of keys read at a time; two tiles of keys and values and the next two fit every GPU
-_JOINED = 16  # parts merged at a time
+_TILE_BYTES = 1 << 14  # bytes of keys read at a time; every GPU has room for two tiles and the next two
+_PARTS_PER_MERGE = 16
 _LOG2_E = 1.4426950408889634
 _VARYING = [
     "table_stride",
@@ -36,7 +36,7 @@ _VARYING = [
     "parts",
 ]  # change from step to step; compile once for all values
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""The interpreter cannot multiply bfloat16, so factors are widened; the products are exact in float32."""
+"""The interpreter cannot multiply bfloat16, so factors become float32, in which products are exact."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ def store(k: Tensor, v: Tensor, cache: LayerCache, tables: Tensor, positions: Te
 def attend(
     q: Tensor, cache: LayerCache, tables: Tensor, positions: Tensor, window: int | None = None
 ) -> Tensor:
-    """softmax(q K^T / sqrt(D)) V of one query of each sequence, over all keys up to its own position.
+    """Compute softmax(q K^T / sqrt(D)) V for one query of each sequence, over all keys up to its position.
 
     Products are in the dtype of `q`, or in bfloat16 if the cache is. Sums are float32.
 
@@ -115,24 +115,24 @@ def attend(
     )
     if parts > 1:
         arguments = partial, totals, positions, out, positions.stride(0), parts
-        _merge[(sequences, heads)](*arguments, JOINED=_JOINED, num_warps=4, **common)
+        _merge[(sequences, heads)](*arguments, JOINED=_PARTS_PER_MERGE, num_warps=4, **common)
     return out
 
 
 def _scales(cache: LayerCache, unused: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales of an int8 cache; the kernels do not read `unused`."""
+    """Return the scales of an int8 cache, or `unused`, which the kernels do not read."""
     if cache.key_scales is None or cache.value_scales is None:
         return unused, unused
     return cache.key_scales, cache.value_scales
 
 
 def tile(size: int, item_bytes: int) -> int:
-    """Number of keys with `size` elements that are read at a time."""
+    """Return how many keys with `size` elements are read at a time."""
     return max(16, min(64, _TILE_BYTES // (_width(size) * item_bytes)))
 
 
 def _width(size: int) -> int:
-    """The next power of two, at least 16, the smallest size of a product."""
+    """Return the next power of two, at least 16, the smallest size of a product."""
     return 1 << max(4, (size - 1).bit_length())
 
 
@@ -265,7 +265,7 @@ def _attend_to_part(  # noqa: PLR0917
 
 @triton.jit
 def product(a, b, WIDENED: tl.constexpr):
-    """a b in the dtype of a, summed in float32."""
+    """Compute a b in the dtype of a, with float32 sums."""
     if b.dtype == tl.int8:
         b = b.to(tl.float32)
     b = b.to(a.dtype)
@@ -289,7 +289,7 @@ def _merge(  # noqa: PLR0917
     WINDOW: tl.constexpr,
     JOINED: tl.constexpr,
 ):
-    """The output of one head of one sequence: the partial outputs, weighted by their sums of exponentials."""
+    """Merge the partial outputs of one head of one sequence, weighted by their sums of exponentials."""
     sequence = tl.program_id(0).to(tl.int64)
     head = sequence * HEADS + tl.program_id(1)
     position = tl.load(positions_ptr + sequence * position_stride)

@@ -20,13 +20,13 @@ from torch import Tensor
 from perilune.models.native.ops import Activation
 
 _TILE = 2048  # elements of a program
-_PROGRAMS = 512  # of the backward pass of a norm; each sums the weight's gradient over its rows
+_PROGRAMS = 512  # programs of the backward pass of a norm; each sums the weight's gradient over its rows
 _VARYING = ["count", "chunk"]  # change from step to step; compile once for all values
 _KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "clamped": 2}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis.
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last axis.
 
     Args:
         x: float[N, D] or float[N, H, D]; the last axis is contiguous.
@@ -46,7 +46,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `x`, in its dtype, and of `weight`, float32."""
+    """Return the gradients of `x`, in its dtype, and of `weight`, in float32."""
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, groups = _rows(x), len(weight) if weight.dim() > 1 else 1
     count = len(scale) // groups
@@ -62,7 +62,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    """The pairs of float[N, H, D] turned by their angles; -1 as direction turns them back.
+    """Rotate the pairs of float[N, H, D] by their angles, or back if `direction` is -1.
 
     Args:
         x: the last axis is contiguous.
@@ -74,17 +74,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     tokens, heads, size = x.shape
     half = size // 2
     width = triton.next_power_of_2(half)
-    at_once = min(triton.next_power_of_2(heads), max(1, _TILE // width))
+    heads_per_program = min(triton.next_power_of_2(heads), max(1, _TILE // width))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _rotate[(tokens, triton.cdiv(heads, at_once))](
+    _rotate[(tokens, triton.cdiv(heads, heads_per_program))](
         x, cos, sin, out, *_strides(x), cos.stride(0), float(direction),
-        HEADS=heads, SIZE=size, HALF=half, WIDTH=width, AT_ONCE=at_once, num_warps=4,
+        HEADS=heads, SIZE=size, HALF=half, WIDTH=width, AT_ONCE=heads_per_program, num_warps=4,
     )  # fmt: skip
     return out
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up of float[N, D]; the last axes are contiguous."""
+    """Compute activation(gate) * up of float[N, D]; the last axes are contiguous."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     rows, size = gate.shape
     _gated[(rows, triton.cdiv(size, _TILE // 2))](
@@ -94,7 +94,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """The gradients of `gate` and `up`, contiguous."""
+    """Return the gradients of `gate` and `up`, contiguous."""
     of_gate, of_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
     rows, size = gate.shape
     _gated_backward[(rows, triton.cdiv(size, _TILE // 2))](
@@ -105,12 +105,12 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activatio
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """Elements from one token to the next, and from one head to the next."""
+    """Return the strides of tokens and of heads, in elements."""
     return x.stride(0), x.stride(1) if x.dim() > 2 else 0
 
 
 def _rows(x: Tensor) -> dict[str, int]:
-    """The layout of a program that computes whole rows."""
+    """Return the layout of a program that computes whole rows."""
     width = triton.next_power_of_2(x.shape[-1])
     heads = x.shape[1] if x.dim() > 2 else 1
     return {"HEADS": heads, "SIZE": x.shape[-1], "WIDTH": width, "ROWS": max(1, _TILE // width)}
@@ -136,7 +136,7 @@ def _rms_norm(  # noqa: PLR0917
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Whole rows of all heads, in order."""
+    """Compute whole rows of all heads, in order."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     element = tl.arange(0, WIDTH)
     head = row % HEADS
@@ -231,13 +231,13 @@ def _rotate(  # noqa: PLR0917
 
 @triton.jit
 def _bounded(gate, up):
-    """The inputs of gpt-oss: gate <= 7, -7 <= up <= 7, and 1 is added to up. NaN stays NaN."""
+    """Clamp the inputs as gpt-oss does: gate <= 7, -7 <= up <= 7, and add 1 to up. NaN stays NaN."""
     return tl.where(gate > 7.0, 7.0, gate), tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1
 
 
 @triton.jit
 def _activation(gate, KIND: tl.constexpr):
-    """The activation, and its derivative."""
+    """Return the activation and its derivative."""
     if KIND == 1:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         tanh = 2 * tl.sigmoid(2 * inner) - 1

@@ -1,7 +1,7 @@
-"""The products of a mixture of experts on a GPU in Triton, in one launch whatever the router chose.
+"""The products of a mixture of experts on a GPU in Triton, in one launch for all experts.
 
-Each program computes some outputs of one expert for all of its tokens; an expert without tokens ends at once.
-When few tokens decode, each weight is read once. The grid depends on sizes alone, as a CUDA graph needs.
+Each program computes some outputs of one expert for all of its tokens. In decoding, each weight is read
+once. The grid depends only on sizes, as a CUDA graph requires.
 
 Importing this module requires Triton; see `triton_attention` for its interpreter.
 """
@@ -11,16 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perilune.models.grouped_experts import Groups, StackedWeight
+from perilune.models.grouped_experts import ExpertGroups, StackedWeight
 from perilune.models.triton_attention import IS_INTERPRETED, product
 
 _COLUMNS = 64  # outputs of a program
-_DEPTH_BYTES = 128  # of each row and each output's weights that are read at a time
-_ROWS = 16, 64  # tokens that are computed at a time, when experts have few and when they have many
+_DEPTH_BYTES = 128  # bytes of each row and of each output's weights that are read at a time
+_ROWS = 16, 64  # tokens that are computed at a time when experts have few tokens, and when they have many
 
 
-def grouped_product(x: Tensor, weight: StackedWeight, groups: Groups) -> Tensor:
-    """A `GroupedProduct` of contiguous rows, summed in float32."""
+def grouped_product(x: Tensor, weight: StackedWeight, groups: ExpertGroups) -> Tensor:
+    """Compute a `GroupedProduct` of contiguous rows, with float32 sums."""
     pairs, (experts, outputs, inputs) = len(groups.order), weight.values.shape
     out = x.new_empty(pairs, outputs)
     rows = x.to(torch.bfloat16) if weight.values.dtype == torch.bfloat16 else x
@@ -58,7 +58,7 @@ def _grouped_product(  # noqa: PLR0917
     IS_INT8: tl.constexpr,
     WIDENED: tl.constexpr,
 ):
-    """Some outputs of one expert for all pairs that it has."""
+    """Compute some outputs of one expert for all of its pairs."""
     expert = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     wanted = column < OUTPUTS

@@ -38,7 +38,7 @@ def find_model(path: str, base: Path) -> Path:
             remedy = "it is a LoRA adapter: merge it into its base model with PEFT and give the merged folder"
         raise ProblemsError([Problem(("model", "path"), f"model.path: {found} has no {CONFIG_FILE}", remedy)])
     try:
-        folder: Path = _import_store().model_folder(found)
+        folder: Path = _import_store().resolve_model_folder(found)
     except RequestError as error:
         what = f"model.path: {error.where}: {error.what}"
         raise ProblemsError([Problem(("model", "path"), what, error.remedy)]) from None
@@ -65,7 +65,7 @@ def read_chat_template(path: str, base: Path) -> str:
 
 def _find_in_home(name: str) -> Path | None:
     """Return the folder of the model called `name` in the home, or None."""
-    found = _import_store().stored_model(name)
+    found = _import_store().find_stored_model(name)
     return None if found is None else found.folder
 
 

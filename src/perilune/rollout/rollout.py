@@ -16,7 +16,7 @@ from perilune.engine.request import Completion
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.protocol import AgentTurn, Failure, Message, Observation, Outcome, Task
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.models.text.turns import continuation
+from perilune.models.text.turns import encode_continuation
 from perilune.verifiers.sessions import RemoteSession
 
 
@@ -67,7 +67,7 @@ class Trajectory:
         Raises:
             RequestError: when the chat template refuses them, or the vocabulary lacks a character.
         """
-        self.token_ids += continuation(tokenizer, self.opening, messages, self.token_ids[-1])
+        self.token_ids += encode_continuation(tokenizer, self.opening, messages, self.token_ids[-1])
         self.messages += messages
 
     def context(self) -> list[int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from perilune.errors import WorkFailedError
 from perilune.models.text.spelled_tokens import Rendered
-from perilune.models.text.turns import continued
+from perilune.models.text.turns import render_continued
 from perilune.serve.errors import ApiError
 from perilune.serve.lanes import LONG_TASK_SIZE, Lanes
 from perilune.serve.model import ServedModel
@@ -26,7 +26,7 @@ class Conversation:
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]]
     variables: Mapping[str, Any]
-    continued: bool = False
+    render_continued: bool = False
 
 
 class Prompts:
@@ -46,7 +46,7 @@ class Prompts:
         """Encode a conversation from a body of `size` bytes."""
         tokenizer = self.model.tokenizer
         last = conversation.messages[-1]
-        if conversation.continued and (last.content is None or last.tool_calls):
+        if conversation.render_continued and (last.content is None or last.tool_calls):
             raise ApiError(
                 400,
                 "the last message has no content, or has tool calls, so it cannot be continued",
@@ -86,8 +86,8 @@ class Prompts:
         variables = dict(conversation.variables)
         if conversation.tools and self._template_has("tools"):
             variables["tools"] = conversation.tools
-        if conversation.continued:
-            return [continued(self.model.tokenizer, messages, variables)]
+        if conversation.render_continued:
+            return [render_continued(self.model.tokenizer, messages, variables)]
         return self.model.tokenizer.render_pieces([messages], **variables)
 
     def _template_has(self, variable: str) -> bool:

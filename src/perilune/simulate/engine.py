@@ -24,7 +24,7 @@ from perilune.engine.sequences import Rows, Sequences
 from perilune.engine.step import StepBatch
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
-from perilune.models.memory import TOKEN_BUDGET
+from perilune.models.memory import DEFAULT_TOKEN_BUDGET
 from perilune.simulate.step_cost import StepTimes, StepWork, Windows
 
 Tokens = NDArray[np.int32]
@@ -214,7 +214,7 @@ class SimulatedEngine(Engine):
         *,
         slots: int,
         cache_tokens: int,
-        token_budget: int = TOKEN_BUDGET,
+        token_budget: int = DEFAULT_TOKEN_BUDGET,
         log: StepLog | None = None,
     ) -> None:
         self.clock, self.peak_use = Clock(), 0.0

@@ -22,7 +22,7 @@ from perilune.errors import RequestError
 from perilune.files import read_regular
 from perilune.models.card.model_card import ModelCard
 from perilune.models.config.decoder_config import STATE_WINDOW
-from perilune.models.memory import TOKEN_BUDGET
+from perilune.models.memory import DEFAULT_TOKEN_BUDGET
 from perilune.simulate.autoscaling import Autoscaling, ScalingResult, assign_replicas
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
 from perilune.simulate.hardware import ComputedSteps, Machines, cache_tokens, transfer_seconds
@@ -261,7 +261,7 @@ def _simulate_replica(
 ) -> Fleet:
     """Serve requests, in the order of their times, with one replica. They enter between two steps."""
     steps: StepTimes = ComputedSteps(machines, model)
-    budget = TOKEN_BUDGET
+    budget = DEFAULT_TOKEN_BUDGET
     if received := share[0].first is not None:  # keys and values of whole prompts arrive
         steps, budget = _ReceivingSteps(steps), cache_size
     engine = SimulatedEngine(
@@ -307,7 +307,7 @@ def _split_round_robin(items: Sequence[_RoutedRequest], count: int) -> list[Sequ
 
 
 def _simulated_model(model: ModelCard) -> SimulatedModel:
-    windows = [STATE_WINDOW if layer.mixer.state else layer.mixer.window for layer in model.layers]
+    windows = [STATE_WINDOW if layer.mixer.state_size else layer.mixer.window for layer in model.layers]
     shares = {window: windows.count(window) / len(windows) for window in dict.fromkeys(windows)}
     return SimulatedModel(VOCABULARY_SIZE + 1, model.max_positions, shares)
 

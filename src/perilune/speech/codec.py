@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from perilune.models.kernels import both_halves, rotate
+from perilune.models.kernels import full_rotary_tables, rotate
 from perilune.models.layers import Projection, RMSNorm
 from perilune.speech.config import CodecConfig
 from perilune.speech.quantizer import Quantizer
@@ -174,7 +174,7 @@ class CodecTransformer(nn.Module):
         positions = (state.frames[:, None] + torch.arange(length, device=x.device)).flatten()
         exponents = torch.arange(0, self.size, 2, device=x.device).float() / self.size
         angles = (positions[:, None].float() / self.theta**exponents)[:, None]
-        cos, sin = both_halves(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        cos, sin = full_rotary_tables(angles.cos().to(x.dtype), angles.sin().to(x.dtype))
         x = project(self.into, x)
         for layer in self.layers:
             x = layer(x, cos, sin, state)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
-from perilune.models.checkpoints.tensors import Stored, read_tensors, stored_tensors
+from perilune.models.checkpoints.tensors import StoredTensor, read_tensor_headers, read_tensors
 from perilune.models.config.reader import Reader
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.speech.codec import CodecDecoder
@@ -166,7 +166,7 @@ def _load(
     Args:
         parts: number of layers or tables, which have at least one tensor each.
     """
-    stored = stored_tensors(folder)
+    stored = read_tensor_headers(folder)
     if parts > len(stored):  # before a module of that size is created
         raise RequestError(f"config.json requires {parts} layers or codebooks", where=str(folder.path))
     with torch.device("meta"):
@@ -187,7 +187,7 @@ def _load(
     return module
 
 
-def _check(stored: Stored | None, name: str, shape: tuple[int, ...], path: Path) -> None:
+def _check(stored: StoredTensor | None, name: str, shape: tuple[int, ...], path: Path) -> None:
     if stored is None:
         raise RequestError(f"tensor {name} is missing", where=str(path))
     if stored.shape != shape:

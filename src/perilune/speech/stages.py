@@ -12,7 +12,7 @@ from perilune.engine.random import uniforms
 from perilune.engine.request import Request
 from perilune.engine.runner import TorchRunner
 from perilune.engine.step import StepBatch
-from perilune.models.attention import AttentionLayer, attend, padded
+from perilune.models.attention import AttentionLayer, attend, round_up_columns
 from perilune.speech.codec import CodecDecoder
 from perilune.speech.pipeline import Stage
 from perilune.speech.sampling import SpeechSampling, draw_codes
@@ -170,7 +170,7 @@ class FrameAttention:
 
     def __init__(self, talker: Talker, frames: int, like: Tensor) -> None:
         config = talker.config.predictor
-        shape = frames, config.num_kv_heads, padded(talker.config.code_groups), config.head_dim
+        shape = frames, config.num_kv_heads, round_up_columns(talker.config.code_groups), config.head_dim
         self._cache = [[like.new_zeros(shape) for _ in range(2)] for _ in range(config.num_layers)]
         self.length = 0
 
@@ -184,7 +184,7 @@ class FrameAttention:
         mask = q.new_zeros(1, group * new, columns)
         mask.masked_fill_(torch.arange(columns, device=q.device) > at[:, None], -torch.inf)
         q = q.view(frames, new, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(-1, group * new, size)
-        own = None if layer.options is None else layer.options.of_sets(frames * kv_heads, kv_heads, new)
+        own = None if layer.options is None else layer.options.for_sets(frames * kv_heads, kv_heads, new)
         out = attend(q, keys.flatten(0, 1), values.flatten(0, 1), mask, own)
         out = out.view(frames, kv_heads, group, new, size).permute(0, 3, 1, 2, 4)
         return out.reshape(frames * new, kv_heads * group, size)

@@ -127,7 +127,7 @@ class Talker(nn.Module):
         """A copy for inference with weights in the fastest layout. The engine copies the decoder itself."""
         copy = deepcopy(self).requires_grad_(False)
         predictor, text = copy.predictor, copy.text_projection
-        predictor.decoder = predictor.decoder.frozen()
+        predictor.decoder = predictor.decoder.frozen_copy()
         for part in (*predictor.out, predictor.into, text.first, text.second):
             if part is not None:
                 part.freeze(part, None)

@@ -2,6 +2,8 @@
 
 from typing import Literal
 
-Sent = Literal["auto", "full", "delta"]
-"""How tensors are sent: whole (full), or as the values that changed where these are smaller (delta). "auto"
-searches for changes only in tensors of fewer than four bytes per value."""
+SendMode = Literal["auto", "full", "delta"]
+"""Whether tensors are sent whole (full), or as changed values where these are smaller (delta).
+
+"auto" searches for changes only in tensors of fewer than four bytes per value.
+"""

@@ -15,8 +15,8 @@ from perilune.models.checkpoints.tensors import read_tensors
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def tensors_of(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The tensors of the checkpoint in `folder`.
+def read_checkpoint_tensors(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Read the tensors of the checkpoint in `folder` that a server needs.
 
     Args:
         wanted: dtype and shape of each tensor that the server has.

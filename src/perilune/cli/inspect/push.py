@@ -51,7 +51,7 @@ def push(
         raise RequestError(f"{token_env} is not set", where="--token-env")
     folder = checkpoint_folder(checkpoint)
     before = checkpoint_folder(base) if base else None
-    from perilune.weights.push import target
+    from perilune.weights.push import find_server
 
     shown = 0
 
@@ -61,7 +61,7 @@ def push(
             shown = 10 * sent // total
             echo(f"sent {size(sent)} of {size(total)}", err=True)
 
-    pushed = target(url, token).push(folder, before, report)
+    pushed = find_server(url, token).push(folder, before, report)
     if as_json:
         print_json(asdict(pushed))
         return

@@ -87,12 +87,12 @@ def estimate(control: Control, recipe: Recipe, tried: Tried) -> dict[str, Estima
     if calibration is None or recipe.model is None:
         return {}
     from perilune.cli.train.lengths import expected_lengths
-    from perilune.models.memory import card_of
+    from perilune.models.memory import get_model_card
     from perilune.models.text.template_facts import recipe_tokenizer
     from perilune.tasks.stage.memory_plan import section_config
 
     model = recipe.model.model_dump()
-    parameters = card_of(section_config(model)).parameters
+    parameters = get_model_card(section_config(model)).parameters
     tokenizer = recipe_tokenizer(model)
     trials = trials_of(recipe, tokenizer, tried)
     expected = expected_lengths(control, recipe, trials, tokenizer)

@@ -67,12 +67,12 @@ def check_weights(path: str) -> None:
         RequestError: naming the file that is missing or broken, or the tensor that does not fit. A model that
             transformers computes is checked when it is loaded.
     """
-    from perilune.models.checkpoints.loading import checked_headers
+    from perilune.models.checkpoints.loading import check_headers
     from perilune.models.config.reader import UnsupportedModelError
     from perilune.models.decoder import Decoder
 
     with suppress(UnsupportedModelError):
-        checked_headers(Decoder, Path(path))
+        check_headers(Decoder, Path(path))
 
 
 def check_heldout(job: Job) -> None:

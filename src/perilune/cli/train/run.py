@@ -189,10 +189,10 @@ def run_stages(
     """
     from perilune.cli.train.estimate import keep_estimate
     from perilune.control.runs.experiments import Control, open_experiment
-    from perilune.models.native.build import missing_kernels, native
+    from perilune.models.native.build import missing_kernels_message, native
 
     if template is None and recipe.model is not None and native().library is None:
-        sys.stderr.write(f"{missing_kernels(native().reason)}\n")
+        sys.stderr.write(f"{missing_kernels_message(native().reason)}\n")
     control = Control()
     experiment = open_experiment(control, recipe, changes)
     keep_estimate(control.home.experiment(experiment), estimated)

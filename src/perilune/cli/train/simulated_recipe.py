@@ -15,7 +15,7 @@ from perilune.control.runs.experiments import Control
 from perilune.environments.core.registry import REWARDS
 from perilune.environments.core.rewards import VERIFIER
 from perilune.errors import RequestError
-from perilune.models.memory import card_of
+from perilune.models.memory import get_model_card
 from perilune.recipe.schema import build_job
 from perilune.simulate.asynchronous import simulate_run
 from perilune.simulate.engine import SimulatedEngine, SimulatedModel
@@ -172,7 +172,7 @@ class _Simulator:
         groups = lengths.groups(1, 8, plan.samples)
         fed = sum(len(one.prompt) * len(one.episodes) + one.fed - len(one.prompt) for one in groups)
         length = round(fed / sum(len(one.episodes) for one in groups))
-        times = ComputedTimes(machines, card_of(self.config), length, learners)
+        times = ComputedTimes(machines, get_model_card(self.config), length, learners)
         return times, replace(plan, ranks=learners)
 
     def _environment(self, job: Job) -> EnvironmentTimes:

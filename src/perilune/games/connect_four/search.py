@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from perilune.errors import WorkFailedError
 from perilune.games.connect_four.board import COLUMNS, Boards
 from perilune.games.connect_four.network import Network, evaluate
-from perilune.models.native.build import compiled
+from perilune.models.native.build import load_library
 
 EXPLORATION = 1.5
 
@@ -69,7 +69,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def _function(name: str) -> Any:
-    unit = compiled(_UNIT)
+    unit = load_library(_UNIT)
     if unit.library is None:
         raise WorkFailedError(f"the search cannot be compiled: {unit.reason}", remedy="install a C compiler")
     function = getattr(unit.library, f"perilune_four_{name}")

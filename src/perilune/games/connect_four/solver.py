@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from perilune.errors import WorkFailedError
 from perilune.games.connect_four.board import COLUMNS, Boards
-from perilune.models.native.build import compiled
+from perilune.models.native.build import load_library
 
 BEST, WORST = 18, -18  # the first line takes four stones
 NO_COLUMN = -128  # in place of the score of a column that is full
@@ -40,7 +40,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def _function(name: str) -> Any:
-    unit = compiled(_UNIT)
+    unit = load_library(_UNIT)
     if unit.library is None:
         raise WorkFailedError(f"the solver cannot be compiled: {unit.reason}", remedy="install a C compiler")
     function = getattr(unit.library, f"perilune_four_{name}")

@@ -40,15 +40,15 @@ Signals = Mapping[Signal, Mapping[str, NDArray[np.float32]]]
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What an algorithm knows about a step besides its groups.
+    """The context of a step that algorithms need besides its groups.
 
     Attributes:
         max_tokens: token limit of a completion, constant within a run.
         kl: coefficient of the KL to the reference policy; 0 omits the component.
         kl_estimator: how the KL is estimated.
         step: number of steps completed before this one.
-        signals: the signals that the algorithm's `needs` requested.
-        memory: the algorithm's state, kept between steps and in checkpoints; JSON values only.
+        signals: the signals in the algorithm's `needs`.
+        memory: the algorithm's state, which is saved in checkpoints; JSON values only.
     """
 
     max_tokens: int
@@ -59,7 +59,7 @@ class StepContext:
     memory: dict[str, Any] = field(default_factory=dict)
 
     def signal(self, name: Signal, episode: Episode) -> NDArray[np.float64]:
-        """A signal of one episode, float64[T]; 0 if it failed or the policy sampled none of its tokens.
+        """Return a signal of one episode, float64[T]; 0 if it failed or the policy sampled no token of it.
 
         Raises:
             ValueError: when the signal is missing or does not have one value per token.
@@ -72,7 +72,7 @@ class StepContext:
         return values.astype(np.float64)
 
     def value_after(self, episode: Episode) -> float:
-        """The critic's value of the state after a truncated answer; 0 for an answer that ended by itself."""
+        """Return the critic's value of the state after a truncated answer; 0 for a complete answer."""
         values = self.signals.get("values_after", {}).get(episode.episode_id)
         return 0.0 if values is None else float(values[-1])
 
@@ -81,7 +81,7 @@ class Algorithm(Frozen):
     """Base of all algorithms. Subclasses override `weight_group`, or `weight_groups` to compare groups.
 
     Attributes:
-        compares: the set of episodes that a reward is compared with; shown in the report.
+        compares: the episodes that a reward is compared with, for the report.
         centred: whether the advantages of a group must add up to 0; the run stops if they do not.
         takes_step_rewards: whether the algorithm includes process rewards in its returns.
         sparse: whether an advantage may leave out most tokens of its answer; if not, the run stops.
@@ -103,7 +103,7 @@ class Algorithm(Frozen):
 
     @property
     def refills(self) -> int:
-        """How many times a step may replace its dead groups by groups of new tasks."""
+        """How often a step may replace its dead groups by groups of new tasks."""
         return 0
 
     @property
@@ -125,7 +125,7 @@ class Algorithm(Frozen):
         return weighted
 
     def __call__(self, group: Group, *, max_tokens: int, kl: float = 0.0) -> WeightedGroup:
-        """Weight a group that is the whole batch."""
+        """Compute the token weights of a group that is the whole batch."""
         return self.weight_group(group, StepContext(max_tokens, kl))
 
 
@@ -160,7 +160,7 @@ class PolicyGradient(Algorithm):
         Args:
             scores: [G], NaN for an episode to leave out.
             advantages: [G], or float64[T] per episode.
-            dead: whether the group teaches nothing; by default, whether all scores are equal.
+            dead: whether the group gives no gradient; by default, whether all scores are equal.
         """
         judged = ~np.isnan(scores)
         scale: Scale = [a if there else np.nan for a, there in zip(advantages, judged, strict=True)]
@@ -186,7 +186,7 @@ class PolicyGradient(Algorithm):
 
 
 def _mean(advantage: float | NDArray[np.float64], episode: Episode) -> float:
-    """The advantage, or its mean over the tokens that the policy sampled."""
+    """Return the advantage, or its mean over the tokens that the policy sampled."""
     sampled = advantage if np.ndim(advantage) == 0 else np.asarray(advantage)[episode.loss_mask]
     return float(np.mean(sampled)) if np.size(sampled) else 0.0
 

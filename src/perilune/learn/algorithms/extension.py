@@ -18,7 +18,7 @@ from perilune.extensions import (
 )
 from perilune.learn.algorithms.base import Algorithm
 
-_NAMED: dict[type[Algorithm], tuple[str, str | None]] = {}  # the name and the text of each loaded class
+_LOADED: dict[type[Algorithm], tuple[str, str | None]] = {}  # the name and the text of each loaded class
 
 
 class OrExtension:
@@ -34,7 +34,7 @@ class OrExtension:
         self._names = names
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        write = core_schema.wrap_serializer_function_ser_schema(_written)
+        write = core_schema.wrap_serializer_function_ser_schema(_serialise)
         return core_schema.no_info_wrap_validator_function(self._read, handler(source), serialization=write)
 
     def __get_pydantic_json_schema__(
@@ -45,7 +45,7 @@ class OrExtension:
         return {**schema, "anyOf": [*schema["anyOf"], own, CODE_SCHEMA]}
 
     def _read(self, value: Any, handler: Callable[[Any], Any]) -> Any:
-        if type(value) in _NAMED:
+        if type(value) in _LOADED:
             return value
         section = {"name": value} if isinstance(value, str) else value
         name = section.get("name") if isinstance(section, Mapping) else None
@@ -83,13 +83,13 @@ def _load(name: str, source: str | None) -> type[Algorithm]:
     if problem:
         raise ValueError(f"{name} {problem}")
     found: type[Algorithm] = kind
-    _NAMED[found] = name, source
+    _LOADED[found] = name, source
     return found
 
 
-def _written(value: Any, handler: Callable[[Any], Any]) -> Any:
-    if type(value) not in _NAMED:
+def _serialise(value: Any, handler: Callable[[Any], Any]) -> Any:
+    if type(value) not in _LOADED:
         return handler(value)
-    name, source = _NAMED[type(value)]
+    name, source = _LOADED[type(value)]
     written = {"name": name, **({} if source is None else {"source": source})}
     return written | value.model_dump(mode="json", exclude={"name"})

@@ -12,8 +12,8 @@ from perilune.learn.weights import Aggregation, WeightedGroup, rewards
 from perilune.metrics.pass_at_k import pass_at_k
 
 
-def worth(right: bool, n: int, others_right: int, k: int) -> float:
-    """k/n for a right answer, k/n pass@(k-1) of the others for a wrong one."""
+def sample_worth(right: bool, n: int, others_right: int, k: int) -> float:
+    """Return k/n for a right answer, and k/n pass@(k-1) of the others for a wrong one."""
     return k / n * (1.0 if right else pass_at_k(n - 1, others_right, k - 1) if k > 1 else 0.0)
 
 
@@ -42,15 +42,15 @@ class PKPO(ClippedPolicyGradient):
         return self.weight_tokens(group, scores, self.advantages(right), context, dead=is_dead(right))
 
     def advantages(self, right: Rewards) -> Rewards:
-        """[G] from 1 (right), 0 (wrong) or NaN; k shrinks if failures leave too few answers."""
+        """Return advantages [G] from 1 (right), 0 (wrong) or NaN; failures may reduce k."""
         n = int((~np.isnan(right)).sum())
         if is_dead(right):
             return np.where(np.isnan(right), np.nan, 0.0)
         k = min(self.k, n - 1)
         others = np.nansum(right) - np.nan_to_num(right)
         base = [k / n * pass_at_k(n - 1, int(c), k) for c in others]
-        found = [worth(bool(r == 1), n, int(c), k) for r, c in zip(right, others, strict=True)]
-        return np.where(np.isnan(right), np.nan, n * (np.array(found) - base))
+        worths = [sample_worth(bool(r == 1), n, int(c), k) for r, c in zip(right, others, strict=True)]
+        return np.where(np.isnan(right), np.nan, n * (np.array(worths) - base))
 
 
 class PassAtKTraining(ClippedPolicyGradient):
@@ -78,7 +78,7 @@ class PassAtKTraining(ClippedPolicyGradient):
         return self.weight_tokens(group, scores, advantages, context, dead=not np.nansum(np.abs(advantages)))
 
     def advantages(self, right: Rewards) -> Rewards:
-        """[G] from 1 (right), 0 (wrong) or NaN; all 0 when every group of k is right, or none is."""
+        """Return advantages [G] from 1 (right), 0 (wrong) or NaN; 0 if all groups of k are equal."""
         n, c = int((~np.isnan(right)).sum()), int(np.nansum(right))
         k = min(self.k, n)
         mean = pass_at_k(n, c, k) if n else 0.0

@@ -17,7 +17,7 @@ from perilune.learn.weights import WeightedGroup, rewards
 
 
 class Toggle(ClippedPolicyGradient):
-    """GRPO on toggled rewards; the first phase is a short one."""
+    """GRPO on toggled rewards. The first phase rewards short answers."""
 
     takes_any_reward: ClassVar[bool] = False
 
@@ -39,11 +39,11 @@ class Toggle(ClippedPolicyGradient):
         if group and len(correct):
             budgets.setdefault(group[0].task_id, float(np.percentile(correct, self.percentile)))
         budget = budgets.get(group[0].task_id, np.inf) if group else np.inf
-        toggled = self.toggled(scores, lengths, budget, context.step)
-        return self.weight_tokens(group, toggled, standardised(toggled), context)
+        scores = self.toggle_rewards(scores, lengths, budget, context.step)
+        return self.weight_tokens(group, scores, standardised(scores), context)
 
-    def toggled(self, scores: Rewards, lengths: np.ndarray, budget: float, step: int) -> Rewards:
-        """The rewards in the phase of `step`. The budget of a task that was never solved is infinite."""
+    def toggle_rewards(self, scores: Rewards, lengths: np.ndarray, budget: float, step: int) -> Rewards:
+        """Return the rewards in the phase of `step`. The budget of an unsolved task is infinite."""
         short = step // self.period % 2 == 0
         if not short or np.isnan(scores).all() or np.nanmean(scores) < self.threshold:
             return scores

@@ -24,15 +24,15 @@ from perilune.errors import RequestError
 from perilune.files import open_regular, parse_json, write_atomic, write_json
 from perilune.models.adapters.lora import (
     BaseKind,
-    attach_pairs,
+    adapter_pairs,
+    adapter_scale,
+    attach_adapter_pairs,
     base_kind,
     base_state,
-    linear_maps,
-    merged,
-    narrow_base,
-    pairs_of,
-    scale_of,
-    shared,
+    convert_base,
+    layer_linear_maps,
+    merge_adapter,
+    share_weights,
 )
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.checkpoints.loading import save_checkpoint
@@ -43,7 +43,7 @@ _WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FOLDER = "adapter"  # inside the folder of a checkpoint with the adapter merged
 _KEY = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<part>[AB])\.weight")
 _DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
-_BASE = "base.json"  # how the frozen weights were stored, and their checksum
+_BASE = "base.json"  # storage of the frozen weights, and their checksum
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Adapter:
     Attributes:
         pairs: A float[r, I] and B float[O, r] by the name of the map, "model.layers.0.self_attn.q_proj".
         scale: factor of the addition B A x.
-        base: how the base of the training was stored, and its checksum; empty when unknown.
+        base: storage of the base during training, and its checksum; empty when unknown.
     """
 
     pairs: Mapping[str, tuple[Tensor, Tensor]]
@@ -61,10 +61,10 @@ class Adapter:
     base: str = ""
 
     @classmethod
-    def of(cls, decoder: Decoder) -> Adapter:
-        """The adapter of a decoder that is being trained."""
-        pairs = {name: (a.detach(), b.detach()) for name, (a, b) in pairs_of(decoder).items()}
-        return cls(pairs, scale_of(decoder), f"{base_kind(decoder)} {checksum(base_state(decoder))}")
+    def from_decoder(cls, decoder: Decoder) -> Adapter:
+        """Return the adapter of a decoder in training."""
+        pairs = {name: (a.detach(), b.detach()) for name, (a, b) in adapter_pairs(decoder).items()}
+        return cls(pairs, adapter_scale(decoder), f"{base_kind(decoder)} {checksum(base_state(decoder))}")
 
     @classmethod
     def load(cls, path: Path | str) -> Adapter:
@@ -73,13 +73,13 @@ class Adapter:
         Raises:
             RequestError: when a file is missing or malformed, or the adapter is not plain LoRA.
         """
-        return cls.read(Path(path), _content)
+        return cls.read(Path(path), _read_if_exists)
 
     @classmethod
     def read(cls, folder: Path, content: Callable[[Path], bytes | None]) -> Adapter:
-        """Read a folder whose files `content` reads; it returns None for one that is missing.
+        """Read a folder whose files `content` reads; it returns None for a missing file.
 
-        The tensors are copies: a file that is written again later changes nothing.
+        The tensors are copies, so later writes to the files do not change them.
 
         Raises:
             RequestError: as `load`.
@@ -101,7 +101,7 @@ class Adapter:
             match = _KEY.fullmatch(key)
             if match is None:
                 raise RequestError(f"tensor {key} is not part of a LoRA pair", where=str(weights))
-            halves.setdefault(match["module"], {})[match["part"]] = _checked(key, tensor, rank, weights)
+            halves.setdefault(match["module"], {})[match["part"]] = _check_half(key, tensor, rank, weights)
         lone = [name for name, parts in halves.items() if len(parts) != 2]
         if lone:
             raise RequestError(f"{lone[0]} has only one of lora_A and lora_B", where=str(weights))
@@ -109,10 +109,12 @@ class Adapter:
         if not all(torch.isfinite(b * scale).all() for _, b in pairs.values()):
             raise RequestError("lora_alpha makes entries that are not finite", where=str(config_file))
         base = content(folder / _BASE)
-        return cls(pairs, scale, "" if base is None else _base(parse_json(base, folder / _BASE), folder))
+        return cls(
+            pairs, scale, "" if base is None else _parse_base(parse_json(base, folder / _BASE), folder)
+        )
 
     def save(self, path: Path) -> None:
-        """Write a folder that PEFT reads, the configuration last, so that a folder with it is complete."""
+        """Write a folder that PEFT reads. The configuration is last, so a folder that has it is complete."""
         tensors = {
             f"base_model.model.{name}.lora_{part}.weight": tensor.detach().cpu().contiguous()
             for name, pair in self.pairs.items()
@@ -147,7 +149,7 @@ class Adapter:
             RequestError: naming the map that does not fit; or when the adapter was trained on other weights
                 than the decoder's.
         """
-        maps = dict(linear_maps(decoder))
+        maps = dict(layer_linear_maps(decoder))
         for name, (a, b) in self.pairs.items():
             if name not in maps:
                 raise RequestError("the model has no linear map of this name", where=f"adapter, {name}")
@@ -170,64 +172,64 @@ class Adapter:
             RequestError: as `check`.
         """
         self.check(decoder)
-        attach_pairs(decoder, self.pairs, self.scale)
+        attach_adapter_pairs(decoder, self.pairs, self.scale)
 
     def merge(self, decoder: Decoder) -> Decoder:
-        """A plain decoder with this adapter merged, its base stored as it was during training.
+        """Return a plain decoder with this adapter merged. The base is stored as it was during training.
 
         Raises:
             RequestError: as `check`.
         """
         self.check(decoder)
-        adapted = shared(decoder)
-        narrow_base(adapted, _kind(self.base))
-        attach_pairs(adapted, self.pairs, self.scale)
-        return merged(adapted)
+        adapted = share_weights(decoder)
+        convert_base(adapted, _base_kind(self.base))
+        attach_adapter_pairs(adapted, self.pairs, self.scale)
+        return merge_adapter(adapted)
 
 
 def save_policy(path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
     """Write a Hugging Face folder of the policy with its adapter merged, and the adapter alone in `adapter/`.
 
-    The folder loads like any other. With the base at hand, the adapter alone is enough. A policy with
-    bfloat16 products is written as its engine samples from it: matrices and embeddings in bfloat16.
+    The folder loads like any other. Programs that have the base need only the adapter. A policy with bfloat16
+    products is written as its engine samples from it: matrices and embeddings in bfloat16.
     """
     precision = decoder.precision
-    if pairs_of(decoder):
-        Adapter.of(decoder).save(path / FOLDER)
-        decoder = merged(decoder, torch.device("cpu"))  # a GPU need not hold it too
-    save_checkpoint(path, decoder, tokenizer, decoder.rounded() if precision == "bfloat16" else {})
+    if adapter_pairs(decoder):
+        Adapter.from_decoder(decoder).save(path / FOLDER)
+        decoder = merge_adapter(decoder, torch.device("cpu"))  # saves the memory of a GPU
+    save_checkpoint(path, decoder, tokenizer, decoder.bfloat16_weights() if precision == "bfloat16" else {})
 
 
 def _describe_base(decoder: Decoder, base: str) -> str:
-    """`Adapter.base` of a decoder that is stored as `base` says."""
-    kind = _kind(base)
+    """Return `Adapter.base` for a decoder, stored as in `base`."""
+    kind = _base_kind(base)
     if kind != base_kind(decoder):
-        decoder = shared(decoder)
-        narrow_base(decoder, kind)
+        decoder = share_weights(decoder)
+        convert_base(decoder, kind)
     return f"{kind} {checksum(base_state(decoder))}"
 
 
-def _content(file: Path) -> bytes | None:
+def _read_if_exists(file: Path) -> bytes | None:
     if not file.is_file():
         return None
     with open_regular(file) as opened:
         return opened.read()
 
 
-def _base(document: Any, folder: Path) -> str:
-    """`Adapter.base`, as base.json describes it."""
+def _parse_base(document: Any, folder: Path) -> str:
+    """Return `Adapter.base` from the content of base.json."""
     if not (isinstance(document, Mapping) and document.get("kept") in get_args(BaseKind)):
         kinds = ", ".join(get_args(BaseKind))
         raise RequestError(f"kept is not one of {kinds}", where=str(folder / _BASE))
     return f"{document['kept']} {document.get('checksum')}"
 
 
-def _kind(base: str) -> BaseKind:
+def _base_kind(base: str) -> BaseKind:
     return base.partition(" ")[0] or "float32"  # type: ignore[return-value]
 
 
-def _checked(key: str, tensor: Tensor, rank: int, file: Path) -> Tensor:
-    """A float32 copy of one half of a pair, which must have the rank in the configuration."""
+def _check_half(key: str, tensor: Tensor, rank: int, file: Path) -> Tensor:
+    """Return a float32 copy of A or B after checking its rank, dtype and values."""
     actual = tensor.shape[0 if ".lora_A." in key else -1] if tensor.dim() == 2 else None
     if actual != rank:
         raise RequestError(f"{key} is {list(tensor.shape)}, but r is {rank}", where=str(file))

@@ -1,9 +1,9 @@
 """Low-rank adaptation (LoRA; Hu et al., arXiv 2106.09685): a frozen matrix W and a trained addition s B A.
 
-Every product uses the merged matrix W + s (B A), which is computed from W for each product and not kept. So
-the policy that is trained equals, bit for bit, the merged policy that is sampled, saved and served. The usual
-W x + s B (A x) rounds differently, and sampler and learner would disagree. Merging takes r / N of the time of
-a product of N rows. No gradient has the size of W:
+Every product computes the merged matrix W + s (B A) from W and does not keep it. So the trained policy
+equals, bit for bit, the merged policy that is sampled, saved and served. The usual W x + s B (A x) rounds
+differently, and sampler and learner would disagree. Merging takes r / N of the time of a product of N rows.
+No gradient has the size of W:
 
     dx = dy (W + s B A);   dB = s dy^T (x A^T);   dA = s (dy B)^T x
 
@@ -25,18 +25,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from perilune.models.decoder import Decoder
-from perilune.models.layers import ExpertMap, Projection
-from perilune.models.memory import require_base
-from perilune.models.narrow import NarrowKind, narrowed
-from perilune.models.products import biased, gradient_product, linear, product
+from perilune.models.layers import ExpertLinear, Projection
+from perilune.models.memory import check_base_kind
+from perilune.models.narrow import NarrowKind, round_weight
+from perilune.models.products import add_bias, gradient_matmul, linear, matmul
 from perilune.models.scratch import scratch_buffer
 
 BaseKind = Literal["float32", "bfloat16", "int8"]
-"""How frozen matrices are stored."""
+"""Storage of frozen matrices."""
 
 A, B = "lora_A", "lora_B"
 _SCALES = "scales"  # buffer of a linear map whose weight is int8
-_STREAM = 0x10FA  # separates the random numbers of A from others of the same seed
+_SEED_STREAM = 0x10FA  # separates the random numbers of A from others of the same seed
 
 
 class MergedProjection(Projection):
@@ -52,37 +52,37 @@ class MergedProjection(Projection):
         self.scale, self.precision = scale, base.precision
 
     def __call__(self, x: Tensor) -> Tensor:
-        pairs = [tensor for part in self.parts for tensor in pair_of(part)]
+        pairs = [tensor for part in self.parts for tensor in get_pair(part)]
         if not (torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in pairs))):
-            return linear(x, self.temporary_weight(), self.joined_bias(), self.precision)
+            return linear(x, self.temporary_weight(), self.stack_biases(), self.precision)
         out: Tensor = _Merged.apply(x, self, *pairs)  # type: ignore[no-untyped-call]
-        return biased(out, self.joined_bias())
+        return add_bias(out, self.stack_biases())
 
     @torch.no_grad()
     def temporary_weight(self) -> Tensor:
-        """float32[O, I] of all parts for one product; the next temporary weight overwrites its memory."""
+        """Return float32[O, I] of all parts for one product. The next temporary weight overwrites it."""
         first = self.parts[0].weight
         rows = [part.weight.shape[0] for part in self.parts]
         dtype = torch.promote_types(torch.float32, first.dtype)
         out = scratch_buffer("merged", [sum(rows), first.shape[1]], dtype, first.device)
-        for part, its in zip(self.parts, torch.split(out, rows), strict=True):
-            self._write(part, its)
+        for part, weight in zip(self.parts, torch.split(out, rows), strict=True):
+            self._write(part, weight)
         return out
 
     @torch.no_grad()
-    def weight_of(self, part: nn.Module) -> Tensor:
-        """The merged float32[O, I] of one part, without gradient."""
+    def get_weight(self, part: nn.Module) -> Tensor:
+        """Return the merged float32[O, I] of one part, without gradient."""
         weight: Tensor = part.weight  # type: ignore[assignment]
         out = torch.empty_like(weight, dtype=torch.promote_types(torch.float32, weight.dtype))
         self._write(part, out)
         return out
 
     def _write(self, part: nn.Module, out: Tensor) -> None:
-        widen(part, out)
-        if pair := pair_of(part):
+        write_float32(part, out)
+        if pair := get_pair(part):
             a, b = pair
-            # The kernel of all products: sums over the rank must have the same order everywhere.
-            out.add_(product(b * self.scale, a.t()))
+            # The same kernel as other products, so that sums over the rank have the same order everywhere.
+            out.add_(matmul(b * self.scale, a.t()))
 
 
 class _Merged(torch.autograd.Function):
@@ -92,7 +92,7 @@ class _Merged(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, projection: MergedProjection, *pairs: Tensor) -> Tensor:
         ctx.save_for_backward(x, *pairs)
         ctx.projection = projection
-        return product(x, projection.temporary_weight(), projection.precision)
+        return matmul(x, projection.temporary_weight(), projection.precision)
 
     @staticmethod
     @once_differentiable
@@ -101,12 +101,12 @@ class _Merged(torch.autograd.Function):
         projection: MergedProjection = ctx.projection
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = gradient_product(grad, projection.temporary_weight().t(), projection.precision)
+            grad_x = gradient_matmul(grad, projection.temporary_weight().t(), projection.precision)
         gradients: list[Tensor] = []
         start = 0
         for part in projection.parts:
             stop = start + part.weight.shape[0]
-            if pair := pair_of(part):
+            if pair := get_pair(part):
                 a, b = pair
                 dy, fed = grad[:, start:stop].to(b.dtype), x.to(a.dtype)
                 gradients.append((dy @ b).mul_(projection.scale).t() @ fed)
@@ -115,16 +115,16 @@ class _Merged(torch.autograd.Function):
         return grad_x, None, *gradients
 
 
-def attach(decoder: Decoder, targets: Collection[str], rank: int, alpha: float, seed: int) -> None:
+def attach_adapter(decoder: Decoder, targets: Collection[str], rank: int, alpha: float, seed: int) -> None:
     """Freeze `decoder` and add a trainable A and B to its linear maps called `targets` ("q_proj", ...).
 
     A is drawn as in PEFT, uniformly within 1 / sqrt(I). B is 0, so the policy is unchanged. In a model that
     stacks several maps in one matrix, such as `qkv_proj`, the name of one stands for all of them.
     """
     decoder.requires_grad_(False)
-    random = np.random.default_rng([seed, _STREAM])
-    names = {decoder.config.family.module(target) for target in targets}
-    for name, part in linear_maps(decoder):
+    random = np.random.default_rng([seed, _SEED_STREAM])
+    names = {decoder.config.family.module_name(target) for target in targets}
+    for name, part in layer_linear_maps(decoder):
         if name.rpartition(".")[2] in names:
             out, inner = part.weight.shape
             bound = 1 / math.sqrt(inner)
@@ -133,7 +133,7 @@ def attach(decoder: Decoder, targets: Collection[str], rank: int, alpha: float, 
     install_merged_projections(decoder, alpha / rank)
 
 
-def attach_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> None:
+def attach_adapter_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Tensor]], scale: float) -> None:
     """Freeze `decoder` and add the given A and B to the linear maps that they name."""
     decoder.requires_grad_(False)
     for name, (a, b) in pairs.items():
@@ -141,8 +141,8 @@ def attach_pairs(decoder: Decoder, pairs: Mapping[str, tuple[Tensor, Tensor]], s
     install_merged_projections(decoder, scale)
 
 
-def narrow_kinds(decoder: Decoder, kind: BaseKind) -> dict[str, NarrowKind]:
-    """How the matrices of products are stored in a base of this `kind`, by parameter; {} for float32.
+def base_kinds(decoder: Decoder, kind: BaseKind) -> dict[str, NarrowKind]:
+    """Return the storage of each matrix in a base of this `kind`, by parameter; {} for float32.
 
     Linear maps of layers become `kind`. Embedding and head stay in bfloat16 at least, because their rounding
     matters most. Routers, norms and biases are unchanged.
@@ -150,33 +150,33 @@ def narrow_kinds(decoder: Decoder, kind: BaseKind) -> dict[str, NarrowKind]:
     Raises:
         RequestError: for a model whose experts share tensors.
     """
-    require_base(decoder.config, kind)
+    check_base_kind(decoder.config, kind)
     if kind == "float32":
         return {}
     tables = {id(part) for part in (decoder.model.embed_tokens, *decoder.head.parts)}
-    of_tables = [name for name, part in decoder.named_modules() if id(part) in tables]
-    of_layers = [name for name, _ in linear_maps(decoder)]
-    kinds: dict[str, NarrowKind] = dict.fromkeys((f"{name}.weight" for name in of_tables), "bfloat16")
-    return kinds | dict.fromkeys((f"{name}.weight" for name in of_layers), kind)
+    table_names = [name for name, part in decoder.named_modules() if id(part) in tables]
+    layer_names = [name for name, _ in layer_linear_maps(decoder)]
+    kinds: dict[str, NarrowKind] = dict.fromkeys((f"{name}.weight" for name in table_names), "bfloat16")
+    return kinds | dict.fromkeys((f"{name}.weight" for name in layer_names), kind)
 
 
-def narrow_part(decoder: Decoder, name: str, kind: NarrowKind) -> None:
-    """Store the matrix `name` as `kind` from now on. Call `install_merged_projections` afterwards."""
+def convert_matrix(decoder: Decoder, name: str, kind: NarrowKind) -> None:
+    """Convert the matrix `name` to `kind`. Call `install_merged_projections` afterwards."""
     part = decoder.get_submodule(name.rpartition(".")[0])
-    narrow = narrowed(part.weight, kind)  # type: ignore[arg-type]
+    narrow = round_weight(part.weight, kind)  # type: ignore[arg-type]
     part.weight = nn.Parameter(narrow.values, requires_grad=False)
     if narrow.scales is not None:
         part.register_buffer(_SCALES, narrow.scales)
 
 
-def narrow_base(decoder: Decoder, kind: BaseKind) -> None:
-    """Store all matrices of `decoder` as `narrow_kinds` says from now on, without gradients."""
-    for name, own in narrow_kinds(decoder, kind).items():
-        narrow_part(decoder, name, own)
+def convert_base(decoder: Decoder, kind: BaseKind) -> None:
+    """Convert all matrices of `decoder` to the kinds of `base_kinds`, without gradients."""
+    for name, own in base_kinds(decoder, kind).items():
+        convert_matrix(decoder, name, own)
     install_merged_projections(decoder)
 
 
-def widen(part: nn.Module, out: Tensor) -> None:
+def write_float32(part: nn.Module, out: Tensor) -> None:
     """Write the matrix of a part to `out`, float32[O, I]."""
     weight: Tensor = part.weight  # type: ignore[assignment]
     scales: Tensor | None = getattr(part, _SCALES, None)
@@ -185,8 +185,8 @@ def widen(part: nn.Module, out: Tensor) -> None:
         out.mul_(scales[:, None])
 
 
-def pair_of(part: nn.Module) -> tuple[Tensor, ...]:
-    """A and B of a linear map; empty when it has none."""
+def get_pair(part: nn.Module) -> tuple[Tensor, ...]:
+    """Return A and B of a linear map, or () without an adapter."""
     return tuple(part.get_submodule(name).weight for name in (A, B)) if hasattr(part, A) else ()  # type: ignore[misc]
 
 
@@ -200,41 +200,41 @@ def set_pair(part: nn.Module, a: Tensor, b: Tensor) -> None:
         part.add_module(name, half)
 
 
-def pairs_of(decoder: Decoder) -> dict[str, tuple[Tensor, ...]]:
-    """All A and B by the name of their linear map."""
-    return {name: pair for name, part in decoder.named_modules() if (pair := pair_of(part))}
+def adapter_pairs(decoder: Decoder) -> dict[str, tuple[Tensor, ...]]:
+    """Return A and B by the name of their linear map."""
+    return {name: pair for name, part in decoder.named_modules() if (pair := get_pair(part))}
 
 
-def scale_of(decoder: Decoder) -> float:
-    """The scale s, which all maps share; 0 without an adapter."""
-    scales = [one.scale for one in decoder.projections() if isinstance(one, MergedProjection)]
+def adapter_scale(decoder: Decoder) -> float:
+    """Return the scale s, which all maps share; 0 without an adapter."""
+    scales = [part.scale for part in decoder.projections() if isinstance(part, MergedProjection)]
     return max(scales, default=0.0)
 
 
-def shared(decoder: Decoder) -> Decoder:
-    """A second decoder on the same memory, without gradients; replacing its tensors spares the first."""
-    kept: dict[int, Tensor] = {id(tensor): tensor for tensor in decoder.buffers()}
-    kept |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in decoder.parameters()}
-    return copy.deepcopy(decoder, kept)
+def share_weights(decoder: Decoder) -> Decoder:
+    """Return a decoder on the same memory, without gradients. Its tensors can be replaced independently."""
+    tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in decoder.buffers()}
+    tensors |= {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in decoder.parameters()}
+    return copy.deepcopy(decoder, tensors)
 
 
 def base_kind(decoder: Decoder) -> BaseKind:
-    """How the matrices of layers are stored."""
-    dtypes = {part.weight.dtype for _, part in linear_maps(decoder)} - {decoder.dtype}
+    """Return the storage of the layers' matrices."""
+    dtypes = {part.weight.dtype for _, part in layer_linear_maps(decoder)} - {decoder.dtype}
     return "int8" if torch.int8 in dtypes else "bfloat16" if dtypes else "float32"
 
 
-def base_of(decoder: Decoder) -> Decoder:
-    """The policy without its adapter, sharing the frozen weights."""
-    base = shared(decoder)
+def without_adapter(decoder: Decoder) -> Decoder:
+    """Return the policy without its adapter, sharing the frozen weights."""
+    base = share_weights(decoder)
     for part in base.modules():
-        if pair_of(part):
+        if get_pair(part):
             del part.lora_A, part.lora_B
     return base
 
 
 def base_state(decoder: Decoder) -> dict[str, Tensor]:
-    """The state dictionary without A and B."""
+    """Return the state dictionary without A and B."""
     return {
         name: tensor
         for name, tensor in decoder.state_dict().items()
@@ -243,10 +243,10 @@ def base_state(decoder: Decoder) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def merged(decoder: Decoder, device: torch.device | None = None) -> Decoder:
-    """A plain decoder with the adapter merged, bit for bit the same policy.
+def merge_adapter(decoder: Decoder, device: torch.device | None = None) -> Decoder:
+    """Return a plain decoder with the adapter merged: the same policy, bit for bit.
 
-    Matrices are merged one at a time and moved to `device`, by default the decoder's own.
+    Matrices are merged one at a time and moved to `device`, by default that of the decoder.
     """
     device = device or decoder.model.norm.weight.device
     with torch.device("meta"):
@@ -256,7 +256,7 @@ def merged(decoder: Decoder, device: torch.device | None = None) -> Decoder:
     for projection in decoder.projections():
         if isinstance(projection, MergedProjection):
             weights |= {
-                f"{names[id(part)]}.weight": projection.weight_of(part).to(device)
+                f"{names[id(part)]}.weight": projection.get_weight(part).to(device)
                 for part in projection.parts
             }
     kept = {name: weights[name].to(device, decoder.dtype) for name in plain.state_dict()}
@@ -267,8 +267,8 @@ def merged(decoder: Decoder, device: torch.device | None = None) -> Decoder:
 def install_merged_projections(decoder: Decoder, scale: float = 0.0) -> None:
     """Replace projections by `MergedProjection` where a matrix is narrow or has an A and a B."""
 
-    def is_special(part: nn.Linear | nn.Embedding | ExpertMap) -> bool:
-        return bool(pair_of(part)) or part.weight.dtype != decoder.dtype
+    def is_special(part: nn.Linear | nn.Embedding | ExpertLinear) -> bool:
+        return bool(get_pair(part)) or part.weight.dtype != decoder.dtype
 
     for module in list(decoder.modules()):
         for attribute, projection in list(vars(module).items()):
@@ -276,8 +276,8 @@ def install_merged_projections(decoder: Decoder, scale: float = 0.0) -> None:
                 setattr(module, attribute, MergedProjection(projection, scale))
 
 
-def linear_maps(decoder: Decoder) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear maps of all layers by name, without routers."""
+def layer_linear_maps(decoder: Decoder) -> Iterator[tuple[str, nn.Linear]]:
+    """Iterate over the linear maps of all layers by name, without routers."""
     own = {
         id(part)
         for projection in decoder.projections()

@@ -11,8 +11,8 @@ Elements in the cache per token and layer:
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-STATES_KEPT_EVERY = 64
-"""Tokens between the recurrent states that are kept for the gradient; those between are computed again."""
+STATE_INTERVAL = 64
+"""Tokens between recurrent states that are kept for the gradient; the backward pass recomputes the others."""
 
 _SCORES = 512  # most attention scores per query kept for the gradient; longer rows are recomputed
 
@@ -36,29 +36,29 @@ class Mixer(ABC):
 
     @property
     def window(self) -> int | None:
-        """Tokens that a token attends to, itself included; None for all before it."""
+        """Number of tokens that a token attends to, including itself; None for all earlier ones."""
         return None
 
     @property
-    def state(self) -> int:
-        """Elements of the recurrent state of one sequence."""
+    def state_size(self) -> int:
+        """Number of elements of the recurrent state of one sequence."""
         return 0
 
     @abstractmethod
-    def cached(self, tokens: int) -> int:
-        """Elements cached for a sequence of `tokens` tokens, without the recurrent state."""
+    def cached_elements(self, tokens: int) -> int:
+        """Return the cached elements of a sequence of `tokens` tokens, without the recurrent state."""
 
     @abstractmethod
     def flops(self, tokens: float) -> float:
-        """FLOPs besides the products with parameters, for a token that attends to `tokens` in the cache."""
+        """Return the FLOPs of a token with `tokens` in the cache, without products with parameters."""
 
     def flops_uncached(self, tokens: float) -> float:
-        """The same without a cache, as in training."""
+        """Return the same without a cache, as in training."""
         return self.flops(tokens)
 
     @abstractmethod
-    def kept(self, tokens: int) -> int:
-        """Estimated elements per token kept for the gradient, in sequences of `tokens` tokens."""
+    def kept_elements(self, tokens: int) -> int:
+        """Estimate the elements per token kept for the gradient, in sequences of `tokens` tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ class Attention(Mixer):
         )
         return f"{kind} {heads} heads of {size}{f', window {self.window:,}' if self.window else ''}"
 
-    def cached(self, tokens: int) -> int:
+    def cached_elements(self, tokens: int) -> int:
         return self.kv_heads * (self.key_size + self.value_size) * min(tokens, self.window or tokens)
 
     def flops(self, tokens: float) -> float:
         return 2 * self.heads * (self.key_size + self.value_size) * tokens
 
-    def kept(self, tokens: int) -> int:
+    def kept_elements(self, tokens: int) -> int:
         size = max(self.key_size, self.value_size)
         return 3 * (self.heads + self.kv_heads) * size + self.heads * min(tokens, _SCORES)
 
@@ -114,7 +114,7 @@ class LatentAttention(Mixer):
     def name(self) -> str:
         return f"MLA {self.heads} heads, latent {self.rank} + {self.rotary_size}"
 
-    def cached(self, tokens: int) -> int:
+    def cached_elements(self, tokens: int) -> int:
         return (self.rank + self.rotary_size) * tokens
 
     def flops(self, tokens: float) -> float:
@@ -124,7 +124,7 @@ class LatentAttention(Mixer):
     def flops_uncached(self, tokens: float) -> float:
         return 2 * self.heads * (self.key_size + self.rotary_size + self.value_size) * tokens
 
-    def kept(self, tokens: int) -> int:
+    def kept_elements(self, tokens: int) -> int:
         return 6 * self.heads * (self.key_size + self.rotary_size) + self.heads * min(tokens, _SCORES)
 
 
@@ -148,17 +148,17 @@ class LinearAttention(Mixer):
         return f"{self.kind}, {self.heads} states of {self.key_size} x {self.value_size}"
 
     @property
-    def state(self) -> int:
+    def state_size(self) -> int:
         return self.heads * self.key_size * self.value_size
 
-    def cached(self, tokens: int) -> int:
+    def cached_elements(self, tokens: int) -> int:
         return self.convolution
 
     def flops(self, tokens: float) -> float:
-        return 6 * self.state  # read with the key, update, read with the query
+        return 6 * self.state_size  # read with the key, update, read with the query
 
-    def kept(self, tokens: int) -> int:
-        return 6 * self.heads * (self.key_size + self.value_size) + self.state // STATES_KEPT_EVERY
+    def kept_elements(self, tokens: int) -> int:
+        return 6 * self.heads * (self.key_size + self.value_size) + self.state_size // STATE_INTERVAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class FeedForward:
 
     @property
     def width(self) -> int:
-        """Inner units that compute one token."""
+        """Number of inner units that compute one token."""
         return round((self.experts_per_token + self.shared_experts) * self.inner_size)
 
     @property

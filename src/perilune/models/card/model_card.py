@@ -41,12 +41,12 @@ class ModelCard:
 
     @property
     def table_parameters(self) -> int:
-        """Parameters of the embedding or of the head, V d."""
+        """Number of parameters of the embedding or of the head, V d."""
         return self.vocab_size * self.hidden_size
 
     @property
     def parameters(self) -> int:
-        """All parameters of the model."""
+        """Number of parameters of the model."""
         return self._outside + sum(
             layer.mixer.parameters + layer.feed_forward.parameters + layer.norm_parameters
             for layer in self.layers
@@ -54,7 +54,7 @@ class ModelCard:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that compute one token: all, without the experts that the token does not use."""
+        """Number of parameters that compute one token: all except the experts that the token does not use."""
         idle = sum(
             layer.feed_forward.parameters - layer.feed_forward.active_parameters for layer in self.layers
         )
@@ -65,24 +65,26 @@ class ModelCard:
         return self.table_parameters * (1 if self.tied else 2) + self.other_parameters
 
     def cache_bytes(self, tokens: int, item_bytes: float = 2) -> int:
-        """Bytes of one sequence of `tokens` tokens in the cache, with elements of `item_bytes`."""
-        elements = sum(layer.mixer.cached(tokens) for layer in self.layers)
-        return round(elements * item_bytes) + _STATE_BYTES * sum(layer.mixer.state for layer in self.layers)
+        """Return the bytes of a sequence of `tokens` tokens in the cache, with elements of `item_bytes`."""
+        elements = sum(layer.mixer.cached_elements(tokens) for layer in self.layers)
+        return round(elements * item_bytes) + _STATE_BYTES * sum(
+            layer.mixer.state_size for layer in self.layers
+        )
 
     def cache_bytes_per_token(self, tokens: int, item_bytes: float = 2) -> float:
-        """Cache bytes divided by the tokens: constant for full attention, else dependent on the length."""
+        """Return cache bytes divided by tokens, which depends on the length except in full attention."""
         return self.cache_bytes(tokens, item_bytes) / tokens
 
     def decode_flops(self, tokens: int) -> float:
-        """FLOPs to compute one token with `tokens` in the cache, itself included: 2 per active parameter.
+        """Return the FLOPs of one token with `tokens` in the cache, including itself.
 
-        A multiplication and its addition count as two. The embedding look-up costs nothing.
+        Each active parameter counts 2, a multiplication and an addition. The embedding look-up counts 0.
         """
         seen = ((layer.mixer, min(tokens, layer.mixer.window or tokens)) for layer in self.layers)
         return self._dense_flops + sum(mixer.flops(count) for mixer, count in seen)
 
     def training_flops(self, tokens: int) -> float:
-        """Mean FLOPs to train on one token of a sequence of `tokens`: forward, and twice that backward."""
+        """Return the mean FLOPs to train on one token of a sequence of `tokens`: 3 times forward."""
         seen = ((layer.mixer, mean_context(tokens, layer.mixer.window)) for layer in self.layers)
         return 3 * (self._dense_flops + sum(mixer.flops_uncached(count) for mixer, count in seen))
 
@@ -91,33 +93,32 @@ class ModelCard:
         looked_up = 0 if self.tied else self.table_parameters
         return 2 * (self.active_parameters - looked_up)
 
-    def kept_bytes(self, tokens: int, item_bytes: float, *, recompute: bool = False) -> int:
-        """Bytes of activations per token of a sequence of `tokens` that the backward pass needs, as an
-        estimate.
+    def activation_bytes(self, tokens: int, item_bytes: float, *, recompute: bool = False) -> int:
+        """Estimate the activation bytes per token that the backward pass over `tokens` needs, without logits.
 
-        The layer being computed takes half of its activations again. Logits are not counted.
+        The layer being computed takes half of its activations again.
 
         Args:
             recompute: whether activation checkpointing keeps only the input of each layer. The layer being
                 recomputed then takes 4.5 times its activations (measured), for temporaries and gradients.
         """
-        of_layers = self._kept(tokens)
-        kept = self.hidden_size * len(of_layers) + 4 * max(of_layers) if recompute else sum(of_layers)
-        return round(item_bytes * (kept + 0.5 * max(of_layers)))
+        layers = self._layer_activations(tokens)
+        kept = self.hidden_size * len(layers) + 4 * max(layers) if recompute else sum(layers)
+        return round(item_bytes * (kept + 0.5 * max(layers)))
 
     def layer_bytes(self, tokens: int, item_bytes: float) -> int:
-        """As `kept_bytes`, of the largest layer alone."""
-        return round(item_bytes * max(self._kept(tokens)))
+        """Return the same for the largest layer alone."""
+        return round(item_bytes * max(self._layer_activations(tokens)))
 
-    def _kept(self, tokens: int) -> list[int]:
-        """Activations of each layer that the backward pass needs, per token."""
+    def _layer_activations(self, tokens: int) -> list[int]:
+        """Return the activations per token of each layer that the backward pass needs."""
         return [
-            4 * self.hidden_size + 3 * layer.feed_forward.width + layer.mixer.kept(tokens)
+            4 * self.hidden_size + 3 * layer.feed_forward.width + layer.mixer.kept_elements(tokens)
             for layer in self.layers
         ]
 
     def variants(self) -> list[tuple[str, str]]:
-        """Runs of equal layers in order, as ("0-3", "GQA 16/8 heads of 128; feed-forward 3,072")."""
+        """Return runs of equal layers in order, as ("0-3", "GQA 16/8 heads of 128; feed-forward 3,072")."""
         runs, start = [], 0
         for name, group in groupby(layer.name for layer in self.layers):
             end = start + len(list(group))
@@ -126,11 +127,11 @@ class ModelCard:
         return runs
 
     def kinds(self) -> Counter[str]:
-        """The number of layers of each kind, in order of appearance."""
+        """Return the number of layers of each kind, in order of appearance."""
         return Counter(layer.name for layer in self.layers)
 
 
 def mean_context(tokens: int, window: int | None) -> float:
-    """Mean number of tokens that a token of a sequence attends to, itself included."""
+    """Return the mean number of tokens that a token attends to, including itself."""
     seen = min(tokens, window or tokens)
     return (seen * (seen + 1) / 2 + (tokens - seen) * seen) / tokens

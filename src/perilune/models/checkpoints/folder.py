@@ -84,10 +84,10 @@ class CheckpointFolder:
             files = [self.file(WEIGHTS)]
         for file in files:
             if not file.is_file():
-                raise self._no_weights(file.name)
+                raise self._missing_weights(file.name)
         return files
 
-    def _no_weights(self, name: str) -> RequestError:
+    def _missing_weights(self, name: str) -> RequestError:
         pickles = sorted(file for pattern in _PICKLES for file in self.path.glob(pattern))
         if pickles:
             return pickle_error(pickles[0])

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
-from perilune.models.adapters.lora import BaseKind, install_merged_projections, narrow_kinds, narrow_part
+from perilune.models.adapters.lora import BaseKind, base_kinds, convert_matrix, install_merged_projections
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
 from perilune.models.checkpoints.quantised import unquantised_tensors
-from perilune.models.checkpoints.tensors import Stored, read_tensors
+from perilune.models.checkpoints.tensors import StoredTensor, read_tensors
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.reader import Reader
 from perilune.models.decoder import Decoder
-from perilune.models.store import model_folder
+from perilune.models.store import resolve_model_folder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.terminal import escape_control
 
@@ -42,7 +42,7 @@ def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> D
         if preset not in PRESETS:
             raise RequestError(f"no model preset {preset!r}", remedy=f"one of: {', '.join(PRESETS)}")
         preset = PRESETS[preset]
-    decoder = _empty(
+    decoder = _empty_decoder(
         preset.replace(
             vocab_size=tokenizer.vocab_size,
             bos_token_id=tokenizer.bos_token_id,
@@ -70,7 +70,7 @@ def load_model(
     if isinstance(source, str) and source in PRESETS:
         tokenizer = Tokenizer.characters()
         return new_model(source, tokenizer, seed).to(device), tokenizer
-    return load_checkpoint(model_folder(Path(source)), device)
+    return load_checkpoint(resolve_model_folder(Path(source)), device)
 
 
 def save_checkpoint(
@@ -113,22 +113,22 @@ def load_checkpoint(
     """Read the model and the tokenizer of a Hugging Face folder.
 
     Args:
-        base: how the matrices of a frozen model are stored; each is converted as it is read.
+        base: storage of the matrices of a frozen model; each is converted when it is read.
 
     Raises:
         RequestError: naming the file, and the tensor or key, that is missing, malformed or not implemented.
     """
-    tokenizer = tokenizer_of(path)  # before the weights, which may take minutes
-    return load_as(Decoder, path, device, dtype, base), tokenizer
+    tokenizer = load_tokenizer(path)  # before the weights, which may take minutes
+    return load_decoder_as(Decoder, path, device, dtype, base), tokenizer
 
 
-def tokenizer_of(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> Tokenizer:
     """Read the tokenizer in the folder of a model.
 
     Raises:
         RequestError: when it or config.json is missing or malformed, and as `Tokenizer.limited`.
     """
-    config, _ = _config(CheckpointFolder(path))
+    config, _ = _read_config(CheckpointFolder(path))
     return Tokenizer.load(path).limited(config.vocab_size)
 
 
@@ -140,10 +140,10 @@ def load_decoder(
     Raises:
         RequestError: as `load_checkpoint`.
     """
-    return load_as(Decoder, path, device, dtype)
+    return load_decoder_as(Decoder, path, device, dtype)
 
 
-def load_as(
+def load_decoder_as(
     kind: type[DecoderT],
     path: Path,
     device: str | torch.device,
@@ -155,49 +155,49 @@ def load_as(
     Raises:
         RequestError: as `load_checkpoint`.
     """
-    config, stored = checked_headers(kind, path)
+    config, stored = check_headers(kind, path)
     with torch.device("meta"):
         decoder = kind(config)
-    kinds = narrow_kinds(decoder, base)
+    kinds = base_kinds(decoder, base)
     for name, tensor in read_tensors([stored[name] for name in decoder.state_dict()]):
         # One at a time, so that a narrow base never has all of its weights in float32 on the device.
         owner, _, attribute = name.rpartition(".")
         part = decoder.get_submodule(owner)
-        setattr(part, attribute, read_as(getattr(part, attribute), tensor, device, dtype))
+        setattr(part, attribute, convert_tensor(getattr(part, attribute), tensor, device, dtype))
         if name in kinds:
-            narrow_part(decoder, name, kinds[name])
+            convert_matrix(decoder, name, kinds[name])
     install_merged_projections(decoder)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         check_tied(stored["lm_head.weight"], decoder.model.embed_tokens.weight)
     return decoder
 
 
-def read_as(old: Tensor, tensor: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
-    """A tensor from a file in place of `old`: a parameter in `dtype`, or a buffer in its own dtype."""
+def convert_tensor(old: Tensor, tensor: Tensor, device: str | torch.device, dtype: torch.dtype) -> Tensor:
+    """Convert a tensor from a file to replace `old`: a parameter to `dtype`, a buffer to its own dtype."""
     if not isinstance(old, nn.Parameter):
         return torch.empty(tensor.shape, device=device, dtype=old.dtype).copy_(tensor)
     weight = torch.empty(tensor.shape, device=device, dtype=dtype).copy_(tensor)
     return nn.Parameter(weight, old.requires_grad)
 
 
-def checked_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dict[str, Stored]]:
-    """The configuration in a folder and its tensors by name, checked against the decoder class `kind`.
+def check_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dict[str, StoredTensor]]:
+    """Return the configuration of a folder and its tensors by name, checked against the decoder class `kind`.
 
     Raises:
         RequestError: as `load_checkpoint`.
     """
     folder = CheckpointFolder(Path(path))
-    config, read = _config(folder)
-    stored = _without_mtp(unquantised_tensors(folder), config, read)
+    config, read = _read_config(folder)
+    stored = _drop_mtp(unquantised_tensors(folder), config, read)
     _check_counts(config, stored, path)
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
-    _compare(stored, shapes, path)
+    _check_shapes(stored, shapes, path)
     return config, stored
 
 
-def _empty(config: DecoderConfig) -> Decoder:
-    """A float32 decoder with uninitialised parameters."""
+def _empty_decoder(config: DecoderConfig) -> Decoder:
+    """Return a float32 decoder with uninitialised parameters."""
     with torch.device("meta"):
         decoder = Decoder(config)
     # Not `to_empty`: on meta tensors it imports much of torch's compiler.
@@ -206,8 +206,8 @@ def _empty(config: DecoderConfig) -> Decoder:
     return decoder
 
 
-def _config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
-    """The configuration in a folder, with the end tokens of generation_config.json, and config.json."""
+def _read_config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
+    """Return the configuration with the end tokens of generation_config.json, and a config.json reader."""
     file = folder.file("config.json")
     if not file.exists() and folder.file("adapter_config.json").exists():
         raise RequestError(
@@ -220,13 +220,15 @@ def _config(folder: CheckpointFolder) -> tuple[DecoderConfig, Reader]:
     return config.replace(eos_token_ids=folder.end_tokens()), read
 
 
-def _without_mtp(stored: dict[str, Stored], config: DecoderConfig, read: Reader) -> dict[str, Stored]:
-    """`stored` without the layers for multi-token prediction, which follow the decoder's; says so if any."""
+def _drop_mtp(
+    stored: dict[str, StoredTensor], config: DecoderConfig, read: Reader
+) -> dict[str, StoredTensor]:
+    """Remove the layers for multi-token prediction, which follow those of the decoder, and print how many."""
     prefixes = ["mtp."] if config.family.linear else []
     if "num_nextn_predict_layers" in config.family.options:
         count = min(read.count("num_nextn_predict_layers", 0, least=0), len(stored))
         prefixes = [f"model.layers.{config.num_layers + extra}." for extra in range(count)]
-    kept = {name: one for name, one in stored.items() if not name.startswith(tuple(prefixes))}
+    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(tuple(prefixes))}
     if len(kept) < len(stored):
         skipped = f"skipping {len(stored) - len(kept)} tensors for multi-token prediction"
         print(
@@ -237,27 +239,29 @@ def _without_mtp(stored: dict[str, Stored], config: DecoderConfig, read: Reader)
     return kept
 
 
-def _check_counts(config: DecoderConfig, stored: Mapping[str, Stored], path: Path) -> None:
-    """Refuse more layers or experts than are stored, before a model of that size is created."""
+def _check_counts(config: DecoderConfig, stored: Mapping[str, StoredTensor], path: Path) -> None:
+    """Check that all layers and experts are stored, before a model of that size is created."""
     if config.num_layers > len(stored):
-        raise _missing(f"model.layers.{config.num_layers - 1}.self_attn.o_proj.weight", stored, path)
+        raise _missing_tensor(f"model.layers.{config.num_layers - 1}.self_attn.o_proj.weight", stored, path)
     layer = next((layer for layer in range(config.num_layers) if config.is_sparse(layer)), None)
     if config.experts is None or layer is None:
         return
-    network, up = (config.family.module(name) for name in ("mlp", "up_proj"))
+    network, up = (config.family.module_name(name) for name in ("mlp", "up_proj"))
     experts = f"model.layers.{layer}.{network}.experts"
     if config.family.fused_experts:
         name = f"{experts}.gate_up_proj"
         if name not in stored or stored[name].shape[:1] != (config.experts.count,):
-            raise _missing(f"{name} of {config.experts.count} experts", stored, path)
+            raise _missing_tensor(f"{name} of {config.experts.count} experts", stored, path)
     elif config.experts.count > len(stored):
-        raise _missing(f"{experts}.{config.experts.count - 1}.{up}.weight", stored, path)
+        raise _missing_tensor(f"{experts}.{config.experts.count - 1}.{up}.weight", stored, path)
 
 
-def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+def _check_shapes(
+    stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]], path: Path
+) -> None:
     for name, shape in shapes.items():
         if name not in stored:
-            raise _missing(name, stored, path)
+            raise _missing_tensor(name, stored, path)
         tensor = stored[name]
         if tensor.shape != shape:
             what = f"tensor {name} has shape {list(tensor.shape)}, but config.json requires {list(shape)}"
@@ -271,17 +275,17 @@ def _compare(stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]
             raise RequestError(what, where=str(tensor.file), remedy="use the unquantised checkpoint")
 
 
-def _missing(name: str, stored: Iterable[str], path: Path) -> RequestError:
+def _missing_tensor(name: str, stored: Iterable[str], path: Path) -> RequestError:
     inner = name.removeprefix("model.")
-    other = next((one for one in stored if one.endswith(inner)), None)
+    other = next((stored_name for stored_name in stored if stored_name.endswith(inner)), None)
     remedy = "" if other is None else f"the files call it {other}: rename their tensors"
     if name == "lm_head.weight":
         remedy = "set tie_word_embeddings to true in config.json if the head is the embedding matrix"
     return RequestError(f"tensor {name} is missing", where=str(path), remedy=remedy)
 
 
-def check_tied(head: Stored, embedding: Tensor) -> None:
-    """Refuse a stored head that differs from the embedding although config.json says that they are tied."""
+def check_tied(head: StoredTensor, embedding: Tensor) -> None:
+    """Check that a stored head equals the embedding, to which config.json ties it."""
     ((_, values),) = read_tensors([head])
     if not torch.equal(values.to(embedding), embedding):
         raise RequestError(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.models.checkpoints.folder import CheckpointFolder
-from perilune.models.checkpoints.tensors import Stored, stored_tensors
+from perilune.models.checkpoints.tensors import StoredTensor, read_tensor_headers
 from perilune.models.config.quantisation import Quantisation, read_quantisation
 
 _BLOCK = 32  # numbers that share a scale in MXFP4
@@ -27,15 +27,15 @@ _SCALES = {"mxfp4": ("U8",), "fp8": ("F32", "BF16", "F16")}
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedTensor(Stored):
+class QuantisedTensor(StoredTensor):
     """A tensor that is stored as `values` and `scales`; `name`, `dtype` and `shape` are of the result.
 
     Attributes:
         block: rows and columns that share a scale in FP8; None in MXFP4.
     """
 
-    values: Stored
-    scales: Stored
+    values: StoredTensor
+    scales: StoredTensor
     block: tuple[int, int] | None
 
     def read(self, opened: Any) -> Tensor:
@@ -49,15 +49,15 @@ class QuantisedTensor(Stored):
         return from_mxfp4(values, scales) if self.block is None else from_fp8(values, scales, self.block)
 
 
-def unquantised_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
-    """`stored_tensors` with each quantised tensor as one, under its name in the unquantised checkpoint.
+def unquantised_tensors(folder: CheckpointFolder) -> dict[str, StoredTensor]:
+    """`read_tensor_headers` with each quantised tensor as one, under its name in the unquantised checkpoint.
 
     Raises:
-        RequestError: as `stored_tensors` and `read_quantisation`; naming a tensor whose scales are missing,
-            or have another shape or dtype.
+        RequestError: as `read_tensor_headers` and `read_quantisation`; when the scales of a tensor are
+            missing or have another shape or dtype.
     """
     quantisation = read_quantisation(folder.config)
-    stored = stored_tensors(folder)
+    stored = read_tensor_headers(folder)
     if quantisation is None:
         return stored
     found = dict(stored)
@@ -76,9 +76,11 @@ def unquantised_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
     return found
 
 
-def _mxfp4(name: str, values: Stored, scales: Stored, quantisation: Quantisation) -> QuantisedTensor:
+def _mxfp4(
+    name: str, values: StoredTensor, scales: StoredTensor, quantisation: Quantisation
+) -> QuantisedTensor:
     if values.dtype != "U8" or len(values.shape) != 4 or values.shape[3] != _BLOCK // 2:
-        raise _wrong(values, f"U8 of shape [experts, outputs, blocks, {_BLOCK // 2}]")
+        raise _scales_error(values, f"U8 of shape [experts, outputs, blocks, {_BLOCK // 2}]")
     _check_scales(scales, values.shape[:3], quantisation)
     experts, outputs, blocks, _ = values.shape
     return QuantisedTensor(
@@ -86,9 +88,11 @@ def _mxfp4(name: str, values: Stored, scales: Stored, quantisation: Quantisation
     )
 
 
-def _fp8(name: str, values: Stored, scales: Stored, quantisation: Quantisation) -> QuantisedTensor:
+def _fp8(
+    name: str, values: StoredTensor, scales: StoredTensor, quantisation: Quantisation
+) -> QuantisedTensor:
     if len(values.shape) != 2:
-        raise _wrong(values, "a matrix")
+        raise _scales_error(values, "a matrix")
     rows, columns = values.shape
     block = quantisation.block or (rows, columns)
     shape = (-(-rows // block[0]), -(-columns // block[1]))
@@ -97,13 +101,13 @@ def _fp8(name: str, values: Stored, scales: Stored, quantisation: Quantisation) 
     return QuantisedTensor(name, "F32", values.shape, values.file, values, scales, block)
 
 
-def _check_scales(scales: Stored, shape: tuple[int, ...], quantisation: Quantisation) -> None:
+def _check_scales(scales: StoredTensor, shape: tuple[int, ...], quantisation: Quantisation) -> None:
     dtypes = _SCALES[quantisation.method]
     if scales.shape != shape or scales.dtype not in dtypes:
-        raise _wrong(scales, f"{' or '.join(dtypes)} of shape {list(shape)}")
+        raise _scales_error(scales, f"{' or '.join(dtypes)} of shape {list(shape)}")
 
 
-def _wrong(tensor: Stored, wanted: str) -> RequestError:
+def _scales_error(tensor: StoredTensor, wanted: str) -> RequestError:
     what = f"tensor {tensor.name} is {tensor.dtype} of shape {list(tensor.shape)}, not {wanted}"
     return RequestError(what, where=str(tensor.file), remedy="fetch the file again")
 

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from perilune.models.checkpoints.loading import check_tied, checked_headers, read_as, tokenizer_of
-from perilune.models.checkpoints.tensors import Stored, read_tensors
+from perilune.models.checkpoints.loading import check_headers, check_tied, convert_tensor, load_tokenizer
+from perilune.models.checkpoints.tensors import StoredTensor, read_tensors
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 
-_LOADING = threading.RLock()  # otherwise one thread would take the weights away from another
+_LOAD_LOCK = threading.RLock()  # prevents a thread from unloading weights that another one uses
 
-_Place = tuple[nn.Module, str, Tensor]
-"""A module, the name of one of its tensors, and the meta tensor that represents it while it is on disk."""
+_Slot = tuple[nn.Module, str, Tensor]
+"""A module, the name of one of its tensors, and the meta tensor that stands for it while it is on disk."""
 
 
 class StoredDecoder(Decoder):
@@ -37,7 +37,11 @@ class StoredDecoder(Decoder):
     """
 
     def __init__(
-        self, config: DecoderConfig, stored: Mapping[str, Stored], device: torch.device, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        stored: Mapping[str, StoredTensor],
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         with torch.device("meta"):
             super().__init__(config)
@@ -45,7 +49,7 @@ class StoredDecoder(Decoder):
         self._device, self._dtype = device, dtype
         tensors = chain(self.named_parameters(), self.named_buffers())
         self._stored = {tensor: stored[name] for name, tensor in tensors}
-        self._read([place for place in _on_disk(self) if place[2].dim() == 1])
+        self._read([slot for slot in _find_disk_slots(self) if slot[2].dim() == 1])
 
     @contextmanager
     def in_memory(self, *parts: nn.Module) -> Iterator[None]:
@@ -53,25 +57,25 @@ class StoredDecoder(Decoder):
 
         Other threads wait until the context ends.
         """
-        with _LOADING:
-            places = [place for part in parts or (self,) for place in _on_disk(part)]
-            self._read(places)
+        with _LOAD_LOCK:
+            slots = [slot for part in parts or (self,) for slot in _find_disk_slots(part)]
+            self._read(slots)
             try:
                 yield
             finally:
-                for module, name, meta in places:
+                for module, name, meta in slots:
                     setattr(module, name, meta)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = True) -> Any:
-        """Use these weights from now on, in memory, instead of those in the files."""
+        """Replace the weights in the files by weights in memory."""
         state = {name: tensor.to(self._device, self._dtype) for name, tensor in state_dict.items()}
         return super().load_state_dict(state, strict=strict, assign=assign)
 
-    def _read(self, places: list[_Place]) -> None:
-        targets = {self._stored[place[2]].name: place for place in places}
-        for stored, tensor in read_tensors([self._stored[place[2]] for place in places]):
+    def _read(self, slots: list[_Slot]) -> None:
+        targets = {self._stored[slot[2]].name: slot for slot in slots}
+        for stored, tensor in read_tensors([self._stored[slot[2]] for slot in slots]):
             module, name, meta = targets[stored]
-            setattr(module, name, read_as(meta, tensor, self._device, self._dtype))
+            setattr(module, name, convert_tensor(meta, tensor, self._device, self._dtype))
 
 
 def open_decoder(
@@ -82,7 +86,7 @@ def open_decoder(
     Raises:
         RequestError: as `load_checkpoint`.
     """
-    config, stored = checked_headers(Decoder, path)
+    config, stored = check_headers(Decoder, path)
     decoder = StoredDecoder(config, stored, torch.device(device), dtype)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         with decoder.in_memory(decoder.model.embed_tokens):
@@ -98,11 +102,11 @@ def open_checkpoint(
     Raises:
         RequestError: as `load_checkpoint`.
     """
-    tokenizer = tokenizer_of(Path(path))
+    tokenizer = load_tokenizer(Path(path))
     return open_decoder(Path(path), device, dtype), tokenizer
 
 
-def _on_disk(part: nn.Module) -> list[_Place]:
+def _find_disk_slots(part: nn.Module) -> list[_Slot]:
     return [
         (module, name, tensor)
         for module in part.modules()

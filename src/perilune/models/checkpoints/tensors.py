@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch import Tensor
 from perilune.errors import RequestError
 from perilune.models.checkpoints.folder import CheckpointFolder, pickle_error
 
-_MAPPED_AT_ONCE = 1 << 26  # bytes
+_MAX_MAPPED_BYTES = 1 << 26  # bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor as described in its file's header."""
+class StoredTensor:
+    """A tensor in a file, as its header describes it."""
 
     name: str
     dtype: str
@@ -31,7 +32,7 @@ class Stored:
         return math.prod(self.shape)
 
     def read(self, opened: Any) -> Tensor:
-        """Read the tensor from its file, which is open.
+        """Read the tensor from its open file.
 
         Raises:
             RequestError: when it no longer has the shape of the header.
@@ -42,14 +43,14 @@ class Stored:
         return tensor
 
 
-def stored_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
-    """The tensors in the weight files, by name. Only the headers are read.
+def read_tensor_headers(folder: CheckpointFolder) -> dict[str, StoredTensor]:
+    """Return the tensors in the weight files, by name. Reads only the headers.
 
     Raises:
         RequestError: when a file is missing, malformed or a pickle, or a tensor is in two files.
     """
-    stored: dict[str, Stored] = {}
-    for tensor in (tensor for file in folder.weight_files() for tensor in _headers(file)):
+    stored: dict[str, StoredTensor] = {}
+    for tensor in (tensor for file in folder.weight_files() for tensor in _read_headers(file)):
         if tensor.name in stored:
             raise RequestError(
                 f"tensor {tensor.name} is also in {stored[tensor.name].file.name}", where=str(tensor.file)
@@ -58,31 +59,31 @@ def stored_tensors(folder: CheckpointFolder) -> dict[str, Stored]:
     return stored
 
 
-def read_tensors(stored: Iterable[Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors, file by file.
+def read_tensors(stored: Iterable[StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over names and tensors, file by file.
 
     Files are memory-mapped, and pages that were read count as this process's memory until the file is closed.
     So each file is reopened after a limited number of bytes.
     """
-    for file, of_file in groupby(sorted(stored, key=lambda one: one.file), key=lambda one: one.file):
-        rest = list(of_file)
+    for file, group in groupby(sorted(stored, key=attrgetter("file")), key=attrgetter("file")):
+        rest = list(group)
         while rest:
             read = 0
             with safe_open(file, framework="pt") as opened:
-                while rest and read < _MAPPED_AT_ONCE:
-                    one = rest.pop(0)
-                    tensor = one.read(opened)
-                    yield one.name, tensor
+                while rest and read < _MAX_MAPPED_BYTES:
+                    entry = rest.pop(0)
+                    tensor = entry.read(opened)
+                    yield entry.name, tensor
                     read += tensor.nbytes
                     del tensor
 
 
-def _headers(file: Path) -> Iterator[Stored]:
+def _read_headers(file: Path) -> Iterator[StoredTensor]:
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - not a mapping
                 view = tensors.get_slice(name)
-                yield Stored(name, view.get_dtype(), tuple(view.get_shape()), file)
+                yield StoredTensor(name, view.get_dtype(), tuple(view.get_shape()), file)
     except SafetensorError as error:
         with file.open("rb") as opened:
             start = opened.read(2)

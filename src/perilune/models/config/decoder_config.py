@@ -1,4 +1,4 @@
-"""DecoderConfig: the shape of a decoder, read from config.json and written to it."""
+"""The shape of a decoder, read from config.json and written to it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from perilune.errors import RequestError
 from perilune.models.config.families import DECODER_FAMILIES, Architecture
 from perilune.models.config.family import Family
 from perilune.models.config.layer_kinds import (
-    MOST_LAYERS,
+    MAX_LAYERS,
     DeltaRule,
     Experts,
     Latent,
-    not_positive,
+    find_non_positive,
     read_delta,
     read_experts,
     read_latent,
-    read_unrotated,
+    read_layers_without_rope,
     read_windows,
 )
 from perilune.models.config.multipliers import Multipliers
@@ -36,14 +36,14 @@ STATE_WINDOW = 2
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape of a decoder-only transformer of one of the `DECODER_FAMILIES`.
+    """The shape of a decoder-only transformer of one of the `DECODER_FAMILIES`.
 
     Attributes:
         architecture: `model_type` of the family.
         rope: rotary embedding.
         local_rope: rotary embedding of layers with a window; None when it is `rope`.
-        windows: for each layer, how many tokens its queries see, or None for all; empty when no layer has a
-            window.
+        windows: for each layer, the number of tokens that a query sees, or None for all; empty when no layer
+            has a window.
         query_pre_attn_scalar: attention scores are divided by its square root; None means the head size.
         attention_bias: the q, k and v projections have biases, and in most families the o projection.
         use_qk_norm: queries and keys are normalised, in a family whose models differ in that.
@@ -91,23 +91,23 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _refuse(not_positive(self, _SIZES))
+        _require_no_flaw(find_non_positive(self, _SIZES))
         if self.num_heads % self.num_kv_heads:
-            raise _impossible(
+            raise _invalid_shape(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
         if self.latent is not None:
             self._check_latent(self.latent)
         elif "kv_lora_rank" in self.family.options:
-            raise _impossible(f"a {self.architecture} model needs the sizes of latent attention")
+            raise _invalid_shape(f"a {self.architecture} model needs the sizes of latent attention")
         self._check_rotary()
         for name, key in _OPTIONS.items():
             if getattr(self, name) and key not in self.family.options:
-                raise _impossible(f"a {self.architecture} model has no {name}")
+                raise _invalid_shape(f"a {self.architecture} model has no {name}")
         if self.attention_bias and not self.family.options & _BIAS_KEYS:
-            raise _impossible(f"a {self.architecture} model has no attention_bias")
+            raise _invalid_shape(f"a {self.architecture} model has no attention_bias")
         if self.query_pre_attn_scalar is not None:
-            _refuse(not_positive(self, ["query_pre_attn_scalar"]))
+            _require_no_flaw(find_non_positive(self, ["query_pre_attn_scalar"]))
         if self.windows:
             self._check_windows()
         self._check_delta()
@@ -116,54 +116,54 @@ class DecoderConfig:
 
     def _check_rotary(self) -> None:
         if self.head_dim % 2 and self.latent is None:
-            raise _impossible(f"head_dim is {self.head_dim}, but rotary embeddings need an even head size")
+            raise _invalid_shape(f"head_dim is {self.head_dim}, but rotary embeddings need an even head size")
         for rope in filter(None, (self.rope, self.local_rope)):
             size = self.rotary_size
             width = rope.width(size)
             partial = rope.fraction != 1 and "partial_rotary_factor" not in self.family.options
             if partial or width % 2 or not 0 < width <= size:
-                raise _impossible(f"rotary embeddings of {rope.fraction:g} of {size} elements")
+                raise _invalid_shape(f"rotary embeddings of {rope.fraction:g} of {size} elements")
         if self.local_rope is not None and not self.family.local_rope:
-            raise _impossible(f"a {self.architecture} model has no local_rope")
+            raise _invalid_shape(f"a {self.architecture} model has no local_rope")
         if any(layer not in range(self.num_layers) for layer in self.unrotated):
-            raise _impossible(f"unrotated layers {self.unrotated} of {self.num_layers}")
+            raise _invalid_shape(f"unrotated layers {self.unrotated} of {self.num_layers}")
 
     def _check_experts(self, experts: Experts) -> None:
-        _refuse(experts.flaw())
+        _require_no_flaw(experts.find_flaw())
         for name, key in _EXPERT_OPTIONS.items():
             default = type(experts).__dataclass_fields__[name].default
             if getattr(experts, name) != default and not self.family.options.intersection(key):
-                raise _impossible(f"the experts of a {self.architecture} model have no {name}")
-        if self.family.one_width and experts.intermediate_size != self.intermediate_size:
-            raise _impossible(f"the experts of a {self.architecture} model have another width")
+                raise _invalid_shape(f"the experts of a {self.architecture} model have no {name}")
+        if self.family.shares_expert_width and experts.intermediate_size != self.intermediate_size:
+            raise _invalid_shape(f"the experts of a {self.architecture} model have another width")
         first = tuple(range(len(experts.dense_layers)))
         if "first_k_dense_replace" in self.family.options and experts.dense_layers != first:
-            raise _impossible(f"only the first layers of a {self.architecture} model are dense")
+            raise _invalid_shape(f"only the first layers of a {self.architecture} model are dense")
         if "n_shared_experts" in self.family.options and experts.shared_size % experts.intermediate_size:
-            raise _impossible("the width of shared experts is not a multiple of an expert's")
+            raise _invalid_shape("the width of shared experts is not a multiple of an expert's")
 
     def _check_latent(self, latent: Latent) -> None:
-        _refuse(latent.flaw())
+        _require_no_flaw(latent.find_flaw())
         if (self.num_kv_heads, self.head_dim) != (self.num_heads, latent.key_size + latent.rotary_size):
-            raise _impossible("heads of latent attention have their own keys, of key_size + rotary_size")
+            raise _invalid_shape("heads of latent attention have their own keys, of key_size + rotary_size")
 
     def _check_delta(self) -> None:
         if (self.delta is None) != ("linear_num_value_heads" not in self.family.options):
-            raise _impossible(f"linear attention does not fit a {self.architecture} model")
+            raise _invalid_shape(f"linear attention does not fit a {self.architecture} model")
         if self.delta is not None:
-            _refuse(self.delta.flaw())
+            _require_no_flaw(self.delta.find_flaw())
             if not set(self.delta.layers) < set(range(self.num_layers)):
-                raise _impossible(f"layers {self.delta.layers} of {self.num_layers} have linear attention")
+                raise _invalid_shape(f"layers {self.delta.layers} of {self.num_layers} have linear attention")
 
     def _check_windows(self) -> None:
         if len(self.windows) != self.num_layers:
-            raise _impossible(f"{len(self.windows)} windows for {self.num_layers} layers")
+            raise _invalid_shape(f"{len(self.windows)} windows for {self.num_layers} layers")
         sizes = {window for window in self.windows if window is not None}
         if self.sliding_window is not None:
-            _refuse(not_positive(self, ["sliding_window"]))
+            _require_no_flaw(find_non_positive(self, ["sliding_window"]))
         some_only = self.family.windows == "all" and None in self.windows
         if len(sizes) != 1 or "sliding_window" not in self.family.options or some_only:
-            raise _impossible(f"a {self.architecture} model cannot have windows {self.windows}")
+            raise _invalid_shape(f"a {self.architecture} model cannot have windows {self.windows}")
 
     @property
     def family(self) -> Family:
@@ -172,35 +172,35 @@ class DecoderConfig:
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the q, k and v projections have biases."""
+        """True if the q, k and v projections have biases."""
         return self.family.qkv_bias if isinstance(self.family.qkv_bias, bool) else self.attention_bias
 
     @property
     def out_bias(self) -> bool:
-        """Whether the o projection has a bias."""
+        """True if the o projection has a bias."""
         return self.family.out_bias if isinstance(self.family.out_bias, bool) else self.attention_bias
 
     @property
     def qk_norm(self) -> str:
-        """How queries and keys are normalised: "head" by head, over the "full" width, or "" for not."""
+        """Norm of queries and keys: "head" by head, over the "full" width, or "" for none."""
         kind = self.family.qk_norm
         return kind if kind in {"", "head", "full"} else "head" if self.use_qk_norm else ""
 
     @property
     def rotary_size(self) -> int:
-        """How many elements of a head the rotary embedding turns."""
+        """Number of elements of a head that the rotary embedding rotates."""
         return self.head_dim if self.latent is None else self.latent.rotary_size
 
     @property
     def cached_heads(self) -> tuple[int, int]:
-        """The number of keys of a token that the engine caches, and their size."""
+        """The number of keys per token that the engine caches, and their size."""
         if self.latent is not None:
             return 1, self.latent.rank + self.latent.rotary_size
         return self.num_kv_heads, self.head_dim
 
     @property
     def sliding_window(self) -> int | None:
-        """The window size, which all layers with a window share."""
+        """The window size of all layers with a window."""
         return next((window for window in self.windows if window is not None), None)
 
     @property
@@ -210,21 +210,21 @@ class DecoderConfig:
         return tuple(sorted(distinct, key=lambda window: window or 0))
 
     @property
-    def widest(self) -> int:
+    def widest_window(self) -> int:
         """The index of the largest window among the `distinct_windows`."""
         return 0 if self.distinct_windows[0] is None else len(self.distinct_windows) - 1
 
     def window(self, layer: int) -> int | None:
-        """How many tokens a query of that layer sees, including its own; None for all.
+        """Return the number of tokens that a query of the layer sees, including its own; None for all.
 
-        In linear attention a token sees the state that the token before it left.
+        In linear attention a token sees the state after the previous token.
         """
         if self.is_linear(layer):
             return STATE_WINDOW
         return self.windows[layer] if self.windows else None
 
     def is_linear(self, layer: int) -> bool:
-        """Whether that layer has linear attention."""
+        """Return whether the layer has linear attention."""
         return self.delta is not None and layer in self.delta.layers
 
     @property
@@ -241,18 +241,18 @@ class DecoderConfig:
             return self.multipliers.embedding
         return float(self.hidden_size**0.5) if self.family.scaled_embeddings else 1.0
 
-    def rope_of(self, layer: int) -> Rope | None:
-        """Rotary embedding of that layer; None if it has none."""
+    def layer_rope(self, layer: int) -> Rope | None:
+        """Return the rotary embedding of the layer, or None."""
         if layer in self.unrotated:
             return None
         return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether that layer has experts."""
+        """Return whether the layer has experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def replace(self, **changes: Any) -> DecoderConfig:
-        """A copy with `changes`."""
+        """Return a copy with `changes`."""
         return dataclasses.replace(self, **changes)
 
     @classmethod
@@ -268,8 +268,8 @@ class DecoderConfig:
         _reject_unimplemented(read, family)
         hidden_size, heads = read.integer("hidden_size"), read.integer("num_attention_heads")
         layers, options = read.integer("num_hidden_layers"), family.options
-        if layers > MOST_LAYERS:
-            raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS}")
+        if layers > MAX_LAYERS:
+            raise read.wrong("num_hidden_layers", f"give at most {MAX_LAYERS}")
         latent = read_latent(read, options) if "kv_lora_rank" in options else None
         delta = read_delta(read, family, layers) if "linear_num_value_heads" in options else None
         head_dim = read.integer("head_dim", hidden_size // max(heads, 1))
@@ -300,7 +300,7 @@ class DecoderConfig:
             mlp_bias="mlp_bias" in options and read.boolean("mlp_bias", False),
             logit_softcap=read.optional_number(softcap) if softcap in options else None,
             score_softcap=read.optional_number(of_scores) if of_scores in options else None,
-            unrotated=read_unrotated(read, layers) if "no_rope_layers" in options else (),
+            unrotated=read_layers_without_rope(read, layers) if "no_rope_layers" in options else (),
             multipliers=Multipliers.read(read) if "logits_scaling" in options else None,
             experts=read_experts(read, family, layers) if "num_experts" in options else None,
             latent=latent,
@@ -312,7 +312,7 @@ class DecoderConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a config.json that transformers 4 and 5 both read as this model."""
+        """Return the content of a config.json that transformers 4 and 5 both read as this model."""
         ropes, local = self.rope.to_hf(), self.local_rope or self.rope
         if self.family.local_rope:
             ropes = {"full_attention": ropes, "sliding_attention": local.to_hf()}
@@ -402,12 +402,12 @@ _OPTIONS = {
 }
 
 
-def _refuse(flaw: str | None) -> None:
+def _require_no_flaw(flaw: str | None) -> None:
     if flaw is not None:
-        raise _impossible(flaw)
+        raise _invalid_shape(flaw)
 
 
-def _impossible(message: str) -> RequestError:
+def _invalid_shape(message: str) -> RequestError:
     return RequestError(message, where="model configuration")
 
 
@@ -481,7 +481,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
 )
 
 
-def preset_of(config: DecoderConfig) -> str | None:
+def find_preset(config: DecoderConfig) -> str | None:
     """The preset that a model of this configuration was made from, whatever its vocabulary; None if none."""
     ends = {"bos_token_id": config.bos_token_id, "eos_token_ids": config.eos_token_ids}
     own = {"vocab_size": config.vocab_size, **ends}

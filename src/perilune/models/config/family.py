@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Bias = bool | str
-"""Whether there is a bias, or the key of config.json that says so."""
+"""True or False, or the key of config.json with the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Family:
         local_rope: layers with a window have a rotary embedding of their own.
         linear: kind of linear attention, in layers that `layer_types` or `full_attention_interval` select.
         linear_grouped: the inputs of linear attention are stacked by key head, not by kind.
-        router: what turns the router's logits into scores of the experts.
-        correction: a bias of each expert is added to its score for the choice, and not for the weight.
+        router: the function from the router's logits to scores of the experts.
+        correction: each expert has a bias, which is added to its score for the choice but not to its weight.
         expert_bias: experts and their router have biases.
         fused_experts: all experts of a layer are one tensor, as in gpt-oss.
         shared_gate: the shared expert has a gate.
@@ -79,7 +79,7 @@ class Family:
 
     @property
     def options(self) -> frozenset[str]:
-        """Keys of config.json that the decoder reads and writes besides those of every family."""
+        """The keys of config.json that the decoder reads and writes besides those of every family."""
         options = set(self.own_options)
         if isinstance(self.qkv_bias, str):
             options.add(self.qkv_bias)
@@ -93,19 +93,19 @@ class Family:
 
     @property
     def norms(self) -> int:
-        """Norms over the hidden size in one layer."""
+        """Number of norms over the hidden size in one layer."""
         return 1 if self.parallel else 2 * (self.pre_norm + self.post_norm)
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of a config.json under the general names, with the family's defaults."""
+        """Return the content of a config.json under the general names, with the family's defaults."""
         names = {name: raw[theirs] for name, theirs in self.names.items() if raw.get(theirs) is not None}
         return {**self.defaults, **raw, **names}
 
     @property
-    def one_width(self) -> bool:
-        """Whether `intermediate_size` is the width of experts."""
+    def shares_expert_width(self) -> bool:
+        """True if `intermediate_size` is the width of experts."""
         return self.names.get("moe_intermediate_size") == "intermediate_size"
 
-    def module(self, name: str) -> str:
-        """The family's name of a module."""
+    def module_name(self, name: str) -> str:
+        """Return the family's name of a module."""
         return self.modules.get(name, name)

@@ -1,4 +1,4 @@
-"""What layers are made of beside plain attention: windows, latent and linear attention, experts."""
+"""Kinds of layers besides plain attention: windows, latent and linear attention, experts."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import Any
 from perilune.models.config.family import Family
 from perilune.models.config.reader import Reader
 
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
-def not_positive(owner: object, names: Collection[str], prefix: str = "") -> str | None:
-    """Which of the attributes `names` is not a positive integer; None when all are."""
+def find_non_positive(owner: object, names: Collection[str], prefix: str = "") -> str | None:
+    """Describe the first of the attributes `names` that is not a positive integer; None if all are."""
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -45,10 +45,10 @@ class Experts:
     groups_per_token: int = 1
     scale: float = 1.0
 
-    def flaw(self) -> str | None:
-        """Why no such mixture is possible; None when it is."""
+    def find_flaw(self) -> str | None:
+        """Describe why such a mixture is impossible; None if it is possible."""
         sizes = ("count", "per_token", "intermediate_size", "groups", "groups_per_token")
-        if flaw := not_positive(self, sizes, "experts."):
+        if flaw := find_non_positive(self, sizes, "experts."):
             return flaw
         if self.shared_size < 0:
             return f"experts.shared_size is {self.shared_size}"
@@ -96,10 +96,10 @@ class Latent:
     query_rank: int | None = None
     interleaved: bool = True
 
-    def flaw(self) -> str | None:
-        """Why no such attention is possible; None when it is."""
+    def find_flaw(self) -> str | None:
+        """Describe why such attention is impossible; None if it is possible."""
         sizes = [*_LATENT_KEYS, *["query_rank"] * (self.query_rank is not None)]
-        return not_positive(self, sizes, "latent.")
+        return find_non_positive(self, sizes, "latent.")
 
     def to_hf(self) -> dict[str, Any]:
         sizes = {key: getattr(self, name) for name, key in _LATENT_KEYS.items()}
@@ -115,7 +115,7 @@ _LATENT_KEYS = {
 
 
 def read_latent(read: Reader, options: Collection[str]) -> Latent:
-    """The sizes of latent attention."""
+    """Read the sizes of latent attention."""
     return Latent(
         **{name: read.count(key) for name, key in _LATENT_KEYS.items()},
         query_rank=None if read.raw.get("q_lora_rank") is None else read.count("q_lora_rank"),
@@ -143,12 +143,12 @@ class DeltaRule:
 
     @property
     def channels(self) -> int:
-        """Elements of a token that are convolved: queries, keys and values of all heads."""
+        """Number of convolved elements of a token: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_size + self.heads * self.value_size
 
-    def flaw(self) -> str | None:
-        """Why no such layers are possible; None when they are."""
-        if flaw := not_positive(self, _DELTA_KEYS, "delta."):
+    def find_flaw(self) -> str | None:
+        """Describe why such layers are impossible; None if they are possible."""
+        if flaw := find_non_positive(self, _DELTA_KEYS, "delta."):
             return flaw
         if self.heads % self.key_heads:
             return f"{self.heads} value heads cannot share {self.key_heads} key heads evenly"
@@ -170,7 +170,7 @@ _DELTA_KEYS = {
 
 
 def read_delta(read: Reader, family: Family, layers: int) -> DeltaRule:
-    """The layers of linear attention and their sizes.
+    """Read the layers of linear attention and their sizes.
 
     Raises:
         RequestError: when `layer_types` names another kind of layer, or no layer with full attention.
@@ -185,13 +185,13 @@ def read_delta(read: Reader, family: Family, layers: int) -> DeltaRule:
 
 
 def layer_kinds(read: Reader, family: Family, layers: int) -> list[str]:
-    """The kind of attention of each layer: `layer_types`, or what the family means without that key.
+    """Read the kind of attention of each layer from `layer_types`, or from the default of the family.
 
     Raises:
         RequestError: when `layer_types` does not have one entry per layer, or is needed and missing.
     """
-    if layers > MOST_LAYERS:
-        raise read.wrong("num_hidden_layers", f"give at most {MOST_LAYERS}")
+    if layers > MAX_LAYERS:
+        raise read.wrong("num_hidden_layers", f"give at most {MAX_LAYERS}")
     kinds = read.raw.get("layer_types") or None
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
@@ -216,14 +216,14 @@ def layer_kinds(read: Reader, family: Family, layers: int) -> list[str]:
 
 
 def window_size(read: Reader, family: Family) -> int | None:
-    """Tokens that a query sees in a layer with a window, or None when there are no windows."""
+    """Read the number of tokens that a query sees in a layer with a window; None without windows."""
     if "use_sliding_window" in family.defaults and not read.boolean("use_sliding_window", False):
         return None
     return None if read.raw.get("sliding_window") is None else read.count("sliding_window")
 
 
 def read_windows(read: Reader, family: Family, layers: int) -> tuple[int | None, ...]:
-    """For each layer, how many tokens a query sees including its own, or None for all tokens.
+    """Read for each layer the number of tokens that a query sees including its own, or None for all.
 
     Empty when no layer has a window.
 
@@ -243,8 +243,8 @@ def read_windows(read: Reader, family: Family, layers: int) -> tuple[int | None,
     return windows if any(windows) else ()
 
 
-def read_unrotated(read: Reader, layers: int) -> tuple[int, ...]:
-    """Layers without a rotary embedding (NoPE): those that `no_rope_layers` has a 0 for, or each n-th.
+def read_layers_without_rope(read: Reader, layers: int) -> tuple[int, ...]:
+    """Read the layers without a rotary embedding (NoPE): those with a 0 in `no_rope_layers`, or each n-th.
 
     Raises:
         RequestError: when `no_rope_layers` does not have one entry per layer.
@@ -259,7 +259,7 @@ def read_unrotated(read: Reader, layers: int) -> tuple[int, ...]:
 
 
 def read_experts(read: Reader, family: Family, layers: int) -> Experts:
-    """The mixture of experts of a model with `layers` layers."""
+    """Read the mixture of experts of a model with `layers` layers."""
     method = "noaux_tc" if family.correction else "greedy"
     read.reject("topk_method", method, f"the implemented choice of experts is {method}")
     # Transformers 5 also writes num_local_experts.
@@ -280,7 +280,7 @@ def read_experts(read: Reader, family: Family, layers: int) -> Experts:
 
 
 def is_sparse(read: Reader, layer: int) -> bool:
-    """Whether that layer of a mixture of experts has experts.
+    """Return whether a layer of a model with experts has experts.
 
     Raises:
         RequestError: when the keys that say so are malformed.

@@ -1,4 +1,4 @@
-"""How the weights of a published checkpoint are quantised, read from its config.json."""
+"""The quantisation of a published checkpoint, read from its config.json."""
 
 from dataclasses import dataclass
 

@@ -61,7 +61,7 @@ class YarnScaling:
     truncate: bool = True
 
     @property
-    def magnitude(self) -> float:
+    def rotary_scale(self) -> float:
         """Factor of rotated queries and keys."""
         if self.attention_factor is not None:
             return self.attention_factor

@@ -64,7 +64,7 @@ CONCEPTS = (
         "Some layers skip the rotary embedding. They see the order of tokens only through the causal mask, "
         "and do not depend on a rotary base when the context grows.",
         "Kazemnejad et al., arXiv 2305.19466",
-        "perilune.models.config.decoder_config:DecoderConfig.rope_of",
+        "perilune.models.config.decoder_config:DecoderConfig.layer_rope",
     ),
     Concept(
         "Gated DeltaNet",
@@ -85,7 +85,7 @@ CONCEPTS = (
 )
 
 
-def concepts_of(config: Mapping[str, Any], card: ModelCard) -> list[str]:
+def find_concepts(config: Mapping[str, Any], card: ModelCard) -> list[str]:
     """Names of the concepts that a model uses, in the order of `CONCEPTS`."""
     inner = config.get("text_config")
     raw = inner if isinstance(inner, Mapping) else config
@@ -107,7 +107,7 @@ def concepts_of(config: Mapping[str, Any], card: ModelCard) -> list[str]:
 
 
 def is_windowed(mixer: Mixer, card: ModelCard) -> bool:
-    """Whether a token may not see all tokens of the model's context."""
+    """Return whether the window is shorter than the model's context."""
     return mixer.window is not None and mixer.window < card.max_positions
 
 

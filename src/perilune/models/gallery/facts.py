@@ -20,7 +20,7 @@ from perilune.models.config.family import Family
 from perilune.models.config.quantisation import KEY as QUANTISATION
 from perilune.models.config.quantisation import read_quantisation
 from perilune.models.config.reader import Reader, UnsupportedModelError
-from perilune.models.gallery.concepts import concepts_of, is_windowed
+from perilune.models.gallery.concepts import find_concepts, is_windowed
 from perilune.models.transformers_model import check_supported
 
 LENGTHS = (1024, 32768, 131072)
@@ -83,8 +83,8 @@ def describe(entry: Entry) -> dict[str, Any]:
         "tied": card.tied,
         "max_positions": card.max_positions,
         "norms": norms(family),
-        "layers": runs_of_layers(card),
-        "concepts": concepts_of(entry.config, card),
+        "layers": group_equal_layers(card),
+        "concepts": find_concepts(entry.config, card),
         "cache_bytes": {
             str(n): card.cache_bytes(n, _CACHE_ITEM) if fits else None for n, fits in lengths.items()
         },
@@ -98,20 +98,20 @@ def describe(entry: Entry) -> dict[str, Any]:
 
 
 def norms(family: Family) -> str:
-    """Where a layer normalises, in words."""
+    """Describe in words where a layer normalises."""
     if family.parallel:
         return "before both, side by side"
     places = [word for word, used in (("before", family.pre_norm), ("after", family.post_norm)) if used]
     return " and ".join(places)
 
 
-def runs_of_layers(card: ModelCard) -> list[dict[str, Any]]:
+def group_equal_layers(card: ModelCard) -> list[dict[str, Any]]:
     """Equal neighbours as one item: their number, mixer with its kind, feed-forward and number of experts."""
     runs = []
     for _, group in groupby(card.layers, key=lambda layer: layer.name):
         layers = list(group)
         mixer, network = layers[0].mixer, layers[0].feed_forward
-        kind = "linear" if mixer.state else "window" if is_windowed(mixer, card) else "full"
+        kind = "linear" if mixer.state_size else "window" if is_windowed(mixer, card) else "full"
         runs.append(
             {
                 "count": len(layers),
@@ -125,7 +125,7 @@ def runs_of_layers(card: ModelCard) -> list[dict[str, Any]]:
 
 
 def support(config: Mapping[str, Any]) -> dict[str, str | bool]:
-    """How Perilune runs a model with this config.json, asked of the code that loads checkpoints.
+    """Return how Perilune runs a model with this config.json, determined by the code that loads checkpoints.
 
     `quantised` says that the published weights are quantised in a way that is refused. `runs` then holds for
     the same model unquantised.

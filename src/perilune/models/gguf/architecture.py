@@ -1,4 +1,4 @@
-"""What a GGUF file says about the model: its config.json, and the Hugging Face name of each tensor.
+"""The configuration and the Hugging Face tensor names of the model in a GGUF file.
 
 llama.cpp writes tensors under names of its own. In files of the architecture "llama" it also interleaves the
 rows of the query and key projections: it rotates neighbouring pairs of values, Hugging Face rotates halves.
@@ -33,7 +33,7 @@ _DERIVED = ("rope_freqs.weight",)  # tensors that the configuration determines
 
 @dataclass(frozen=True, slots=True)
 class GgufArchitecture:
-    """How llama.cpp writes the models of one family.
+    """The format in which llama.cpp writes the models of one family.
 
     Attributes:
         model_type: of the family in config.json.
@@ -71,7 +71,7 @@ class TargetTensor:
     heads: int = 0
 
 
-def architecture_of(header: GgufHeader) -> GgufArchitecture:
+def read_architecture(header: GgufHeader) -> GgufArchitecture:
     """The architecture that the file names.
 
     Raises:
@@ -96,7 +96,7 @@ def model_config(header: GgufHeader) -> DecoderConfig:
     Raises:
         RequestError: when a key is missing or has an impossible value.
     """
-    kind, prefix = architecture_of(header), header.text("general.architecture")
+    kind, prefix = read_architecture(header), header.text("general.architecture")
     if header.integer(f"{prefix}.expert_count", 0):
         raise header.error("a GGUF file with experts is not supported", "the safetensors checkpoint")
     layers = header.integer(f"{prefix}.block_count")
@@ -140,7 +140,7 @@ def targets(header: GgufHeader, config: DecoderConfig) -> dict[str, TargetTensor
     Raises:
         RequestError: naming a tensor that is missing, unknown, or has another shape.
     """
-    wanted = layout(config, architecture_of(header))
+    wanted = layout(config, read_architecture(header))
     for name, target in wanted.items():
         if name not in header.tensors:
             raise header.error(f"tensor {name} is missing")
@@ -165,11 +165,11 @@ def layout(config: DecoderConfig, kind: GgufArchitecture) -> dict[str, TargetTen
     if not config.tie_word_embeddings:
         found["output.weight"] = TargetTensor("lm_head.weight", table)
     for layer in range(config.num_layers):
-        found |= _of_layer(layer, config, kind)
+        found |= _layer_tensors(layer, config, kind)
     return found
 
 
-def _of_layer(layer: int, config: DecoderConfig, kind: GgufArchitecture) -> dict[str, TargetTensor]:
+def _layer_tensors(layer: int, config: DecoderConfig, kind: GgufArchitecture) -> dict[str, TargetTensor]:
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     hidden, wide = config.hidden_size, config.intermediate_size
     shapes = {

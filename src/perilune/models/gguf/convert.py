@@ -15,7 +15,7 @@ import numpy as np
 from perilune.files import fsync_directory, write_json
 from perilune.models.gguf.architecture import TargetTensor, model_config, targets
 from perilune.models.gguf.header import GgufHeader, GgufTensor, read_header
-from perilune.models.gguf.vocabulary import tokenizer_of
+from perilune.models.gguf.vocabulary import read_tokenizer
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
@@ -34,7 +34,7 @@ def convert(path: Path, folder: Path, progress: Progress = lambda done, total: N
     header = read_header(path)
     config = model_config(header)
     wanted = targets(header, config)
-    tokenizer = tokenizer_of(header)
+    tokenizer = read_tokenizer(header)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = _write_weights(header, wanted, folder / "model.safetensors", progress)
     tokenizer.save(folder)

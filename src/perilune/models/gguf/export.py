@@ -17,7 +17,7 @@ import torch
 
 from perilune.errors import RequestError
 from perilune.files import fsync_directory
-from perilune.models.checkpoints.loading import checked_headers
+from perilune.models.checkpoints.loading import check_headers
 from perilune.models.checkpoints.tensors import read_tensors
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import LinearScaling
@@ -45,7 +45,7 @@ def export_gguf(folder: Path, out: Path, kind: str) -> None:
     """
     from gguf import GGUFWriter
 
-    config, stored = checked_headers(Decoder, folder)
+    config, stored = check_headers(Decoder, folder)
     name, architecture = _architecture(config, folder)
     wanted = {target.name: (key, target) for key, target in layout(config, architecture).items()}
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")

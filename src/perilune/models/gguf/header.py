@@ -24,11 +24,11 @@ QUANTISATIONS = (
 """Names of the tensor types that can be read."""
 
 _VERSIONS = (2, 3)
-_MOST_KEYS = 1 << 16
-_MOST_TENSORS = 1 << 17
-_MOST_ITEMS = 1 << 22  # of an array; the largest vocabularies have 2^18 tokens
-_LONGEST_STRING = 1 << 24  # bytes
-_MOST_DIMENSIONS = 4
+_MAX_KEYS = 1 << 16
+_MAX_TENSORS = 1 << 17
+_MAX_ITEMS = 1 << 22  # of an array; the largest vocabularies have 2^18 tokens
+_MAX_STRING_BYTES = 1 << 24  # bytes
+_MAX_DIMENSIONS = 4
 _STRING, _ARRAY = 8, 9
 # Formats of `struct` by type of a metadata value.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -144,8 +144,8 @@ class _Cursor:
             big_endian = version & 0xFFFF == 0
             kind = "big-endian" if big_endian else f"version {version}"
             raise self.malformed(f"it is {kind}; versions 2 and 3, little-endian, are read")
-        tensors = self.count(_MOST_TENSORS, "tensors")
-        keys = self.count(_MOST_KEYS, "metadata keys")
+        tensors = self.count(_MAX_TENSORS, "tensors")
+        keys = self.count(_MAX_KEYS, "metadata keys")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
             key = self.string()
@@ -159,7 +159,7 @@ class _Cursor:
             raise self.malformed(f"general.alignment is {str(alignment)[:40]}, not a power of two")
         start = -(-self.at // alignment) * alignment
         for entry in table:
-            tensor = self.placed(*entry, start=start)
+            tensor = self.locate_tensor(*entry, start=start)
             if tensor.name in found:
                 raise self.malformed(f"two tensors have the name {tensor.name[:80]!r}")
             found[tensor.name] = tensor
@@ -168,12 +168,14 @@ class _Cursor:
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """One line of the table: name, shape, number of the type, offset in the data section."""
         name, dimensions = self.string(), self.scalar("I")
-        if dimensions > _MOST_DIMENSIONS:
+        if dimensions > _MAX_DIMENSIONS:
             raise self.malformed(f"tensor {name[:80]!r} has {dimensions} dimensions")
         shape = tuple(self.scalar("Q") for _ in range(dimensions))[::-1]
         return name, shape, self.scalar("I"), self.scalar("Q")
 
-    def placed(self, name: str, shape: tuple[int, ...], number: int, offset: int, start: int) -> GgufTensor:
+    def locate_tensor(
+        self, name: str, shape: tuple[int, ...], number: int, offset: int, start: int
+    ) -> GgufTensor:
         """The tensor with its place in the file, which must lie inside the file."""
         kind, block_items, block_bytes = self.quantisation(name, number)
         row = shape[-1] if shape else 1
@@ -212,7 +214,7 @@ class _Cursor:
         if kind != _ARRAY:
             raise self.malformed(f"a metadata value has type {kind}")
         item = self.scalar("I")
-        number = self.count(_MOST_ITEMS, "items of an array")
+        number = self.count(_MAX_ITEMS, "items of an array")
         if item == _STRING:
             return [self.string() for _ in range(number)]
         if item not in _SCALARS:
@@ -235,7 +237,7 @@ class _Cursor:
         return number
 
     def string(self) -> str:
-        length = self.count(_LONGEST_STRING, "bytes in a string")
+        length = self.count(_MAX_STRING_BYTES, "bytes in a string")
         try:
             return self.take(length).decode("utf-8")
         except UnicodeDecodeError:

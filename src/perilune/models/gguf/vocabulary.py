@@ -38,7 +38,7 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """How text is split before merging.
+    """The rule that splits text before merging.
 
     Attributes:
         pattern: a regular expression; "" for that of GPT-2.
@@ -70,7 +70,7 @@ SPLITTINGS: Mapping[str, Splitting] = MappingProxyType(
 """By `tokenizer.ggml.pre`."""
 
 
-def tokenizer_of(header: GgufHeader) -> Tokenizer:
+def read_tokenizer(header: GgufHeader) -> Tokenizer:
     """The tokenizer with its special tokens and chat template.
 
     Raises:
@@ -151,7 +151,7 @@ def _added(token: str, special: bool) -> AddedToken:
 
 
 def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
-    """The metadata of the tokenizer in a Hugging Face folder: the reverse of `tokenizer_of`.
+    """The metadata of the tokenizer in a Hugging Face folder: the reverse of `read_tokenizer`.
 
     Args:
         size: number of tokens of the model; ids without a token get a placeholder.
@@ -164,10 +164,10 @@ def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
     model, steps = raw["model"], _steps(raw.get("pre_tokenizer"))
     byte_level = (raw.get("decoder") or {}).get("type") == "ByteLevel"
     if model.get("type") != "BPE" or not byte_level or raw.get("normalizer") not in (None, {"type": "NFC"}):
-        raise _no_gguf_form(folder, "the tokenizer is not a byte-level BPE")
-    name = next((name for name, one in SPLITTINGS.items() if _described(one) == steps), None)
+        raise _not_in_gguf(folder, "the tokenizer is not a byte-level BPE")
+    name = next((name for name, one in SPLITTINGS.items() if _describe_splitting(one) == steps), None)
     if name is None:
-        raise _no_gguf_form(folder, "the tokenizer splits text in a way that has no name in GGUF")
+        raise _not_in_gguf(folder, "the tokenizer splits text in a way that has no name in GGUF")
     tokens = [f"[PAD{index}]" for index in range(size)]
     kinds = [_UNUSED] * size
     for token, index in model["vocab"].items():
@@ -201,9 +201,9 @@ def _steps(described: Mapping[str, Any] | None) -> list[tuple[Any, ...]]:
     ]
 
 
-def _described(splitting: Splitting) -> list[tuple[Any, ...]]:
+def _describe_splitting(splitting: Splitting) -> list[tuple[Any, ...]]:
     return _steps(json.loads(_pre_tokenizer(splitting).__getstate__()))
 
 
-def _no_gguf_form(folder: Path, why: str) -> RequestError:
+def _not_in_gguf(folder: Path, why: str) -> RequestError:
     return RequestError(why, where=str(folder), remedy="convert_hf_to_gguf.py of llama.cpp")

@@ -6,7 +6,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from perilune.models.native.ops import check, kernel, pointers, strided, threads
+from perilune.models.native.ops import check, kernel, pointer_fields, strided_fields, threads
 
 
 class Cache(Structure):
@@ -104,8 +104,8 @@ def attend_paged(
         size=q.shape[2],
         window=window,
         scale=scale,
-        **strided(q=q, k=k, v=v, out=out),
-        **pointers(sinks=sinks),
+        **strided_fields(q=q, k=k, v=v, out=out),
+        **pointer_fields(sinks=sinks),
     )
     check(kernel("attend_paged", POINTER(_Paged), c_int64)(byref(call), threads()), "attention")
     return out
@@ -141,7 +141,11 @@ class Spans:
 
     def fields(self) -> dict[str, int | None]:
         """The fields of struct packed that describe the spans."""
-        return {**pointers(**vars(self)), "sequences": len(self.starts), "families": len(self.family) - 1}
+        return {
+            **pointer_fields(**vars(self)),
+            "sequences": len(self.starts),
+            "families": len(self.family) - 1,
+        }
 
 
 def attend_packed(
@@ -165,7 +169,7 @@ def attend_packed(
     """
     q, k, v = (_rows(x) for x in (q, k, v))
     out, total = torch.zeros(q.shape), torch.zeros(q.shape[:2])
-    packed = _packed((q, k, v, out, total), spans, scale=scale, window=window, **pointers(sinks=sinks))
+    packed = _packed((q, k, v, out, total), spans, scale=scale, window=window, **pointer_fields(sinks=sinks))
     check(kernel("attend_packed", *_OF_PACKED)(byref(packed), threads()), "attention")
     return out, total
 
@@ -182,7 +186,7 @@ def attend_packed_backward(
     q, k, v = (_rows(x) for x in forward[:3])
     grad = grad.contiguous()
     grad_q, grad_k, grad_v = (torch.zeros(x.shape) for x in (q, k, v))
-    gradients = pointers(grad_out=grad, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
+    gradients = pointer_fields(grad_out=grad, grad_q=grad_q, grad_k=grad_k, grad_v=grad_v)
     packed = _packed((q, k, v, *forward[3:]), spans, scale=scale, window=window, **gradients)
     failed = kernel("attend_packed_backward", *_OF_PACKED)(byref(packed), threads())
     check(failed, "the gradient of attention")
@@ -193,7 +197,7 @@ def _packed(
     forward: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], spans: Spans, **fields: float | None
 ) -> _Packed:
     q, k, v, out, total = forward
-    tensors = {**strided(q=q, k=k, v=v), **pointers(out=out, log_total=total)}
+    tensors = {**strided_fields(q=q, k=k, v=v), **pointer_fields(out=out, log_total=total)}
     sizes = {"heads": q.shape[1], "kv_heads": k.shape[1], "size": q.shape[2]}
     return _Packed(**tensors, **sizes, **spans.fields(), **fields)
 

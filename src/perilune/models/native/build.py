@@ -26,7 +26,7 @@ _THIS_PROCESSOR = (
     if platform.machine() == "x86_64"
     else ("-mcpu=native",)
 )
-_SECONDS = 300  # it takes 20 on an idle machine
+_COMPILE_TIMEOUT_S = 300  # it takes 20 on an idle machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class Native:
 
 
 def native() -> Native:
-    """The kernels, compiled on the first call. `PERILUNE_NATIVE=0` switches them off."""
-    return compiled(_KERNELS)
+    """Return the kernels, which are compiled on the first call. `PERILUNE_NATIVE=0` disables them."""
+    return load_library(_KERNELS)
 
 
-def missing_kernels(reason: str) -> str:
-    """The message for users whose machine has no kernels."""
+def missing_kernels_message(reason: str) -> str:
+    """Return the message for users whose machine has no kernels."""
     return f"the C kernels are missing, so torch computes everything, about 3x slower: {reason}"
 
 
 @functools.cache
-def compiled(unit: Path) -> Native:
-    """The library of one C file and the files of its folder that it includes."""
+def load_library(unit: Path) -> Native:
+    """Compile one C file, with the files of its folder that it includes, and load the library."""
     if os.environ.get("PERILUNE_NATIVE") == "0":
         return Native(None, "switched off by PERILUNE_NATIVE=0")
     compiler = _compiler()
@@ -100,7 +100,9 @@ def _compile(compiler: list[str], unit: Path, target: Path) -> None:
     errors = ""
     for processor in (_THIS_PROCESSOR, _THIS_PROCESSOR[:1], ()):
         command = [*compiler, *_FLAGS, *processor, str(unit), "-o", str(target), "-lm", "-lpthread"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+        )
         if done.returncode == 0:
             return
         errors = done.stderr.strip()[-2000:]
@@ -122,7 +124,7 @@ def _cache_folder() -> Path:
 
 def _digest(compiler: list[str], unit: Path) -> str:
     version = subprocess.run(
-        [*compiler, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=False
+        [*compiler, "--version"], capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
     ).stdout
     facts = [*compiler, version, *_FLAGS, *_THIS_PROCESSOR, _processor(), sys.platform]
     digest = hashlib.sha256("\0".join([*facts, unit.name]).encode())
@@ -132,7 +134,7 @@ def _digest(compiler: list[str], unit: Path) -> str:
 
 
 def _processor() -> str:
-    """The model and instruction sets of the processor, on which compiled code depends."""
+    """Return the model and instruction sets of the processor, on which compiled code depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

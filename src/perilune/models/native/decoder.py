@@ -9,7 +9,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.rope import Rope
 from perilune.models.decoder import NORM_NAMES, Block, Decoder, SelfAttention
 from perilune.models.feed_forward import MLP, GatedNetwork, MixtureOfExperts
-from perilune.models.layers import Projection, RMSNorm, bias_of
+from perilune.models.layers import Projection, RMSNorm, get_bias
 from perilune.models.native import ops
 from perilune.models.native.attention import Cache, Step
 from perilune.models.native.ops import LANES, PANEL, PackedWeight, Weight, WeightKind, pack_parts
@@ -52,26 +52,28 @@ class _Model(Structure):
 
 
 def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
-    """Whether `NativeDecoder` can compute this model: its sizes must be multiples of the vector size.
+    """Return whether `NativeDecoder` can compute this model.
 
-    It does not compute latent or linear attention.
+    Sizes must be multiples of the vector size. Latent and linear attention are not implemented.
     """
     inner = [config.intermediate_size] + ([config.experts.intermediate_size] if config.experts else [])
     even = kind != "bfloat16" or all(size % 2 == 0 for size in inner)
     if not _is_plain(config):
         return False
     whole = config.hidden_size % LANES == 0 and config.head_dim % PANEL == 0
-    return whole and even and config.latent is None and config.delta is None and ops.available()
+    return whole and even and config.latent is None and config.delta is None and ops.is_available()
 
 
 def _is_plain(config: DecoderConfig) -> bool:
-    """Whether the kernels have all kinds of layers of the model."""
+    """Return whether the kernels implement all kinds of layers of the model."""
     experts, family = config.experts, config.family
     routed = experts is None or (not experts.shared_size and experts.scale == 1)
     scaled = config.query_scale == 1 or config.qk_norm == "head"
     whole = config.rope.fraction == 1 and config.score_softcap is None
     residual = config.multipliers is None or config.multipliers.residual == 1
-    fused = family.module("gate_proj") == family.module("up_proj") and config.intermediate_size % PANEL
+    fused = (
+        family.module_name("gate_proj") == family.module_name("up_proj") and config.intermediate_size % PANEL
+    )
     return routed and family.router == "softmax" and scaled and whole and residual and not fused
 
 
@@ -94,7 +96,7 @@ class NativeDecoder:
         self.load(decoder)
 
     def load(self, decoder: Decoder) -> None:
-        """Copy the current weights of `decoder`, matrices over the memory of the old ones."""
+        """Copy the current weights of `decoder`; matrices overwrite the memory of the old ones."""
         self._decoder = decoder  # for the rotary tables
         self._buffers = iter(self._matrices)
         self._matrices, self._vectors = [], []
@@ -189,7 +191,7 @@ class NativeDecoder:
 
     def _weight(self, first: Projection, *more: Projection | None) -> Weight:
         projections = (first, *filter(None, more))
-        parts = [(one.weight_of(part), bias_of(part)) for one in projections for part in one.parts]
+        parts = [(one.get_weight(part), get_bias(part)) for one in projections for part in one.parts]
         kind: WeightKind = "float32" if first.exact else self._kind
         packed: PackedWeight = pack_parts(parts, kind, next(self._buffers, None))
         self._matrices.append(packed.tensors[0])
@@ -211,14 +213,14 @@ class NativeDecoder:
         self._reach = max(positions, 2 * self._reach, 1024)
         self._rotations: dict[Rope | None, list[Tensor]] = {}
         for index, layer in enumerate(self._layers):
-            rope = self.config.rope_of(index)
+            rope = self.config.layer_rope(index)
             if rope not in self._rotations:
                 tables = self._tables(rope)
                 self._rotations[rope] = [table.float().contiguous() for table in tables]
             layer.cosine, layer.sine = (table.data_ptr() for table in self._rotations[rope])
 
     def _tables(self, rope: Rope | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [reach, 1, D / 2]; of the angle 0 in layers without a rotary embedding."""
+        """Return cosines and sines [reach, 1, D / 2]; layers without a rotary embedding have angle 0."""
         if rope is None:
             ones = torch.ones(self._reach, 1, self.config.head_dim // 2)
             return ones, torch.zeros_like(ones)

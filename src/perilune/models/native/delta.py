@@ -5,7 +5,7 @@ from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from perilune.models.native.ops import check, kernel, pointers, strided, threads
+from perilune.models.native.ops import check, kernel, pointer_fields, strided_fields, threads
 
 Rule = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """float32 q, k [N, KH, Dk], v [N, H, Dv], decay and strength [N, H] of the gated delta rule."""
@@ -70,8 +70,8 @@ def _contiguous_heads(rule: Rule) -> Rule:
 def _delta(rule: Rule, states: Tensor, pieces: Tensor, **others: Tensor) -> _Delta:
     q, k, v, decay, strength = rule
     return _Delta(
-        **strided(q=q, k=k, v=v),
-        **pointers(decay=decay, strength=strength, states=states, piece=pieces, **others),
+        **strided_fields(q=q, k=k, v=v),
+        **pointer_fields(decay=decay, strength=strength, states=states, piece=pieces, **others),
         heads=v.shape[1],
         key_heads=q.shape[1],
         key_size=q.shape[2],
@@ -115,7 +115,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _convolution(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor, **others: Tensor) -> _Convolution:
     return _Convolution(
-        **pointers(x=x, before=before, weight=weight, taps=taps, **others),
+        **pointer_fields(x=x, before=before, weight=weight, taps=taps, **others),
         tokens=x.shape[0],
         channels=x.shape[1],
         width=taps.shape[1],

@@ -1,7 +1,7 @@
 """The C kernels for products and operations on rows, called with float32 torch tensors on the CPU.
 
-Every function requires `available()`. Shapes are those of the decoder. Callers guarantee kinds and matching
-shapes; the functions do not check them again.
+Every function requires `is_available()`. Shapes are those of the decoder. Callers guarantee kinds and
+matching shapes; the functions do not check them again.
 """
 
 import mmap
@@ -59,8 +59,8 @@ class _Draws(Structure):
     )
 
 
-def available() -> bool:
-    """Whether the kernels can be used. The first call may compile them, which takes some seconds."""
+def is_available() -> bool:
+    """Return whether the kernels can be used. The first call may compile them, which takes seconds."""
     return native().library is not None
 
 
@@ -99,13 +99,13 @@ def _rows_as_float32(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
         return
     inputs = weight.shape[1]
     at_once = max(1, _PACKED_AT_ONCE // (inputs * PANEL)) * PANEL
-    buffer = _pages(min(at_once, len(weight)) * inputs, torch.float32).view(-1, inputs)
+    buffer = _allocate(min(at_once, len(weight)) * inputs, torch.float32).view(-1, inputs)
     for first in range(0, len(weight), at_once):
         rows = weight[first : first + at_once]
         yield first, buffer[: len(rows)].copy_(rows)
 
 
-def _pages(count: int, dtype: torch.dtype) -> Tensor:
+def _allocate(count: int, dtype: torch.dtype) -> Tensor:
     """An uninitialised tensor; large ones are mapped outside the heap, so that they do not fragment it."""
     size = count * dtype.itemsize
     if size < mmap.PAGESIZE * 16:
@@ -134,7 +134,7 @@ class PackedWeight:
 def pack_weight(
     weight: Tensor, bias: Tensor | None = None, kind: WeightKind = "float32", *, temporary: bool = False
 ) -> PackedWeight:
-    """Pack float[O, I], stored as `kind`. bfloat16 requires an even I.
+    """Pack float[O, I] as `kind`. bfloat16 requires an even I.
 
     Args:
         temporary: use this thread's scratch buffer, which the next temporary weight overwrites.
@@ -159,7 +159,7 @@ def pack_parts(
     for weight, _ in parts:
         starts.append(starts[-1] - -len(weight) // PANEL * PANEL)
     count = starts[-1]
-    panels = _pages(count * inputs, dtype) if buffer is None else buffer
+    panels = _allocate(count * inputs, dtype) if buffer is None else buffer
     scale = torch.empty(count if kind == "int8" else 0)
     padded = torch.zeros(0 if all(bias is None for _, bias in parts) else count)
     for start, (weight, bias) in zip(starts, parts, strict=False):
@@ -193,8 +193,8 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 @cache
 def has_tiles() -> bool:
-    """Whether the processor multiplies bfloat16 matrices in tiles (Intel AMX), 8 times as fast as float32."""
-    return available() and bool(kernel("has_tiles")())
+    """Return whether the processor multiplies bfloat16 tiles (Intel AMX), 8 times as fast as float32."""
+    return is_available() and bool(kernel("has_tiles")())
 
 
 def gradients_of_linear(
@@ -276,23 +276,23 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def route(
-    logits: Tensor, per_token: int, normalised: bool, given: Tensor | None = None
+    logits: Tensor, per_token: int, normalised: bool, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Weights float32[N, K] and indices int64[N, K] of the experts of each row, from logits float32[N, E].
 
-    Experts int64[N, K] that are `given` are taken as they are; a row of -1 is chosen by its logits.
+    `forced` experts int64[N, K] replace the choice, except in rows of -1.
 
     Raises:
         ValueError: when a given expert does not exist.
     """
-    if given is not None:
-        given = given.contiguous()
-        if given.shape != (len(logits), per_token) or bool((given >= logits.shape[1]).any()):
-            raise ValueError(f"routes {tuple(given.shape)} do not fit {logits.shape[1]} experts")
+    if forced is not None:
+        forced = forced.contiguous()
+        if forced.shape != (len(logits), per_token) or bool((forced >= logits.shape[1]).any()):
+            raise ValueError(f"routes {tuple(forced.shape)} do not fit {logits.shape[1]} experts")
     scratch = logits.clone(memory_format=torch.contiguous_format)
     weights = torch.empty(len(logits), per_token)
     chosen = torch.empty(len(logits), per_token, dtype=torch.int64)
-    _run("route", scratch, *logits.shape, per_token, normalised, given, weights, chosen)
+    _run("route", scratch, *logits.shape, per_token, normalised, forced, weights, chosen)
     return weights, chosen
 
 
@@ -338,21 +338,21 @@ def draw(
     logits, scales = logits.contiguous(), scales.contiguous()
     count = len(scales)
     tokens, logprobs = torch.empty(count, dtype=torch.int64), torch.empty(count)
-    read = pointers(logits=logits, scales=scales, rows=rows, uniform=uniform)
-    written = pointers(tokens=tokens, logprobs=logprobs)
+    read = pointer_fields(logits=logits, scales=scales, rows=rows, uniform=uniform)
+    written = pointer_fields(tokens=tokens, logprobs=logprobs)
     draws = _Draws(**read, **written, count=count, size=logits.shape[1])
     check(kernel("draw")(byref(draws), threads()), "drawing tokens")
     return tokens, logprobs
 
 
-def pointers(**tensors: Tensor | None) -> dict[str, int | None]:
-    """The fields of a struct that point to these tensors, which must outlive the call."""
+def pointer_fields(**tensors: Tensor | None) -> dict[str, int | None]:
+    """Return the fields of a struct that point to these tensors, which must outlive the call."""
     return {name: None if one is None else one.data_ptr() for name, one in tensors.items()}
 
 
-def strided(**tensors: Tensor) -> dict[str, int | None]:
-    """`pointers`, and for each a field "..._stride" with the elements from one row to the next."""
-    return {**pointers(**tensors), **{f"{name}_stride": one.stride(0) for name, one in tensors.items()}}
+def strided_fields(**tensors: Tensor) -> dict[str, int | None]:
+    """`pointer_fields`, and for each a field "..._stride" with the elements from one row to the next."""
+    return {**pointer_fields(**tensors), **{f"{name}_stride": one.stride(0) for name, one in tensors.items()}}
 
 
 def threads() -> int:
@@ -362,8 +362,8 @@ def threads() -> int:
 
 def _run(name: str, *arguments: Any) -> None:
     """Call a kernel on all threads. Tensors are passed as pointers."""
-    pointers = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
-    kernel(name)(*pointers, threads())
+    pointer_fields = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
+    kernel(name)(*pointer_fields, threads())
 
 
 def check(failed: int, where: str) -> None:

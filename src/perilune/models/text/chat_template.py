@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 _START_SECONDS = 60.0  # to import Jinja and compile the template
 _RENDER_SECONDS = 5.0  # wall-clock and processor time for one text
-_ANSWER_BYTES = 64 << 20  # the longest text with each character escaped as \uXXXX\uXXXX
-_SENT_TOGETHER = 64  # requests in the pipe at a time
+_MAX_ANSWER_BYTES = 64 << 20  # the longest text with each character escaped as \uXXXX\uXXXX
+_RENDERS_PER_REQUEST = 64  # requests in the pipe at a time
 
 
 class ChatTemplate:
@@ -53,7 +53,7 @@ class ChatTemplate:
         return self.render_all([{**variables, "messages": messages}])[0]
 
     def render_all(self, inputs: Sequence[Mapping[str, Any]]) -> list[str]:
-        """One text for each set of inputs, which include `messages` and must be JSON values.
+        """Render each set of inputs, which include `messages` and must be JSON values.
 
         Raises:
             RequestError: when the template refuses the messages, fails, tries to leave Jinja's sandbox, or
@@ -93,14 +93,14 @@ class _TemplateProcess:
         self._interrupted = False
 
     def start(self) -> None:
-        """Start the process and compile the template, unless that is done."""
+        """Start the process and compile the template, if that has not been done."""
         with self._lock:
-            self._retried(self._started)
+            self._run_with_retry(self._started)
 
     def render(self, inputs: Sequence[Mapping[str, Any]]) -> list[str]:
-        """One text for each of `inputs`."""
+        """Render each of `inputs`."""
         with self._lock:
-            return self._retried(lambda: self._render(inputs))
+            return self._run_with_retry(lambda: self._render(inputs))
 
     def interrupt(self) -> None:
         """Kill the process while another thread waits for it."""
@@ -108,8 +108,8 @@ class _TemplateProcess:
         if (channel := self._channel) is not None:
             channel.kill()
 
-    def _retried(self, action: Callable[[], T]) -> T:
-        """Run `action`, and again if a signal from outside, such as the OOM killer's, killed the process."""
+    def _run_with_retry(self, action: Callable[[], T]) -> T:
+        """Run `action`, and retry it once if another program, such as the OOM killer, killed the process."""
         self._interrupted = False
         try:
             return action()
@@ -122,7 +122,7 @@ class _TemplateProcess:
         texts: list[str] = []
         try:
             while len(texts) < len(inputs):
-                texts += self._exchange(inputs[len(texts) : len(texts) + _SENT_TOGETHER])
+                texts += self._exchange(inputs[len(texts) : len(texts) + _RENDERS_PER_REQUEST])
         except _TemplateRefusedError:
             raise
         except BaseException:  # answers may still be in the pipe
@@ -142,7 +142,9 @@ class _TemplateProcess:
 
     def _started(self) -> Channel:
         if self._channel is None:
-            channel = Channel("perilune.models.text.template_worker", "the template's process", _ANSWER_BYTES)
+            channel = Channel(
+                "perilune.models.text.template_worker", "the template's process", _MAX_ANSWER_BYTES
+            )
             self._channel, self._end = channel, weakref.finalize(self, channel.close)
             channel.send({"source": self._source, "seconds": _RENDER_SECONDS})
             try:

@@ -33,19 +33,19 @@ class Rendered:
     spelled: Mapping[str, str] = field(default_factory=dict)
 
     def with_text(self, text: str) -> Rendered:
-        """A copy with `text`, which is a part of this text."""
+        """Return a copy with `text`, which is a part of this text."""
         return replace(self, text=text)
 
     def pieces(self) -> list[str]:
-        """The text in pieces: template output at even indices, spelled-out control tokens at odd ones."""
+        """Split the text: template output at even indices, spelled-out control tokens at odd ones."""
         if not self.spelled:
             return [self.text]
         parts = re.split(f"([{''.join(self.spelled)}])", self.text)
-        return [self.spelled[part] if place % 2 else part for place, part in enumerate(parts)]
+        return [self.spelled[part] if index % 2 else part for index, part in enumerate(parts)]
 
 
 class SpelledTokens:
-    """Finds the control tokens of one tokenizer in messages."""
+    """A search for the control tokens of one tokenizer in messages."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         names = []
@@ -58,7 +58,7 @@ class SpelledTokens:
         self._pattern = re.compile("|".join(sorted(names, key=len, reverse=True)) or r"(?!)")
 
     def hide(self, inputs: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-        """Template inputs with their control tokens replaced, and the control token of each ideograph.
+        """Replace control tokens in template inputs; also return the control token of each ideograph.
 
         Raises:
             RequestError: when there are more different control tokens than ideographs.
@@ -84,7 +84,7 @@ class SpelledTokens:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """`value` with `change` applied to every text in it, including keys."""
+    """Apply `change` to every text in `value`, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -28,10 +28,10 @@ def recipe_tokenizer(model: Mapping[str, Any], texts: Iterable[str] | None = Non
 
 
 def with_recipe_template(tokenizer: Tokenizer, model: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer with the chat template of a recipe's `model` section.
+    """Return the tokenizer with the chat template of a recipe's `model` section.
 
     Values of the template's variables, such as `enable_thinking: false`, become defaults in the template, so
-    that a saved checkpoint is asked in the same way everywhere.
+    that a saved checkpoint is prompted in the same way everywhere.
 
     Raises:
         RequestError: when the template is malformed or missing, or does not use one of the variables.
@@ -65,10 +65,10 @@ def _literal(value: bool | float | str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemplateFacts:
-    """What a template does with a system prompt.
+    """The treatment of system prompts by a template.
 
     Attributes:
-        system: where a system prompt goes.
+        system: the place of a system prompt.
         default_system: the system prompt that the template adds when none is given.
     """
 
@@ -77,7 +77,7 @@ class TemplateFacts:
 
 
 def template_facts(tokenizer: Tokenizer) -> TemplateFacts:
-    """Find out what the template does by rendering short conversations."""
+    """Determine the treatment of system prompts by rendering short conversations."""
     user = {"role": "user", "content": _USER}
     try:
         text = tokenizer.render_prompt([{"role": "system", "content": _SYSTEM}, user])
@@ -114,7 +114,7 @@ class PromptToken:
 def prompt_tokens(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]
 ) -> tuple[list[PromptToken], int]:
-    """The tokens of a prompt, and the index of the first one of the assistant's turn."""
+    """Return the tokens of a prompt, and the index of the first one of the assistant's turn."""
     ids = tokenizer.encode_prompt(messages)
     pieces = tokenizer.token_bytes()
     tokens = [

@@ -27,8 +27,8 @@ from perilune.sandbox.limits import allow_cpu
 from perilune.sandbox.own_root import library_folders
 
 MEMORY_BYTES = 256 << 20  # address space besides that of Python and Jinja
-MOST_CHARACTERS = 4 << 20  # in one rendered text
-_LONGEST_REASON = 500
+MAX_CHARACTERS = 4 << 20  # in one rendered text
+_MAX_REASON_CHARACTERS = 500
 
 
 def main() -> None:
@@ -42,29 +42,29 @@ def main() -> None:
     try:
         template = environment.from_string(opening["source"])
     except Exception as error:
-        _answer(answers, {"refused": _reason(error), "line": getattr(error, "lineno", None)})
+        _send_answer(answers, {"refused": _error_text(error), "line": getattr(error, "lineno", None)})
         return
-    _answer(answers, {"ready": True})
+    _send_answer(answers, {"ready": True})
     for line in sys.stdin.buffer:
         allow_cpu(opening["seconds"])
-        _answer(answers, _rendered(template, json.loads(line)))
+        _send_answer(answers, _render(template, json.loads(line)))
 
 
-def _rendered(template: jinja2.Template, inputs: Mapping[str, Any]) -> dict[str, str]:
+def _render(template: jinja2.Template, inputs: Mapping[str, Any]) -> dict[str, str]:
     try:
         text = template.render(inputs)
     except Exception as error:
-        return {"failure": _reason(error)}
-    if len(text) > MOST_CHARACTERS:
-        return {"failure": f"the text has {len(text):,} characters, more than {MOST_CHARACTERS:,}"}
+        return {"failure": _error_text(error)}
+    if len(text) > MAX_CHARACTERS:
+        return {"failure": f"the text has {len(text):,} characters, more than {MAX_CHARACTERS:,}"}
     return {"text": text}
 
 
-def _reason(error: Exception) -> str:
-    return (str(error) or type(error).__name__)[:_LONGEST_REASON]
+def _error_text(error: Exception) -> str:
+    return (str(error) or type(error).__name__)[:_MAX_REASON_CHARACTERS]
 
 
-def _answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
+def _send_answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
     answers.write(json.dumps(document).encode() + b"\n")
     answers.flush()
 

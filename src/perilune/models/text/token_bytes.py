@@ -23,7 +23,7 @@ _EDGES = ("Fuse", "Strip")  # decoders that join tokens or trim the whole text
 
 
 def token_bytes(backend: tokenizers.Tokenizer, *, where: str = "tokenizer") -> list[bytes | None]:
-    """Bytes of every token by id; None for control tokens, the unknown token and unused ids.
+    """Return the bytes of every token by id; None for control tokens, the unknown token and unused ids.
 
     Raises:
         RequestError: when the text of a token depends on its neighbours.
@@ -43,7 +43,7 @@ def token_bytes(backend: tokenizers.Tokenizer, *, where: str = "tokenizer") -> l
 
 
 def _reader(decoder: Mapping[str, Any] | None, where: str) -> Callable[[str], bytes]:
-    """The function from a token to its bytes, for the decoder in tokenizer.json."""
+    """Return the function from a token to its bytes, for the decoder in tokenizer.json."""
     steps = [] if decoder is None else decoder.get("decoders", [decoder])
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
@@ -78,15 +78,15 @@ def _unknown(kind: str | None, where: str) -> RequestError:
 
 
 def byte_level(token: str) -> bytes:
-    """Bytes of a token of a byte-level vocabulary."""
+    """Return the bytes of a token of a byte-level vocabulary."""
     return bytes(byte for character in token for byte in _BYTE_OF.get(character, character.encode()))
 
 
 def _byte_alphabet() -> dict[str, bytes]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others are characters from 256 on."""
+    """Return GPT-2's alphabet: printable bytes map to themselves, the others to characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = (byte for byte in range(256) if byte not in printable)
-    shifted = {chr(256 + place): bytes([byte]) for place, byte in enumerate(others)}
+    shifted = {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
     return {chr(byte): bytes([byte]) for byte in sorted(printable)} | shifted
 
 
@@ -115,11 +115,11 @@ class Boundaries:
         }
 
     def is_text(self, token_id: int) -> bool:
-        """Whether a token is text. Control tokens and unused ids are not."""
+        """Return whether a token is text, not a control token or an unused id."""
         return token_id not in self._special and self._backend.id_to_token(token_id) is not None
 
     def open_bytes(self, before: bytes, token_id: int) -> bytes:
-        """The bytes after the last boundary; empty when the text ends at a boundary.
+        """Return the bytes after the last boundary; empty when the text ends at a boundary.
 
         Args:
             before: the result for the previous token.

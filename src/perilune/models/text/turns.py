@@ -16,42 +16,44 @@ from perilune.models.text.spelled_tokens import Rendered
 from perilune.models.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-PLAIN = ("role", "content", "name", "weight")  # keys of an assistant's message that no template is needed for
+PLAIN_KEYS = {"role", "content", "name", "weight"}  # an assistant's message with other keys needs a template
 
 
-def continuation(
+def encode_continuation(
     tokenizer: Tokenizer, opening: Sequence[Message], messages: Sequence[Message], last_token: int
 ) -> list[int]:
-    """Token ids between a turn of the policy and its next turn.
+    """Encode the text between a turn of the policy and its next turn.
 
-    A control token that `messages` spell out stays text.
+    Control tokens that `messages` spell out stay text.
 
     Args:
         opening: the first messages of the conversation, which a template may require.
         messages: the messages since the policy's turn.
-        last_token: the last token of that turn; it is not repeated when the template writes it.
+        last_token: the last token of that turn, which is not repeated if the template writes it.
 
     Raises:
         RequestError: when the template refuses the messages or changes the assistant's text.
     """
     if tokenizer.chat_template is None:
         return tokenizer.encode("".join(message["content"] for message in messages))
-    mark = _mark(opening, messages)
+    mark = _make_mark(opening, messages)
     (rendered,) = tokenizer.render_pieces([[*opening, {"role": "assistant", "content": mark}, *messages]])
-    (ids,) = tokenizer.encode_pieces([_after(rendered, mark)])
+    (ids,) = tokenizer.encode_pieces([_text_after_mark(rendered, mark)])
     return ids[1:] if ids[:1] == [last_token] else ids
 
 
-def continued(tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]) -> Rendered:
-    """The chat template's output up to the end of the last message's content, which the policy continues.
+def render_continued(
+    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> Rendered:
+    """Render the chat template up to the end of the last message's content, which the policy continues.
 
-    It equals that of transformers with `continue_final_message`: white space at the end of the content is
-    left out if the template leaves it out.
+    The output equals that of transformers with `continue_final_message`: white space at the end of the
+    content is stripped if the template strips it.
 
     Raises:
         RequestError: when the template refuses the messages or changes the content.
     """
-    mark, content = _mark(messages, []), messages[-1]["content"]
+    mark, content = _make_mark(messages, []), messages[-1]["content"]
     marked = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
     (rendered,) = tokenizer.render_inputs([{**variables, "messages": marked}])
     before, found, after = rendered.text.rpartition(mark)
@@ -70,7 +72,7 @@ def encode_conversations(
     tokenizer: Tokenizer,
     conversations: Sequence[tuple[Sequence[Message], Sequence[Message], Mapping[str, Any]]],
 ) -> list[tuple[list[int], list[int], list[bool]]]:
-    """Token ids of conversations to imitate, as if the policy had sampled their turns.
+    """Encode conversations to imitate, as if the policy had sampled their turns.
 
     The templates of all conversations are rendered together, and their texts encoded together.
 
@@ -83,25 +85,27 @@ def encode_conversations(
         those of the assistant and its end-of-sequence tokens, except in messages with `weight` 0.
 
     Raises:
-        RequestError: as `continuation`, and when the vocabulary lacks a character.
+        RequestError: as `encode_continuation`, and when the vocabulary lacks a character.
     """
     segments = [_segments(tokenizer, *one) for one in conversations]
     _encode(tokenizer, [segment for own in segments for segment in own])
     if tokenizer.chat_template is None:
         prompts = tokenizer.encode_prompts([opening for opening, _, _ in conversations])
-        return [(prompt, *_joined(tokenizer, own)) for prompt, own in zip(prompts, segments, strict=True)]
-    return [(own[0].ids, *_joined(tokenizer, own)) for own in segments]
+        return [
+            (prompt, *_join_segments(tokenizer, own)) for prompt, own in zip(prompts, segments, strict=True)
+        ]
+    return [(own[0].ids, *_join_segments(tokenizer, own)) for own in segments]
 
 
 @dataclass(slots=True)
 class _Segment:
-    """A part of a conversation: text, or what is left of rendered templates.
+    """A part of a conversation: plain text, or a part of rendered templates.
 
     Attributes:
-        learned: None for the prompt and for what stands between two turns.
-        text: of a part that no template writes.
-        inputs: the templates' inputs, without a text: one, or those before and after a turn.
-        mark: the part follows this text; without it, the part is what the second template adds to the first.
+        learned: whether the policy learns the part; None for the prompt and for text between two turns.
+        text: the text of a part that no template writes.
+        inputs: inputs of the template: one, or those before and after a turn. Empty for plain text.
+        mark: the part follows this text. Without a mark, it is the difference of two rendered templates.
     """
 
     learned: bool | None = None
@@ -114,7 +118,7 @@ class _Segment:
 def _segments(
     tokenizer: Tokenizer, opening: Sequence[Message], turns: Sequence[Message], variables: Mapping[str, Any]
 ) -> list[_Segment]:
-    """The prompt, then the turns of the assistant and what stands between them, in turn."""
+    """Split a conversation into the prompt, the turns of the assistant and the text between them."""
     has_template = tokenizer.chat_template is not None
 
     def unlearned(messages: Sequence[Message], is_between: bool) -> _Segment:
@@ -122,39 +126,41 @@ def _segments(
             return _Segment(text="".join(message["content"] for message in messages))
         if not is_between:
             return _Segment(inputs=[{**variables, "messages": messages}])
-        mark = _mark(opening, messages)
+        mark = _make_mark(opening, messages)
         marked = [*opening, {"role": "assistant", "content": mark}, *messages]
         return _Segment(inputs=[{**variables, "messages": marked}], mark=mark)
 
-    found = [unlearned(opening, False) if has_template else _Segment()]
+    segments = [unlearned(opening, False) if has_template else _Segment()]
     observations: list[Message] = []
-    for place, message in enumerate(turns):
+    for index, message in enumerate(turns):
         if message["role"] != "assistant":
             observations.append(message)
             continue
-        if place:
-            found.append(unlearned(observations, True))
+        if index:
+            segments.append(unlearned(observations, True))
         is_learned = message.get("weight", 1) != 0
         if any(
-            is_in_template(tokenizer, key) for key, value in message.items() if key not in PLAIN and value
+            is_in_template(tokenizer, key)
+            for key, value in message.items()
+            if key not in PLAIN_KEYS and value
         ):
-            before = [*opening, *turns[:place]]
+            before = [*opening, *turns[:index]]
             whole = {"messages": [*before, message], "add_generation_prompt": False}
             inputs = [{**variables, "messages": before}, {**variables, **whole}]
-            found.append(_Segment(is_learned, inputs=inputs))
+            segments.append(_Segment(is_learned, inputs=inputs))
         else:
-            found.append(_Segment(is_learned, text=message["content"]))
+            segments.append(_Segment(is_learned, text=message["content"]))
         observations = []
-    return found
+    return segments
 
 
 def _encode(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> None:
     """Fill in the token ids of all segments."""
     written = [segment for segment in segments if segment.inputs]
     if written:
-        every = [one for segment in written for one in segment.inputs]
-        rendered = iter(tokenizer.render_inputs(every))
-        parts = [_part(segment, [next(rendered) for _ in segment.inputs]) for segment in written]
+        inputs = [one for segment in written for one in segment.inputs]
+        rendered = iter(tokenizer.render_inputs(inputs))
+        parts = [_extract_rendered(segment, [next(rendered) for _ in segment.inputs]) for segment in written]
         for segment, ids in zip(written, tokenizer.encode_pieces(parts), strict=True):
             segment.ids = ids
     texts = [segment for segment in segments if not segment.inputs]
@@ -162,8 +168,8 @@ def _encode(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> None:
         segment.ids = ids
 
 
-def _part(segment: _Segment, rendered: Sequence[Rendered]) -> Rendered:
-    """What a segment is of its rendered templates."""
+def _extract_rendered(segment: _Segment, rendered: Sequence[Rendered]) -> Rendered:
+    """Return the part of its rendered templates that belongs to a segment."""
     if len(rendered) == 2:
         prompt, whole = rendered
         if not whole.text.startswith(prompt.text):
@@ -172,11 +178,11 @@ def _part(segment: _Segment, rendered: Sequence[Rendered]) -> Rendered:
                 where="chat template",
             )
         return whole.with_text(whole.text[len(prompt.text) :])
-    return _after(rendered[0], segment.mark) if segment.mark else rendered[0]
+    return _text_after_mark(rendered[0], segment.mark) if segment.mark else rendered[0]
 
 
-def _joined(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> tuple[list[int], list[bool]]:
-    """The token ids after the prompt, and whether each is learned."""
+def _join_segments(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> tuple[list[int], list[bool]]:
+    """Return the token ids after the prompt, and whether each is learned."""
     end = tokenizer.eos_token_id
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -192,17 +198,17 @@ def _joined(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> tuple[list[in
 
 
 def is_in_template(tokenizer: Tokenizer, name: str) -> bool:
-    """Whether the chat template uses a variable or a key of messages."""
+    """Return whether the chat template uses the name of a variable or of a key of messages."""
     template = tokenizer.chat_template
     return template is not None and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template.source) is not None
 
 
-def _mark(opening: Sequence[Message], messages: Sequence[Message]) -> str:
+def _make_mark(opening: Sequence[Message], messages: Sequence[Message]) -> str:
     """A text that no message contains."""
     return sha256_bytes(canonical_json([[dict(one) for one in part] for part in (opening, messages)]))
 
 
-def _after(rendered: Rendered, mark: str) -> Rendered:
+def _text_after_mark(rendered: Rendered, mark: str) -> Rendered:
     """The template's output after the assistant message with the text `mark`."""
     _, separator, after = rendered.text.partition(mark)
     if not separator:

@@ -21,7 +21,7 @@ from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.algorithms import Algorithm
 from perilune.learn.batch import PackedBatch, pack
 from perilune.learn.checks import check_packed, check_weights
-from perilune.learn.trainer import CRITIC, predicting_states, target_logprobs, with_reference
+from perilune.learn.trainer import CRITIC_PREFIX, add_reference_logprobs, predicting_states, target_logprobs
 from perilune.learn.weights import COMPONENTS, KLEstimator, Surrogate, WeightedGroup
 from perilune.tasks.checks.twin import Figures, FirstRoutes, Twin, plain
 from perilune.tasks.stage.publishing import RANDOM
@@ -72,7 +72,7 @@ def check_gradient(twin: Twin) -> None:
     check_packed(weighted, batches)
     _check_logprobs(twin, batches)
     if spec.kl:
-        batches = with_reference(batches, twin.reference)
+        batches = add_reference_logprobs(batches, twin.reference)
     episodes = [one for group in twin.groups for one in group]
     current = plain(learner.decoder, twin.critic, episodes, spec.temperature)
     differences = [_central_differences(twin, direction) for direction in range(DIRECTIONS)]
@@ -147,7 +147,7 @@ def _directions(twin: Twin, direction: int) -> Iterator[tuple[str, Tensor, Tenso
     random = torch.Generator().manual_seed(direction)
     exact = dict(twin.exact.named_parameters())
     if twin.exact_critic is not None:
-        exact |= {CRITIC + name: one for name, one in twin.exact_critic.named_parameters()}
+        exact |= {CRITIC_PREFIX + name: one for name, one in twin.exact_critic.named_parameters()}
     for name in twin.trained:
         yield name, exact[name], torch.randint(0, 2, exact[name].shape, generator=random).double() * 2 - 1
 

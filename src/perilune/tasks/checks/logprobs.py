@@ -16,9 +16,9 @@ from perilune.data.episode import Episode
 from perilune.engine.random import uniforms
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.batch import PackedBatch
-from perilune.learn.replay import RouteReplay, packed_routes
+from perilune.learn.replay import RouteReplay, pack_routes
 from perilune.learn.trainer import Learner, token_logprobs
-from perilune.models.adapters.lora import base_of, pairs_of
+from perilune.models.adapters.lora import adapter_pairs, without_adapter
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
 from perilune.tasks.stage.publishing import RANDOM, WITHOUT_ADAPTER, is_random, plain_scores
@@ -110,7 +110,7 @@ class LogprobChecker:
             return
         batch, logprobs = scored[step % len(scored)]
         by_id = {one.episode_id: one for group in groups for one in group}
-        episodes = batch.by_episode(logprobs)
+        episodes = batch.split_by_episode(logprobs)
         name, actual = episodes[step % len(episodes)]
         episode = replace(by_id[name], routed_experts=None)
         rounding = plain_rounding(reference)
@@ -158,7 +158,7 @@ class LogprobChecker:
         gaps = [
             (_gaps(one.logprobs[one.loss_mask], own), one, own)
             for batch in batches
-            for name, own in batch.by_episode(token_logprobs(self.learner.decoder, batch))
+            for name, own in batch.split_by_episode(token_logprobs(self.learner.decoder, batch))
             if self._is_current(one := by_id[name])
         ]
         _, worst, logprobs = max(gaps, key=lambda item: float(np.abs(item[0]).max(initial=0.0)))
@@ -194,7 +194,7 @@ def rescored(decoder: Decoder, episode: Episode, temperature: float) -> Array:
 def _scored(decoder: Decoder, episode: Episode, temperature: float) -> tuple[Array, Array]:
     """`rescored`, and float32[min(T, DRAWN), V] log-probs of the vocabulary at the first tokens."""
     ids = np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)
-    routes = packed_routes([episode], [0])
+    routes = pack_routes([episode], [0])
     replay = None if routes is None else RouteReplay(routes.to(next(decoder.parameters()).device))
     chosen, first = plain_scores(decoder, ids, len(episode.token_ids), temperature, replay, DRAWN)
     return chosen.cpu().numpy()[episode.loss_mask], first.cpu().numpy()
@@ -224,9 +224,11 @@ def explain(episode: Episode, logprobs: Array, decoder: Decoder, temperature: fl
 
 def _base_note(episode: Episode, decoder: Decoder, temperature: float) -> str:
     """A note if the sampler computed without the learner's adapter, or ""."""
-    if not pairs_of(decoder):
+    if not adapter_pairs(decoder):
         return ""
-    gaps = _gaps(episode.logprobs[episode.loss_mask], rescored(base_of(decoder), episode, temperature))
+    gaps = _gaps(
+        episode.logprobs[episode.loss_mask], rescored(without_adapter(decoder), episode, temperature)
+    )
     return f"; it sampled with {WITHOUT_ADAPTER}" if rounding_of(decoder).allows(gaps) else ""
 
 

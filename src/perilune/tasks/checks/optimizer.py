@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.optimizer import BETA1, EPSILON
-from perilune.learn.trainer import CRITIC, Learner
+from perilune.learn.trainer import CRITIC_PREFIX, Learner
 from perilune.learn.training_settings import OptimizerSettings
 
 CANDIDATES = 512  # elements of a parameter among which the one with the largest gradient is chosen
@@ -80,7 +80,7 @@ class OptimizerChecker:
             places[name] = int(flat[::stride].abs().argmax()) * stride
             gradients.append(flat[places[name]].float())
             norms[name] = torch.linalg.vector_norm(gradient)
-        norms = dict(self._learner.optimizer.whole_norms(norms)) if norms else {}
+        norms = dict(self._learner.optimizer.gather_norms(norms)) if norms else {}
         self._places = places
         norm = torch.linalg.vector_norm(torch.stack([*norms.values()])) if norms else 0.0
         return torch.stack(gradients).double().cpu().numpy(), float(norm)
@@ -113,7 +113,7 @@ class OptimizerChecker:
     def _check_update(self, gradients: Array, norm: float, before: _State, after: _State, lr: float) -> None:
         clip = self._settings.grad_clip
         scale = min(1.0, clip / (norm + 1e-6))
-        critics = np.array([name.startswith(CRITIC) for name in self._places])
+        critics = np.array([name.startswith(CRITIC_PREFIX) for name in self._places])
         rates = lr * np.where(critics, self._critic_factor, 1.0)
         updated = self._updated(gradients * scale, before, rates)
         for field, expected, actual, old in zip(_State._fields, updated, after, before, strict=True):

@@ -15,7 +15,7 @@ from perilune.learn.algorithms import StepContext
 from perilune.learn.critic import Critic
 from perilune.learn.kl_reward import weight_groups
 from perilune.learn.signals import SignalModels, compute_signals
-from perilune.learn.trainer import CRITIC, Learner
+from perilune.learn.trainer import CRITIC_PREFIX, Learner
 from perilune.learn.weights import WeightedGroup
 from perilune.models.adapters.lora import A, B
 from perilune.models.attention import PackedAttention
@@ -67,7 +67,7 @@ class Twin:
         self.reference.to(device)
         self.trained = [
             name for name, _ in policy.named_parameters() if not lora or {A, B}.intersection(name.split("."))
-        ] + [CRITIC + name for name, _ in (critic.named_parameters() if critic else ())]
+        ] + [CRITIC_PREFIX + name for name, _ in (critic.named_parameters() if critic else ())]
         self.learner = Learner(policy.to(device), settings, critic=self.critic)
         self.groups = self._answers()
 
@@ -134,7 +134,7 @@ def _scaled_down(config: DecoderConfig) -> DecoderConfig:
     return config.replace(
         vocab_size=_VOCABULARY,
         hidden_size=_HIDDEN,
-        intermediate_size=_EXPERT if experts and config.family.one_width else _HIDDEN,
+        intermediate_size=_EXPERT if experts and config.family.shares_expert_width else _HIDDEN,
         num_heads=heads,
         num_kv_heads=heads if config.latent else 1,
         experts=experts,
@@ -160,7 +160,7 @@ class FirstRoutes:
     def __init__(self) -> None:
         self._chosen: dict[int, Tensor] = {}
 
-    def given(self, layer: int, rows: int) -> Tensor | None:
+    def forced_experts(self, layer: int, rows: int) -> Tensor | None:
         return self._chosen.get(layer)
 
     def observe(self, layer: int, logits: Tensor, chosen: Tensor) -> None:

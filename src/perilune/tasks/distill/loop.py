@@ -12,7 +12,7 @@ from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.errors import RequestError
 from perilune.learn.advantages import centred
-from perilune.learn.distillation import Distillation, chunks, distil
+from perilune.learn.distillation import Distillation, distil, split_chunks
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.learn.weights import rewards
@@ -52,7 +52,7 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
             episodes, advantages, figures = source.batch(done, watch)
             with watch.time_learning():
                 prompts = teacher_prompts(episodes, teacher, spec.system)
-                parts = chunks(
+                parts = split_chunks(
                     episodes, prompts, spec.token_budget, advantages=advantages, temperature=spec.temperature
                 )
                 tokens = sum(int(one.loss_mask.sum()) for one in episodes)

@@ -135,7 +135,7 @@ def _sampler(
 
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, sampling_only=True)
-    policy.decoder.compute_in(spec.precision)
+    policy.decoder.set_precision(spec.precision)
     config = policy.decoder.config
     longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
     cache = CacheRoom(device.type, spec.precision)

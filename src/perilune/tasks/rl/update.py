@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from perilune.data.episode import Episode
 from perilune.learn.algorithms import StepContext
 from perilune.learn.algorithms.base import Signal
-from perilune.learn.batch import PackedBatch, at_sampled, minibatches, pack
+from perilune.learn.batch import PackedBatch, minibatches, pack, scatter_to_sampled
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.figures import merge_updates
 from perilune.learn.kl_reward import weight_groups
-from perilune.learn.off_policy import OffPolicySettings, correct, learning_rate_scale
+from perilune.learn.off_policy import OffPolicySettings, correct_weights, learning_rate_scale
 from perilune.learn.process_rewards import apply_process_rewards
 from perilune.learn.schedules import learning_rate
 from perilune.learn.signals import SignalModels, compute_signals
-from perilune.learn.trainer import Learner, with_reference
+from perilune.learn.trainer import Learner, add_reference_logprobs
 from perilune.learn.weights import WeightedGroup
 from perilune.models.decoder import Decoder
 from perilune.rollout.dynamic_sampling import kept
@@ -54,7 +54,7 @@ def off_policy_of(spec: RLSpec, exact: bool) -> OffPolicySettings:
 def signals_of(spec: RLSpec, off_policy: OffPolicySettings) -> set[Signal]:
     """The values of each token that are computed before the updates of a step, by a forward pass each."""
     names: set[Signal] = {*spec.algorithm.needs}
-    if off_policy.measures:
+    if off_policy.needs_logprobs:
         names.add("logprobs")
     if spec.kl and spec.kl_estimator == "k1_reward":
         names.add("reference_logprobs")
@@ -127,7 +127,7 @@ class PolicyUpdates:
         weighted = apply_process_rewards(weighted, algorithm, context, spec.process_rewards)
         weighted = importance_weighted(weighted, spec.curriculum)
         used = kept(weighted, spec.prompts, algorithm.refills)
-        corrected, measured = correct(used, signals.get("logprobs", {}), off_policy, learner.version)
+        corrected, measured = correct_weights(used, signals.get("logprobs", {}), off_policy, learner.version)
         lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
         updates = []
         reference_logprobs: dict[str, NDArray[np.float32]] = {}
@@ -135,7 +135,7 @@ class PolicyUpdates:
             batches = pack(part, spec.token_budget, temperature=spec.temperature)
             check_packed(part, batches)
             if self._reference is not None and spec.kl:
-                batches = with_reference(batches, self._reference, learner.ranks)
+                batches = add_reference_logprobs(batches, self._reference, learner.ranks)
                 self._logprobs.check_reference(batches, self._reference, groups, step)
                 reference_logprobs |= reference_by_episode(batches)
             figures = learner.forward_backward(batches)
@@ -144,21 +144,23 @@ class PolicyUpdates:
                 figures |= learner.optim_step(lr)
             updates.append(figures)
         corrections = {f"off_policy/{name}": value for name, value in measured.items()}
-        weighted = [with_reference_logprobs(group, reference_logprobs) for group in weighted]
+        weighted = [add_reference_to_pairs(group, reference_logprobs) for group in weighted]
         return weighted, merge_updates(updates) | corrections | {"groups_learned": float(len(used))}
 
 
 def reference_by_episode(batches: Sequence[PackedBatch]) -> dict[str, NDArray[np.float32]]:
     """Log-probs of the learned tokens under the reference, by id of the episode, where they are known."""
     known = [(one, one.reference_logprobs) for one in batches if one.reference_logprobs is not None]
-    return {name: own for one, logprobs in known for name, own in one.by_episode(logprobs)}
+    return {name: own for one, logprobs in known for name, own in one.split_by_episode(logprobs)}
 
 
-def with_reference_logprobs(group: WeightedGroup, known: Mapping[str, NDArray[np.float32]]) -> WeightedGroup:
+def add_reference_to_pairs(group: WeightedGroup, known: Mapping[str, NDArray[np.float32]]) -> WeightedGroup:
     """The group with `reference_logprobs` in its episodes, where they are known."""
 
     def recorded(episode: Episode) -> Episode:
         own = known.get(episode.episode_id)
-        return episode if own is None else replace(episode, reference_logprobs=at_sampled(episode, own))
+        return (
+            episode if own is None else replace(episode, reference_logprobs=scatter_to_sampled(episode, own))
+        )
 
     return replace(group, episodes=tuple(map(recorded, group.episodes)))

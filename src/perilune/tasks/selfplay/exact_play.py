@@ -13,7 +13,7 @@ from perilune.games.open_spiel import OpenSpielEnvironment
 from perilune.learn.signals import SignalModels, compute_signals
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.models.text.turns import continuation
+from perilune.models.text.turns import encode_continuation
 
 TOKEN_BUDGET = 4096  # tokens of a forward pass
 AT_ONCE = 512  # decisions whose moves are packed together
@@ -80,7 +80,7 @@ def tokens_so_far(tokenizer: Tokenizer, decision: Decision) -> list[int]:
     tokens = tokenizer.encode_prompt(opening)
     for answer, observation in zip(messages[first::2], messages[first + 1 :: 2], strict=True):
         tokens += tokenizer.encode_completion(answer["content"])
-        tokens += continuation(tokenizer, opening, [observation], tokens[-1])
+        tokens += encode_continuation(tokenizer, opening, [observation], tokens[-1])
     return tokens
 
 

@@ -18,7 +18,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.files import read_json, write_json
 from perilune.learn.checkpoints import copy_into
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
-from perilune.models.checkpoints.tensors import read_tensors, stored_tensors
+from perilune.models.checkpoints.tensors import read_tensor_headers, read_tensors
 from perilune.rollout.timing import Stopwatch
 from perilune.speech.codec import CodecDecoder
 from perilune.speech.codec_encoder import FLOOR, CodecEncoder, log_mel, magnitudes
@@ -208,6 +208,6 @@ def load_codec(folder: Path) -> Codec:
     files = CheckpointFolder(folder)
     file = files.file("config.json")
     codec = Codec(CodecConfig.from_hf(read_json(file), where=str(file)))
-    loaded = dict(read_tensors([*stored_tensors(files).values()]))
+    loaded = dict(read_tensors([*read_tensor_headers(files).values()]))
     copy_into(codec.state_dict(), loaded, folder)
     return codec.requires_grad_(False)

@@ -19,7 +19,7 @@ from perilune.files import write_json_lines
 from perilune.learn.checkpoints import copy_into
 from perilune.metrics.bootstrap import bootstrap_ratio
 from perilune.models.checkpoints.folder import CheckpointFolder
-from perilune.models.checkpoints.tensors import read_tensors, stored_tensors
+from perilune.models.checkpoints.tensors import read_tensor_headers, read_tensors
 from perilune.rollout.timing import Stopwatch
 from perilune.speech.codec_encoder import CodecEncoder, encode
 from perilune.speech.folder import CODEC_FOLDER, SpeechModel, load_speech_model
@@ -72,7 +72,7 @@ def load_encoder(folder: Path, model: SpeechModel) -> CodecEncoder:
         RequestError: when the folder has none, or one of another shape.
     """
     encoder = CodecEncoder(model.config.codec)
-    stored = stored_tensors(CheckpointFolder(folder / CODEC_FOLDER))
+    stored = read_tensor_headers(CheckpointFolder(folder / CODEC_FOLDER))
     own = read_tensors([one for name, one in stored.items() if name.startswith(_ENCODER)])
     loaded = {name.removeprefix(_ENCODER): tensor for name, tensor in own}
     copy_into(encoder.state_dict(), loaded, folder / CODEC_FOLDER)

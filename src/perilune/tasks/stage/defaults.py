@@ -13,8 +13,8 @@ from math import ceil
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from perilune.frozen import Frozen
-from perilune.models.config.decoder_config import DecoderConfig, preset_of
-from perilune.models.memory import card_of, learning_bytes, plan_memory
+from perilune.models.config.decoder_config import DecoderConfig, find_preset
+from perilune.models.memory import get_model_card, learning_bytes, plan_memory
 from perilune.tasks.forgetting.settings import ForgettingSettings
 from perilune.tasks.stage.memory_plan import section_config
 
@@ -128,7 +128,7 @@ def is_pretrained(model: Mapping[str, Any]) -> bool:
     if not model or model.get("preset"):
         return False
     config = section_config(model)
-    return preset_of(config) is None and card_of(config).parameters >= LEAST_PRETRAINED
+    return find_preset(config) is None and get_model_card(config).parameters >= LEAST_PRETRAINED
 
 
 def _fresh_lr(task: str, config: DecoderConfig, reason: str) -> Default:
@@ -138,7 +138,7 @@ def _fresh_lr(task: str, config: DecoderConfig, reason: str) -> Default:
     of SFT, the loss of `large` was 1.58 with this rate and 1.71 with 3e-3.
     """
     rate = RATES.get(task, RATES["rl"]).fresh
-    if preset_of(config) is None or config.hidden_size <= NARROW:
+    if find_preset(config) is None or config.hidden_size <= NARROW:
         return Default(rate, reason)
     return Default(rate * NARROW / config.hidden_size, f"{reason}, for its width of {config.hidden_size}")
 
@@ -154,14 +154,14 @@ class _Choice(NamedTuple):
 
 
 def _sized(config: DecoderConfig) -> str:
-    count = card_of(config).parameters
+    count = get_model_card(config).parameters
     size = f"{count / 1e9:.1f}B" if count >= LARGE else f"{count / 1e6:.3g}M"
     return f"a pretrained model of {size} parameters"
 
 
 def _lr(of: _Choice) -> Default:
     rates = RATES.get(of.task, RATES["rl"])
-    rate = rates.large if card_of(of.config).parameters >= LARGE else rates.small
+    rate = rates.large if get_model_card(of.config).parameters >= LARGE else rates.small
     model = _sized(of.config)
     if of.spec.get("lora") is not None:
         return Default(rate * LORA, f"an adapter (LoRA) of {model}: {LORA:g} times the rate of all weights")

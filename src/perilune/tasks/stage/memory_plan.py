@@ -24,7 +24,7 @@ from perilune.models.memory import (
     base_bytes,
     blocks_bytes,
     cache_bytes,
-    card_of,
+    get_model_card,
     plan_memory,
 )
 from perilune.rollout.limits import episode_tokens
@@ -263,7 +263,7 @@ def _on_gpu(
     blocks = 1 + engine_size(config, max_tokens, room, slots)["cache_tokens"] // BLOCK
     held = {**plan.persistent, "cache": blocks_bytes(config, blocks, slots, room.item_bytes)}
     if room.precision == "bfloat16":
-        card = card_of(config)
+        card = get_model_card(config)
         head = room.item_bytes * card.table_parameters if card.tied else 0
         held["engine"] = base_bytes(config, "bfloat16") + head
     return replace(plan, persistent=held)

@@ -11,12 +11,12 @@ from perilune.environments.core.protocol import Environment, Task
 from perilune.errors import RequestError
 from perilune.learn.adaptation import adapt
 from perilune.learn.distributed import Ranks, join
-from perilune.learn.training_settings import LearnerSettings, require_sharding_torch
-from perilune.models.adapters.lora import BaseKind, base_of, narrow_base, pairs_of
+from perilune.learn.training_settings import LearnerSettings, check_sharding_torch
+from perilune.models.adapters.lora import BaseKind, adapter_pairs, convert_base, without_adapter
 from perilune.models.checkpoints.loading import load_checkpoint, new_model
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.decoder import Decoder
-from perilune.models.native.build import missing_kernels, native
+from perilune.models.native.build import missing_kernels_message, native
 from perilune.models.native.ops import has_tiles
 from perilune.models.text.template_facts import with_recipe_template
 from perilune.models.text.tokenizer import Tokenizer
@@ -61,7 +61,7 @@ def prepare_device(workspace: Workspace) -> torch.device:
         torch.backends.cudnn.allow_tf32 = False
     workspace.log(f"device {kind}, CPU threads {torch.get_num_threads()}, torch {torch.__version__}")
     if kind == "cpu" and (kernels := native()).library is None:
-        workspace.log(missing_kernels(kernels.reason))
+        workspace.log(missing_kernels_message(kernels.reason))
         workspace.event("kernels_missing", reason=kernels.reason)
     if kind == "cuda" and "LOCAL_RANK" in os.environ:  # one device for each process
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -76,11 +76,11 @@ def join_ranks(workspace: Workspace, device: torch.device, decoder: Decoder) -> 
     By default, processes on GPUs shard what can be sharded: not an adapter, and not a mixture of experts.
     """
     sharded = workspace.job.resources.sharded
-    if sharded is None and (pairs_of(decoder) or decoder.config.experts is not None):
+    if sharded is None and (adapter_pairs(decoder) or decoder.config.experts is not None):
         sharded = False
     ranks = join(device, sharded)
     if ranks.sharded:
-        require_sharding_torch()
+        check_sharding_torch()
     if ranks.count > 1:
         layout = "sharded over all processes" if ranks.sharded else "replicated in each process"
         workspace.log(f"process {ranks.rank} of {ranks.count}, trained parameters {layout}")
@@ -121,7 +121,7 @@ def load_reference(
 ) -> Decoder:
     """The policy before training: the base of an adapter, else the stage's policy loaded a second time."""
     if settings.lora is not None:
-        return base_of(policy.decoder)
+        return without_adapter(policy.decoder)
     return load_policy(workspace, device, settings).decoder
 
 
@@ -141,7 +141,7 @@ def load_recipe_model(workspace: Workspace, device: torch.device, base: BaseKind
                 f"tokenizer: bpe, {tokenizer.vocab_size:,} tokens, trained on the data of this stage"
             )
         decoder = new_model(model["preset"], tokenizer, workspace.job.seed).to(device)
-        narrow_base(decoder, base)
+        convert_base(decoder, base)
     tokenizer = with_recipe_template(tokenizer, model)
     # A base model may end with another token than its tokenizer, which ends every answer in training.
     ends = dict.fromkeys((*decoder.config.eos_token_ids, tokenizer.eos_token_id))

@@ -8,7 +8,7 @@ from torch import Tensor
 from perilune.engine.engine import Engine
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.learn.trainer import Learner
-from perilune.models.adapters.lora import base_of, base_state, pairs_of
+from perilune.models.adapters.lora import adapter_pairs, base_state, without_adapter
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.decoder import Decoder
@@ -82,7 +82,9 @@ class Publisher:
         if not rounding.allows(gaps):
             if is_random(decoder, self._probe):
                 raise self._error(f"the learner's forward pass gives other log-probs each time: {RANDOM}")
-            alone = bool(pairs_of(decoder)) and rounding.allows(self._probe_gaps(base_of(decoder)))
+            alone = bool(adapter_pairs(decoder)) and rounding.allows(
+                self._probe_gaps(without_adapter(decoder))
+            )
             raise self._error(
                 f"on {_PROBE} fixed tokens engine and learner differ by {np.abs(gaps).max():.3g} nats:"
                 f" the engine took version {version} and computes with"

@@ -13,8 +13,8 @@ from perilune.bundle.workspace import Workspace
 from perilune.learn.training_settings import (
     LearnerSettings,
     OptimizerSettings,
-    refuse_sharding,
-    require_sharding_torch,
+    check_can_shard,
+    check_sharding_torch,
 )
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.defaults import Default, ModelDefaults, is_pretrained
@@ -87,11 +87,11 @@ def _check_sharding(settings: LearnerSettings, job: Job) -> None:
     """Refuse a sharding that the job requests and that is impossible. The machine runs this torch too."""
     resources, adapter = job.resources, settings.lora is not None
     if resources.sharded:
-        refuse_sharding(adapter=adapter, experts=_has_experts(job))
+        check_can_shard(adapter=adapter, experts=_has_experts(job))
     by_default = resources.device == "cuda" and resources.processes * resources.nodes > 1
     can_shard = not adapter and not (by_default and _has_experts(job))
     if resources.sharded or (resources.sharded is None and by_default and can_shard):
-        require_sharding_torch()
+        check_sharding_torch()
 
 
 def _has_experts(job: Job) -> bool:

@@ -13,7 +13,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import fsync_directory
 from perilune.learn.adaptation import trainable
-from perilune.learn.checkpoints import is_complete, latest_complete
+from perilune.learn.checkpoints import find_latest_complete, is_complete
 from perilune.learn.distributed import Ranks
 from perilune.learn.trainer import Learner
 from perilune.models.adapters.files import save_policy
@@ -244,7 +244,7 @@ def _checkpoint_to_resume(workspace: Workspace) -> Path | None:
     final = workspace.checkpoints / FINAL
     if is_complete(final / OPTIMIZER):  # all steps are done, and only the summary is missing
         return final / OPTIMIZER
-    directory = latest_complete(workspace.checkpoints)
+    directory = find_latest_complete(workspace.checkpoints)
     for stale in (final, workspace.checkpoints / BEST):
         if stale.exists():
             remove_checkpoint(stale)

@@ -11,9 +11,9 @@ from perilune.learn.batch import Pair, pack_pairs
 from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.preference import (
     PreferenceObjective,
+    add_reference_to_pairs,
     evaluate_pairs,
     preference_loss,
-    with_reference_logprobs,
 )
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
@@ -46,8 +46,8 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
     pairs = PreferenceData.load([workspace.input("data")], reader, workspace.job.seed, spec.validation)
     workspace.log(f"data: {reader.describe()}")
     data = PreferenceData(
-        with_reference_logprobs(pairs.train, policy.decoder, spec.token_budget),
-        with_reference_logprobs(pairs.validation, policy.decoder, spec.token_budget),
+        add_reference_to_pairs(pairs.train, policy.decoder, spec.token_budget),
+        add_reference_to_pairs(pairs.validation, policy.decoder, spec.token_budget),
         pairs.seed,
     )
     learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device, policy.decoder))

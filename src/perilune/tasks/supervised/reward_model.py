@@ -5,7 +5,7 @@ from typing import Any
 from perilune.bundle.machine import require_memory
 from perilune.bundle.workspace import Workspace
 from perilune.learn.batch import pack_pairs
-from perilune.learn.reward_model import RewardObjective, as_read, score_figures, score_pairs
+from perilune.learn.reward_model import RewardObjective, append_scored_tokens, score_figures, score_pairs
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.metrics.proportion import pass_rate
@@ -25,7 +25,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
     if workspace.has_input("refresh"):
         model, _ = load_reward_model(workspace.input("refresh"), device)
     else:
-        model = RewardModel.on(policy.decoder)
+        model = RewardModel.from_decoder(policy.decoder)
     needed = stage_memory(model.config, token_budget=spec.token_budget, cache=CacheRoom(device.type))
     memory = require_memory(needed, workspace.job.resources)
     paths = [workspace.input(name) for name in ("data", "replay") if workspace.has_input(name)]
@@ -42,7 +42,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
         with watch.time_learning():
             pairs = data.batch(done, spec.batch_size)
             objective = RewardObjective(trained, len(pairs), spec.centre, learner.ranks)
-            batches = pack_pairs(as_read(pairs), spec.token_budget)
+            batches = pack_pairs(append_scored_tokens(pairs), spec.token_budget)
             figures = learner.forward_backward_custom(batches, objective)
             figures |= objective.figures(pairs) | learner.optim_step(learning_rate(spec, done, spec.steps))
             if data.validation and ((done + 1) % spec.validate_every == 0 or done + 1 == spec.steps):

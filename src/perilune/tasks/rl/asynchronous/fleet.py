@@ -27,7 +27,7 @@ from perilune.rollout.groups import Groups, map_groups
 from perilune.tasks.rl.asynchronous.channel import Channel, LocalChannel
 from perilune.tasks.rl.asynchronous.ray_channel import RayCluster
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
-from perilune.weights.delta import Changed, Update, WeightWriter
+from perilune.weights.delta import ChangeFinder, Update, WeightWriter
 from perilune.weights.precision import engine_dtypes
 
 STARTS = 3  # losses in a row, without a finished group, after which the stage fails
@@ -101,7 +101,7 @@ class Fleet:
 
     # -- messages to the processes -------------------------------------------------------------------------
 
-    def publish(self, decoder: Decoder, version: int, changed: Changed | None) -> None:
+    def publish(self, decoder: Decoder, version: int, changed: ChangeFinder | None) -> None:
         """Send the decoder's weights to all processes, which swap between two tokens.
 
         The first update has all tensors, later ones only those that are trained, in the engines' precision.

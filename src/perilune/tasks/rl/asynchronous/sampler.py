@@ -31,7 +31,7 @@ from perilune.tasks.rl.task_draw import Drawn, TaskDraw
 from perilune.tasks.stage.player import Player
 from perilune.verifiers.scorer import fields
 from perilune.watchdog import Watchdog
-from perilune.weights.delta import BoundedChange, Changed, KeptCopy
+from perilune.weights.delta import BoundsComparison, ChangeFinder, CopyComparison
 
 MEMORY = "asynchronous"  # key of the learner's memory
 OLDEST = 100  # times (staleness + 1): no token of a group in flight is older
@@ -58,7 +58,7 @@ class AsynchronousSampler(GroupSource):
             int(version): one for version, one in known.get("versions", {}).items()
         }
         self._published: int | None = None
-        self._sent = KeptCopy()
+        self._sent = CopyComparison()
         self._admitted: int = known.get("admitted", 0)
         self._waiting: dict[int, Drawn] = {  # tasks of admitted groups, by number
             int(number): (Task(**task), probability)
@@ -154,12 +154,12 @@ class AsynchronousSampler(GroupSource):
         self._fleet.publish(decoder, version, self._changed(version))
         self._published = version
 
-    def _changed(self, version: int) -> Changed | None:
+    def _changed(self, version: int) -> ChangeFinder | None:
         """What finds the values that changed since the last publication."""
         if self._settings.keep_sent:
             return self._sent
         one_update = self._published is not None and version == self._published + 1
-        return BoundedChange(self._learner.optimizer.before_update) if one_update else None
+        return BoundsComparison(self._learner.optimizer.bounds_before_update) if one_update else None
 
     # -- admission -------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from pydantic import Field
 from perilune.frozen import Frozen
 from perilune.learn.off_policy import OffPolicySettings
 from perilune.learn.training_settings import LearnerSettings
-from perilune.weights import Sent
+from perilune.weights import SendMode
 
 
 class RaySettings(Frozen):
@@ -33,7 +33,7 @@ class AsynchronousSettings(Frozen):
     ray: RaySettings | None = Field(
         None, description="run the rollout processes on the nodes of a Ray cluster; {} uses the defaults"
     )
-    weights: Sent = Field(
+    weights: SendMode = Field(
         "auto",
         description="how to send new weights: as whole tensors (full), as changed values where these are"
         " smaller (delta), or as delta only for tensors that engines keep in bfloat16 (auto)",
