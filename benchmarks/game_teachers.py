@@ -27,7 +27,7 @@ from perilune.games.open_spiel_match import Match
 from perilune.games.teachers import BEST, GameTeacher, choose, make_game_teacher
 from perilune.games.teachers.regret import ITERATIONS, RegretSolver, version
 from perilune.metrics.bootstrap import bootstrap_problems
-from perilune.metrics.proportion import wilson
+from perilune.metrics.proportion import wilson_interval
 from recipe_runs import HERE, document, write
 
 CURVES = {
@@ -151,7 +151,7 @@ def match(contest: Contest, pairs: int) -> dict[str, Any]:
     returns = [[played(game, teacher, opponent, seat, number) for seat in (0, 1)] for number in range(pairs)]
     flat = [one for pair in returns for one in pair]
     points = sum(1.0 if one > 0 else 0.5 if one == 0 else 0.0 for one in flat)
-    share, mean = wilson(points, len(flat)), bootstrap_problems([sum(pair) / 2 for pair in returns])
+    share, mean = wilson_interval(points, len(flat)), bootstrap_problems([sum(pair) / 2 for pair in returns])
     row = {
         "game": str(game),
         "teacher": named(*contest.teacher),

@@ -115,7 +115,7 @@ def reading(url: str) -> Iterator[None]:
 
 def slowed(url: str, run: Any, pairs: int, seconds: float = 4.0) -> dict[str, Any]:
     """Processor time of training for a step, with a page open against without, in alternating spans."""
-    from perilune.metrics.across_seeds import interval
+    from perilune.metrics.across_seeds import t_interval
 
     (task,) = run.worker.children()
 
@@ -133,7 +133,7 @@ def slowed(url: str, run: Any, pairs: int, seconds: float = 4.0) -> dict[str, An
         without = a_step()
         with reading(f"{url}/experiments/alive"):
             changes.append(a_step() / without - 1)
-    found = interval(changes)
+    found = t_interval(changes)
     return {
         "pairs": pairs,
         **{f"slow-down, percent, {name}": round(100 * found[name], 1) for name in ("mean", "low", "high")},

@@ -29,7 +29,7 @@ import torch
 import yaml
 
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import to_bytes
+from perilune.data.episodes_file import episodes_to_bytes
 from perilune.engine.engine import Engine
 from perilune.engine.native_runner import NativeRunner
 from perilune.engine.request import Prompt, SamplingParams
@@ -314,9 +314,9 @@ def measure_transport() -> list[dict[str, Any]]:
         plain = synthetic_group(size // GROUP)
         with tempfile.TemporaryDirectory(prefix="perilune-routing-") as folder:
             without, path = Path(folder) / "without.arrow", Path(folder) / "with.arrow"
-            without.write_bytes(to_bytes(plain))
+            without.write_bytes(episodes_to_bytes(plain))
             routed = [with_routes(one) for one in plain]
-            path.write_bytes(to_bytes(routed))
+            path.write_bytes(episodes_to_bytes(routed))
             payload = path.stat().st_size
             rows.append(
                 {

@@ -9,7 +9,7 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from perilune.metrics.proportion import wilson
+from perilune.metrics.proportion import wilson_interval
 
 WIDTH, HEIGHT = 250, 160  # of a panel
 LEFT, RIGHT, TOP, BOTTOM = 40, 10, 22, 24
@@ -148,7 +148,7 @@ def matches(run: Run) -> list[dict[str, Any]]:
     for one in run["league"]["matches"]:
         if one["first"] in wanted and not one["second"].startswith("step"):
             games = one["won"] + one["drawn"] + one["lost"]
-            shares = {name: wilson(one[name], games)._asdict() for name in ("won", "drawn", "lost")}
+            shares = {name: wilson_interval(one[name], games)._asdict() for name in ("won", "drawn", "lost")}
             found.append(
                 {
                     "seed": run["seed"],

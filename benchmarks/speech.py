@@ -35,7 +35,7 @@ import torch
 from perilune.bundle.machine import describe_machine
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.speech.config import CodecConfig, Marks, SpeechConfig
+from perilune.speech.config import CodecConfig, ControlTokens, SpeechConfig
 from perilune.speech.folder import load_speech_model, new_speech_model, save_speech_model
 from perilune.speech.prompt import Utterance
 from perilune.speech.sampling import SpeechSampling
@@ -86,7 +86,7 @@ def random_config(tokenizer: Tokenizer) -> SpeechConfig:
         codec=codec,
         text_vocab_size=words + 5,
         text_hidden_size=128,
-        marks=Marks.after(codes, words),
+        marks=ControlTokens.after(codes, words),
     )
 
 

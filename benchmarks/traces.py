@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from perilune.cli.inspect.recordings import record_targets
-from perilune.metrics.proportion import wilson
+from perilune.metrics.proportion import wilson_interval
 from perilune.traces.cassette import Cassette
-from perilune.traces.causes import choose, clusters, held_out
+from perilune.traces.causes import choose_cassettes, cluster_cassettes, is_held_out
 from perilune.traces.suite import Case, Suite, tokenizer_digest, write_suite
 from recipe_runs import HERE, document, write
 from traces_material import scripted
@@ -73,9 +73,14 @@ def make_suite(folder: Path) -> dict[str, Any]:
         recorded.tokenizers[digests[name]] = tokenizer
     real = list(recorded.cassettes.values())
     own = [one.model_copy(update={"tokenizer": digests[one.tokenizer]}) for one in own]
-    chosen = [(name, one) for name, part in choose(clusters([*real, *own]), EACH).items() for one in part]
+    chosen = [
+        (name, one)
+        for name, part in choose_cassettes(cluster_cassettes([*real, *own]), EACH).items()
+        for one in part
+    ]
     pairs = [
-        (Case(digest=one.digest, cause=name, held_out=held_out(one.digest, 0.5)), one) for name, one in chosen
+        (Case(digest=one.digest, cause=name, held_out=is_held_out(one.digest, 0.5)), one)
+        for name, one in chosen
     ]
     write_suite(folder, pairs, recorded.tokenizers, "")
     sampled = {one.digest for one in real}
@@ -151,7 +156,7 @@ def false_alarms(home: Path, folder: Path) -> tuple[dict[str, Any], list[dict[st
         equal = report["cases"] - report["failed"]
         exact.append({"run": name, "episodes": report["cases"], "equal": equal, "seconds": round(seconds, 1)})
     played = sum(counts.values())
-    bound = wilson(failed, played).high
+    bound = wilson_interval(failed, played).high
     return {**counts, "false alarms": failed, "upper bound of their share": round(bound, 5)}, exact
 
 

@@ -14,7 +14,7 @@ from perilune.environments.core.registry import make_environment
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.worker import session_seed
 from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, Track, Turn, Verdict
-from perilune.traces.replay import Replayer, as_played
+from perilune.traces.replay import Replayer, apply_replay
 
 Policy = Callable[[Task, random.Random], Iterator[str]]
 """The actions that a script would like to take, in order."""
@@ -115,7 +115,7 @@ def scripted(per_section: int) -> tuple[list[Cassette], dict[str, Tokenizer]]:
             for one, replay in zip(drafts, replayer.harness(drafts), strict=True):
                 if replay.error:
                     raise RuntimeError(f"{name}: {replay.error}")
-                found.append(as_played(one, replay))
+                found.append(apply_replay(one, replay))
     return found, tokenizers
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from perilune.control.queries.lookup import find_run
 from perilune.control.record.home import Home
 from perilune.control.runs.experiments import Control
-from perilune.wiki.build import Wiki, build
-from perilune.wiki.lint import lint
+from perilune.wiki.build import Wiki, compile_wiki
+from perilune.wiki.lint import lint_wiki
 from recipe_runs import document, options, run_recipe, write
 from wiki_faults import BEFORE_A_BUILD, Planter, add_arms, question, spare_runs
 from wiki_home import SUMMARY, another_run, figure, tampered
@@ -103,7 +103,7 @@ def builds(control: Control) -> dict[str, Any]:
         for path in second.root.glob("[!q]*/"):
             shutil.rmtree(path)
         whole.append(timed(second))
-    built = build(first, first.facts(control))
+    built = compile_wiki(first, first.facts(control))
     for _ in range(TIMES):
         same.append(timed(first))
     command = []
@@ -116,7 +116,7 @@ def builds(control: Control) -> dict[str, Any]:
     base = find_run(control, "base/test")
     another_run(control, base, 99, figure(0.5), ["rl.lr=0"], "recipe0")
     more = timed(first)
-    build(second, second.facts(control))
+    compile_wiki(second, second.facts(control))
     files = sorted(
         one.relative_to(first.root) for one in first.root.rglob("*.*") if ".perilune" not in one.parts
     )
@@ -142,7 +142,7 @@ def timed(wiki: Wiki) -> float:
     began = time.perf_counter()
     root = wiki.root.parent
     control = Control(Home.open(root))
-    build(wiki, wiki.facts(control))
+    compile_wiki(wiki, wiki.facts(control))
     control.store.close()
     return time.perf_counter() - began
 
@@ -154,11 +154,11 @@ def one_change(control: Control) -> dict[str, Any]:
     path = control.home.attempt(run.id, 1) / SUMMARY
     data = path.read_bytes()
     tampered(control, run.id, 0.999)
-    built = build(wiki, wiki.facts(control))
-    found = lint(wiki.pages(), wiki.facts(control, verify=True))
+    built = compile_wiki(wiki, wiki.facts(control))
+    found = lint_wiki(wiki.pages(), wiki.facts(control, verify=True))
     path.unlink()
     path.write_bytes(data)
-    build(wiki, wiki.facts(control))
+    compile_wiki(wiki, wiki.facts(control))
     return {
         "pages written": built.written,
         "numbers named": len(built.changed),
@@ -178,19 +178,19 @@ def faults(control: Control, each: int) -> tuple[dict[str, Any], list[dict[str, 
     run = find_run(control, "recipe5/test").id
     for page in pages.values():
         wiki.write(f"{page}.md", question("test", run))
-    build(wiki, wiki.facts(control))
+    compile_wiki(wiki, wiki.facts(control))
     began = time.perf_counter()
-    clean = lint(wiki.pages(), wiki.facts(control, verify=True))
+    clean = lint_wiki(wiki.pages(), wiki.facts(control, verify=True))
     seconds = time.perf_counter() - began
     known = {(one.page, one.code) for one in clean}
     for (kind, _), page in pages.items():
         if kind in BEFORE_A_BUILD:
             kinds[kind](page)
-    build(wiki, wiki.facts(control))
+    compile_wiki(wiki, wiki.facts(control))
     for (kind, _), page in pages.items():
         if kind not in BEFORE_A_BUILD:
             kinds[kind](page)
-    after = lint(wiki.pages(), wiki.facts(control, verify=True))
+    after = lint_wiki(wiki.pages(), wiki.facts(control, verify=True))
     located = {(one.page, one.code) for one in after}
     recall = dict.fromkeys(kinds, 0)
     for (kind, place), page in pages.items():

@@ -7,7 +7,7 @@ from perilune.control.evidence.attestation import evidence_paths
 from perilune.control.queries.lookup import find_run
 from perilune.control.runs.experiments import Control
 from perilune.wiki.build import Wiki
-from perilune.wiki.markdown import END_OF_HAND, HAND
+from perilune.wiki.markdown import HAND_BEGIN, HAND_END
 from wiki_home import another_run, figure, tampered
 
 ARMS = ("arm=a", "arm=b", "arm=one")  # 60%, 61% with wide intervals, and one seed
@@ -78,11 +78,13 @@ class Planter:
             "uncited-best": lambda page: self._say(page, "This is the best recipe that there is."),
             "uncited-comparison": lambda page: self._say(page, "The second arm is better than the first."),
             "bare-number": lambda page: self._say(page, "It reached 73.5% once."),
-            "edited": lambda page: self._edit(page, f"^{re.escape(HAND)}", f"It is known.\n{HAND}"),
+            "edited": lambda page: self._edit(
+                page, f"^{re.escape(HAND_BEGIN)}", f"It is known.\n{HAND_BEGIN}"
+            ),
         }
 
     def _say(self, page: str, sentence: str) -> None:
-        self._edit(page, rf"\n{re.escape(END_OF_HAND)}", f"\n{sentence}\n{END_OF_HAND}")
+        self._edit(page, rf"\n{re.escape(HAND_END)}", f"\n{sentence}\n{HAND_END}")
 
     def _edit(self, page: str, pattern: str, into: str) -> None:
         text = self.wiki.pages()[page]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from perilune.metrics.across_seeds import SeedComparison, compare_over_seeds, interval
+from perilune.metrics.across_seeds import SeedComparison, compare_over_seeds, t_interval
 
 from .chart import panels
 
@@ -137,7 +137,7 @@ def _shorter(arms: Arms, base: str, arm: str) -> list[str]:
     if arm != "toggle":
         return []
     pairs = _pairs(arms, base, arm)
-    cut = interval([1 - one["length"] / other["length"] for other, one in pairs.values()])
+    cut = t_interval([1 - one["length"] / other["length"] for other, one in pairs.values()])
     return [
         f"`{arm}` writes {cut['mean']:.1%} fewer tokens per answer than `{base}` (95% interval over seeds"
         f" {cut['low']:.1%} to {cut['high']:.1%})."
@@ -200,7 +200,7 @@ def _tables(
         "after training": [
             {
                 "arm": f"`{arm}`",
-                "pass@1, % (95% interval over seeds)": _percent(interval(_values(done[arm], "pass@1"))),
+                "pass@1, % (95% interval over seeds)": _percent(t_interval(_values(done[arm], "pass@1"))),
                 "pass@8, % (median, min to max)": _range(_values(done[arm], "pass@8"), 100),
                 "greedy, % (median, min to max)": _range(_values(done[arm], "greedy"), 100),
                 "tokens per answer": _range([one["length"] for one in done[arm].values()]),

@@ -14,7 +14,7 @@ from cli_cases import LIGHT, SCRIPT, environment
 
 from perilune.errors import RequestError
 from perilune.files import append_json_line, write_json_lines
-from perilune.tracking import SINKS, Figures, TrackedRun, Trail, open_sink
+from perilune.tracking import SINKS, FigureReader, Figures, TrackedRun, open_sink
 
 RUN = TrackedRun("01RUN", "adding", "rl", 1_700_000_000.0, {"lr": 0.001, "environment": {"id": "x"}})
 STEPS = [{"step": n, "reward": n / 10, "pass@1": 0.5, "note": "words", "none": None} for n in (1, 2, 3, 4)]
@@ -88,9 +88,9 @@ READERS: dict[str, Callable[[Path], Found]] = {
 }  # fmt: skip
 
 
-def copy_to_tracker(name: str, directory: Path, artifacts: Path, trail: Trail | None = None) -> None:
+def copy_to_tracker(name: str, directory: Path, artifacts: Path, trail: FigureReader | None = None) -> None:
     sink = open_sink(name, directory, RUN)
-    for figures in (trail or Trail(sink.after)).read(artifacts, ended=True):
+    for figures in (trail or FigureReader(sink.after)).read(artifacts, ended=True):
         sink.write(figures)
     sink.close()
 
@@ -112,7 +112,7 @@ def test_tracker_receives_each_metric_once(
 
 
 def test_trail_reads_growing_files_and_follows_the_next_attempt(tmp_path: Path) -> None:
-    trail = Trail()
+    trail = FigureReader()
 
     def steps(artifacts: Path, *, ended: bool = False) -> list[int]:
         return [figures.step for figures in trail.read(artifacts, ended=ended)]
@@ -140,7 +140,7 @@ def test_trail_reads_growing_files_and_follows_the_next_attempt(tmp_path: Path) 
 def test_trail_skips_what_is_no_number_and_rows_without_step(tmp_path: Path) -> None:
     rows = [[], {"reward": 1.0}, {"step": [1]}, {"step": 1, "reward": 0.5, "loss": 10**400, "kl": None}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (figures,) = Trail().read(tmp_path, ended=True)
+    (figures,) = FigureReader().read(tmp_path, ended=True)
     assert (figures.step, figures.values) == (1, {"reward": 0.5})
 
 

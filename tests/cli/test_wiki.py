@@ -21,12 +21,12 @@ from perilune.control.queries.lookup import find_run
 from perilune.control.record.home import Home
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
-from perilune.wiki.build import Wiki, build
-from perilune.wiki.lint import RULES, lint
-from perilune.wiki.markdown import END_OF_HAND, HAND, citations, quoted, slug
+from perilune.wiki.build import Wiki, compile_wiki
+from perilune.wiki.lint import RULES, lint_wiki
+from perilune.wiki.markdown import HAND_BEGIN, HAND_END, find_citations, make_slug, quote
 from perilune.wiki.query import Facts
-from perilune.wiki.search import passages, search, with_sources
-from perilune.wiki.slides import slides
+from perilune.wiki.search import link_sources, rank_passages, split_passages
+from perilune.wiki.slides import render_slides
 from wiki_faults import BEFORE_A_BUILD, Planter, add_arms, question, spare_runs
 from wiki_home import another_run, figure, tampered
 
@@ -82,13 +82,13 @@ def build_wiki(control: Control, text: str = "") -> Wiki:
     wiki = Wiki.of(control)
     run = find_run(control, "words/base").id
     wiki.write("questions/q-0.md", text or question("base", run))
-    found = build(wiki, wiki.facts(control))
+    found = compile_wiki(wiki, wiki.facts(control))
     assert not found.unanswered
     return wiki
 
 
 def lint_codes(wiki: Wiki, control: Control) -> set[tuple[str, str]]:
-    return {(one.page, one.code) for one in lint(wiki.pages(), wiki.facts(control, verify=True))}
+    return {(one.page, one.code) for one in lint_wiki(wiki.pages(), wiki.facts(control, verify=True))}
 
 
 @pytest.mark.thorough
@@ -96,7 +96,7 @@ def test_build_is_deterministic_and_has_no_findings(control: Control, tmp_path: 
     wiki = build_wiki(control)
     again = Wiki(tmp_path / "again")
     again.write("questions/q-0.md", wiki.pages()["questions/q-0"])
-    build(again, again.facts(control))
+    compile_wiki(again, again.facts(control))
     files = {one.relative_to(wiki.root): one.read_bytes() for one in wiki.root.rglob("*.*") if one.is_file()}
     assert files.keys() >= {
         Path("index.md"),
@@ -106,11 +106,11 @@ def test_build_is_deterministic_and_has_no_findings(control: Control, tmp_path: 
     }
     for name, data in files.items():
         assert ".perilune" in name.parts or (again.root / name).read_bytes() == data
-    assert build(wiki, wiki.facts(control)).written == 0
+    assert compile_wiki(wiki, wiki.facts(control)).written == 0
     assert lint_codes(wiki, control) == set()
     page = wiki.pages()["questions/q-0"]
     assert wiki.pages()["index"].count("](questions/q-0.md)") == 1
-    assert next(citations(page)).shown == "60.0% (35.2 to 84.8), 3 seeds"
+    assert next(find_citations(page)).shown == "60.0% (35.2 to 84.8), 3 seeds"
     run = find_run(control, "words/base").id
     assert "[questions/q-0](../questions/q-0.md)" in wiki.pages()[f"runs/{run}"]  # the run page links back
 
@@ -121,7 +121,7 @@ def test_lint_finds_each_kind_of_fault(kind: str, control: Control) -> None:
     runs = [find_run(control, f"spare{place}/base").id for place in range(4)]
     Planter(control, wiki, "base", runs).kinds[kind]("questions/q-0")
     if kind in BEFORE_A_BUILD:
-        build(wiki, wiki.facts(control))
+        compile_wiki(wiki, wiki.facts(control))
     page = "runs/01GONE0" if kind == "orphan" else "questions/q-0"
     found = lint_codes(wiki, control)
     assert (page, kind) in found
@@ -132,11 +132,11 @@ def test_build_reports_changed_figures(control: Control) -> None:
     wiki = build_wiki(control, "At {{ best pass@1 of recipe words stage base }}.\n")
     base = find_run(control, RUN)
     newer = another_run(control, base, 5, figure(0.99), ["arm=c"], "words")
-    changes = build(wiki, wiki.facts(control)).changed
+    changes = compile_wiki(wiki, wiki.facts(control)).changed
     (change,) = [one for one in changes if one.page == "questions/q-0"]
     assert change.before.startswith("90.0%") and change.after.startswith("99.0%") and newer in change.after
     tampered(control, newer, 0.5)
-    found = build(wiki, wiki.facts(control))
+    found = compile_wiki(wiki, wiki.facts(control))
     assert [one.after[:5] for one in found.changed if one.page == "questions/q-0"] == ["90.0%"]
     assert "summary.json is not what was signed" in wiki.pages()[f"runs/{newer}"]
     assert (f"runs/{newer}", "failed-evidence") in lint_codes(wiki, control)
@@ -148,17 +148,17 @@ def test_build_keeps_hand_written_text(control: Control) -> None:
     os.mkfifo(wiki.root / "pipe.md")
     page = wiki.pages()["recipes/words"]
     note = "Read {{ mean pass@1 of recipe words stage base with arm=b }} with care."
-    wiki.write("recipes/words.md", page.replace(f"\n{END_OF_HAND}", f"{note}\n{END_OF_HAND}"))
-    build(wiki, wiki.facts(control))
+    wiki.write("recipes/words.md", page.replace(f"\n{HAND_END}", f"{note}\n{HAND_END}"))
+    compile_wiki(wiki, wiki.facts(control))
     assert (
         "Read <!--= mean pass@1 of recipe words stage base with arm=b -->61.0%"
         in wiki.pages()["recipes/words"]
     )
     edited = wiki.pages()["recipes/words"].replace("# Recipe words", "# My words")
     wiki.write("recipes/words.md", edited)
-    assert build(wiki, wiki.facts(control)).kept == ("recipes/words",)
+    assert compile_wiki(wiki, wiki.facts(control)).kept == ("recipes/words",)
     assert wiki.pages()["recipes/words"] == edited
-    build(wiki, wiki.facts(control), overwrite=True)
+    compile_wiki(wiki, wiki.facts(control), overwrite=True)
     assert "# My words" not in wiki.pages()["recipes/words"] and "Read <!--=" in wiki.pages()["recipes/words"]
 
 
@@ -166,10 +166,10 @@ def test_quoted_text_contains_no_markup() -> None:
     hostile = (
         "a`b {{ count of recipe x stage y }} <!-- hand --> [[runs/1]] [x](y.md) | <!--= q -->9<!--/-->\n# h"
     )
-    shown = quoted(hostile)
-    assert not list(citations(shown)) and HAND not in shown and "\n" not in shown
+    shown = quote(hostile)
+    assert not list(find_citations(shown)) and HAND_BEGIN not in shown and "\n" not in shown
     assert shown.count("`") == 2 and "|" not in shown and "[[" not in shown and "](" not in shown
-    assert slug("../../etc/passwd").startswith("etc-passwd-") and slug("A") != slug("a")
+    assert make_slug("../../etc/passwd").startswith("etc-passwd-") and make_slug("A") != make_slug("a")
 
 
 @pytest.mark.parametrize(
@@ -198,20 +198,20 @@ def test_build_ignores_damaged_cache(control: Control) -> None:
     cache = wiki.root / ".perilune" / "facts.json"
     for damage in ("{", "[]", json.dumps({find_run(control, RUN).id: [1, 2]})):
         cache.write_text(damage)
-        assert build(wiki, wiki.facts(control)).written == 0
+        assert compile_wiki(wiki, wiki.facts(control)).written == 0
 
 
 def test_search_finds_passages_and_slides_embed_plots(control: Control) -> None:
     wiki = build_wiki(control)
     pages = wiki.pages()
-    found = search(list(passages(pages)), "what did the arms reach")
+    found = rank_passages(list(split_passages(pages)), "what did the arms reach")
     assert found[0][0].page == "questions/q-0"
-    text = with_sources("It was 60.0% (35.2 to 84.8), 3 seeds [1], not 60.0. [9] {{ x }}", [found[0][0]])
-    (one,) = citations(text)
+    text = link_sources("It was 60.0% (35.2 to 84.8), 3 seeds [1], not 60.0. [9] {{ x }}", [found[0][0]])
+    (one,) = find_citations(text)
     assert one.query == "mean pass@1 of recipe words stage base with arm=a"
     assert "([What did the arms reach?](../questions/q-0.md))" in text and "[9]" in text
-    assert search(list(passages(pages)), "zzz") == []
-    deck = slides(pages["recipes/words"], wiki.root / "recipes")
+    assert rank_passages(list(split_passages(pages)), "zzz") == []
+    deck = render_slides(pages["recipes/words"], wiki.root / "recipes")
     assert deck.startswith("---\nmarp: true\npaginate: true\n---\n") and "<!--" not in deck
     plot = b64encode((wiki.root / "recipes" / "words.svg").read_bytes()).decode()
     assert f"](data:image/svg+xml;base64,{plot})" in deck and ".md)" not in deck

@@ -21,7 +21,7 @@ from perilune.control.runs.experiments import Control, register_experiment
 from perilune.errors import RequestError
 from perilune.files import write_json
 from perilune.metrics.across_seeds import compare_over_seeds
-from perilune.ui.comparison import build_comparison, charts_of
+from perilune.ui.comparison import build_comparison, comparison_charts
 
 RATES = {
     1e-5: {0: [2, 4, 0, 2], 1: [2, 2, 2, 2], 2: [4, 0, 0, 4]},
@@ -192,14 +192,14 @@ def test_curves_show_mean_and_interval_over_seeds(
     control: Control, tmp_path: Path, perilune: Command
 ) -> None:
     ids = all_of(control, (0, 1, 2))
-    held_out, chart = charts_of(compare_experiments(control, ids))
+    held_out, chart = comparison_charts(compare_experiments(control, ids))
     assert (held_out.title, held_out.curves[0].step) == ("heldout/pass@1", [2, 4])
     assert (chart.stage, chart.metric, len(chart.curves)) == ("rl", "reward", 2)
     assert chart.curves[0].step == [1, 2, 3, 4]
     assert chart.curves[0].mean == pytest.approx([2e-5, 4e-5, 6e-5, 8e-5])
     half = 4.302652729911275 * 1e-5 / 3**0.5  # t(0.975, 2) times the standard error of 1e-5, 2e-5, 3e-5
     assert chart.curves[0].low[0] == pytest.approx(2e-5 - half)
-    _, alone = charts_of(compare_experiments(control, ids[:3]))  # seeds of one setting
+    _, alone = comparison_charts(compare_experiments(control, ids[:3]))  # seeds of one setting
     assert alone.curves == [chart.curves[0]]
     code, out, _ = perilune("report", *ids, "--out", str(tmp_path / "page.html"))
     assert code == 0 and "page.html" in out

@@ -28,8 +28,8 @@ from perilune.control.runs.templates import RentedSettings, Template
 from perilune.execution.claim import read_claim
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
-from perilune.ui.overview import facts_of, placements_of
-from perilune.ui.provenance import provenance_of
+from perilune.ui.overview import list_facts, list_placements
+from perilune.ui.provenance import collect_provenance
 from perilune.ui.view import ExperimentView, StageView
 
 
@@ -144,12 +144,15 @@ def test_run_survives_cut_link_and_resumes_after_preemption_notice(
 
     stage = StageView(run.stage, run.task, run.id, "succeeded", control.directory(run))
     view = ExperimentView("drill", 0, "", (stage,), tuple(list_attempt_uses(control, [run.id])))
-    first, second = placements_of(view)
+    first, second = list_placements(view)
     assert (first.placement, first.attempt, first.state) == ("fake:small", 1, "preempted")
     assert (second.attempt, second.state, second.machines) == (2, "succeeded", 1)
     machines = {one.epoch: one for one in fleet.machines(include_gone=True)}
     assert (first.cost, second.cost) == (machines[1].cost, machines[2].cost)
-    assert facts_of(view, [], provenance_of(view, []))[0][:2] == ("Cost", f"{first.cost + second.cost:.4f}")
+    assert list_facts(view, [], collect_provenance(view, []))[0][:2] == (
+        "Cost",
+        f"{first.cost + second.cost:.4f}",
+    )
 
 
 def test_run_resumes_from_fetched_checkpoint_after_machine_death(

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.data.arrow import numbers_of, to_table
+from perilune.data.arrow import to_number_arrays, to_table
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import read_episodes, read_scores, to_bytes, write_episodes
+from perilune.data.episodes_file import episodes_to_bytes, read_episodes, read_scores, write_episodes
 from perilune.errors import RequestError
 
 
@@ -121,7 +121,7 @@ def test_to_table_matches_pyarrow_from_pylist():
         assert made.equals(pa.Table.from_pylist(rows[:count], schema=schema))
         made.validate(full=True)
     for name in numbers:
-        found = numbers_of(made.column(name).combine_chunks().slice(1))
+        found = to_number_arrays(made.column(name).combine_chunks().slice(1))
         assert [None if one is None else one.tolist() for one in found] == made[name].to_pylist()[1:]
     with pytest.raises(OverflowError, match="int32"):
         to_table([{"wide": np.array([2**31])}], pa.schema([("wide", pa.list_(pa.int32()))]))
@@ -129,13 +129,13 @@ def test_to_table_matches_pyarrow_from_pylist():
 
 def test_episodes_file_does_not_import_pandas(tmp_path):
     write_episodes(tmp_path / "a", EPISODES)
-    (tmp_path / "stream").write_bytes(to_bytes(EPISODES))
+    (tmp_path / "stream").write_bytes(episodes_to_bytes(EPISODES))
     code = """
 import sys
 from pathlib import Path
-from perilune.data.episodes_file import from_bytes, read_episodes, write_episodes
+from perilune.data.episodes_file import episodes_from_bytes, read_episodes, write_episodes
 write_episodes(Path("b"), read_episodes(Path("a")))
-from_bytes(Path("stream").read_bytes())
+episodes_from_bytes(Path("stream").read_bytes())
 assert "pandas" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)

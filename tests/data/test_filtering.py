@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from perilune.cli.data.records import app
 from perilune.data.filtering import FilterSettings, filter_files
 from perilune.data.records import TraceRecord, read_records, write_records
-from perilune.data.similarity import Contamination, signature_of
+from perilune.data.similarity import Contamination, minhash_signature
 from perilune.errors import RequestError
 
 LONG = "The quick brown fox jumps over the lazy dog while seven wizards quietly brew coffee"
@@ -64,7 +64,7 @@ def test_filter_keeps_invalid_lines_in_rejected_file_and_continues(tmp_path):
 
 
 def test_filter_rejects_line_above_length_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr("perilune.data.stream.LONGEST_LINE", 1000)
+    monkeypatch.setattr("perilune.data.stream.MAX_LINE_BYTES", 1000)
     write_records(tmp_path / "good.jsonl", [record("fine")])
     good = (tmp_path / "good.jsonl").read_bytes()
     (tmp_path / "in.jsonl").write_bytes(b"x" * 5000 + b"\n" + good)
@@ -145,10 +145,10 @@ def test_filter_names_missing_package_and_extra(tmp_path, monkeypatch):
 
 
 def test_signatures_estimate_similarity():
-    a, b = signature_of(LONG), signature_of(LONG.replace("coffee", "tea"))
-    assert (a == signature_of(LONG.upper() + "!")).all()
+    a, b = minhash_signature(LONG), minhash_signature(LONG.replace("coffee", "tea"))
+    assert (a == minhash_signature(LONG.upper() + "!")).all()
     assert 0.6 < (a == b).mean() < 1.0
-    assert (a == signature_of("nothing of the kind here")).mean() < 0.2
+    assert (a == minhash_signature("nothing of the kind here")).mean() < 0.2
 
 
 def test_contamination_needs_ngram_of_consecutive_words():

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from perilune.cli.data.records import app
 from perilune.data import generation
-from perilune.data.generation import GenerationTarget, generate
+from perilune.data.generation import GenerationTarget, generate_records
 from perilune.data.generators import make_teacher
 from perilune.data.generators.collection import TeacherGenerator
 from perilune.data.records import read_records
@@ -24,7 +24,7 @@ class Killed(BaseException):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(generation, "CHUNK", 8)
+    monkeypatch.setattr(generation, "CHUNK_TASKS", 8)
 
 
 def calculator_generator(seed=0, refuse=()):
@@ -43,9 +43,9 @@ def calculator_generator(seed=0, refuse=()):
     return environment, TeacherGenerator(teacher, environment, score, seed, section=SECTION, extra={})
 
 
-def generate_records(folder, wanted, refuse=(2,)):
+def run_generator(folder, wanted, refuse=(2,)):
     environment, generator = calculator_generator(wanted.seed, refuse)
-    return generate(generator, environment.tasks("train", wanted.seed), wanted, folder)
+    return generate_records(generator, environment.tasks("train", wanted.seed), wanted, folder)
 
 
 def contents(folder):
@@ -53,7 +53,7 @@ def contents(folder):
 
 
 def test_generate_verifies_records_and_writes_provenance(tmp_path):
-    report = generate_records(tmp_path, GenerationTarget(records=1000, tasks=30, seed=3))
+    report = run_generator(tmp_path, GenerationTarget(records=1000, tasks=30, seed=3))
     rows = read_records(tmp_path)
     refused = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
     assert len(rows) + len(refused) == report["tasks"] == 30 and len(refused) == report["rejected"] > 0
@@ -67,13 +67,13 @@ def test_generate_verifies_records_and_writes_provenance(tmp_path):
 
 def test_generate_resumes_after_kill_at_any_write(tmp_path, monkeypatch):
     wanted = GenerationTarget(records=21, tasks=None, seed=1)
-    whole = generate_records(tmp_path / "whole", wanted)
+    whole = run_generator(tmp_path / "whole", wanted)
     assert whole["rows"] == 21 and whole["tasks"] == 24  # three chunks
     left: list[int] = []
-    for name in ("_append", "write_json"):
+    for name in ("_append_lines", "write_json"):
         real = getattr(generation, name)
 
-        def dying(path, what, real=real, torn=name == "_append"):
+        def dying(path, what, real=real, torn=name == "_append_lines"):
             left[0] -= 1
             if left[0] < 0:  # in the middle of a write
                 if torn and what:
@@ -98,16 +98,16 @@ def test_generate_resumes_after_kill_at_any_write(tmp_path, monkeypatch):
         folder = tmp_path / f"killed {moments}"
         left[:] = [moments]
         try:
-            generate_records(folder, wanted)
+            run_generator(folder, wanted)
             break
         except Killed:
             assert not (folder / "generate.json").exists()
         left[:] = [moments + 1]  # kill the resumed generation a little later
         try:
-            generate_records(folder, wanted)
+            run_generator(folder, wanted)
         except Killed:
             left[:] = [1000]
-            generate_records(folder, wanted)
+            run_generator(folder, wanted)
         assert contents(folder) == contents(tmp_path / "whole"), moments
         moments += 1
     assert moments > 12
@@ -124,8 +124,8 @@ def test_generate_rejects_duplicates_of_earlier_chunks_after_kill(tmp_path):
         raise Killed
 
     with pytest.raises(Killed):
-        generate(generator, dying(), wanted, tmp_path)
-    report = generate(generator, [*tasks, *tasks], wanted, tmp_path)
+        generate_records(generator, dying(), wanted, tmp_path)
+    report = generate_records(generator, [*tasks, *tasks], wanted, tmp_path)
     assert (report["rows"], report["reasons"]) == (12, {"duplicate": 12})
 
 
@@ -137,7 +137,7 @@ def test_generate_does_not_resume_with_other_settings(tmp_path):
         raise Killed
 
     with pytest.raises(Killed):
-        generate(generator, dying(), GenerationTarget(5, 5, 0), tmp_path)
+        generate_records(generator, dying(), GenerationTarget(5, 5, 0), tmp_path)
     for other in (
         GenerationTarget(6, 5, 0),
         GenerationTarget(5, 6, 0),
@@ -145,16 +145,19 @@ def test_generate_does_not_resume_with_other_settings(tmp_path):
         GenerationTarget(5, 5, 0, "heldout"),
     ):
         with pytest.raises(RequestError, match="other settings"):
-            generate(generator, environment.tasks("train", 0), other, tmp_path)
+            generate_records(generator, environment.tasks("train", 0), other, tmp_path)
     assert (
-        generate(generator, environment.tasks("train", 0), GenerationTarget(5, 5, 0), tmp_path)["rows"] == 5
+        generate_records(generator, environment.tasks("train", 0), GenerationTarget(5, 5, 0), tmp_path)[
+            "rows"
+        ]
+        == 5
     )
     with pytest.raises(RequestError, match="already"):
-        generate(generator, environment.tasks("train", 0), GenerationTarget(5, 5, 0), tmp_path)
+        generate_records(generator, environment.tasks("train", 0), GenerationTarget(5, 5, 0), tmp_path)
 
 
 def test_generate_stops_when_teacher_is_mostly_rejected(tmp_path):
-    report = generate_records(tmp_path, GenerationTarget(records=10, tasks=None, seed=0), refuse=range(5))
+    report = run_generator(tmp_path, GenerationTarget(records=10, tasks=None, seed=0), refuse=range(5))
     assert report["rows"] == 0 and 40 < report["rejected"] <= 48
 
 
@@ -196,7 +199,7 @@ def test_generate_command_rejects_invalid_arguments(tmp_path, arguments, error):
 
 
 def test_generate_command_fails_on_too_few_records_and_keeps_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(generation, "CHUNK", 256)
+    monkeypatch.setattr(generation, "CHUNK_TASKS", 256)
     with pytest.raises(WorkFailedError, match="of 1000000 records were kept"):
         run("calculator", "--set", "digits=1", "--teacher", "gold", "-n", 1000000, "--out", tmp_path)
     assert len(read_records(tmp_path)) > 500
@@ -218,7 +221,7 @@ def test_generate_with_model_does_not_depend_on_chunk_size(tmp_path, monkeypatch
         tmp_path / "model", "--samples", 3, "--max-tokens", 120, "--temperature", 5, "--tasks", 16, "--json",
     ]  # fmt: skip
     one = json.loads(run(*extra, "--out", tmp_path / "one"))
-    monkeypatch.setattr(generation, "CHUNK", 5)
+    monkeypatch.setattr(generation, "CHUNK_TASKS", 5)
     other = json.loads(run(*extra, "--out", tmp_path / "other"))
     assert one == other and one["rows"] + one["rejected"] == 48 and 0 < one["rows"] <= 16
     assert one["provenance"]["generator"] == "sampled"

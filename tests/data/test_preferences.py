@@ -10,7 +10,7 @@ from perilune.data.episode import Episode
 from perilune.data.preferences import (
     choose_pairs,
     make_pair,
-    preference_of,
+    parse_preference,
     write_preferences,
 )
 from perilune.data.sources import read_rows
@@ -66,7 +66,7 @@ def test_preferences_round_trip_through_file(tmp_path: Path) -> None:
     record = make_pair(answer("good\n", 1.0), answer("bad", 0.25), source="sampled/sft")
     assert write_preferences(tmp_path / "preferences.jsonl", [record]) == 1
     (row,) = read_rows(tmp_path)
-    assert preference_of(row.value, row.place) == record
+    assert parse_preference(row.value, row.place) == record
     assert record.prompt == ({"role": "user", "content": "ask"},)
     assert dataclasses.asdict(record)["rejected"] == ({"role": "assistant", "content": "bad"},)
 
@@ -74,7 +74,7 @@ def test_preferences_round_trip_through_file(tmp_path: Path) -> None:
 def test_preference_of_rejects_message_with_weight() -> None:
     row = dataclasses.asdict(make_pair(answer("good", 1.0), answer("bad", 0.0), source="sampled/sft"))
     row |= {name: list(row[name]) for name in ("prompt", "chosen", "rejected")}
-    assert preference_of(row, "row 1").chosen[0]["content"] == "good"
+    assert parse_preference(row, "row 1").chosen[0]["content"] == "good"
     row["rejected"] = [{"role": "assistant", "content": "bad", "weight": 0}]
     with pytest.raises(RequestError, match="needs exactly role and content"):
-        preference_of(row, "row 1")
+        parse_preference(row, "row 1")

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from perilune.data.sources import find_source, first_row, read_rows
-from perilune.data.stream import LONGEST_LINE, stream_bytes
+from perilune.data.sources import find_source, read_first_row, read_rows
+from perilune.data.stream import MAX_LINE_BYTES, stream_bytes
 from perilune.errors import RequestError
 from perilune.files import write_json
 
@@ -148,7 +148,7 @@ def test_read_rows_rejects_compressed_and_utf16_files(data: bytes, error: str, t
 
 def test_stream_bytes_keeps_line_after_too_long_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"a" * LONGEST_LINE + b'\n{"text": "b"}\n')
+    path.write_bytes(b"a" * MAX_LINE_BYTES + b'\n{"text": "b"}\n')
     assert [(number, bool(problem)) for number, _, problem in stream_bytes(path)] == [(1, True), (2, False)]
 
 
@@ -189,7 +189,7 @@ def test_read_rows_skips_files_named_for_evaluation(
 def test_read_rows_drops_null_columns_and_fields(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "messages": null}\n')
-    assert first_row(path).value == {"text": "a"}
+    assert read_first_row(path).value == {"text": "a"}
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     rows = [
         {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}], "tools": None},

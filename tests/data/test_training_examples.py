@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from perilune.data.conversion import ImportDefaults, convert_files
-from perilune.data.examples import Conversation, PlainText, comparison, demonstration
+from perilune.data.examples import Conversation, PlainText, read_comparison, read_demonstration
 from perilune.data.sources import Row, read_rows
 from perilune.errors import RequestError
 
@@ -49,14 +49,14 @@ def row(**value: Any) -> Row:
 def test_demonstration_reads_each_column_convention(
     value: dict[str, Any], expected: Conversation | PlainText
 ) -> None:
-    assert demonstration(row(**value)) == expected
+    assert read_demonstration(row(**value)) == expected
 
 
 def test_demonstration_normalizes_tool_calls() -> None:
     as_text = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
     calls = {"role": "assistant", "content": None, "tool_calls": [as_text]}
     result = {"role": "tool", "content": "4", "tool_call_id": "a"}
-    found = demonstration(row(messages=[USER, calls, result, SAID]))
+    found = read_demonstration(row(messages=[USER, calls, result, SAID]))
     assert isinstance(found, Conversation)
     expected = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", **CALL}]}
     assert found.turns == (expected, result, SAID)
@@ -92,7 +92,7 @@ def test_demonstration_normalizes_tool_calls() -> None:
 )  # fmt: skip
 def test_demonstration_rejects_invalid_rows(value: dict[str, Any], error: str) -> None:
     with pytest.raises(RequestError) as caught:
-        demonstration(row(**value))
+        read_demonstration(row(**value))
     assert error in caught.value.what and caught.value.where == "chats.jsonl:7"
 
 
@@ -115,14 +115,14 @@ def test_demonstration_rejects_invalid_rows(value: dict[str, Any], error: str) -
     ],
 )  # fmt: skip
 def test_comparison_reads_each_column_convention(value: dict[str, Any], prompt: Any, answers: Any) -> None:
-    found = comparison(row(**value))
+    found = read_comparison(row(**value))
     kind = PlainText if isinstance(prompt, str) else Conversation
     assert (found.chosen, found.rejected) == (kind(prompt, answers[0]), kind(prompt, answers[1]))
 
 
 def test_comparisons_with_equal_prompts_share_task_id() -> None:
     ids = [
-        comparison(row(prompt=prompt, chosen=chosen, rejected="z")).task_id
+        read_comparison(row(prompt=prompt, chosen=chosen, rejected="z")).task_id
         for prompt, chosen in (("a", "b"), ("a", "c"), ("d", "b"))
     ]
     assert ids[0] == ids[1] != ids[2]
@@ -143,7 +143,7 @@ def test_comparisons_with_equal_prompts_share_task_id() -> None:
 )
 def test_comparison_rejects_invalid_rows(value: dict[str, Any], error: str) -> None:
     with pytest.raises(RequestError) as caught:
-        comparison(row(**value))
+        read_comparison(row(**value))
     assert error in caught.value.what and caught.value.where == "chats.jsonl:7"
 
 
@@ -158,6 +158,6 @@ def test_demonstration_reads_every_format_of_convert(to: Any, tmp_path: Path) ->
     report = convert_files([tmp_path / "chats.jsonl"], to, tmp_path / "out.jsonl", ImportDefaults(score=1.0))
     assert report["written"] == 1
     (written,) = read_rows(tmp_path / "out.jsonl")
-    found = demonstration(written)
+    found = read_demonstration(written)
     assert isinstance(found, Conversation)
     assert found.opening == (USER,) and len(found.turns) == 3 and found.turns[-1] == SAID

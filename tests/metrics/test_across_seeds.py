@@ -2,26 +2,32 @@
 
 import pytest
 
-from perilune.metrics.across_seeds import compare_over_seeds, holm, interval, p_value, quantile
+from perilune.metrics.across_seeds import (
+    compare_over_seeds,
+    correct_p_values,
+    paired_p_value,
+    t_interval,
+    t_quantile,
+)
 
 
 @pytest.mark.parametrize(("degrees", "t"), [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (9, 2.262)])
 def test_t_quantiles_match_published_tables(degrees: int, t: float) -> None:
-    assert quantile(0.975, degrees) == pytest.approx(t, abs=1e-3)
+    assert t_quantile(0.975, degrees) == pytest.approx(t, abs=1e-3)
 
 
 def test_interval_and_p_value_agree() -> None:
     differences = [0.01, 0.03, 0.05]
-    found = interval(differences)
+    found = t_interval(differences)
     assert found["mean"] == pytest.approx(0.03)
     assert found["high"] - found["mean"] == pytest.approx(4.303 * 0.02 / 3**0.5, rel=1e-3)
-    assert found["low"] < 0 and p_value(differences) > 0.05
+    assert found["low"] < 0 and paired_p_value(differences) > 0.05
     sure = [0.029, 0.03, 0.031]
-    assert interval(sure)["low"] > 0 and p_value(sure) < 0.01
+    assert t_interval(sure)["low"] > 0 and paired_p_value(sure) < 0.01
 
 
 def test_holm_corrects_p_values_stepwise() -> None:
-    corrected = holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    corrected = correct_p_values({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
     assert corrected == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
 
 
@@ -50,6 +56,10 @@ def test_correction_grows_with_the_number_of_comparisons() -> None:
 
 
 def test_p_value_of_equal_differences_depends_on_their_number() -> None:
-    assert p_value([0.0] * 3) == 1.0 and p_value([0.1] * 3) == 0.25 and p_value([-0.1] * 8) == 2 / 256
+    assert (
+        paired_p_value([0.0] * 3) == 1.0
+        and paired_p_value([0.1] * 3) == 0.25
+        and paired_p_value([-0.1] * 8) == 2 / 256
+    )
     found = compare_over_seeds({"three": [0.1 + 0.2, 0.3, 0.3], "eight": [0.1] * 8})
     assert [one.conclusion for one in found.values()] == ["no difference shown", "higher"]

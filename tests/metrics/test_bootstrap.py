@@ -34,7 +34,7 @@ def test_interval_depends_on_the_seed_alone() -> None:
 def test_chunked_resampling_gives_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(3).random(50)
     whole = bootstrap_problems(values, resamples=100)
-    monkeypatch.setattr("perilune.metrics.bootstrap._CHUNK", 350)
+    monkeypatch.setattr("perilune.metrics.bootstrap._CHUNK_INDICES", 350)
     assert bootstrap_problems(values, resamples=100) == whole
 
 

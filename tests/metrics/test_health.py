@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from perilune.metrics.health.rules import Evidence, dead_groups
-from perilune.metrics.health.series import Series, shifted
-from perilune.metrics.health.verdict import Health, assess
+from perilune.metrics.health.rules import Evidence, find_dead_groups
+from perilune.metrics.health.series import Series, find_shifts
+from perilune.metrics.health.verdict import Health, assess_health
 
 Row = dict[str, Any]
 
@@ -33,7 +33,7 @@ def evidence(run: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
 def verdicts(metrics: list[Row], timings: list[Row], steps: Iterable[int]) -> Iterator[tuple[int, Health]]:
     """The health after each of these steps, as a live view of the run shows it."""
     for step in steps:
-        yield step, assess(Evidence(Series(metrics[:step]), Series(timings[:step]), samples=8))
+        yield step, assess_health(Evidence(Series(metrics[:step]), Series(timings[:step]), samples=8))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run['algorithm']}-{run['seed']}")
@@ -147,13 +147,13 @@ def test_status_recovers_two_steps_after_the_fault_ends() -> None:
 )
 def test_dead_groups_finding_explains_the_cause_by_pass_rate(rate: float, cause: str) -> None:
     rows = [{"step": step, "groups": 16, "dead_groups": 0.9, "pass_rate": rate} for step in range(1, 9)]
-    (finding,) = dead_groups(Evidence(Series(rows)))
+    (finding,) = find_dead_groups(Evidence(Series(rows)))
     assert cause in finding.why
 
 
 def test_solved_tasks_do_not_count_as_dead_groups() -> None:
     rows = [{"step": step, "groups": 16, "dead_groups": 0.9, "pass_rate": 0.97} for step in range(1, 9)]
-    assert assess(Evidence(Series(rows))).status == "healthy"
+    assert assess_health(Evidence(Series(rows))).status == "healthy"
     assert Series([{"step": 1, "reward": 10**400}]).column("reward") == [None]
 
 
@@ -164,7 +164,7 @@ def test_reward_hack_is_named_before_most_of_the_overoptimised_run_has_passed() 
         gold, rows = one["gold"], []
         for step, (reward, score) in enumerate(zip(one["reward"], gold, strict=True), 1):
             rows.append({"step": step, "reward": reward, "gold": score})
-            health = assess(Evidence(Series(rows)))
+            health = assess_health(Evidence(Series(rows)))
             if health.status != "healthy":
                 break
         assert health.findings[0].name == "reward hack"
@@ -175,10 +175,10 @@ def test_reward_hack_is_named_before_most_of_the_overoptimised_run_has_passed() 
 def test_stalls_and_lost_heartbeats_of_a_live_run_are_named() -> None:
     metrics, timings = evidence(RUNS[0])
     running = Evidence(Series(metrics), Series(timings), samples=8, open_seconds=1.0, silent_seconds=0.4)
-    assert assess(running).status == "healthy"
-    stalled = assess(replace(running, open_seconds=30.0))
+    assert assess_health(running).status == "healthy"
+    stalled = assess_health(replace(running, open_seconds=30.0))
     assert stalled.line.startswith("broken: stall since step 61: no step for 30 s; the median step takes 0.1")
-    lost = assess(replace(running, open_seconds=30.0, silent_seconds=40.0))
+    lost = assess_health(replace(running, open_seconds=30.0, silent_seconds=40.0))
     assert lost.line == "broken: no heartbeat: the worker has been silent for 40 s"
 
 
@@ -187,7 +187,7 @@ def test_findings_are_listed_by_severity() -> None:
     for row, time in zip(metrics[30:], timings[30:], strict=True):
         truncated(row, time)
         gap(row, time)
-    document = assess(Evidence(Series(metrics), Series(timings), samples=8)).document()
+    document = assess_health(Evidence(Series(metrics), Series(timings), samples=8)).document()
     assert [one["name"] for one in document["findings"]] == ["log-prob gap", "truncation"]
     assert document["status"] == "broken"
     assert document["line"].startswith("broken: log-prob gap since step 31")
@@ -196,10 +196,10 @@ def test_findings_are_listed_by_severity() -> None:
 
 def test_shifted_flags_jumps_and_follows_drift() -> None:
     drift = [0.1 + 0.01 * step for step in range(40)]
-    assert not any(shifted(drift, sigmas=4.0, least=0.1, sticky=1))
+    assert not any(find_shifts(drift, sigmas=4.0, least=0.1, sticky=1))
     jump = [0.5, 0.52, 0.48, 0.5, 0.51, 0.5, 0.9, None, *[0.9] * 5, 0.5, 0.1]
-    assert shifted(jump, sigmas=4.0, least=0.1, sticky=1) == [0] * 6 + [1, 0, *[1] * 5, 0, -1]
-    assert shifted(jump, sigmas=4.0, least=0.1, sticky=0)[6:13] == [
+    assert find_shifts(jump, sigmas=4.0, least=0.1, sticky=1) == [0] * 6 + [1, 0, *[1] * 5, 0, -1]
+    assert find_shifts(jump, sigmas=4.0, least=0.1, sticky=0)[6:13] == [
         1,
         0,
         *[0] * 5,
@@ -210,4 +210,4 @@ def test_malformed_metric_values_are_ignored() -> None:
     rows: list[Mapping[str, object]] = [
         {"step": step, "reward": "high", "truncated": True, "dead_groups": float("nan")} for step in range(9)
     ]
-    assert assess(Evidence(Series([*rows, {"step": "x"}, {}]))).status == "healthy"
+    assert assess_health(Evidence(Series([*rows, {"step": "x"}, {}]))).status == "healthy"

@@ -7,7 +7,7 @@ import pytest
 from perilune.metrics.bootstrap import Interval
 from perilune.metrics.held_out import (
     best_evaluation,
-    change_since,
+    change_between,
     curve_notes,
     curve_rows,
     evaluations_since_best,
@@ -80,12 +80,12 @@ def test_change_since_pairs_values_by_task() -> None:
         {"step": 9, "set": "other", "pass@1": {"0": 1.0}},
         {"step": 9, "set": "heldout", "pass@1": {str(task): float(task >= 10) for task in range(20)}},
     ]
-    change = change_since(values, "heldout", "pass@1", before=0, after=9, seed=1)
+    change = change_between(values, "heldout", "pass@1", before=0, after=9, seed=1)
     assert change is not None
     assert change.mean == -0.5
     assert change.high < 0
     assert "pass@1 of heldout fell by 50.0 points" in fall_warning("heldout", "pass@1", change)
-    assert change_since(values, "other", "pass@1", before=0, after=9, seed=1) is None
+    assert change_between(values, "other", "pass@1", before=0, after=9, seed=1) is None
     assert fall_warning("heldout", "pass@1", Interval(-0.1, -0.3, 0.1)) == ""
     assert fall_warning("data", "loss", Interval(-0.1, -0.2, -0.05)) == ""
     assert "loss of data rose by 0.1" in fall_warning("data", "loss", Interval(0.1, 0.05, 0.2))

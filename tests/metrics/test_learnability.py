@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from perilune.data.episode import Episode
-from perilune.metrics.learnability import learnability
+from perilune.metrics.learnability import assess_learnability
 from perilune.tasks.stage.outcomes import evaluation_summary
 
 
@@ -55,17 +55,20 @@ DEAD, SOLVED, LIVE = [0.0] * 8, [1.0] * 8, [1.0, *[0.0] * 7]
     ],
 )
 def test_verdict_follows_rewards_of_groups(groups: list[list[float]], said: str) -> None:
-    assert learnability(summary(groups)).verdict.startswith(said)
+    assert assess_learnability(summary(groups)).verdict.startswith(said)
 
 
 def test_verdict_names_the_cause_of_failure() -> None:
-    assert "raise max_tokens, which cut off 100%" in learnability(summary([DEAD] * 8, cut_off=True)).verdict
+    assert (
+        "raise max_tokens, which cut off 100%"
+        in assess_learnability(summary([DEAD] * 8, cut_off=True)).verdict
+    )
     unformed = {**summary([DEAD] * 8), "format": 0.01}
-    assert "ask for the form of the answer, which 1% have" in learnability(unformed).verdict
+    assert "ask for the form of the answer, which 1% have" in assess_learnability(unformed).verdict
 
 
 def test_live_group_share_has_an_interval() -> None:
-    found = learnability(summary([LIVE] * 16 + [DEAD] * 48))
+    found = assess_learnability(summary([LIVE] * 16 + [DEAD] * 48))
     assert found.live is not None and found.live.mean == 0.25
     assert 0.15 < found.live.low < 0.17 and 0.36 < found.live.high < 0.38  # Wilson, 16 of 64
     assert found.pass_at_1.mean == pytest.approx(16 / 512)

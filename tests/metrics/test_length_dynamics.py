@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perilune.data.episode import Episode
 from perilune.metrics.length_dynamics import (
     Bin,
-    decompose,
+    decompose_length,
     is_repetitive,
     length_bins,
     length_dynamics,
@@ -40,24 +40,24 @@ def answer(
 
 @given(BINS, BINS)
 def test_behaviour_and_composition_sum_to_the_change(before: dict[str, Bin], after: dict[str, Bin]) -> None:
-    split = decompose(before, after)
+    split = decompose_length(before, after)
     assert split.behaviour + split.composition == pytest.approx(split.after - split.before, abs=1e-9)
 
 
 def test_harder_tasks_alone_change_composition() -> None:
     before = {"1": Bin(90, 10.0), "5": Bin(10, 100.0)}
     after = {"1": Bin(10, 10.0), "5": Bin(90, 100.0)}
-    split = decompose(before, after)
+    split = decompose_length(before, after)
     assert (split.behaviour, split.composition) == pytest.approx((0.0, 72.0))
 
 
 def test_longer_answers_to_the_same_tasks_change_behaviour() -> None:
-    split = decompose({"1": Bin(5, 10.0), "2": Bin(5, 20.0)}, {"1": Bin(5, 15.0), "2": Bin(5, 30.0)})
+    split = decompose_length({"1": Bin(5, 10.0), "2": Bin(5, 20.0)}, {"1": Bin(5, 15.0), "2": Bin(5, 30.0)})
     assert (split.behaviour, split.composition) == pytest.approx((7.5, 0.0))
 
 
 def test_added_and_removed_bins_change_composition() -> None:
-    split = decompose({"1": Bin(1, 10.0)}, {"2": Bin(1, 30.0)})
+    split = decompose_length({"1": Bin(1, 10.0)}, {"2": Bin(1, 30.0)})
     assert (split.behaviour, split.composition) == pytest.approx((0.0, 20.0))
 
 

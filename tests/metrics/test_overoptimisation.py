@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from perilune.errors import RequestError
 from perilune.metrics.overoptimisation import (
-    SLOPE_FROM,
+    MIN_SLOPE_POINTS,
     GoldFit,
     OveroptimisationWatch,
     best_of_n_kl,
     fit_gold,
-    slope,
+    fit_slope,
 )
 
 
@@ -69,13 +69,13 @@ def test_rl_law_is_fitted_to_distances_above_one() -> None:
 def test_slope_matches_ordinary_least_squares() -> None:
     rng = np.random.default_rng(0)
     y = 0.03 * np.arange(25) + rng.normal(0, 0.1, 25)
-    found = slope(y.tolist())
+    found = fit_slope(y.tolist())
     coefficients, covariance = np.polyfit(np.arange(25), y, 1, cov=True)
     assert found.value == pytest.approx(coefficients[0])
     # polyfit divides by n - 2 as well; 2.0687 is the quantile for 23 degrees of freedom
     assert found.value - found.low == pytest.approx(2.068658 * math.sqrt(covariance[0, 0]))
     with pytest.raises(RequestError):
-        slope([1.0, 2.0])
+        fit_slope([1.0, 2.0])
 
 
 def follow(gold: list[float], kl: list[float]) -> OveroptimisationWatch:
@@ -115,7 +115,7 @@ def test_watch_raises_no_alarm_before_gold_has_risen() -> None:
 
 def test_watch_reports_the_figures_of_each_step() -> None:
     watch = OveroptimisationWatch(window=3)
-    assert SLOPE_FROM > 3  # so that the window decides
+    assert MIN_SLOPE_POINTS > 3  # so that the window decides
     assert watch.observe(1, 0.04, 0.1) == {
         "distance": pytest.approx(0.2), "overoptimisation_alarm": 0.0, "stop_recommended": 0.0,
     }  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 
 from perilune.errors import RequestError
 from perilune.metrics.bootstrap import bootstrap_problems
-from perilune.metrics.proportion import pass_rate, wilson
+from perilune.metrics.proportion import pass_rate_interval, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -13,18 +13,18 @@ from perilune.metrics.proportion import pass_rate, wilson
 )
 def test_wilson_matches_figures_of_newcombe(successes: int, trials: int, low: float, high: float) -> None:
     """Newcombe, "Two-sided confidence intervals for the single proportion" (1998), table I, method 3."""
-    found = wilson(successes, trials)
+    found = wilson_interval(successes, trials)
     assert found.mean == successes / trials
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_wilson_refuses_zero_trials() -> None:
     with pytest.raises(RequestError, match="at least one trial"):
-        wilson(0, 0)
+        wilson_interval(0, 0)
 
 
 def test_pass_rate_of_all_or_no_problems_uses_wilson() -> None:
-    assert pass_rate([0.0] * 20) == wilson(0, 20)
-    assert pass_rate([1.0] * 29) == wilson(29, 29)
+    assert pass_rate_interval([0.0] * 20) == wilson_interval(0, 20)
+    assert pass_rate_interval([1.0] * 29) == wilson_interval(29, 29)
     mixed = [0.0, 0.25, 1.0, 0.5] * 5
-    assert pass_rate(mixed, seed=3) == bootstrap_problems(mixed, seed=3)
+    assert pass_rate_interval(mixed, seed=3) == bootstrap_problems(mixed, seed=3)

@@ -16,7 +16,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.gallery.concepts import CONCEPTS, Concept
 from perilune.models.gallery.facts import Entry, describe, shipped, support
-from perilune.ui.gallery import gallery_markdown
+from perilune.ui.gallery import render_gallery_markdown
 
 UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 ACTIVE = {"Qwen3 30B-A3B": (30.5e9, 3.3e9), "DeepSeek V3": (671e9, 37e9), "Mixtral 8x7B": (46.7e9, 12.9e9)}
@@ -47,7 +47,7 @@ def test_active_parameters_agree_with_published_numbers(name: str) -> None:
 
 def test_gallery_page_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "reference" / "gallery.md"
-    made = gallery_markdown(list(documents().values()))
+    made = render_gallery_markdown(list(documents().values()))
     assert page.read_text() == made, "perilune model gallery --markdown docs/reference/gallery.md"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chat_cases import chatml
 
-from perilune.data.examples import demonstration
+from perilune.data.examples import read_demonstration
 from perilune.data.sources import Row, read_rows
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 def parts(tokenizer: Tokenizer, **value: Any) -> tuple[str, str]:
     """The whole fed text and the text with loss, both with control tokens."""
-    tokens = encode_examples(tokenizer, [demonstration(Row("a:1", value))], ["a:1"])[0]
+    tokens = encode_examples(tokenizer, [read_demonstration(Row("a:1", value))], ["a:1"])[0]
     learned = [token for token, on in zip(tokens.token_ids, tokens.loss_mask, strict=True) if on]
 
     def text(ids: list[int]) -> str:
@@ -85,9 +85,11 @@ def test_tool_calls_become_text_without_template_support() -> None:
 def test_control_tokens_are_escaped_in_messages_and_kept_in_text_rows() -> None:
     hostile = {"role": "user", "content": "<|im_end|>"}
     end = chatml().eos_token_id
-    chat = encode_examples(chatml(), [demonstration(Row("a:1", {"messages": [hostile, SAID]}))], ["a:1"])[0]
+    chat = encode_examples(
+        chatml(), [read_demonstration(Row("a:1", {"messages": [hostile, SAID]}))], ["a:1"]
+    )[0]
     assert chat.prompt_ids.count(end) == 1
-    text = encode_examples(chatml(), [demonstration(Row("a:1", {"text": "a<|im_end|>b"}))], ["a:1"])[0]
+    text = encode_examples(chatml(), [read_demonstration(Row("a:1", {"text": "a<|im_end|>b"}))], ["a:1"])[0]
     assert (text.prompt_ids + text.token_ids).count(end) == 2
 
 

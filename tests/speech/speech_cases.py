@@ -2,7 +2,7 @@
 
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.speech.config import CodecConfig, Marks, SpeechConfig
+from perilune.speech.config import CodecConfig, ControlTokens, SpeechConfig
 from perilune.speech.folder import SpeechModel, new_speech_model
 
 CODES = 32
@@ -47,7 +47,7 @@ def small_config(tokenizer: Tokenizer) -> SpeechConfig:
         codec=codec,
         text_vocab_size=words + 5,
         text_hidden_size=16,
-        marks=Marks.after(CODES, words),
+        marks=ControlTokens.after(CODES, words),
         languages={"english": CODES + 7, "welsh": CODES + 8},
         speakers={"ada": CODES + 9, "owen": CODES + 10},
         dialects={"owen": "welsh"},

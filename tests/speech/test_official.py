@@ -17,7 +17,7 @@ from perilune.speech import folder as speech_folder
 from perilune.speech.codec import CodecDecoder
 from perilune.speech.config import CodecConfig, SpeechConfig
 from perilune.speech.folder import SpeechModel, load_speech_model
-from perilune.speech.prompt import Utterance, talker_prompt
+from perilune.speech.prompt import Utterance, embed_utterance
 from perilune.speech.sampling import SpeechSampling
 from perilune.speech.synthesis import Speaker
 from perilune.speech.talker import Talker
@@ -93,7 +93,7 @@ def test_logits_match_the_official_package(model: SpeechModel, expected: dict[st
 def test_prompt_embeddings_match_the_official_package(
     model: SpeechModel, expected: dict[str, torch.Tensor], case: str
 ) -> None:
-    prompt = talker_prompt(model.talker, model.tokenizer, CASES[case])
+    prompt = embed_utterance(model.talker, model.tokenizer, CASES[case])
     assert_close(prompt.inputs, expected[f"{case}.inputs"])
     assert_close(prompt.trailing, expected[f"{case}.trailing"])
 

@@ -12,7 +12,7 @@ from perilune.errors import RequestError
 from perilune.models.attention import PackedAttention
 from perilune.speech.folder import SpeechModel
 from perilune.speech.pipeline import Pipeline, Stage
-from perilune.speech.prompt import Utterance, talker_prompt
+from perilune.speech.prompt import Utterance, embed_utterance
 from perilune.speech.sampling import SpeechSampling
 from perilune.speech.stages import ChunkSizes, DecoderStage
 from perilune.speech.stream import FrameInputs, SpeechDelta
@@ -37,7 +37,7 @@ def model() -> SpeechModel:
 def reference_speech(model: SpeechModel, utterance: Utterance, frames: int) -> np.ndarray:
     """Greedy speech without engine, cache or stages: each code from the whole sequence before it."""
     talker, marks = model.talker, model.config.marks
-    prompt = talker_prompt(talker, model.tokenizer, utterance)
+    prompt = embed_utterance(talker, model.tokenizer, utterance)
     rows, codes = prompt.inputs, torch.zeros(0, 4, dtype=torch.long)
     for frame in range(frames):
         length = len(rows)

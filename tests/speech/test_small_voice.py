@@ -15,7 +15,7 @@ from perilune.speech.codec import CodecDecoder
 from perilune.speech.codec_encoder import MELS, CodecEncoder, encode, log_mel
 from perilune.speech.config import CodecConfig
 from perilune.speech.quantizer import quantize
-from perilune.speech.recogniser import Recogniser, word_errors
+from perilune.speech.recogniser import Recogniser, count_word_errors
 from perilune.speech.spectral import OVERLAP, SpectralVocoder
 from perilune.speech.streaming import CodecState
 from perilune.tasks.speech.codebooks import fit_codebooks
@@ -124,7 +124,7 @@ def test_codec_learns_a_tone() -> None:
 
 def test_word_errors_count_edits() -> None:
     def errors(said: str, heard: str) -> int:
-        return word_errors(said.split(), heard.split())
+        return count_word_errors(said.split(), heard.split())
 
     assert errors("one two three", "one two three") == 0
     assert errors("one two three", "one three") == 1
@@ -155,7 +155,7 @@ def test_draw_texts_splits_are_disjoint_and_seeded() -> None:
 @pytest.mark.parametrize("text", ["", "a; rm", "[[h@l'oU]]", "<speak>", "x\n", "é", "a" * 501])
 def test_espeak_refuses_markup_and_control_characters(text: str) -> None:
     with pytest.raises(RequestError, match="cannot say"):
-        espeak.say(text, voice="en-us", speed=150, sample_rate=16000)
+        espeak.synthesise_text(text, voice="en-us", speed=150, sample_rate=16000)
 
 
 def test_espeak_runs_the_program_and_names_missing_parts(
@@ -163,16 +163,16 @@ def test_espeak_runs_the_program_and_names_missing_parts(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RequestError, match="not installed"):
-        espeak.say("one", voice="en-us", speed=150, sample_rate=16000)
+        espeak.synthesise_text("one", voice="en-us", speed=150, sample_rate=16000)
     tones(tmp_path)
-    heard = espeak.say("one two", voice="en-us", speed=150, sample_rate=16000)
+    heard = espeak.synthesise_text("one two", voice="en-us", speed=150, sample_rate=16000)
     assert len(heard) == 16000 and heard.dtype == np.float32
     pitch = np.abs(np.fft.rfft(heard[:8000])).argmax() * 2  # bins of half a second
     assert pitch == 300  # the tone for "one", resampled
     with pytest.raises(RequestError, match="name of a voice"):
-        espeak.say("one", voice="../x", speed=150, sample_rate=16000)
+        espeak.synthesise_text("one", voice="../x", speed=150, sample_rate=16000)
     with pytest.raises(RequestError, match="no such voice"):
-        espeak.say("one", voice="xx", speed=150, sample_rate=16000)
+        espeak.synthesise_text("one", voice="xx", speed=150, sample_rate=16000)
 
 
 PROGRAM = """#!{python} -IS

@@ -12,7 +12,7 @@ from task_environments import Talk
 from test_several_turns import PARAMS, TALK, TOKENIZER, engine_of, play
 
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import to_bytes
+from perilune.data.episodes_file import episodes_to_bytes
 from perilune.data.routes import missing_rows
 from perilune.engine.engine import Engine
 from perilune.models.config.layer_kinds import Experts
@@ -70,7 +70,9 @@ def start() -> Iterator[Callable[[], Session]]:
 
 
 def same(one: Groups, other: Groups) -> bool:
-    return to_bytes(e for group in one for e in group) == to_bytes(e for group in other for e in group)
+    return episodes_to_bytes(e for group in one for e in group) == episodes_to_bytes(
+        e for group in other for e in group
+    )
 
 
 def version_runs_of(episode: Episode) -> VersionRuns:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from task_cases import DIGITS, make_job, metrics, run_task, summary
 
 from perilune.bundle.plugin import load_plugin
-from perilune.data.leaks import leak
+from perilune.data.leaks import find_leak
 from perilune.data.records import read_records
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
@@ -164,13 +164,13 @@ def test_collect_adds_the_system_message_of_a_strategy(tmp_path: Path) -> None:
     ],
 )
 def test_leak_finds_copied_and_mentioned_instructions(text: str, found: str | None) -> None:
-    said = leak(text, "Work it out: ", "347+268=", ngram=8)
+    said = find_leak(text, "Work it out: ", "347+268=", ngram=8)
     assert (said is None) if found is None else (said is not None and found in said)
 
 
 def test_text_of_the_prompt_is_no_leak() -> None:
-    assert leak("workitout", "Work it out", "please work it out", ngram=8) is None
-    assert leak("as instructed", "x", "do as instructed", ngram=8) is None
+    assert find_leak("workitout", "Work it out", "please work it out", ngram=8) is None
+    assert find_leak("as instructed", "x", "do as instructed", ngram=8) is None
 
 
 def test_rejection_sampling_keeps_right_answers_without_the_hint(tmp_path: Path) -> None:

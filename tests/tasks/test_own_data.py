@@ -22,7 +22,7 @@ from perilune.recipe.staging import stage_files
 from perilune.tasks.stage.memory_plan import model_config
 from perilune.tasks.supervised import tokens
 from perilune.tasks.supervised.demonstrations import Demonstrations
-from perilune.ui.overview import data_words
+from perilune.ui.overview import describe_data
 
 CHATS = [
     {"messages": [
@@ -67,7 +67,7 @@ def test_data_file_is_part_of_the_bundle_digest(tmp_path: Path) -> None:
     assert told["traces"] == 12 and told["data"]["rows"] == 12
     answers = [text["content"] for row in CHATS for text in row["messages"][1::2]]
     assert told["data"]["learned"] == sum(len(text) + 1 for text in answers)
-    assert data_words(told).startswith(
+    assert describe_data(told).startswith(
         f"12 rows, {told['data']['tokens']:,} tokens, "
     )  # as shown in the report
     assert len(metrics(bundle)) == 2

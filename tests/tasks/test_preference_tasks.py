@@ -23,7 +23,7 @@ from task_cases import (
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
-from perilune.data.preferences import PreferenceRecord, preference_of
+from perilune.data.preferences import PreferenceRecord, parse_preference
 from perilune.data.sources import read_rows
 from perilune.engine.engine import Engine
 from perilune.errors import RequestError, WorkFailedError
@@ -40,7 +40,7 @@ ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 
 
 def read_preferences(path: Path) -> list[PreferenceRecord]:
-    return [preference_of(row.value, row.place) for row in read_rows(path)]
+    return [parse_preference(row.value, row.place) for row in read_rows(path)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from task_cases import make_bundle, make_job, metrics, run_task
 from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import map_episodes, read_episodes, to_bytes
+from perilune.data.episodes_file import episodes_to_bytes, map_episodes, read_episodes
 from perilune.engine.engine import Engine
 from perilune.engine.request import Prompt, SamplingParams
 from perilune.environments.core.protocol import Task
@@ -80,7 +80,7 @@ def test_rollout_processes_return_routes(mixture: dict[str, Any], replayed: Path
 
 def test_memory_mapped_routes_survive_deletion_of_the_file(replayed: Path, tmp_path: Path) -> None:
     episodes = recorded(replayed)
-    (path := tmp_path / "group.arrow").write_bytes(to_bytes(episodes))
+    (path := tmp_path / "group.arrow").write_bytes(episodes_to_bytes(episodes))
     mapped = map_episodes(path)
     path.unlink()
     for one, again in zip(episodes, mapped, strict=True):

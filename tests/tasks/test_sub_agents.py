@@ -22,7 +22,7 @@ from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker, session_seed
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.stage import plugin
-from perilune.traces.record import Origin, record
+from perilune.traces.record import Origin, record_episodes
 from perilune.traces.replay import Replayer
 from perilune.verifiers import Scorer
 
@@ -219,7 +219,7 @@ def test_record_refuses_episodes_with_sub_agents() -> None:
         checkpoint=None,
     )
     with Replayer(lambda _: TOKENIZER) as replayer:
-        found = record([one for group in groups for one in group], origin, replayer)
+        found = record_episodes([one for group in groups for one in group], origin, replayer)
     own = [one for group in groups for one in group if not one.is_sub_agent]
     with_agents = sum(bool(one.spans) for one in own)
     assert len(found.cassettes) == len(own) - with_agents

@@ -14,9 +14,9 @@ from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.worker import RolloutWorker
 from perilune.traces.cassette import Cassette
-from perilune.traces.causes import cause, choose, clusters, held_out
+from perilune.traces.causes import choose_cassettes, cluster_cassettes, describe_cause, is_held_out
 from perilune.traces.gate import run_suite
-from perilune.traces.oracle import Difference, expectation
+from perilune.traces.oracle import Difference, make_expectation
 from perilune.traces.replay import Replay, Replayer
 from perilune.traces.suite import Suite
 
@@ -35,7 +35,7 @@ def found(
     cassettes: list[Cassette], play: Callable[[list[Cassette]], list[Replay]] = replay
 ) -> list[list[Difference]]:
     return [
-        again.differences(tuple(map(expectation, one.tracks)))
+        again.differences(tuple(map(make_expectation, one.tracks)))
         for one, again in zip(cassettes, play(cassettes), strict=True)
     ]
 
@@ -50,7 +50,7 @@ def test_cassettes_record_turns_rewards_and_causes(tapes: list[Cassette]) -> Non
     assert [turn.messages for turn in right.tracks[0].turns][-1] == ()
     assert right.tracks[0].turns[0].messages[0]["content"].startswith("=")
     assert malformed.tracks[0].turns[-2].messages == ({"role": "tool", "content": "=?\n"},)
-    assert guess.order == (0,) and cause(guess) == "guess, full reward"
+    assert guess.order == (0,) and describe_cause(guess) == "guess, full reward"
     assert malformed.tokens == len(malformed.tracks[0].prompt) + sum(
         len(turn.tokens) + len(turn.seen) for turn in malformed.tracks[0].turns
     )
@@ -74,7 +74,7 @@ def test_changed_cassette_shows_differences(tapes: list[Cassette]) -> None:
     shorter = tapes[0].tracks[0].model_copy(update={"turns": tapes[0].tracks[0].turns[:-1]})
     assert {"turns", "failure"} <= kinds(
         [
-            again.differences(tuple(map(expectation, tapes[0].tracks)))
+            again.differences(tuple(map(make_expectation, tapes[0].tracks)))
             for again in replay([tapes[0].model_copy(update={"tracks": (shorter,)})])
         ]
     )
@@ -99,15 +99,15 @@ def test_changed_harness_shows_differences(tapes: list[Cassette]) -> None:
 
 def test_clusters_group_by_cause_and_choose_keeps_the_smallest(tapes: list[Cassette]) -> None:
     many = calculations(12)
-    groups = clusters(many)
+    groups = cluster_cassettes(many)
     assert [len(one) for one in groups.values()] == [3, 3, 3, 3]
-    assert len({cause(one) for one in many}) == 4
-    kept = choose(groups, 1)
+    assert len({describe_cause(one) for one in many}) == 4
+    kept = choose_cassettes(groups, 1)
     for name, (one,) in kept.items():
         assert one.tokens == min(other.tokens for other in groups[name])
-    assert sum(len(one) for one in choose(groups, 2).values()) == 8
-    share = sum(held_out(f"{number:064x}", 0.5) for number in range(400))
-    assert 150 < share < 250 and not held_out(NAME, 0.0) and held_out(NAME, 1.0)
+    assert sum(len(one) for one in choose_cassettes(groups, 2).values()) == 8
+    share = sum(is_held_out(f"{number:064x}", 0.5) for number in range(400))
+    assert 150 < share < 250 and not is_held_out(NAME, 0.0) and is_held_out(NAME, 1.0)
 
 
 def test_suite_reports_failures_and_accepts_changes(tapes: list[Cassette], tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_environment_error_is_recorded_as_outcome() -> None:
     (task,) = tasks(section, 1)
     code = "```python\nprint(1/0)\n```"
     (tape,) = played([draft(section, task, 0, [code, "<answer>0</answer>"])])
-    assert cause(tape) == "ZeroDivisionError, tools, right 0"
+    assert describe_cause(tape) == "ZeroDivisionError, tools, right 0"
     assert not kinds(found([tape]))
     (cut,) = played([draft(section, task, 0, [code, code])])
-    assert cut.tracks[0].verdict.finish_reason == "length" and cause(cut).startswith("cut off")
+    assert cut.tracks[0].verdict.finish_reason == "length" and describe_cause(cut).startswith("cut off")
     assert TOKENIZER.decode(list(cut.tracks[0].turns[0].tokens)) == code

@@ -12,11 +12,11 @@ from trace_cases import CALCULATOR, calculations, draft, played, replay, tasks, 
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.protocol import Score
 from perilune.errors import WorkFailedError
-from perilune.traces.baseline import differs_from, run_elsewhere
-from perilune.traces.causes import cause
-from perilune.traces.oracle import expectation
+from perilune.traces.baseline import differs_in_installation, run_in_installation
+from perilune.traces.causes import describe_cause
+from perilune.traces.oracle import make_expectation
 from perilune.traces.replay import Replayer
-from perilune.traces.shrink import Shrinker, minimize, same_cause
+from perilune.traces.shrink import Shrinker, has_same_cause, minimize
 
 
 @pytest.mark.parametrize("needed", [(), (3,), (0, 19), (4, 5, 6), (1, 7, 8, 18)])
@@ -33,15 +33,15 @@ def test_shrunk_cassette_is_minimal_with_the_same_cause() -> None:
     actions = [*task.data["actions"][:-1], "no call", "1+1", "2*2", ";0007"]
     (tape,) = played([draft(CALCULATOR, task, 0, actions)])
     with Replayer(tokenizer_of) as replayer:
-        small = Shrinker(same_cause(tape), replayer).shrink(tape)
-        assert Shrinker(same_cause(small), replayer).shrink(small) == small
+        small = Shrinker(has_same_cause(tape), replayer).shrink(tape)
+        assert Shrinker(has_same_cause(small), replayer).shrink(small) == small
         never = Shrinker(lambda played: [False] * len(played), replayer)
         assert never.shrink(tape) == tape
-    assert cause(small) == cause(tape) == "calculator, right 0, well_formed 0"
+    assert describe_cause(small) == describe_cause(tape) == "calculator, right 0, well_formed 0"
     assert small.tokens < 0.3 * tape.tokens and small.shrunk_from == tape.digest
     assert [one.text for one in small.actions()] == ["", ";0007"] or len(small.order) == 2
     (again,) = replay([small])
-    assert not again.differences(tuple(map(expectation, small.tracks)))
+    assert not again.differences(tuple(map(make_expectation, small.tracks)))
 
 
 def test_shrinking_keeps_truncated_turn_truncated() -> None:
@@ -52,11 +52,11 @@ def test_shrinking_keeps_truncated_turn_truncated() -> None:
     cut = track.model_copy(update={"turns": (*track.turns[:-1], last)})
     (tape,) = played([whole.model_copy(update={"tracks": (cut,)})])
     with Replayer(tokenizer_of) as replayer:
-        small = Shrinker(same_cause(tape), replayer).shrink(tape)
-    assert cause(small).startswith("cut off") and len(small.order) == 1
+        small = Shrinker(has_same_cause(tape), replayer).shrink(tape)
+    assert describe_cause(small).startswith("cut off") and len(small.order) == 1
     assert not small.actions()[0].finished and small.tokens < tape.tokens
     (again,) = replay([small])
-    assert not again.differences(tuple(map(expectation, small.tracks)))
+    assert not again.differences(tuple(map(make_expectation, small.tracks)))
 
 
 def test_differs_from_compares_with_another_installation() -> None:
@@ -69,11 +69,14 @@ def test_differs_from_compares_with_another_installation() -> None:
 
     with mock.patch.object(EpisodeTotals, "score", generous):
         changed = played(tapes)
-    fails = differs_from(python, tokenizer_of, frozenset({"reward"}))
+    fails = differs_in_installation(python, tokenizer_of, frozenset({"reward"}))
     assert fails(changed) == [False, True] and fails([]) == []
     known = {one.digest: {"reward", "term"} for one in changed}
-    with mock.patch("perilune.traces.baseline.run_elsewhere", return_value=known):
-        assert differs_from(python, tokenizer_of, frozenset({"observation"}))(changed) == [False, False]
-        assert differs_from(python, tokenizer_of, frozenset())(changed) == [True, True]
+    with mock.patch("perilune.traces.baseline.run_in_installation", return_value=known):
+        assert differs_in_installation(python, tokenizer_of, frozenset({"observation"}))(changed) == [
+            False,
+            False,
+        ]
+        assert differs_in_installation(python, tokenizer_of, frozenset())(changed) == [True, True]
     with pytest.raises(WorkFailedError, match="cannot run the suite"):
-        run_elsewhere(Path("/bin/true"), tapes, tokenizer_of)
+        run_in_installation(Path("/bin/true"), tapes, tokenizer_of)

@@ -10,8 +10,8 @@ from perilune.environments.core.protocol import Task
 from perilune.environments.core.registry import make_environment
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, Track, Turn, Verdict
-from perilune.traces.causes import cause
-from perilune.traces.replay import Replay, Replayer, as_played
+from perilune.traces.causes import describe_cause
+from perilune.traces.replay import Replay, Replayer, apply_replay
 from perilune.traces.suite import Case, Suite, tokenizer_digest, write_suite
 
 TOKENIZER = Tokenizer.byte_level()
@@ -55,7 +55,7 @@ def played(drafts: Sequence[Cassette]) -> list[Cassette]:
     """The cassettes as played by the current harness."""
     replays = replay(drafts)
     assert not any(one.error for one in replays), replays
-    return [as_played(one, replay) for one, replay in zip(drafts, replays, strict=True)]
+    return [apply_replay(one, replay) for one, replay in zip(drafts, replays, strict=True)]
 
 
 def calculations(count: int = 4) -> list[Cassette]:
@@ -70,5 +70,5 @@ def calculations(count: int = 4) -> list[Cassette]:
 
 def suite_of(cassettes: Sequence[Cassette], folder: Path) -> Suite:
     """A suite on disk of these cassettes."""
-    pairs = [(Case(digest=one.digest, cause=cause(one)), one) for one in cassettes]
+    pairs = [(Case(digest=one.digest, cause=describe_cause(one)), one) for one in cassettes]
     return write_suite(folder / "suite", pairs, {NAME: TOKENIZER}, "")

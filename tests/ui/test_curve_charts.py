@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from perilune.ui.charts import CurveChart, _catalogue, charts_of
+from perilune.ui.charts import CurveChart, _load_catalogue, select_charts
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def charts_by_key(task: str, **columns: list[float | None]) -> dict[str, CurveChart]:
     named = {name.replace("__", "/"): values for name, values in columns.items()}
-    return {chart.key: chart for chart in charts_of(task, named)}
+    return {chart.key: chart for chart in select_charts(task, named)}
 
 
 def test_wildcard_series_excludes_columns_of_other_charts() -> None:
@@ -42,5 +42,5 @@ def test_loss_chart_depends_on_task_and_duplicate_reward_is_drawn_once() -> None
 def test_docs_name_every_charted_column() -> None:
     pages = ("reference/metrics", "how-to/self-play", "how-to/distillation")
     text = "".join((DOCS / f"{page}.md").read_text() for page in pages)
-    names = {name.partition("*")[0] for chart in _catalogue() for name in chart["series"]}
+    names = {name.partition("*")[0] for chart in _load_catalogue() for name in chart["series"]}
     assert [name for name in sorted(names) if name.rstrip("/").partition("/")[0] not in text] == []

@@ -11,17 +11,17 @@ from make_experiment import SyntheticExperiment
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes, write_episodes
 from perilune.ui.attempt import Attempt
-from perilune.ui.episodes import Source
+from perilune.ui.episodes import EpisodeSource
 from perilune.ui.live import episode_index, search
-from perilune.ui.live.episode_index import EpisodeIndex, Indexes
-from perilune.ui.live.search import Filters, attempts_at
+from perilune.ui.live.episode_index import EpisodeIndex, IndexCache
+from perilune.ui.live.search import Filters, find_attempts
 
 STEPS = 6
 SHARED = "the shared task"
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+def source(tmp_path_factory: pytest.TempPathFactory) -> EpisodeSource:
     """An RL stage whose steps 2, 3 and 6 share one task with a mixed-case prompt."""
     root = SyntheticExperiment(tmp_path_factory.mktemp("home")).rl(steps=STEPS, prompts=3, until=STEPS)
     for step in (2, 3, 6):
@@ -30,16 +30,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
         asked = ({"role": "user", "content": "What is Ω, PLEASE?"}, episodes[0].messages[1])
         episodes[:8] = [replace(one, task_id=SHARED, messages=asked) for one in episodes[:8]]
         write_episodes(path, episodes)
-    return Source("rl", "rl", Attempt(root))
+    return EpisodeSource("rl", "rl", Attempt(root))
 
 
 @pytest.fixture(scope="module")
-def episodes(source: Source) -> list[tuple[int, Episode]]:
+def episodes(source: EpisodeSource) -> list[tuple[int, Episode]]:
     files = source.attempt.episode_files
     return [(step, one) for step, path in enumerate(files, 1) for one in read_episodes(path)]
 
 
-def last_result(source: Source, index: EpisodeIndex | None = None, **given: Any) -> dict[str, Any]:
+def last_result(source: EpisodeSource, index: EpisodeIndex | None = None, **given: Any) -> dict[str, Any]:
     """The final result of a search."""
     *_, last = search.search(source, index or EpisodeIndex(source.attempt), Filters(rows=5000, **given))
     return last
@@ -63,7 +63,7 @@ CASES: list[tuple[dict[str, Any], Callable[[Episode], bool]]] = [
 
 @pytest.mark.parametrize(("given", "fits"), CASES)
 def test_search_matches_scan_of_all_episodes(
-    source: Source,
+    source: EpisodeSource,
     episodes: list[tuple[int, Episode]],
     given: dict[str, Any],
     fits: Callable[[Episode], bool],
@@ -75,7 +75,9 @@ def test_search_matches_scan_of_all_episodes(
     assert (told["searched"], told["of"]) == (STEPS, STEPS)
 
 
-def test_search_rows_hold_the_fields_of_the_list(source: Source, episodes: list[tuple[int, Episode]]) -> None:
+def test_search_rows_hold_the_fields_of_the_list(
+    source: EpisodeSource, episodes: list[tuple[int, Episode]]
+) -> None:
     told = last_result(source, q="please")["rows"]
     by_id = {one.episode_id: one for _, one in episodes}
     assert told
@@ -94,7 +96,7 @@ def test_search_rows_hold_the_fields_of_the_list(source: Source, episodes: list[
 
 @pytest.mark.parametrize("sort", ["reward", "-reward", "-advantage", "length", "-length", "logprob"])
 def test_sorted_search_returns_the_top_rows_of_all_episodes(
-    source: Source, episodes: list[tuple[int, Episode]], sort: str
+    source: EpisodeSource, episodes: list[tuple[int, Episode]], sort: str
 ) -> None:
     values: dict[str, Callable[[Episode], float | None]] = {
         "reward": lambda one: one.reward,
@@ -113,11 +115,11 @@ def test_sorted_search_returns_the_top_rows_of_all_episodes(
 
 
 def test_search_covers_merged_files(
-    source: Source, episodes: list[tuple[int, Episode]], monkeypatch: pytest.MonkeyPatch
+    source: EpisodeSource, episodes: list[tuple[int, Episode]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episode_index, "MOST_LATER", 2)
+    monkeypatch.setattr(episode_index, "MAX_PENDING_FILES", 2)
     index = EpisodeIndex(source.attempt)
-    sets = list(episode_index.sets_of(source))
+    sets = list(episode_index.list_sets(source))
     for place in range(4):
         index.read(sets, place)
     assert index.read(sets, 0)[1] == 4  # the index merged four files
@@ -128,12 +130,14 @@ def test_search_covers_merged_files(
     part, done = index.read(sets, 3)  # a search at the fourth file when the merge happened
     assert part is not None
     assert (done, set(part.files.tolist())) == (4, {3})
-    told = attempts_at(SHARED, [source], lambda _: index)
+    told = find_attempts(SHARED, [source], lambda _: index)
     assert [attempt["step"] for news in told for attempt in news["attempts"]] == [2, 3, 6]
 
 
-def test_search_reports_progress_after_each_step(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "TELL_EVERY", 0.0)
+def test_search_reports_progress_after_each_step(
+    source: EpisodeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "REPORT_INTERVAL_S", 0.0)
     told = list(search.search(source, EpisodeIndex(source.attempt), Filters(reward="right", rows=5000)))
     assert [(one["searched"], one["of"]) for one in told] == [(step, STEPS) for step in range(1, STEPS + 1)]
     counts = [one["found"] for one in told]
@@ -142,13 +146,13 @@ def test_search_reports_progress_after_each_step(source: Source, monkeypatch: py
     assert all(row["step"] <= one["searched"] for one in told for row in one["rows"])
 
 
-def test_attempts_at_task_come_from_all_steps_and_stages(source: Source, tmp_path: Path) -> None:
+def test_attempts_at_task_come_from_all_steps_and_stages(source: EpisodeSource, tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=1, prompts=1)
     path = root / "artifacts" / "episodes" / "step-000001.parquet"
     write_episodes(path, [replace(one, task_id=SHARED) for one in read_episodes(path)])
-    sources = [source, Source("again", "rl", Attempt(root))]
-    told = list(attempts_at(SHARED, sources, Indexes().of))
+    sources = [source, EpisodeSource("again", "rl", Attempt(root))]
+    told = list(find_attempts(SHARED, sources, IndexCache().of))
     attempts = [attempt for news in told for attempt in news["attempts"]]
     assert [(one["stage"], one["label"], len(one["members"])) for one in attempts] == [
         ("rl", "step 2", 8),
@@ -162,7 +166,7 @@ def test_attempts_at_task_come_from_all_steps_and_stages(source: Source, tmp_pat
 
 
 def test_index_reads_each_file_once_and_picks_up_new_files(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: EpisodeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
 
@@ -173,7 +177,7 @@ def test_index_reads_each_file_once_and_picks_up_new_files(
     kept = episode_index.read_columns
     monkeypatch.setattr(episode_index, "read_columns", counted)
     root = SyntheticExperiment(tmp_path).rl(steps=3, prompts=1, until=2)
-    mine, indexes = Source("rl", "rl", Attempt(root)), Indexes()
+    mine, indexes = EpisodeSource("rl", "rl", Attempt(root)), IndexCache()
     for steps, told in ((2, ["step-000001", "step-000002"]), (3, ["step-000003"])):
         assert last_result(mine, indexes.of(mine))["of"] == steps
         assert last_result(mine, indexes.of(mine), reward="right")["searched"] == steps
@@ -184,11 +188,11 @@ def test_index_reads_each_file_once_and_picks_up_new_files(
 
 def test_search_counts_damaged_files_and_accepts_missing_ones(tmp_path: Path) -> None:
     root = SyntheticExperiment(tmp_path).rl(steps=3, prompts=1, until=2)
-    mine = Source("rl", "rl", Attempt(root))
+    mine = EpisodeSource("rl", "rl", Attempt(root))
     mine.attempt.episodes_path(1).write_bytes(b"damaged")
     told = last_result(mine)
     assert (told["found"], told["searched"], told["of"], told["unreadable"]) == (8, 2, 2, 1)
-    assert last_result(Source("none", "rl", Attempt(None)))["of"] == 0
+    assert last_result(EpisodeSource("none", "rl", Attempt(None)))["of"] == 0
 
 
 @pytest.fixture(autouse=True)

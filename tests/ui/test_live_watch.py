@@ -10,17 +10,17 @@ from make_experiment import SyntheticExperiment
 from perilune.files import append_json_line
 from perilune.ui.attempt import Attempt
 from perilune.ui.episode_sets import index_episodes, read_set
-from perilune.ui.episodes import Source
+from perilune.ui.episodes import EpisodeSource
 from perilune.ui.live import followed, watch
-from perilune.ui.live.followed import CHUNK, appended
-from perilune.ui.live.watch import Watch, offsets_of
+from perilune.ui.live.followed import CHUNK_BYTES, read_appended
+from perilune.ui.live.watch import Watch, file_offsets
 
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Poll every file on every pass."""
-    monkeypatch.setattr(followed, "SELDOM", 0)
-    monkeypatch.setattr(watch, "LOOK", 0)
+    monkeypatch.setattr(followed, "JUDGE_INTERVAL_FACTOR", 0)
+    monkeypatch.setattr(watch, "REFRESH_INTERVAL_S", 0)
 
 
 def poll_events(reader: Watch) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def poll_events(reader: Watch) -> dict[str, Any]:
 def test_watch_sends_only_new_lines_and_resumes_from_offsets(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=9, prompts=1, until=3)
-    reader = Watch(made.view, offsets_of(made.view()))
+    reader = Watch(made.view, file_offsets(made.view()))
     first = poll_events(reader)
     assert first.keys() == {"status"}
     assert first["status"]["progress"][0]["done"] == 3
@@ -54,7 +54,7 @@ def test_watch_sends_only_new_lines_and_resumes_from_offsets(tmp_path: Path) -> 
 def test_watch_computes_tokens_per_second_of_new_steps(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=9, prompts=1, until=4)
-    reader = Watch(made.view, offsets_of(made.view()))
+    reader = Watch(made.view, file_offsets(made.view()))
     poll_events(reader)
     timing = {"step": 5, "tokens": 300, "learning": 0.5, "other": 0.25, "tokens_per_second": 0.0}
     append_json_line(root / "artifacts" / "timings.jsonl", timing)
@@ -78,15 +78,15 @@ def test_appended_skips_hostile_and_damaged_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     deep = "[" * 100_000
     path.write_bytes(b'{"step": 1}\n[1]\nnull\n\xff\xfe\n' + deep.encode() + b'\n{"step": 2}\n{"step"')
-    rows, offset = appended(path, 0)
+    rows, offset = read_appended(path, 0)
     assert rows == [{"step": 1}, {"step": 2}]
     assert offset == path.stat().st_size - len('{"step"')
-    path.write_bytes(b"x" * (CHUNK + 10) + b'\n{"step": 3}\n')
-    assert appended(path, 0) == ([], CHUNK)  # a line longer than CHUNK is skipped in chunks
-    assert appended(path, CHUNK)[0] == [{"step": 3}]
+    path.write_bytes(b"x" * (CHUNK_BYTES + 10) + b'\n{"step": 3}\n')
+    assert read_appended(path, 0) == ([], CHUNK_BYTES)  # a line longer than CHUNK is skipped in chunks
+    assert read_appended(path, CHUNK_BYTES)[0] == [{"step": 3}]
     path.write_bytes(b'{"step": 9}\n')
-    assert appended(path, 10_000)[0] == [{"step": 9}]  # the file was replaced
-    assert appended(tmp_path / "missing", 7) == ([], 7)
+    assert read_appended(path, 10_000)[0] == [{"step": 9}]  # the file was replaced
+    assert read_appended(tmp_path / "missing", 7) == ([], 7)
 
 
 def test_episode_sets_are_listed_unread_and_read_by_name(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_episode_sets_are_listed_unread_and_read_by_name(tmp_path: Path) -> None
     made.collect(40)
     root = made.rl(steps=3, prompts=2)
     (root / "artifacts" / "episodes" / "step-000009.parquet").write_bytes(b"damaged")
-    sources = [Source(one.name, one.task, Attempt(one.attempt_dir)) for one in made.view().stages]
+    sources = [EpisodeSource(one.name, one.task, Attempt(one.attempt_dir)) for one in made.view().stages]
     listed = index_episodes(sources)
     assert [([one.name for one in stage.sets], stage.steps) for stage in listed.stages] == [
         (["verified traces"], []),

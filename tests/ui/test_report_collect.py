@@ -15,12 +15,12 @@ from make_experiment import AFTER_RL, AFTER_SFT, UNTRAINED, SyntheticExperiment
 from perilune.data.episode import Episode
 from perilune.errors import RequestError
 from perilune.ui.attempt import Attempt
-from perilune.ui.collect import collect
-from perilune.ui.curves import training_of
+from perilune.ui.collect import collect_report
+from perilune.ui.curves import read_training
 from perilune.ui.embedding import embeddable_json
-from perilune.ui.episodes import Source, collect_episodes
-from perilune.ui.hardware import hardware_of
-from perilune.ui.turns import shortened
+from perilune.ui.episodes import EpisodeSource, collect_episodes
+from perilune.ui.hardware import collect_hardware
+from perilune.ui.turns import shorten
 from perilune.ui.view import ExperimentView, StageView, view_folder
 
 
@@ -33,7 +33,7 @@ def unfinished(tmp_path: Path) -> Iterator[SyntheticExperiment]:
 
 
 def test_collect_reports_the_gain_of_a_finished_experiment(experiment: ExperimentView) -> None:
-    data = collect(experiment)
+    data = collect_report(experiment)
     assert data.experiment.state == "succeeded"
     assert data.notices == []
     assert [one.label for one in data.evaluations] == ["untrained", "after sft", "after rl"]
@@ -49,7 +49,7 @@ def test_collect_reports_the_gain_of_a_finished_experiment(experiment: Experimen
 
 
 def test_hardest_tasks_show_failure_reason_and_episode_link(experiment: ExperimentView) -> None:
-    data = collect(experiment)
+    data = collect_report(experiment)
     solved = data.evaluations[-1].solved
     rates = sorted(right / n for n, right in solved.values() if right < n)
     assert [one.right / one.samples for one in data.hardest] == rates[:6]
@@ -71,7 +71,7 @@ def test_headline_reports_a_decrease_as_fell(tmp_path: Path) -> None:
     made.evaluate("before", "sft", AFTER_RL, 40)
     made.rl(steps=3, prompts=2)
     made.evaluate("after", "rl", AFTER_SFT, 40)
-    assert collect(made.view()).headline.title.startswith("pass@1 fell from")
+    assert collect_report(made.view()).headline.title.startswith("pass@1 fell from")
 
 
 def test_waiting_stage_takes_its_parent_from_the_recipe(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_waiting_stage_takes_its_parent_from_the_recipe(tmp_path: Path) -> None:
     view = made.view()
     waiting = StageView("after_sft", "evaluate", "", "waiting", None)
     declared = {"after_sft": {"checkpoint": "sft", "tasks": 8}}
-    last = collect(replace(view, stages=(*view.stages, waiting), declared=declared)).stages[-1]
+    last = collect_report(replace(view, stages=(*view.stages, waiting), declared=declared)).stages[-1]
     assert (last.parent, last.uses, last.state) == ("sft", [], "waiting")
 
 
@@ -91,7 +91,7 @@ def test_stages_link_to_their_parent_checkpoint(tmp_path: Path) -> None:
     made.rl(steps=3, prompts=2)
     made.evaluate("after_rl", "rl", AFTER_RL, 30)
     made.evaluate("again", "sft", AFTER_SFT, 30)
-    data = collect(made.view())
+    data = collect_report(made.view())
     assert [(one.name, one.parent, one.uses) for one in data.stages] == [
         ("sft", "", []),
         ("after_sft", "sft", []),
@@ -107,7 +107,7 @@ def test_headline_claims_no_change_between_equal_policies(tmp_path: Path) -> Non
     made.evaluate("before", "sft", AFTER_SFT, 30)
     made.rl(steps=3, prompts=2)
     made.evaluate("after", "rl", AFTER_SFT, 30)
-    data = collect(made.view())
+    data = collect_report(made.view())
     assert data.climb is not None
     assert "rose" not in data.headline.title
     assert "fell" not in data.headline.title
@@ -117,7 +117,7 @@ def test_collect_shows_finished_steps_of_an_active_run(unfinished: SyntheticExpe
     root = unfinished.rl(steps=10, prompts=2, until=4)
     with (root / "artifacts" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # an incomplete line
-    data = collect(unfinished.view())
+    data = collect_report(unfinished.view())
     assert data.experiment.state == "active"
     assert [(one.kind, one.text) for one in data.notices] == [
         ("active", "4 of 10 steps were done when this was written.")
@@ -130,27 +130,27 @@ def test_collect_shows_finished_steps_of_an_active_run(unfinished: SyntheticExpe
 def test_headline_without_results_says_none_yet(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     made.collect(40)
-    assert collect(made.view()).headline.title == "No checkpoint was evaluated"
+    assert collect_report(made.view()).headline.title == "No checkpoint was evaluated"
     made.begin("base", "evaluate", {"checkpoint": "model"})
-    data = collect(made.view())
+    data = collect_report(made.view())
     assert data.headline.title == "No results yet"
     assert [(one.stage, one.status) for one in data.health] == [("base", "healthy")]
     made.rl(steps=10, prompts=2, until=4)
-    assert "held-out tasks yet" in collect(made.view()).headline.paragraphs[0]
+    assert "held-out tasks yet" in collect_report(made.view()).headline.paragraphs[0]
 
 
 def test_evaluation_warning_becomes_a_notice(unfinished: SyntheticExperiment) -> None:
     root = unfinished.evaluate("before", "sft", AFTER_SFT, 4)
     path = root / "artifacts" / "summary.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "warnings": ["only 1.0% have the form"]}))
-    (notice,) = [one for one in collect(unfinished.view()).notices if one.kind == "warning"]
+    (notice,) = [one for one in collect_report(unfinished.view()).notices if one.kind == "warning"]
     assert (notice.title, notice.text) == ("Stage before:", "only 1.0% have the form")
 
 
 def test_failed_run_shows_its_cause_and_log_tail(unfinished: SyntheticExperiment) -> None:
     root = unfinished.rl(steps=10, prompts=2, until=2)
     unfinished.fail(root, "95% of groups had equal rewards for 20 steps\n  try: easier tasks", 7.0)
-    data = collect(unfinished.view())
+    data = collect_report(unfinished.view())
     assert data.experiment.state == "failed"
     (notice,) = data.notices
     assert notice.kind == "failed"
@@ -163,11 +163,11 @@ def test_collect_of_empty_attempt_has_no_results(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.begin("rl", "rl", {"algorithm": "grpo", "samples": 8, "steps": 5})
     (root / "artifacts" / "precheck.json").unlink()
-    data = collect(made.view())
+    data = collect_report(made.view())
     assert data.headline.title == "No results yet"
     assert data.training == []
     waiting = replace(made.stages[0], state="waiting", attempt_dir=None)
-    later = collect(ExperimentView("e", 0, "", (waiting,)))
+    later = collect_report(ExperimentView("e", 0, "", (waiting,)))
     assert later.notices[0].title == "Not started: rl."
 
 
@@ -177,7 +177,7 @@ def test_collect_skips_damaged_file_and_names_it_in_a_notice(
 ) -> None:
     root = unfinished.rl(steps=3, prompts=2)
     (root / "artifacts" / name).write_bytes(b"PAR1 nonsense\n{}\n")
-    notices = [one for one in collect(unfinished.view()).notices if one.kind == "damage"]
+    notices = [one for one in collect_report(unfinished.view()).notices if one.kind == "damage"]
     assert len(notices) == 1
     assert Path(name).name in notices[0].text
 
@@ -212,7 +212,8 @@ def test_view_folder_without_attempts_raises_request_error(tmp_path: Path) -> No
 def test_collect_episodes_selects_whole_groups_deterministically(experiment: ExperimentView) -> None:
     rl = experiment.stages[4]
     small, again = (
-        collect_episodes([Source("rl", "rl", Attempt(rl.attempt_dir))], budget=60_000) for _ in range(2)
+        collect_episodes([EpisodeSource("rl", "rl", Attempt(rl.attempt_dir))], budget=60_000)
+        for _ in range(2)
     )
     sizes = {len(group["episodes"]) for one in small.sampled for group in json.loads(one.json)}
     assert sizes == {8}
@@ -222,7 +223,7 @@ def test_collect_episodes_selects_whole_groups_deterministically(experiment: Exp
 
 
 def test_group_over_budget_keeps_text_without_tokens(experiment: ExperimentView) -> None:
-    source = Source("rl", "rl", Attempt(experiment.stages[4].attempt_dir))
+    source = EpisodeSource("rl", "rl", Attempt(experiment.stages[4].attempt_dir))
     whole = collect_episodes([source])
     group = min(len(json.dumps(one, separators=(",", ":"))) for one in json.loads(whole.sampled[0].json))
     library = collect_episodes([source], budget=3 * (group - 1))
@@ -234,7 +235,7 @@ def test_group_over_budget_keeps_text_without_tokens(experiment: ExperimentView)
 
 
 def test_collected_advantages_match_the_recorded_rewards(experiment: ExperimentView) -> None:
-    library = collect_episodes([Source("rl", "rl", Attempt(experiment.stages[4].attempt_dir))])
+    library = collect_episodes([EpisodeSource("rl", "rl", Attempt(experiment.stages[4].attempt_dir))])
     for one in library.sampled:
         for group in json.loads(one.json):
             scored = [e for e in group["episodes"] if e["reward"] is not None]
@@ -252,7 +253,7 @@ def test_training_of_thins_long_curves_and_reports_kept_steps(tmp_path: Path) ->
     root = made.begin("sft", "sft", {"steps": 9000})
     lines = "".join(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 9001))
     (root / "artifacts" / "metrics.jsonl").write_text(lines)
-    found = training_of("sft", "sft", "", Attempt(root))
+    found = read_training("sft", "sft", "", Attempt(root))
     assert found is not None
     assert (found.steps_total, found.steps_kept) == (9000, 2000)
     assert (found.columns["step"][0], found.columns["step"][-1]) == (1, 9000)
@@ -261,13 +262,13 @@ def test_training_of_thins_long_curves_and_reports_kept_steps(tmp_path: Path) ->
 def test_untrained_model_without_vocabulary_still_shows_tokens(tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.evaluate("base", "model", UNTRAINED, 6)
-    (stage,) = collect_episodes([Source("base", "evaluate", Attempt(root))]).stages
+    (stage,) = collect_episodes([EpisodeSource("base", "evaluate", Attempt(root))]).stages
     assert stage.vocabulary == 0
     assert json.loads(stage.sets[0].json)[0]["episodes"][0]["tokens"]
 
 
 def test_hardware_series_leave_a_gap_between_stages(experiment: ExperimentView) -> None:
-    found = hardware_of([(one.name, Attempt(one.attempt_dir)) for one in experiment.stages])
+    found = collect_hardware([(one.name, Attempt(one.attempt_dir)) for one in experiment.stages])
     assert found is not None
     assert [one["key"] for one in found.figures] == ["cpu", "memory"]
     bands, machine = found.figures[0]["bands"], found.figures[0]["series"][-1]
@@ -279,7 +280,7 @@ def test_hardware_series_leave_a_gap_between_stages(experiment: ExperimentView) 
 
 
 def test_headline_states_pass_at_8_before_training(experiment: ExperimentView) -> None:
-    data = collect(experiment)
+    data = collect_report(experiment)
     said = data.headline.paragraphs[1]
     before, after = data.evaluations[1:]
     assert before.measures["pass@8"][0] >= after.measures["pass@1"][0]
@@ -307,22 +308,22 @@ def test_very_long_answer_is_shortened_and_hides_no_episode(experiment: Experime
         held[1],
         messages=(*held[1].messages[:-1], {"role": "assistant", "content": "x" * 4_800_000}),
     )
-    whole = collect_episodes([Source("rl", "rl", attempt)]).stages[0].sets[0]
+    whole = collect_episodes([EpisodeSource("rl", "rl", attempt)]).stages[0].sets[0]
 
     class WithALongOne(Attempt):
         def episodes(self, path: Path) -> list[Episode]:
             found = attempt.episodes(path)
             return [found[0], long, *found[2:]] if path == first else found
 
-    library = collect_episodes([Source("rl", "rl", WithALongOne(attempt.root))])
+    library = collect_episodes([EpisodeSource("rl", "rl", WithALongOne(attempt.root))])
     shown = library.stages[0].sets[0]
     assert (shown.total, shown.embedded) == (whole.total, whole.embedded) == (len(held), len(held))
     assert "4,780,000 characters omitted" in shown.json and len(shown.json) < len(whole.json) + 100_000
 
 
 def test_shortened_omits_the_middle_of_a_text() -> None:
-    assert shortened("abcdefgh", 8) == "abcdefgh"
-    assert shortened("abcdefghij", 8) == "abcdef\n[… 2 characters omitted …]\nij"
+    assert shorten("abcdefgh", 8) == "abcdefgh"
+    assert shorten("abcdefghij", 8) == "abcdef\n[… 2 characters omitted …]\nij"
 
 
 def test_embeddable_json_replaces_lone_surrogates() -> None:

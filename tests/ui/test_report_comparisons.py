@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.ui.comparisons import UNRECOGNISED, Evaluation, compare, decompose, read_evaluation
+from perilune.ui.comparisons import (
+    UNRECOGNISED,
+    Evaluation,
+    compare_evaluations,
+    read_evaluation,
+    split_by_strategy,
+)
 from perilune.ui.headline import write_headline
 
 
@@ -31,7 +37,7 @@ def evaluation_of_strategies(strategies: dict[str, tuple[float, float | None]]) 
 def test_decompose_attributes_measured_gain_mostly_to_strategy_choice() -> None:
     before = evaluation_of_strategies({"scratchpad": (0.40, 0.673), "direct": (0.60, 0.008)})
     after = evaluation_of_strategies({"scratchpad": (0.993, 0.800), "direct": (0.007, 0.0)})
-    parts = {one.strategy: one for one in decompose(before, after)}
+    parts = {one.strategy: one for one in split_by_strategy(before, after)}
     assert parts["scratchpad"].from_share == pytest.approx(0.593 * (0.673 + 0.800) / 2)
     assert parts["scratchpad"].from_accuracy == pytest.approx(0.127 * (0.40 + 0.993) / 2)
     assert parts["direct"].from_share == pytest.approx(-0.593 * 0.004)
@@ -43,7 +49,7 @@ def test_decompose_attributes_measured_gain_mostly_to_strategy_choice() -> None:
 def test_headline_names_the_strategy_with_the_largest_contribution() -> None:
     before = evaluation_of_strategies({"direct": (0.01, 0.0), "none": (0.70, 0.0), "scratchpad": (0.29, 0.0)})
     after = evaluation_of_strategies({"direct": (0.49, 0.007), "scratchpad": (0.51, 0.49)})
-    _, explained = write_headline([before, after], compare(before, after), None, []).paragraphs
+    _, explained = write_headline([before, after], compare_evaluations(before, after), None, []).paragraphs
     assert "choosing “scratchpad” more often (29% → 51% of answers)" in explained
 
 
@@ -59,7 +65,7 @@ def test_contributions_sum_to_the_difference_and_are_antisymmetric(
 ) -> None:
     before = evaluation_of_strategies(dict(zip("xyz", zip(s0, a0, strict=True), strict=True)))
     after = evaluation_of_strategies(dict(zip("xyz", zip(s1, a1, strict=True), strict=True)))
-    there, back = decompose(before, after), decompose(after, before)
+    there, back = split_by_strategy(before, after), split_by_strategy(after, before)
     total = after.measures["pass@1"][0] - before.measures["pass@1"][0]
     assert sum(one.from_share + one.from_accuracy for one in there) == pytest.approx(total, abs=1e-9)
     for forth, reverse in zip(there, back, strict=True):
@@ -70,7 +76,7 @@ def test_contributions_sum_to_the_difference_and_are_antisymmetric(
 def test_new_strategy_contributes_by_share_alone() -> None:
     before = evaluation_of_strategies({"direct": (1.0, 0.2)})
     after = evaluation_of_strategies({"direct": (0.5, 0.2), "scratchpad": (0.5, 0.9)})
-    new = next(one for one in decompose(before, after) if one.strategy == "scratchpad")
+    new = next(one for one in split_by_strategy(before, after) if one.strategy == "scratchpad")
     assert new.accuracy == (None, 0.9)
     assert (new.from_share, new.from_accuracy) == (pytest.approx(0.45), 0.0)
 
@@ -78,7 +84,7 @@ def test_new_strategy_contributes_by_share_alone() -> None:
 def test_rare_strategies_merge_into_one_row_and_preserve_sums() -> None:
     before = evaluation_of_strategies({"direct": (0.99, 0.2), "guess": (0.004, 0.5), "quote": (0.006, 0.0)})
     after = evaluation_of_strategies({"direct": (0.988, 0.6), "guess": (0.008, 0.25), "quote": (0.004, 1.0)})
-    parts = decompose(before, after)
+    parts = split_by_strategy(before, after)
     assert [one.strategy for one in parts] == ["direct", "2 strategies under 1%"]
     assert parts[1].share == (pytest.approx(0.01), pytest.approx(0.012))
     assert parts[1].accuracy == (pytest.approx(0.2), pytest.approx(0.5))
@@ -89,13 +95,13 @@ def test_rare_strategies_merge_into_one_row_and_preserve_sums() -> None:
 def test_single_rare_strategy_stays_unnamed() -> None:
     before = evaluation_of_strategies({"direct": (1.0, 0.2)})
     after = evaluation_of_strategies({"direct": (0.995, 0.2), "guess": (0.005, 1.0)})
-    assert [one.strategy for one in decompose(before, after)] == ["direct", "1 strategy under 1%"]
+    assert [one.strategy for one in split_by_strategy(before, after)] == ["direct", "1 strategy under 1%"]
 
 
 def test_answers_without_a_strategy_count_as_unrecognised() -> None:
     before = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 0.5, "accuracy": 0.2}})
     after = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 1.0, "accuracy": 0.3}})
-    rest = next(one for one in decompose(before, after) if one.strategy == UNRECOGNISED)
+    rest = next(one for one in split_by_strategy(before, after) if one.strategy == UNRECOGNISED)
     assert rest.share == (0.5, 0.0)
     assert rest.accuracy[0] == pytest.approx(0.4)
 
@@ -103,7 +109,7 @@ def test_answers_without_a_strategy_count_as_unrecognised() -> None:
 def test_differences_are_paired_over_shared_tasks() -> None:
     before = evaluation("b", correct_per_task=[[f"t{i}", 8, 2] for i in range(40)])
     after = evaluation("a", correct_per_task=[[f"t{i}", 8, 6] for i in range(1, 40)])
-    comparison = compare(before, after)
+    comparison = compare_evaluations(before, after)
     assert comparison.tasks == 39
     assert tuple(comparison.differences["pass@1"]) == (
         0.5,
@@ -115,14 +121,14 @@ def test_differences_are_paired_over_shared_tasks() -> None:
 def test_evaluations_of_disjoint_tasks_have_no_differences() -> None:
     before = evaluation("b", correct_per_task=[[f"t{i}", 8, 2] for i in range(40)])
     after = evaluation("a", correct_per_task=[[f"u{i}", 8, 6] for i in range(40)])
-    assert compare(before, after).differences == {}
+    assert compare_evaluations(before, after).differences == {}
 
 
 def test_pass_at_k_difference_needs_k_samples_of_every_task() -> None:
     interval = {"mean": 0.5, "low": 0.4, "high": 0.6}
     rows = [["t0", 8, 2], ["t1", 7, 2]]
     both = [evaluation(name, correct_per_task=rows, **{"pass@8": interval}) for name in "ab"]
-    assert set(compare(*both).differences) == {"pass@1"}
+    assert set(compare_evaluations(*both).differences) == {"pass@1"}
 
 
 def test_headline_names_a_measure_that_moved_the_other_way() -> None:
@@ -138,7 +144,7 @@ def test_headline_names_a_measure_that_moved_the_other_way() -> None:
         pass_at_1=0.5,
         **{"pass@8": 0.5, "correct_per_task": [(str(task), 8, 8 * (task % 2)) for task in range(tasks)]},
     )
-    found = write_headline([before, after], compare(before, after), None, [])
+    found = write_headline([before, after], compare_evaluations(before, after), None, [])
     assert found.title == "pass@1 rose from 25.0% to 50.0%; pass@8 fell from 100.0% to 50.0%"
     lost = "the model can no longer solve tasks that it solved sometimes before"
     assert f"pass@8 fell from 100.0% to 50.0%: {lost}." in found.paragraphs[1]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from make_experiment import AFTER_RL, AFTER_SFT, SyntheticExperiment
 
-from perilune.ui.collect import collect
-from perilune.ui.report import render
+from perilune.ui.collect import collect_report
+from perilune.ui.report import render_report
 
 
 def rewrite(folder: Path, **changes: object) -> None:
@@ -29,7 +29,7 @@ def experiment_with_rl(tmp_path: Path, **summary: object) -> SyntheticExperiment
 def test_curve_description_shows_stop_recommendation_collapse_and_warnings(tmp_path: Path) -> None:
     gold = {"recommended_stop": 3, "at_recommended_stop": 0.41, "best": 0.5, "best_step": 2, "last": 0.1}
     warnings = ["the reward collapsed by step 4."]
-    data = collect(experiment_with_rl(tmp_path, gold=gold, collapse_step=2, warnings=warnings).view())
+    data = collect_report(experiment_with_rl(tmp_path, gold=gold, collapse_step=2, warnings=warnings).view())
     (training,) = [one for one in data.training if one.task == "rl"]
     assert (
         "recommended to stop at step 3: the gold score was 0.410 there, 0.500 at best (step 2)"
@@ -49,7 +49,7 @@ def test_curve_description_shows_self_play_champion_and_alarms(tmp_path: Path) -
     }
     for alarms, said in (([], "No sign of a collapse"), ([alarm], "30% of games ended badly (from step 3)")):
         made = experiment_with_rl(tmp_path / str(len(alarms)), league={"champion": 2, "alarms": alarms})
-        (training,) = [one for one in collect(made.view()).training if one.task == "rl"]
+        (training,) = [one for one in collect_report(made.view()).training if one.task == "rl"]
         assert "the champion, the policy of step 2." in training.description
         assert said in training.description
 
@@ -62,9 +62,9 @@ def test_report_includes_length_dynamics(tmp_path: Path) -> None:
         "after": None,
     }
     found = {"before": 9.0, "after": 12.0, "behaviour": 2.0, "composition": 1.0, "table": [row], "shape": {}}
-    data = collect(experiment_with_rl(tmp_path, length_dynamics=found).view())
+    data = collect_report(experiment_with_rl(tmp_path, length_dynamics=found).view())
     assert [(one.stage, one.found["behaviour"]) for one in data.length_dynamics] == [("rl", 2.0)]
-    assert '"composition":1.0' in render(data).replace(" ", "")
+    assert '"composition":1.0' in render_report(data).replace(" ", "")
 
 
 def test_report_includes_calibration(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_report_includes_calibration(tmp_path: Path) -> None:
         by_place=[{"place": 0, "count": 4, "value": 0.25, "played": 0.5, "spearman": None}],
         reliability=[{"count": 4, "value": 0.25, "played": 0.5}],
     )
-    data = collect(made.view())
+    data = collect_report(made.view())
     assert [one.stage for one in data.calibrations] == ["rl"]
-    assert "do not trust these" in render(data)
+    assert "do not trust these" in render_report(data)
 
 
 def test_report_includes_forgetting(tmp_path: Path) -> None:
@@ -88,16 +88,16 @@ def test_report_includes_forgetting(tmp_path: Path) -> None:
         },
         "warnings": ["the perplexity rose"],
     }
-    data = collect(experiment_with_rl(tmp_path, forgetting=found).view())
+    data = collect_report(experiment_with_rl(tmp_path, forgetting=found).view())
     (one,) = data.forgetting
     assert (one.stage, one.note) == ("rl", "Warning: the perplexity rose.")
     assert one.rows[0] == ("perplexity of English text", "20.00", "25.00", "+25.0%")
     assert "Warning: the perplexity rose." in data.training[-1].description
-    assert "bits per byte of it" in render(data)
+    assert "bits per byte of it" in render_report(data)
 
 
 def test_report_omits_sections_without_data(tmp_path: Path) -> None:
-    data = collect(experiment_with_rl(tmp_path).view())
+    data = collect_report(experiment_with_rl(tmp_path).view())
     assert data.length_dynamics == []
     assert data.calibrations == []
     assert data.forgetting == []
@@ -111,7 +111,7 @@ def test_training_is_compared_with_its_starting_checkpoint(tmp_path: Path) -> No
     made.rl(steps=3, prompts=2)
     made.evaluate("of_other", "other", AFTER_RL, 20)
     made.evaluate("of_rl", "rl", AFTER_RL, 20)
-    data = collect(made.view())
+    data = collect_report(made.view())
     assert data.climb is not None
     assert (data.climb.before, data.climb.after) == ("of_sft", "of_rl")
     assert [(one.before, one.after) for one in data.comparisons] == [("of_sft", "of_rl")], (
@@ -128,6 +128,6 @@ def test_report_includes_pass_at_1_of_each_environment(tmp_path: Path) -> None:
     stages = {one.name: one.attempt_dir for one in made.view().stages}
     assert stages["after"] is not None
     rewrite(stages["after"], by_environment=parts)
-    data = collect(made.view())
+    data = collect_report(made.view())
     assert [one.by_environment for one in data.evaluations] == [{}, {"sums": (0.75, 0.5, 0.9)}]
-    assert '"sums":[0.75,0.5,0.9]' in render(data).replace(" ", "")
+    assert '"sums":[0.75,0.5,0.9]' in render_report(data).replace(" ", "")

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from perilune.cli.main import app
 from perilune.errors import RequestError
-from perilune.ui.collect import collect
+from perilune.ui.collect import collect_report
 from perilune.ui.headline import Headline
-from perilune.ui.report import build_report, render
+from perilune.ui.report import build_report, render_report
 from perilune.ui.view import ExperimentView
 
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>\u2028"
@@ -48,8 +48,8 @@ def test_content_security_policy_lists_hashes_of_scripts_and_style(page: str) ->
 
 
 def test_hostile_text_stays_inside_json_block(experiment: ExperimentView) -> None:
-    data = collect(experiment)
-    page = render(
+    data = collect_report(experiment)
+    page = render_report(
         replace(
             data, headline=Headline(HOSTILE, (HOSTILE,)), experiment=replace(data.experiment, name=HOSTILE)
         )
@@ -62,15 +62,15 @@ def test_hostile_text_stays_inside_json_block(experiment: ExperimentView) -> Non
 
 
 def test_nan_values_become_null(experiment: ExperimentView) -> None:
-    data = collect(experiment)
+    data = collect_report(experiment)
     first = replace(data.evaluations[0], mean_length=float("nan"))
-    page = render(replace(data, evaluations=[first]))
+    page = render_report(replace(data, evaluations=[first]))
     assert '"mean_length":null' in page
     assert "NaN" not in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
 
 
 def test_report_is_deterministic(experiment: ExperimentView, page: str) -> None:
-    again = render(collect(experiment))
+    again = render_report(collect_report(experiment))
     assert re.sub(r"Written by[^.]*\.[^.]*\.[^.]*\.", "", again) == re.sub(
         r"Written by[^.]*\.[^.]*\.[^.]*\.", "", page
     )

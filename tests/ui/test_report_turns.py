@@ -6,7 +6,7 @@ import pytest
 from perilune.data.episode import Episode
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.ui.pieces import Vocabulary
-from perilune.ui.turns import message_turns, pieces_of, turns_of
+from perilune.ui.turns import list_turns, split_pieces, split_turns
 
 PLAIN = Tokenizer.characters()
 SAID = [("user", "2*3="), ("assistant", "2*3"), ("tool", "=6\n"), ("tool", "!"), ("assistant", ";6")]
@@ -33,29 +33,29 @@ def vocabulary(tmp_path):
 
 def test_turns_have_token_ranges(vocabulary):
     one = episode()
-    turns = turns_of(one)
+    turns = list_turns(one)
     assert [(turn["role"], turn["text"]) for turn in turns] == [
         ("assistant", "2*3"), ("tool", "=6\n!"), ("assistant", ";6"),
     ]  # fmt: skip
     assert [(turn["start"], turn["end"]) for turn in turns] == [(0, 4), (4, 8), (8, 11)]
     shown = [
         piece if isinstance(piece, str) else vocabulary.table[piece][0]
-        for piece in pieces_of(vocabulary, one)
+        for piece in split_pieces(vocabulary, one)
     ]
     assert "".join(shown) == "2*3<eos>=6\n!;6<eos>"
 
 
 def test_pieces_are_none_for_foreign_vocabulary(tmp_path):
     Tokenizer.characters("".join(reversed("=*;0123456789abc"))).save(tmp_path)
-    assert pieces_of(Vocabulary((tmp_path / "tokenizer.json").read_text()), episode()) is None
+    assert split_pieces(Vocabulary((tmp_path / "tokenizer.json").read_text()), episode()) is None
 
 
 def test_single_turn_gives_none_and_mismatched_mask_gives_no_ranges():
-    assert turns_of(episode(mask=np.ones(11, np.bool_))) is None
-    odd = turns_of(episode(mask=np.arange(11) != 0))
+    assert list_turns(episode(mask=np.ones(11, np.bool_))) is None
+    odd = list_turns(episode(mask=np.arange(11) != 0))
     assert [turn["role"] for turn in odd] == ["assistant", "tool", "assistant"] and "start" not in odd[0]
 
 
 def test_consecutive_messages_of_other_roles_form_one_turn():
     messages = [{"role": role, "content": text} for role, text in [*SAID, ("user", "a"), ("tool", "b")]]
-    assert message_turns(messages)[-1] == {"role": "user and tool", "text": "ab"}
+    assert split_turns(messages)[-1] == {"role": "user and tool", "text": "ab"}

@@ -15,7 +15,7 @@ EXECUTABLE = 0o555
 
 @cache
 def remote_source(name: str) -> bytes:
-    """Return the source of `name` in perilune/bundle/remote, which runs on machines without perilune."""
+    """The source of `name` in perilune/bundle/remote, which runs on machines without perilune."""
     return (files("perilune.bundle") / "remote" / name).read_bytes()
 
 

@@ -20,11 +20,11 @@ def to_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
     Raises:
         OverflowError: a number does not fit the type of its column.
     """
-    columns = [_array([row[field.name] for row in rows], field.type) for field in schema]
+    columns = [_build_array([row[field.name] for row in rows], field.type) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def numbers_of(lists: pa.ListArray) -> list[np.ndarray | None]:
+def to_number_arrays(lists: pa.ListArray) -> list[np.ndarray | None]:
     """Each list of numbers as an array; None for a null."""
     numbers = lists.values
     is_boolean = pa.types.is_boolean(numbers.type)  # which DLPack does not know in bits
@@ -36,58 +36,58 @@ def numbers_of(lists: pa.ListArray) -> list[np.ndarray | None]:
     return [flat[ends[i] : ends[i + 1]] if valid[i] else None for i in range(len(lists))]
 
 
-def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+def _build_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     present = np.array([value is not None for value in values], np.bool_)
     nulls = len(values) - int(present.sum())
-    buffers = [_bits(present) if nulls else None]
+    buffers = [_bit_buffer(present) if nulls else None]
     children: list[pa.Array] = []
     if pa.types.is_struct(kind):
         children = [
-            _array([None if value is None else value[field.name] for value in values], field.type)
+            _build_array([None if value is None else value[field.name] for value in values], field.type)
             for field in kind
         ]
     elif pa.types.is_string(kind):
         parts = [b"" if value is None else value.encode() for value in values]
-        buffers += [_offsets(parts), pa.py_buffer(b"".join(parts))]
+        buffers += [_offset_buffer(parts), pa.py_buffer(b"".join(parts))]
     elif pa.types.is_list(kind) or pa.types.is_map(kind):
         lists = [() if value is None else value for value in values]
-        buffers.append(_offsets(lists))
-        children = [_items(lists, kind)]
+        buffers.append(_offset_buffer(lists))
+        children = [_build_items(lists, kind)]
     else:
-        buffers.append(_numbers([0 if value is None else value for value in values], kind))
+        buffers.append(_number_buffer([0 if value is None else value for value in values], kind))
     return pa.Array.from_buffers(kind, len(values), buffers, nulls, children=children)
 
 
-def _items(lists: Sequence[Any], kind: pa.DataType) -> pa.Array:
+def _build_items(lists: Sequence[Any], kind: pa.DataType) -> pa.Array:
     """The items of all lists, one list after the other."""
     if pa.types.is_map(kind):
         entries = pa.struct([kind.key_field, kind.item_field])
-        return _array([{"key": key, "value": value} for key, value in chain(*lists)], entries)
+        return _build_array([{"key": key, "value": value} for key, value in chain(*lists)], entries)
     if not pa.types.is_primitive(kind.value_type):
-        return _array(list(chain(*lists)), kind.value_type)
-    numbers = np.concatenate([np.empty(0, _dtype(kind.value_type)), *map(np.asarray, lists)])
-    buffer = _numbers(numbers, kind.value_type)
+        return _build_array(list(chain(*lists)), kind.value_type)
+    numbers = np.concatenate([np.empty(0, _numpy_dtype(kind.value_type)), *map(np.asarray, lists)])
+    buffer = _number_buffer(numbers, kind.value_type)
     return pa.Array.from_buffers(kind.value_type, len(numbers), [None, buffer])
 
 
-def _numbers(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Buffer:
+def _number_buffer(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Buffer:
     """The buffer of numbers; booleans take a bit each."""
     given = np.asarray(values)
-    numbers = given.astype(_dtype(kind), copy=False)
+    numbers = given.astype(_numpy_dtype(kind), copy=False)
     if pa.types.is_integer(kind) and not np.array_equal(numbers, given):
         raise OverflowError(f"a number does not fit {kind}")
-    return _bits(numbers) if pa.types.is_boolean(kind) else pa.py_buffer(np.ascontiguousarray(numbers))
+    return _bit_buffer(numbers) if pa.types.is_boolean(kind) else pa.py_buffer(np.ascontiguousarray(numbers))
 
 
-def _dtype(kind: pa.DataType) -> Any:
+def _numpy_dtype(kind: pa.DataType) -> Any:
     return kind.to_pandas_dtype()  # NumPy's
 
 
-def _bits(flags: np.ndarray) -> pa.Buffer:
+def _bit_buffer(flags: np.ndarray) -> pa.Buffer:
     return pa.py_buffer(np.packbits(flags, bitorder="little"))
 
 
-def _offsets(lists: Sequence[Any]) -> pa.Buffer:
+def _offset_buffer(lists: Sequence[Any]) -> pa.Buffer:
     """Where each list begins in the concatenation of all, and where the last one ends."""
     ends = np.cumsum([0, *map(len, lists)])
     if ends[-1] > np.iinfo(np.int32).max:

@@ -25,13 +25,13 @@ _CALLS = re.compile(
 )
 _CALL = re.compile(r"<tool_call>\n([^\n]*)\n</tool_call>")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_FROM = {
+_ROLES_BY_SHAREGPT_NAME = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
-_SHAREGPT = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
+_SHAREGPT_NAMES = {"system": "system", "user": "human", "assistant": "gpt", "tool": "tool"}
 
 
 def to_openai(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
@@ -48,14 +48,14 @@ def to_openai(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
             identity = {"tool_call_id": pending.pop(0)} if pending else {}
             found.append({"role": role, **identity, "content": content})
             continue
-        said, calls = _split(content) if role == "assistant" else (content, [])
+        said, calls = _split_calls(content) if role == "assistant" else (content, [])
         pending = [f"call_{count + place}" for place in range(len(calls))]
         count += len(calls)
         if not calls:
             found.append({"role": role, "content": content})
             continue
         written = [
-            {"id": name, "type": "function", "function": {**call, "arguments": _json(call["arguments"])}}
+            {"id": name, "type": "function", "function": {**call, "arguments": _dump_json(call["arguments"])}}
             for name, call in zip(pending, calls, strict=True)
         ]
         found.append({"role": role, "content": said or None, "tool_calls": written})
@@ -72,7 +72,7 @@ def from_openai(messages: Any) -> list[Message]:
     """
     found: list[Message] = []
     pending: dict[str, str | None] = {}  # results by the call's id, until all are there
-    for index, message in enumerate(_list(messages, "messages")):
+    for index, message in enumerate(_check_list(messages, "messages")):
         where = f"messages[{index}]"
         _require(isinstance(message, dict), f"{where} is not a message")
         role = ROLES.get(str(message.get("role")))
@@ -82,25 +82,27 @@ def from_openai(messages: Any) -> list[Message]:
         )
         more = [key for key, value in message.items() if key not in own and value]
         _require(not more, f"{where} has {', '.join(more)}, which a record cannot hold")
-        content = content_text(message.get("content"), where)
+        content = read_content(message.get("content"), where)
         if role == "tool" and message.get("tool_call_id"):
             name = str(message["tool_call_id"])
             _require(name in pending and pending[name] is None, f"{where} answers no open call")
             pending[name] = content
             continue
-        found += _results(pending, where)
+        found += _ordered_results(pending, where)
         pending = {}
-        calls = _list(message.get("tool_calls") or [], f"{where}.tool_calls") if role == "assistant" else []
-        written = [_called(call, where) for call in calls]
+        calls = (
+            _check_list(message.get("tool_calls") or [], f"{where}.tool_calls") if role == "assistant" else []
+        )
+        written = [_convert_call(call, where) for call in calls]
         pending = dict.fromkeys(str(call.get("id") or f"call {place}") for place, call in enumerate(calls))
         _require(len(pending) == len(calls), f"{where} has two calls with the same id")
-        found.append({"role": str(role), "content": _joined(content, written)})
-    return found + _results(pending, "the end")
+        found.append({"role": str(role), "content": _join_calls(content, written)})
+    return found + _ordered_results(pending, "the end")
 
 
 def to_sharegpt(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """Turns in ShareGPT's format, `from` system, human, gpt or tool with a `value`; calls stay text."""
-    return [{"from": _SHAREGPT[message["role"]], "value": message["content"]} for message in messages]
+    return [{"from": _SHAREGPT_NAMES[message["role"]], "value": message["content"]} for message in messages]
 
 
 def from_sharegpt(conversations: Any) -> list[Message]:
@@ -110,46 +112,46 @@ def from_sharegpt(conversations: Any) -> list[Message]:
         RequestError: for a turn that is malformed or has an unknown `from`.
     """
     found: list[Message] = []
-    for index, turn in enumerate(_list(conversations, "conversations")):
+    for index, turn in enumerate(_check_list(conversations, "conversations")):
         where = f"conversations[{index}]"
         _require(
             isinstance(turn, dict) and isinstance(turn.get("value"), str),
             f"{where} is not a turn with a value",
         )
         if turn.get("from") == "function_call":
-            call = _object(turn["value"], where)
-            found.append({"role": "assistant", "content": _joined("", [_block(call, where)])})
+            call = _parse_object(turn["value"], where)
+            found.append({"role": "assistant", "content": _join_calls("", [_render_call(call, where)])})
             continue
-        _require(turn.get("from") in _FROM, f"{where} is from {turn.get('from')!r}")
-        found.append({"role": _FROM[turn["from"]], "content": turn["value"]})
+        _require(turn.get("from") in _ROLES_BY_SHAREGPT_NAME, f"{where} is from {turn.get('from')!r}")
+        found.append({"role": _ROLES_BY_SHAREGPT_NAME[turn["from"]], "content": turn["value"]})
     return found
 
 
-def _split(content: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text and the tool calls after it; no calls unless they have exactly the form of `_joined`."""
+def _split_calls(content: str) -> tuple[str, list[dict[str, Any]]]:
+    """The text and the tool calls after it; no calls unless they have exactly the form of `_join_calls`."""
     parts = _CALLS.fullmatch(content)
     if parts is None:
         return content, []
     try:
         calls = [json.loads(body) for body in _CALL.findall(parts["calls"])]
-        rewritten = _joined(parts["said"], [_block(call, "") for call in calls])
+        rewritten = _join_calls(parts["said"], [_render_call(call, "") for call in calls])
     except (ValueError, RequestError, RecursionError):
         return content, []
     return (parts["said"], calls) if rewritten == content else (content, [])
 
 
-def _joined(said: str, blocks: Sequence[str]) -> str:
+def _join_calls(said: str, blocks: Sequence[str]) -> str:
     return "\n".join([*([said] if said or not blocks else []), *blocks])
 
 
-def _block(call: Any, where: str) -> str:
+def _render_call(call: Any, where: str) -> str:
     """A call as text."""
     fine = isinstance(call, dict) and set(call) == {"name", "arguments"} and isinstance(call["name"], str)
     _require(fine and isinstance(call["arguments"], dict), f"{where} is not a call with name and arguments")
-    return f"<tool_call>\n{_json({'name': call['name'], 'arguments': call['arguments']})}\n</tool_call>"
+    return f"<tool_call>\n{_dump_json({'name': call['name'], 'arguments': call['arguments']})}\n</tool_call>"
 
 
-def _called(call: Any, where: str) -> str:
+def _convert_call(call: Any, where: str) -> str:
     _require(
         isinstance(call, dict)
         and isinstance(call.get("function"), dict)
@@ -159,11 +161,11 @@ def _called(call: Any, where: str) -> str:
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _object(arguments, where)
-    return _block({"name": function.get("name"), "arguments": arguments}, where)
+        arguments = _parse_object(arguments, where)
+    return _render_call({"name": function.get("name"), "arguments": arguments}, where)
 
 
-def _results(pending: Mapping[str, str | None], where: str) -> list[Message]:
+def _ordered_results(pending: Mapping[str, str | None], where: str) -> list[Message]:
     """Results in the order of their calls. A call with a result must not follow one without."""
     contents = list(pending.values())
     given = [content for content in contents if content is not None]
@@ -171,7 +173,7 @@ def _results(pending: Mapping[str, str | None], where: str) -> list[Message]:
     return [{"role": "tool", "content": content} for content in given]
 
 
-def content_text(content: Any, where: str) -> str:
+def read_content(content: Any, where: str) -> str:
     """The content of a message as text: None is empty, and a list of text parts is joined.
 
     Raises:
@@ -187,7 +189,7 @@ def content_text(content: Any, where: str) -> str:
     return str(content)
 
 
-def _object(text: str, where: str) -> dict[str, Any]:
+def _parse_object(text: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -196,11 +198,11 @@ def _object(text: str, where: str) -> dict[str, Any]:
     return dict(found)
 
 
-def _json(value: Any) -> str:
+def _dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _list(value: Any, name: str) -> list[Any]:
+def _check_list(value: Any, name: str) -> list[Any]:
     _require(isinstance(value, list), f"{name} is not a list")
     return list(value)
 

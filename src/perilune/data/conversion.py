@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from perilune.data.chat_format import from_openai, from_sharegpt, to_openai, to_sharegpt
-from perilune.data.records import TraceRecord, as_row, parse_provenance, parse_record, records_file
+from perilune.data.records import TraceRecord, parse_provenance, parse_record, records_file, to_row
 from perilune.data.stream import stream_bytes
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, parse_strict_json, sha256_bytes
@@ -16,8 +16,8 @@ from perilune.files import canonical_json, fsync_directory, parse_strict_json, s
 Format = Literal["records", "openai", "sharegpt"]
 FORMATS: tuple[Format, ...] = ("records", "openai", "sharegpt")
 
-MOST_RAW = 2000  # characters of a rejected row in the file of rejected rows
-MOST_REASONS = 100  # reasons that the report counts separately; the rest are "others"
+MAX_ROW_CHARACTERS = 2000  # characters of a rejected row in the file of rejected rows
+MAX_REASONS = 100  # reasons that the report counts separately; the rest are "others"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ def convert_files(
     with partial[out].open("wb") as kept, partial[rejects].open("wb") as rejected:
         for path in map(records_file, inputs):
             for number, raw, problem in stream_bytes(path):
-                record, reason = (None, problem) if problem else _read(raw, defaults)
+                record, reason = (None, problem) if problem else _read_row(raw, defaults)
                 if record is not None:
                     counts["written"] += 1
-                    kept.write(canonical_json(_written(record, to)) + b"\n")
+                    kept.write(canonical_json(_to_format(record, to)) + b"\n")
                     continue
-                counts[reason if reason in counts or len(counts) < MOST_REASONS else "others"] += 1
+                counts[reason if reason in counts or len(counts) < MAX_REASONS else "others"] += 1
                 row = {"file": str(path), "line": number, "reason": reason}
-                shown = raw[:MOST_RAW].decode(errors="replace")
+                shown = raw[:MAX_ROW_CHARACTERS].decode(errors="replace")
                 rejected.write(canonical_json({**row, "row": shown}) + b"\n")
         for file in (kept, rejected):
             file.flush()
@@ -73,13 +73,13 @@ def convert_files(
     return {"read": written + counts.total(), "written": written, "rejected": reasons}
 
 
-def _read(raw: bytes, defaults: ImportDefaults) -> tuple[TraceRecord | None, str]:
+def _read_row(raw: bytes, defaults: ImportDefaults) -> tuple[TraceRecord | None, str]:
     """The record of a row, or the reason why it has none."""
     try:
         row = parse_strict_json(raw)
         if isinstance(row, dict) and "digest" in row:
             return parse_record(raw, ""), ""
-        return _imported(row, defaults), ""
+        return _import_row(row, defaults), ""
     except RecursionError:
         return None, "nested too deeply"
     except RequestError as error:
@@ -88,7 +88,7 @@ def _read(raw: bytes, defaults: ImportDefaults) -> tuple[TraceRecord | None, str
         return None, f"not valid JSON: {error}"
 
 
-def _imported(row: Any, defaults: ImportDefaults) -> TraceRecord:
+def _import_row(row: Any, defaults: ImportDefaults) -> TraceRecord:
     if not isinstance(row, dict) or ("messages" in row) == ("conversations" in row):
         raise RequestError("a row needs either messages or conversations")
     shared = "conversations" in row
@@ -100,16 +100,16 @@ def _imported(row: Any, defaults: ImportDefaults) -> TraceRecord:
         messages,
         environment=row.pop("environment", defaults.environment),
         task_id=row.pop("task_id", asked),
-        score=_score(row.pop("score", defaults.score)),
+        score=_read_score(row.pop("score", defaults.score)),
         source=row.pop("source", defaults.source),
         seed=row.pop("seed", 0),
         provenance=None if provenance is None else parse_provenance(provenance),
         details=(row.pop("details", None) or {}) | row or None,
     )
-    return parse_record(canonical_json(as_row(record)), "")
+    return parse_record(canonical_json(to_row(record)), "")
 
 
-def _score(value: Any) -> float:
+def _read_score(value: Any) -> float:
     if value is None:
         raise RequestError("the row has no score, and no default score was given")
     if type(value) not in (int, float):
@@ -117,9 +117,9 @@ def _score(value: Any) -> float:
     return float(value)
 
 
-def _written(record: TraceRecord, to: Format) -> Mapping[str, Any]:
+def _to_format(record: TraceRecord, to: Format) -> Mapping[str, Any]:
     """The row of a record. Other formats have no digest, because their rows may be edited."""
-    row = as_row(record)
+    row = to_row(record)
     if to == "records":
         return row
     del row["digest"]

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perilune.data.arrow import numbers_of, to_table
+from perilune.data.arrow import to_number_arrays, to_table
 from perilune.data.episode import Episode
 from perilune.data.spans import Span
 from perilune.errors import RequestError
@@ -31,7 +31,7 @@ _ARRAYS = {
     "policy_version": np.int32,
 }
 _OPTIONAL = ("step_rewards", "reference_logprobs")
-_LIKELIEST = {"top_ids": np.int32, "top_logprobs": np.float32}
+_TOP_TOKENS = {"top_ids": np.int32, "top_logprobs": np.float32}
 
 
 @cache
@@ -94,43 +94,43 @@ def write_episodes(path: Path, episodes: Iterable[Episode]) -> int:
     Raises:
         ValueError: when a message has other keys than role and content.
     """
-    rows = [_redacted(_row(episode)) for episode in episodes]
-    table = _table(rows)
+    rows = [_redact_row(_to_row(episode)) for episode in episodes]
+    table = _to_table(rows)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", use_dictionary=["environment", "finish_reason"])
     write_atomic(path, sink.getvalue().to_pybytes())
     return len(rows)
 
 
-def to_bytes(episodes: Iterable[Episode]) -> bytes:
+def episodes_to_bytes(episodes: Iterable[Episode]) -> bytes:
     """Episodes as an Arrow stream, for another process of the run.
 
     Raises:
         ValueError: as `write_episodes`.
     """
-    table = _table([_row(episode) for episode in episodes])
+    table = _to_table([_to_row(episode) for episode in episodes])
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
         stream.write_table(table)
     return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
 
-def from_bytes(stream: bytes) -> list[Episode]:
-    """The inverse of `to_bytes`."""
-    return _episodes(pa.ipc.open_stream(stream).read_all())
+def episodes_from_bytes(stream: bytes) -> list[Episode]:
+    """The inverse of `episodes_to_bytes`."""
+    return _to_episodes(pa.ipc.open_stream(stream).read_all())
 
 
 def map_episodes(path: Path) -> list[Episode]:
-    """The episodes of a file with the bytes of `to_bytes`, which is mapped into memory and not read.
+    """The episodes of a file with the bytes of `episodes_to_bytes`, which is mapped into memory and not read.
 
     Tokens and routes are views into the file; their bytes are read when they are used. The file may be
     deleted.
     """
     with pa.memory_map(str(path)) as file:
-        return _episodes(pa.ipc.open_stream(file).read_all())
+        return _to_episodes(pa.ipc.open_stream(file).read_all())
 
 
-def _table(rows: list[dict[str, Any]]) -> pa.Table:
+def _to_table(rows: list[dict[str, Any]]) -> pa.Table:
     kinds = {row["routed_experts_dtype"] for row in rows} - {None}
     return to_table(rows, episode_schema("uint8" if kinds == {"uint8"} else "uint16"))
 
@@ -155,10 +155,10 @@ def read_episodes(path: Path, tasks: Collection[str] | None = None) -> list[Epis
         if table.schema.field(field.name).type not in possible:
             what = f"column '{field.name}' is {table.schema.field(field.name).type}, not {field.type}"
             raise RequestError(what, where=str(path))
-    return _episodes(table)
+    return _to_episodes(table)
 
 
-class Score(NamedTuple):
+class EpisodeScore(NamedTuple):
     """Task, reward and number of tokens of an episode."""
 
     task_id: str
@@ -166,7 +166,7 @@ class Score(NamedTuple):
     tokens: int
 
 
-def read_scores(path: Path) -> list[Score]:
+def read_scores(path: Path) -> list[EpisodeScore]:
     """The scores in an episodes file, much faster than its episodes.
 
     Raises:
@@ -176,7 +176,7 @@ def read_scores(path: Path) -> list[Score]:
     if table.num_columns < 3:
         raise RequestError("no column 'task_id', 'reward' or 'token_ids'", where=str(path))
     tokens = [len(ids) for ids in table["token_ids"]]
-    return list(map(Score, table["task_id"].to_pylist(), table["reward"].to_pylist(), tokens))
+    return list(map(EpisodeScore, table["task_id"].to_pylist(), table["reward"].to_pylist(), tokens))
 
 
 def read_columns(path: Path, columns: list[str] | None = None) -> pa.Table:
@@ -194,12 +194,12 @@ def read_columns(path: Path, columns: list[str] | None = None) -> pa.Table:
         raise RequestError(f"not a readable Parquet file: {error}", where=str(path)) from None
 
 
-def _episodes(table: pa.Table) -> list[Episode]:
-    columns = {name: _values(table, name) for name in episode_schema().names}
-    return [_episode({name: column[i] for name, column in columns.items()}) for i in range(len(table))]
+def _to_episodes(table: pa.Table) -> list[Episode]:
+    columns = {name: _column_values(table, name) for name in episode_schema().names}
+    return [_to_episode({name: column[i] for name, column in columns.items()}) for i in range(len(table))]
 
 
-def _row(episode: Episode) -> dict[str, Any]:
+def _to_row(episode: Episode) -> dict[str, Any]:
     for message in chain(episode.messages, *(span.messages for span in episode.spans)):
         if set(message) != _MESSAGE_KEYS:
             raise ValueError(f"{episode.episode_id}: a message has the keys {sorted(message)}")
@@ -209,47 +209,47 @@ def _row(episode: Episode) -> dict[str, Any]:
         row[name] = getattr(episode, name)
     row |= {name: getattr(episode, name) for name in ("text", "reward", "failure", *_OPTIONAL)}
     row["messages"] = [dict(message) for message in episode.messages]
-    row["reward_terms"] = _pairs(episode.reward_terms)
-    row["metrics"] = _pairs(episode.metrics)
+    row["reward_terms"] = _sorted_pairs(episode.reward_terms)
+    row["metrics"] = _sorted_pairs(episode.metrics)
     row["routed_experts"] = None if experts is None else experts.reshape(-1)
     row["routed_experts_shape"] = None if experts is None else list(experts.shape)
     row["routed_experts_dtype"] = None if experts is None else experts.dtype.name
     row["spans"] = [asdict(span) for span in episode.spans]
-    row |= {name: None if (top := getattr(episode, name)) is None else top.tolist() for name in _LIKELIEST}
+    row |= {name: None if (top := getattr(episode, name)) is None else top.tolist() for name in _TOP_TOKENS}
     return row
 
 
-def _redacted(row: dict[str, Any]) -> dict[str, Any]:
+def _redact_row(row: dict[str, Any]) -> dict[str, Any]:
     return row | {name: redact_document(row[name]) for name in ("messages", "text", "failure", "spans")}
 
 
-def _pairs(figures: Mapping[str, float]) -> list[tuple[str, float]]:
+def _sorted_pairs(figures: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted((name, float(value)) for name, value in figures.items())
 
 
-def _values(table: pa.Table, name: str) -> list[Any]:
+def _column_values(table: pa.Table, name: str) -> list[Any]:
     column = table.column(name)
     if name in _ARRAYS or name in (*_OPTIONAL, "routed_experts"):
         # combine_chunks copies even a single chunk, and a mapped file has one.
-        return numbers_of(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
+        return to_number_arrays(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())
     values: list[Any] = column.to_pylist()
     return values
 
 
-def _episode(row: dict[str, Any]) -> Episode:
+def _to_episode(row: dict[str, Any]) -> Episode:
     experts = row["routed_experts"]
     if experts is not None:
         experts = experts.astype(row["routed_experts_dtype"], copy=False).reshape(row["routed_experts_shape"])
     fields = {name: value for name, value in row.items() if name in Episode.__slots__}
     fields |= {name: np.asarray(row[name], dtype) for name, dtype in _ARRAYS.items()}
     fields |= {name: dict(row[name]) for name in ("reward_terms", "metrics")}
-    fields |= {"messages": tuple(row["messages"]), "spans": tuple(map(_span, row["spans"] or ()))}
+    fields |= {"messages": tuple(row["messages"]), "spans": tuple(map(_to_span, row["spans"] or ()))}
     fields |= {
         name: None if row[name] is None else np.asarray(row[name], dtype)
-        for name, dtype in _LIKELIEST.items()
+        for name, dtype in _TOP_TOKENS.items()
     }
     return Episode(**(fields | {"routed_experts": experts}))
 
 
-def _span(row: Mapping[str, Any]) -> Span:
+def _to_span(row: Mapping[str, Any]) -> Span:
     return Span(**{**row, "rounds": tuple(row["rounds"]), "messages": tuple(row["messages"])})

@@ -10,18 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from perilune.data.chat_format import ROLES, content_text, from_sharegpt
-from perilune.data.preferences import preference_of
-from perilune.data.records import record_of
+from perilune.data.chat_format import ROLES, from_sharegpt, read_content
+from perilune.data.preferences import parse_preference
+from perilune.data.records import record_from_row
 from perilune.data.sources import Row
 from perilune.errors import RequestError
 from perilune.files import canonical_json, parse_strict_json, sha256_bytes
 
 Message = dict[str, Any]
 
-DEMONSTRATION = "messages, prompt and completion, or text"
-PREFERENCE = "chosen and rejected, with prompt or without"
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")  # inputs that a template has anyway
+DEMONSTRATION_COLUMNS = "messages, prompt and completion, or text"
+PREFERENCE_COLUMNS = "chosen and rejected, with prompt or without"
+RESERVED_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+)  # inputs that a template has anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class Comparison:
     scores: tuple[float, float] | None = None
 
 
-def demonstration(row: Row) -> Example:
+def read_demonstration(row: Row) -> Example:
     """The example to imitate in a row of an sft stage.
 
     Raises:
@@ -77,19 +82,19 @@ def demonstration(row: Row) -> Example:
     """
     value = row.value
     if "messages" in value and "digest" in value:
-        record = record_of(value, row.place)
-        return _conversation(record.messages, {}, row.place)
+        record = record_from_row(value, row.place)
+        return _make_conversation(record.messages, {}, row.place)
     for name in ("messages", "conversations"):
         if name in value:
-            return _conversation(_messages(value, name, row.place), _variables(row), row.place)
+            return _make_conversation(_read_messages(value, name, row.place), _read_variables(row), row.place)
     if "prompt" in value and "completion" in value:
-        return _answered(row, "completion")
+        return _read_answer(row, "completion")
     if "text" in value:
-        return PlainText("", _text(value, "text", row.place))
-    raise _unknown(row, "sft", DEMONSTRATION, "preference" if "chosen" in value else "")
+        return PlainText("", _read_text(value, "text", row.place))
+    raise _column_error(row, "sft", DEMONSTRATION_COLUMNS, "preference" if "chosen" in value else "")
 
 
-def comparison(row: Row) -> Comparison:
+def read_comparison(row: Row) -> Comparison:
     """The two answers in a row of a stage that trains on preferences.
 
     Raises:
@@ -98,19 +103,19 @@ def comparison(row: Row) -> Comparison:
     value = row.value
     if "chosen" not in value or "rejected" not in value:
         is_other = "messages" in value or "text" in value or "completion" in value
-        raise _unknown(row, "preference", PREFERENCE, "sft" if is_other else "")
+        raise _column_error(row, "preference", PREFERENCE_COLUMNS, "sft" if is_other else "")
     if "digest" in value:
-        pair = preference_of(value, row.place)
+        pair = parse_preference(value, row.place)
         better, worse = (Conversation(pair.prompt, side) for side in (pair.chosen, pair.rejected))
         return Comparison(better, worse, pair.task_id, (pair.chosen_score, pair.rejected_score))
     prompt = value.get("prompt")
     if prompt is None or (isinstance(prompt, str) and isinstance(value["chosen"], list)):
-        row = _with_common_start(row)
-    chosen, rejected = (_answered(row, name) for name in ("chosen", "rejected"))
+        row = _extract_prompt(row)
+    chosen, rejected = (_read_answer(row, name) for name in ("chosen", "rejected"))
     return Comparison(chosen, rejected, sha256_bytes(canonical_json(row.value["prompt"]))[:32])
 
 
-def _answered(row: Row, name: str) -> Example:
+def _read_answer(row: Row, name: str) -> Example:
     """The prompt with the answer in the column `name`; both are text, or both are messages."""
     value = row.value
     prompt = value["prompt"]
@@ -120,15 +125,15 @@ def _answered(row: Row, name: str) -> Example:
         kinds = " and ".join(type(one).__name__ for one in (prompt, value[name]))
         what = f"columns 'prompt' and '{name}' must both be text or both be lists of messages, not {kinds}"
         raise RequestError(what, where=row.place)
-    opening, turns = (_messages(value, one, row.place) for one in ("prompt", name))
+    opening, turns = (_read_messages(value, one, row.place) for one in ("prompt", name))
     if opening and opening[-1]["role"] == "assistant":
         raise RequestError("column 'prompt' must not end with a message of the assistant", where=row.place)
     if turns[0]["role"] != "assistant":
         raise RequestError(f"column '{name}' must begin with a message of the assistant", where=row.place)
-    return Conversation(opening, turns, _variables(row))
+    return Conversation(opening, turns, _read_variables(row))
 
 
-def _with_common_start(row: Row) -> Row:
+def _extract_prompt(row: Row) -> Row:
     """The row with the prompt that its two answers begin with, as TRL extracts it."""
     chosen, rejected = row.value["chosen"], row.value["rejected"]
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
@@ -145,7 +150,9 @@ def _with_common_start(row: Row) -> Row:
     return Row(row.place, {**row.value, **split})
 
 
-def _conversation(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], place: str) -> Example:
+def _make_conversation(
+    messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], place: str
+) -> Example:
     first = next((n for n, one in enumerate(messages) if one["role"] == "assistant"), None)
     if first is None:
         raise RequestError("there is no message of the assistant, so nothing to learn", where=place)
@@ -153,7 +160,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]], variables: Mapping[str,
     return Conversation(own[:first], own[first:], variables)
 
 
-def _messages(value: Mapping[str, Any], name: str, place: str) -> tuple[Message, ...]:
+def _read_messages(value: Mapping[str, Any], name: str, place: str) -> tuple[Message, ...]:
     """The messages of a column, with text as content and tool calls in one form."""
     messages = value[name]
     if not isinstance(messages, list) or not messages:
@@ -161,12 +168,12 @@ def _messages(value: Mapping[str, Any], name: str, place: str) -> tuple[Message,
     try:
         if isinstance(messages[0], dict) and "from" in messages[0]:
             return tuple(from_sharegpt(messages))
-        return tuple(_message(one, f"{name}[{n}]") for n, one in enumerate(messages))
+        return tuple(_read_message(one, f"{name}[{n}]") for n, one in enumerate(messages))
     except RequestError as error:
         raise RequestError(error.what, where=place, remedy=error.remedy) from None
 
 
-def _message(message: Any, where: str) -> Message:
+def _read_message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
         raise RequestError(f"{where} is not a message with role and content")
     message = {name: value for name, value in message.items() if value is not None}
@@ -175,43 +182,43 @@ def _message(message: Any, where: str) -> Message:
         raise RequestError(f"{where} has the role {str(role)[:80]!r}", remedy=f"one of: {', '.join(ROLES)}")
     if "content" not in message and not message.get("tool_calls"):
         raise RequestError(f"{where} has no content")
-    found = {**message, "role": ROLES[role], "content": content_text(message.get("content"), where)}
+    found = {**message, "role": ROLES[role], "content": read_content(message.get("content"), where)}
     if message.get("weight", 1) not in (0, 1):
         raise RequestError(f"{where} has a weight other than 0 and 1")
     if calls := found.pop("tool_calls", None):
         if not isinstance(calls, list) or role != "assistant":
             raise RequestError(f"{where} has tool_calls that are not a list of the assistant's")
-        found["tool_calls"] = [_tool_call(call, where) for call in calls]
+        found["tool_calls"] = [_read_tool_call(call, where) for call in calls]
     return found
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(f"{where} has a tool call without a function's name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(arguments)
+        arguments = _parse_json(arguments)
     if not isinstance(arguments, dict):
         raise RequestError(f"{where} has tool-call arguments that are not a JSON object")
     return {**call, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def _variables(row: Row) -> dict[str, Any]:
+def _read_variables(row: Row) -> dict[str, Any]:
     """The template's inputs from the columns `tools` and `chat_template_kwargs`."""
     found = row.value.get("chat_template_kwargs") or {}
-    if not isinstance(found, dict) or any(name in found for name in RESERVED):
-        what = f"column 'chat_template_kwargs' is not an object without {', '.join(RESERVED)}"
+    if not isinstance(found, dict) or any(name in found for name in RESERVED_VARIABLES):
+        what = f"column 'chat_template_kwargs' is not an object without {', '.join(RESERVED_VARIABLES)}"
         raise RequestError(what, where=row.place)
     tools = row.value.get("tools", [])
     if isinstance(tools, str):
-        tools = _json(tools)
+        tools = _parse_json(tools)
     if not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
         raise RequestError("column 'tools' is not a list of functions", where=row.place)
     return {**found, "tools": tools} if tools else dict(found)
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """The value of JSON text; None if it is not JSON."""
     try:
         return parse_strict_json(text.encode())
@@ -219,13 +226,13 @@ def _json(text: str) -> Any:
         return None
 
 
-def _text(value: Mapping[str, Any], name: str, place: str) -> str:
+def _read_text(value: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(value[name], str) or not value[name]:
         raise RequestError(f"column '{name}' is not text, or empty", where=place)
     return str(value[name])
 
 
-def _unknown(row: Row, task: str, expected: str, other: str) -> RequestError:
+def _column_error(row: Row, task: str, expected: str, other: str) -> RequestError:
     found = json.dumps(sorted(row.value), ensure_ascii=False)[1:-1][:200] or "none"
     return RequestError(
         f"task {task} needs the columns {expected}; this row has {found}",

@@ -16,14 +16,14 @@ from pydantic import Field
 
 from perilune.data.record_index import RecordIndex
 from perilune.data.records import TraceRecord, is_validation, records_file
-from perilune.data.similarity import Contamination, language_of, signature_of
+from perilune.data.similarity import Contamination, detect_language, minhash_signature
 from perilune.data.stream import Line, stream_lines
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, sha256_file, write_json
 from perilune.frozen import Frozen
 
-MOST_RAW = 2000  # characters of a rejected line in rejected.jsonl
-REPORT_EVERY = 500  # lines
+MAX_ROW_CHARACTERS = 2000  # characters of a rejected line in rejected.jsonl
+REPORT_INTERVAL_LINES = 500  # lines
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 
@@ -82,19 +82,19 @@ def filter_files(
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".filter-", dir=out)))
         files = {name: stack.enter_context((work / name).open("wb")) for name in names}
         index = stack.enter_context(RecordIndex(work / "seen.sqlite"))
-        judge = _Judge(settings, index, _contamination(evaluations, settings.ngram))
-        counts = _judge_all(inputs, judge, work / "left.jsonl", files["rejected.jsonl"], on_progress)
+        judge = _LineFilter(settings, index, _load_contamination(evaluations, settings.ngram))
+        counts = _filter_lines(inputs, judge, work / "left.jsonl", files["rejected.jsonl"], on_progress)
         counts += _write_best(inputs, work / "left.jsonl", index, settings, files)
         for name in names:
             files[name].flush()
             (work / name).replace(out / name)
-    report = _report(counts, inputs, evaluations, settings)
+    report = _make_report(counts, inputs, evaluations, settings)
     write_json(out / "filter.json", report)  # last, because it marks the folder as complete
     fsync_directory(out)
     return report
 
 
-class _Judge:
+class _LineFilter:
     """Decides whether to reject a line, with the cheapest checks first."""
 
     def __init__(
@@ -121,7 +121,7 @@ class _Judge:
             return "too short", f"an answer of {answer} characters"
         if settings.max_characters is not None and total > settings.max_characters:
             return "too long", f"{total} characters"
-        if settings.languages and (language := language_of(record.answer)) not in settings.languages:
+        if settings.languages and (language := detect_language(record.answer)) not in settings.languages:
             return "language", language
         if self._contamination is None:
             return None
@@ -135,7 +135,7 @@ class _Judge:
         if earlier is not None:
             return "duplicate", f"of line {earlier + 1}"
         if self._settings.near is not None:
-            signature = signature_of(f"{record.prompt}\n{record.answer}")
+            signature = minhash_signature(f"{record.prompt}\n{record.answer}")
             similar = self._index.find_similar(signature, self._settings.near)
             if similar is not None:
                 return "near duplicate", f"of line {similar[0] + 1}, similarity about {similar[1]:.2f}"
@@ -143,7 +143,7 @@ class _Judge:
         return None
 
 
-def _contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | None:
+def _load_contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | None:
     if not evaluations:
         return None
     known = Contamination(ngram)
@@ -157,8 +157,8 @@ def _contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | N
     return known
 
 
-def _judge_all(
-    inputs: Sequence[Path], judge: _Judge, left: Path, rejected: IO[bytes], on_progress: Progress
+def _filter_lines(
+    inputs: Sequence[Path], judge: _LineFilter, left: Path, rejected: IO[bytes], on_progress: Progress
 ) -> Counter[str]:
     """First pass: what is not rejected goes to `left`, each line with its place, input and number."""
     counts: Counter[str] = Counter()
@@ -174,8 +174,8 @@ def _judge_all(
                 file.write(b"%d %d %d %s\n" % (place, index, line.number, line.raw))
             else:
                 counts[reason[0]] += 1
-                rejected.write(_rejection(line.file, line.number, reason, line.raw))
-            if place % REPORT_EVERY == 0:
+                rejected.write(_rejected_row(line.file, line.number, reason, line.raw))
+            if place % REPORT_INTERVAL_LINES == 0:
                 on_progress(done, total, {"lines": counts["read"], "left": counts["left"]})
     del counts["left"]
     return counts
@@ -198,7 +198,9 @@ def _write_best(
             if settings.best is not None and not index.is_kept(int(place)):
                 counts["not best"] += 1
                 reason = ("not best", f"{settings.best} of this task kept")
-                files["rejected.jsonl"].write(_rejection(inputs[int(file_number)], int(number), reason, raw))
+                files["rejected.jsonl"].write(
+                    _rejected_row(inputs[int(file_number)], int(number), reason, raw)
+                )
                 continue
             held_out = is_validation(json.loads(raw)["task_id"], settings.validation)
             counts["validation" if held_out else "train"] += 1
@@ -206,14 +208,14 @@ def _write_best(
     return counts
 
 
-def _rejection(file: Path, number: int, reason: tuple[str, str], raw: bytes) -> bytes:
-    shown = raw[:MOST_RAW].decode(errors="replace")
+def _rejected_row(file: Path, number: int, reason: tuple[str, str], raw: bytes) -> bytes:
+    shown = raw[:MAX_ROW_CHARACTERS].decode(errors="replace")
     what, detail = reason
     row = {"file": str(file), "line": number, "reason": what, "detail": detail, "row": shown}
     return canonical_json(row) + b"\n"
 
 
-def _report(
+def _make_report(
     counts: Mapping[str, int], inputs: Sequence[Path], evaluations: Sequence[Path], settings: FilterSettings
 ) -> dict[str, Any]:
     kept = ("read", "train", "validation")
@@ -223,10 +225,10 @@ def _report(
         "validation": counts.get("validation", 0),
         "rejected": {name: count for name, count in sorted(counts.items()) if name not in kept},
         "settings": settings.model_dump(),
-        "inputs": _digests(inputs),
-        "evaluations": _digests(evaluations),
+        "inputs": _digest_files(inputs),
+        "evaluations": _digest_files(evaluations),
     }
 
 
-def _digests(paths: Sequence[Path]) -> dict[str, str]:
+def _digest_files(paths: Sequence[Path]) -> dict[str, str]:
     return {str(file): sha256_file(file) for file in map(records_file, paths)}

@@ -16,17 +16,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from perilune.data.generators.collection import MOST_REJECTED
+from perilune.data.generators.collection import MAX_REJECTED_PER_RECORD
 from perilune.data.generators.teacher import Rejected
 from perilune.data.record_index import RecordIndex
-from perilune.data.records import Provenance, TraceRecord, as_row, settings_digest
+from perilune.data.records import Provenance, TraceRecord, settings_digest, to_row
 from perilune.data.stream import stream_lines
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_file, write_json
 
-CHUNK = 256  # tasks between two points to resume from
-RECORDS, REJECTED, NOTE, REPORT = "records.jsonl", "rejected.jsonl", "progress.json", "generate.json"
+CHUNK_TASKS = 256  # tasks between two points to resume from
+RECORDS_FILE, REJECTED_FILE, PROGRESS_FILE, REPORT_FILE = (
+    "records.jsonl",
+    "rejected.jsonl",
+    "progress.json",
+    "generate.json",
+)
 
 OnProgress = Callable[[int, int], None]
 
@@ -85,7 +90,7 @@ class _Progress:
         return sum(self.reasons.values())
 
 
-def generate(
+def generate_records(
     generator: Generator,
     tasks: Iterable[Task],
     target: GenerationTarget,
@@ -107,17 +112,17 @@ def generate(
     """
     asked = settings_digest(by=asdict(generator.provenance), wanted=asdict(target))
     with TemporaryDirectory() as folder, RecordIndex(Path(folder) / "seen.sqlite") as index:
-        work = _Work.open(out, asked, index)
+        work = _OutputFolder.open(out, asked, index)
         coming = islice(tasks, work.progress.tasks, target.tasks)
         while not work.progress.complete:
-            chunk = list(islice(coming, CHUNK))
+            chunk = list(islice(coming, CHUNK_TASKS))
             work.add(generator.rows(chunk, work.progress.tasks), len(chunk), target)
             show(work.progress.rows, work.progress.rejected)
     return work.finish(generator.provenance)
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _OutputFolder:
     """A folder in progress, and the index of its records."""
 
     out: Path
@@ -125,25 +130,25 @@ class _Work:
     index: RecordIndex
 
     @classmethod
-    def open(cls, out: Path, asked: str, index: RecordIndex) -> _Work:
+    def open(cls, out: Path, asked: str, index: RecordIndex) -> _OutputFolder:
         """Start a folder, or return to the end of its last complete chunk."""
-        if (out / REPORT).exists():
+        if (out / REPORT_FILE).exists():
             raise RequestError(
                 "the folder already has generated records", where=str(out), remedy="choose another folder"
             )
-        if not (out / NOTE).exists():
+        if not (out / PROGRESS_FILE).exists():
             out.mkdir(parents=True, exist_ok=True)
-            for name in (RECORDS, REJECTED):
-                _partial(out / name).write_bytes(b"")
-            write_json(out / NOTE, asdict(_Progress(asked)))
-        progress = _Progress(**read_json(out / NOTE))
+            for name in (RECORDS_FILE, REJECTED_FILE):
+                _partial_path(out / name).write_bytes(b"")
+            write_json(out / PROGRESS_FILE, asdict(_Progress(asked)))
+        progress = _Progress(**read_json(out / PROGRESS_FILE))
         if progress.asked != asked:
             what = "the folder was started with other settings"
             raise RequestError(what, where=str(out), remedy="use the same settings, or choose another folder")
-        for name, size in ((RECORDS, progress.record_bytes), (REJECTED, progress.rejected_bytes)):
-            if _partial(out / name).exists():  # it does not if it already has its final name
-                os.truncate(_partial(out / name), size)
-        for line in stream_lines(_partial(out / RECORDS)) if not progress.complete else ():
+        for name, size in ((RECORDS_FILE, progress.record_bytes), (REJECTED_FILE, progress.rejected_bytes)):
+            if _partial_path(out / name).exists():  # it does not if it already has its final name
+                os.truncate(_partial_path(out / name), size)
+        for line in stream_lines(_partial_path(out / RECORDS_FILE)) if not progress.complete else ():
             if line.record is None:
                 raise RequestError(line.problem, where=f"{line.file}:{line.number}")
             index.find_or_add(bytes.fromhex(line.record.digest), line.number)
@@ -159,27 +164,27 @@ class _Work:
             if isinstance(row, TraceRecord) and (
                 row.is_mixed or self.index.find_or_add(bytes.fromhex(row.digest), 0) is None
             ):
-                made.append(canonical_json(as_row(row)))
+                made.append(canonical_json(to_row(row)))
                 sources[row.source] += 1
             else:
-                rejection = _rejection(row)
+                rejection = _rejected_row(row)
                 rejected.append(canonical_json(rejection))
                 reasons[rejection["reason"]] += 1
             if sources.total() == target.records:
                 break
-        progress.record_bytes += _append(_partial(self.out / RECORDS), made)
-        progress.rejected_bytes += _append(_partial(self.out / REJECTED), rejected)
+        progress.record_bytes += _append_lines(_partial_path(self.out / RECORDS_FILE), made)
+        progress.rejected_bytes += _append_lines(_partial_path(self.out / REJECTED_FILE), rejected)
         progress.sources, progress.reasons = dict(sources), dict(reasons)
         progress.tasks += tasks
-        hopeless = target.tasks is None and progress.rejected > MOST_REJECTED * target.records
-        progress.complete = progress.rows == target.records or tasks < CHUNK or hopeless
-        write_json(self.out / NOTE, asdict(progress))
+        hopeless = target.tasks is None and progress.rejected > MAX_REJECTED_PER_RECORD * target.records
+        progress.complete = progress.rows == target.records or tasks < CHUNK_TASKS or hopeless
+        write_json(self.out / PROGRESS_FILE, asdict(progress))
 
     def finish(self, provenance: Provenance) -> dict[str, Any]:
         """Rename the files and write the report."""
-        for name in (REJECTED, RECORDS):
-            if _partial(self.out / name).exists():
-                _partial(self.out / name).replace(self.out / name)
+        for name in (REJECTED_FILE, RECORDS_FILE):
+            if _partial_path(self.out / name).exists():
+                _partial_path(self.out / name).replace(self.out / name)
         progress = self.progress
         report = {
             "tasks": progress.tasks,
@@ -188,26 +193,26 @@ class _Work:
             "sources": dict(sorted(progress.sources.items())),
             "reasons": dict(sorted(progress.reasons.items())),
             "provenance": asdict(provenance),
-            "sha256": sha256_file(self.out / RECORDS),
+            "sha256": sha256_file(self.out / RECORDS_FILE),
         }
-        write_json(self.out / REPORT, report)
-        (self.out / NOTE).unlink()
+        write_json(self.out / REPORT_FILE, report)
+        (self.out / PROGRESS_FILE).unlink()
         fsync_directory(self.out)
         return report
 
 
-def _rejection(row: TraceRecord | Rejected) -> dict[str, str]:
+def _rejected_row(row: TraceRecord | Rejected) -> dict[str, str]:
     """The row of a rejected candidate, or of a duplicate record."""
     if isinstance(row, TraceRecord):
         return {"task_id": row.task_id, "source": row.source, "text": row.answer, "reason": "duplicate"}
     return row.as_row()
 
 
-def _partial(path: Path) -> Path:
+def _partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def _append(path: Path, lines: Sequence[bytes]) -> int:
+def _append_lines(path: Path, lines: Sequence[bytes]) -> int:
     """Append lines durably; return the number of bytes."""
     written = b"".join(line + b"\n" for line in lines)
     with path.open("ab") as file:

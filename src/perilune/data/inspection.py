@@ -12,9 +12,9 @@ import numpy as np
 from perilune.data.episode import Episode
 from perilune.data.episodes_file import read_episodes
 from perilune.data.records import TraceRecord, deduplicate, read_records
-from perilune.data.similarity import language_of
+from perilune.data.similarity import detect_language
 
-BINS = 12
+HISTOGRAM_BINS = 12
 
 
 def inspect_files(paths: Sequence[Path], *, languages: bool = False) -> dict[str, Any]:
@@ -33,29 +33,29 @@ def inspect_files(paths: Sequence[Path], *, languages: bool = False) -> dict[str
         rows: Sequence[Episode | TraceRecord]
         if path.suffix == ".parquet":
             episodes = rows = read_episodes(path)
-            figures = _of_episodes(episodes)
+            figures = _summarise_episodes(episodes)
         else:
             records = rows = read_records(path)
-            figures = _of_records(records)
+            figures = _summarise_records(records)
         if languages:
-            figures["languages"] = _counts(language_of(_answer(row)) for row in rows)
+            figures["languages"] = _count_values(detect_language(_answer(row)) for row in rows)
         files.append({"file": str(path)} | figures | {"histograms": _histograms(rows)})
         tasks[str(path)] = {(row.environment, row.task_id) for row in rows}
     shared = [{"files": [a, b], "tasks": len(tasks[a] & tasks[b])} for a, b in combinations(tasks, 2)]
     return {"files": files, "shared_tasks": shared}
 
 
-def _of_records(records: Sequence[TraceRecord]) -> dict[str, Any]:
+def _summarise_records(records: Sequence[TraceRecord]) -> dict[str, Any]:
     repeated = Counter(record.digest for record in records)
     return {
         "kind": "records",
         "rows": len(records),
         "tasks": len({(record.environment, record.task_id) for record in records}),
-        "environments": _counts(record.environment for record in records),
-        "sources": _counts(record.source for record in records),
-        "score": _spread(record.score for record in records),
-        "prompt_characters": _spread(_characters(record.messages[:-1]) for record in records),
-        "answer_characters": _spread(len(record.answer) for record in records),
+        "environments": _count_values(record.environment for record in records),
+        "sources": _count_values(record.source for record in records),
+        "score": _min_mean_max(record.score for record in records),
+        "prompt_characters": _min_mean_max(_characters(record.messages[:-1]) for record in records),
+        "answer_characters": _min_mean_max(len(record.answer) for record in records),
         "duplicates": {
             "content": len(records) - len(repeated),
             "content_or_task": len(records) - sum(1 for _ in deduplicate(records)),
@@ -63,20 +63,20 @@ def _of_records(records: Sequence[TraceRecord]) -> dict[str, Any]:
     }
 
 
-def _of_episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
+def _summarise_episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
     strategies = (name for episode in episodes for name in episode.metrics if name.startswith("strategy/"))
     return {
         "kind": "episodes",
         "rows": len(episodes),
         "tasks": len({(episode.environment, episode.task_id) for episode in episodes}),
         "groups": len({episode.group_id for episode in episodes}),
-        "environments": _counts(episode.environment for episode in episodes),
-        "reward": _spread(episode.reward for episode in episodes if episode.reward is not None),
-        "failures": _counts(episode.failure for episode in episodes if episode.failure),
-        "finish_reasons": _counts(episode.finish_reason for episode in episodes),
-        "strategies": _counts(strategies),
-        "prompt_tokens": _spread(len(episode.prompt_ids) for episode in episodes),
-        "answer_tokens": _spread(len(episode.token_ids) for episode in episodes),
+        "environments": _count_values(episode.environment for episode in episodes),
+        "reward": _min_mean_max(episode.reward for episode in episodes if episode.reward is not None),
+        "failures": _count_values(episode.failure for episode in episodes if episode.failure),
+        "finish_reasons": _count_values(episode.finish_reason for episode in episodes),
+        "strategies": _count_values(strategies),
+        "prompt_tokens": _min_mean_max(len(episode.prompt_ids) for episode in episodes),
+        "answer_tokens": _min_mean_max(len(episode.token_ids) for episode in episodes),
         "duplicates": {
             "content": len(episodes) - len({(episode.task_id, episode.text) for episode in episodes})
         },
@@ -97,7 +97,7 @@ def _histograms(rows: Sequence[Episode | TraceRecord]) -> dict[str, dict[str, li
     histograms = {}
     for name, numbers in values.items():
         if numbers:
-            counts, edges = np.histogram(numbers, bins=BINS)
+            counts, edges = np.histogram(numbers, bins=HISTOGRAM_BINS)
             histograms[name] = {"edges": edges.tolist(), "counts": counts.tolist()}
     return histograms
 
@@ -106,10 +106,10 @@ def _characters(messages: Iterable[Mapping[str, str]]) -> int:
     return sum(len(message["content"]) for message in messages)
 
 
-def _counts(values: Iterable[str]) -> dict[str, int]:
+def _count_values(values: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(values).items()))
 
 
-def _spread(values: Iterable[float]) -> dict[str, float] | None:
+def _min_mean_max(values: Iterable[float]) -> dict[str, float] | None:
     numbers = list(values)
     return {"min": min(numbers), "mean": fmean(numbers), "max": max(numbers)} if numbers else None

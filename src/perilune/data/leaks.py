@@ -19,16 +19,18 @@ PHRASES = (
 )
 
 
-def leak(text: str, hint: str, prompt: str, *, ngram: int, phrases: Sequence[str] = PHRASES) -> str | None:
+def find_leak(
+    text: str, hint: str, prompt: str, *, ngram: int, phrases: Sequence[str] = PHRASES
+) -> str | None:
     """How `text` reveals `hint`, or None. Ignores case and spaces.
 
     Args:
         prompt: what the trained model will see; text that it shares with the hint is not a leak.
         ngram: number of consecutive characters that counts as copied.
     """
-    body, known, secret = (_plain(part) for part in (text, prompt, hint))
+    body, known, secret = (_normalise(part) for part in (text, prompt, hint))
     for phrase in phrases:
-        if (plain := _plain(phrase)) in body and plain not in known:
+        if (plain := _normalise(phrase)) in body and plain not in known:
             return f"mentions its instructions: {phrase!r}"
     for start in range(len(secret) - ngram + 1):
         part = secret[start : start + ngram]
@@ -37,5 +39,5 @@ def leak(text: str, hint: str, prompt: str, *, ngram: int, phrases: Sequence[str
     return None
 
 
-def _plain(text: str) -> str:
+def _normalise(text: str) -> str:
     return re.sub(r"\s+", "", text).casefold()

@@ -20,7 +20,7 @@ from perilune.data.records import (
 from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_bytes, write_json_lines
 
-FILE = "preferences.jsonl"
+PREFERENCES_FILE = "preferences.jsonl"
 
 Message = dict[str, str]
 
@@ -104,7 +104,7 @@ def _digest(*texts: Sequence[Message]) -> str:
     return sha256_bytes(canonical_json([list(text) for text in texts]))
 
 
-def preference_of(value: Mapping[str, Any], where: str) -> PreferenceRecord:
+def parse_preference(value: Mapping[str, Any], where: str) -> PreferenceRecord:
     """The pair of a decoded row.
 
     Raises:

@@ -17,12 +17,12 @@ _SCHEMA = """
     CREATE TABLE bands (band INTEGER, key BLOB, place INTEGER, PRIMARY KEY (band, key, place)) WITHOUT ROWID;
     CREATE TABLE kept (task BLOB, score REAL, place INTEGER);
 """
-_CHOOSE = """
+_KEEP_BEST = """
     INSERT INTO chosen SELECT place FROM (
         SELECT place, row_number() OVER (PARTITION BY task ORDER BY score DESC, place) AS rank FROM kept
     ) WHERE rank <= ?
 """
-MOST_CANDIDATES = 50  # signatures per band to compare with one text
+MAX_CANDIDATES = 50  # signatures per band to compare with one text
 
 
 class RecordIndex:
@@ -64,7 +64,7 @@ class RecordIndex:
         found: dict[int, None] = {}
         for band, key in enumerate(self._keys(signature)):
             rows = self._connection.execute(
-                "SELECT place FROM bands WHERE band = ? AND key = ? LIMIT ?", (band, key, MOST_CANDIDATES)
+                "SELECT place FROM bands WHERE band = ? AND key = ? LIMIT ?", (band, key, MAX_CANDIDATES)
             )
             found |= dict.fromkeys(place for (place,) in rows)
         best: tuple[int, float] | None = None
@@ -90,7 +90,7 @@ class RecordIndex:
     def keep_best(self, count: int) -> None:
         """Keep the `count` records with the best scores of each task; earlier ones win ties."""
         self._connection.execute("CREATE TABLE chosen (place INTEGER PRIMARY KEY)")
-        self._connection.execute(_CHOOSE, (count,))
+        self._connection.execute(_KEEP_BEST, (count,))
 
     def is_kept(self, place: int) -> bool:
         """Whether `keep_best` kept the record at `place`."""

@@ -11,7 +11,7 @@ from typing import Any
 from perilune.errors import RequestError
 from perilune.files import canonical_json, open_regular, parse_strict_json, sha256_bytes, write_json_lines
 
-_AGENT = "agent"  # in `details`
+_AGENT_KEY = "agent"  # in `details`
 _ROLES = {"system", "user", "assistant", "tool"}
 
 
@@ -58,7 +58,7 @@ class TraceRecord:
     details: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        messages = tuple({name: m[name] for name in _kept(m)} for m in self.messages)
+        messages = tuple({name: m[name] for name in _kept_keys(m)} for m in self.messages)
         object.__setattr__(self, "messages", messages)
         object.__setattr__(self, "digest", sha256_bytes(canonical_json(list(messages))))
 
@@ -69,12 +69,12 @@ class TraceRecord:
 
     def of_sub_agent(self, agent: str, messages: Sequence[Mapping[str, Any]]) -> TraceRecord:
         """The record of a sub-agent's conversation in the same episode."""
-        return replace(self, messages=messages, details={**(self.details or {}), _AGENT: agent})
+        return replace(self, messages=messages, details={**(self.details or {}), _AGENT_KEY: agent})
 
     @property
     def is_sub_agent(self) -> bool:
         """Whether it is the conversation of a sub-agent."""
-        return _AGENT in (self.details or {})
+        return _AGENT_KEY in (self.details or {})
 
     @property
     def is_mixed(self) -> bool:
@@ -87,7 +87,7 @@ class TraceRecord:
         return str(self.messages[-1]["content"])
 
 
-def _kept(message: Mapping[str, Any]) -> tuple[str, ...]:
+def _kept_keys(message: Mapping[str, Any]) -> tuple[str, ...]:
     """The keys of a message that a record keeps."""
     unlearned = message.get("role") == "assistant" and message.get("weight", 1) == 0
     return ("role", "content", "weight") if unlearned else ("role", "content")
@@ -100,12 +100,12 @@ def settings_digest(**settings: Any) -> str:
 
 def write_records(path: Path, records: Iterable[TraceRecord]) -> int:
     """Write records as canonical JSON Lines, completely or not at all; return their number."""
-    rows = [as_row(record) for record in records]
+    rows = [to_row(record) for record in records]
     write_json_lines(path, rows)
     return len(rows)
 
 
-def as_row(record: TraceRecord) -> dict[str, Any]:
+def to_row(record: TraceRecord) -> dict[str, Any]:
     """A record as a JSON object, without empty details."""
     return {name: value for name, value in asdict(record).items() if name != "details" or value is not None}
 
@@ -164,10 +164,10 @@ def parse_record(line: bytes, where: str) -> TraceRecord:
     Raises:
         RequestError: when the line is not a record, naming `where` and the field.
     """
-    return record_of(parse_object(line, where), where)
+    return record_from_row(parse_object(line, where), where)
 
 
-def record_of(value: Mapping[str, Any], where: str) -> TraceRecord:
+def record_from_row(value: Mapping[str, Any], where: str) -> TraceRecord:
     """The record of a decoded row.
 
     Raises:
@@ -259,7 +259,7 @@ def check_messages(row: Mapping[str, Any], name: str, where: str, *, weights: bo
         raise RequestError(f"field '{name}' is not a list of messages", where=where)
     for index, message in enumerate(messages):
         key = f"{name}[{index}]"
-        keys = _kept(message) if weights and isinstance(message, dict) else ("role", "content")
+        keys = _kept_keys(message) if weights and isinstance(message, dict) else ("role", "content")
         if not isinstance(message, dict) or message.keys() != set(keys):
             raise RequestError(f"field '{key}' needs exactly role and content", where=where)
         if message["role"] not in _ROLES or not isinstance(message["content"], str):

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 from perilune.errors import RequestError
 
 PERMUTATIONS = 64
-SHINGLE = 5  # characters
+SHINGLE_CHARACTERS = 5  # characters
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Lower-case words and numbers in Unicode normal form, without punctuation and layout."""
     return re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
 
 
-def signature_of(text: str) -> NDArray[np.uint32]:
+def minhash_signature(text: str) -> NDArray[np.uint32]:
     """MinHash signature uint32[64] of a text's shingles of five characters; ignores case and layout.
 
     Broder, "On the resemblance and containment of documents", 1997; computed by datasketch.
@@ -30,15 +30,18 @@ def signature_of(text: str) -> NDArray[np.uint32]:
     Raises:
         RequestError: when datasketch is not installed.
     """
-    MinHash = _package("datasketch").MinHash
-    plain = " ".join(words_of(text)) or text
-    shingles = {plain[start : start + SHINGLE] for start in range(max(1, len(plain) - SHINGLE + 1))}
+    MinHash = _import_package("datasketch").MinHash
+    plain = " ".join(split_words(text)) or text
+    shingles = {
+        plain[start : start + SHINGLE_CHARACTERS]
+        for start in range(max(1, len(plain) - SHINGLE_CHARACTERS + 1))
+    }
     minhash = MinHash(num_perm=PERMUTATIONS, seed=1, hashfunc=crc32)
     minhash.update_batch([shingle.encode() for shingle in sorted(shingles)])
     return np.asarray(minhash.hashvalues, dtype=np.uint32)
 
 
-def language_of(text: str) -> str:
+def detect_language(text: str) -> str:
     """ISO code of the most likely language of a text, "und" for a text without letters.
 
     Raises:
@@ -46,10 +49,10 @@ def language_of(text: str) -> str:
     """
     if not any(map(str.isalpha, text)):
         return "und"
-    return str(_package("py3langid").classify(text)[0])
+    return str(_import_package("py3langid").classify(text)[0])
 
 
-def _package(name: str) -> Any:
+def _import_package(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -72,23 +75,23 @@ class Contamination:
 
     def add(self, prompt: str, answer: str) -> None:
         """Add one item of an evaluation."""
-        self._prompts.add(_hash(words_of(prompt)))
+        self._prompts.add(_hash_words(split_words(prompt)))
         for words in self._ngrams_of(f"{prompt} {answer}"):
-            self._ngrams.setdefault(_hash(words), " ".join(words))
+            self._ngrams.setdefault(_hash_words(words), " ".join(words))
 
     def found_in(self, prompt: str, answer: str) -> str | None:
         """The contamination of a record (the same prompt, or an n-gram), or None."""
-        if _hash(words_of(prompt)) in self._prompts:
+        if _hash_words(split_words(prompt)) in self._prompts:
             return "the same prompt"
         for words in self._ngrams_of(f"{prompt} {answer}"):
-            if (known := self._ngrams.get(_hash(words))) is not None:
+            if (known := self._ngrams.get(_hash_words(words))) is not None:
                 return f"the same {self._ngram} words: {known!r}"
         return None
 
     def _ngrams_of(self, text: str) -> Iterable[Sequence[str]]:
-        words = words_of(text)
+        words = split_words(text)
         return (words[start : start + self._ngram] for start in range(len(words) - self._ngram + 1))
 
 
-def _hash(words: Sequence[str]) -> bytes:
+def _hash_words(words: Sequence[str]) -> bytes:
     return hashlib.blake2b("\0".join(words).encode(), digest_size=12).digest()

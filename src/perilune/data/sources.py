@@ -18,11 +18,11 @@ from perilune.files import BOM, detect_wrong_format, open_regular, parse_strict_
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 OWN_FILES = ("records.jsonl", "preferences.jsonl")  # what stages write
-TRAIN = frozenset({"train", "training"})  # words in file names, as `datasets` reads them
-HELD_OUT = frozenset({"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"})
-BATCH = 256  # rows of a columnar file in memory at a time
-HEAD = 8  # bytes that tell a columnar file
-LONGEST_FIELD = 1 << 24  # characters of a CSV field
+TRAIN_WORDS = frozenset({"train", "training"})  # words in file names, as `datasets` reads them
+HELD_OUT_WORDS = frozenset({"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"})
+BATCH_ROWS = 256  # rows of a columnar file in memory at a time
+HEAD_BYTES = 8  # bytes that tell a columnar file
+MAX_FIELD_CHARACTERS = 1 << 24  # characters of a CSV field
 
 # The columns that `perilune.data.examples` reads. Others, such as embeddings, stay on disk.
 COLUMNS = frozenset(
@@ -65,8 +65,8 @@ def find_source(path: Path) -> Path:
         if (path / "filter.json").is_file():
             return find_source(path / "train.jsonl")
         if (path / "dataset_dict.json").is_file():
-            return find_source(_split_of(path))
-    _files(path)
+            return find_source(_train_split(path))
+    _list_files(path)
     return path
 
 
@@ -76,11 +76,11 @@ def read_rows(path: Path) -> Iterator[Row]:
     Raises:
         RequestError: naming the file, and the line or row that cannot be read.
     """
-    for file in _files(find_source(path)):
-        yield from _rows(file)
+    for file in _list_files(find_source(path)):
+        yield from _read_file(file)
 
 
-def _split_of(folder: Path) -> Path:
+def _train_split(folder: Path) -> Path:
     splits = read_json(folder / "dataset_dict.json")
     names = splits.get("splits") if isinstance(splits, dict) else None
     if isinstance(names, list) and "train" in names:
@@ -90,7 +90,7 @@ def _split_of(folder: Path) -> Path:
     raise RequestError(what, where=str(folder), remedy=f"name the folder of one: {listed[:300]}")
 
 
-def _files(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     """The files of a source, in order; in a folder, those for training."""
     if not path.is_dir():
         return [path]
@@ -100,7 +100,7 @@ def _files(path: Path) -> list[Path]:
     if not found:
         kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise RequestError("the folder has no data files", where=str(path), remedy=f"add one of: {kinds}")
-    chosen = [file for file in found if _words(file) & TRAIN or file.name.startswith("train")]
+    chosen = [file for file in found if _name_words(file) & TRAIN_WORDS or file.name.startswith("train")]
     chosen = chosen or [file for file in found if not is_held_out(file)]
     if not chosen:
         names = ", ".join(file.name for file in found)[:300]
@@ -114,10 +114,10 @@ def _files(path: Path) -> list[Path]:
 
 def is_held_out(file: Path) -> bool:
     """Whether the name of a file says that it is for evaluation, as test-00000-of-00001.parquet does."""
-    return bool(_words(file) & HELD_OUT) and not _words(file) & TRAIN
+    return bool(_name_words(file) & HELD_OUT_WORDS) and not _name_words(file) & TRAIN_WORDS
 
 
-def _words(file: Path) -> set[str]:
+def _name_words(file: Path) -> set[str]:
     return set(re.split(r"[-._ 0-9]+", file.name.lower()))
 
 
@@ -135,30 +135,30 @@ def _saved_files(folder: Path) -> list[Path]:
     return [folder / str(name) for name in names]
 
 
-def _rows(file: Path) -> Iterator[Row]:
+def _read_file(file: Path) -> Iterator[Row]:
     try:
         with open_regular(file) as opened:
-            head = opened.read(HEAD)
+            head = opened.read(HEAD_BYTES)
     except OSError as error:
         raise RequestError(f"cannot be read: {error.strerror}", where=str(file)) from None
     if head.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")):
-        return _columnar_rows(file, head)
+        return _read_columnar(file, head)
     with open_regular(file) as opened:
         starts = opened.read(4096).removeprefix(BOM).lstrip()
     if starts.startswith(b"["):
-        return _array_rows(file)
+        return _read_array(file)
     if problem := detect_wrong_format(head):
         raise RequestError(problem[0], where=str(file), remedy=problem[1])
-    delimiter = _delimiter(starts)
+    delimiter = _find_delimiter(starts)
     if delimiter is None and file.suffix in (".csv", ".tsv"):
         what = f"the first line names no column that Perilune reads: {_first_line(starts)[:200]}"
         raise RequestError(
             what, where=f"{file}:1", remedy="name the columns there, such as prompt,completion"
         )
-    return _line_rows(file) if delimiter is None else _csv_rows(file, delimiter)
+    return _read_lines(file) if delimiter is None else _read_csv(file, delimiter)
 
 
-def _line_rows(file: Path) -> Iterator[Row]:
+def _read_lines(file: Path) -> Iterator[Row]:
     for number, raw, problem in stream_bytes(file):
         place = f"{file}:{number}"
         if problem:
@@ -168,19 +168,19 @@ def _line_rows(file: Path) -> Iterator[Row]:
         except ValueError as error:
             remedy = "write one object in each line, or one list of objects, in UTF-8"
             raise RequestError(f"not valid JSON: {error}", where=place, remedy=remedy) from None
-        yield _row(place, value)
+        yield _make_row(place, value)
 
 
-def _array_rows(file: Path) -> Iterator[Row]:
+def _read_array(file: Path) -> Iterator[Row]:
     try:
         values = parse_strict_json(read_regular(file).removeprefix(BOM))
     except ValueError as error:
         raise RequestError(f"not valid JSON: {error}", where=str(file)) from None
     for number, value in enumerate(values, start=1):
-        yield _row(f"{file} row {number}", value)
+        yield _make_row(f"{file} row {number}", value)
 
 
-def _delimiter(starts: bytes) -> str | None:
+def _find_delimiter(starts: bytes) -> str | None:
     """The delimiter of a CSV file, whose header names a column that is read; None for another file."""
     header = _first_line(starts)
     for delimiter in () if starts.startswith(b"{") else (",", "\t", ";"):
@@ -193,8 +193,8 @@ def _first_line(starts: bytes) -> str:
     return b"".join(starts.splitlines()[:1]).decode(errors="replace")
 
 
-def _csv_rows(file: Path, delimiter: str) -> Iterator[Row]:
-    csv.field_size_limit(LONGEST_FIELD)
+def _read_csv(file: Path, delimiter: str) -> Iterator[Row]:
+    csv.field_size_limit(MAX_FIELD_CHARACTERS)
     with open_regular(file) as opened, io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as text:
         rows = csv.reader(text, delimiter=delimiter, strict=True)
         number = 0
@@ -211,27 +211,27 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[Row]:
             raise RequestError(f"not valid CSV: {error}", where=f"{file} row {number + 1}") from None
 
 
-def _row(place: str, value: Any) -> Row:
+def _make_row(place: str, value: Any) -> Row:
     if not isinstance(value, dict):
         raise RequestError("a row must be a JSON object", where=place)
     return Row(place, {name: one for name, one in value.items() if one is not None})
 
 
-def _columnar_rows(file: Path, head: bytes) -> Iterator[Row]:
+def _read_columnar(file: Path, head: bytes) -> Iterator[Row]:
     import pyarrow
 
     number = 0
     try:
-        for values in _columnar_batches(file, head):
+        for values in _read_batches(file, head):
             for value in values:
                 number += 1
-                yield Row(f"{file} row {number}", _without_nulls(value))
+                yield Row(f"{file} row {number}", _drop_nulls(value))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0][:200]
         raise RequestError(f"cannot be read after row {number}: {reason}", where=str(file)) from None
 
 
-def _columnar_batches(file: Path, head: bytes) -> Iterator[Sequence[dict[str, Any]]]:
+def _read_batches(file: Path, head: bytes) -> Iterator[Sequence[dict[str, Any]]]:
     """Batches of rows of a Parquet file, an Arrow file or an Arrow stream. The contents are not trusted."""
     import pyarrow
     import pyarrow.parquet
@@ -239,7 +239,7 @@ def _columnar_batches(file: Path, head: bytes) -> Iterator[Sequence[dict[str, An
     if head.startswith(b"PAR1"):
         with pyarrow.parquet.ParquetFile(file) as parquet:
             names = [name for name in parquet.schema_arrow.names if name in COLUMNS]
-            for batch in parquet.iter_batches(BATCH, columns=names):
+            for batch in parquet.iter_batches(BATCH_ROWS, columns=names):
                 yield batch.to_pylist()
         return
     with pyarrow.memory_map(str(file)) as mapped:
@@ -249,18 +249,18 @@ def _columnar_batches(file: Path, head: bytes) -> Iterator[Sequence[dict[str, An
         for batch in batches:
             batch.validate(full=True)  # offsets of a hostile file could lead out of its memory
             chosen = batch.select([name for name in batch.schema.names if name in COLUMNS])
-            for start in range(0, chosen.num_rows, BATCH):
-                yield chosen.slice(start, BATCH).to_pylist()
+            for start in range(0, chosen.num_rows, BATCH_ROWS):
+                yield chosen.slice(start, BATCH_ROWS).to_pylist()
 
 
-def _without_nulls(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     """A value without null fields, with which a columnar file fills in what a row lacks."""
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(one) for name, one in value.items() if one is not None}
+    return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
 
 
-def first_row(path: Path) -> Row:
+def read_first_row(path: Path) -> Row:
     """The first row of a source.
 
     Raises:

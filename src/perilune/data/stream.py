@@ -8,7 +8,7 @@ from perilune.data.records import TraceRecord, parse_record, records_file
 from perilune.errors import RequestError
 from perilune.files import open_regular
 
-LONGEST_LINE = 16 << 20
+MAX_LINE_BYTES = 16 << 20
 """Bytes. A longer line counts as broken, so that one line cannot fill the memory."""
 
 
@@ -38,7 +38,7 @@ def stream_lines(path: Path) -> Iterator[Line]:
     """
     file = records_file(path)
     for number, raw, problem in stream_bytes(file):
-        yield Line(file, number, raw, None, problem) if problem else _line(file, number, raw)
+        yield Line(file, number, raw, None, problem) if problem else _parse_line(file, number, raw)
 
 
 def stream_bytes(file: Path) -> Iterator[tuple[int, bytes, str]]:
@@ -50,20 +50,20 @@ def stream_bytes(file: Path) -> Iterator[tuple[int, bytes, str]]:
     try:
         with open_regular(file) as lines:
             number = 0
-            while raw := lines.readline(LONGEST_LINE + 1):
+            while raw := lines.readline(MAX_LINE_BYTES + 1):
                 number += 1
-                if len(raw) > LONGEST_LINE:
+                if len(raw) > MAX_LINE_BYTES:
                     start = raw[:200]
                     while raw and not raw.endswith(b"\n"):
-                        raw = lines.readline(LONGEST_LINE)
-                    yield number, start, f"longer than {LONGEST_LINE:,} bytes"
+                        raw = lines.readline(MAX_LINE_BYTES)
+                    yield number, start, f"longer than {MAX_LINE_BYTES:,} bytes"
                 elif raw.strip():
                     yield number, raw.rstrip(b"\r\n"), ""
     except OSError as error:
         raise RequestError(f"cannot read records: {error.strerror}", where=str(file)) from None
 
 
-def _line(file: Path, number: int, raw: bytes) -> Line:
+def _parse_line(file: Path, number: int, raw: bytes) -> Line:
     try:
         return Line(file, number, raw, parse_record(raw, f"{file}:{number}"))
     except RequestError as error:

@@ -6,15 +6,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from perilune.data.examples import Conversation, Example, comparison, demonstration
+from perilune.data.examples import Conversation, Example, read_comparison, read_demonstration
 from perilune.data.sources import Row, read_rows
 from perilune.environments.core.protocol import Environment, Task
 from perilune.environments.core.registry import make_environment, part_sections
 from perilune.environments.core.replay import conversation
 from perilune.models.text.tokenizer import PRINTABLE_ASCII
 
-TRIED = 8  # training tasks; some environments take a second for one
-MOST_TEXTS = 50_000  # that a tokenizer is trained on
+SAMPLED_TASKS = 8  # training tasks; some environments take a second for one
+MAX_TEXTS = 50_000  # that a tokenizer is trained on
 _CHARACTERS = frozenset(PRINTABLE_ASCII)
 
 
@@ -25,12 +25,12 @@ class Text(NamedTuple):
     text: str
 
 
-def foreign_character(text: str) -> str | None:
+def find_foreign_character(text: str) -> str | None:
     """The first character that the character tokenizer of a new model lacks."""
     return None if _CHARACTERS.issuperset(text) else next(one for one in text if one not in _CHARACTERS)
 
 
-def first_lacking(texts: Iterator[Text], lacks: Callable[[str], str | None]) -> str | None:
+def find_missing_character(texts: Iterator[Text], lacks: Callable[[str], str | None]) -> str | None:
     """The first character for which `lacks` finds no token, and its place, in words.
 
     Texts that cannot be read are no error here: the stage that uses them reports it.
@@ -44,7 +44,7 @@ def first_lacking(texts: Iterator[Text], lacks: Callable[[str], str | None]) -> 
     return None
 
 
-def environment_texts(section: Mapping[str, Any], tasks: int = TRIED) -> Iterator[Text]:
+def read_environment_texts(section: Mapping[str, Any], tasks: int = SAMPLED_TASKS) -> Iterator[Text]:
     """The messages of an environment's first training tasks, with the right answers that it knows.
 
     An environment that reads the user's own files knows the characters of all rows, and each comes as a text.
@@ -56,12 +56,12 @@ def environment_texts(section: Mapping[str, Any], tasks: int = TRIED) -> Iterato
         for character, place in getattr(environment, "characters", dict)().items():
             yield Text(place, character)
         for number, task in enumerate(islice(environment.tasks("train", 0), tasks), 1):
-            for message in _messages(environment, task):
+            for message in _task_messages(environment, task):
                 place = f"{environment.id}, training task {number}, message of the {message['role']}"
                 yield Text(place, message["content"])
 
 
-def _messages(environment: Environment, task: Task) -> tuple[Mapping[str, str], ...]:
+def _task_messages(environment: Environment, task: Task) -> tuple[Mapping[str, str], ...]:
     """The conversation with the right answer if the environment knows it, else its beginning and what the
     teacher `gold` writes.
 
@@ -82,29 +82,31 @@ def _messages(environment: Environment, task: Task) -> tuple[Mapping[str, str], 
         session.close()
 
 
-def data_texts(path: Path) -> Iterator[Text]:
+def read_data_texts(path: Path) -> Iterator[Text]:
     """The texts of training rows: of demonstrations, or of preferences.
 
     Raises:
         RequestError: naming the file, and the line or row that cannot be read.
     """
     for row in read_rows(path):
-        yield from (Text(row.place, text) for example in _examples(row) for text in _parts(example))
+        yield from (
+            Text(row.place, text) for example in _row_examples(row) for text in _example_texts(example)
+        )
 
 
-def training_texts(path: Path) -> Iterator[str]:
+def read_training_texts(path: Path) -> Iterator[str]:
     """The first texts of training rows, for the training of a tokenizer."""
-    return (one.text for one in islice(data_texts(path), MOST_TEXTS))
+    return (one.text for one in islice(read_data_texts(path), MAX_TEXTS))
 
 
-def _examples(row: Row) -> tuple[Example, ...]:
+def _row_examples(row: Row) -> tuple[Example, ...]:
     if "chosen" not in row.value:
-        return (demonstration(row),)
-    pair = comparison(row)
+        return (read_demonstration(row),)
+    pair = read_comparison(row)
     return pair.chosen, pair.rejected
 
 
-def _parts(example: Example) -> Iterator[str]:
+def _example_texts(example: Example) -> Iterator[str]:
     if isinstance(example, Conversation):
         for message in (*example.opening, *example.turns):
             yield message["content"]

@@ -12,7 +12,7 @@ ToolCall = tuple[str, str]
 """The name of a tool, and the arguments as canonical JSON."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_ABOUT = """\
+_INSTRUCTIONS = """\
 You may call these tools:
 {tools}
 To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>."""
@@ -20,7 +20,7 @@ To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>
 
 def describe_tools(tools: Iterable[Mapping[str, Any]], system: str = "") -> str:
     """A system message with a description of tools at its end."""
-    about = _ABOUT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    about = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     return f"{system}\n\n{about}" if system else about
 
 

@@ -163,7 +163,10 @@ class PagedCache:
         return sum(part.nbytes for part in self._parts)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, layers: Sequence[int]) -> list[Tensor]:
-        """Allocate zeros [blocks, *shape] for each of `layers`, in one tensor per table; empty for others."""
+        """Return zeros [blocks, *shape] for each of `layers`, and an empty tensor for the other layers.
+
+        The layers of one block table share a tensor.
+        """
         if not layers:
             return []
         tables = [self.table_of[layer] for layer in layers]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.errors import RequestError
-from perilune.metrics.bootstrap import LEVEL, Interval
+from perilune.metrics.bootstrap import CONFIDENCE_LEVEL, Interval
 
 SCALE = 400 / math.log(10)  # Elo points per nat of log odds
 PRIOR = 1.0  # drawn games added to each pair that played, so an undefeated player has a finite rating
@@ -41,7 +41,12 @@ def points_of(returns: Iterable[float], most: float) -> tuple[float, ...]:
 
 
 def ratings(
-    matches: Sequence[Match], anchor: str, *, seed: int = 0, resamples: int = 400, level: float = LEVEL
+    matches: Sequence[Match],
+    anchor: str,
+    *,
+    seed: int = 0,
+    resamples: int = 400,
+    level: float = CONFIDENCE_LEVEL,
 ) -> dict[str, Interval]:
     """The Elo rating of every player, with a percentile interval from resampling the games of each match.
 

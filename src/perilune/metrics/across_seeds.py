@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 MIN_SEEDS = 3  # pairs below which no claim is made
-SIGNIFICANT = 0.05  # a corrected p value below it supports a claim
+SIGNIFICANCE = 0.05  # a corrected p value below it supports a claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class SeedComparison:
         """ "higher", "lower", "no difference shown", or "too few seeds"."""
         if len(self.differences) < MIN_SEEDS:
             return "too few seeds"
-        if self.p_corrected >= SIGNIFICANT:
+        if self.p_corrected >= SIGNIFICANCE:
             return "no difference shown"
         return "higher" if self.mean > 0 else "lower"
 
@@ -52,24 +52,24 @@ def compare_over_seeds(differences: Mapping[str, Sequence[float]]) -> dict[str, 
     Args:
         differences: by comparison, one value per seed.
     """
-    p = {name: p_value(values) for name, values in differences.items()}
-    corrected = holm(p)
+    p = {name: paired_p_value(values) for name, values in differences.items()}
+    corrected = correct_p_values(p)
     return {
-        name: SeedComparison(tuple(values), **interval(values), p=p[name], p_corrected=corrected[name])
+        name: SeedComparison(tuple(values), **t_interval(values), p=p[name], p_corrected=corrected[name])
         for name, values in differences.items()
     }
 
 
-def interval(values: Sequence[float], level: float = LEVEL) -> dict[str, float]:
+def t_interval(values: Sequence[float], level: float = CONFIDENCE_LEVEL) -> dict[str, float]:
     """Mean and Student's t interval of one value per seed. A single seed gives an infinite interval."""
     mean = fmean(values)
     if len(values) < 2:
         return {"mean": mean, "low": -math.inf, "high": math.inf}
-    half = quantile((1 + level) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    half = t_quantile((1 + level) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
-def p_value(differences: Sequence[float]) -> float:
+def paired_p_value(differences: Sequence[float]) -> float:
     """Two-sided p value of the paired t test against a mean difference of 0; 1 for fewer than two seeds.
 
     Equal differences say nothing about their spread, so they get the p value of the sign test instead.
@@ -82,10 +82,10 @@ def p_value(differences: Sequence[float]) -> float:
     if spread <= 1e-12 * abs(mean):
         return float(2 ** (1 - len(differences)))
     t = abs(mean) * math.sqrt(len(differences)) / spread
-    return 2 * (1 - cumulative(t, len(differences) - 1))
+    return 2 * (1 - t_cdf(t, len(differences) - 1))
 
 
-def holm(values: Mapping[str, float]) -> dict[str, float]:
+def correct_p_values(values: Mapping[str, float]) -> dict[str, float]:
     """P values by name after the step-down correction of Holm (1979)."""
     corrected: dict[str, float] = {}
     highest = 0.0
@@ -95,7 +95,7 @@ def holm(values: Mapping[str, float]) -> dict[str, float]:
     return corrected
 
 
-def cumulative(t: float, degrees: int) -> float:
+def t_cdf(t: float, degrees: int) -> float:
     """Student's distribution function (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
@@ -111,10 +111,10 @@ def cumulative(t: float, degrees: int) -> float:
     return 0.5 + sine * total / 2
 
 
-def quantile(probability: float, degrees: int) -> float:
+def t_quantile(probability: float, degrees: int) -> float:
     """The t at which Student's distribution reaches `probability`, for probabilities from 0.5."""
     low, high = 0.0, 1e4
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if cumulative(middle, degrees) < probability else (low, middle)
+        low, high = (middle, high) if t_cdf(middle, degrees) < probability else (low, middle)
     return high

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from perilune.errors import RequestError
 
 RESAMPLES = 10_000
-LEVEL = 0.95
-_CHUNK = 4_000_000  # indices drawn at once, 32 MB
+CONFIDENCE_LEVEL = 0.95
+_CHUNK_INDICES = 4_000_000  # indices drawn at once, 32 MB
 
 
 class Interval(NamedTuple):
@@ -30,7 +30,7 @@ def bootstrap_problems(
     *,
     seed: int = 0,
     resamples: int = RESAMPLES,
-    level: float = LEVEL,
+    level: float = CONFIDENCE_LEVEL,
 ) -> Interval:
     """Mean over problems, with the percentile interval over resampled sets of problems.
 
@@ -47,7 +47,7 @@ def bootstrap_problems(
     if not np.isfinite(figures).all():
         raise RequestError(f"problem {int(np.flatnonzero(~np.isfinite(figures))[0])} has no finite figure")
     rng = np.random.default_rng(seed)
-    at_once = max(1, _CHUNK // len(figures))
+    at_once = max(1, _CHUNK_INDICES // len(figures))
     sizes = [min(at_once, resamples - done) for done in range(0, resamples, at_once)]
     drawn = (rng.integers(len(figures), size=(size, len(figures))) for size in sizes)
     means = np.concatenate([figures[indices].mean(axis=1) for indices in drawn])
@@ -61,7 +61,7 @@ def bootstrap_ratio(
     *,
     seed: int = 0,
     resamples: int = RESAMPLES,
-    level: float = LEVEL,
+    level: float = CONFIDENCE_LEVEL,
 ) -> Interval:
     """sum(parts) / sum(wholes), such as a word error rate, with the percentile interval over problems.
 
@@ -89,7 +89,7 @@ def paired_difference(
     *,
     seed: int = 0,
     resamples: int = RESAMPLES,
-    level: float = LEVEL,
+    level: float = CONFIDENCE_LEVEL,
 ) -> Interval:
     """Mean of after - before over the same tasks, by task id. Pairing removes the difficulty of the tasks.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from perilune.errors import RequestError
-from perilune.metrics.bootstrap import LEVEL, Interval
+from perilune.metrics.bootstrap import CONFIDENCE_LEVEL, Interval
 
 
 def rounds_to(p: float, goal: float, gain: float) -> float:
@@ -55,7 +55,7 @@ def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0, resam
     drawn = np.random.default_rng(seed).integers(len(names), size=(resamples, len(names)))
     resampled = gains(rates[:, drawn].mean(axis=2))
     (mean,) = gains(rates.mean(axis=1, keepdims=True))
-    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(resampled, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return Interval(mean, float(low), float(high))
 
 

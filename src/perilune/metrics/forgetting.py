@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 from perilune.metrics.bootstrap import Interval
 
-RISE = 0.1  # rise of the perplexity above which training has damaged the model's English
+PERPLEXITY_RISE = 0.1  # rise of the perplexity above which training has damaged the model's English
 
 
-class Row(NamedTuple):
+class ForgettingRow(NamedTuple):
     """One measure as text; `change` is paired by passage or by task, with its 95% interval."""
 
     measure: str
@@ -17,35 +17,48 @@ class Row(NamedTuple):
     change: str
 
 
-def forgetting_rows(found: Mapping[str, Any]) -> list[Row]:
+def forgetting_rows(found: Mapping[str, Any]) -> list[ForgettingRow]:
     """The figures of `summary["forgetting"]`, one row for each measure."""
     rows = []
     if text := found.get("text"):
         before, after = text["perplexity"]["before"], text["perplexity"]["after"]
         bits = text["bits_per_byte"]
         rows.append(
-            Row("perplexity of English text", f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}")
+            ForgettingRow(
+                "perplexity of English text", f"{before:.2f}", f"{after:.2f}", f"{after / before - 1:+.1%}"
+            )
         )
-        change = _bounds(bits["change"], "+.4f")
-        rows.append(Row("bits per byte of it", f"{bits['before']:.4f}", f"{bits['after']:.4f}", change))
+        change = _format_interval(bits["change"], "+.4f")
+        rows.append(
+            ForgettingRow("bits per byte of it", f"{bits['before']:.4f}", f"{bits['after']:.4f}", change)
+        )
     for one in found.get("environments", ()):
         rates = one["pass@1"]
-        sides = [_bounds(rates[side], ".1%") for side in ("before", "after")]
+        sides = [_format_interval(rates[side], ".1%") for side in ("before", "after")]
         rows.append(
-            Row(f"pass@1 of {one['environment']}", sides[0], sides[1], _bounds(rates["change"], "+.1%"))
+            ForgettingRow(
+                f"pass@1 of {one['environment']}",
+                sides[0],
+                sides[1],
+                _format_interval(rates["change"], "+.1%"),
+            )
         )
     if kl := found.get("kl"):
-        rows.append(Row("KL to the start, nats per answer", "0", _bounds(kl["per_answer"], ".3g"), ""))
-        rows.append(Row("KL to the start, nats per token", "0", f"{kl['per_token']:.3g}", ""))
+        rows.append(
+            ForgettingRow(
+                "KL to the start, nats per answer", "0", _format_interval(kl["per_answer"], ".3g"), ""
+            )
+        )
+        rows.append(ForgettingRow("KL to the start, nats per token", "0", f"{kl['per_token']:.3g}", ""))
     return rows
 
 
 def forgetting_warnings(found: Mapping[str, Any]) -> list[str]:
-    """Sentences about clear losses: a perplexity that rose by more than `RISE`, and falls of pass@1."""
+    """Describe clear losses: falls of pass@1, and a perplexity that rose by more than `PERPLEXITY_RISE`."""
     lines = []
     if text := found.get("text"):
         before, after = text["perplexity"]["before"], text["perplexity"]["after"]
-        if after > (1 + RISE) * before and text["bits_per_byte"]["change"]["low"] > 0:
+        if after > (1 + PERPLEXITY_RISE) * before and text["bits_per_byte"]["change"]["low"] > 0:
             lines.append(
                 f"the perplexity of English text rose by {after / before - 1:.0%}, from {before:.1f} to"
                 f" {after:.1f}; lower lr, train fewer steps, or set kl"
@@ -58,6 +71,6 @@ def forgetting_warnings(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _bounds(value: Mapping[str, float], form: str) -> str:
+def _format_interval(value: Mapping[str, float], form: str) -> str:
     bounds = Interval(**value)
     return f"{bounds.mean:{form}} ({bounds.low:{form}} to {bounds.high:{form}})"

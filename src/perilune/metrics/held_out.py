@@ -9,16 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perilune.metrics.bootstrap import Interval, paired_difference
-from perilune.metrics.proportion import wilson
+from perilune.metrics.proportion import wilson_interval
 
 GAP_EVALUATIONS = 2  # evaluations in a row in which training is clearly better, before the warning
-ROWS = 12  # of the table of a curve
+TABLE_ROWS = 12  # of the table of a curve
 LOWER_IS_BETTER = ("loss", "nll")  # suffixes of figures of which the lowest is best
 
 Lines = Sequence[Mapping[str, Any]]
 
 
-def evaluated(lines: Lines, figure: str) -> list[tuple[int, Interval]]:
+def list_evaluations(lines: Lines, figure: str) -> list[tuple[int, Interval]]:
     """The steps at which the figure was measured, each with its interval."""
     return [
         (line["step"], Interval(line[figure], line[f"{figure}/low"], line[f"{figure}/high"]))
@@ -30,14 +30,14 @@ def evaluated(lines: Lines, figure: str) -> list[tuple[int, Interval]]:
 def best_evaluation(lines: Lines, figure: str) -> int | None:
     """The step with the best mean, the earlier of equals; None before the first evaluation."""
     sign = 1 if figure.endswith(LOWER_IS_BETTER) else -1
-    found = [(sign * interval.mean, step) for step, interval in evaluated(lines, figure)]
+    found = [(sign * interval.mean, step) for step, interval in list_evaluations(lines, figure)]
     return min(found)[1] if found else None
 
 
 def evaluations_since_best(lines: Lines, figure: str) -> int:
     """Evaluations after the best one."""
     best = best_evaluation(lines, figure)
-    return sum(best is not None and step > best for step, _ in evaluated(lines, figure))
+    return sum(best is not None and step > best for step, _ in list_evaluations(lines, figure))
 
 
 def training_rate(lines: Lines, after: int, until: int) -> Interval | None:
@@ -51,7 +51,7 @@ def training_rate(lines: Lines, after: int, until: int) -> Interval | None:
     if not within:
         return None
     rate = math.fsum(w * line["pass_rate"] for w, line in zip(weights, within, strict=True)) / sum(weights)
-    return wilson(rate * sum(weights), int(sum(weights)))
+    return wilson_interval(rate * sum(weights), int(sum(weights)))
 
 
 def gap_warning(lines: Lines, figure: str, tasks: int) -> str:
@@ -64,10 +64,10 @@ def gap_warning(lines: Lines, figure: str, tasks: int) -> str:
         figure: the held-out pass@1 on the environment that is trained on.
         tasks: number of its tasks, each of which counts as one trial.
     """
-    measured = evaluated(lines, figure)
+    measured = list_evaluations(lines, figure)
     steps = [step for step, _ in measured]
     pairs = [
-        (training_rate(lines, before, step), wilson(interval.mean * tasks, tasks))
+        (training_rate(lines, before, step), wilson_interval(interval.mean * tasks, tasks))
         for before, (step, interval) in zip(steps, measured[1:], strict=False)
     ][-GAP_EVALUATIONS:]
     clear = [train is not None and train.low > held.high for train, held in pairs]
@@ -76,13 +76,13 @@ def gap_warning(lines: Lines, figure: str, tasks: int) -> str:
     train, held = pairs[-1]
     assert train is not None
     return (
-        f"training passes {_rate(train)} and held-out tasks {_rate(held)}, clearly less at the last"
-        f" {GAP_EVALUATIONS} evaluations: the policy learns the training tasks, not the skill. Train on more"
-        " or more varied tasks, train fewer steps, or set eval.output: best"
+        f"training passes {_format_rate(train)} and held-out tasks {_format_rate(held)}, clearly less at the"
+        f" last {GAP_EVALUATIONS} evaluations: the policy learns the training tasks, not the skill. Train on"
+        " more or more varied tasks, train fewer steps, or set eval.output: best"
     )
 
 
-def change_since(
+def change_between(
     values: Sequence[Mapping[str, Any]], name: str, figure: str, *, before: int, after: int, seed: int
 ) -> Interval | None:
     """The change of a figure of a set between two evaluations, paired by task or example.
@@ -122,17 +122,17 @@ def fall_warning(name: str, figure: str, change: Interval | None) -> str:
 def curve_rows(found: Mapping[str, Any]) -> list[list[str]]:
     """`summary["held_out"]` as a table with a head: steps, training's pass rate and the sets.
 
-    Of many evaluations, `ROWS` are shown: evenly spaced, with the first, the best and the last.
+    Of many evaluations, `TABLE_ROWS` are shown: evenly spaced, with the first, the best and the last.
     """
     sets, curve = found["sets"], found["curve"]
-    places = {round(index * (len(curve) - 1) / (ROWS - 1)) for index in range(ROWS)}
+    places = {round(index * (len(curve) - 1) / (TABLE_ROWS - 1)) for index in range(TABLE_ROWS)}
     places |= {place for place, row in enumerate(curve) if row["step"] == found["best"]}
     rates = any(row["training"] for row in curve)
     table = [["step", *(["training"] if rates else []), *(f"{n} {one['figure']}" for n, one in sets.items())]]
     for place, row in enumerate(curve):
         if place in places:
-            cells = [_cell("pass@1", row["training"])] if rates else []
-            cells += [_cell(one["figure"], row[name]) for name, one in sets.items()]
+            cells = [_format_cell("pass@1", row["training"])] if rates else []
+            cells += [_format_cell(one["figure"], row[name]) for name, one in sets.items()]
             table.append([f"{row['step']}{' (best)' if row['step'] == found['best'] else ''}", *cells])
     return table
 
@@ -154,7 +154,7 @@ def curve_notes(found: Mapping[str, Any]) -> list[str]:
     return notes + ([f"stopped early: {found['stopped']}"] if found["stopped"] else [])
 
 
-def _cell(figure: str, interval: Mapping[str, float] | None) -> str:
+def _format_cell(figure: str, interval: Mapping[str, float] | None) -> str:
     if interval is None:
         return ""
     mean, low, high = (interval[key] for key in ("mean", "low", "high"))
@@ -163,5 +163,5 @@ def _cell(figure: str, interval: Mapping[str, float] | None) -> str:
     return f"{mean:.1%} ({100 * low:.1f} to {100 * high:.1f})"
 
 
-def _rate(rate: Interval) -> str:
+def _format_rate(rate: Interval) -> str:
     return f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})"

@@ -9,11 +9,11 @@ from typing import Any
 
 from perilune.metrics.bootstrap import Interval
 
-ENOUGH = 0.2  # share of live groups from which RL can start
-FEW = 0.05  # share of live groups below which it cannot
-SOLVED = 0.9  # lower bound of pass@1 from which there is little left to learn
-RARE_FORM = 0.05  # share of answers in the form below which the form is the problem
-OFTEN_CUT_OFF = 0.5  # share of answers cut off from which the token limit is the problem
+READY_LIVE_SHARE = 0.2  # share of live groups from which RL can start
+MIN_LIVE_SHARE = 0.05  # share of live groups below which it cannot
+SOLVED_PASS_RATE = 0.9  # lower bound of pass@1 from which there is little left to learn
+MIN_FORMAT_SHARE = 0.05  # share of answers in the form below which the form is the problem
+MAX_TRUNCATED_SHARE = 0.5  # share of answers cut off from which the token limit is the problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Learnability:
     verdict: str
 
 
-def learnability(summary: Mapping[str, Any]) -> Learnability:
+def assess_learnability(summary: Mapping[str, Any]) -> Learnability:
     """Judge the summary of an evaluate stage."""
     passes = {int(name[5:]): Interval(**summary[name]) for name in summary if name.startswith("pass@")}
     live = summary.get("live_groups")
@@ -60,27 +60,27 @@ def learnability(summary: Mapping[str, Any]) -> Learnability:
 
 
 def _verdict(summary: Mapping[str, Any], pass_at_1: Interval, live: Interval | None) -> str:
-    if pass_at_1.low >= SOLVED:
+    if pass_at_1.low >= SOLVED_PASS_RATE:
         return "already solved: choose harder tasks"
     if live is None:
         return "unknown: raise samples above 1 to compare answers"
-    if live.mean >= ENOUGH:
+    if live.mean >= READY_LIVE_SHARE:
         return "RL can start"
     answers = sum(n for _, n, _ in summary["correct_per_task"])
     passed = sum(c for _, _, c in summary["correct_per_task"])
     found = f"{passed} of {answers} answers passed, {live.mean:.0%} of groups are live"
     if pass_at_1.mean > 0.5:
         return f"nearly solved: {found}; choose harder tasks"
-    if live.mean >= FEW:
+    if live.mean >= MIN_LIVE_SHARE:
         return f"RL can start slowly: {found}; SFT or easier tasks first are faster"
-    return f"SFT first{_cause(summary)}: {found}"
+    return f"SFT first{_likely_cause(summary)}: {found}"
 
 
-def _cause(summary: Mapping[str, Any]) -> str:
+def _likely_cause(summary: Mapping[str, Any]) -> str:
     """The likely cause of failure, besides ability."""
     form = summary.get("format")
-    if summary["truncated"] > OFTEN_CUT_OFF:
+    if summary["truncated"] > MAX_TRUNCATED_SHARE:
         return f", or raise max_tokens, which cut off {summary['truncated']:.0%} of answers"
-    if form is not None and form < RARE_FORM:
+    if form is not None and form < MIN_FORMAT_SHARE:
         return f", or ask for the form of the answer, which {form:.0%} have"
     return ", or easier tasks"

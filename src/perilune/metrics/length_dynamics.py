@@ -17,9 +17,9 @@ from typing import Any
 
 from perilune.data.episode import Episode
 
-REPETITION = 10.0  # a tail with a higher zlib compression ratio is repetitive
-TAIL = 10_000  # final characters of a text; shorter texts are never repetitive
-CORRECT = 1.0
+REPETITION_RATIO = 10.0  # a tail with a higher zlib compression ratio is repetitive
+TAIL_CHARACTERS = 10_000  # final characters of a text; shorter texts are never repetitive
+CORRECT_REWARD = 1.0
 UNKNOWN = "unknown"
 
 
@@ -41,7 +41,7 @@ class Decomposition:
     composition: float
 
 
-def decompose(before: Mapping[str, Bin], after: Mapping[str, Bin]) -> Decomposition:
+def decompose_length(before: Mapping[str, Bin], after: Mapping[str, Bin]) -> Decomposition:
     """Split the change of the mean length into behaviour and composition.
 
     A bin that only one side has contributes to the composition alone.
@@ -56,7 +56,9 @@ def decompose(before: Mapping[str, Bin], after: Mapping[str, Bin]) -> Decomposit
         lengths = [side[name].length for side in (before, after) if name in side]
         behaviour.append((shares[0] + shares[1]) / 2 * (lengths[-1] - lengths[0]))
         composition.append((shares[1] - shares[0]) * (lengths[0] + lengths[-1]) / 2)
-    return Decomposition(_mean(before), _mean(after), math.fsum(behaviour), math.fsum(composition))
+    return Decomposition(
+        _mean_length(before), _mean_length(after), math.fsum(behaviour), math.fsum(composition)
+    )
 
 
 def length_bins(episodes: Sequence[Episode]) -> dict[str, Bin]:
@@ -76,9 +78,9 @@ def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict
         stopped (share that ended by itself), repetitive (share with a repetitive tail) and surprisal (mean
         -log p in nats by fifth of the answer, an estimate of the entropy).
     """
-    split = decompose(length_bins(before), length_bins(after))
-    cells = [_cells(before), _cells(after)]
-    keys = sorted(cells[0].keys() | cells[1].keys(), key=lambda key: (_order(key[0]), key[1]))
+    split = decompose_length(length_bins(before), length_bins(after))
+    cells = [_summarise_answers(before), _summarise_answers(after)]
+    keys = sorted(cells[0].keys() | cells[1].keys(), key=lambda key: (_sort_key(key[0]), key[1]))
     return {
         "before": split.before,
         "after": split.after,
@@ -98,10 +100,10 @@ def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict
 
 def is_repetitive(text: str) -> bool:
     """Whether the last 10,000 characters compress by more than a factor of ten."""
-    if len(text) < TAIL:
+    if len(text) < TAIL_CHARACTERS:
         return False
-    tail = text[-TAIL:].encode()
-    return len(tail) / len(zlib.compress(tail)) > REPETITION
+    tail = text[-TAIL_CHARACTERS:].encode()
+    return len(tail) / len(zlib.compress(tail)) > REPETITION_RATIO
 
 
 def surprisal_by_fifth(episodes: Sequence[Episode]) -> list[float | None]:
@@ -117,16 +119,16 @@ def surprisal_by_fifth(episodes: Sequence[Episode]) -> list[float | None]:
     return [math.fsum(values) / len(values) if values else None for values in found]
 
 
-def _mean(bins: Mapping[str, Bin]) -> float:
+def _mean_length(bins: Mapping[str, Bin]) -> float:
     total = sum(one.count for one in bins.values())
     return math.fsum(one.count * one.length for one in bins.values()) / total if total else 0.0
 
 
-def _cells(episodes: Sequence[Episode]) -> dict[tuple[str, bool], dict[str, float]]:
+def _summarise_answers(episodes: Sequence[Episode]) -> dict[tuple[str, bool], dict[str, float]]:
     found: dict[tuple[str, bool], list[Episode]] = defaultdict(list)
     for one in episodes:
         if one.reward is not None:
-            correct = one.metrics.get("gold", one.reward) >= CORRECT
+            correct = one.metrics.get("gold", one.reward) >= CORRECT_REWARD
             found[_difficulty(one), correct].append(one)
     return {
         key: {
@@ -152,5 +154,5 @@ def _difficulty(episode: Episode) -> str:
     return UNKNOWN if value is None else f"{value:g}"
 
 
-def _order(difficulty: str) -> float:
+def _sort_key(difficulty: str) -> float:
     return math.inf if difficulty == UNKNOWN else float(difficulty)

@@ -7,10 +7,13 @@ evaluations says nothing about either stage.
 from collections.abc import Mapping
 from typing import Any
 
-AMOUNTS = ("tasks", "samples")  # settings that change the precision of an evaluation, not what it measures
+SAMPLE_SIZE_KEYS = (
+    "tasks",
+    "samples",
+)  # settings that change the precision of an evaluation, not what it measures
 
 
-def parent_evaluation(
+def find_parent_evaluation(
     evaluation: str, checkpoints: Mapping[str, str | None], settings: Mapping[str, Mapping[str, Any]]
 ) -> str | None:
     """The evaluation of the nearest evaluated ancestor of a checkpoint, or None.
@@ -20,19 +23,23 @@ def parent_evaluation(
         checkpoints: the input checkpoint of each stage: the name of a stage, or "model".
         settings: by evaluation, all settings that influence its figures except the checkpoint. Only
             evaluations
-            with equal settings, apart from `AMOUNTS`, are compared.
+            with equal settings, apart from `SAMPLE_SIZE_KEYS`, are compared.
     """
     seen: set[str | None] = {None}
-    wanted = _measure(settings[evaluation])
+    wanted = _comparable_settings(settings[evaluation])
     ancestor = checkpoints.get(checkpoints.get(evaluation) or "")
     while ancestor not in seen:
         for other, found in settings.items():
-            if other != evaluation and checkpoints.get(other) == ancestor and _measure(found) == wanted:
+            if (
+                other != evaluation
+                and checkpoints.get(other) == ancestor
+                and _comparable_settings(found) == wanted
+            ):
                 return other
         seen.add(ancestor)
         ancestor = checkpoints.get(ancestor or "")
     return None
 
 
-def _measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key not in AMOUNTS}
+def _comparable_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in SAMPLE_SIZE_KEYS}

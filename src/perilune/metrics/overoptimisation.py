@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from perilune.errors import RequestError
-from perilune.metrics.across_seeds import quantile
+from perilune.metrics.across_seeds import t_quantile
 
 Law = Literal["best_of_n", "rl"]
 
-FIT_FROM = 8  # points before a law is fitted
-WINDOW = 16  # points of the slope, once there are as many
-SLOPE_FROM = 12  # points before a slope is computed
-RISEN_AFTER = 3  # consecutive steps with a significant rise before its end can raise the alarm
-SAFETY = 0.8  # stop at this share of the fitted peak, where the gold score is flat and the fit uncertain
-Z = 1.959964  # 95% of a normal distribution
+MIN_FIT_POINTS = 8  # points before a law is fitted
+SLOPE_WINDOW = 16  # points of the slope, once there are as many
+MIN_SLOPE_POINTS = 12  # points before a slope is computed
+RISE_STEPS = 3  # consecutive steps with a significant rise before its end can raise the alarm
+STOP_SHARE = 0.8  # stop at this share of the fitted peak, where the gold score is flat and the fit uncertain
+Z_95 = 1.959964  # 95% of a normal distribution
 
 
 class Slope(NamedTuple):
@@ -87,7 +87,7 @@ def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl"
     """
     least = 1.0 if law == "rl" else 0.0
     kept = [(d, gain) for d, gain in zip(distances, gains, strict=True) if d > least]
-    if len(kept) < FIT_FROM:
+    if len(kept) < MIN_FIT_POINTS:
         return None
     # Weights d^2 for R / d are equal weights for R, with columns d and -d^2, or d and -d log d.
     first = [d for d, _ in kept]
@@ -101,11 +101,11 @@ def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl"
     beta = (aa * by - ab * ay) / determinant
     left = [y - alpha * a - beta * b for (_, y), a, b in zip(kept, first, second, strict=True)]
     variance = _dot(left, left) / (len(kept) - 2)
-    beta_low = beta - Z * math.sqrt(variance * aa / determinant)
+    beta_low = beta - Z_95 * math.sqrt(variance * aa / determinant)
     return GoldFit(law, alpha, beta, beta_low, len(kept))
 
 
-def slope(values: Sequence[float]) -> Slope:
+def fit_slope(values: Sequence[float]) -> Slope:
     """Slope per step of evenly spaced values.
 
     Raises:
@@ -118,7 +118,7 @@ def slope(values: Sequence[float]) -> Slope:
     spread = math.fsum((i - middle) ** 2 for i in range(n))
     value = math.fsum((i - middle) * y for i, y in enumerate(values)) / spread
     left = math.fsum((y - mean - value * (i - middle)) ** 2 for i, y in enumerate(values))
-    error = quantile(0.975, n - 2) * math.sqrt(left / (n - 2) / spread)
+    error = t_quantile(0.975, n - 2) * math.sqrt(left / (n - 2) / spread)
     return Slope(value, value - error, value + error)
 
 
@@ -132,7 +132,7 @@ class OveroptimisationWatch:
     smaller than the noise of a window is not found.
     """
 
-    def __init__(self, law: Law = "rl", window: int = WINDOW) -> None:
+    def __init__(self, law: Law = "rl", window: int = SLOPE_WINDOW) -> None:
         self._law = law
         self._window = window
         self._steps: list[int] = []
@@ -155,21 +155,21 @@ class OveroptimisationWatch:
         self._gold.append(gold)
         figures = {"distance": self._distances[-1]}
         crossed = False
-        if len(self._gold) >= min(SLOPE_FROM, self._window):
-            recent = slope(self._gold[-self._window :])
+        if len(self._gold) >= min(MIN_SLOPE_POINTS, self._window):
+            recent = fit_slope(self._gold[-self._window :])
             figures |= {
                 "gold_slope": recent.value,
                 "gold_slope_low": recent.low,
                 "gold_slope_high": recent.high,
             }
             self._rising = self._rising + 1 if recent.low > 0 else 0
-            self._has_risen = self._has_risen or self._rising >= RISEN_AFTER
+            self._has_risen = self._has_risen or self._rising >= RISE_STEPS
             crossed = self._has_risen and recent.low <= 0
         fit = self.fit()
         near_peak = False
         if fit is not None and fit.beta_low > 0:
             figures["gold_peak"] = fit.peak
-            near_peak = self._distances[-1] >= SAFETY * fit.peak
+            near_peak = self._distances[-1] >= STOP_SHARE * fit.peak
         if crossed and self.alarm is None:
             self.alarm = step
         if (crossed or near_peak) and self.recommended_stop is None:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from perilune.errors import RequestError
 from perilune.metrics.bootstrap import RESAMPLES, Interval, bootstrap_problems
 
-Z = 1.959963984540054  # of the standard normal, two-sided 95%
+Z_95 = 1.959963984540054  # of the standard normal, two-sided 95%
 
 
-def wilson(successes: float, trials: int) -> Interval:
+def wilson_interval(successes: float, trials: int) -> Interval:
     """The proportion with the interval of Wilson (1927), which is valid near 0 and 1 and for few trials.
 
     Successes may include halves, for draws.
@@ -20,15 +20,15 @@ def wilson(successes: float, trials: int) -> Interval:
     if trials < 1:
         raise RequestError("a proportion needs at least one trial")
     share = successes / trials
-    spread = Z * math.sqrt(share * (1 - share) / trials + Z * Z / (4 * trials * trials))
-    middle = share + Z * Z / (2 * trials)
-    scale = 1 + Z * Z / trials
+    spread = Z_95 * math.sqrt(share * (1 - share) / trials + Z_95 * Z_95 / (4 * trials * trials))
+    middle = share + Z_95 * Z_95 / (2 * trials)
+    scale = 1 + Z_95 * Z_95 / trials
     low = (middle - spread) / scale if successes > 0 else 0.0  # exact at 0 and 1, without rounding errors
     high = (middle + spread) / scale if successes < trials else 1.0
     return Interval(share, low, high)
 
 
-def pass_rate(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
+def pass_rate_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
     """The mean of pass rates, one per problem, with the percentile interval over resampled problems.
 
     If all are 0, or all are 1, resampling shows no spread, and the interval is Wilson's.
@@ -38,4 +38,4 @@ def pass_rate(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMP
     """
     found = bootstrap_problems(values, seed=seed, resamples=resamples)
     equal = found.low == found.high and found.mean in (0, 1)
-    return wilson(sum(values), len(values)) if equal else found
+    return wilson_interval(sum(values), len(values)) if equal else found

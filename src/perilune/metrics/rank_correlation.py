@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.metrics.bootstrap import LEVEL, Interval
+from perilune.metrics.bootstrap import CONFIDENCE_LEVEL, Interval
 
 Figures = NDArray[np.float64]
 
@@ -34,17 +34,17 @@ def spearman_over_problems(
     Returns:
         None if the correlation is undefined.
     """
-    correlation = spearman(*_joined(pairs)) if pairs and sum(len(a) for a, _ in pairs) > 1 else None
+    correlation = spearman(*_concatenate(pairs)) if pairs and sum(len(a) for a, _ in pairs) > 1 else None
     if correlation is None:
         return None
     rng = np.random.default_rng(seed)
     drawn = ([pairs[place] for place in rng.integers(len(pairs), size=len(pairs))] for _ in range(resamples))
-    values = [value for some in drawn if (value := spearman(*_joined(some))) is not None]
-    low, high = np.quantile(values or [correlation], [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    values = [value for some in drawn if (value := spearman(*_concatenate(some))) is not None]
+    low, high = np.quantile(values or [correlation], [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return Interval(correlation, float(low), float(high))
 
 
-def ceiling(half: Figures, other_half: Figures) -> float | None:
+def correlation_ceiling(half: Figures, other_half: Figures) -> float | None:
     """The correlation of perfect values with the mean of two noisy halves.
 
     It is sqrt(2 r / (1 + r)), where r is the correlation of the halves (Spearman-Brown); None if r is
@@ -54,7 +54,7 @@ def ceiling(half: Figures, other_half: Figures) -> float | None:
     return None if r is None else math.sqrt(max(0.0, 2 * r / (1 + r))) if r > -1 else 0.0
 
 
-def _joined(pairs: Sequence[tuple[Figures, Figures]]) -> tuple[Figures, Figures]:
+def _concatenate(pairs: Sequence[tuple[Figures, Figures]]) -> tuple[Figures, Figures]:
     return np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])
 
 

@@ -1,46 +1,51 @@
-"""What the summary of a stage says about its training, in words."""
+"""Describe the training of a stage in words, from its summary."""
 
 from collections.abc import Mapping
 from typing import Any
 
-MAIN = ("loss", "accuracy", "reward")  # the figures of a sentence
-SHARES = ("accuracy", "pass_rate")
+SENTENCE_FIGURES = ("loss", "accuracy", "reward")  # the figures of a sentence
+SHARE_FIGURES = ("accuracy", "pass_rate")
+STEP_PARTS = ("sampling", "scoring", "learning", "other")  # of a training step, in seconds in timings.jsonl
 
 
 def training_figures(summary: Mapping[str, Any]) -> dict[str, str]:
     """Each figure from the first steps to the last, then those of the held-out pairs."""
-    steps = {name: f"{value} (first to last steps)" for name, value in _changes(summary).items()}
-    return steps | {f"held-out {name}": value for name, value in _held_out(summary).items()}
+    steps = {name: f"{value} (first to last steps)" for name, value in _describe_changes(summary).items()}
+    return steps | {f"held-out {name}": value for name, value in _describe_held_out(summary).items()}
 
 
-def training_sentence(summary: Mapping[str, Any]) -> str:
+def describe_training(summary: Mapping[str, Any]) -> str:
     """The main figures of `training_figures`; empty for a stage without them."""
-    said, held = _main(_changes(summary)), _main(_held_out(summary))
+    said, held = (
+        _list_main_figures(_describe_changes(summary)),
+        _list_main_figures(_describe_held_out(summary)),
+    )
     said += " (first to last steps)" if said else ""
     count = summary.get("validation_pairs", 0)
     return f"{said}; on {count:,} held-out pair{'' if count == 1 else 's'} {held}" if held else said
 
 
-def _main(figures: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {figures[name]}" for name in MAIN if name in figures)
+def _list_main_figures(figures: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {figures[name]}" for name in SENTENCE_FIGURES if name in figures)
 
 
-def _changes(summary: Mapping[str, Any]) -> dict[str, str]:
+def _describe_changes(summary: Mapping[str, Any]) -> dict[str, str]:
     """Each figure's mean over the first steps and over the last."""
     first, last = summary.get("first") or {}, summary.get("last") or {}
-    return {name: f"{_shown(name, first[name])} to {_shown(name, last[name])}" for name in first}
+    return {
+        name: f"{_format_figure(name, first[name])} to {_format_figure(name, last[name])}" for name in first
+    }
 
 
-def _held_out(summary: Mapping[str, Any]) -> dict[str, str]:
+def _describe_held_out(summary: Mapping[str, Any]) -> dict[str, str]:
     held = summary.get("validation") or {}
     names = {name: name.removeprefix("validation_") for name in held}
-    return {names[name]: _shown(names[name], value) for name, value in held.items()}
+    return {names[name]: _format_figure(names[name], value) for name, value in held.items()}
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_figure(name: str, value: Any) -> str:
     """A figure as a percentage or a number, with its interval if it has one."""
     if isinstance(value, Mapping):
-        return (
-            f"{_shown(name, value['mean'])} ({_shown(name, value['low'])} to {_shown(name, value['high'])})"
-        )
-    return f"{value:.1%}" if name in SHARES else f"{value:,.4g}"
+        mean, low, high = (_format_figure(name, value[key]) for key in ("mean", "low", "high"))
+        return f"{mean} ({low} to {high})"
+    return f"{value:.1%}" if name in SHARE_FIGURES else f"{value:,.4g}"

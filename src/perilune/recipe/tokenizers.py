@@ -37,7 +37,9 @@ def choose_tokenizer(recipe: Recipe) -> Recipe:
 def find_foreign_character(recipe: Recipe) -> str | None:
     """Describe the first character that the character tokenizer lacks, and its location; None without."""
     for texts in _iterate_texts(recipe):
-        found: str | None = _import_texts().first_lacking(texts, _import_texts().foreign_character)
+        found: str | None = _import_texts().find_missing_character(
+            texts, _import_texts().find_foreign_character
+        )
         if found is not None:
             return f"characters has {found}"
     return None
@@ -49,12 +51,12 @@ def _iterate_texts(recipe: Recipe) -> Iterator[Iterator[tuple[str, str]]]:
     for stage in recipe.stages:
         spec = load_plugin(stage.task).spec
         for path in file_fields(spec, stage.spec).values():
-            yield _import_texts().data_texts(Path(path))
+            yield _import_texts().read_data_texts(Path(path))
         own = [stage.environment]
         for field in environment_fields(spec):
             own += (get_field(stage.spec, field) or {}).values()
         sections += [section for section in own if section not in sections]
-    yield from (_import_texts().environment_texts(section) for section in sections if section)
+    yield from (_import_texts().read_environment_texts(section) for section in sections if section)
 
 
 def _import_texts() -> Any:

@@ -4,7 +4,7 @@ from itertools import groupby
 from pathlib import Path
 
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import from_bytes, map_episodes, to_bytes
+from perilune.data.episodes_file import episodes_from_bytes, episodes_to_bytes, map_episodes
 from perilune.learn.distributed import Ranks
 from perilune.rollout.timing import Stopwatch
 
@@ -24,12 +24,12 @@ def gather_groups(own: Groups, ranks: Ranks, watch: Stopwatch) -> Groups:
 
 def groups_to_bytes(groups: Groups) -> bytes:
     """The groups as one Arrow stream of episodes."""
-    return to_bytes(one for group in groups for one in group)
+    return episodes_to_bytes(one for group in groups for one in group)
 
 
 def groups_from_bytes(stream: bytes) -> Groups:
     """The groups of a stream of `groups_to_bytes`."""
-    return _by_group(from_bytes(stream))
+    return _by_group(episodes_from_bytes(stream))
 
 
 def map_groups(path: Path) -> Groups:

@@ -22,7 +22,7 @@ from perilune.serve.metrics import BUCKETS_S, Metrics
 from perilune.serve.responses import DisconnectedError, EventStream, run_while_connected
 from perilune.serve.schema import DEFAULT_VOICE, SpeechBody
 from perilune.serve.service import queue_full_error
-from perilune.speech.prompt import AUTO, Utterance
+from perilune.speech.prompt import AUTO_LANGUAGE, Utterance
 from perilune.speech.stream import Samples, SpeechDelta, SpeechTimes
 from perilune.speech.synthesis import Speaker
 
@@ -44,7 +44,9 @@ class SpeechMetrics(Metrics):
         super().__init__()
         by_load = partial(Histogram, labelnames=["streams"], registry=self.registry)
         self._first_code = by_load(
-            "perilune_speech_first_code_seconds", "Seconds to the talker's first code", buckets=BUCKETS_S
+            "perilune_speech_first_code_seconds",
+            "Seconds to the talker's first code",
+            buckets=BUCKETS_S,
         )
         self._first_audio = by_load(
             "perilune_speech_first_audio_seconds", "Seconds to the first samples", buckets=BUCKETS_S
@@ -211,7 +213,7 @@ class SpeechService:
         return {
             "model": self.name,
             "voices": [DEFAULT_VOICE, *config.speakers],
-            "languages": [AUTO, *spoken],
+            "languages": [AUTO_LANGUAGE, *spoken],
             "sample_rate": config.codec.sample_rate,
         }
 

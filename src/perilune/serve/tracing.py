@@ -16,7 +16,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from perilune.traces.otlp import ERROR, OK, attributes, export_request
+from perilune.traces.otlp import ERROR, OK, encode_attributes, export_request
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class SpanWriter:
             "kind": _SERVER,
             "startTimeUnixNano": str(began),
             "endTimeUnixNano": str(time.time_ns()),
-            "attributes": attributes(values),
+            "attributes": encode_attributes(values),
             "status": {"code": ERROR if status >= 500 else OK},
         } | ({"parentSpanId": parent[2].decode()} if parent else {})
         self._append(json.dumps(export_request([span])).encode() + b"\n")

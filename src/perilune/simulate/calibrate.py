@@ -13,6 +13,7 @@ import numpy as np
 from perilune.data.episodes_file import read_episodes
 from perilune.engine.request import Request, SamplingParams
 from perilune.files import read_json_lines
+from perilune.metrics.training import STEP_PARTS
 from perilune.models.decoder import Decoder
 from perilune.simulate.episodes import GroupShape
 from perilune.simulate.recording import RecordedEngine
@@ -123,7 +124,7 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
     recording, scoring = coefficients("other", "fed", "episodes"), coefficients("scoring", "episodes")
     starts = []
     for stage, total in zip(lines, seconds, strict=True):
-        typical = sum(median(line[part] for line in stage[WARMUP_STEPS:]) for part in TIMING_PARTS)
+        typical = sum(median(line[part] for line in stage[WARMUP_STEPS:]) for part in STEP_PARTS)
         starts.append(total - len(stage) * typical)
     return TrainingTimes(
         (update[0], update[1], update[2]),
@@ -131,9 +132,6 @@ def fit_training(folders: Sequence[Path], seconds: Sequence[float]) -> TrainingT
         (scoring[0], scoring[1]),
         median(starts),
     )
-
-
-TIMING_PARTS = ("sampling", "scoring", "learning", "other")  # of timings.jsonl
 
 
 def _read_steps(folder: Path) -> Iterator[Mapping[str, Any]]:

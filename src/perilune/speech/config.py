@@ -63,21 +63,21 @@ class CodecConfig:
             values = getattr(self, one.name)
             for value in values if isinstance(values, tuple) else (values,):
                 if not isinstance(value, bool | str) and not value > 0:
-                    raise _impossible(f"{one.name} is {value!r}, not positive")
+                    raise _config_error(f"{one.name} is {value!r}, not positive")
         if self.codebooks < 2:
-            raise _impossible("a codec needs at least two codebooks")
+            raise _config_error("a codec needs at least two codebooks")
         if self.codebook_dim % 2 or self.head_dim % 2:
-            raise _impossible("codebook_dim and head_dim must be even")
+            raise _config_error("codebook_dim and head_dim must be even")
         if self.num_heads % self.num_kv_heads:
-            raise _impossible(
+            raise _config_error(
                 f"{self.num_heads} heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
         if self.vocoder not in get_args(Vocoder):
-            raise _impossible(f"there is no vocoder {self.vocoder!r}")
+            raise _config_error(f"there is no vocoder {self.vocoder!r}")
         if self.vocoder == "spectrum" and len(self.upsample_rates) != 1:
-            raise _impossible("a spectral vocoder has one upsampling rate, its hop")
+            raise _config_error("a spectral vocoder has one upsampling rate, its hop")
         if self.vocoder_dim % 2 ** len(self.upsample_rates):
-            raise _impossible(f"decoder_dim {self.vocoder_dim} cannot be halved in every block")
+            raise _config_error(f"decoder_dim {self.vocoder_dim} cannot be halved in every block")
 
     @property
     def frame(self) -> int:
@@ -162,7 +162,7 @@ _CODEC_KEYS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class ControlTokens:
     """Token ids that structure the talker's input. `text_*` are text tokens. The others are codec tokens.
 
     Attributes:
@@ -188,13 +188,13 @@ class Marks:
     text_eos: int
 
     @classmethod
-    def after(cls, codes: int, text_tokens: int) -> Marks:
+    def after(cls, codes: int, text_tokens: int) -> ControlTokens:
         """The marks of a new model: codec tokens after its codes, and text tokens after its text tokens."""
-        text = len(_TEXT_MARKS)
-        return cls(*range(codes, codes + len(_CODEC_MARKS)), *range(text_tokens, text_tokens + text))
+        text = len(_TEXT_CONTROL_KEYS)
+        return cls(*range(codes, codes + len(_CODEC_CONTROL_KEYS)), *range(text_tokens, text_tokens + text))
 
 
-_CODEC_MARKS = {
+_CODEC_CONTROL_KEYS = {
     "eos": "codec_eos_token_id",
     "think": "codec_think_id",
     "nothink": "codec_nothink_id",
@@ -203,7 +203,7 @@ _CODEC_MARKS = {
     "pad": "codec_pad_id",
     "bos": "codec_bos_id",
 }
-_TEXT_MARKS = {
+_TEXT_CONTROL_KEYS = {
     "text_start": "im_start_token_id",
     "text_end": "im_end_token_id",
     "text_pad": "tts_pad_token_id",
@@ -233,27 +233,27 @@ class SpeechConfig:
     codec: CodecConfig
     text_vocab_size: int
     text_hidden_size: int
-    marks: Marks
+    marks: ControlTokens
     languages: Mapping[str, int] = field(default_factory=dict)
     speakers: Mapping[str, int] = field(default_factory=dict)
     dialects: Mapping[str, str] = field(default_factory=dict)
     kind: str = "custom_voice"
 
     def __post_init__(self) -> None:
-        codec_ids = [getattr(self.marks, name) for name in _CODEC_MARKS]
+        codec_ids = [getattr(self.marks, name) for name in _CODEC_CONTROL_KEYS]
         codec_ids += [*self.languages.values(), *self.speakers.values()]
-        text_ids = [getattr(self.marks, name) for name in _TEXT_MARKS]
+        text_ids = [getattr(self.marks, name) for name in _TEXT_CONTROL_KEYS]
         for ids, size in ((codec_ids, self.talker.vocab_size), (text_ids, self.text_vocab_size)):
             if not all(0 <= one < size for one in ids):
-                raise _impossible(f"a special token is outside the vocabulary of {size}")
+                raise _config_error(f"a special token is outside the vocabulary of {size}")
         codes = self.codec.codebook_size
         if self.talker.vocab_size <= codes or self.predictor.vocab_size < codes:
-            raise _impossible(f"the vocabularies do not hold the {codes} codes of a codebook")
+            raise _config_error(f"the vocabularies do not hold the {codes} codes of a codebook")
         if min(codec_ids) < codes:
-            raise _impossible(f"a special token of the codec is one of the {codes} codes")
+            raise _config_error(f"a special token of the codec is one of the {codes} codes")
         for dialect in self.dialects.values():
             if dialect not in self.languages:
-                raise _impossible(f"the dialect {dialect!r} is not a language")
+                raise _config_error(f"the dialect {dialect!r} is not a language")
 
     @property
     def code_groups(self) -> int:
@@ -276,19 +276,19 @@ class SpeechConfig:
         for one in (read, predictor):
             if one.count("num_code_groups", codec.codebooks) != codec.codebooks:
                 raise one.wrong("num_code_groups", f"the codec has {codec.codebooks} codebooks")
-        marks = {name: read.integer(key) for name, key in _CODEC_MARKS.items()}
-        marks |= {name: outer.integer(key) for name, key in _TEXT_MARKS.items()}
-        speakers = _names(read, "spk_id")
-        dialects = _dialects(read, speakers)
+        marks = {name: read.integer(key) for name, key in _CODEC_CONTROL_KEYS.items()}
+        marks |= {name: outer.integer(key) for name, key in _TEXT_CONTROL_KEYS.items()}
+        speakers = _read_names(read, "spk_id")
+        dialects = _read_dialects(read, speakers)
         kind = outer.raw.get("tts_model_type")
         return cls(
-            talker=_decoder(read),
-            predictor=_decoder(predictor, head_dim=128),
+            talker=_read_decoder(read),
+            predictor=_read_decoder(predictor, head_dim=128),
             codec=codec,
             text_vocab_size=read.count("text_vocab_size"),
             text_hidden_size=read.count("text_hidden_size", 2048),
-            marks=Marks(**marks),
-            languages=_names(read, "codec_language_id"),
+            marks=ControlTokens(**marks),
+            languages=_read_names(read, "codec_language_id"),
             speakers=speakers,
             dialects=dialects,
             kind=kind if isinstance(kind, str) else "custom_voice",
@@ -296,7 +296,7 @@ class SpeechConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The content of config.json."""
-        marks = {key: getattr(self.marks, name) for name, key in _CODEC_MARKS.items()}
+        marks = {key: getattr(self.marks, name) for name, key in _CODEC_CONTROL_KEYS.items()}
         sections = self.talker.head_dim // 2
         rope = {"rope_type": "default", "type": "default", "interleaved": True}
         predictor = self.predictor.to_hf() | {
@@ -325,11 +325,11 @@ class SpeechConfig:
             "tokenizer_type": "qwen3_tts_tokenizer_12hz",
             "tts_model_type": self.kind,
             "talker_config": talker,
-            **{key: getattr(self.marks, name) for name, key in _TEXT_MARKS.items()},
+            **{key: getattr(self.marks, name) for name, key in _TEXT_CONTROL_KEYS.items()},
         }
 
 
-def _decoder(read: Reader, head_dim: int | None = None) -> DecoderConfig:
+def _read_decoder(read: Reader, head_dim: int | None = None) -> DecoderConfig:
     """The decoder of `read`. Its three rotary axes have equal positions in speech, so they act as one."""
     scaling = read.raw.get("rope_scaling")
     if scaling is not None:
@@ -347,14 +347,14 @@ def _decoder(read: Reader, head_dim: int | None = None) -> DecoderConfig:
 _QWEN3 = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "hidden_size": 1024}
 
 
-def _names(read: Reader, key: str) -> dict[str, int]:
+def _read_names(read: Reader, key: str) -> dict[str, int]:
     if read.raw.get(key) is None:
         return {}
     inner = read.inner(key)
     return {str(name).lower(): inner.integer(name) for name in inner.raw}
 
 
-def _dialects(read: Reader, speakers: Mapping[str, int]) -> dict[str, str]:
+def _read_dialects(read: Reader, speakers: Mapping[str, int]) -> dict[str, str]:
     if read.raw.get("spk_is_dialect") is None:
         return {}
     inner = read.inner("spk_is_dialect").raw
@@ -365,5 +365,5 @@ def _dialects(read: Reader, speakers: Mapping[str, int]) -> dict[str, str]:
     }
 
 
-def _impossible(message: str) -> RequestError:
+def _config_error(message: str) -> RequestError:
     return RequestError(message, where="speech model configuration")

@@ -13,8 +13,8 @@ from perilune.errors import RequestError, WorkFailedError
 
 Samples = NDArray[np.float32]
 PROGRAM = "espeak-ng"
-MOST_CHARACTERS = 500
-_TIMEOUT = 30.0  # seconds
+MAX_CHARACTERS = 500
+_TIMEOUT_S = 30.0  # seconds
 _VOICE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]{0,40}")
 _TEXT = re.compile(r"[A-Za-z0-9 ,.?!'-]+")
 
@@ -29,7 +29,7 @@ def require_espeak() -> None:
         )
 
 
-def say(text: str, *, voice: str, speed: int, sample_rate: int) -> Samples:
+def synthesise_text(text: str, *, voice: str, speed: int, sample_rate: int) -> Samples:
     """Synthesise `text` as float32[N] in [-1, 1]. Equal arguments give equal samples.
 
     Args:
@@ -43,27 +43,27 @@ def say(text: str, *, voice: str, speed: int, sample_rate: int) -> Samples:
     """
     if not _VOICE.fullmatch(voice):
         raise RequestError(f"{voice!r} is not the name of a voice", where="voice")
-    if not _TEXT.fullmatch(text) or len(text) > MOST_CHARACTERS:
+    if not _TEXT.fullmatch(text) or len(text) > MAX_CHARACTERS:
         raise RequestError(
             f"the teacher cannot say {text[:60]!r}",
             where="text",
-            remedy=f"use letters, digits, spaces, simple punctuation; at most {MOST_CHARACTERS} characters",
+            remedy=f"use letters, digits, spaces, simple punctuation; at most {MAX_CHARACTERS} characters",
         )
     require_espeak()
     command = [PROGRAM, "--stdin", "--stdout", "-v", voice, "-s", str(speed)]
     try:
         done = subprocess.run(
-            command, input=text.encode(), capture_output=True, timeout=_TIMEOUT, check=False
+            command, input=text.encode(), capture_output=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        raise WorkFailedError(f"no answer within {_TIMEOUT:g} seconds", where=PROGRAM) from None
+        raise WorkFailedError(f"no answer within {_TIMEOUT_S:g} seconds", where=PROGRAM) from None
     if done.returncode or not done.stdout.startswith(b"RIFF"):
         message = done.stderr.decode(errors="replace").strip()[:200] or f"exit code {done.returncode}"
         raise RequestError(message, where=f"{PROGRAM} -v {voice}", remedy="espeak-ng --voices lists voices")
-    return _resampled(done.stdout, sample_rate)
+    return _resample(done.stdout, sample_rate)
 
 
-def _resampled(audio: bytes, sample_rate: int) -> Samples:
+def _resample(audio: bytes, sample_rate: int) -> Samples:
     """The samples of a WAV file at another rate, by truncating or zero-padding the spectrum."""
     with wave.open(io.BytesIO(audio)) as file:
         rate, raw = file.getframerate(), file.readframes(len(audio))  # the header of a stream has no length

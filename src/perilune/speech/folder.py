@@ -120,11 +120,13 @@ def load_speech_model(path: Path) -> SpeechModel:
     codec_file, file = inner.file("config.json"), folder.file("config.json")
     codec_config = CodecConfig.from_hf(read_json(codec_file), where=str(codec_file))
     config = SpeechConfig.from_hf(read_json(file), codec_config, where=str(file))
-    talker = _load(lambda: Talker(config), folder, stored_name, _parts(config))
-    codec = _load(lambda: CodecDecoder(codec_config), inner, "decoder.{}".format, codec_config.num_layers)
-    tokenizer = _tokenizer(folder)
+    talker = _load_module(lambda: Talker(config), folder, stored_name, _count_parts(config))
+    codec = _load_module(
+        lambda: CodecDecoder(codec_config), inner, "decoder.{}".format, codec_config.num_layers
+    )
+    tokenizer = _load_tokenizer(folder)
     _check_vocabulary(tokenizer, config, str(path))
-    return SpeechModel(talker, codec, tokenizer, _sampling(folder))
+    return SpeechModel(talker, codec, tokenizer, _read_sampling(folder))
 
 
 def save_speech_model(path: Path, model: SpeechModel, encoder: Mapping[str, Tensor] | None = None) -> None:
@@ -137,10 +139,10 @@ def save_speech_model(path: Path, model: SpeechModel, encoder: Mapping[str, Tens
     inner.mkdir(parents=True, exist_ok=True)
     codec = {f"decoder.{name}": tensor for name, tensor in model.codec.state_dict().items()}
     codec |= {f"encoder.{name}": tensor for name, tensor in (encoder or {}).items()}
-    _save(inner / WEIGHTS, codec)
+    _save_tensors(inner / WEIGHTS, codec)
     write_json(inner / "config.json", model.config.codec.to_hf())
     named = {stored_name(name): tensor for name, tensor in model.talker.state_dict().items()}
-    _save(path / WEIGHTS, {name: tensor for name, tensor in named.items() if name is not None})
+    _save_tensors(path / WEIGHTS, {name: tensor for name, tensor in named.items() if name is not None})
     model.tokenizer.save(path)
     write_json(path / "generation_config.json", model.sampling.to_hf())
     write_json(path / "config.json", model.config.to_hf())
@@ -154,11 +156,11 @@ def stored_name(name: str) -> str | None:
     raise AssertionError(name)
 
 
-def _parts(config: SpeechConfig) -> int:
+def _count_parts(config: SpeechConfig) -> int:
     return max(config.talker.num_layers, config.predictor.num_layers, config.code_groups)
 
 
-def _load(
+def _load_module(
     build: Callable[[], ModuleT], folder: CheckpointFolder, name_of: Callable[[str], str | None], parts: int
 ) -> ModuleT:
     """The module with the tensors of `folder`; `name_of` translates its names.
@@ -175,19 +177,19 @@ def _load(
     for name, parameter in module.state_dict().items():
         there = name_of(name)
         if there is None:
-            _replace(module, name, torch.zeros(parameter.shape))
+            _replace_parameter(module, name, torch.zeros(parameter.shape))
             continue
-        _check(stored.get(there), there, tuple(parameter.shape), folder.path)
+        _check_tensor(stored.get(there), there, tuple(parameter.shape), folder.path)
         names[there] = name
     for there, one in stored.items():
         if there not in names and not there.startswith(_IGNORED):
             raise RequestError(f"tensor {there} is not part of this architecture", where=str(one.file))
     for there, tensor in read_tensors([stored[one] for one in names]):
-        _replace(module, names[there], tensor.float())
+        _replace_parameter(module, names[there], tensor.float())
     return module
 
 
-def _check(stored: StoredTensor | None, name: str, shape: tuple[int, ...], path: Path) -> None:
+def _check_tensor(stored: StoredTensor | None, name: str, shape: tuple[int, ...], path: Path) -> None:
     if stored is None:
         raise RequestError(f"tensor {name} is missing", where=str(path))
     if stored.shape != shape:
@@ -199,18 +201,18 @@ def _check(stored: StoredTensor | None, name: str, shape: tuple[int, ...], path:
         )
 
 
-def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
+def _replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
     owner, _, attribute = name.rpartition(".")
     setattr(module.get_submodule(owner), attribute, nn.Parameter(tensor))
 
 
-def _save(file: Path, tensors: Mapping[str, Tensor]) -> None:
+def _save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(
         {name: one.detach().cpu().contiguous() for name, one in tensors.items()}, file, {"format": "pt"}
     )
 
 
-def _sampling(folder: CheckpointFolder) -> SpeechSampling:
+def _read_sampling(folder: CheckpointFolder) -> SpeechSampling:
     file = folder.file("generation_config.json")
     return SpeechSampling.from_hf(read_json(file), where=str(file)) if file.is_file() else SpeechSampling()
 
@@ -224,7 +226,7 @@ def _check_vocabulary(tokenizer: Tokenizer, config: SpeechConfig, where: str) ->
         )
 
 
-def _tokenizer(folder: CheckpointFolder) -> Tokenizer:
+def _load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
     """The tokenizer of the folder; Qwen publishes it as vocab.json and merges.txt."""
     vocabulary, merges = folder.file("vocab.json"), folder.file("merges.txt")
     if folder.file("tokenizer.json").exists() or not (vocabulary.is_file() and merges.is_file()):
@@ -241,17 +243,17 @@ def _tokenizer(folder: CheckpointFolder) -> Tokenizer:
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([_added(one, str(file)) for one in _by_id(added, str(file))])
+    backend.add_tokens([_read_added_tokens(one, str(file)) for one in _sort_by_id(added, str(file))])
     return Tokenizer(backend, config, where=str(file))
 
 
-def _by_id(added: Any, where: str) -> list[Mapping[str, Any]]:
+def _sort_by_id(added: Any, where: str) -> list[Mapping[str, Any]]:
     if not isinstance(added, Mapping) or not all(str(one).isdecimal() for one in added):
         raise RequestError("added_tokens_decoder does not map ids to tokens", where=where)
     return [added[key] for key in sorted(added, key=int)]
 
 
-def _added(raw: Mapping[str, Any], where: str) -> AddedToken:
+def _read_added_tokens(raw: Mapping[str, Any], where: str) -> AddedToken:
     content = Reader(raw, where).raw.get("content")
     if not isinstance(content, str) or not content:
         raise RequestError("added_tokens_decoder has a token without content", where=where)

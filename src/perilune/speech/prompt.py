@@ -16,7 +16,7 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.speech.config import SpeechConfig
 
 _ROLE = "assistant\n"
-AUTO = "auto"
+AUTO_LANGUAGE = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Utterance:
 
     text: str
     speaker: str | None = None
-    language: str = AUTO
+    language: str = AUTO_LANGUAGE
     instructions: str = ""
     streamed_text: bool = False
 
@@ -71,7 +71,7 @@ class Embedder(Protocol):
     def embed_codec(self, token_ids: Tensor) -> Tensor: ...
 
 
-def talker_prompt(talker: Embedder, tokenizer: Tokenizer, utterance: Utterance) -> TalkerPrompt:
+def embed_utterance(talker: Embedder, tokenizer: Tokenizer, utterance: Utterance) -> TalkerPrompt:
     """Embed `utterance`.
 
     Raises:
@@ -84,61 +84,61 @@ def talker_prompt(talker: Embedder, tokenizer: Tokenizer, utterance: Utterance) 
     role, text = [marks.text_start, *ids[:role_length]], ids[role_length:]
     if not text:
         raise RequestError("the text is empty", where="input")
-    said = _instruction(tokenizer, config, utterance.instructions) if utterance.instructions else []
+    said = _instruction_tokens(tokenizer, config, utterance.instructions) if utterance.instructions else []
     if len(text) + len(said) > config.talker.max_position_embeddings:  # before they are embedded
         message = f"text and instructions have {len(text) + len(said):,} tokens"
         raise RequestError(message, where="input", remedy="shorten them")
-    codec = [*_voice(config, utterance), marks.pad]
+    codec = [*_voice_tokens(config, utterance), marks.pad]
     pads = [marks.text_pad] * (len(codec) - 1)
-    before = [_texts(talker, role), _both(talker, [*pads, marks.text_bos], codec)]
+    before = [_embed_texts(talker, role), _embed_sum(talker, [*pads, marks.text_bos], codec)]
     if said:
-        before.insert(0, _texts(talker, said))
-    pad = _texts(talker, [marks.text_pad])
+        before.insert(0, _embed_texts(talker, said))
+    pad = _embed_texts(talker, [marks.text_pad])
     if utterance.streamed_text:
-        start = _both(talker, text[:1], [marks.bos])
-        trailing = _texts(talker, [*text[1:], marks.text_eos])
+        start = _embed_sum(talker, text[:1], [marks.bos])
+        trailing = _embed_texts(talker, [*text[1:], marks.text_eos])
     else:
-        whole = _both(talker, [*text, marks.text_eos], [marks.pad] * (len(text) + 1))
-        start = torch.cat([whole, _both(talker, [marks.text_pad], [marks.bos])])
+        whole = _embed_sum(talker, [*text, marks.text_eos], [marks.pad] * (len(text) + 1))
+        start = torch.cat([whole, _embed_sum(talker, [marks.text_pad], [marks.bos])])
         trailing = pad
     return TalkerPrompt(torch.cat([*before, start]), trailing, pad[0])
 
 
-def _voice(config: SpeechConfig, utterance: Utterance) -> list[int]:
+def _voice_tokens(config: SpeechConfig, utterance: Utterance) -> list[int]:
     """The codec tokens of the language and the speaker."""
     marks = config.marks
     speaker = None if utterance.speaker is None else utterance.speaker.lower()
     language = utterance.language.lower()
     if speaker is not None and speaker not in config.speakers:
-        raise _unknown("voice", utterance.speaker, config.speakers)
-    if language in (AUTO, "chinese") and speaker is not None:
+        raise _unknown_error("voice", utterance.speaker, config.speakers)
+    if language in (AUTO_LANGUAGE, "chinese") and speaker is not None:
         language = config.dialects.get(speaker, language)
-    if language == AUTO:
+    if language == AUTO_LANGUAGE:
         spoken = [marks.nothink, marks.think_bos, marks.think_eos]
     elif language in config.languages:
         spoken = [marks.think, marks.think_bos, config.languages[language], marks.think_eos]
     else:
-        raise _unknown("language", utterance.language, [AUTO, *config.languages])
+        raise _unknown_error("language", utterance.language, [AUTO_LANGUAGE, *config.languages])
     return spoken if speaker is None else [*spoken, config.speakers[speaker]]
 
 
-def _unknown(kind: str, name: str | None, known: Iterable[str]) -> RequestError:
+def _unknown_error(kind: str, name: str | None, known: Iterable[str]) -> RequestError:
     names = ", ".join(sorted(known)) or "none"
     return RequestError(f"the model has no {kind} {name!r}", where=kind, remedy=f"it has: {names}")
 
 
-def _instruction(tokenizer: Tokenizer, config: SpeechConfig, instructions: str) -> list[int]:
+def _instruction_tokens(tokenizer: Tokenizer, config: SpeechConfig, instructions: str) -> list[int]:
     ids = tokenizer.encode(f"user\n{instructions}")
     return [config.marks.text_start, *ids, config.marks.text_end, *tokenizer.encode("\n")]
 
 
-def _texts(talker: Embedder, token_ids: list[int]) -> Tensor:
-    return talker.embed_text(_ids(talker, token_ids))
+def _embed_texts(talker: Embedder, token_ids: list[int]) -> Tensor:
+    return talker.embed_text(_to_tensor(talker, token_ids))
 
 
-def _both(talker: Embedder, text_ids: list[int], codec_ids: list[int]) -> Tensor:
-    return _texts(talker, text_ids) + talker.embed_codec(_ids(talker, codec_ids))
+def _embed_sum(talker: Embedder, text_ids: list[int], codec_ids: list[int]) -> Tensor:
+    return _embed_texts(talker, text_ids) + talker.embed_codec(_to_tensor(talker, codec_ids))
 
 
-def _ids(talker: Embedder, token_ids: list[int]) -> Tensor:
+def _to_tensor(talker: Embedder, token_ids: list[int]) -> Tensor:
     return torch.tensor(token_ids, device=talker.device)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from perilune.speech.config import CodecConfig
 from perilune.speech.streaming import Taps
 
-_LEAST_USAGE = 1e-5  # smallest usage of a codebook entry in a division
+_MIN_USAGE = 1e-5  # smallest usage of a codebook entry in a division
 
 
 class Codebook(nn.Module):
@@ -23,7 +23,7 @@ class Codebook(nn.Module):
         """float[codes, dim]."""
         if self.frozen is not None:
             return self.frozen
-        return self.embedding_sum / self.cluster_usage.clamp(min=_LEAST_USAGE)[:, None]
+        return self.embedding_sum / self.cluster_usage.clamp(min=_MIN_USAGE)[:, None]
 
 
 class ResidualQuantizer(nn.Module):
@@ -75,7 +75,7 @@ def quantize(quantizer: Quantizer, latents: Tensor) -> Tensor:
         vectors, decoded = project_in(part, left), torch.zeros(())
         for book in part.codebooks:
             table = book.table()
-            codes.append(nearest(table, vectors - decoded))
+            codes.append(find_nearest(table, vectors - decoded))
             decoded = decoded + table[codes[-1]]
         left = left - project_out(part, decoded)
     return torch.stack(codes, dim=1).view(*latents.shape[:-1], -1)
@@ -91,6 +91,6 @@ def project_out(part: ResidualQuantizer, entries: Tensor) -> Tensor:
     return F.linear(entries, part.output_proj.weight[..., 0])
 
 
-def nearest(table: Tensor, vectors: Tensor) -> Tensor:
+def find_nearest(table: Tensor, vectors: Tensor) -> Tensor:
     """int64[N], the entry of float[K, D] that is nearest to each of float[N, D]."""
     return torch.cdist(vectors, table).argmin(1)

@@ -75,7 +75,7 @@ def require_recogniser() -> None:
         ) from None
 
 
-def word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
+def count_word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
     """The smallest number of substituted, inserted and deleted words (Levenshtein)."""
     row = list(range(len(heard) + 1))
     for i, word in enumerate(said, start=1):

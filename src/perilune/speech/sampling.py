@@ -15,7 +15,7 @@ from perilune.engine.request import SamplingParams
 from perilune.engine.sampler import draw
 from perilune.models.config.reader import Reader
 
-_LEAST_FRAMES = 2
+_MIN_FRAMES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,8 @@ class SpeechSampling:
     def params(self, eos: int) -> SamplingParams:
         """The talker's parameters; speech has at least two frames."""
         return SamplingParams(
-            max_tokens=max(self.max_frames, _LEAST_FRAMES),
-            min_tokens=_LEAST_FRAMES,
+            max_tokens=max(self.max_frames, _MIN_FRAMES),
+            min_tokens=_MIN_FRAMES,
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -92,7 +92,7 @@ class SpeechSampling:
         }
 
 
-def draw_codes(logits: Tensor, uniform: NDArray[np.float64], sampling: SpeechSampling) -> Tensor:
+def sample_codes(logits: Tensor, uniform: NDArray[np.float64], sampling: SpeechSampling) -> Tensor:
     """Codes int64[B] of the code predictor from logits float[B, codes] and random numbers float64[B]."""
     if not sampling.rest_temperature:
         return logits.argmax(-1)

@@ -12,7 +12,7 @@ from perilune.models.layers import Projection
 from perilune.speech.streaming import CodecState, Streamed, project
 
 OVERLAP = 4  # spectra that contribute to a sample
-_LARGEST = 6.0  # log magnitude
+_MAX_LOG_MAGNITUDE = 6.0  # log magnitude
 _POWER = 1.5  # sum of the squared Hann windows at an overlap of 4
 
 
@@ -35,7 +35,7 @@ class SpectralVocoder(Streamed):
     def spectrum(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Log magnitudes and phases in radians, float[B, T, window / 2 + 1] each."""
         magnitudes, phases = project(self.project, x).chunk(2, dim=2)
-        return magnitudes.clamp(max=_LARGEST), phases
+        return magnitudes.clamp(max=_MAX_LOG_MAGNITUDE), phases
 
     def overlap_add(self, magnitudes: Tensor, phases: Tensor, state: CodecState) -> Tensor:
         """The samples float[B, T * hop, 1] of spectra."""

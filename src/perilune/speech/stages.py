@@ -15,14 +15,14 @@ from perilune.engine.step import StepBatch
 from perilune.models.attention import AttentionLayer, attend, round_up_columns
 from perilune.speech.codec import CodecDecoder
 from perilune.speech.pipeline import Stage
-from perilune.speech.sampling import SpeechSampling, draw_codes
+from perilune.speech.sampling import SpeechSampling, sample_codes
 from perilune.speech.stream import FrameInputs, SpeechDelta, SpeechStream, SpeechTimes
 from perilune.speech.streaming import CodecState
 from perilune.speech.talker import Talker
 
 Clock = Callable[[], float]
 
-_MOST_DECODED = 64  # utterances in a batch of the codec decoder
+_MAX_DECODER_BATCH = 64  # utterances in a batch of the codec decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class PredictorStage(Stage[Frame]):
         first = torch.tensor([frame.first for frame in frames], device=hidden.device)
         groups, count = talker.config.code_groups, len(frames)
         cache = FrameAttention(talker, count, hidden)
-        draws = _draws(frames, groups - 1)
+        draws = _random_numbers(frames, groups - 1)
         inputs = torch.stack([hidden, talker.embed_codec(first)], dim=1)
         codes = [first]
         for code in range(1, groups):
@@ -146,13 +146,13 @@ class PredictorStage(Stage[Frame]):
             positions = torch.arange(cache.length, cache.length + new, device=hidden.device).repeat(count)
             out = predictor.hidden(inputs.flatten(0, 1), positions, cache).view(count, new, -1)[:, -1]
             cache.length += new
-            codes.append(draw_codes(predictor.out[code - 1](out), draws[:, code - 1], self._sampling))
+            codes.append(sample_codes(predictor.out[code - 1](out), draws[:, code - 1], self._sampling))
             if code + 1 < groups:
                 inputs = predictor.embeddings[code - 1](codes[-1])[:, None]
         return torch.stack(codes, dim=1)
 
 
-def _draws(frames: Sequence[Frame], codes: int) -> np.ndarray:
+def _random_numbers(frames: Sequence[Frame], codes: int) -> np.ndarray:
     """Random numbers float64[B, codes], which depend only on the request and the frame."""
     keys = np.array(
         [(key[0], key[1] + 1, key[2], 0) for key in (f.stream.request.key for f in frames)], np.uint64
@@ -224,7 +224,7 @@ class DecoderStage(Stage[SpeechStream]):
             one
             for one in ready
             if (one.chunks > 0) == started and (_has_ended(one) or len(one.frames) >= size)
-        ][:_MOST_DECODED]
+        ][:_MAX_DECODER_BATCH]
         decoded = self._decode([one for one in batch if one.frames], size)
         return [self._delta(one, decoded.get(one.id)) for one in batch]
 

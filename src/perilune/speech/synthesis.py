@@ -13,7 +13,7 @@ from perilune.engine.request import Delta, Request
 from perilune.errors import RequestError
 from perilune.speech.folder import SpeechModel
 from perilune.speech.pipeline import Pipeline
-from perilune.speech.prompt import Utterance, talker_prompt
+from perilune.speech.prompt import Utterance, embed_utterance
 from perilune.speech.stages import (
     ChunkSizes,
     Clock,
@@ -24,7 +24,7 @@ from perilune.speech.stages import (
 )
 from perilune.speech.stream import FrameInputs, Samples, SpeechDelta
 
-_CHARACTERS_A_POSITION = 4  # of text and instructions, at most; English has 4 to 5 for a token
+_CHARACTERS_PER_POSITION = 4  # of text and instructions, at most; English has 4 to 5 for a token
 
 
 class Speaker:
@@ -74,10 +74,10 @@ class Speaker:
         """
         room = self.engine.positions
         characters = len(utterance.text) + len(utterance.instructions)
-        if characters > _CHARACTERS_A_POSITION * room:
+        if characters > _CHARACTERS_PER_POSITION * room:
             message = f"text and instructions have {characters:,} characters"
             raise RequestError(message, where="input", remedy="shorten them")
-        inputs = FrameInputs(talker_prompt(self._talker, self._tokenizer, utterance))
+        inputs = FrameInputs(embed_utterance(self._talker, self._tokenizer, utterance))
         frames = min(self.sampling.max_frames, room - len(inputs))
         if frames < 2:
             message = f"the text takes {len(inputs)} of the model's {room} positions"
@@ -93,7 +93,7 @@ class Speaker:
             for delta in self.pipeline.step():
                 if delta.failure is not None:
                     raise delta.failure
-                parts[delta.request_id] += _audio(delta)
+                parts[delta.request_id] += _join_audio(delta)
         return [np.concatenate([np.zeros(0, np.float32), *parts[request_id]]) for request_id in ids]
 
     def warm_up(self) -> None:
@@ -104,6 +104,6 @@ class Speaker:
                 return
 
 
-def _audio(delta: Delta) -> Sequence[Samples]:
+def _join_audio(delta: Delta) -> Sequence[Samples]:
     assert isinstance(delta, SpeechDelta)
     return delta.audio

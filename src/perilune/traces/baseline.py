@@ -13,15 +13,15 @@ from tempfile import TemporaryDirectory
 from perilune.errors import WorkFailedError
 from perilune.files import parse_strict_json
 from perilune.traces.cassette import Cassette
-from perilune.traces.causes import cause
+from perilune.traces.causes import describe_cause
 from perilune.traces.replay import TokenizerOf
-from perilune.traces.shrink import Fails
+from perilune.traces.shrink import FailureCheck
 from perilune.traces.suite import Case, write_suite
 
-SECONDS = 600  # of one run of the other installation
+SUITE_TIMEOUT_S = 600  # of one run of the other installation
 
 
-def differs_from(python: Path, tokenizer_of: TokenizerOf, kinds: frozenset[str]) -> Fails:
+def differs_in_installation(python: Path, tokenizer_of: TokenizerOf, kinds: frozenset[str]) -> FailureCheck:
     """The other installation plays an episode differently, in one of these kinds of differences.
 
     Args:
@@ -32,13 +32,13 @@ def differs_from(python: Path, tokenizer_of: TokenizerOf, kinds: frozenset[str])
     def fails(played: Sequence[Cassette]) -> list[bool]:
         if not played:
             return []
-        found = run_elsewhere(python, played, tokenizer_of)
+        found = run_in_installation(python, played, tokenizer_of)
         return [bool(found[one.digest] & kinds if kinds else found[one.digest]) for one in played]
 
     return fails
 
 
-def run_elsewhere(
+def run_in_installation(
     python: Path, cassettes: Sequence[Cassette], tokenizer_of: TokenizerOf
 ) -> dict[str, set[str]]:
     """The kinds of differences that another installation finds, by digest of the cassette.
@@ -49,12 +49,12 @@ def run_elsewhere(
     with TemporaryDirectory() as folder:
         suite = Path(folder) / "suite"
         distinct = {one.digest: one for one in cassettes}
-        cases = [(Case(digest=name, cause=cause(one)), one) for name, one in distinct.items()]
+        cases = [(Case(digest=name, cause=describe_cause(one)), one) for name, one in distinct.items()]
         tokenizers = {one.tokenizer: tokenizer_of(one.tokenizer) for one in cassettes}
         write_suite(suite, cases, tokenizers, "")
         command = [str(python), "-m", "perilune.cli.main", "traces", "run", str(suite), "--json"]
         own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, env=own, capture_output=True, timeout=SECONDS, check=False)
+        done = subprocess.run(command, env=own, capture_output=True, timeout=SUITE_TIMEOUT_S, check=False)
         try:
             results = parse_strict_json(done.stdout)["results"]
             return {one["digest"]: {it["kind"] for it in one["differences"]} for one in results}

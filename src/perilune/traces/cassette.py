@@ -162,7 +162,7 @@ class Cassette(Frozen):
         return canonical_json(redact_document(self.model_dump(mode="json")))
 
 
-def track_of(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()) -> Track:
+def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()) -> Track:
     """The part of a player from its episode.
 
     A turn ended by itself if it has fewer than `sampling.max_tokens` tokens, a stop token or a stop text.
@@ -203,12 +203,12 @@ def track_of(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()) -> 
         opening=_messages(episode.messages[:first]),
         prompt=episode.prompt_ids.tolist(),
         turns=tuple(turns),
-        verdict=verdict_of(episode),
+        verdict=extract_verdict(episode),
         stop=tuple(stop),
     )
 
 
-def verdict_of(episode: Episode) -> Verdict:
+def extract_verdict(episode: Episode) -> Verdict:
     """How the episode ended."""
     return Verdict(
         reward=episode.reward,

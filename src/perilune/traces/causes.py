@@ -10,34 +10,35 @@ from collections.abc import Mapping, Sequence
 from perilune.files import sha256_bytes
 from perilune.traces.cassette import Cassette, Track
 
-FULL = 1.0  # of a reward term
+FULL_REWARD = 1.0  # of a reward term
 _ERROR = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))\b", re.MULTILINE)
 _ENDED = re.compile(r"\[ended: ([\w ]+)\]")
 _VARYING = re.compile(r"\d+(?:\.\d+)?|'[^']*'|\"[^\"]*\"")
-_COUNTED = ("contained/", "strategy/")  # metrics of an episode that name a cause
+_CAUSE_METRICS = ("contained/", "strategy/")  # metrics of an episode that name a cause
 
 
-def cause(cassette: Cassette) -> str:
+def describe_cause(cassette: Cassette) -> str:
     """The cause of the outcome of a cassette, for all its players."""
-    parts = [_cause(track) for track in cassette.tracks]
+    parts = [_describe_track(track) for track in cassette.tracks]
     return " | ".join(dict.fromkeys(parts)) or "nobody moved"
 
 
-def clusters(cassettes: Sequence[Cassette]) -> dict[str, list[Cassette]]:
+def cluster_cassettes(cassettes: Sequence[Cassette]) -> dict[str, list[Cassette]]:
     """Cassettes by environment and cause; in each, the smallest first, then by digest."""
     found: dict[str, list[Cassette]] = {}
     for one in cassettes:
-        found.setdefault(f"{environment_label(one.environment)}: {cause(one)}", []).append(one)
+        found.setdefault(f"{environment_label(one.environment)}: {describe_cause(one)}", []).append(one)
     return {
         name: sorted(members, key=lambda one: (one.tokens, one.digest))
         for name, members in sorted(found.items())
     }
 
 
-def choose(found: Mapping[str, Sequence[Cassette]], each: int) -> dict[str, list[Cassette]]:
+def choose_cassettes(found: Mapping[str, Sequence[Cassette]], each: int) -> dict[str, list[Cassette]]:
     """At most `each` of every cluster: the smallest, then others evenly over its sizes."""
     return {
-        name: [members[place] for place in _places(len(members), each)] for name, members in found.items()
+        name: [members[place] for place in _even_places(len(members), each)]
+        for name, members in found.items()
     }
 
 
@@ -47,30 +48,34 @@ def environment_label(section: Mapping[str, object]) -> str:
     return f"{section.get('id')}/{family}" if family else str(section.get("id"))
 
 
-def held_out(digest: str, share: float) -> bool:
+def is_held_out(digest: str, share: float) -> bool:
     """Whether a cassette is held out: a fixed draw from its digest, with this probability."""
     return int(sha256_bytes(f"held out/{digest}".encode())[:8], 16) < share * 16**8
 
 
-def _cause(track: Track) -> str:
+def _describe_track(track: Track) -> str:
     verdict = track.verdict
     if verdict.failure:
         return f"failure {_VARYING.sub('#', verdict.failure)}"
     seen = "\n".join(one["content"] for turn in track.turns for one in turn.messages)
-    low = [f"{name} {'below 1' if value else '0'}" for name, value in verdict.terms.items() if value < FULL]
+    low = [
+        f"{name} {'below 1' if value else '0'}"
+        for name, value in verdict.terms.items()
+        if value < FULL_REWARD
+    ]
     reward = verdict.reward or 0.0
     return ", ".join(
         [
             *(["cut off"] if verdict.finish_reason == "length" else []),
             *(f"ended by {one}" for one in dict.fromkeys(_ENDED.findall(seen))),
             *dict.fromkeys(_ERROR.findall(seen)),
-            *(name.partition("/")[2] for name in verdict.metrics if name.startswith(_COUNTED)),
-            *(low or ["full reward" if reward >= FULL else f"reward {reward:g}"]),
+            *(name.partition("/")[2] for name in verdict.metrics if name.startswith(_CAUSE_METRICS)),
+            *(low or ["full reward" if reward >= FULL_REWARD else f"reward {reward:g}"]),
         ]
     )
 
 
-def _places(count: int, most: int) -> list[int]:
+def _even_places(count: int, most: int) -> list[int]:
     if count <= most or most == 1:
         return list(range(min(count, most)))
     return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})

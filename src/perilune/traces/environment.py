@@ -48,7 +48,7 @@ class SuiteEnvironment(Mixture):
         self._tasks: dict[str, Task] = {}
         self._recorded: dict[str, list[float]] = defaultdict(list)
         for cassette in self.suite.cassettes.values():
-            name, section, task = _played(cassette)
+            name, section, task = _recorded_task(cassette)
             sections[name] = section
             self._tasks[cassette.digest] = task
             verdict = cassette.tracks[0].verdict if cassette.tracks else None
@@ -79,7 +79,7 @@ class SuiteEnvironment(Mixture):
         return dict(self._recorded)
 
 
-def _played(cassette: Cassette) -> tuple[str, Mapping[str, Any], Task]:
+def _recorded_task(cassette: Cassette) -> tuple[str, Mapping[str, Any], Task]:
     """The name and the section of the environment that played a cassette, and its task, which names it."""
     section, task = cassette.environment, cassette.task.task()
     if section.get("id") == MIXTURE:

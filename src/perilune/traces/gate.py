@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from perilune.metrics.bootstrap import Interval, paired_difference
-from perilune.metrics.proportion import pass_rate
+from perilune.metrics.proportion import pass_rate_interval
 from perilune.traces.oracle import Difference, Expectation
 from perilune.traces.replay import Replay, Replayer
 from perilune.traces.suite import Case, Part, Suite
@@ -83,25 +83,25 @@ def run_suite(suite: Suite, mode: Mode = "harness", part: Part = "all", seed: in
         CaseResult(case, cassette.source.episode_id, replay, replay.differences(suite.expected(case)))
         for case, cassette, replay in zip(cases, cassettes, replays, strict=True)
     ]
-    return GateReport(mode, results, *_intervals(suite, results, seed))
+    return GateReport(mode, results, *_reward_intervals(suite, results, seed))
 
 
-def _intervals(
+def _reward_intervals(
     suite: Suite, results: Sequence[CaseResult], seed: int
 ) -> tuple[Interval | None, Interval | None, Interval | None]:
     before: dict[str, float] = {}
     after: dict[str, float] = {}
     for one in results:
-        recorded = _rewards(suite.expected(one.case))
-        for player, reward in _rewards(one.replay.expectations()).items():
+        recorded = _rewards_by_player(suite.expected(one.case))
+        for player, reward in _rewards_by_player(one.replay.expectations()).items():
             if reward is not None and (old := recorded.get(player)) is not None:
                 key = f"{one.case.digest}/{player}"
                 before[key], after[key] = old, reward
     if not before:
         return None, None, None
-    ends = [pass_rate(list(part.values()), seed=seed) for part in (before, after)]
+    ends = [pass_rate_interval(list(part.values()), seed=seed) for part in (before, after)]
     return ends[0], ends[1], paired_difference(before, after, seed=seed)
 
 
-def _rewards(expectations: Sequence[Expectation]) -> dict[int, float | None]:
+def _rewards_by_player(expectations: Sequence[Expectation]) -> dict[int, float | None]:
     return {one.player: one.verdict.reward for one in expectations}

@@ -16,8 +16,8 @@ from perilune.files import canonical_json, sha256_bytes
 from perilune.frozen import Frozen
 from perilune.traces.cassette import Messages, Track, Verdict
 
-TOLERANCE = 1e-9  # of rewards: sums of the same numbers in another order
-_LONGEST = 160  # characters of a value in a difference
+REWARD_TOLERANCE = 1e-9  # of rewards: sums of the same numbers in another order
+_MAX_CHARACTERS = 160  # characters of a value in a difference
 
 
 class Expectation(Frozen):
@@ -55,19 +55,19 @@ class Difference:
         return f"{self.where}: {self.recorded} -> {self.replayed}"
 
 
-def expectation(track: Track) -> Expectation:
+def make_expectation(track: Track) -> Expectation:
     """What a track records."""
     return Expectation(
         player=track.player,
         verdict=track.verdict,
         texts=tuple(sha256_bytes(turn.text.encode("utf-8", "surrogatepass")) for turn in track.turns),
         seen=(track.opening, *(turn.messages for turn in track.turns)),
-        tokens=tuple(_digest(ids) for ids in (track.prompt, *(turn.seen for turn in track.turns))),
+        tokens=tuple(_digest_tokens(ids) for ids in (track.prompt, *(turn.seen for turn in track.turns))),
         stop=track.stop,
     )
 
 
-def differences(expected: Sequence[Expectation], replayed: Sequence[Expectation]) -> list[Difference]:
+def find_differences(expected: Sequence[Expectation], replayed: Sequence[Expectation]) -> list[Difference]:
     """All differences between what was recorded and what a replay gave."""
     before, after = ({one.player: one for one in part} for part in (expected, replayed))
     found = []
@@ -77,24 +77,24 @@ def differences(expected: Sequence[Expectation], replayed: Sequence[Expectation]
             moved = {True: "moves", False: "does not move"}
             found.append(Difference("turns", f"{name}turns", moved[player in before], moved[player in after]))
             continue
-        found += _of_player(before[player], after[player], name)
+        found += _compare_players(before[player], after[player], name)
     return found
 
 
-def _of_verdict(expected: Verdict, replayed: Verdict, name: str) -> list[Difference]:
+def _compare_verdicts(expected: Verdict, replayed: Verdict, name: str) -> list[Difference]:
     found = []
-    if _cause(expected.failure) != _cause(replayed.failure):
-        found.append(_difference("failure", f"{name}failure", expected.failure, replayed.failure))
-    if not _equal(expected.reward, replayed.reward):
-        found.append(_difference("reward", f"{name}reward", expected.reward, replayed.reward))
+    if _mask_numbers(expected.failure) != _mask_numbers(replayed.failure):
+        found.append(_make_difference("failure", f"{name}failure", expected.failure, replayed.failure))
+    if not _is_close(expected.reward, replayed.reward):
+        found.append(_make_difference("reward", f"{name}reward", expected.reward, replayed.reward))
     if expected.finish_reason != replayed.finish_reason:
         values = expected.finish_reason, replayed.finish_reason
-        found.append(_difference("finish", f"{name}finish_reason", *values))
-    found += _figures("term", f"{name}reward_terms", expected.terms, replayed.terms)
-    return found + _figures("metric", f"{name}metrics", expected.metrics, replayed.metrics)
+        found.append(_make_difference("finish", f"{name}finish_reason", *values))
+    found += _compare_figures("term", f"{name}reward_terms", expected.terms, replayed.terms)
+    return found + _compare_figures("metric", f"{name}metrics", expected.metrics, replayed.metrics)
 
 
-def token_differences(recorded: Sequence[Track], replayed: Sequence[Track]) -> list[Difference]:
+def find_token_differences(recorded: Sequence[Track], replayed: Sequence[Track]) -> list[Difference]:
     """The first sampled token of each player that differs, for mode `exact`."""
     after = {one.player: one for one in replayed}
     found = []
@@ -107,64 +107,66 @@ def token_differences(recorded: Sequence[Track], replayed: Sequence[Track]) -> l
                     (at for at, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]),
                     min(len(before), len(now)),
                 )
-                shown = [_shown(list(part[place : place + 8])) for part in (before, now)]
+                shown = [_format_value(list(part[place : place + 8])) for part in (before, now)]
                 found.append(Difference("sampled", f"turn {number}, token {place}", *shown))
                 break
     return found
 
 
-def _of_player(before: Expectation, after: Expectation, name: str) -> list[Difference]:
+def _compare_players(before: Expectation, after: Expectation, name: str) -> list[Difference]:
     found = []
     if len(before.texts) != len(after.texts):
-        found.append(_difference("turns", f"{name}turns", len(before.texts), len(after.texts)))
+        found.append(_make_difference("turns", f"{name}turns", len(before.texts), len(after.texts)))
     if before.stop != after.stop:
-        found.append(_difference("stop", f"{name}stop texts", before.stop, after.stop))
+        found.append(_make_difference("stop", f"{name}stop texts", before.stop, after.stop))
     for turn, (old, new) in enumerate(zip(before.texts, after.texts, strict=False), 1):
         if old != new:
-            found.append(_difference("text", f"{name}turn {turn}, its text", old[:12], new[:12]))
+            found.append(_make_difference("text", f"{name}turn {turn}, its text", old[:12], new[:12]))
     for turn, (old_seen, new_seen) in enumerate(zip(before.seen, after.seen, strict=False)):
         where = f"{name}observation {turn}" if turn else f"{name}prompt"
         if old_seen != new_seen:
-            found.append(_difference("observation", where, _text(old_seen), _text(new_seen)))
+            found.append(
+                _make_difference("observation", where, _format_messages(old_seen), _format_messages(new_seen))
+            )
         elif before.tokens[turn] != after.tokens[turn]:
             values = before.tokens[turn][:12], after.tokens[turn][:12]
-            found.append(_difference("tokens", f"{where}, its tokens", *values))
-    return found + _of_verdict(before.verdict, after.verdict, name)
+            found.append(_make_difference("tokens", f"{where}, its tokens", *values))
+    return found + _compare_verdicts(before.verdict, after.verdict, name)
 
 
-def _figures(
+def _compare_figures(
     kind: str, where: str, before: Mapping[str, float], after: Mapping[str, float]
 ) -> list[Difference]:
     return [
-        _difference(kind, f"{where}.{name}", before.get(name), after.get(name))
+        _make_difference(kind, f"{where}.{name}", before.get(name), after.get(name))
         for name in sorted(before.keys() | after.keys())
-        if not _equal(before.get(name), after.get(name))
+        if not _is_close(before.get(name), after.get(name))
     ]
 
 
-def _equal(before: float | None, after: float | None) -> bool:
+def _is_close(before: float | None, after: float | None) -> bool:
     if before is None or after is None:
         return before is after
-    return math.isclose(before, after, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return math.isclose(before, after, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE)
 
 
-def _cause(failure: str) -> str:
+def _mask_numbers(failure: str) -> str:
     """A failure without its numbers, such as seconds."""
     return re.sub(r"\d+(\.\d+)?", "#", failure)
 
 
-def _difference(kind: str, where: str, before: Any, after: Any) -> Difference:
-    return Difference(kind, where, _shown(before), _shown(after))
+def _make_difference(kind: str, where: str, before: Any, after: Any) -> Difference:
+    return Difference(kind, where, _format_value(before), _format_value(after))
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}…"
 
 
-def _text(messages: Messages) -> str:
+def _format_messages(messages: Messages) -> str:
     return repr("".join(f"{one['role']}: {one['content']}" for one in messages))
 
 
-def _digest(ids: Sequence[int]) -> str:
+def _digest_tokens(ids: Sequence[int]) -> str:
     return sha256_bytes(canonical_json(list(ids)))

@@ -15,7 +15,7 @@ from typing import Any
 from perilune.data.episode import Episode
 from perilune.data.spans import Span
 
-_ROUND = 1_000_000_000  # nanoseconds
+_ROUND_NS = 1_000_000_000  # nanoseconds
 _INTERNAL, _CLIENT = 1, 3  # SpanKind
 OK, ERROR = 1, 2  # StatusCode
 
@@ -27,19 +27,19 @@ def trace_request(episodes: Iterable[Episode], begin: int, *, texts: bool) -> di
         begin: time of the first round of each episode, in nanoseconds since 1970.
         texts: whether the spans contain the messages.
     """
-    return export_request([span for episode in episodes for span in _episode(episode, begin, texts)])
+    return export_request([span for episode in episodes for span in _episode_spans(episode, begin, texts)])
 
 
 def export_request(spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """An ExportTraceServiceRequest with the spans."""
     scope = {"name": "perilune", "version": version("perilune")}
-    resource = {"attributes": attributes({"service.name": "perilune"})}
+    resource = {"attributes": encode_attributes({"service.name": "perilune"})}
     return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": scope, "spans": list(spans)}]}]}
 
 
-def _episode(episode: Episode, begin: int, texts: bool) -> Iterator[dict[str, Any]]:
-    spans = episode.spans or (_of_player(episode),)
-    trace = _hex(episode.episode_id, 32)
+def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[str, Any]]:
+    spans = episode.spans or (_player_span(episode),)
+    trace = _hex_digest(episode.episode_id, 32)
     shared = {"gen_ai.conversation.id": episode.episode_id, "gen_ai.provider.name": "perilune"}
     conversations = {span.span_id: span.messages or episode.messages for span in spans}
     for span in spans:
@@ -52,38 +52,40 @@ def _episode(episode: Episode, begin: int, texts: bool) -> Iterator[dict[str, An
             "perilune.policy_version": span.policy_version,
         }
         if not span.parent:
-            agent |= _outcome(episode)
-        prompt = {"gen_ai.input.messages": _messages(span.messages[:1])} if texts and span.messages else {}
+            agent |= _outcome_attributes(episode)
+        prompt = (
+            {"gen_ai.input.messages": _encode_messages(span.messages[:1])} if texts and span.messages else {}
+        )
         own: dict[str, Any] = {
             "traceId": trace,
-            "spanId": _hex(f"{episode.episode_id} {span.span_id}", 16),
+            "spanId": _hex_digest(f"{episode.episode_id} {span.span_id}", 16),
             "name": f"invoke_agent {span.name}",
             "kind": _INTERNAL,
-            "startTimeUnixNano": str(begin + max(span.begin, 0) * _ROUND),
-            "endTimeUnixNano": str(begin + max(span.end, 0) * _ROUND),
-            "attributes": attributes(shared | agent | prompt),
-            "status": _status(episode) if not span.parent else {"code": OK},
+            "startTimeUnixNano": str(begin + max(span.begin, 0) * _ROUND_NS),
+            "endTimeUnixNano": str(begin + max(span.end, 0) * _ROUND_NS),
+            "attributes": encode_attributes(shared | agent | prompt),
+            "status": _episode_status(episode) if not span.parent else {"code": OK},
         }
         if span.parent:
-            own["parentSpanId"] = _hex(f"{episode.episode_id} {span.parent}", 16)
+            own["parentSpanId"] = _hex_digest(f"{episode.episode_id} {span.parent}", 16)
         yield own
         answers = [one for one in conversations[span.span_id] if one["role"] == "assistant"]
         for number, place in enumerate(span.rounds):
             turn = {"gen_ai.operation.name": "chat", "perilune.round": place}
             said = answers[number - len(span.rounds)] if len(answers) >= len(span.rounds) else None
             if texts and said is not None:
-                turn["gen_ai.output.messages"] = _messages([said])
+                turn["gen_ai.output.messages"] = _encode_messages([said])
             yield {
                 "traceId": trace,
-                "spanId": _hex(f"{episode.episode_id} {span.span_id} {number}", 16),
+                "spanId": _hex_digest(f"{episode.episode_id} {span.span_id} {number}", 16),
                 "parentSpanId": own["spanId"],
                 "name": "chat",
                 "kind": _CLIENT,
-                "startTimeUnixNano": str(begin + place * _ROUND),
-                "endTimeUnixNano": str(begin + (place + 1) * _ROUND),
-                "attributes": attributes(shared | turn),
+                "startTimeUnixNano": str(begin + place * _ROUND_NS),
+                "endTimeUnixNano": str(begin + (place + 1) * _ROUND_NS),
+                "attributes": encode_attributes(shared | turn),
                 "links": [
-                    {"traceId": trace, "spanId": _hex(f"{episode.episode_id} {one.span_id}", 16)}
+                    {"traceId": trace, "spanId": _hex_digest(f"{episode.episode_id} {one.span_id}", 16)}
                     for one in joined
                     if one.joined == place
                 ],
@@ -91,7 +93,7 @@ def _episode(episode: Episode, begin: int, texts: bool) -> Iterator[dict[str, An
             }
 
 
-def _of_player(episode: Episode) -> Span:
+def _player_span(episode: Episode) -> Span:
     """The span of an episode without sub-agents: one round for each turn."""
     turns = int(episode.metrics.get("turns", 1))
     return Span(
@@ -105,7 +107,7 @@ def _of_player(episode: Episode) -> Span:
     )
 
 
-def _outcome(episode: Episode) -> dict[str, Any]:
+def _outcome_attributes(episode: Episode) -> dict[str, Any]:
     found: dict[str, Any] = {
         "perilune.environment": episode.environment,
         "perilune.task_id": episode.task_id,
@@ -118,18 +120,18 @@ def _outcome(episode: Episode) -> dict[str, Any]:
     return found
 
 
-def _status(episode: Episode) -> dict[str, Any]:
+def _episode_status(episode: Episode) -> dict[str, Any]:
     return {"code": ERROR, "message": episode.failure} if episode.failure else {"code": OK}
 
 
-def _messages(messages: Sequence[Mapping[str, str]]) -> str:
+def _encode_messages(messages: Sequence[Mapping[str, str]]) -> str:
     parts = [
         {"role": one["role"], "parts": [{"type": "text", "content": one["content"]}]} for one in messages
     ]
     return json.dumps(parts, ensure_ascii=False)
 
 
-def attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+def encode_attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Values in the form of AnyValue; 64-bit integers are strings."""
     kinds = {str: "stringValue", int: "intValue", float: "doubleValue"}
     return [
@@ -138,5 +140,5 @@ def attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _hex(text: str, digits: int) -> str:
+def _hex_digest(text: str, digits: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:digits]

@@ -16,12 +16,12 @@ from perilune.environments.core.mixture import part_of
 from perilune.environments.core.protocol import Environment, Split, Task
 from perilune.environments.core.registry import make_environment
 from perilune.errors import PeriluneError
-from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, track_of
-from perilune.traces.oracle import expectation
+from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, extract_track
+from perilune.traces.oracle import make_expectation
 from perilune.traces.replay import Replay, Replayer
 
-_PLACES = re.compile(r"\d+ ?")  # of differences, which would make every reason another one
-MOST_TASKS = 200_000  # of a split, that are searched for the tasks of episodes
+_NUMBERS = re.compile(r"\d+ ?")  # of differences, which would make every reason another one
+MAX_TASKS = 200_000  # of a split, that are searched for the tasks of episodes
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Recording:
     refused: Mapping[str, int]
 
 
-def record(episodes: Sequence[Episode], origin: Origin, replayer: Replayer) -> Recording:
+def record_episodes(episodes: Sequence[Episode], origin: Origin, replayer: Replayer) -> Recording:
     """Record episodes of one file. Those of all players of a rollout make one cassette.
 
     Raises:
@@ -71,28 +71,28 @@ def record(episodes: Sequence[Episode], origin: Origin, replayer: Replayer) -> R
     tasks = find_tasks(environment, {one.task_id for one in episodes}, origin.seed, origin.system)
     refused: Counter[str] = Counter()
     drafts = []
-    for members in rollouts_of(episodes):
+    for members in group_rollouts(episodes):
         task = tasks.get(members[0].task_id)
         if task is None:
             refused["the environment no longer has its task"] += 1
             continue
         try:
-            drafts.append(_draft(members, task, origin, environment))
+            drafts.append(_draft_cassette(members, task, origin, environment))
         except PeriluneError as error:
             refused[error.what] += 1
     environment.close()
     kept = []
     for draft, replay in zip(drafts, replayer.harness(drafts), strict=True):
-        cassette = _completed(draft, replay)
-        found = replay.differences(tuple(map(expectation, cassette.tracks)))
+        cassette = _complete_cassette(draft, replay)
+        found = replay.differences(tuple(map(make_expectation, cassette.tracks)))
         if found:
-            refused[f"it does not replay, {found[0].kind}: {_PLACES.sub('', found[0].where)}"] += 1
+            refused[f"it does not replay, {found[0].kind}: {_NUMBERS.sub('', found[0].where)}"] += 1
         else:
             kept.append(cassette)
     return Recording(tuple(kept), dict(refused))
 
 
-def rollouts_of(episodes: Sequence[Episode]) -> list[list[Episode]]:
+def group_rollouts(episodes: Sequence[Episode]) -> list[list[Episode]]:
     """The episodes of all players of each rollout, without those of sub-agents."""
     found: dict[tuple[str, str, str], list[Episode]] = {}
     for one in episodes:
@@ -103,10 +103,10 @@ def rollouts_of(episodes: Sequence[Episode]) -> list[list[Episode]]:
 
 
 def find_tasks(environment: Environment, ids: set[str], seed: int, system: str = "") -> dict[str, Task]:
-    """The tasks with these ids, among the first `MOST_TASKS` of both splits."""
+    """The tasks with these ids, among the first `MAX_TASKS` of both splits."""
     found: dict[str, Task] = {}
     splits: tuple[Split, Split] = ("heldout", "train")
-    streams = [islice(environment.tasks(split, seed), MOST_TASKS) for split in splits]
+    streams = [islice(environment.tasks(split, seed), MAX_TASKS) for split in splits]
     opening = ({"role": "system", "content": system},) if system else ()
     for drawn in zip_longest(*streams):
         for task in filter(None, drawn):
@@ -117,7 +117,9 @@ def find_tasks(environment: Environment, ids: set[str], seed: int, system: str =
     return found
 
 
-def _draft(members: Sequence[Episode], task: Task, origin: Origin, environment: Environment) -> Cassette:
+def _draft_cassette(
+    members: Sequence[Episode], task: Task, origin: Origin, environment: Environment
+) -> Cassette:
     """The cassette of the episodes of one rollout, before it was played."""
     step, index, *_, sample = members[0].episode_id.split("/")
     sampling = Sampling(
@@ -140,11 +142,11 @@ def _draft(members: Sequence[Episode], task: Task, origin: Origin, environment: 
         task=TaskRecord.of(task),
         sampling=sampling,
         order=(),
-        tracks=tuple(track_of(one, sampling, stop) for one in members),
+        tracks=tuple(extract_track(one, sampling, stop) for one in members),
     )
 
 
-def _completed(draft: Cassette, replay: Replay) -> Cassette:
+def _complete_cassette(draft: Cassette, replay: Replay) -> Cassette:
     """The cassette with the order of its actions, and the metrics that playing it gives."""
     given = {one.player: one.verdict.metrics for one in replay.tracks}
     tracks = []

@@ -23,13 +23,13 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.rollout import Rollout
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import session_seed
-from perilune.traces.cassette import Cassette, Track, track_of
-from perilune.traces.oracle import Difference, Expectation, differences, expectation
+from perilune.traces.cassette import Cassette, Track, extract_track
+from perilune.traces.oracle import Difference, Expectation, find_differences, make_expectation
 from perilune.traces.tape import NoEngine, TapedWorker
 from perilune.verifiers import Scorer
 from perilune.verifiers.sessions import Sessions
 
-MOST_AT_ONCE = 256  # sessions that are open together
+MAX_BATCH_SIZE = 256  # sessions that are open together
 TokenizerOf = Callable[[str], Tokenizer]
 """Loads the tokenizer with a digest."""
 
@@ -52,14 +52,14 @@ class Replay:
         """How the replay differs from what is expected."""
         if self.error:
             return [Difference("error", "replay", "", self.error)]
-        return differences(expected, self.expectations())
+        return find_differences(expected, self.expectations())
 
     def expectations(self) -> tuple[Expectation, ...]:
         """What the replay gave, as an expectation of the next one."""
-        return tuple(map(expectation, self.tracks))
+        return tuple(map(make_expectation, self.tracks))
 
 
-def as_played(cassette: Cassette, replay: Replay) -> Cassette:
+def apply_replay(cassette: Cassette, replay: Replay) -> Cassette:
     """The cassette with what the replay gave in place of what was recorded."""
     return cassette.model_copy(update={"tracks": replay.tracks, "order": replay.order})
 
@@ -85,11 +85,13 @@ class Replayer:
 
     def harness(self, cassettes: Sequence[Cassette]) -> list[Replay]:
         """Play cassettes with the model's turns from the tape. Returns one replay each, in order."""
-        return _batched(cassettes, lambda batch: self._played(batch, NoEngine(batch[0].sampling.positions)))
+        return _play_batches(
+            cassettes, lambda batch: self._play(batch, NoEngine(batch[0].sampling.positions))
+        )
 
     def exact(self, cassettes: Sequence[Cassette], engine: SamplingBackend) -> list[Replay]:
         """Play cassettes with a live model: the same weights and keys give the same tokens."""
-        return _batched(cassettes, lambda batch: self._played(batch, engine, until=0))
+        return _play_batches(cassettes, lambda batch: self._play(batch, engine, until=0))
 
     def fork(self, cassette: Cassette, turn: int, samples: int, engine: SamplingBackend) -> list[Replay]:
         """Play the first `turn` actions from the tape, and sample the others `samples` times.
@@ -105,7 +107,7 @@ class Replayer:
                 where=cassette.source.episode_id,
                 remedy=f"fork after turn 0 to {len(cassette.order) - 1}",
             )
-        return self._played([_with_sample(cassette, sample) for sample in range(samples)], engine, until=turn)
+        return self._play([_with_sample(cassette, sample) for sample in range(samples)], engine, until=turn)
 
     def rescore(self, cassettes: Sequence[Cassette]) -> list[Replay]:
         """Score recorded episodes again, without playing them. Episodes that failed, or in which nobody
@@ -115,7 +117,9 @@ class Replayer:
         def score(batch: Sequence[Cassette]) -> list[Replay]:
             scored = [one for one in batch if one.order and not any(t.verdict.failure for t in one.tracks)]
             items = [
-                (one.task.task(), _transcript(one, track.player)) for one in scored for track in one.tracks
+                (one.task.task(), _make_transcript(one, track.player))
+                for one in scored
+                for track in one.tracks
             ]
             outcomes = iter(self._scorer(batch[0]).score(items))
             verdicts = {
@@ -123,7 +127,7 @@ class Replayer:
             }
             return [Replay(tuple(verdicts.get(one.digest, one.tracks)), one.order) for one in batch]
 
-        return _batched(cassettes, score)
+        return _play_batches(cassettes, score)
 
     def _scorer(self, cassette: Cassette) -> Scorer:
         section = canonical_json(cassette.environment)
@@ -131,7 +135,7 @@ class Replayer:
             self._scorers[section] = Scorer(cassette.environment)
         return self._scorers[section]
 
-    def _played(
+    def _play(
         self, cassettes: Sequence[Cassette], engine: SamplingBackend, until: int | None = None
     ) -> list[Replay]:
         """Play cassettes that share settings; see `TapedWorker.until`."""
@@ -155,10 +159,10 @@ class Replayer:
             worker.tapes[rollout] = one
         most = 1 + max(one.sampling.sample for one in cassettes)
         worker.play_out(sessions, [*worker.tapes], params, samples=most, watch=Stopwatch())
-        return [_replay(worker, rollout, params) for rollout in worker.tapes]
+        return [_collect_replay(worker, rollout, params) for rollout in worker.tapes]
 
 
-def batches(cassettes: Iterable[Cassette]) -> Iterator[list[Cassette]]:
+def split_batches(cassettes: Iterable[Cassette]) -> Iterator[list[Cassette]]:
     """Cassettes of the same run, environment and sampling settings, which can be played together."""
 
     def kind(one: Cassette) -> bytes:
@@ -167,26 +171,28 @@ def batches(cassettes: Iterable[Cassette]) -> Iterator[list[Cassette]]:
 
     for _, group in groupby(sorted(cassettes, key=kind), key=kind):
         members = list(group)
-        for start in range(0, len(members), MOST_AT_ONCE):
-            yield members[start : start + MOST_AT_ONCE]
+        for start in range(0, len(members), MAX_BATCH_SIZE):
+            yield members[start : start + MAX_BATCH_SIZE]
 
 
-def _batched(
+def _play_batches(
     cassettes: Sequence[Cassette], play: Callable[[Sequence[Cassette]], list[Replay]]
 ) -> list[Replay]:
     found: dict[str, Replay] = {}
-    for batch in batches({one.digest: one for one in cassettes}.values()):
-        found |= zip([one.digest for one in batch], _attempt(batch, play), strict=True)
+    for batch in split_batches({one.digest: one for one in cassettes}.values()):
+        found |= zip([one.digest for one in batch], _play_or_report(batch, play), strict=True)
     return [found[one.digest] for one in cassettes]
 
 
-def _attempt(batch: Sequence[Cassette], play: Callable[[Sequence[Cassette]], list[Replay]]) -> list[Replay]:
+def _play_or_report(
+    batch: Sequence[Cassette], play: Callable[[Sequence[Cassette]], list[Replay]]
+) -> list[Replay]:
     """Play a batch. If it cannot be played, play its cassettes one by one and record why each stopped."""
     try:
         return play(batch)
     except Exception as error:  # whatever the harness raises is a finding, and must not hide the others
         if len(batch) > 1:
-            return [replay for one in batch for replay in _attempt([one], play)]
+            return [replay for one in batch for replay in _play_or_report([one], play)]
         why = error.what if isinstance(error, PeriluneError) else f"{type(error).__name__}: {error}"
         return [Replay(error=why)]
 
@@ -195,29 +201,29 @@ def _with_sample(cassette: Cassette, sample: int) -> Cassette:
     return cassette.model_copy(update={"sampling": cassette.sampling.model_copy(update={"sample": sample})})
 
 
-def _replay(worker: TapedWorker, rollout: Rollout, params: SamplingParams) -> Replay:
+def _collect_replay(worker: TapedWorker, rollout: Rollout, params: SamplingParams) -> Replay:
     sampling = worker.tapes[rollout].sampling
     stop = worker.with_stop(params, rollout.task).stop
     tape, is_taped = worker.tapes[rollout], worker.until is None
     tracks = []
     for group in worker.groups_of([rollout], params):
         for episode in group:
-            track = track_of(_as_recorded(episode), sampling, stop)
-            tracks.append(_as_taped(tape, track) if is_taped else track)
+            track = extract_track(_drop_missing_turn(episode), sampling, stop)
+            tracks.append(_restore_finished(tape, track) if is_taped else track)
     order = tuple(worker.order.get(rollout, ()))
     if rollout.finish_reason != "aborted" and len(order) != sum(len(one.turns) for one in tracks):
         return Replay(error="two turns without an observation between them cannot be told apart")
     return Replay(tuple(tracks), order)
 
 
-def _as_recorded(episode: Episode) -> Episode:
+def _drop_missing_turn(episode: Episode) -> Episode:
     """The episode without a turn that the tape lacked, which has no tokens."""
     if episode.finish_reason != "aborted":
         return episode
     return replace(episode, messages=episode.messages[:-1])
 
 
-def _as_taped(cassette: Cassette, track: Track) -> Track:
+def _restore_finished(cassette: Cassette, track: Track) -> Track:
     """The track, with the turns finished that are finished on the tape: a shrunk one is below the limit."""
     tape = cassette.track(track.player)
     finished = [one.finished for one in tape.turns[: len(track.turns)]] if tape else []
@@ -227,7 +233,7 @@ def _as_taped(cassette: Cassette, track: Track) -> Track:
     return track.model_copy(update={"turns": tuple(turns)})
 
 
-def _transcript(cassette: Cassette, player: int) -> Transcript:
+def _make_transcript(cassette: Cassette, player: int) -> Transcript:
     *earlier, last = cassette.actions()
     return Transcript(
         last.text,

@@ -14,22 +14,22 @@ from typing import TypeVar
 
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.traces.cassette import Cassette, Turn
-from perilune.traces.causes import cause
-from perilune.traces.replay import Replayer, as_played
+from perilune.traces.causes import describe_cause
+from perilune.traces.replay import Replayer, apply_replay
 
 T = TypeVar("T")
-Fails = Callable[[Sequence[Cassette]], list[bool]]
+FailureCheck = Callable[[Sequence[Cassette]], list[bool]]
 """Which of these played cassettes still show the failure."""
 
 _PIECES = re.compile(r"\n+|[^\S\n]+|\w+|[^\w\s]")
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
-MOST_PIECES = 400  # of a text that is cut word by word; longer ones are cut by lines first
+MAX_PIECES = 400  # of a text that is cut word by word; longer ones are cut by lines first
 
 
-def same_cause(cassette: Cassette) -> Fails:
+def has_same_cause(cassette: Cassette) -> FailureCheck:
     """The cause of the outcome is that of `cassette`."""
-    wanted = cause(cassette)
-    return lambda played: [cause(one) == wanted for one in played]
+    wanted = describe_cause(cassette)
+    return lambda played: [describe_cause(one) == wanted for one in played]
 
 
 def minimize(items: Sequence[T], first: Callable[[list[list[T]]], int | None]) -> list[T]:
@@ -66,12 +66,12 @@ class Shrinker:
         replayer: plays the candidates.
     """
 
-    fails: Fails
+    fails: FailureCheck
     replayer: Replayer
 
     def shrink(self, cassette: Cassette) -> Cassette:
         """The smallest cassette found; `cassette` itself if it does not show the failure."""
-        (whole,) = self._played([cassette])
+        (whole,) = self._play([cassette])
         if whole is None or not self.fails([whole])[0]:
             return cassette
         small, before = whole, whole.tokens + 1
@@ -105,16 +105,16 @@ class Shrinker:
         return cut(cut(small, _LINES), _PIECES)
 
     def _cut(
-        self, base: Cassette, items: Sequence[T], draft_of: Callable[[Sequence[T]], Cassette | None]
+        self, base: Cassette, items: Sequence[T], make_draft: Callable[[Sequence[T]], Cassette | None]
     ) -> Cassette:
         """The cassette without the items that it does not need to fail."""
         best = base
 
         def first(candidates: list[list[T]]) -> int | None:
             nonlocal best
-            drafts = list(map(draft_of, candidates))
+            drafts = list(map(make_draft, candidates))
             places = [place for place, one in enumerate(drafts) if one is not None]
-            played = self._played([one for one in drafts if one is not None])
+            played = self._play([one for one in drafts if one is not None])
             found = [(place, one) for place, one in zip(places, played, strict=True) if one is not None]
             for (place, one), fails in zip(found, self.fails([one for _, one in found]), strict=True):
                 if fails:
@@ -122,16 +122,16 @@ class Shrinker:
                     return place
             return None
 
-        if 1 < len(items) <= MOST_PIECES:
+        if 1 < len(items) <= MAX_PIECES:
             minimize(items, first)
         return best
 
-    def _played(self, drafts: Sequence[Cassette]) -> list[Cassette | None]:
+    def _play(self, drafts: Sequence[Cassette]) -> list[Cassette | None]:
         """The drafts as the harness plays them; None where it stops, or asks for a turn that was cut."""
         found = []
         for one, replay in zip(drafts, self.replayer.harness(drafts), strict=True):
             ended = [track.verdict.finish_reason for track in replay.tracks]
-            found.append(None if replay.error or "aborted" in ended else as_played(one, replay))
+            found.append(None if replay.error or "aborted" in ended else apply_replay(one, replay))
         return found
 
 

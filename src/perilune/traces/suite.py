@@ -22,9 +22,9 @@ from perilune.files import read_json, read_regular, sha256_bytes, sha256_file, w
 from perilune.frozen import Frozen
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.traces.cassette import Cassette
-from perilune.traces.oracle import Expectation, expectation
+from perilune.traces.oracle import Expectation, make_expectation
 
-INDEX = "suite.json"
+INDEX_FILE = "suite.json"
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Part = Literal["all", "shown", "held-out"]
 
@@ -47,7 +47,7 @@ class Case(Frozen):
     accepted: tuple[Expectation, ...] | None = None
 
 
-class Index(Frozen):
+class SuiteIndex(Frozen):
     """suite.json."""
 
     schema_version: Literal[1] = 1
@@ -64,7 +64,7 @@ class Suite:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.index = _parsed(Index, root / INDEX)
+        self.index = _parse_file(SuiteIndex, root / INDEX_FILE)
         self._tokenizers: dict[str, Tokenizer] = {}
 
     @cached_property
@@ -74,7 +74,7 @@ class Suite:
         Raises:
             RequestError: when a file is missing or malformed, or does not have the content of its name.
         """
-        return {case.digest: self._cassette(case.digest) for case in self.index.cases}
+        return {case.digest: self._load_cassette(case.digest) for case in self.index.cases}
 
     def cases(self, part: Part = "all") -> list[Case]:
         """The cases of a part."""
@@ -83,7 +83,7 @@ class Suite:
     def expected(self, case: Case) -> tuple[Expectation, ...]:
         """What a case expects."""
         recorded = self.cassettes[case.digest].tracks
-        return tuple(map(expectation, recorded)) if case.accepted is None else case.accepted
+        return tuple(map(make_expectation, recorded)) if case.accepted is None else case.accepted
 
     def tokenizer(self, digest: str) -> Tokenizer:
         """The tokenizer with this digest.
@@ -108,22 +108,22 @@ class Suite:
         for case in self.index.cases:
             given = replayed.get(case.digest)
             if given is not None:
-                own = tuple(map(expectation, self.cassettes[case.digest].tracks))
+                own = tuple(map(make_expectation, self.cassettes[case.digest].tracks))
                 case = case.model_copy(update={"accepted": None if given == own else given})  # noqa: PLW2901
             cases.append(case)
         changed = self.index.model_copy(update={"cases": tuple(cases)})
         lines: list[str] = []
         for before, after in zip(self.index.cases, cases, strict=True):
-            old, new = (_lines(one, self.cassettes[one.digest]) for one in (before, after))
+            old, new = (_expected_lines(one, self.cassettes[one.digest]) for one in (before, after))
             name = f"{before.digest[:12]} {before.cause}"
             lines += difflib.unified_diff(old, new, name, name, lineterm="", n=2)
-        write_json(self.root / INDEX, changed.model_dump(mode="json"))
+        write_json(self.root / INDEX_FILE, changed.model_dump(mode="json"))
         self.index = changed
         return "\n".join(lines)
 
-    def _cassette(self, digest: str) -> Cassette:
+    def _load_cassette(self, digest: str) -> Cassette:
         path = self.root / "cassettes" / f"{digest}.json"
-        found = _parsed(Cassette, path)
+        found = _parse_file(Cassette, path)
         if sha256_bytes(read_regular(path)) != digest:
             raise RequestError(
                 "the content is not the one that its name states", where=str(path), remedy="restore the file"
@@ -139,16 +139,16 @@ def write_suite(
     Raises:
         RequestError: when the folder has one already.
     """
-    if (root / INDEX).exists():
+    if (root / INDEX_FILE).exists():
         raise RequestError(
             "the folder holds a suite", where=str(root), remedy="give another --out, or remove it"
         )
     for _, cassette in cassettes:
-        write_atomic(_made(root / "cassettes") / f"{cassette.digest}.json", cassette.to_bytes())
+        write_atomic(_make_folder(root / "cassettes") / f"{cassette.digest}.json", cassette.to_bytes())
     for digest in {cassette.tokenizer for _, cassette in cassettes}:
-        tokenizers[digest].save(_made(root / "tokenizers" / digest))
-    index = Index(where=where, cases=tuple(case for case, _ in cassettes))
-    write_json(_made(root) / INDEX, index.model_dump(mode="json"))
+        tokenizers[digest].save(_make_folder(root / "tokenizers" / digest))
+    index = SuiteIndex(where=where, cases=tuple(case for case, _ in cassettes))
+    write_json(_make_folder(root) / INDEX_FILE, index.model_dump(mode="json"))
     return Suite(root)
 
 
@@ -159,19 +159,19 @@ def tokenizer_digest(folder: Path) -> str:
     return sha256_bytes(json.dumps(files).encode())
 
 
-def _made(folder: Path) -> Path:
+def _make_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _lines(case: Case, cassette: Cassette) -> list[str]:
+def _expected_lines(case: Case, cassette: Cassette) -> list[str]:
     """What a case expects, for a diff: one line a figure or message."""
-    expected = tuple(map(expectation, cassette.tracks)) if case.accepted is None else case.accepted
+    expected = tuple(map(make_expectation, cassette.tracks)) if case.accepted is None else case.accepted
     document = [one.model_dump(mode="json") for one in expected]
     return json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True).splitlines()
 
 
-def _parsed(model: type[Model], path: Path) -> Model:
+def _parse_file(model: type[Model], path: Path) -> Model:
     try:
         return model.model_validate(read_json(path))
     except ValidationError as error:

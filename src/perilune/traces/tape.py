@@ -66,7 +66,7 @@ class TapedWorker(RolloutWorker):
         for one in turns:
             self.order.setdefault(one.rollout, []).append(one.rollout.observation.player)
             if self.until is None or one.number < self.until:
-                found[one] = self._taped(one)
+                found[one] = self._replay_turn(one)
         live = [(one, context) for one, context in zip(turns, contexts, strict=True) if one not in found]
         if live:
             parts = [list(part) for part in zip(*live, strict=True)]
@@ -74,7 +74,7 @@ class TapedWorker(RolloutWorker):
             found |= dict(zip(parts[0], sampled, strict=True))
         return [found[one] for one in turns]
 
-    def _taped(self, due: DueTurn) -> Completion:
+    def _replay_turn(self, due: DueTurn) -> Completion:
         if due.agent:
             raise WorkFailedError("turns of sub-agents are not on a tape yet")
         track = self.tapes[due.rollout].track(due.rollout.observation.player)

@@ -41,7 +41,7 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>-?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)|(?P<text>\"[^\"]*\"|'[^']*')"
     r"|(?P<sign><=|>=|==|!=|[<>~()])|(?P<name>[A-Za-z_][\w./@-]*))"
 )
-_COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -49,8 +49,8 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
-_WORDS: Mapping[str, Value] = {"true": True, "false": False}
-_DEEPEST = 50  # nested parentheses and negations
+_LITERALS: Mapping[str, Value] = {"true": True, "false": False}
+_MAX_DEPTH = 50  # nested parentheses and negations
 
 
 def parse_where(text: str) -> Condition:
@@ -61,14 +61,14 @@ def parse_where(text: str) -> Condition:
     """
     if not text.strip():
         return lambda _: True
-    parser = _Parser(text, _tokens(text))
+    parser = _Parser(text, _tokenize(text))
     condition = parser.either(0)
     if parser.tokens:
         raise parser.error(f"'{parser.tokens[0][1]}' does not continue the condition")
     return lambda episode: bool(condition(episode))
 
 
-def _tokens(text: str) -> list[tuple[str, str]]:
+def _tokenize(text: str) -> list[tuple[str, str]]:
     found, at = [], 0
     text = text.rstrip()
     while at < len(text):
@@ -101,7 +101,7 @@ class _Parser:
         return terms[0] if len(terms) == 1 else lambda one: all(term(one) for term in terms)
 
     def one(self, depth: int) -> _Term:
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise self.error("it is nested too deeply")
         if self.take("not"):
             inner = self.one(depth + 1)
@@ -112,10 +112,10 @@ class _Parser:
                 raise self.error("a parenthesis is not closed")
             return inner
         left = self.value()
-        if not self.tokens or self.tokens[0][1] not in {*_COMPARE, "~"}:
+        if not self.tokens or self.tokens[0][1] not in {*_OPERATORS, "~"}:
             return left
         sign, right = self.tokens.pop(0)[1], self.value()
-        return lambda one: _holds(sign, left(one), right(one))
+        return lambda one: _compare_values(sign, left(one), right(one))
 
     def value(self) -> _Term:
         if not self.tokens:
@@ -133,8 +133,8 @@ class _Parser:
 
     def field(self, name: str) -> _Term:
         group, _, key = name.partition(".")
-        if name in _WORDS:
-            word = _WORDS[name]
+        if name in _LITERALS:
+            word = _LITERALS[name]
             return lambda _: word
         if group in GROUPS and key:
             return lambda one: getattr(one, group).get(key)
@@ -153,11 +153,11 @@ class _Parser:
         return RequestError(f"{self.text!r}: {problem}", where="--where")
 
 
-def _holds(sign: str, left: Value, right: Value) -> bool:
+def _compare_values(sign: str, left: Value, right: Value) -> bool:
     if left is None or right is None:
         return False
     if sign == "~":
         return str(right) in str(left)
     if isinstance(left, str) != isinstance(right, str):
         return sign == "!="
-    return _COMPARE[sign](left, right)
+    return _OPERATORS[sign](left, right)

@@ -12,8 +12,8 @@ from mlflow.tracking import MlflowClient
 from perilune.tracking.sinks import Sink, TrackedRun
 from perilune.tracking.trail import Figures
 
-TAG = "perilune.run"
-LONGEST = 500  # characters of a parameter; MLflow refuses more than a few thousand
+RUN_TAG = "perilune.run"
+MAX_PARAMETER_CHARACTERS = 500  # characters of a parameter; MLflow refuses more than a few thousand
 _FORBIDDEN = re.compile(r"[^\w\-. :/]")  # in a metric's name
 
 
@@ -27,17 +27,17 @@ class MLflow:
         self.place = f"MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri {uri}"
         self._client = MlflowClient(tracking_uri=uri)
         self._started = run.started
-        self._run = self._opened(run)
+        self._run = self._start_run(run)
 
-    def _opened(self, run: TrackedRun) -> Run:
+    def _start_run(self, run: TrackedRun) -> Run:
         found = self._client.get_experiment_by_name(run.experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(run.experiment)
-        for before in self._client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'"):
+        for before in self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.id}'"):
             self._client.delete_run(before.info.run_id)
         made = self._client.create_run(
-            experiment, start_time=int(run.started * 1000), tags={TAG: run.id}, run_name=run.stage
+            experiment, start_time=int(run.started * 1000), tags={RUN_TAG: run.id}, run_name=run.stage
         )
-        params = [Param(name, str(value)[:LONGEST]) for name, value in run.config.items()]
+        params = [Param(name, str(value)[:MAX_PARAMETER_CHARACTERS]) for name, value in run.config.items()]
         self._client.log_batch(made.info.run_id, params=params)
         return made
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.files import finite_number, read_json_lines
-
-SPENT = ("sampling", "scoring", "learning", "other")  # seconds of a step, in timings.jsonl
+from perilune.metrics.training import STEP_PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Figures:
     values: Mapping[str, float]
 
 
-class Trail:
+class FigureReader:
     """Reads the figures of a run incrementally: every step once, in order, over all attempts.
 
     An attempt that resumes repeats the steps after its checkpoint. Steps that were already read are skipped;
@@ -51,10 +50,12 @@ class Trail:
         for row in rows if ended else rows[:-1]:
             step = row["step"]
             timing = timings.get(step, {})
-            seconds += sum(finite_number(timing.get(name)) or 0.0 for name in SPENT)
+            seconds += sum(finite_number(timing.get(name)) or 0.0 for name in STEP_PARTS)
             if step > self._last:
                 self._last = step
-                values = _numbers(row) | {f"timing/{name}": one for name, one in _numbers(timing).items()}
+                values = _finite_numbers(row) | {
+                    f"timing/{name}": one for name, one in _finite_numbers(timing).items()
+                }
                 yield Figures(step, seconds, values)
 
 
@@ -65,6 +66,6 @@ def _read_steps(path: Path) -> Iterator[Mapping[str, Any]]:
             yield row
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def _finite_numbers(row: Mapping[str, Any]) -> dict[str, float]:
     numbers = {name: finite_number(value) for name, value in row.items() if name != "step"}
     return {name: value for name, value in numbers.items() if value is not None}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from perilune.bundle.digest import BUNDLE_FILE
 from perilune.data.episode import Episode
-from perilune.data.episodes_file import Score, read_episodes, read_scores
+from perilune.data.episodes_file import EpisodeScore, read_episodes, read_scores
 from perilune.errors import RequestError
 from perilune.execution.log import log_tail
 from perilune.files import finite_number, read_json, read_json_lines
@@ -20,8 +20,8 @@ from perilune.files import finite_number, read_json, read_json_lines
 T = TypeVar("T")
 Columns = dict[str, list[Any]]
 
-LOG_LINES = 30
-LOG_CHARACTERS = 6000
+LOG_TAIL_LINES = 30
+LOG_TAIL_CHARACTERS = 6000
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Attempt:
     @cached_property
     def metrics(self) -> Columns:
         """artifacts/metrics.jsonl as columns, with None for missing values."""
-        return columns_of(self.metric_lines)
+        return to_columns(self.metric_lines)
 
     @cached_property
     def metric_lines(self) -> list[Mapping[str, Any]]:
@@ -81,7 +81,7 @@ class Attempt:
     @cached_property
     def timings(self) -> Columns:
         """artifacts/timings.jsonl as columns."""
-        return columns_of(self.timing_lines)
+        return to_columns(self.timing_lines)
 
     @cached_property
     def timing_lines(self) -> list[Mapping[str, Any]]:
@@ -160,13 +160,13 @@ class Attempt:
         """The last lines of its log."""
         if self.root is None:
             return ""
-        return log_tail(self.root / "runtime", LOG_LINES)[-LOG_CHARACTERS:]
+        return log_tail(self.root / "runtime", LOG_TAIL_LINES)[-LOG_TAIL_CHARACTERS:]
 
     def episodes(self, path: Path, tasks: Collection[str] | None = None) -> list[Episode]:
         """Episodes of one of its files, or only those of some tasks."""
         return self._unless_damaged(lambda: read_episodes(path, tasks)) or []
 
-    def scores(self, path: Path) -> list[Score]:
+    def scores(self, path: Path) -> list[EpisodeScore]:
         """Scores of the episodes of one of its files."""
         return self._unless_damaged(lambda: read_scores(path)) or []
 
@@ -203,7 +203,7 @@ class Attempt:
         return path.stat().st_mtime if path is not None and path.exists() else None
 
 
-def columns_of(rows: list[Mapping[str, Any]]) -> Columns:
+def to_columns(rows: list[Mapping[str, Any]]) -> Columns:
     """Rows as columns of equal length, ordered by step. The last row of a step counts."""
     by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
     ordered = [by_step[step] for step in sorted(by_step)]

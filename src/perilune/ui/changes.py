@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 
 from perilune.ui.comparisons import Comparison, Evaluation
 from perilune.ui.figures import Figure
-from perilune.ui.headline import percent, points
+from perilune.ui.headline import format_percent, format_points
 
 GREEDY = "greedy"
 
 
-def shown_measures(evaluations: Sequence[Evaluation]) -> list[str]:
+def select_measures(evaluations: Sequence[Evaluation]) -> list[str]:
     """The measures to show of all evaluations: pass@k of the lowest and the highest k, and greedy."""
     found = {name for one in evaluations for name in one.measures}
     passes = sorted(found - {GREEDY}, key=lambda name: int(name.removeprefix("pass@")))
@@ -23,7 +23,7 @@ def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Compari
         return None
     place = {one.stage: index for index, one in enumerate(evaluations)}
     series = []
-    for name in shown_measures(evaluations):
+    for name in select_measures(evaluations):
         bounds = [one.measures.get(name, (None, None, None)) for one in evaluations]
         y, low, high = zip(*bounds, strict=True)
         other = name != "pass@1"
@@ -45,7 +45,7 @@ def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Compari
     }
 
 
-def differences(comparisons: Sequence[Comparison], measures: Sequence[str]) -> list[Figure]:
+def difference_charts(comparisons: Sequence[Comparison], measures: Sequence[str]) -> list[Figure]:
     """One chart of paired differences for each pair of evaluations, all on one scale."""
     paired = [one for one in comparisons if one.differences]
     bounds = [end for one in paired for found in one.differences.values() for end in (found.low, found.high)]
@@ -54,15 +54,15 @@ def differences(comparisons: Sequence[Comparison], measures: Sequence[str]) -> l
     domain = (min(0.0, lowest - pad * (lowest < 0)), max(0.0, highest + pad * (highest > 0)))
 
     def row(name: str, mean: float, low: float, high: float) -> Figure:
-        ends = f"{points(low)} to {points(high)}"
+        ends = f"{format_points(low)} to {format_points(high)}"
         return {
             "label": name,
-            "value": f"{points(mean)}  [{points(low)}, {points(high)}]",
+            "value": f"{format_points(mean)}  [{format_points(low)}, {format_points(high)}]",
             "marks": [
                 {"whisker": (low, high), "color": _color(name)},
                 {"dot": mean, "color": _color(name)},
             ],
-            "details": [{"name": "95% interval", "value": f"{points(mean)} points, {ends}"}],
+            "details": [{"name": "95% interval", "value": f"{format_points(mean)} format_points, {ends}"}],
         }
 
     return [
@@ -78,7 +78,7 @@ def differences(comparisons: Sequence[Comparison], measures: Sequence[str]) -> l
     ]
 
 
-def contributions(climb: Comparison | None) -> list[Figure]:
+def contribution_charts(climb: Comparison | None) -> list[Figure]:
     """The change of pass@1 by strategy, and each strategy's share and accuracy before and after."""
     if climb is None or not climb.contributions:
         return []
@@ -98,17 +98,25 @@ def _waterfall(climb: Comparison) -> Figure:
     middle = before + math.fsum(shares.values())
 
     def end(label: str, value: float, color: int) -> Figure:
-        details = [{"name": "pass@1", "value": percent(value)}]
+        details = [{"name": "pass@1", "value": format_percent(value)}]
         marks = [{"bar": (0, value), "color": color}]
-        return {"label": label, "value": percent(value), "strong": True, "marks": marks, "details": details}
+        return {
+            "label": label,
+            "value": format_percent(value),
+            "strong": True,
+            "marks": marks,
+            "details": details,
+        }
 
     def effect(label: str, parts: Mapping[str, float], start: float, color: int) -> Figure:
         value = math.fsum(parts.values())
         return {
             "label": label,
-            "value": f"{points(value)} points",
+            "value": f"{format_points(value)} points",
             "marks": [{"bar": (start, start + value), "color": 2 if value < 0 else color}],
-            "details": [{"name": name, "value": f"{points(part)} points"} for name, part in parts.items()],
+            "details": [
+                {"name": name, "value": f"{format_points(part)} points"} for name, part in parts.items()
+            ],
         }
 
     return {
@@ -142,7 +150,7 @@ def _dumbbell(
     ]
 
     def row(name: str, sides: tuple[float | None, float | None]) -> Figure:
-        texts = ["–" if value is None else percent(value) for value in sides]
+        texts = ["–" if value is None else format_percent(value) for value in sides]
         bar = [{"bar": sides, "color": 1, "thin": True}] if None not in sides else []
         dots = [{"dot": value, **look} for value, look in zip(sides, legend, strict=True)]
         details = [{"name": look["name"], "value": text} for look, text in zip(legend, texts, strict=True)]

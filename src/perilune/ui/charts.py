@@ -9,13 +9,13 @@ from typing import Any
 
 from perilune.ui.attempt import Columns
 
-LOSSES = {
+LOSS_NOTES = {
     "sft": "Mean cross-entropy of the trace's tokens, in nats. 0 means certainty.",
     "preference": "Mean over the pairs of the step, and over the held-out pairs.",
     "reward_model": "Mean over the step's pairs, in nats. 0.69 means chance.",
     "distill": "Mean over the tokens that the student sampled.",
 }
-EQUAL = (
+EQUAL_REWARD_NOTE = (
     "Mean over the step's samples. Reward and pass rate are equal here: the reward is 1 for a right answer "
     "and 0 otherwise."
 )
@@ -33,45 +33,45 @@ class CurveChart:
 
 
 @cache
-def _catalogue() -> list[dict[str, Any]]:
+def _load_catalogue() -> list[dict[str, Any]]:
     import yaml
 
     charts: list[dict[str, Any]] = yaml.safe_load((files("perilune.ui") / "charts.yaml").read_text("utf-8"))
     return charts
 
 
-def charts_of(task: str, columns: Columns) -> list[CurveChart]:
+def select_charts(task: str, columns: Columns) -> list[CurveChart]:
     """The charts of a stage of this kind, each with the series that have a value."""
     present = [name for name, values in columns.items() if any(value is not None for value in values)]
     found = []
-    for chart in _catalogue():
-        if "needs" in chart and not _matches(chart["needs"], present):
+    for chart in _load_catalogue():
+        if "needs" in chart and not _match_columns(chart["needs"], present):
             continue
-        series = _series(chart["series"], present)
+        series = _select_series(chart["series"], present)
         note, y = chart["note"], chart.get("y", "")
         if chart["key"] == "loss":
             if task in ("rl", "selfplay"):  # their objective says nothing about progress
                 continue
-            note, y = LOSSES.get(task, note), "" if task == "distill" else y
+            note, y = LOSS_NOTES.get(task, note), "" if task == "distill" else y
         if chart["key"] == "reward" and columns.get("reward") == columns.get("pass_rate"):
-            series, note, y = series[:1], EQUAL, "share"
+            series, note, y = series[:1], EQUAL_REWARD_NOTE, "share"
         if series:
             found.append(CurveChart(chart["key"], chart["title"], note, y, series))
     return found
 
 
-def _series(declared: Mapping[str, list[Any]], present: Collection[str]) -> list[tuple[str, str, int]]:
+def _select_series(declared: Mapping[str, list[Any]], present: Collection[str]) -> list[tuple[str, str, int]]:
     return [
         (column, name.replace("*", star), colours[place % len(colours)])
         for pattern, (name, *colours) in declared.items()
-        for place, (column, star) in enumerate(_matches(pattern, present))
+        for place, (column, star) in enumerate(_match_columns(pattern, present))
     ]
 
 
-def _matches(pattern: str, present: Collection[str]) -> list[tuple[str, str]]:
+def _match_columns(pattern: str, present: Collection[str]) -> list[tuple[str, str]]:
     """The columns that match a pattern, each with the name for its star; none that another chart names."""
     if "*" not in pattern:
         return [(pattern, "")] if pattern in present else []
     form = re.compile(re.escape(pattern).replace(r"\*", "([^/]+)"))
-    named = {column for chart in _catalogue() for column in chart["series"]}
+    named = {column for chart in _load_catalogue() for column in chart["series"]}
     return [(name, match[1]) for name in present if name not in named and (match := form.fullmatch(name))]

@@ -8,47 +8,47 @@ from typing import Any, TypeVar
 import perilune
 from perilune.learn.algorithms import ALGORITHMS
 from perilune.learn.objective import objective_curve
-from perilune.metrics.forgetting import Row, forgetting_rows
+from perilune.metrics.forgetting import ForgettingRow, forgetting_rows
 from perilune.metrics.held_out import curve_notes
-from perilune.metrics.lineage import parent_evaluation
+from perilune.metrics.lineage import find_parent_evaluation
 from perilune.ui.attempt import Attempt
-from perilune.ui.changes import climb_chart, contributions, differences, shown_measures
-from perilune.ui.comparisons import UNTRAINED, Comparison, Evaluation, compare, read_evaluation
-from perilune.ui.curves import Training, totals_of, training_of
+from perilune.ui.changes import climb_chart, contribution_charts, difference_charts, select_measures
+from perilune.ui.comparisons import UNTRAINED, Comparison, Evaluation, compare_evaluations, read_evaluation
+from perilune.ui.curves import Training, read_training, sum_by_part
 from perilune.ui.episode_sets import index_episodes
-from perilune.ui.episodes import RIGHT, EpisodeLibrary, Source, collect_episodes
+from perilune.ui.episodes import RIGHT_REWARD, EpisodeLibrary, EpisodeSource, collect_episodes
 from perilune.ui.figures import (
     Figure,
-    answer_lengths,
-    by_difficulty,
-    by_environment,
-    calibration,
-    implicit_objective,
-    pass_at_k,
-    pass_rates,
+    calibration_charts,
+    difficulty_charts,
+    environment_charts,
+    length_charts,
+    objective_chart,
+    pass_at_k_charts,
+    pass_rate_charts,
 )
-from perilune.ui.hardest import HardTask, hardest_tasks
-from perilune.ui.hardware import Hardware, hardware_of
+from perilune.ui.hardest import HardTask, find_hardest_tasks
+from perilune.ui.hardware import Hardware, collect_hardware
 from perilune.ui.headline import ALGORITHM_NAMES, Headline, write_headline
-from perilune.ui.health import StageHealth, healths_of
+from perilune.ui.health import StageHealth, assess_stages
 from perilune.ui.overview import (
-    UNFINISHED,
+    UNFINISHED_STATES,
     Fact,
     Notice,
     Placement,
     Stage,
-    day,
+    describe_machine,
+    describe_results,
     describe_stage,
-    facts_of,
-    machine_sentence,
-    notices_of,
-    placements_of,
-    state_of,
-    summaries_of,
+    format_day,
+    list_facts,
+    list_notices,
+    list_placements,
+    worst_state,
 )
-from perilune.ui.provenance import Provenance, provenance_of
-from perilune.ui.times import stage_times, times_by_part
-from perilune.ui.traces import WRITES_TRACES, traces_of
+from perilune.ui.provenance import Provenance, collect_provenance
+from perilune.ui.times import part_time_charts, timeline_charts
+from perilune.ui.traces import TRACE_TASKS, sample_traces
 from perilune.ui.view import ExperimentView, StageView
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class Forgetting:
     """What the training of a stage cost elsewhere, as text; `note` has the warnings."""
 
     stage: str
-    rows: list[Row]
+    rows: list[ForgettingRow]
     note: str
 
 
@@ -123,47 +123,47 @@ class ReportData:
     library: EpisodeLibrary
 
 
-def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
+def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
     """Read the files of every stage of `view`; without `embed`, episodes are only listed."""
     pairs = [(stage, Attempt(stage.attempt_dir)) for stage in view.stages]
     attempts = [attempt for _, attempt in pairs]
     evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
     trainings = _present(_training(stage, attempt) for stage, attempt in pairs)
     by_stage = {one.stage: one for one in evaluations}
-    comparisons, measures = _comparisons(pairs, evaluations), shown_measures(evaluations)
-    climb, trained = _climb(pairs, comparisons, trainings)
+    comparisons, measures = _compare_with_parents(pairs, evaluations), select_measures(evaluations)
+    climb, trained = _find_climb(pairs, comparisons, trainings)
     judged = [(by_stage[stage.name], attempt) for stage, attempt in pairs if stage.name in by_stage]
     library = (_embedded if embed else index_episodes)(
-        [Source(stage.name, stage.task, attempt) for stage, attempt in pairs]
+        [EpisodeSource(stage.name, stage.task, attempt) for stage, attempt in pairs]
     )
-    provenance, state = provenance_of(view, attempts), state_of(view.stages)
+    provenance, state = collect_provenance(view, attempts), worst_state(view.stages)
     names = {stage.name for stage, _ in pairs}
     stages = [describe_stage(one, attempt, view.declared.get(one.name, {}), names) for one, attempt in pairs]
     return ReportData(
         experiment=Identity(view.name, state, view.seed),
         headline=write_headline(
-            evaluations, climb, trained, summaries_of(pairs), is_over=state not in UNFINISHED
+            evaluations, climb, trained, describe_results(pairs), is_over=state not in UNFINISHED_STATES
         ),
-        health=healths_of(pairs),
-        facts=facts_of(view, attempts, provenance),
-        notices=notices_of(pairs),  # last, because reading finds the damaged files
+        health=assess_stages(pairs),
+        facts=list_facts(view, attempts, provenance),
+        notices=list_notices(pairs),  # last, because reading finds the damaged files
         stages=stages,
         evaluations=evaluations,
         comparisons=comparisons,
         climb=climb,
         measures=measures,
         climb_chart=climb_chart(evaluations, comparisons),
-        differences=differences(comparisons, measures),
-        contributions=contributions(climb),
-        environments=by_environment(evaluations),
+        differences=difference_charts(comparisons, measures),
+        contributions=contribution_charts(climb),
+        environments=environment_charts(evaluations),
         tasks=[
-            *by_difficulty(evaluations),
-            *pass_at_k(evaluations),
-            *pass_rates(evaluations),
-            *_objective(pairs),
+            *difficulty_charts(evaluations),
+            *pass_at_k_charts(evaluations),
+            *pass_rate_charts(evaluations),
+            *_objective_charts(pairs),
         ],
-        lengths=answer_lengths([(one.label, attempt) for one, attempt in judged]),
-        hardest=hardest_tasks(judged),
+        lengths=length_charts([(one.label, attempt) for one, attempt in judged]),
+        hardest=find_hardest_tasks(judged),
         length_dynamics=_length_dynamics(pairs),
         calibrations=[
             _calibration(stage.name, attempt.summary)
@@ -174,27 +174,27 @@ def collect(view: ExperimentView, *, embed: bool = True) -> ReportData:
             _forgetting(stage, attempt.summary.get("forgetting")) for stage, attempt in pairs
         ),
         training=trainings,
-        times=[*stage_times(stages), *times_by_part(_totals(pairs))],
-        hardware=hardware_of([(stage.name, attempt) for stage, attempt in pairs]),
-        machine_sentence=machine_sentence(stages, provenance),
-        placements=placements_of(view),
+        times=[*timeline_charts(stages), *part_time_charts(_totals(pairs))],
+        hardware=collect_hardware([(stage.name, attempt) for stage, attempt in pairs]),
+        machine_sentence=describe_machine(stages, provenance),
+        placements=list_placements(view),
         provenance=provenance,
-        footer=f"Written by Perilune {perilune.__version__} on {day(time.time())}."
+        footer=f"Written by Perilune {perilune.__version__} on {format_day(time.time())}."
         " This file is self-contained and loads nothing from other places.",
         library=library,
     )
 
 
-def _embedded(sources: Sequence[Source]) -> EpisodeLibrary:
+def _embedded(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
     library = collect_episodes(sources)
-    traces = _present(traces_of(one.stage, one.attempt) for one in sources if one.task in WRITES_TRACES)
+    traces = _present(sample_traces(one.stage, one.attempt) for one in sources if one.task in TRACE_TASKS)
     order = [one.stage for one in sources]
     library.stages = sorted([*traces, *library.stages], key=lambda one: order.index(one.stage))
     return library
 
 
 def _totals(pairs: Sequence[tuple[StageView, Attempt]]) -> list[tuple[str, Mapping[str, float] | None]]:
-    return [(stage.name, totals_of(attempt.timings)) for stage, attempt in pairs]
+    return [(stage.name, sum_by_part(attempt.timings)) for stage, attempt in pairs]
 
 
 def _length_dynamics(pairs: Sequence[tuple[StageView, Attempt]]) -> list[LengthDynamics]:
@@ -218,18 +218,18 @@ def _present(found: Iterable[T | None]) -> list[T]:
 def _training(stage: StageView, attempt: Attempt) -> Training | None:
     if "steps" not in (attempt.job.get("spec") or {}):  # a stage without steps has no curve
         return None
-    return training_of(stage.name, stage.task, _description(stage, attempt), attempt)
+    return read_training(stage.name, stage.task, _describe_training(stage, attempt), attempt)
 
 
 def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
     if not attempt.summary:
         return None
     answers = attempt.scores(attempt.greedy_file) if attempt.greedy_file else []
-    greedy = {one.task_id: one.reward >= RIGHT for one in answers if one.reward is not None}
-    return read_evaluation(stage.name, _label(stage, attempt), attempt.summary, greedy)
+    greedy = {one.task_id: one.reward >= RIGHT_REWARD for one in answers if one.reward is not None}
+    return read_evaluation(stage.name, _checkpoint_label(stage, attempt), attempt.summary, greedy)
 
 
-def _label(stage: StageView, attempt: Attempt) -> str:
+def _checkpoint_label(stage: StageView, attempt: Attempt) -> str:
     """The checkpoint that an evaluation judged, as a label."""
     checkpoint = (attempt.job.get("spec") or {}).get("checkpoint")
     if checkpoint is None:
@@ -244,7 +244,7 @@ def _spec(attempt: Attempt) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _comparisons(
+def _compare_with_parents(
     pairs: Sequence[tuple[StageView, Attempt]], evaluations: Sequence[Evaluation]
 ) -> list[Comparison]:
     """Compare each evaluation with that of the checkpoint that training started from."""
@@ -255,11 +255,13 @@ def _comparisons(
         for stage, attempt in pairs
         if stage.name in by_stage
     }
-    parents = {stage: parent_evaluation(stage, checkpoints, settings) for stage in by_stage}
-    return [compare(by_stage[parent], by_stage[stage]) for stage, parent in parents.items() if parent]
+    parents = {stage: find_parent_evaluation(stage, checkpoints, settings) for stage in by_stage}
+    return [
+        compare_evaluations(by_stage[parent], by_stage[stage]) for stage, parent in parents.items() if parent
+    ]
 
 
-def _climb(
+def _find_climb(
     pairs: Sequence[tuple[StageView, Attempt]],
     comparisons: Sequence[Comparison],
     trainings: Sequence[Training],
@@ -278,19 +280,19 @@ def _climb(
     return (comparisons[-1], None) if comparisons else (None, last)
 
 
-def _description(stage: StageView, attempt: Attempt) -> str:
+def _describe_training(stage: StageView, attempt: Attempt) -> str:
     spec, summary = attempt.job.get("spec") or {}, attempt.summary
-    algorithm = _algorithm(spec, summary) or stage.task
+    algorithm = _algorithm_name(spec, summary) or stage.task
     name = ALGORITHM_NAMES.get(algorithm, algorithm)
     planned = int(spec.get("steps") or 0)
     done = sum(bool(step) for step in attempt.metrics.get("step", []))  # step 0 is before training
     steps = f"{done} of {planned} steps" if planned > done else f"{done} steps"
-    return f"{steps} of {name}.{_warnings(summary)}"
+    return f"{steps} of {name}.{_describe_warnings(summary)}"
 
 
-def _warnings(summary: Mapping[str, Any]) -> str:
+def _describe_warnings(summary: Mapping[str, Any]) -> str:
     """Warnings about the stage as sentences."""
-    text = "".join(f" Warning: {one.rstrip('.')}." for one in _warned(summary))
+    text = "".join(f" Warning: {one.rstrip('.')}." for one in _list_warnings(summary))
     held_out = summary.get("held_out")
     if isinstance(held_out, Mapping):
         text += "".join(f" Held-out evaluation: {note}." for note in curve_notes(held_out))
@@ -311,39 +313,39 @@ def _warnings(summary: Mapping[str, Any]) -> str:
     return text
 
 
-def _warned(summary: Mapping[str, Any]) -> list[str]:
+def _list_warnings(summary: Mapping[str, Any]) -> list[str]:
     """The warnings of a stage, with those about held-out tasks and forgetting."""
     found = [summary, summary.get("held_out") or {}, summary.get("forgetting") or {}]
     return [warning for one in found for warning in one.get("warnings") or ()]
 
 
-def _algorithm(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+def _algorithm_name(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """The name of the algorithm of a stage, or ""."""
     given = spec.get("algorithm") or ""
     return str(summary.get("algorithm") or (given.get("name") if isinstance(given, dict) else given))
 
 
-def _implied(algorithm: str, samples: int) -> list[tuple[float, float]] | None:
+def _implied_objective(algorithm: str, samples: int) -> list[tuple[float, float]] | None:
     known = samples > 1 and algorithm in ALGORITHMS and ALGORITHMS[algorithm].compares == "group"
     return objective_curve(algorithm, samples) if known else None
 
 
 def _calibration(stage: str, summary: Mapping[str, Any]) -> Calibration:
     text = " ".join(f"{one[:1].upper()}{one[1:]}." for one in summary["said"])
-    return Calibration(stage, text, calibration(stage, summary))
+    return Calibration(stage, text, calibration_charts(stage, summary))
 
 
-def _objective(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure]:
+def _objective_charts(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure]:
     """The implicit objective of the last rl stage: recorded, or implied by algorithm and group size."""
     for stage, attempt in reversed(pairs):
         spec = attempt.job.get("spec") or {}
-        algorithm = _algorithm(spec, attempt.summary)
+        algorithm = _algorithm_name(spec, attempt.summary)
         if stage.task != "rl" or not algorithm:
             continue
         samples = int(spec.get("samples") or 0)
         curve = attempt.summary.get("implicit_objective")
         if curve is None:
-            curve = _implied(algorithm, samples)
+            curve = _implied_objective(algorithm, samples)
         if curve:
-            return [implicit_objective(ALGORITHM_NAMES.get(algorithm, algorithm), samples, curve)]
+            return [objective_chart(ALGORITHM_NAMES.get(algorithm, algorithm), samples, curve)]
     return []

@@ -18,15 +18,15 @@ from perilune.control.queries.comparison import (
     format_settings,
 )
 from perilune.files import write_atomic
-from perilune.metrics.across_seeds import MIN_SEEDS, interval
+from perilune.metrics.across_seeds import MIN_SEEDS, t_interval
 from perilune.ui.attempt import Attempt, Columns
-from perilune.ui.curves import thin
-from perilune.ui.overview import day
+from perilune.ui.curves import thin_columns
+from perilune.ui.overview import format_day
 from perilune.ui.report import render_page
 
 SCRIPTS = ("page.js", "charts.js", "comparison.js")  # in the order of execution
-MOST_POINTS = 400
-CURVES = {
+MAX_POINTS = 400
+CURVE_TITLES = {
     "reward": "Reward",
     "pass_rate": "Pass rate",
     "loss": "Loss",
@@ -39,8 +39,8 @@ CURVES = {
     "dead_groups": "Dead groups",
     "grad_norm": "Gradient norm",
 }
-HELDOUT = "eval/"  # begins the keys of evaluations during training, eval/heldout/pass@1
-PART = "environment/"  # begins the keys of the parts of a mixture, environment/sums/pass_rate
+HELDOUT_PREFIX = "eval/"  # begins the keys of evaluations during training, eval/heldout/pass@1
+ENVIRONMENT_PREFIX = "environment/"  # begins the keys of the parts of a mixture, environment/sums/pass_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +87,17 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
         "baseline": found.baseline,
         "best": found.best,
         "notes": found.notes,
-        "arms": [_arm(arm, found.is_share) for arm in found.arms],
-        "charts": charts_of(found),
+        "arms": [_arm_document(arm, found.is_share) for arm in found.arms],
+        "charts": comparison_charts(found),
         "area": "95% intervals over seeds (Student's t)"
         if enough
         else "the range from the lowest to the highest seed",
-        "footer": f"Written by Perilune {perilune.__version__} on {day(time.time())}."
+        "footer": f"Written by Perilune {perilune.__version__} on {format_day(time.time())}."
         " This file is self-contained and loads nothing from other places.",
     }
 
 
-def _arm(arm: Arm, is_share: bool) -> dict[str, Any]:
+def _arm_document(arm: Arm, is_share: bool) -> dict[str, Any]:
     found = arm.difference
     shown = None
     if found is not None:
@@ -119,45 +119,47 @@ def _arm(arm: Arm, is_share: bool) -> dict[str, Any]:
     }
 
 
-def charts_of(found: Comparison) -> list[Chart]:
+def comparison_charts(found: Comparison) -> list[Chart]:
     """The curves of all training stages that differ between arms."""
     charts = []
     for stage in dict.fromkeys(
         one.name for arm in found.arms for member in arm.members for one in member.stages
     ):
         if (
-            len(found.arms) > 1 and len({_runs(arm, stage) for arm in found.arms}) == 1
+            len(found.arms) > 1 and len({_run_ids(arm, stage) for arm in found.arms}) == 1
         ):  # shared, or not begun
             continue
-        columns = [[_columns(member, stage) for member in arm.members] for arm in found.arms]
-        for metric in _metrics(columns):
-            curves = [_curve(place, runs, metric) for place, runs in enumerate(columns)]
+        columns = [[_read_columns(member, stage) for member in arm.members] for arm in found.arms]
+        for metric in _list_metrics(columns):
+            curves = [_mean_curve(place, runs, metric) for place, runs in enumerate(columns)]
             known = [one for one in curves if one is not None]
             if any(len(one.step) > 1 for one in known):
-                name = metric.removeprefix(HELDOUT).removeprefix(PART).replace("_", " ")
-                title = CURVES.get(metric, name)
+                name = metric.removeprefix(HELDOUT_PREFIX).removeprefix(ENVIRONMENT_PREFIX).replace("_", " ")
+                title = CURVE_TITLES.get(metric, name)
                 charts.append(Chart(stage, metric, title, known))
     return charts
 
 
-def _runs(arm: Arm, stage: str) -> tuple[str, ...]:
+def _run_ids(arm: Arm, stage: str) -> tuple[str, ...]:
     return tuple(one.run_id for member in arm.members for one in member.stages if one.name == stage)
 
 
-def _columns(member: Member, stage: str) -> Columns:
+def _read_columns(member: Member, stage: str) -> Columns:
     folder = next((one.attempt_dir for one in member.stages if one.name == stage), None)
-    return thin(Attempt(folder).metrics, MOST_POINTS)
+    return thin_columns(Attempt(folder).metrics, MAX_POINTS)
 
 
-def _metrics(columns: Sequence[Sequence[Columns]]) -> list[str]:
+def _list_metrics(columns: Sequence[Sequence[Columns]]) -> list[str]:
     """The metrics that some run has: those on held-out tasks first."""
     there = dict.fromkeys(name for arm in columns for run in arm for name in run)
-    held_out = [one for one in there if one.startswith(HELDOUT) and not one.endswith(("/low", "/high"))]
-    parts = [one for one in there if one.startswith(PART) and one.endswith("/pass_rate")]
-    return [*held_out, *(one for one in CURVES if one in there), *parts]
+    held_out = [
+        one for one in there if one.startswith(HELDOUT_PREFIX) and not one.endswith(("/low", "/high"))
+    ]
+    parts = [one for one in there if one.startswith(ENVIRONMENT_PREFIX) and one.endswith("/pass_rate")]
+    return [*held_out, *(one for one in CURVE_TITLES if one in there), *parts]
 
 
-def _curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric: str) -> Curve | None:
+def _mean_curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric: str) -> Curve | None:
     values: dict[int, list[float]] = {}
     for run in runs:
         for step, value in zip(run.get("step", ()), run.get(metric, ()), strict=False):
@@ -166,14 +168,14 @@ def _curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric: str)
     if not values:
         return None
     steps = sorted(values)
-    bounds = [_bounds(values[step]) for step in steps]
+    bounds = [_seed_interval(values[step]) for step in steps]
     means = [fmean(values[step]) for step in steps]
     return Curve(place, steps, means, [low for low, _ in bounds], [high for _, high in bounds])
 
 
-def _bounds(values: Sequence[float]) -> tuple[float, float]:
+def _seed_interval(values: Sequence[float]) -> tuple[float, float]:
     """The interval over seeds; with few seeds, the range."""
     if len(values) < MIN_SEEDS:
         return min(values), max(values)
-    found = interval(values)
+    found = t_interval(values)
     return found["low"], found["high"]

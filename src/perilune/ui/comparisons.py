@@ -10,9 +10,9 @@ from perilune.metrics.pass_at_k import pass_at_k
 
 UNRECOGNISED = "unrecognised"
 UNTRAINED = "untrained"  # label of a model with random weights
-LEAST_SHARED = 0.9  # share of the larger evaluation's tasks that a paired difference needs
-RARE = 0.01  # share of the answers below which a strategy is shown with others
-NEGLIGIBLE = 1e-6  # a share below this is rounding
+MIN_SHARED_TASK_SHARE = 0.9  # share of the larger evaluation's tasks that a paired difference needs
+RARE_STRATEGY_SHARE = 0.01  # share of the answers below which a strategy is shown with others
+ROUNDING_SHARE = 1e-6  # a share below this is rounding
 
 Bounds = tuple[float, float | None, float | None]  # mean, low, high of a 95% interval
 
@@ -90,19 +90,19 @@ def read_evaluation(
         environment=str(summary.get("environment", "")),
         tasks=int(summary.get("tasks", 0)),
         samples=int(summary.get("samples", 0)),
-        measures={key: _bounds(summary[key]) for key in [*names, "greedy"] if summary.get(key)},
+        measures={key: _read_bounds(summary[key]) for key in [*names, "greedy"] if summary.get(key)},
         mean_length=length.get("mean") if isinstance(length, Mapping) else length,
         truncated=summary.get("truncated"),
         failures=summary.get("failures"),
         tokens_per_second=summary.get("tokens_per_second"),
         seconds=summary.get("seconds"),
         by_difficulty=tuple(
-            (float(row["difficulty"]), int(row["tasks"]), _bounds(row["pass@1"])[0])
+            (float(row["difficulty"]), int(row["tasks"]), _read_bounds(row["pass@1"])[0])
             for row in summary.get("by_difficulty") or ()
             if row.get("difficulty") is not None
         ),
         by_environment={
-            str(part): _bounds(found["pass@1"])
+            str(part): _read_bounds(found["pass@1"])
             for part, found in (summary.get("by_environment") or {}).items()
             if found.get("pass@1")
         },
@@ -115,13 +115,13 @@ def read_evaluation(
     )
 
 
-def _bounds(value: Any) -> Bounds:
+def _read_bounds(value: Any) -> Bounds:
     if isinstance(value, Mapping):
         return (float(value["mean"]), value.get("low"), value.get("high"))
     return (float(value), None, None)
 
 
-def compare(before: Evaluation, after: Evaluation) -> Comparison:
+def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
     """The later evaluation minus the earlier, paired by task if both judge the same tasks."""
     return Comparison(
         before=before.stage,
@@ -130,25 +130,25 @@ def compare(before: Evaluation, after: Evaluation) -> Comparison:
         after_label=after.label,
         tasks=len(before.solved.keys() & after.solved.keys()),
         accuracy=(before.measures["pass@1"][0], after.measures["pass@1"][0]),
-        differences=_differences(before, after),
-        contributions=decompose(before, after),
+        differences=_paired_differences(before, after),
+        contributions=split_by_strategy(before, after),
     )
 
 
-def _differences(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
+def _paired_differences(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
     """Differences paired over the common tasks. Only the few tasks whose verifier failed may be missing."""
     found = {}
     for name in after.measures:
-        earlier, later = _per_task(before, name), _per_task(after, name)
+        earlier, later = _task_values(before, name), _task_values(after, name)
         shared = earlier.keys() & later.keys()
-        if len(shared) > LEAST_SHARED * max(len(earlier), len(later)):
+        if len(shared) > MIN_SHARED_TASK_SHARE * max(len(earlier), len(later)):
             found[name] = paired_difference(
                 {task: earlier[task] for task in shared}, {task: later[task] for task in shared}
             )
     return found
 
 
-def _per_task(evaluation: Evaluation, measure: str) -> dict[str, float]:
+def _task_values(evaluation: Evaluation, measure: str) -> dict[str, float]:
     """The measure of each task; empty if a task has too few samples."""
     if measure == "greedy":
         return {task: float(right) for task, right in evaluation.greedy.items()}
@@ -158,7 +158,7 @@ def _per_task(evaluation: Evaluation, measure: str) -> dict[str, float]:
     return {task: pass_at_k(n, c, k) for task, (n, c) in evaluation.solved.items()}
 
 
-def decompose(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]:
+def split_by_strategy(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]:
     """Split the difference in pass@1 into choice of strategy and accuracy within strategies.
 
     pass@1 = sum over strategies s of share_s * accuracy_s, so the difference is exactly
@@ -168,7 +168,7 @@ def decompose(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]
     where means are over before and after, so the split is symmetric. A strategy that one side never chose has
     no accuracy there; it gets the accuracy of the other side, so its whole contribution is choice.
     """
-    sides = [_with_rest(evaluation) for evaluation in (before, after)]
+    sides = [_with_unrecognised(evaluation) for evaluation in (before, after)]
     if not any(sides):
         return ()
     contributions = []
@@ -185,12 +185,12 @@ def decompose(before: Evaluation, after: Evaluation) -> tuple[Contribution, ...]
                 from_accuracy=(accuracy1 - accuracy0) * (share0 + share1) / 2,
             )
         )
-    return _folded(contributions)
+    return _merge_rare(contributions)
 
 
-def _folded(contributions: Sequence[Contribution]) -> tuple[Contribution, ...]:
+def _merge_rare(contributions: Sequence[Contribution]) -> tuple[Contribution, ...]:
     """Contributions with the strategies that are rare on both sides as one; sums stay the same."""
-    rare = [one for one in contributions if max(one.share) < RARE]
+    rare = [one for one in contributions if max(one.share) < RARE_STRATEGY_SHARE]
     if not rare:
         return tuple(contributions)
     shares, right = [0.0, 0.0], [0.0, 0.0]
@@ -200,7 +200,7 @@ def _folded(contributions: Sequence[Contribution]) -> tuple[Contribution, ...]:
             right[side] += one.share[side] * (one.accuracy[side] or 0.0)
     accuracy = [part / share if share else None for part, share in zip(right, shares, strict=True)]
     together = Contribution(
-        strategy=f"{len(rare)} strateg{'ies' if len(rare) > 1 else 'y'} under {RARE:.0%}",
+        strategy=f"{len(rare)} strateg{'ies' if len(rare) > 1 else 'y'} under {RARE_STRATEGY_SHARE:.0%}",
         share=(shares[0], shares[1]),
         accuracy=(accuracy[0], accuracy[1]),
         from_share=math.fsum(one.from_share for one in rare),
@@ -209,13 +209,13 @@ def _folded(contributions: Sequence[Contribution]) -> tuple[Contribution, ...]:
     return (*(one for one in contributions if one not in rare), together)
 
 
-def _with_rest(evaluation: Evaluation) -> dict[str, tuple[float, float | None]]:
+def _with_unrecognised(evaluation: Evaluation) -> dict[str, tuple[float, float | None]]:
     """Strategies and an unrecognised rest, so that shares sum to 1 and contributions to pass@1."""
     if not evaluation.strategies:
         return {}
     found = dict(evaluation.strategies)
     share = 1.0 - sum(part for part, _ in found.values())
-    if share > NEGLIGIBLE:
+    if share > ROUNDING_SHARE:
         rest = evaluation.measures["pass@1"][0] - sum(part * (right or 0.0) for part, right in found.values())
         found[UNRECOGNISED] = (share, min(1.0, max(0.0, rest / share)))
     return found

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from perilune.metrics.training import STEP_PARTS
 from perilune.ui.attempt import Attempt, Columns
-from perilune.ui.charts import CurveChart, charts_of
+from perilune.ui.charts import CurveChart, select_charts
 
-MOST_STEPS = 2000
-PARTS = ("sampling", "scoring", "learning", "other")
+MAX_STEPS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +27,28 @@ class Training:
     timings: Columns
 
 
-def training_of(stage: str, task: str, description: str, attempt: Attempt) -> Training | None:
+def read_training(stage: str, task: str, description: str, attempt: Attempt) -> Training | None:
     """The curves of a stage, or None if it recorded no step."""
     metrics = attempt.metrics
     if not metrics.get("step"):
         return None
-    timings = _with_throughput(attempt.timings)
-    kept = thin(metrics | _reached(metrics, timings), MOST_STEPS)
+    timings = _add_throughput(attempt.timings)
+    kept = thin_columns(metrics | _accumulate(metrics, timings), MAX_STEPS)
     return Training(
         stage=stage,
         task=task,
         description=description,
         steps_total=len(metrics["step"]),
         steps_kept=len(kept["step"]),
-        charts=charts_of(task, metrics),
-        columns=rounded(kept),
-        timings=rounded(thin(timings, MOST_STEPS)),
+        charts=select_charts(task, metrics),
+        columns=round_columns(kept),
+        timings=round_columns(thin_columns(timings, MAX_STEPS)),
     )
 
 
-def _reached(metrics: Columns, timings: Columns) -> Columns:
+def _accumulate(metrics: Columns, timings: Columns) -> Columns:
     """Tokens and seconds of training up to each step, as further axes of the charts."""
-    parts = [timings[part] for part in PARTS if part in timings]
+    parts = [timings[part] for part in STEP_PARTS if part in timings]
     seconds = {
         step: math.fsum(part[row] or 0.0 for part in parts)
         for row, step in enumerate(timings.get("step", []))
@@ -64,13 +64,13 @@ def _reached(metrics: Columns, timings: Columns) -> Columns:
     }
 
 
-def totals_of(timings: Columns) -> dict[str, float] | None:
+def sum_by_part(timings: Columns) -> dict[str, float] | None:
     """Seconds by part, summed over the steps."""
-    totals = {part: math.fsum(value or 0.0 for value in timings.get(part, [])) for part in PARTS}
+    totals = {part: math.fsum(value or 0.0 for value in timings.get(part, [])) for part in STEP_PARTS}
     return totals if any(totals.values()) else None
 
 
-def _with_throughput(timings: Columns) -> Columns:
+def _add_throughput(timings: Columns) -> Columns:
     """Timings with tokens per second of the whole step, for stages that do not sample."""
     if any(timings.get("tokens_per_second", [])) or "tokens" not in timings:
         return timings
@@ -82,11 +82,11 @@ def throughput(timing: Mapping[str, Any]) -> float | None:
     """Tokens per second of sampling, or of the whole step where nothing is sampled."""
     if sampled := timing.get("tokens_per_second"):
         return float(sampled)
-    tokens, seconds = timing.get("tokens"), math.fsum(timing.get(part) or 0.0 for part in PARTS)
+    tokens, seconds = timing.get("tokens"), math.fsum(timing.get(part) or 0.0 for part in STEP_PARTS)
     return tokens / seconds if tokens and seconds else None
 
 
-def thin(columns: Columns, most: int) -> Columns:
+def thin_columns(columns: Columns, most: int) -> Columns:
     """At most `most` evenly spaced rows, with the first and the last."""
     rows = len(columns.get("step", []))
     if rows <= most:
@@ -95,12 +95,12 @@ def thin(columns: Columns, most: int) -> Columns:
     return {name: [values[place] for place in places] for name, values in columns.items()}
 
 
-def rounded(columns: Columns) -> Columns:
+def round_columns(columns: Columns) -> Columns:
     """Round to seven significant digits, to save bytes."""
-    return {name: [_short(value) for value in values] for name, values in columns.items()}
+    return {name: [_round_value(value) for value in values] for name, values in columns.items()}
 
 
-def _short(value: Any) -> Any:
+def _round_value(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, float):
         return value if isinstance(value, int) else None
     return float(f"{value:.7g}") if math.isfinite(value) else None

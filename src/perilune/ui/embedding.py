@@ -7,7 +7,7 @@ from typing import Any
 # In JSON these characters occur only inside strings, where an escape is equivalent.
 _ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
 
-_HALVES = re.compile("[\ud800-\udfff]")  # lone surrogates, which UTF-8 cannot encode
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")  # lone surrogates, which UTF-8 cannot encode
 
 
 def embeddable_json(value: Any) -> str:
@@ -17,4 +17,4 @@ def embeddable_json(value: Any) -> str:
         ValueError: for NaN or infinity.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _HALVES.sub("\ufffd", text).translate(_ESCAPES)
+    return _LONE_SURROGATES.sub("\ufffd", text).translate(_ESCAPES)

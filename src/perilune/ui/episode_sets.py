@@ -9,38 +9,38 @@ from typing import Any
 from perilune.errors import RequestError
 from perilune.ui.attempt import Attempt
 from perilune.ui.episodes import (
-    SAMPLES,
+    SAMPLES_LABEL,
     EpisodeFile,
     EpisodeLibrary,
     EpisodeSet,
-    Source,
+    EpisodeSource,
     StageEpisodes,
     Tokenizers,
-    embed,
-    files_of,
+    embed_groups,
+    list_files,
 )
-from perilune.ui.traces import TRACES, WRITES_TRACES, traces_of
+from perilune.ui.traces import TRACE_FILES, TRACE_TASKS, sample_traces
 
 STEP_FILE = re.compile(r"step-(\d+)\.parquet")
-BUDGET = 3_000_000  # characters of JSON of one set
+SET_BUDGET_CHARACTERS = 3_000_000  # characters of JSON of one set
 
 
-def index_episodes(sources: Sequence[Source]) -> EpisodeLibrary:
+def index_episodes(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
     """All sets of all sources, without their episodes. Reads no episode."""
     library = EpisodeLibrary()
     for source in sources:
         sets: list[EpisodeSet] = []
         steps: list[int] = []
-        if source.task in WRITES_TRACES:
+        if source.task in TRACE_TASKS:
             sets = [
                 EpisodeSet(label, step, 0, 0, None, "", label)
-                for step, (label, file) in enumerate(TRACES.items())
+                for step, (label, file) in enumerate(TRACE_FILES.items())
                 if source.attempt.has(f"artifacts/traces/{file}")
             ]
         else:
-            steps = steps_of(source.attempt)
+            steps = list_steps(source.attempt)
             if source.task == "evaluate":
-                parts = ((file.label, file.step, file.path.stem) for file in files_of(source))
+                parts = ((file.label, file.step, file.path.stem) for file in list_files(source))
                 sets, steps = (
                     [EpisodeSet(label, step, 0, 0, None, "", name) for label, step, name in parts],
                     [],
@@ -50,7 +50,7 @@ def index_episodes(sources: Sequence[Source]) -> EpisodeLibrary:
     return library
 
 
-def steps_of(attempt: Attempt) -> list[int]:
+def list_steps(attempt: Attempt) -> list[int]:
     """The steps whose episodes are there."""
     if attempt.root is None:
         return []
@@ -61,7 +61,7 @@ def steps_of(attempt: Attempt) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := STEP_FILE.fullmatch(name)))
 
 
-def source_named(stage: str, sources: Sequence[Source]) -> Source:
+def find_source(stage: str, sources: Sequence[EpisodeSource]) -> EpisodeSource:
     """The source of a stage.
 
     Raises:
@@ -73,7 +73,7 @@ def source_named(stage: str, sources: Sequence[Source]) -> Source:
     raise RequestError(f"no stage is called {stage}")
 
 
-def read_set(sources: Sequence[Source], stage: str, name: str, episode: str = "") -> dict[str, Any]:
+def read_set(sources: Sequence[EpisodeSource], stage: str, name: str, episode: str = "") -> dict[str, Any]:
     """One set: its groups, the texts of its tokens, and how many of its episodes these are.
 
     Args:
@@ -82,34 +82,34 @@ def read_set(sources: Sequence[Source], stage: str, name: str, episode: str = ""
     Raises:
         RequestError: when the stage has no such set.
     """
-    source = source_named(stage, sources)
-    if source.task in WRITES_TRACES:
-        traces = traces_of(stage, source.attempt)
+    source = find_source(stage, sources)
+    if source.task in TRACE_TASKS:
+        traces = sample_traces(stage, source.attempt)
         for one in traces.sets if traces else ():
             if one.label == name:
-                return _document(one, [])
-    for file in _files_named(name, source):
+                return _set_document(one, [])
+    for file in _find_files(name, source):
         if file.path.exists():
             tokenizers = Tokenizers(sources)
             episodes = file.source.attempt.episodes(file.path)
             groups = {one.group_id for one in episodes if one.episode_id == episode}
             episodes = [one for one in episodes if one.group_id in groups or not episode]
             vocabulary = tokenizers.find(stage, episodes)
-            found, _ = embed(file, episodes, vocabulary, BUDGET)
-            return _document(found, [] if vocabulary is None else vocabulary.table)
+            found, _ = embed_groups(file, episodes, vocabulary, SET_BUDGET_CHARACTERS)
+            return _set_document(found, [] if vocabulary is None else vocabulary.table)
     raise RequestError(f"stage {stage} has no episodes called {name}")
 
 
-def _files_named(name: str, source: Source) -> Iterator[EpisodeFile]:
+def _find_files(name: str, source: EpisodeSource) -> Iterator[EpisodeFile]:
     if found := STEP_FILE.fullmatch(f"{name}.parquet"):  # of which there may be thousands
         step = int(found[1])
-        label = SAMPLES if source.task == "evaluate" else f"step {step}"
+        label = SAMPLES_LABEL if source.task == "evaluate" else f"step {step}"
         yield EpisodeFile(source, source.attempt.episodes_path(step), label, step)
     else:
-        yield from (file for file in files_of(source) if file.path.stem == name)
+        yield from (file for file in list_files(source) if file.path.stem == name)
 
 
-def _document(found: EpisodeSet, vocabulary: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+def _set_document(found: EpisodeSet, vocabulary: Sequence[tuple[str, bool]]) -> dict[str, Any]:
     return {
         "total": found.total,
         "embedded": found.embedded,

@@ -14,20 +14,20 @@ from perilune.files import sha256_bytes
 from perilune.ui.attempt import Attempt
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.pieces import Piece, Vocabulary
-from perilune.ui.spans import spans_of, step_rewards_of
-from perilune.ui.turns import LONGEST, pieces_of, shortened, shortened_messages, turns_of
+from perilune.ui.spans import list_step_rewards, span_lanes
+from perilune.ui.turns import MAX_CHARACTERS, list_turns, shorten, shorten_messages, split_pieces
 
-BUDGET = 6_500_000  # characters of JSON
-MOST_STEPS = 160  # steps of one stage, at most ...
-FEWEST_STEPS = 3  # ... and at least
-MOST_BYTES = 300_000_000  # to read of the files of one stage
-SHORT = 400  # characters of a text in a group that is too large otherwise
-SAMPLES = "samples"  # label of the sampled answers of an evaluation
-RIGHT = 1.0  # a reward that counts as a right answer
+BUDGET_CHARACTERS = 6_500_000  # characters of JSON
+MAX_STEPS = 160  # steps of one stage, at most ...
+MIN_STEPS = 3  # ... and at least
+MAX_BYTES = 300_000_000  # to read of the files of one stage
+SHORT_CHARACTERS = 400  # characters of a text in a group that is too large otherwise
+SAMPLES_LABEL = "samples"  # label of the sampled answers of an evaluation
+RIGHT_REWARD = 1.0  # a reward that counts as a right answer
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class EpisodeSource:
     """A stage whose episodes are shown."""
 
     stage: str
@@ -84,13 +84,13 @@ class EpisodeLibrary:
 class EpisodeFile:
     """A file with the episodes of one step, or of one part of an evaluation."""
 
-    source: Source
+    source: EpisodeSource
     path: Path
     label: str
     step: int
 
 
-def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> EpisodeLibrary:
+def collect_episodes(sources: Sequence[EpisodeSource], budget: int = BUDGET_CHARACTERS) -> EpisodeLibrary:
     """Embed episodes of every source in at most `budget` characters of JSON.
 
     Files share the budget evenly, small files first, so that larger ones get what is left. In each file,
@@ -100,8 +100,8 @@ def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> Episode
     tokenizers = Tokenizers(sources)
     files: list[EpisodeFile] = []
     for source in sources:
-        found = list(files_of(source))
-        kept = _evenly(found, _most(found, tokenizers, budget // len(sources)))
+        found = list(list_files(source))
+        kept = _thin_files(found, _choose_step_count(found, tokenizers, budget // len(sources)))
         library.steps_left_out += len(found) - len(kept)
         files += kept
     chosen: dict[EpisodeFile, tuple[EpisodeSet, set[str]]] = {}
@@ -110,7 +110,7 @@ def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> Episode
         episodes = file.source.attempt.episodes(file.path)
         if episodes:
             share = max(0, budget - spent) // (len(files) - place)
-            chosen[file] = embed(file, episodes, tokenizers.find(file.source.stage, episodes), share)
+            chosen[file] = embed_groups(file, episodes, tokenizers.find(file.source.stage, episodes), share)
             spent += len(chosen[file][0].json)
     for source in sources:
         mine = [chosen[file] for file in files if file in chosen and file.source is source]
@@ -128,38 +128,38 @@ def collect_episodes(sources: Sequence[Source], budget: int = BUDGET) -> Episode
     return library
 
 
-def files_of(source: Source) -> Iterator[EpisodeFile]:
+def list_files(source: EpisodeSource) -> Iterator[EpisodeFile]:
     """The episode files of a stage, in order of step."""
     is_evaluation = source.task == "evaluate"
     for path in source.attempt.episode_files:
         step = int(path.stem.removeprefix("step-"))
-        yield EpisodeFile(source, path, SAMPLES if is_evaluation else f"step {step}", step)
+        yield EpisodeFile(source, path, SAMPLES_LABEL if is_evaluation else f"step {step}", step)
     if source.attempt.greedy_file is not None:
         yield EpisodeFile(source, source.attempt.greedy_file, "greedy answers", 1)
 
 
-def _most(files: list[EpisodeFile], tokenizers: Tokenizers, budget: int) -> int:
+def _choose_step_count(files: list[EpisodeFile], tokenizers: Tokenizers, budget: int) -> int:
     """The number of steps to show, so that each has space for a group with tokens and reading is fast."""
-    if len(files) <= FEWEST_STEPS:
+    if len(files) <= MIN_STEPS:
         return len(files)
     middle = files[len(files) // 2]
     episodes = middle.source.attempt.episodes(middle.path)
     if not episodes:
-        return MOST_STEPS
+        return MAX_STEPS
     group = [one for one in episodes if one.group_id == episodes[0].group_id]
-    cost = len(embeddable_json(_group(group, tokenizers.find(middle.source.stage, episodes))))
-    most = min(MOST_STEPS, budget // cost, MOST_BYTES // middle.path.stat().st_size)
-    return max(FEWEST_STEPS, most)
+    cost = len(embeddable_json(_group_document(group, tokenizers.find(middle.source.stage, episodes))))
+    most = min(MAX_STEPS, budget // cost, MAX_BYTES // middle.path.stat().st_size)
+    return max(MIN_STEPS, most)
 
 
-def _evenly(files: list[EpisodeFile], most: int) -> list[EpisodeFile]:
+def _thin_files(files: list[EpisodeFile], most: int) -> list[EpisodeFile]:
     """At most `most` evenly spaced files, with the first and the last."""
     if len(files) <= most:
         return files
     return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
 
 
-def embed(
+def embed_groups(
     file: EpisodeFile, episodes: list[Episode], vocabulary: Vocabulary | None, budget: int
 ) -> tuple[EpisodeSet, set[str]]:
     """Whole groups of one file in at most `budget` characters, and the names of their strategies."""
@@ -168,12 +168,15 @@ def embed(
     taken: dict[int, str] = {}
     size = 0
     for place in order:
-        text = embeddable_json(_group(groups[place], vocabulary))
+        text = embeddable_json(_group_document(groups[place], vocabulary))
         if size + len(text) > budget and taken:
             break
-        for most in (LONGEST, SHORT):  # too large for one group: omit tokens, then shorten texts
+        for most in (
+            MAX_CHARACTERS,
+            SHORT_CHARACTERS,
+        ):  # too large for one group: omit tokens, then shorten texts
             if len(text) > budget:
-                text = embeddable_json(_group(groups[place], None, most))
+                text = embeddable_json(_group_document(groups[place], None, most))
         if len(text) > budget:
             break
         taken[place] = text
@@ -197,10 +200,12 @@ def embed(
     return chosen, strategies
 
 
-def _group(group: list[Episode], vocabulary: Vocabulary | None, most: int = LONGEST) -> dict[str, Any]:
+def _group_document(
+    group: list[Episode], vocabulary: Vocabulary | None, most: int = MAX_CHARACTERS
+) -> dict[str, Any]:
     first = group[0]
-    prompt = shortened_messages(first.opening, most)
-    rendered = shortened(vocabulary.prompt(first.prompt_ids.tolist()), most) if vocabulary else ""
+    prompt = shorten_messages(first.opening, most)
+    rendered = shorten(vocabulary.prompt(first.prompt_ids.tolist()), most) if vocabulary else ""
     advantages = [one.metrics.get("advantage") for one in group]
     return {
         "id": first.group_id,
@@ -208,45 +213,47 @@ def _group(group: list[Episode], vocabulary: Vocabulary | None, most: int = LONG
         "prompt": prompt,
         "rendered": "" if rendered == "".join(message["content"] for message in prompt) else rendered,
         "dead": any(value is not None for value in advantages) and not any(advantages),
-        "episodes": [_episode(one, vocabulary, most) for one in group],
+        "episodes": [_episode_document(one, vocabulary, most) for one in group],
     }
 
 
-def _episode(episode: Episode, vocabulary: Vocabulary | None, most: int) -> dict[str, Any]:
-    turns = turns_of(episode)
+def _episode_document(episode: Episode, vocabulary: Vocabulary | None, most: int) -> dict[str, Any]:
+    turns = list_turns(episode)
     is_whole = all(len(one["text"]) <= most for one in (*(turns or ()), {"text": episode.text}))
     by_token = is_whole and len(episode.logprobs) <= most  # otherwise the page cannot show tokens
     if turns and not by_token:
-        turns = [{"role": one["role"], "text": shortened(one["text"], most)} for one in turns]
+        turns = [{"role": one["role"], "text": shorten(one["text"], most)} for one in turns]
     tokens: list[Piece] | None = None
     if vocabulary is not None and by_token:
-        tokens = pieces_of(vocabulary, episode)
+        tokens = split_pieces(vocabulary, episode)
     logprobs = episode.logprobs if by_token else ()
     reference = episode.reference_logprobs if by_token else None
     return {
         "turns": turns,
         "id": episode.episode_id,
-        "text": shortened(episode.text, most),
+        "text": shorten(episode.text, most),
         "tokens": tokens,
         "logprobs": _thousandths(logprobs),
         "reference": None if reference is None else _thousandths(reference),
         "masked": None
         if not by_token or episode.loss_mask.all()
         else [int(not chosen) for chosen in episode.loss_mask],
-        "top": _likeliest(episode, vocabulary) if tokens else None,
+        "top": _likely_tokens(episode, vocabulary) if tokens else None,
         "versions": _versions(episode),
-        "steps": step_rewards_of(episode) if by_token else [],
-        "spans": spans_of(episode, most),
-        "reward": _short(episode.reward),
-        "terms": {name: _short(value) for name, value in episode.reward_terms.items()},
-        "metrics": {name: _short(value) for name, value in episode.metrics.items() if name != "advantage"},
+        "steps": list_step_rewards(episode) if by_token else [],
+        "spans": span_lanes(episode, most),
+        "reward": _round_value(episode.reward),
+        "terms": {name: _round_value(value) for name, value in episode.reward_terms.items()},
+        "metrics": {
+            name: _round_value(value) for name, value in episode.metrics.items() if name != "advantage"
+        },
         "finish": episode.finish_reason,
         "failure": episode.failure,
-        "advantage": _short(episode.metrics.get("advantage")),
+        "advantage": _round_value(episode.metrics.get("advantage")),
     }
 
 
-def _likeliest(episode: Episode, vocabulary: Vocabulary | None) -> list[list[tuple[int, int]]] | None:
+def _likely_tokens(episode: Episode, vocabulary: Vocabulary | None) -> list[list[tuple[int, int]]] | None:
     """The likeliest tokens where each token was sampled: (piece, log-prob in thousandths)."""
     if episode.top_ids is None or episode.top_logprobs is None or vocabulary is None:
         return None
@@ -275,7 +282,7 @@ def _versions(episode: Episode) -> int | list[tuple[int, int]]:
     return [(int(version), len(list(run))) for version, run in groupby(episode.policy_version.tolist())]
 
 
-def _short(value: float | None) -> float | None:
+def _round_value(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
@@ -285,7 +292,7 @@ class Tokenizers:
     The other is that of another stage, or, before there is a checkpoint, that of the new model of the recipe.
     """
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    def __init__(self, sources: Sequence[EpisodeSource]) -> None:
         folders = {source.stage: source.attempt.model_folders for source in sources}
         self._new_models = [source.attempt.job.get("model") or {} for source in sources]
         self._candidates = {
@@ -336,4 +343,4 @@ class Tokenizers:
 
 
 def _spells(vocabulary: Vocabulary, episodes: Sequence[Episode]) -> bool:
-    return all(pieces_of(vocabulary, one) is not None for one in episodes[:16])
+    return all(split_pieces(vocabulary, one) is not None for one in episodes[:16])

@@ -16,18 +16,18 @@ from perilune.control.queries.lookup import (
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 from perilune.files import read_json
-from perilune.ui.view import ExperimentView, StageView, derive_seed, state_in_files, view_folder
+from perilune.ui.view import ExperimentView, StageView, derive_seed, read_state, view_folder
 
-PATHS = (".", "/", "~")  # a target that starts so is a path
+PATH_PREFIXES = (".", "/", "~")  # a target that starts so is a path
 
 
-def view_of(target: str) -> ExperimentView:
+def view_target(target: str) -> ExperimentView:
     """The view of a folder, of an experiment with all its stages, or of a run as its only stage.
 
     Raises:
         RequestError: when `target` is none of them.
     """
-    if target.startswith(PATHS):
+    if target.startswith(PATH_PREFIXES):
         return view_folder(Path(target).expanduser())
     control = Control()
     try:
@@ -46,22 +46,22 @@ def view_in_home(control: Control, target: str) -> ExperimentView:
     """
     try:
         experiment = find_experiment(control, target)
-        return experiment_view(control, experiment.id, list_stage_statuses(control, [experiment.id]))
+        return view_experiment(control, experiment.id, list_stage_statuses(control, [experiment.id]))
     except RequestError as no_experiment:
         try:
             run = find_run(control, target)
         except RequestError:
             raise no_experiment from None
     statuses = [one for one in list_stage_statuses(control, [run.experiment_id]) if one.run_id == run.id]
-    return experiment_view(control, run.experiment_id, statuses)
+    return view_experiment(control, run.experiment_id, statuses)
 
 
-def experiment_view(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
+def view_experiment(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
     """An experiment and the stages in `statuses`. If its recipe is damaged, the view says so instead."""
-    stages = tuple(stage_view(control, one) for one in statuses)
+    stages = tuple(view_stage(control, one) for one in statuses)
     placed = tuple(list_attempt_uses(control, [one.run_id for one in statuses if one.run_id]))
     try:
-        recipe = _recipe(control.home.experiment(experiment_id) / "recipe.json")
+        recipe = _read_recipe(control.home.experiment(experiment_id) / "recipe.json")
     except RequestError as error:
         return ExperimentView(statuses[0].experiment, derive_seed(stages), f"# {error}\n", stages, placed)
     return ExperimentView(recipe.name, recipe.seed, recipe.text, stages, placed, recipe.declared)
@@ -78,7 +78,7 @@ class _Recipe:
 
 
 @lru_cache(maxsize=64)  # a recipe never changes, and a page asks for it all the time
-def _recipe(path: Path) -> _Recipe:
+def _read_recipe(path: Path) -> _Recipe:
     import yaml
 
     document = read_json(path)
@@ -90,10 +90,10 @@ def _recipe(path: Path) -> _Recipe:
         raise RequestError("not the recipe of an experiment", where=str(path)) from None
 
 
-def stage_view(control: Control, one: StageStatus) -> StageView:
+def view_stage(control: Control, one: StageStatus) -> StageView:
     """One stage. Its files come first: a run that has ended may not be recorded as ended yet."""
     state, cause = one.state, one.cause
     if state == "active" and one.attempt_dir is not None:
-        state, cause = state_in_files(one.attempt_dir)
+        state, cause = read_state(one.attempt_dir)
     here = not one.run_id or not control.reconciler.placements.capabilities(one.run_id).is_remote
     return StageView(one.name, one.task, one.run_id, state, one.attempt_dir, one.attempts, cause, here)

@@ -9,16 +9,16 @@ from typing import Any
 
 from perilune.ui.attempt import Attempt
 from perilune.ui.comparisons import Evaluation
-from perilune.ui.episodes import RIGHT
+from perilune.ui.episodes import RIGHT_REWARD
 
 Figure = dict[str, Any]
 
-MOST_BINS = 40
-RATE_BINS = 20
-MOST_TICKS = 12
+MAX_BINS = 40
+MAX_RATE_BINS = 20
+MAX_TICKS = 12
 
 
-def by_environment(evaluations: Sequence[Evaluation]) -> list[Figure]:
+def environment_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
     """pass@1 of each part of a mixture at each evaluation."""
     mixtures = [one for one in evaluations if one.by_environment]
     series = []
@@ -42,7 +42,7 @@ def by_environment(evaluations: Sequence[Evaluation]) -> list[Figure]:
     return [figure] if series else []
 
 
-def by_difficulty(evaluations: Sequence[Evaluation]) -> list[Figure]:
+def difficulty_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
     """pass@1 over the difficulty of tasks, if an environment grades them."""
     graded = [one for one in evaluations if one.by_difficulty]
     grades = sorted({row[0] for one in graded for row in one.by_difficulty})
@@ -50,8 +50,8 @@ def by_difficulty(evaluations: Sequence[Evaluation]) -> list[Figure]:
         {"x": [row[0] for row in one.by_difficulty], "y": [row[2] for row in one.by_difficulty]}
         for one in graded
     ]
-    ticks = {"ticks": grades} if len(grades) <= MOST_TICKS else {}
-    return _of_evaluations(
+    ticks = {"ticks": grades} if len(grades) <= MAX_TICKS else {}
+    return _evaluation_charts(
         graded,
         points,
         key="difficulty",
@@ -61,7 +61,7 @@ def by_difficulty(evaluations: Sequence[Evaluation]) -> list[Figure]:
     )
 
 
-def pass_at_k(evaluations: Sequence[Evaluation]) -> list[Figure]:
+def pass_at_k_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
     """pass@k over k, if more than two k were measured."""
     ks = sorted({int(name[5:]) for one in evaluations for name in one.measures if name.startswith("pass@")})
     points = []
@@ -71,7 +71,7 @@ def pass_at_k(evaluations: Sequence[Evaluation]) -> list[Figure]:
             zip(*(one.measures[f"pass@{k}"] for k in known), strict=True) if known else ((), (), ())
         )
         points.append({"x": known, "y": y, "low": low, "high": high})
-    return _of_evaluations(
+    return _evaluation_charts(
         evaluations if len(ks) > 2 else (),
         points,
         key="passk",
@@ -81,7 +81,9 @@ def pass_at_k(evaluations: Sequence[Evaluation]) -> list[Figure]:
     )
 
 
-def _of_evaluations(evaluations: Sequence[Evaluation], points: Sequence[Figure], **more: Any) -> list[Figure]:
+def _evaluation_charts(
+    evaluations: Sequence[Evaluation], points: Sequence[Figure], **more: Any
+) -> list[Figure]:
     """A line chart with one series of points for each evaluation; the last one is filled."""
     series = [
         {"name": one.label, "color": color, "points": True, "hollow": one is not evaluations[-1], **given}
@@ -96,12 +98,12 @@ def _colors(count: int) -> list[int]:
     return [7] * (count - 2) + [2, 1][-count:]
 
 
-def pass_rates(evaluations: Sequence[Evaluation]) -> list[Figure]:
+def pass_rate_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
     """Tasks by share of right samples: one bar for each possible share, or bins for many samples."""
     known = [one for one in evaluations if one.solved]
     if not known:
         return []
-    steps = min(RATE_BINS, max(n for one in known for n, _ in one.solved.values()))
+    steps = min(MAX_RATE_BINS, max(n for one in known for n, _ in one.solved.values()))
     centers = [place / steps for place in range(steps + 1)]
     series = []
     for one, color in zip(known, _colors(len(known)), strict=True):
@@ -127,7 +129,7 @@ def pass_rates(evaluations: Sequence[Evaluation]) -> list[Figure]:
     ]
 
 
-def implicit_objective(label: str, samples: int, curve: Sequence[Sequence[float]]) -> Figure:
+def objective_chart(label: str, samples: int, curve: Sequence[Sequence[float]]) -> Figure:
     """The weight w(p) that an estimator gives to a task with pass rate p; `curve` has (p, w)."""
     p, w = zip(*curve, strict=True)
     return {
@@ -145,7 +147,7 @@ def implicit_objective(label: str, samples: int, curve: Sequence[Sequence[float]
     }
 
 
-def answer_lengths(evaluated: Sequence[tuple[str, Attempt]]) -> list[Figure]:
+def length_charts(evaluated: Sequence[tuple[str, Attempt]]) -> list[Figure]:
     """Histograms of the lengths of right and wrong answers of each (label, attempt), on one scale."""
     samples: list[tuple[str, list[int], list[int]]] = []
     for label, attempt in evaluated:
@@ -154,11 +156,11 @@ def answer_lengths(evaluated: Sequence[tuple[str, Attempt]]) -> list[Figure]:
         for path in attempt.episode_files:
             for one in attempt.scores(path):
                 if one.reward is not None:
-                    (right if one.reward >= RIGHT else wrong).append(one.tokens)
+                    (right if one.reward >= RIGHT_REWARD else wrong).append(one.tokens)
         if right or wrong:
             samples.append((label, right, wrong))
     longest = max((length for _, *both in samples for lengths in both for length in lengths), default=0)
-    width = max(1, math.ceil((longest + 1) / MOST_BINS))
+    width = max(1, math.ceil((longest + 1) / MAX_BINS))
     bins = longest // width + 1
 
     def count(lengths: list[int]) -> list[int]:
@@ -193,7 +195,7 @@ def answer_lengths(evaluated: Sequence[tuple[str, Attempt]]) -> list[Figure]:
     ]
 
 
-def calibration(stage: str, found: Mapping[str, Any]) -> list[Figure]:
+def calibration_charts(stage: str, found: Mapping[str, Any]) -> list[Figure]:
     """Estimated and Monte Carlo values; `found` is the summary of a calibrate stage."""
     places, reliability = found["by_place"], found["reliability"]
     is_below = any(row["value"] < 0 for row in places)  # values on a scale of their own

@@ -12,10 +12,18 @@ COLUMNS = (
     *("Cache 1k", "32k", "128k", "Next token at 1k", "Concepts", "Runs"),
 )
 
-MAIN = ("parameters", "active", "published", "context", "cache", "concepts", "Perilune")  # figures on a card
+CARD_FIGURES = (
+    "parameters",
+    "active",
+    "published",
+    "context",
+    "cache",
+    "concepts",
+    "Perilune",
+)  # figures on a card
 
 
-def gallery_page(models: Sequence[Mapping[str, Any]], compared: Sequence[int] = ()) -> str:
+def render_gallery(models: Sequence[Mapping[str, Any]], compared: Sequence[int] = ()) -> str:
     """The HTML page on `models`, as `models.gallery.facts.describe` gives them.
 
     Args:
@@ -23,15 +31,15 @@ def gallery_page(models: Sequence[Mapping[str, Any]], compared: Sequence[int] = 
     """
     ends = (0, len(models) - 1)
     document = {
-        "models": [{**model, "figures": figures_of(model)} for model in models],
-        "main": [name for name, _ in figures_of(models[0]) if name.startswith(MAIN)],
+        "models": [{**model, "figures": list_figures(model)} for model in models],
+        "main": [name for name, _ in list_figures(models[0]) if name.startswith(CARD_FIGURES)],
         "concepts": CONCEPTS,
         "compared": [*compared, *ends[len(compared) :]],
     }
     return render_page("Architectures", SCRIPTS, document)
 
 
-def figures_of(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+def list_figures(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The figures of a model as (name, text)."""
     runs, published = model["runs"], model["published"]
     support = runs["runs"] + (
@@ -39,14 +47,17 @@ def figures_of(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
     active = f", {published['active']} active" if published.get("active") else ""
     return [
-        ("parameters", _short(model["parameters"])),
-        ("active for a token", _short(model["active_parameters"])),
+        ("parameters", _format_count(model["parameters"])),
+        ("active for a token", _format_count(model["active_parameters"])),
         ("published", published.get("total", "–") + active),
         ("layers", str(sum(run["count"] for run in model["layers"]))),
         ("context", f"{model['max_positions']:,} tokens"),
-        *((f"cache, {_tokens(n)}", _size(size)) for n, size in model["cache_bytes"].items()),
-        *((f"next token at {_tokens(n)}", _flops(count)) for n, count in model["token_flops"].items()),
-        *((f"weights, {kind}", _size(size)) for kind, size in model["weight_bytes"].items()),
+        *((f"cache, {_format_tokens(n)}", _format_bytes(size)) for n, size in model["cache_bytes"].items()),
+        *(
+            (f"next token at {_format_tokens(n)}", _format_flops(count))
+            for n, count in model["token_flops"].items()
+        ),
+        *((f"weights, {kind}", _format_bytes(size)) for kind, size in model["weight_bytes"].items()),
         ("concepts", ", ".join(model["concepts"]) or "–"),
         ("Perilune runs it", support + (f": {runs['reason']}" if runs["reason"] else "")),
         ("source", model["source"]),
@@ -54,14 +65,14 @@ def figures_of(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _short(value: float) -> str:
+def _format_count(value: float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if value >= size:
             return f"{value / size:.4g}{letter}"
     return f"{value:,.0f}"
 
 
-def _size(value: int | None) -> str:
+def _format_bytes(value: int | None) -> str:
     if value is None:
         return "–"
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
@@ -70,15 +81,15 @@ def _size(value: int | None) -> str:
     return f"{value} B"
 
 
-def _flops(value: int | None) -> str:
+def _format_flops(value: int | None) -> str:
     return "–" if value is None else f"{value / 1e9:.4g} GFLOP"
 
 
-def _tokens(length: str) -> str:
+def _format_tokens(length: str) -> str:
     return f"{int(length) // 1024}k tokens"
 
 
-def gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:
+def render_gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:
     """The reference page: a table of models, and the concepts."""
     lines = [
         "# Architectures",
@@ -95,7 +106,7 @@ def gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|---|{'--:|' * 8}---|---|",
-        *map(_row, models),
+        *map(_table_row, models),
         "",
         "## Concepts",
         "",
@@ -117,8 +128,8 @@ def gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(model: Mapping[str, Any]) -> str:
-    cache = [_mebibytes(value) for value in model["cache_bytes"].values()]
+def _table_row(model: Mapping[str, Any]) -> str:
+    cache = [_format_mebibytes(value) for value in model["cache_bytes"].values()]
     cells = [
         model["name"],
         f"{model['parameters'] / 1e9:,.2f}B",
@@ -133,5 +144,5 @@ def _row(model: Mapping[str, Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def _mebibytes(value: int | None) -> str:
+def _format_mebibytes(value: int | None) -> str:
     return "–" if value is None else f"{value / (1 << 20):,.0f} MiB"

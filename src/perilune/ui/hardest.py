@@ -8,11 +8,11 @@ from urllib.parse import quote
 from perilune.data.episode import Episode
 from perilune.ui.attempt import Attempt
 from perilune.ui.comparisons import Evaluation
-from perilune.ui.episodes import RIGHT, SAMPLES
+from perilune.ui.episodes import RIGHT_REWARD, SAMPLES_LABEL
 
-MOST = 6  # tasks
-SHORT = 160  # characters of a text
-FORMS = ("format", "well_formed")  # reward terms that are 0 for an answer in another form
+MAX_TASKS = 6  # tasks
+MAX_CHARACTERS = 160  # characters of a text
+FORMAT_TERMS = ("format", "well_formed")  # reward terms that are 0 for an answer in another form
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,46 +36,52 @@ class HardTask:
     link: str
 
 
-def hardest_tasks(judged: Sequence[tuple[Evaluation, Attempt]]) -> list[HardTask]:
-    """The tasks of the last evaluation that failed, the lowest pass rate first, at most `MOST`."""
+def find_hardest_tasks(judged: Sequence[tuple[Evaluation, Attempt]]) -> list[HardTask]:
+    """The tasks of the last evaluation that failed, the lowest pass rate first, at most `MAX_TASKS`."""
     if not judged:
         return []
     evaluation, attempt = judged[-1]
     rates = {task: right / n for task, (n, right) in evaluation.solved.items() if right < n}
-    hardest = sorted(rates, key=lambda task: rates[task])[:MOST]
+    hardest = sorted(rates, key=lambda task: rates[task])[:MAX_TASKS]
     failed: dict[str, list[Episode]] = {task: [] for task in hardest}
     for path in attempt.episode_files if hardest else ():
         for one in attempt.episodes(path, hardest):
-            if one.reward is None or one.reward < RIGHT:
+            if one.reward is None or one.reward < RIGHT_REWARD:
                 failed[one.task_id].append(one)
-    return [_described(evaluation, task, episodes) for task, episodes in failed.items() if episodes]
+    return [_describe_task(evaluation, task, episodes) for task, episodes in failed.items() if episodes]
 
 
-def _described(evaluation: Evaluation, task: str, failed: Sequence[Episode]) -> HardTask:
+def _describe_task(evaluation: Evaluation, task: str, failed: Sequence[Episode]) -> HardTask:
     samples, right = evaluation.solved[task]
     answer, times = Counter(one.text for one in failed).most_common(1)[0]
     episode = next(one.episode_id for one in failed if one.text == answer)
-    reasons = Counter(map(_reason, failed)).most_common()
+    reasons = Counter(map(_failure_reason, failed)).most_common()
     return HardTask(
-        prompt=_short(failed[0].opening[-1]["content"] if failed[0].opening else ""),
+        prompt=_shorten(failed[0].opening[-1]["content"] if failed[0].opening else ""),
         right=right,
         samples=samples,
         why=", ".join(f"{count} {reason}" for reason, count in reasons),
-        answer=_short(answer),
+        answer=_shorten(answer),
         times=times,
         stage=evaluation.stage,
-        link="/".join(["#episodes", *(quote(one, safe="") for one in (evaluation.stage, SAMPLES, episode))]),
+        link="/".join(
+            ["#episodes", *(quote(one, safe="") for one in (evaluation.stage, SAMPLES_LABEL, episode))]
+        ),
     )
 
 
-def _reason(episode: Episode) -> str:
+def _failure_reason(episode: Episode) -> str:
     if episode.reward is None:
         return "not scored"
     if episode.truncated:
         return "truncated"
-    return "in another form" if any(episode.reward_terms.get(name) == 0 for name in FORMS) else "wrong"
+    return "in another form" if any(episode.reward_terms.get(name) == 0 for name in FORMAT_TERMS) else "wrong"
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= SHORT else f"{text[: SHORT // 2]} … {text[-SHORT // 2 :]}"
+    return (
+        text
+        if len(text) <= MAX_CHARACTERS
+        else f"{text[: MAX_CHARACTERS // 2]} … {text[-MAX_CHARACTERS // 2 :]}"
+    )

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from perilune.ui.attempt import Attempt, Columns
-from perilune.ui.curves import rounded
+from perilune.ui.curves import round_columns
 from perilune.ui.figures import Figure
 
-MOST_POINTS = 600
+MAX_POINTS = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Hardware:
     figures: list[Figure]
 
 
-def hardware_of(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
+def collect_hardware(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
     """Hardware samples of all stages one after another, or None without samples.
 
     Long recordings are averaged over equal slices of time. A row without values separates two stages, so that
     no line joins them.
     """
-    per_stage = max(2, MOST_POINTS // max(1, len(stages)))
+    per_stage = max(2, MAX_POINTS // max(1, len(stages)))
     rows: list[dict[str, float | None]] = []
     bands: list[Mapping[str, Any]] = []
     begin = 0.0
@@ -40,22 +40,22 @@ def hardware_of(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
         sliced = max(sliced, size)
         for start in range(0, len(samples), size):
             part = samples[start : start + size]
-            readings = columns_of_samples([_readings(row) for row in part])
+            readings = to_sample_columns([_readings(row) for row in part])
             at = begin + math.fsum(row["time"] - first for row in part) / len(part)
             rows.append({"seconds": at, **{key: _mean(values) for key, values in readings.items()}})
         bands.append({"name": name, "begin": begin, "end": begin + length})
         begin += length
         rows.append({"seconds": begin})
-    columns = columns_of_samples(rows)
+    columns = to_sample_columns(rows)
     if len(columns) < 2:
         return None
     note = "Sampled once a second while each run was active" + (
         f"; each point is the mean of up to {sliced} samples." if sliced > 1 else "."
     )
-    return Hardware(note, _figures(rounded(columns), bands))
+    return Hardware(note, _hardware_charts(round_columns(columns), bands))
 
 
-def _figures(columns: Columns, bands: Sequence[Mapping[str, Any]]) -> list[Figure]:
+def _hardware_charts(columns: Columns, bands: Sequence[Mapping[str, Any]]) -> list[Figure]:
     """The charts of these columns, without those that have no data."""
     gpus = [name.removesuffix("_utilisation") for name in columns if name.endswith("_utilisation")]
     load: Figure = {"as": "load", "domain": (0, 112)}
@@ -70,7 +70,7 @@ def _figures(columns: Columns, bands: Sequence[Mapping[str, Any]]) -> list[Figur
         look = {"kind": "lines", "group": "hardware", "height": 200, "showLegend": True, "bands": bands}
         return {**look, "key": key, "title": title, "note": note, "x": x, "y": y, "series": series}
 
-    def of_gpus(reading: str) -> list[tuple[str, str, int]]:
+    def gpu_series(reading: str) -> list[tuple[str, str, int]]:
         return [(f"{name}_{reading}", name, place % 8 + 1) for place, name in enumerate(gpus)]
 
     charts = [
@@ -88,8 +88,8 @@ def _figures(columns: Columns, bands: Sequence[Mapping[str, Any]]) -> list[Figur
             {"as": "bytes"},
             [("rss", "this run", 1), ("memory", "whole machine", 7)],
         ),
-        chart("gpu", "GPU use", "", load, of_gpus("utilisation")),
-        chart("gpu-memory", "GPU memory", "", {"as": "bytes"}, of_gpus("memory")),
+        chart("gpu", "GPU use", "", load, gpu_series("utilisation")),
+        chart("gpu-memory", "GPU memory", "", {"as": "bytes"}, gpu_series("memory")),
     ]
     return [one for one in charts if one["series"]]
 
@@ -112,7 +112,7 @@ def _readings(row: Mapping[str, Any]) -> dict[str, float | None]:
     return readings
 
 
-def columns_of_samples(rows: Sequence[Mapping[str, float | None]]) -> Columns:
+def to_sample_columns(rows: Sequence[Mapping[str, float | None]]) -> Columns:
     """Columns of the values that at least one row has."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
     return {name: [row.get(name) for row in rows] for name in names}

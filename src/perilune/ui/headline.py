@@ -8,7 +8,7 @@ from perilune.metrics.bootstrap import Interval
 from perilune.ui.comparisons import UNTRAINED, Comparison, Evaluation
 from perilune.ui.curves import Training
 
-EDGE = 5  # steps to average at each end of a curve
+EDGE_STEPS = 5  # steps to average at each end of a curve
 ALGORITHM_NAMES = {
     "grpo": "GRPO",
     "dr_grpo": "Dr. GRPO",
@@ -63,38 +63,40 @@ def write_headline(
     """
     if climb is not None:
         by_stage = {one.stage: one for one in evaluations}
-        return _of_climb(climb, by_stage[climb.before], by_stage[climb.after], trained)
+        return _climb_headline(climb, by_stage[climb.before], by_stage[climb.after], trained)
     if evaluations:
-        return _of_one(evaluations[-1])
+        return _evaluation_headline(evaluations[-1])
     if (
         trained is not None
-        and (found := _of_held_out(trained) or _of_curve(trained, is_over=is_over)) is not None
+        and (found := _held_out_headline(trained) or _curve_headline(trained, is_over=is_over)) is not None
     ):
         return found
     return Headline("No checkpoint was evaluated" if other and is_over else "No results yet", tuple(other))
 
 
-def _of_climb(climb: Comparison, before: Evaluation, after: Evaluation, trained: Training | None) -> Headline:
+def _climb_headline(
+    climb: Comparison, before: Evaluation, after: Evaluation, trained: Training | None
+) -> Headline:
     start, end = climb.accuracy
     change = climb.differences.get("pass@1")
     if change is None:
-        title = f"pass@1 was {percent(start)}, then {percent(end)} on different tasks"
+        title = f"pass@1 was {format_percent(start)}, then {format_percent(end)} on different tasks"
     elif _direction(change):
-        title = _moved("pass@1", change, start, end)
-    elif percent(start) == percent(end):
-        title = f"pass@1 stayed at {percent(end)}"
+        title = _describe_move("pass@1", change, start, end)
+    elif format_percent(start) == format_percent(end):
+        title = f"pass@1 stayed at {format_percent(end)}"
     else:
-        title = f"pass@1 went from {percent(start)} to {percent(end)}: no clear change"
+        title = f"pass@1 went from {format_percent(start)} to {format_percent(end)}: no clear change"
     if change is not None:
         title += "".join(
-            f"; {_moved(name, other, before.measures[name][0], after.measures[name][0])}"
+            f"; {_describe_move(name, other, before.measures[name][0], after.measures[name][0])}"
             for name, other in climb.differences.items()
             if name != "pass@1" and _direction(other) not in (0, _direction(change))
         )
-    paragraphs = [_basis(change, after, trained)]
-    if explained := _explained(climb, before, after):
+    paragraphs = [_describe_basis(change, after, trained)]
+    if explained := _explain_change(climb, before, after):
         paragraphs.append(explained)
-    return Headline(title, tuple(paragraphs), _explanation(climb))
+    return Headline(title, tuple(paragraphs), _explain_split(climb))
 
 
 def _direction(change: Interval) -> int:
@@ -102,12 +104,12 @@ def _direction(change: Interval) -> int:
     return int(change.low > 0) - int(change.high < 0)
 
 
-def _moved(name: str, change: Interval, start: float, end: float) -> str:
+def _describe_move(name: str, change: Interval, start: float, end: float) -> str:
     verb = "rose" if _direction(change) > 0 else "fell"
-    return f"{name} {verb} from {percent(start)} to {percent(end)}"
+    return f"{name} {verb} from {format_percent(start)} to {format_percent(end)}"
 
 
-def _basis(change: Interval | None, after: Evaluation, trained: Training | None) -> str:
+def _describe_basis(change: Interval | None, after: Evaluation, trained: Training | None) -> str:
     basis = f"On {after.tasks} held-out tasks"
     if trained is not None and trained.task != "evaluate":
         basis += f", after {trained.description[0].lower() + trained.description[1:].rstrip('.')}"
@@ -116,14 +118,14 @@ def _basis(change: Interval | None, after: Evaluation, trained: Training | None)
             f"{basis}. The two evaluations judged different tasks, so their difference is not a measurement."
         )
     return (
-        f"{basis}: {points(change.mean)} points, with a 95% interval of {points(change.low)} to "
-        f"{points(change.high)}, paired by task."
+        f"{basis}: {format_points(change.mean)} points, with a 95% interval of {format_points(change.low)}"
+        f" to {format_points(change.high)}, paired by task."
     )
 
 
-def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
+def _explain_change(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
     sentences = []
-    parts = _parts(climb)
+    parts = _effect_totals(climb)
     if parts is not None:
         share, accuracy = parts
         total = share + accuracy
@@ -131,7 +133,7 @@ def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
             moved = max(climb.contributions, key=lambda one: one.from_share)
             sentences.append(
                 f"{share / total:.0%} of the change comes from choosing “{moved.strategy}” more often "
-                f"({percent(moved.share[0], 0)} → {percent(moved.share[1], 0)} of answers), "
+                f"({format_percent(moved.share[0], 0)} → {format_percent(moved.share[1], 0)} of answers), "
                 f"{accuracy / total:.0%} from better accuracy within strategies."
                 if total > 0
                 else f"{share / total:.0%} of the loss comes from the choice of strategy, "
@@ -140,22 +142,22 @@ def _explained(climb: Comparison, before: Evaluation, after: Evaluation) -> str:
     for name in [one for one in before.measures if one not in ("pass@1", "greedy")][-1:]:
         could, does = before.measures[name][0], after.measures["pass@1"][0]
         change = climb.differences.get(name)
-        moved_to = percent(after.measures[name][0]) if name in after.measures else ""
+        moved_to = format_percent(after.measures[name][0]) if name in after.measures else ""
         if change is not None and moved_to and _direction(change) < 0:
             lost = "the model can no longer solve tasks that it solved sometimes before"
-            sentences.append(f"{name} fell from {percent(could)} to {moved_to}: {lost}.")
+            sentences.append(f"{name} fell from {format_percent(could)} to {moved_to}: {lost}.")
         elif could >= does > before.measures["pass@1"][0]:
             rose = f"; {name} itself rose to {moved_to}" if change and _direction(change) > 0 else ""
             sentences.append(
-                f"{name} was {percent(could)} before training: the model now solves reliably what it solved "
-                f"sometimes before{rose}."
+                f"{name} was {format_percent(could)} before training: the model now solves reliably what it"
+                f" solved sometimes before{rose}."
             )
-        elif moved_to and moved_to != percent(could):
-            sentences.append(f"{name} went from {percent(could)} to {moved_to}.")
+        elif moved_to and moved_to != format_percent(could):
+            sentences.append(f"{name} went from {format_percent(could)} to {moved_to}.")
     return " ".join(sentences)
 
 
-def _parts(climb: Comparison) -> tuple[float, float] | None:
+def _effect_totals(climb: Comparison) -> tuple[float, float] | None:
     if len(climb.contributions) < 2:
         return None
     return (
@@ -164,35 +166,40 @@ def _parts(climb: Comparison) -> tuple[float, float] | None:
     )
 
 
-def _explanation(climb: Comparison) -> str:
-    parts = _parts(climb)
+def _explain_split(climb: Comparison) -> str:
+    parts = _effect_totals(climb)
     if parts is None:
         return "The environment recognised only one strategy, so the whole change is accuracy within it."
     share, accuracy = parts
     change = climb.accuracy[1] - climb.accuracy[0]
     text = (
         "A policy improves by choosing better strategies, or by becoming more accurate within a strategy. "
-        f"From “{climb.before_label}” to “{climb.after_label}”, {points(share)} points came from the choice "
-        f"of strategy and {points(accuracy)} from accuracy within strategies."
+        f"From “{climb.before_label}” to “{climb.after_label}”, {format_points(share)} points came from the"
+        f" choice of strategy and {format_points(accuracy)} from accuracy within strategies."
     )
     if abs(share + accuracy - change) > 0.0005:
         text += (
-            f" Their sum is {points(share + accuracy)}, but pass@1 changed by {points(change)}: the parts "
-            "count answers, pass@1 counts tasks, and tasks with failed verdicts have fewer answers."
+            f" Their sum is {format_points(share + accuracy)}, but pass@1 changed by {format_points(change)}:"
+            " the parts count answers, pass@1 counts tasks, and tasks with failed verdicts have fewer"
+            " answers."
         )
     return text
 
 
-def _of_one(evaluation: Evaluation) -> Headline:
+def _evaluation_headline(evaluation: Evaluation) -> Headline:
     mean, low, high = evaluation.measures["pass@1"]
-    interval = "" if low is None or high is None else f", 95% interval {percent(low)} to {percent(high)}"
+    interval = (
+        ""
+        if low is None or high is None
+        else f", 95% interval {format_percent(low)} to {format_percent(high)}"
+    )
     return Headline(
-        f"pass@1 is {percent(mean)}{' before training' if evaluation.label == UNTRAINED else ''}",
+        f"pass@1 is {format_percent(mean)}{' before training' if evaluation.label == UNTRAINED else ''}",
         (f"On {evaluation.tasks} held-out tasks, {evaluation.samples} samples each{interval}.",),
     )
 
 
-def _of_held_out(trained: Training) -> Headline | None:
+def _held_out_headline(trained: Training) -> Headline | None:
     """The finding of evaluations during training: the first set's pass@1 at the start and at the end."""
     figure = next(
         (one for one in trained.columns if one.startswith("eval/") and one.endswith("/pass@1")), None
@@ -201,19 +208,19 @@ def _of_held_out(trained: Training) -> Headline | None:
         return None
     keys = (figure, f"{figure}/low", f"{figure}/high")
     rows = [row for row in zip(*(trained.columns[key] for key in keys), strict=True) if None not in row]
-    first, last = (" to ".join(map(percent, row[1:])) for row in (rows[0], rows[-1]))
+    first, last = (" to ".join(map(format_percent, row[1:])) for row in (rows[0], rows[-1]))
     name = figure.split("/")[1]
     return Headline(
-        f"pass@1 on {name} tasks went from {percent(rows[0][0])} to {percent(rows[-1][0])}",
+        f"pass@1 on {name} tasks went from {format_percent(rows[0][0])} to {format_percent(rows[-1][0])}",
         (f"{trained.description} 95% intervals: {first} before training, {last} at the end.",),
     )
 
 
-def _of_curve(trained: Training, *, is_over: bool) -> Headline | None:
+def _curve_headline(trained: Training, *, is_over: bool) -> Headline | None:
     for name, label in (("reward", "Mean training reward"), ("loss", "Training loss")):
         values = [value for value in trained.columns.get(name, []) if value is not None]
         if len(values) > 1:
-            edge = min(EDGE, len(values) // 2)
+            edge = min(EDGE_STEPS, len(values) // 2)
             first, last = fmean(values[:edge]), fmean(values[-edge:])
             ends = f" Means of the first and last {edge}." if edge > 1 else ""
             judged = "No checkpoint was evaluated on held-out tasks" + " yet" * (not is_over)
@@ -224,12 +231,12 @@ def _of_curve(trained: Training, *, is_over: bool) -> Headline | None:
     return None
 
 
-def percent(value: float, digits: int = 1) -> str:
+def format_percent(value: float, digits: int = 1) -> str:
     """A share as text."""
     return f"{100 * value:.{digits}f}%"
 
 
-def points(value: float) -> str:
+def format_points(value: float) -> str:
     """A difference of shares in percentage points, with its sign."""
     size = f"{abs(100 * value):.1f}"
     return size if size == "0.0" else f"{'−' if value < 0 else '+'}{size}"

@@ -8,11 +8,11 @@ from typing import Any
 
 from perilune.metrics.health.rules import Evidence, Finding
 from perilune.metrics.health.series import Series
-from perilune.metrics.health.verdict import Health, assess
+from perilune.metrics.health.verdict import Health, assess_health
 from perilune.ui.attempt import Attempt
 from perilune.ui.view import StageView
 
-LATEST = 1500  # steps to judge; what began earlier seems to begin with the first of them
+MAX_JUDGED_STEPS = 1500  # steps to judge; what began earlier seems to begin with the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class StageHealth:
     findings: tuple[Finding, ...]
 
 
-def healths_of(pairs: Sequence[tuple[StageView, Attempt]], now: float | None = None) -> list[StageHealth]:
+def assess_stages(pairs: Sequence[tuple[StageView, Attempt]], now: float | None = None) -> list[StageHealth]:
     """The verdicts on the stages that train, run or failed."""
     found = []
     for stage, attempt in pairs:
-        health = health_of(attempt, here=stage.here, now=now)
+        health = assess_attempt(attempt, here=stage.here, now=now)
         findings = tuple(
             replace(one, remedy=one.remedy.replace("RUN", stage.run_id)) for one in health.findings
         )
@@ -46,7 +46,7 @@ def healths_of(pairs: Sequence[tuple[StageView, Attempt]], now: float | None = N
     return found
 
 
-def health_of(attempt: Attempt, *, here: bool = True, now: float | None = None) -> Health:
+def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = None) -> Health:
     """The verdict on the latest steps of an attempt; healthy if it has not written a step.
 
     Args:
@@ -56,20 +56,22 @@ def health_of(attempt: Attempt, *, here: bool = True, now: float | None = None) 
     spec = attempt.job.get("spec") or {}
     clock = time.time() if now is None else now
     live = attempt.root is not None and not attempt.verdict and attempt.began is not None
-    return assess(
+    return assess_health(
         Evidence(
-            metrics=Series(attempt.metric_lines[-LATEST:]),
-            timings=Series(attempt.timing_lines[-LATEST:]),
+            metrics=Series(attempt.metric_lines[-MAX_JUDGED_STEPS:]),
+            timings=Series(attempt.timing_lines[-MAX_JUDGED_STEPS:]),
             samples=int(spec.get("samples") or 1),
-            oldest=_oldest(spec),
+            oldest=_max_staleness(spec),
             cpu=not (attempt.precheck.get("torch") or {}).get("cuda"),
-            open_seconds=_age(attempt.root, "artifacts/timings.jsonl", clock) if live and here else None,
-            silent_seconds=_age(attempt.root, "runtime/heartbeat.json", clock) if live and here else None,
+            open_seconds=_file_age(attempt.root, "artifacts/timings.jsonl", clock) if live and here else None,
+            silent_seconds=_file_age(attempt.root, "runtime/heartbeat.json", clock)
+            if live and here
+            else None,
         )
     )
 
 
-def _oldest(spec: Mapping[str, Any]) -> float | None:
+def _max_staleness(spec: Mapping[str, Any]) -> float | None:
     """The bound on the age of a token in updates, if the stage has one."""
     explicit = (spec.get("off_policy") or {}).get("max_staleness")
     if explicit is not None:
@@ -78,6 +80,6 @@ def _oldest(spec: Mapping[str, Any]) -> float | None:
     return None if ahead is None else 4.0 * (ahead + 1) * int(spec.get("epochs_per_batch") or 1)
 
 
-def _age(root: Path | None, name: str, now: float) -> float | None:
+def _file_age(root: Path | None, name: str, now: float) -> float | None:
     path = None if root is None else root / name
     return max(0.0, now - path.stat().st_mtime) if path is not None and path.exists() else None

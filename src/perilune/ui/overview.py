@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from perilune.ui.attempt import Attempt
-from perilune.ui.provenance import Pairs, Provenance, model_of, readable, stage_facts
+from perilune.ui.provenance import Pairs, Provenance, find_model, format_document, stage_facts
 from perilune.ui.view import ExperimentView, StageView
 
 Fact = tuple[str, str, str]  # name, value, detail
-UNFINISHED = ("active", "queued", "waiting")
+UNFINISHED_STATES = ("active", "queued", "waiting")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def describe_stage(
         facts.append(
             ("Traces", f"{attempt.summary['rows']:,} kept, {attempt.summary.get('rejected', 0):,} rejected")
         )
-    if data := data_words(attempt.summary):
+    if data := describe_data(attempt.summary):
         facts.append(("Data", data))
     return Stage(
         name=stage.name,
@@ -102,13 +102,13 @@ def describe_stage(
         digest=attempt.digest,
         seconds=attempt.run_seconds,
         facts=facts,
-        summary=readable(attempt.summary),
-        spec=readable(attempt.job),
+        summary=format_document(attempt.summary),
+        spec=format_document(attempt.job),
         log=attempt.log_tail(),
     )
 
 
-def placements_of(view: ExperimentView) -> list[Placement]:
+def list_placements(view: ExperimentView) -> list[Placement]:
     """All attempts in the order of their stages; empty if each stage ran on this machine at the first try."""
     names = {stage.run_id: stage.name for stage in view.stages}
     order = list(names)
@@ -130,16 +130,16 @@ def placements_of(view: ExperimentView) -> list[Placement]:
     ]
 
 
-def state_of(stages: Sequence[StageView]) -> str:
+def worst_state(stages: Sequence[StageView]) -> str:
     """The state of the experiment: the worst state of its stages."""
     states = {stage.state for stage in stages}
-    for state in ("failed", "cancelled", *UNFINISHED):
+    for state in ("failed", "cancelled", *UNFINISHED_STATES):
         if state in states:
             return state
     return "succeeded"
 
 
-def notices_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
+def list_notices(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
     """Notices about failed and running stages, warnings of evaluations and damaged files.
 
     Call it last, because reading finds the damaged files.
@@ -169,7 +169,7 @@ def notices_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
     return notices
 
 
-def summaries_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
+def describe_results(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
     """Results of stages without curves and the data that stages trained on, as sentences."""
     return [
         f"Stage {stage.name} made {attempt.summary['rows']:,} verified traces and rejected "
@@ -179,11 +179,11 @@ def summaries_of(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
     ] + [
         f"Stage {stage.name} trained on {data}."
         for stage, attempt in pairs
-        if (data := data_words(attempt.summary))
+        if (data := describe_data(attempt.summary))
     ]
 
 
-def data_words(summary: Mapping[str, Any]) -> str:
+def describe_data(summary: Mapping[str, Any]) -> str:
     """The rows and tokens that a stage trained on; empty for a stage that did not train on rows."""
     data = summary.get("data")
     names = ("rows", "tokens", "learned", "dropped", "truncated")
@@ -194,12 +194,12 @@ def data_words(summary: Mapping[str, Any]) -> str:
     return f"{rows}{rare}, {data['tokens']:,} tokens, {data['learned']:,} with loss"
 
 
-def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:
+def list_facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:
     """The facts under the headline."""
     jobs = [attempt.job for attempt in attempts if attempt.job]
     environment = dict(jobs[-1].get("environment") or {}) if jobs else {}
     facts: list[Fact] = []
-    if (model := model_of(attempts)) is not None:
+    if (model := find_model(attempts)) is not None:
         facts.append(
             ("Model", f"{model.parameters:,} parameters" if model.parameters else "unknown size", model.shape)
         )
@@ -213,38 +213,38 @@ def facts_of(view: ExperimentView, attempts: Sequence[Attempt], provenance: Prov
         )
     seconds = [spent for one in attempts if (spent := one.run_seconds) is not None]
     if seconds:
-        facts.append(("Time", duration(sum(seconds)), f"{len(seconds)} of {len(view.stages)} stages"))
+        facts.append(("Time", format_duration(sum(seconds)), f"{len(seconds)} of {len(view.stages)} stages"))
     costs = [one.cost for one in view.placed if one.cost is not None]
     if costs:
         facts.append(("Cost", f"{sum(costs):.4f}", f"of rented machines, {len(costs)} attempts"))
-    if date := date_of(attempts):
+    if date := start_date(attempts):
         day, _, clock = date.partition(", ")
         facts.append(("Date", day, clock))
     facts.append(("Seed", str(view.seed), ""))
     return facts
 
 
-def machine_sentence(stages: Sequence[Stage], provenance: Provenance) -> str:
+def describe_machine(stages: Sequence[Stage], provenance: Provenance) -> str:
     """The total time and the machine, as a sentence."""
     seconds = [stage.seconds for stage in stages if stage.seconds is not None]
     where = f" on {provenance.machine_name}" if provenance.machine_name else ""
-    return f"All stages took {duration(sum(seconds))}{where}." if seconds else ""
+    return f"All stages took {format_duration(sum(seconds))}{where}." if seconds else ""
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def date_of(attempts: Sequence[Attempt]) -> str:
+def start_date(attempts: Sequence[Attempt]) -> str:
     """The start of the first attempt, or ""."""
     times = [attempt.began for attempt in attempts if attempt.began is not None]
-    return day(min(times)) if times else ""
+    return format_day(min(times)) if times else ""
 
 
-def day(moment: float) -> str:
+def format_day(moment: float) -> str:
     """Seconds since the epoch as a date and time in UTC."""
     then = time.gmtime(moment)
     return f"{then.tm_mday} {time.strftime('%B %Y, %H:%M UTC', then)}"

@@ -12,7 +12,7 @@ from perilune.ui.view import ExperimentView, StageView
 
 Pairs = list[tuple[str, str]]
 
-LONGEST_LIST = 20  # items to show of a list in a summary
+MAX_LIST_ITEMS = 20  # items to show of a list in a summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +28,22 @@ class Provenance:
     packages: Pairs
 
 
-def provenance_of(view: ExperimentView, attempts: Sequence[Attempt]) -> Provenance:
+def collect_provenance(view: ExperimentView, attempts: Sequence[Attempt]) -> Provenance:
     """The provenance of an experiment, with machine and software of the last run that recorded them."""
     seen = next((one.precheck for one in reversed(attempts) if one.precheck), {})
     machine = seen.get("machine") or {}
     return Provenance(
         recipe=view.recipe,
         commands=_commands(view.stages),
-        machine_name=machine_name(machine),
-        machine=_machine(machine),
+        machine_name=name_machine(machine),
+        machine=_machine_facts(machine),
         software_name=_software_name(seen),
-        software=_software(seen),
+        software=_software_facts(seen),
         packages=_packages(seen.get("packages") or {}),
     )
 
 
-def machine_name(machine: Mapping[str, Any]) -> str:
+def name_machine(machine: Mapping[str, Any]) -> str:
     """The processor or the GPUs as a short name."""
     gpus = [str(gpu.get("name")) for gpu in machine.get("gpus") or ()]
     if gpus:
@@ -52,7 +52,7 @@ def machine_name(machine: Mapping[str, Any]) -> str:
     return str((machine.get("processor") or {}).get("model") or "")
 
 
-def _machine(machine: Mapping[str, Any]) -> Pairs:
+def _machine_facts(machine: Mapping[str, Any]) -> Pairs:
     processor = machine.get("processor") or {}
     memory = machine.get("memory") or {}
     facts: Pairs = []
@@ -84,7 +84,7 @@ def _software_name(seen: Mapping[str, Any]) -> str:
     return ", ".join(name for name in names if name)
 
 
-def _software(seen: Mapping[str, Any]) -> Pairs:
+def _software_facts(seen: Mapping[str, Any]) -> Pairs:
     facts: Pairs = []
     python, torch, git = (seen.get(name) or {} for name in ("python", "torch", "git"))
     if python:
@@ -145,12 +145,12 @@ class ModelFacts:
     shape: str
 
 
-def model_of(attempts: Sequence[Attempt]) -> ModelFacts | None:
+def find_model(attempts: Sequence[Attempt]) -> ModelFacts | None:
     """The model of the last checkpoint of any attempt, or None."""
     for attempt in reversed(attempts):
         for folder in attempt.model_folders:
             if config := attempt.document(folder / "config.json"):
-                return ModelFacts(parameters_in(folder), _shape(config))
+                return ModelFacts(count_parameters(folder), _shape(config))
     return None
 
 
@@ -161,7 +161,7 @@ def _shape(config: Mapping[str, Any]) -> str:
     )
 
 
-def parameters_in(folder: Path) -> int | None:
+def count_parameters(folder: Path) -> int | None:
     """The number of parameters in safetensors files, from their headers; None if one cannot be read."""
     total = 0
     files = sorted(folder.glob("*.safetensors"))
@@ -193,15 +193,15 @@ def stage_facts(stage: StageView, attempt: Attempt) -> Pairs:
     return [(name, value) for name, value in facts if value]
 
 
-def readable(document: Mapping[str, Any]) -> str:
+def format_document(document: Mapping[str, Any]) -> str:
     """A JSON document as text, with long lists shortened."""
-    return json.dumps(_shortened(document), indent=2, ensure_ascii=False) if document else ""
+    return json.dumps(_shorten_lists(document), indent=2, ensure_ascii=False) if document else ""
 
 
-def _shortened(value: Any) -> Any:
+def _shorten_lists(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _shortened(item) for key, item in value.items()}
+        return {key: _shorten_lists(item) for key, item in value.items()}
     if isinstance(value, list):
-        kept = [_shortened(item) for item in value[:LONGEST_LIST]]
-        return [*kept, f"... {len(value) - LONGEST_LIST} more"] if len(value) > LONGEST_LIST else kept
+        kept = [_shorten_lists(item) for item in value[:MAX_LIST_ITEMS]]
+        return [*kept, f"... {len(value) - MAX_LIST_ITEMS} more"] if len(value) > MAX_LIST_ITEMS else kept
     return value

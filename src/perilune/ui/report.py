@@ -18,9 +18,9 @@ from typing import Any
 
 from perilune.bundle.storage import storage_errors
 from perilune.files import write_atomic
-from perilune.ui.collect import ReportData, collect
+from perilune.ui.collect import ReportData, collect_report
 from perilune.ui.embedding import embeddable_json
-from perilune.ui.episodes import RIGHT, EpisodeLibrary
+from perilune.ui.episodes import RIGHT_REWARD, EpisodeLibrary
 from perilune.ui.view import ExperimentView
 
 SCRIPTS = (
@@ -45,29 +45,33 @@ def build_report(experiment: ExperimentView, out: Path) -> Path:
     Raises:
         RequestError: when `out` cannot be written.
     """
-    page = render(collect(experiment))
+    page = render_report(collect_report(experiment))
     with storage_errors("write the report", out):
         write_atomic(out, page)
     return out
 
 
-def render(data: ReportData, names: Sequence[str] = SCRIPTS, live: Mapping[str, Any] | None = None) -> str:
+def render_report(
+    data: ReportData, names: Sequence[str] = SCRIPTS, live: Mapping[str, Any] | None = None
+) -> str:
     """The whole page as HTML text.
 
     Args:
         names: of its scripts.
         live: where its scripts find episodes and news; None for a page that contains everything.
     """
-    document = document_of(data) | {"live": live, "index": "/" if live else None}
-    index, blocks = _episodes(data.library)
+    document = report_document(data) | {"live": live, "index": "/" if live else None}
+    index, blocks = _episode_blocks(data.library)
     title = f"{data.experiment.name}: {data.headline.title}"
-    index_block = data_block("episodes-index", embeddable_json(index))
+    index_block = render_data_block("episodes-index", embeddable_json(index))
     return render_page(title, names, document, [index_block, *blocks], live=live is not None)
 
 
-def document_of(data: ReportData) -> dict[str, Any]:
+def report_document(data: ReportData) -> dict[str, Any]:
     """All data of the page except its episodes, as JSON values."""
-    return {field.name: plain(getattr(data, field.name)) for field in fields(data) if field.name != "library"}
+    return {
+        field.name: to_plain(getattr(data, field.name)) for field in fields(data) if field.name != "library"
+    }
 
 
 def render_page(
@@ -86,9 +90,9 @@ def render_page(
     scripts = [(assets / name).read_text(encoding="utf-8") for name in names]
     return Template((assets / "report.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(title),
-        policy=_policy(style, scripts, live),
+        policy=_security_policy(style, scripts, live),
         style=style,
-        data="\n".join([data_block("report-data", embeddable_json(plain(document))), *blocks]),
+        data="\n".join([render_data_block("report-data", embeddable_json(to_plain(document))), *blocks]),
         # The first has what all use; the others are modules, so that their names are their own.
         scripts="\n".join(
             f"<script{' type=module' if place else ''}>{script}</script>"
@@ -97,7 +101,7 @@ def render_page(
     )
 
 
-def _policy(style: str, scripts: list[str], live: bool) -> str:
+def _security_policy(style: str, scripts: list[str], live: bool) -> str:
     """A Content-Security-Policy that allows only these scripts and styles, and no loading from elsewhere."""
     allowed = " ".join(_hash(script) for script in scripts)
     connect = "connect-src 'self'; " if live else ""
@@ -111,7 +115,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def data_block(name: str, json_text: str) -> str:
+def render_data_block(name: str, json_text: str) -> str:
     """An element with JSON, which no browser runs."""
     return f'<script type="application/json" id="{name}">{json_text}</script>'
 
@@ -121,20 +125,20 @@ def _is_plain(value: Any) -> bool:
     return (kind is float and math.isfinite(value)) or kind is int or value is None or kind is str
 
 
-def plain(value: Any) -> Any:
+def to_plain(value: Any) -> Any:
     """Dataclasses as objects, tuples as arrays, NaN and infinity as null."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [item if _is_plain(item) else plain(item) for item in value]
+        return [item if _is_plain(item) else to_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def _episodes(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
+def _episode_blocks(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
     """The index of the episode browser, and one data element for each set."""
     blocks: list[str] = []
     stages = []
@@ -143,18 +147,18 @@ def _episodes(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
         for one in stage.sets:
             script = f"episodes-{len(blocks)}" if one.json else None
             if script is not None:
-                blocks.append(data_block(script, one.json))
-            sets.append({**plain(one), "script": script, "json": None})
-        stages.append({**plain(stage), "sets": sets})
+                blocks.append(render_data_block(script, one.json))
+            sets.append({**to_plain(one), "script": script, "json": None})
+        stages.append({**to_plain(stage), "sets": sets})
     return {
         "stages": stages,
-        "vocabularies": plain(library.vocabularies),
-        "right": RIGHT,
-        "lead": _lead(library),
+        "vocabularies": to_plain(library.vocabularies),
+        "right": RIGHT_REWARD,
+        "lead": _episodes_lead(library),
     }, blocks
 
 
-def _lead(library: EpisodeLibrary) -> str:
+def _episodes_lead(library: EpisodeLibrary) -> str:
     if any(stage.steps or any(one.name for one in stage.sets) for stage in library.stages):
         return (
             "Prompts, answers and rewards, read from the files of the runs. The darker the colour of a "

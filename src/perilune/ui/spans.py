@@ -5,10 +5,10 @@ from typing import Any
 
 from perilune.data.episode import Episode
 from perilune.data.spans import critical_steps, total_steps
-from perilune.ui.turns import shortened_messages
+from perilune.ui.turns import shorten_messages
 
 
-def spans_of(episode: Episode, most: int) -> dict[str, Any] | None:
+def span_lanes(episode: Episode, most: int) -> dict[str, Any] | None:
     """The lanes of an episode with sub-agents, or None without; texts have at most `most` characters."""
     if not episode.spans:
         return None
@@ -24,14 +24,14 @@ def spans_of(episode: Episode, most: int) -> dict[str, Any] | None:
                 "prompt_tokens": span.prompt_tokens,
                 "tokens": span.tokens,
                 "version": span.policy_version,
-                "messages": shortened_messages(span.messages, most),
+                "messages": shorten_messages(span.messages, most),
             }
             for span in sorted(episode.spans, key=lambda one: [*map(int, one.span_id.split("."))])
         ],
     }
 
 
-def step_rewards_of(episode: Episode) -> list[tuple[int, float]]:
+def list_step_rewards(episode: Episode) -> list[tuple[int, float]]:
     """(position of its last token, reward) of each segment with a process reward."""
     if episode.step_rewards is None:
         return []

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from perilune.ui.curves import PARTS
+from perilune.metrics.training import STEP_PARTS
 from perilune.ui.figures import Figure
-from perilune.ui.headline import percent
-from perilune.ui.overview import Stage, duration
+from perilune.ui.headline import format_percent
+from perilune.ui.overview import Stage, format_duration
 
-PART_COLORS = dict(zip(PARTS, (1, 5, 2, 7), strict=True))
+PART_COLORS = dict(zip(STEP_PARTS, (1, 5, 2, 7), strict=True))
 TASK_COLORS = {"sft": 1, "rl": 2, "evaluate": 3}
 
 
-def stage_times(stages: Sequence[Stage]) -> list[Figure]:
+def timeline_charts(stages: Sequence[Stage]) -> list[Figure]:
     """The stages on one time axis, end to end."""
     rows = []
     begin = 0.0
@@ -20,13 +20,13 @@ def stage_times(stages: Sequence[Stage]) -> list[Figure]:
     for one in stages:
         if one.seconds is not None:
             bar = {"bar": (begin, begin + one.seconds), "color": TASK_COLORS.get(one.task, 7)}
-            share = {"name": one.task, "value": percent(one.seconds / (total or 1.0))}
+            share = {"name": one.task, "value": format_percent(one.seconds / (total or 1.0))}
             rows.append(
-                {"label": one.name, "value": duration(one.seconds), "marks": [bar], "details": [share]}
+                {"label": one.name, "value": format_duration(one.seconds), "marks": [bar], "details": [share]}
             )
             begin += one.seconds
     x = {"as": "clock", "domain": (0, total or 1.0), "label": "time in stages, end to end"}
-    title = f"Stages, {duration(total)} in all"
+    title = f"Stages, {format_duration(total)} in all"
     return (
         [{"kind": "rows", "key": "timeline", "title": title, "rowHeight": 28, "x": x, "rows": rows}]
         if rows
@@ -34,7 +34,7 @@ def stage_times(stages: Sequence[Stage]) -> list[Figure]:
     )
 
 
-def times_by_part(stages: Sequence[tuple[str, Mapping[str, float] | None]]) -> list[Figure]:
+def part_time_charts(stages: Sequence[tuple[str, Mapping[str, float] | None]]) -> list[Figure]:
     """What the steps of each stage spent their time on; `stages` are (name, seconds by part)."""
     totals = [(name, found, math.fsum(found.values())) for name, found in stages if found is not None]
     rows = []
@@ -48,11 +48,11 @@ def times_by_part(stages: Sequence[tuple[str, Mapping[str, float] | None]]) -> l
             {
                 "name": part,
                 "color": color,
-                "value": f"{duration(found[part])} · {percent(found[part] / total)}",
+                "value": f"{format_duration(found[part])} · {format_percent(found[part] / total)}",
             }
             for part, color in PART_COLORS.items()
         ]
-        rows.append({"label": name, "value": duration(total), "marks": marks, "details": details})
+        rows.append({"label": name, "value": format_duration(total), "marks": marks, "details": details})
     figure = {
         "kind": "rows",
         "key": "split",

@@ -6,24 +6,24 @@ from typing import Any
 from perilune.ui.attempt import Attempt
 from perilune.ui.embedding import embeddable_json
 from perilune.ui.episodes import EpisodeSet, StageEpisodes
-from perilune.ui.turns import ASSISTANT, message_turns, shortened, shortened_messages
+from perilune.ui.turns import ASSISTANT, shorten, shorten_messages, split_turns
 
-WRITES_TRACES = ("collect", "rejection_sampling")
-TRACES = {"verified traces": "records.jsonl", "refused candidates": "rejected.jsonl"}
-KEPT = 300
-REFUSED = 100
+TRACE_TASKS = ("collect", "rejection_sampling")
+TRACE_FILES = {"verified traces": "records.jsonl", "refused candidates": "rejected.jsonl"}
+MAX_KEPT = 300
+MAX_REFUSED = 100
 
 
-def traces_of(stage: str, attempt: Attempt) -> StageEpisodes | None:
+def sample_traces(stage: str, attempt: Attempt) -> StageEpisodes | None:
     """An evenly spaced sample of the traces of a collect stage, or None without traces."""
     if attempt.root is None:
         return None
     folder = attempt.root / "artifacts" / "traces"
-    kept, refused = (attempt.rows(folder / name) for name in TRACES.values())
+    kept, refused = (attempt.rows(folder / name) for name in TRACE_FILES.values())
     sets = [
-        _set(label, step, rows, _evenly(rows, most), mean)
+        _trace_set(label, step, rows, _even_places(rows, most), mean)
         for step, (label, rows, most, mean) in enumerate(
-            zip(TRACES, (kept, refused), (KEPT, REFUSED), (1.0, None), strict=True)
+            zip(TRACE_FILES, (kept, refused), (MAX_KEPT, MAX_REFUSED), (1.0, None), strict=True)
         )
     ]
     filled = [one for one in sets if one.total]
@@ -31,15 +31,15 @@ def traces_of(stage: str, attempt: Attempt) -> StageEpisodes | None:
     return StageEpisodes(stage, "collect", None, filled, strategies) if filled else None
 
 
-def _set(
+def _trace_set(
     label: str, step: int, rows: Sequence[Mapping[str, Any]], chosen: Sequence[int], mean: float | None
 ) -> EpisodeSet:
-    groups = [_group(str(place + 1), rows[place]) for place in chosen]
+    groups = [_trace_group(str(place + 1), rows[place]) for place in chosen]
     return EpisodeSet(label, step, len(rows), len(groups), mean, embeddable_json(groups))
 
 
-def _group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    messages = shortened_messages(row.get("messages") or ())
+def _trace_group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    messages = shorten_messages(row.get("messages") or ())
     roles = [message["role"] for message in messages]
     first = roles.index(ASSISTANT) if ASSISTANT in roles[:-1] else len(messages) - 1
     return {
@@ -51,8 +51,8 @@ def _group(number: str, row: Mapping[str, Any]) -> dict[str, Any]:
         "episodes": [
             {
                 "id": number,
-                "turns": message_turns(messages[first:]) if 0 <= first < len(messages) - 1 else None,
-                "text": messages[-1]["content"] if messages else shortened(str(row.get("text", ""))),
+                "turns": split_turns(messages[first:]) if 0 <= first < len(messages) - 1 else None,
+                "text": messages[-1]["content"] if messages else shorten(str(row.get("text", ""))),
                 "tokens": None,
                 "logprobs": [],
                 "masked": None,
@@ -74,7 +74,7 @@ def _strategy(row: Mapping[str, Any]) -> str:
     return str(row.get("source", "")).rpartition("/")[2]
 
 
-def _evenly(rows: Sequence[Any], most: int) -> list[int]:
+def _even_places(rows: Sequence[Any], most: int) -> list[int]:
     if len(rows) <= most:
         return list(range(len(rows)))
     return sorted({round(index * (len(rows) - 1) / (most - 1)) for index in range(most)})

@@ -8,10 +8,10 @@ from perilune.data.episode import Episode
 from perilune.ui.pieces import Piece, Vocabulary
 
 ASSISTANT = "assistant"
-LONGEST = 20_000  # characters to show of a text
+MAX_CHARACTERS = 20_000  # characters to show of a text
 
 
-def shortened(text: str, most: int = LONGEST) -> str:
+def shorten(text: str, most: int = MAX_CHARACTERS) -> str:
     """`text`, without its middle if it has more than `most` characters."""
     if len(text) <= most:
         return text
@@ -19,12 +19,14 @@ def shortened(text: str, most: int = LONGEST) -> str:
     return f"{text[:head]}\n[… {len(text) - most:,} characters omitted …]\n{text[len(text) - most + head :]}"
 
 
-def shortened_messages(messages: Iterable[Mapping[str, str]], most: int = LONGEST) -> list[dict[str, str]]:
+def shorten_messages(
+    messages: Iterable[Mapping[str, str]], most: int = MAX_CHARACTERS
+) -> list[dict[str, str]]:
     """Role and content of messages, with contents of at most `most` characters."""
-    return [{"role": str(one["role"]), "content": shortened(str(one["content"]), most)} for one in messages]
+    return [{"role": str(one["role"]), "content": shorten(str(one["content"]), most)} for one in messages]
 
 
-def message_turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+def split_turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """The policy's turns and the messages between them, with role and text of each."""
     turns: list[dict[str, Any]] = []
     for own, group in groupby(messages, key=lambda one: one["role"] == ASSISTANT):
@@ -35,14 +37,14 @@ def message_turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]
     return turns
 
 
-def turns_of(episode: Episode) -> list[dict[str, Any]] | None:
+def list_turns(episode: Episode) -> list[dict[str, Any]] | None:
     """The turns after the prompt, each with the positions of its tokens; None for a single answer.
 
     Positions are omitted if the loss mask does not separate the turns.
     """
     if episode.loss_mask.all():
         return None
-    turns = message_turns(episode.messages[len(episode.opening) :])
+    turns = split_turns(episode.messages[len(episode.opening) :])
     bounds = episode.runs()
     owners = [one["role"] == ASSISTANT for one in turns]
     if owners == [own for own, _, _ in bounds]:
@@ -51,7 +53,7 @@ def turns_of(episode: Episode) -> list[dict[str, Any]] | None:
     return turns
 
 
-def pieces_of(vocabulary: Vocabulary, episode: Episode) -> list[Piece] | None:
+def split_pieces(vocabulary: Vocabulary, episode: Episode) -> list[Piece] | None:
     """One piece for each token; None if the vocabulary does not spell the policy's text."""
     token_ids = episode.token_ids.tolist()
     if episode.loss_mask.all():

@@ -71,7 +71,7 @@ def view_folder(path: Path) -> ExperimentView:
         found = [
             job.parent for depth in range(1, SEARCH_DEPTH) for job in path.glob("*/" * depth + "job.json")
         ]
-    attempts = [folder for folder in found if _was_begun(folder)]
+    attempts = [folder for folder in found if _has_begun(folder)]
     if not attempts:
         raise RequestError(
             "no attempt directory (job.json beside artifacts/ or runtime/) at or below this path",
@@ -85,7 +85,7 @@ def view_folder(path: Path) -> ExperimentView:
     stages = []
     for tries in runs.values():
         newest = max(tries, key=lambda folder: int(folder.name) if folder.name.isdigit() else 0)
-        stages.append((_began(newest), _stage(newest, len(tries))))
+        stages.append((_start_time(newest), _view_attempt(newest, len(tries))))
     stages.sort(key=lambda pair: pair[0])
     ordered = tuple(stage for _, stage in stages)
     return ExperimentView(path.resolve().name, derive_seed(ordered), "", ordered)
@@ -97,13 +97,13 @@ def derive_seed(stages: Sequence[StageView]) -> int:
     return int(read_json(jobs[0]).get("seed", 0)) if jobs else 0
 
 
-def _was_begun(folder: Path) -> bool:
+def _has_begun(folder: Path) -> bool:
     """Whether `folder` is an attempt, and not a frozen bundle."""
     artifacts = folder / "artifacts"
     return (folder / "runtime" / "claim.json").exists() or (artifacts.is_dir() and any(artifacts.iterdir()))
 
 
-def _began(attempt: Path) -> float:
+def _start_time(attempt: Path) -> float:
     times = [file.stat().st_mtime for file in (attempt / "runtime").glob("*.json")]
     precheck = attempt / "artifacts" / "precheck.json"
     if precheck.exists():
@@ -111,15 +111,15 @@ def _began(attempt: Path) -> float:
     return min(times, default=attempt.stat().st_mtime)
 
 
-def _stage(attempt: Path, attempts: int) -> StageView:
+def _view_attempt(attempt: Path, attempts: int) -> StageView:
     job = read_json(attempt / "job.json")
-    state, cause = state_in_files(attempt)
+    state, cause = read_state(attempt)
     is_numbered = attempt.parent.name == "attempts"
     run_id = attempt.parent.parent.name if is_numbered else attempt.resolve().name
     return StageView(str(job.get("stage")), str(job.get("task")), run_id, state, attempt, attempts, cause)
 
 
-def state_in_files(attempt: Path) -> tuple[str, str]:
+def read_state(attempt: Path) -> tuple[str, str]:
     """State and cause of an attempt as its files tell; it is active until its verdict is written."""
     result_file = attempt / "runtime" / "result.json"
     if not result_file.exists():

@@ -11,22 +11,22 @@ from perilune.errors import RequestError
 from perilune.files import write_atomic
 from perilune.wiki.facts import RunFacts, read_facts
 from perilune.wiki.markdown import (
-    citations,
-    filled,
-    front_matter,
-    hand_of,
+    fill_citations,
+    find_citations,
+    find_links,
+    hand_text,
     is_built,
     is_edited,
-    links,
-    page_text,
+    read_front_matter,
+    render_page,
 )
-from perilune.wiki.pages import Page, all_pages, grouped, index, link, path_of
-from perilune.wiki.plot import plot_of
+from perilune.wiki.pages import Page, generate_pages, group_runs, index_page, page_path, render_link
+from perilune.wiki.plot import plot_runs
 from perilune.wiki.query import Facts
 
-QUESTIONS = "questions"  # folder of the pages that people and models write
-GONE = "no number"
-STATE = ".perilune"  # folder of the cache, which is no part of the wiki
+QUESTIONS_FOLDER = "questions"  # folder of the pages that people and models write
+NO_NUMBER = "no number"
+CACHE_FOLDER = ".perilune"  # folder of the cache, which is no part of the wiki
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuildResult:
     """What a build did.
 
     Attributes:
@@ -70,14 +70,14 @@ class Wiki:
 
     def facts(self, control: Control, *, verify: bool = False) -> Facts:
         """The facts for this wiki's numbers; with `verify`, every signature and digest is checked again."""
-        return Facts(read_facts(control, None if verify else self.root / STATE / "facts.json"))
+        return Facts(read_facts(control, None if verify else self.root / CACHE_FOLDER / "facts.json"))
 
     def pages(self) -> dict[str, str]:
         """The text of each page by its path without `.md`, sorted."""
         found = {}
         for path in sorted(self.root.rglob("*.md")):
             name = path.relative_to(self.root).as_posix().removesuffix(".md")
-            if path.is_file() and not name.startswith(STATE):
+            if path.is_file() and not name.startswith(CACHE_FOLDER):
                 found[name] = path.read_text(encoding="utf-8", errors="replace")
         return found
 
@@ -98,7 +98,7 @@ class Wiki:
         write_atomic(path, text)
 
 
-def build(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> Built:
+def compile_wiki(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> BuildResult:
     """Write all pages. Hand-written regions stay, and their citations are answered.
 
     Pages of runs that no longer exist are removed, unless somebody wrote on them.
@@ -106,13 +106,13 @@ def build(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> Built:
     Args:
         overwrite: also write pages whose generated text was edited.
     """
-    (wiki.root / QUESTIONS).mkdir(parents=True, exist_ok=True)
+    (wiki.root / QUESTIONS_FOLDER).mkdir(parents=True, exist_ok=True)
     old = wiki.pages()
-    hands = {path: hand_of(text) for path, text in old.items()}
-    generated = {one.path: one for one in all_pages(facts)}
-    generated |= {path: _question(path, old[path], hands[path]) for path in old if _is_question(path)}
-    generated["index"] = index(generated.values())
-    mentions = _mentions(hands)
+    hands = {path: hand_text(text) for path, text in old.items()}
+    generated = {one.path: one for one in generate_pages(facts)}
+    generated |= {path: _question_page(path, old[path], hands[path]) for path in old if _is_question(path)}
+    generated["index"] = index_page(generated.values())
+    mentions = _collect_mentions(hands)
 
     kept, changed, unanswered, written = [], list[Change](), list[tuple[str, str]](), 0
     for path, page in generated.items():
@@ -120,13 +120,13 @@ def build(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> Built:
         if before and is_edited(before) and not overwrite:
             kept.append(path)
             continue
-        text = _compiled(facts, page, hands.get(path, ""), mentions.get(path, ()), unanswered)
+        text = _compile_page(facts, page, hands.get(path, ""), mentions.get(path, ()), unanswered)
         if text != before:
-            changed += _changes(path, before, text)
+            changed += _list_changes(path, before, text)
             wiki.write(f"{path}.md", text)
             written += 1
-    for name, runs in grouped(facts.runs, "recipe").items():
-        drawn, path = plot_of(runs), f"{path_of('recipe', name)}.svg"
+    for name, runs in group_runs(facts.runs, "recipe").items():
+        drawn, path = plot_runs(runs), f"{page_path('recipe', name)}.svg"
         if drawn and (not (wiki.root / path).exists() or (wiki.root / path).read_text() != drawn):
             wiki.write(path, drawn)
     gone = [
@@ -134,12 +134,12 @@ def build(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> Built:
     ]
     for path in gone:
         (wiki.root / f"{path}.md").unlink()
-    return Built(
+    return BuildResult(
         len(facts.runs), len(generated), written, len(gone), tuple(changed), tuple(kept), tuple(unanswered)
     )
 
 
-def _compiled(
+def _compile_page(
     facts: Facts,
     page: Page,
     hand: str,
@@ -157,43 +157,43 @@ def _compiled(
         sources.update({one.id: one for one in (*found.runs, *found.others)})
         return found.text
 
-    hand = filled(hand, answer)
-    listed = [f"* {link(page.path, one, one)}" for one in mentioned]
+    hand = fill_citations(hand, answer)
+    listed = [f"* {render_link(page.path, one, one)}" for one in mentioned]
     tail = ["## Mentioned in", "", *listed] if listed else []
     front = {
         "title": page.title,
         "kind": page.kind,
-        "queries": [one.query for one in citations(hand)],
+        "queries": [one.query for one in find_citations(hand)],
         "evidence": {name: one.evidence for name, one in sorted(sources.items()) if one.evidence},
     }
-    return page_text(front, page.text, hand, "\n".join(tail))
+    return render_page(front, page.text, hand, "\n".join(tail))
 
 
-def _question(path: str, text: str, hand: str) -> Page:
+def _question_page(path: str, text: str, hand: str) -> Page:
     """A question's page is what its author wrote, below its title."""
     first = hand.lstrip().partition("\n")[0]
     written = first.removeprefix("# ").strip() if first.startswith("# ") else ""
-    title = written or str(front_matter(text).get("title") or path.rpartition("/")[2].replace("-", " "))
+    title = written or str(read_front_matter(text).get("title") or path.rpartition("/")[2].replace("-", " "))
     return Page(path, "question", title, "" if written else f"# {title}")
 
 
 def _is_question(path: str) -> bool:
-    return path.startswith(f"{QUESTIONS}/")
+    return path.startswith(f"{QUESTIONS_FOLDER}/")
 
 
-def _mentions(hands: Mapping[str, str]) -> dict[str, dict[str, None]]:
+def _collect_mentions(hands: Mapping[str, str]) -> dict[str, dict[str, None]]:
     """For each page, the pages whose hand-written text links to it."""
     found: dict[str, dict[str, None]] = {}
     for path, hand in hands.items():
-        for target, _ in links(hand, path):
+        for target, _ in find_links(hand, path):
             found.setdefault(target, {})[path] = None
     return found
 
 
-def _changes(path: str, before: str, after: str) -> Iterator[Change]:
+def _list_changes(path: str, before: str, after: str) -> Iterator[Change]:
     """The numbers of a page that are others now, or that have no evidence any more."""
-    now = {one.query: one.shown for one in citations(after)}
-    for one in citations(before):
-        found = now.get(one.query) or GONE
+    now = {one.query: one.shown for one in find_citations(after)}
+    for one in find_citations(before):
+        found = now.get(one.query) or NO_NUMBER
         if one.shown is not None and found != one.shown:
             yield Change(path, one.query, one.shown, found)

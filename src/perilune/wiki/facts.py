@@ -19,10 +19,10 @@ from perilune.errors import RequestError
 from perilune.files import canonical_json, read_json, sha256_bytes, sha256_file, write_atomic
 from perilune.traces.causes import environment_label
 
-SUMMARY = "artifacts/summary.json"
-BULKY = frozenset({"correct_per_task", "implicit_objective", "memory", "seconds", "disk_bytes"})
-MISSING = "is missing"  # ends the problem of a run whose files are not there
-DEEPEST = 3  # levels of a summary in which figures are looked for
+SUMMARY_FILE = "artifacts/summary.json"
+SKIPPED_KEYS = frozenset({"correct_per_task", "implicit_objective", "memory", "seconds", "disk_bytes"})
+MISSING_SUFFIX = "is missing"  # ends the problem of a run whose files are not there
+MAX_DEPTH = 3  # levels of a summary in which figures are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class RunFacts:
     @property
     def is_missing(self) -> bool:
         """Whether the files of its evidence are not there."""
-        return self.problem.endswith(MISSING)
+        return self.problem.endswith(MISSING_SUFFIX)
 
 
 def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
@@ -90,16 +90,16 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
         cache: file with facts of earlier reads. A run is read again when its state changes, or the size or a
             time stamp of one of its files. Without a cache every signature and digest is checked.
     """
-    known, found, changed = _cached(cache), [], False
-    for recorded in _recorded(control):
+    known, found, changed = _read_cache(cache), [], False
+    for recorded in _stored_runs(control):
         run = recorded.run
         evidence = evidence_paths(control.home, run.id, run.current_epoch)
-        signed, summary = evidence.result, evidence.bundle / SUMMARY
+        signed, summary = evidence.result, evidence.bundle / SUMMARY_FILE
         state = [run.state, run.current_epoch, recorded.superseded, run.cause, run.message]
-        stamp = [state, *(_stamp(path) for path in (signed, summary, control.home.keys / PUBLIC))]
-        facts = _revived(known.get(run.id), stamp)
+        stamp = [state, *(_file_stamp(path) for path in (signed, summary, control.home.keys / PUBLIC))]
+        facts = _restore_facts(known.get(run.id), stamp)
         if facts is None:
-            facts = _facts(control, recorded, signed, summary)
+            facts = _read_run(control, recorded, signed, summary)
             known[run.id] = [stamp, asdict(facts)]
             changed = True
         found.append(facts)
@@ -111,7 +111,7 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _StoredRun:
     """A run as the store knows it; `superseded` says whether a retry replaced it."""
 
     run: Run
@@ -119,23 +119,23 @@ class _Recorded:
     superseded: bool
 
 
-def _recorded(control: Control) -> Iterator[_Recorded]:
+def _stored_runs(control: Control) -> Iterator[_StoredRun]:
     with control.store.snapshot() as session:
         query = select(Run, Experiment).join(Experiment, Experiment.id == Run.experiment_id)
         rows = session.execute(query.order_by(Experiment.created, Experiment.id, Run.created, Run.id)).all()
         current = set(session.scalars(select(Stage.run_id)))
     for run, experiment in rows:
-        yield _Recorded(run, experiment, run.id not in current)
+        yield _StoredRun(run, experiment, run.id not in current)
 
 
-def _facts(control: Control, recorded: _Recorded, signed: Path, summary: Path) -> RunFacts:
+def _read_run(control: Control, recorded: _StoredRun, signed: Path, summary: Path) -> RunFacts:
     run, experiment = recorded.run, recorded.experiment
-    recipe = _read(control.home.experiment(experiment.id) / "recipe.json")
-    job = _read(control.home.bundle(run.id) / "job.json")
+    recipe = _read_document(control.home.experiment(experiment.id) / "recipe.json")
+    job = _read_document(control.home.bundle(run.id) / "job.json")
     settings, figures, problem = job, dict[str, Figure](), ""
     if run.state == RunState.SUCCEEDED:
         try:
-            settings, figures = _signed(run, signed, control.home.keys / PUBLIC, summary)
+            settings, figures = _read_signed(run, signed, control.home.keys / PUBLIC, summary)
         except RequestError as error:
             problem = error.what
     spec = settings.get("spec") or {}
@@ -164,14 +164,16 @@ def _facts(control: Control, recorded: _Recorded, signed: Path, summary: Path) -
     )
 
 
-def _signed(run: Run, signed: Path, key: Path, summary: Path) -> tuple[Mapping[str, Any], dict[str, Figure]]:
+def _read_signed(
+    run: Run, signed: Path, key: Path, summary: Path
+) -> tuple[Mapping[str, Any], dict[str, Figure]]:
     """The settings and the figures that the signature covers.
 
     Raises:
         RequestError: a file is missing, the signature is wrong, or summary.json is not what was signed.
     """
     if not signed.exists() or not summary.exists():
-        raise RequestError(f"{(signed if not signed.exists() else summary).name} {MISSING}")
+        raise RequestError(f"{(signed if not signed.exists() else summary).name} {MISSING_SUFFIX}")
     statement = read_statement(signed, key, RESULT_PREDICATE)
     try:
         predicate = statement["predicate"]
@@ -182,28 +184,28 @@ def _signed(run: Run, signed: Path, key: Path, summary: Path) -> tuple[Mapping[s
         raise SignatureError("has another shape") from error
     if about != run.id:
         raise SignatureError(f"is about another run ({about})")
-    if digests.get(SUMMARY) != sha256_file(summary):
+    if digests.get(SUMMARY_FILE) != sha256_file(summary):
         raise RequestError("summary.json is not what was signed")
-    return settings, dict(_figures(read_json(summary)))
+    return settings, dict(_list_figures(read_json(summary)))
 
 
-def _figures(summary: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Figure]]:
+def _list_figures(summary: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Figure]]:
     """The numbers in a summary by dotted name; a mean with its interval is one figure."""
-    if not isinstance(summary, Mapping) or depth == DEEPEST:
+    if not isinstance(summary, Mapping) or depth == MAX_DEPTH:
         return
     for name, value in sorted(summary.items()):
         dotted = f"{prefix}{name}"
-        if name in BULKY or any(sign.isspace() for sign in dotted):
+        if name in SKIPPED_KEYS or any(sign.isspace() for sign in dotted):
             continue
         if isinstance(value, Mapping) and value.keys() >= {"mean", "low", "high"}:
             yield dotted, Figure(value["mean"], value["low"], value["high"])
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield dotted, Figure(value)
         else:
-            yield from _figures(value, f"{dotted}.", depth + 1)
+            yield from _list_figures(value, f"{dotted}.", depth + 1)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _read_document(path: Path) -> Mapping[str, Any]:
     try:
         document = read_json(path)
     except RequestError:
@@ -211,7 +213,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     return document if isinstance(document, dict) else {}
 
 
-def _stamp(path: Path) -> Sequence[int]:
+def _file_stamp(path: Path) -> Sequence[int]:
     try:
         status = path.stat()
     except OSError:
@@ -219,12 +221,12 @@ def _stamp(path: Path) -> Sequence[int]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _cached(cache: Path | None) -> dict[str, Any]:
-    document = _read(cache) if cache is not None and cache.exists() else {}
+def _read_cache(cache: Path | None) -> dict[str, Any]:
+    document = _read_document(cache) if cache is not None and cache.exists() else {}
     return dict(document)
 
 
-def _revived(kept: Any, stamp: Sequence[Any]) -> RunFacts | None:
+def _restore_facts(kept: Any, stamp: Sequence[Any]) -> RunFacts | None:
     """The facts in an entry of the cache; None if it is missing, damaged or about other files."""
     try:
         known, fields = kept

@@ -8,19 +8,19 @@ from itertools import combinations
 
 from perilune.errors import RequestError
 from perilune.metrics.across_seeds import MIN_SEEDS
-from perilune.wiki.build import QUESTIONS
+from perilune.wiki.build import QUESTIONS_FOLDER
 from perilune.wiki.facts import RunFacts
 from perilune.wiki.markdown import (
     CITATION,
-    HAND,
+    HAND_BEGIN,
     LINK,
     Citation,
-    blanked,
-    citations,
+    blank_code,
+    find_citations,
+    find_links,
     hand_span,
     is_built,
     is_edited,
-    links,
 )
 from perilune.wiki.query import Answer, Facts
 
@@ -31,7 +31,7 @@ _CLAIM = re.compile(
 _BEST = re.compile(r"\b(best|highest|lowest|state of the art)\b", re.I)
 _VERSUS = re.compile(r"\b(?:(?:better|worse|higher|lower|faster|slower) than|beats?|outperforms?)\b", re.I)
 _NUMBER = re.compile(r"(?<![\w.@/#=-])[-+−]?\d+(?:[.,]\d+)*\s?%?(?![\w@/]|\.\d)")
-_SPARED = re.compile(
+_NOT_FIGURES = re.compile(
     r"^# .*$|^[ \t]*\d+[.)][ \t]|\b\d{4}-\d\d-\d\d\b|\barXiv[: ]?\d{4}\.\d+"
     r"|\b(?:seed|step|page|figure|table|equation|issue)s? \d+",
     re.M | re.I,
@@ -68,13 +68,13 @@ class _Page:
     def prose(self) -> str:
         """The hand-written text without code and citations, at its offsets: all else is spaces."""
         start, end = hand_span(self.text)
-        visible = CITATION.sub(_spaces, blanked(self.text[start:end]))
+        visible = CITATION.sub(_blank_match, blank_code(self.text[start:end]))
         return _BLANK.sub(" ", self.text[:start]) + visible + _BLANK.sub(" ", self.text[end:])
 
     @cached_property
     def cited(self) -> list[tuple[Citation, Answer | RequestError]]:
         """The page's citations with their answers."""
-        return [(one, _answer(self.facts, one.query)) for one in citations(self.text)]
+        return [(one, _try_answer(self.facts, one.query)) for one in find_citations(self.text)]
 
     @cached_property
     def runs(self) -> dict[RunFacts, int]:
@@ -101,7 +101,7 @@ class _Page:
         return Finding(self.path, self.text.count("\n", 0, max(offset, 0)) + 1, code, message, remedy)
 
 
-def lint(pages: Mapping[str, str], facts: Facts) -> list[Finding]:
+def lint_wiki(pages: Mapping[str, str], facts: Facts) -> list[Finding]:
     """All faults of a wiki, in order of page, line and kind.
 
     Args:
@@ -110,7 +110,7 @@ def lint(pages: Mapping[str, str], facts: Facts) -> list[Finding]:
     """
     known = frozenset(pages)
     linked = frozenset(
-        target for path, text in pages.items() for target, _ in links(text, path) if target != path
+        target for path, text in pages.items() for target, _ in find_links(text, path) if target != path
     )
     found = []
     for path, text in pages.items():
@@ -120,7 +120,7 @@ def lint(pages: Mapping[str, str], facts: Facts) -> list[Finding]:
 
 
 def _dead_links(page: _Page) -> Iterator[Finding]:
-    for target, place in links(page.text, page.path):
+    for target, place in find_links(page.text, page.path):
         if target not in page.known:
             yield page.finding(
                 place, "dead-link", f"there is no page '{target}'", "correct the link, or build the wiki"
@@ -131,7 +131,7 @@ def _orphans(page: _Page) -> Iterator[Finding]:
     if page.path != "index" and page.path not in page.linked:
         what = (
             "of a run or name that no longer exists"
-            if not page.path.startswith(f"{QUESTIONS}/")
+            if not page.path.startswith(f"{QUESTIONS_FOLDER}/")
             else "that no page links to"
         )
         yield page.finding(0, "orphan", f"a page {what}", "build the wiki; then link or delete the page")
@@ -214,17 +214,17 @@ def _one_seed(page: _Page) -> Iterator[Finding]:
 def _overlaps(page: _Page) -> Iterator[Finding]:
     for place, _, answers in page.claims:
         differences = [one for one in answers if one.kind == "difference"]
-        if any(_overlap(one.figure.bounds, (0.0, 0.0)) for one in differences):
+        if any(_intervals_overlap(one.figure.bounds, (0.0, 0.0)) for one in differences):
             contains = "the interval of the difference contains 0"
             yield page.finding(place, "overlap", contains, 'say "no difference shown"')
         single = [one.figure.bounds for one in answers if one.kind in ("mean", "run")]
-        if not differences and any(_overlap(a, b) for a, b in combinations(single, 2)):
+        if not differences and any(_intervals_overlap(a, b) for a, b in combinations(single, 2)):
             yield page.finding(
                 place, "overlap", "the intervals overlap", "cite the difference, paired by seed"
             )
 
 
-def _overlap(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
+def _intervals_overlap(a: tuple[float, float] | None, b: tuple[float, float] | None) -> bool:
     return a is not None and b is not None and a[0] <= b[1] and b[0] <= a[1]
 
 
@@ -251,7 +251,7 @@ def _bare_comparison(page: _Page) -> Iterator[Finding]:
 
 
 def _bare_numbers(page: _Page) -> Iterator[Finding]:
-    visible = _SPARED.sub(_spaces, LINK.sub(_spaces, page.prose))
+    visible = _NOT_FIGURES.sub(_blank_match, LINK.sub(_blank_match, page.prose))
     for number in _NUMBER.finditer(visible):
         yield page.finding(
             number.start(),
@@ -263,14 +263,14 @@ def _bare_numbers(page: _Page) -> Iterator[Finding]:
 
 def _edited(page: _Page) -> Iterator[Finding]:
     if not is_built(page.text):
-        if not page.path.startswith(f"{QUESTIONS}/"):
+        if not page.path.startswith(f"{QUESTIONS_FOLDER}/"):
             yield page.finding(0, "edited", "the front matter is damaged", "perilune wiki build --overwrite")
-    elif is_edited(page.text) or page.text.count(f"\n{HAND}\n") != 1:
+    elif is_edited(page.text) or page.text.count(f"\n{HAND_BEGIN}\n") != 1:
         yield page.finding(
             0,
             "edited",
             "the generated text was changed",
-            f"move it between {HAND} and its end; perilune wiki build --overwrite",
+            f"move it between {HAND_BEGIN} and its end; perilune wiki build --overwrite",
         )
 
 
@@ -292,11 +292,11 @@ RULES: dict[str, Callable[[_Page], Iterator[Finding]]] = {
 }
 
 
-def _spaces(found: re.Match[str]) -> str:
+def _blank_match(found: re.Match[str]) -> str:
     return " " * len(found[0])
 
 
-def _answer(facts: Facts, query: str) -> Answer | RequestError:
+def _try_answer(facts: Facts, query: str) -> Answer | RequestError:
     try:
         return facts.ask(query)
     except RequestError as error:

@@ -10,8 +10,8 @@ from typing import Any
 from perilune.files import sha256_bytes
 from perilune.terminal import escape_control
 
-HAND, END_OF_HAND = "<!-- hand -->", "<!-- /hand -->"
-_REGION = re.compile(rf"{re.escape(HAND)}\n(.*)\n?{re.escape(END_OF_HAND)}", re.DOTALL)
+HAND_BEGIN, HAND_END = "<!-- hand -->", "<!-- /hand -->"
+_REGION = re.compile(rf"{re.escape(HAND_BEGIN)}\n(.*)\n?{re.escape(HAND_END)}", re.DOTALL)
 CITATION = re.compile(
     r"<!--= (?P<filled>[^<>\n]+?) -->(?P<shown>.*?)<!--/-->|\{\{(?P<source>[^{}<>\n]+?)\}\}"
 )
@@ -19,7 +19,7 @@ LINK = re.compile(r"\[\[(?P<wiki>[^\]|#\n]+)[^\]\n]*\]\]|\]\((?P<path>[^)\s:#]+\
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
-LONGEST = 200  # characters of quoted text
+MAX_QUOTED_CHARACTERS = 200  # characters of quoted text
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,71 +37,71 @@ class Citation:
     end: int
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """Untrusted text as inline code, in which nothing is a link, a citation, a region or a table's border."""
-    flat = " ".join(escape_control(text).split())[:LONGEST]
-    return f"`{neutral(flat).replace('`', chr(39)).replace('|', '¦')}`" if flat else ""
+    flat = " ".join(escape_control(text).split())[:MAX_QUOTED_CHARACTERS]
+    return f"`{neutralise(flat).replace('`', chr(39)).replace('|', '¦')}`" if flat else ""
 
 
-def neutral(text: str) -> str:
+def neutralise(text: str) -> str:
     """Untrusted text in which nothing is a comment, a citation or a link."""
     for special in ("<!--", "-->", "{{", "[[", "]("):
         text = text.replace(special, f"{special[0]} {special[1:]}")
     return text
 
 
-def slug(text: str) -> str:
+def make_slug(text: str) -> str:
     """The name of a page's file for a name from a recipe or a question; different names stay different."""
     plain = re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-")[:60] or "page"
     return plain if plain == text else f"{plain}-{sha256_bytes(text.encode())[:6]}"
 
 
-def cited(query: str, shown: str) -> str:
+def render_citation(query: str, shown: str) -> str:
     """A citation as it stands in a built page: readers see the number, and the query is a comment."""
     return f"<!--= {query} -->{shown}<!--/-->"
 
 
-def citations(text: str) -> Iterator[Citation]:
+def find_citations(text: str) -> Iterator[Citation]:
     """The citations of a text that are not in code."""
-    for found in CITATION.finditer(blanked(text)):
+    for found in CITATION.finditer(blank_code(text)):
         own = CITATION.match(text, found.start())  # what it shows may have code
         if own is not None:
             yield Citation((own["filled"] or own["source"]).strip(), own["shown"], *own.span())
 
 
-def filled(text: str, answer: Callable[[str], str | None]) -> str:
+def fill_citations(text: str, answer: Callable[[str], str | None]) -> str:
     """The text with each citation answered; one without an answer stays as it is."""
     parts, place = [], 0
-    for one in citations(text):
+    for one in find_citations(text):
         shown = answer(one.query)
         if shown is not None:
-            parts += [text[place : one.place], cited(one.query, shown)]
+            parts += [text[place : one.place], render_citation(one.query, shown)]
             place = one.end
     return "".join([*parts, text[place:]])
 
 
-def readable(text: str) -> str:
+def strip_comments(text: str) -> str:
     """The text as readers see it, without comments."""
     return _COMMENT.sub("", text)
 
 
-def blanked(text: str) -> str:
+def blank_code(text: str) -> str:
     """The text with code replaced by spaces, so that offsets stay."""
     return CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
-def links(text: str, page: str) -> Iterator[tuple[str, int]]:
+def find_links(text: str, page: str) -> Iterator[tuple[str, int]]:
     """The pages that a text links to, as paths in the wiki without `.md`, and the offset of each link.
 
     Args:
         page: path of the page with the text; `[[links]]` start at the wiki, `](links.md)` at the page.
     """
-    for found in LINK.finditer(blanked(text)):
+    for found in LINK.finditer(blank_code(text)):
         name = (found["wiki"] or posixpath.join(posixpath.dirname(page), found["path"] or "")).strip()
         yield posixpath.normpath(name).removesuffix(".md"), found.start()
 
 
-def hand_of(page: str) -> str:
+def hand_text(page: str) -> str:
     """The hand-written text of a page; all of a page that was not built yet."""
     start, end = hand_span(page)
     return page[start:end].strip()
@@ -117,23 +117,23 @@ def hand_span(page: str) -> tuple[int, int]:
 
 def is_built(page: str) -> bool:
     """Whether a build made the page."""
-    return "generated" in front_matter(page)
+    return "generated" in read_front_matter(page)
 
 
 def is_edited(page: str) -> bool:
     """Whether the generated text of a built page was changed."""
-    front = front_matter(page)
-    return "generated" in front and front["generated"] != generated_digest(body_of(page))
+    front = read_front_matter(page)
+    return "generated" in front and front["generated"] != generated_digest(strip_front_matter(page))
 
 
-def page_text(front: Mapping[str, Any], head: str, hand: str, tail: str) -> str:
+def render_page(front: Mapping[str, Any], head: str, hand: str, tail: str) -> str:
     """A page: front matter, generated text around the hand-written region."""
-    body = f"{head.rstrip()}\n\n{HAND}\n{hand}\n{END_OF_HAND}\n" + (f"\n{tail.rstrip()}\n" if tail else "")
+    body = f"{head.rstrip()}\n\n{HAND_BEGIN}\n{hand}\n{HAND_END}\n" + (f"\n{tail.rstrip()}\n" if tail else "")
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
     return "\n".join(["---", *lines, f"generated: {json.dumps(generated_digest(body))}", "---", body])
 
 
-def front_matter(page: str) -> dict[str, Any]:
+def read_front_matter(page: str) -> dict[str, Any]:
     """The front matter that a build wrote; empty for other pages."""
     found = _FRONT.match(page)
     document = {}
@@ -146,7 +146,7 @@ def front_matter(page: str) -> dict[str, Any]:
     return document
 
 
-def body_of(page: str) -> str:
+def strip_front_matter(page: str) -> str:
     """A page without its front matter."""
     found = _FRONT.match(page)
     return page[found.end() :] if found else page
@@ -154,4 +154,4 @@ def body_of(page: str) -> str:
 
 def generated_digest(body: str) -> str:
     """SHA-256 of the generated text of a page: all but the hand-written region."""
-    return sha256_bytes(_REGION.sub(HAND, body).encode())
+    return sha256_bytes(_REGION.sub(HAND_BEGIN, body).encode())

@@ -9,11 +9,11 @@ from perilune.control.queries.comparison import TRAINING_FIGURES
 from perilune.control.record.transitions import RunState
 from perilune.errors import RequestError
 from perilune.wiki.facts import RunFacts
-from perilune.wiki.markdown import cited, quoted, slug
+from perilune.wiki.markdown import make_slug, quote, render_citation
 from perilune.wiki.query import Facts
 
-MAIN = ("pass@1", *(f"last.{name}" for name in TRAINING_FIGURES))
-MOST_ROWS = 500  # of a table; the log has all runs
+MAIN_FIGURES = ("pass@1", *(f"last.{name}" for name in TRAINING_FIGURES))
+MAX_ROWS = 500  # of a table; the log has all runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,28 +32,28 @@ class Page:
     runs: tuple[RunFacts, ...] = ()
 
 
-def all_pages(facts: Facts) -> Iterator[Page]:
+def generate_pages(facts: Facts) -> Iterator[Page]:
     """All generated pages but the index."""
-    yield _log(facts)
+    yield _log_page(facts)
     for run in facts.runs:
-        yield _run(facts, run)
+        yield _run_page(facts, run)
     for kind, write in KINDS.items():
-        for name, runs in sorted(grouped(facts.runs, kind).items()):
+        for name, runs in sorted(group_runs(facts.runs, kind).items()):
             yield write(facts, name, runs)
 
 
-def index(pages: Iterable[Page]) -> Page:
+def index_page(pages: Iterable[Page]) -> Page:
     """The index: questions, recipes, environments and algorithms; runs are listed in the log."""
-    log = link("index", "log", "log")
+    log = render_link("index", "log", "log")
     lines = ["# Runs of this home", "", f"All runs in the order of their submission: {log}."]
     listed = list(pages)
     for kind in ("question", *KINDS):
-        rows = [f"* {link('index', one.path, one.title)}" for one in listed if one.kind == kind]
+        rows = [f"* {render_link('index', one.path, one.title)}" for one in listed if one.kind == kind]
         lines += ["", f"## {kind.capitalize()}s", "", *rows] if rows else []
     return Page("index", "index", "Runs of this home", "\n".join(lines))
 
 
-def grouped(runs: Sequence[RunFacts], kind: str) -> dict[str, list[RunFacts]]:
+def group_runs(runs: Sequence[RunFacts], kind: str) -> dict[str, list[RunFacts]]:
     """The runs by recipe, environment or algorithm; those without one are left out."""
     found: dict[str, list[RunFacts]] = {}
     for one in runs:
@@ -65,46 +65,48 @@ def grouped(runs: Sequence[RunFacts], kind: str) -> dict[str, list[RunFacts]]:
 
 def main_figure(run: RunFacts) -> str | None:
     """Name of the figure that stands for a run in tables."""
-    return next((name for name in MAIN if name in run.figures), None) if run.citable else None
+    return next((name for name in MAIN_FIGURES if name in run.figures), None) if run.citable else None
 
 
-def link(page: str, path: str, label: str) -> str:
+def render_link(page: str, path: str, label: str) -> str:
     """A link from a page to another."""
     return f"[{label}]({posixpath.relpath(path, posixpath.dirname(page) or '.')}.md)"
 
 
-def path_of(kind: str, name: str) -> str:
+def page_path(kind: str, name: str) -> str:
     """The path of the page of a run, recipe, environment or algorithm."""
-    return f"{kind}s/{name if kind == 'run' else slug(name)}"
+    return f"{kind}s/{name if kind == 'run' else make_slug(name)}"
 
 
-def _run(facts: Facts, run: RunFacts) -> Page:
-    path, title = path_of("run", run.id), f"{run.recipe}/{run.stage}, seed {run.seed}"
+def _run_page(facts: Facts, run: RunFacts) -> Page:
+    path, title = page_path("run", run.id), f"{run.recipe}/{run.stage}, seed {run.seed}"
     named = {kind: getattr(run, kind) for kind in KINDS}
     facts_of_run = {
         "state": run.state,
-        "submitted": _date(run.submitted),
+        "submitted": _format_date(run.submitted),
         "task": run.task,
         "setting": run.setting,
-        **{kind: link(path, path_of(kind, name), quoted(name)) for kind, name in named.items() if name},
-        "overrides": ", ".join(map(quoted, run.overrides)),
-        "takes": ", ".join(_parent(facts, path, run, one) for one in run.parents),
+        **{
+            kind: render_link(path, page_path(kind, name), quote(name))
+            for kind, name in named.items()
+            if name
+        },
+        "overrides": ", ".join(map(quote, run.overrides)),
+        "takes": ", ".join(_parent_link(facts, path, run, one) for one in run.parents),
         "replaced by a retry": "yes" if run.superseded else "",
-        "failed because": f"{quoted(run.cause)} {quoted(run.message)}"
-        if run.state == RunState.FAILED
-        else "",
-        "evidence": f"**not valid**: {quoted(run.problem)}" if run.problem else quoted(run.evidence),
+        "failed because": f"{quote(run.cause)} {quote(run.message)}" if run.state == RunState.FAILED else "",
+        "evidence": f"**not valid**: {quote(run.problem)}" if run.problem else quote(run.evidence),
     }
     rows = [f"| {name} | {value} |" for name, value in facts_of_run.items() if value]
     lines = [f"# {title}", "", "| | |", "|---|---|", *rows]
     if run.citable:
         lines += ["", "## Figures", "", "| figure | value |", "|---|---|"]
-        lines += [f"| {quoted(name)} | {cite(facts, f'{name} of run {run.id}')} |" for name in run.figures]
+        lines += [f"| {quote(name)} | {cite(facts, f'{name} of run {run.id}')} |" for name in run.figures]
     return Page(path, "run", title, "\n".join(lines), (run,))
 
 
-def _recipe(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
-    path, lines = path_of("recipe", name), [f"# Recipe {name}", ""]
+def _recipe_page(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
+    path, lines = page_path("recipe", name), [f"# Recipe {name}", ""]
     if any(main_figure(one) for one in runs):
         lines += [f"![Final figures by setting and seed]({posixpath.basename(path)}.svg)", ""]
     for stage in dict.fromkeys(one.stage for one in runs):
@@ -113,71 +115,73 @@ def _recipe(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
         lines += [f"## {stage}", ""]
         if figure:
             lines += ["| setting | its own overrides | mean over seeds |", "|---|---|---|"]
-            settings = _by_setting(here, figure)
+            settings = _group_by_setting(here, figure)
             shared = set.intersection(*(set(its[0].overrides) for its in settings.values()))
             for setting, its in settings.items():
                 query = f"mean {figure} of recipe {name} stage {stage} with setting={setting}"
-                overrides = ", ".join(quoted(one) for one in its[0].overrides if one not in shared)
+                overrides = ", ".join(quote(one) for one in its[0].overrides if one not in shared)
                 lines.append(f"| {setting} | {overrides} | {cite(facts, query)} |")
             best = f"best {figure} of recipe {name} stage {stage}"
-            lines += ["", f"Figure: {quoted(figure)}. Best: {cite(facts, best)}.", ""]
-        lines += [*_table(facts, path, here), ""]
+            lines += ["", f"Figure: {quote(figure)}. Best: {cite(facts, best)}.", ""]
+        lines += [*_run_table(facts, path, here), ""]
     return Page(path, "recipe", f"Recipe {name}", "\n".join(lines), tuple(runs))
 
 
-def _collection(kind: str) -> Callable[[Facts, str, Sequence[RunFacts]], Page]:
+def _collection_writer(kind: str) -> Callable[[Facts, str, Sequence[RunFacts]], Page]:
     def write(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
-        path, title = path_of(kind, name), f"{kind.capitalize()} {quoted(name)}"
-        return Page(path, kind, title, "\n".join([f"# {title}", "", *_table(facts, path, runs)]), tuple(runs))
+        path, title = page_path(kind, name), f"{kind.capitalize()} {quote(name)}"
+        return Page(
+            path, kind, title, "\n".join([f"# {title}", "", *_run_table(facts, path, runs)]), tuple(runs)
+        )
 
     return write
 
 
 KINDS: dict[str, Callable[[Facts, str, Sequence[RunFacts]], Page]] = {
-    "recipe": _recipe,
-    "environment": _collection("environment"),
-    "algorithm": _collection("algorithm"),
+    "recipe": _recipe_page,
+    "environment": _collection_writer("environment"),
+    "algorithm": _collection_writer("algorithm"),
 }
 
 
-def _log(facts: Facts) -> Page:
+def _log_page(facts: Facts) -> Page:
     lines, day = ["# Log", ""], ""
     for run in sorted(facts.runs, key=lambda one: (one.submitted, one.id)):
-        date = _date(run.submitted)
+        date = _format_date(run.submitted)
         lines += ["", f"## {date[:10]}", ""] if date[:10] != day else []
         day = date[:10]
-        lines.append(f"* {date[11:]} {_linked('log', run)}: {run.state}{_main(facts, run)}")
+        lines.append(f"* {date[11:]} {_run_link('log', run)}: {run.state}{_main_cell(facts, run)}")
     return Page("log", "log", "Log", "\n".join(lines))
 
 
-def _table(facts: Facts, page: str, runs: Sequence[RunFacts]) -> list[str]:
+def _run_table(facts: Facts, page: str, runs: Sequence[RunFacts]) -> list[str]:
     lines = ["| run | state | figure |", "|---|---|---|"]
     lines += [
-        f"| {_linked(page, one)} | {one.state} |{_main(facts, one).lstrip(',')} |"
-        for one in runs[-MOST_ROWS:]
+        f"| {_run_link(page, one)} | {one.state} |{_main_cell(facts, one).lstrip(',')} |"
+        for one in runs[-MAX_ROWS:]
     ]
-    if len(runs) > MOST_ROWS:
-        lines += ["", f"The newest {MOST_ROWS} of {len(runs)} runs."]
+    if len(runs) > MAX_ROWS:
+        lines += ["", f"The newest {MAX_ROWS} of {len(runs)} runs."]
     return lines
 
 
-def _main(facts: Facts, run: RunFacts) -> str:
+def _main_cell(facts: Facts, run: RunFacts) -> str:
     if run.problem:
         return ", evidence not valid"
     figure = main_figure(run)
     return f", {figure} {cite(facts, f'{figure} of run {run.id}')}" if figure else ""
 
 
-def _linked(page: str, run: RunFacts) -> str:
-    return link(page, path_of("run", run.id), f"{run.recipe}/{run.stage}, seed {run.seed}")
+def _run_link(page: str, run: RunFacts) -> str:
+    return render_link(page, page_path("run", run.id), f"{run.recipe}/{run.stage}, seed {run.seed}")
 
 
-def _parent(facts: Facts, page: str, run: RunFacts, stage: str) -> str:
+def _parent_link(facts: Facts, page: str, run: RunFacts, stage: str) -> str:
     found = facts.run_of(run.experiment, stage)
-    return link(page, path_of("run", found.id), stage) if found else quoted(stage)
+    return render_link(page, page_path("run", found.id), stage) if found else quote(stage)
 
 
-def _by_setting(runs: Sequence[RunFacts], figure: str) -> dict[str, list[RunFacts]]:
+def _group_by_setting(runs: Sequence[RunFacts], figure: str) -> dict[str, list[RunFacts]]:
     found: dict[str, list[RunFacts]] = {}
     for one in runs:
         found.setdefault(one.setting, []).append(one)
@@ -189,10 +193,10 @@ def _by_setting(runs: Sequence[RunFacts], figure: str) -> dict[str, list[RunFact
 def cite(facts: Facts, query: str) -> str:
     """A citation with its number; without a number, the reason."""
     try:
-        return cited(query, facts.ask(query).text)
+        return render_citation(query, facts.ask(query).text)
     except RequestError as error:
-        return quoted(error.what)
+        return quote(error.what)
 
 
-def _date(seconds: float) -> str:
+def _format_date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")

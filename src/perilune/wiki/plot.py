@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from html import escape
 
-from perilune.metrics.across_seeds import interval
+from perilune.metrics.across_seeds import t_interval
 from perilune.wiki.facts import Figure, RunFacts
 from perilune.wiki.pages import main_figure
-from perilune.wiki.query import shown
+from perilune.wiki.query import format_figure
 
-WIDTH, ROW, LEFT, RIGHT, TOP = 640, 26, 230, 24, 34
-INK, MARK = "#808080", "#3f7fdf"
-MOST_ROWS = 40
+WIDTH, ROW_HEIGHT, LEFT, RIGHT, TOP = 640, 26, 230, 24, 34
+TEXT_COLOR, MARK_COLOR = "#808080", "#3f7fdf"
+MAX_ROWS = 40
 
 
-def plot_of(runs: Sequence[RunFacts]) -> str:
+def plot_runs(runs: Sequence[RunFacts]) -> str:
     """An SVG of the last stage that has figures; "" without figures.
 
     Dots are seeds; a line is the 95% interval over at least two seeds.
@@ -29,27 +29,29 @@ def plot_of(runs: Sequence[RunFacts]) -> str:
             rows.setdefault(", ".join(one.overrides) or f"setting {one.setting}", []).append(one)
     values = [one.figures[figure].mean for its in rows.values() for one in its]
     low, high = min(0.0, *values), max(values)
-    high = 1.0 if low >= 0 and high <= 1 and shown(figure, Figure(1)).endswith("%") else high
+    high = 1.0 if low >= 0 and high <= 1 and format_figure(figure, Figure(1)).endswith("%") else high
     scale = (WIDTH - LEFT - RIGHT) / ((high - low) or 1.0)
 
     def x(value: float) -> str:
         return f"{LEFT + (min(max(value, low), high) - low) * scale:.1f}"
 
-    height = TOP + ROW * min(len(rows), MOST_ROWS) + 26
+    height = TOP + ROW_HEIGHT * min(len(rows), MAX_ROWS) + 26
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
-        f'height="{height}" font-family="sans-serif" font-size="12" fill="{INK}">',
+        f'height="{height}" font-family="sans-serif" font-size="12" fill="{TEXT_COLOR}">',
         f'<text x="{LEFT}" y="18">{escape(f"{last.stage}: {figure}")}</text>',
     ]
-    for place, (name, its) in enumerate(list(rows.items())[:MOST_ROWS]):
-        y, own = TOP + ROW * place + 13, [one.figures[figure].mean for one in its]
+    for place, (name, its) in enumerate(list(rows.items())[:MAX_ROWS]):
+        y, own = TOP + ROW_HEIGHT * place + 13, [one.figures[figure].mean for one in its]
         parts.append(f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{escape(name[:34])}</text>')
         if len(own) > 1:
-            ends = interval(own)
+            ends = t_interval(own)
             line = f'x1="{x(ends["low"])}" x2="{x(ends["high"])}" y1="{y}" y2="{y}"'
-            parts.append(f'<line {line} stroke="{MARK}" stroke-width="2"/>')
-        parts += [f'<circle cx="{x(one)}" cy="{y}" r="4" fill="{MARK}" fill-opacity="0.6"/>' for one in own]
+            parts.append(f'<line {line} stroke="{MARK_COLOR}" stroke-width="2"/>')
+        parts += [
+            f'<circle cx="{x(one)}" cy="{y}" r="4" fill="{MARK_COLOR}" fill-opacity="0.6"/>' for one in own
+        ]
     for value in (low, high):
-        label = escape(shown(figure, Figure(value)))
+        label = escape(format_figure(figure, Figure(value)))
         parts.append(f'<text x="{x(value)}" y="{height - 8}" text-anchor="middle">{label}</text>')
     return "\n".join([*parts, "</svg>", ""])

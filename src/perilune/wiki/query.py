@@ -19,12 +19,12 @@ from typing import Literal
 
 from perilune.control.queries.comparison import is_share, lower_is_better
 from perilune.errors import RequestError
-from perilune.metrics.across_seeds import interval
+from perilune.metrics.across_seeds import t_interval
 from perilune.wiki.facts import Figure, RunFacts
 
 WORD = r"[^\s<>{}|`]+"
-_ONE = re.compile(rf"(?P<figure>{WORD}) of run (?P<run>[0-9A-Za-z]+)$")
-_MANY = re.compile(
+_RUN_QUERY = re.compile(rf"(?P<figure>{WORD}) of run (?P<run>[0-9A-Za-z]+)$")
+_STAGE_QUERY = re.compile(
     rf"(?:(?P<kind>mean|best|difference) (?P<figure>{WORD})|count) of (?P<selected>recipe .+?)"
     rf"(?: minus (?P<minus>recipe .+))?$"
 )
@@ -74,9 +74,11 @@ class Facts:
             RequestError: it is malformed, or names a run, recipe or figure that does not exist.
         """
         query = " ".join(query.split())
-        if found := _ONE.match(query):
+        if found := _RUN_QUERY.match(query):
             return self._of_run(found["figure"], found["run"])
-        if not (found := _MANY.match(query)) or bool(found["minus"]) != (found["kind"] == "difference"):
+        if not (found := _STAGE_QUERY.match(query)) or bool(found["minus"]) != (
+            found["kind"] == "difference"
+        ):
             raise RequestError(f"'{query}' is not a query", remedy=HINT)
         runs = self.select(found["selected"])
         if found["kind"] is None:
@@ -85,28 +87,28 @@ class Facts:
         if found["kind"] == "best":
             return _best(figure, runs, query)
         if found["kind"] == "mean":
-            by_seed = _by_seed(figure, runs, query)
-            return _over_seeds(
+            by_seed = _group_by_seed(figure, runs, query)
+            return _aggregate_seeds(
                 "mean", figure, {seed: one.figures[figure].mean for seed, one in by_seed.items()}, runs
             )
-        ours, theirs = (_by_seed(figure, some, query) for some in (runs, self.select(found["minus"])))
+        ours, theirs = (_group_by_seed(figure, some, query) for some in (runs, self.select(found["minus"])))
         common = [seed for seed in ours if seed in theirs]
         if not common:
             raise RequestError("the two sides of the difference have no seed in common", where=query)
         differences = {
             seed: ours[seed].figures[figure].mean - theirs[seed].figures[figure].mean for seed in common
         }
-        return _over_seeds(
+        return _aggregate_seeds(
             "difference", figure, differences, [side[seed] for seed in common for side in (ours, theirs)]
         )
 
     def named(self, query: str) -> list[RunFacts]:
         """The runs whose figures a query reads; empty for a malformed query, and for one that only counts."""
         query = " ".join(query.split())
-        if found := _ONE.match(query):
+        if found := _RUN_QUERY.match(query):
             run = self.by_id.get(found["run"].upper())
             return [run] if run else []
-        found = _MANY.match(query)
+        found = _STAGE_QUERY.match(query)
         sides = [found["selected"], found["minus"]] if found and found["kind"] else []
         try:
             return [run for side in sides if side for run in self.select(side)]
@@ -124,7 +126,9 @@ class Facts:
             raise RequestError(f"'{selection}' selects nothing", remedy=HINT)
         wanted = (found["wanted"] or "").split()
         runs = self._stages.get((found["recipe"], found["stage"]), [])
-        runs = [one for one in runs if not one.superseded and all(_fits(one, pair) for pair in wanted)]
+        runs = [
+            one for one in runs if not one.superseded and all(_matches_pair(one, pair) for pair in wanted)
+        ]
         if not runs:
             raise RequestError(f"no run fits '{selection}'", remedy="names as in `perilune runs`")
         return runs
@@ -133,11 +137,11 @@ class Facts:
         one = self.by_id.get(run.upper())
         if one is None:
             raise RequestError(f"no run is called '{run}'", remedy="perilune runs")
-        value = _figure(one, figure)
-        return Answer("run", figure, shown(figure, value), value, (one,))
+        value = _get_figure(one, figure)
+        return Answer("run", figure, format_figure(figure, value), value, (one,))
 
 
-def shown(name: str, figure: Figure, *, signed: bool = False) -> str:
+def format_figure(name: str, figure: Figure, *, signed: bool = False) -> str:
     """A figure as text: shares in percent, other numbers with four digits, with the interval."""
     share = is_share(name)
 
@@ -151,11 +155,11 @@ def shown(name: str, figure: Figure, *, signed: bool = False) -> str:
     return f"{text} ({' to '.join(map(one, figure.bounds))})" if figure.bounds else text
 
 
-def _over_seeds(kind: Kind, name: str, values: Mapping[int, float], runs: Sequence[RunFacts]) -> Answer:
-    found = interval([values[seed] for seed in sorted(values)])
+def _aggregate_seeds(kind: Kind, name: str, values: Mapping[int, float], runs: Sequence[RunFacts]) -> Answer:
+    found = t_interval([values[seed] for seed in sorted(values)])
     figure = Figure(found["mean"]) if len(values) == 1 else Figure(**found)
     seeds = f", {len(values)} seed{'s' if len(values) > 1 else ''}"
-    text = shown(name, figure, signed=kind == "difference") + seeds
+    text = format_figure(name, figure, signed=kind == "difference") + seeds
     return Answer(kind, name, text, figure, tuple(runs))
 
 
@@ -166,15 +170,15 @@ def _best(figure: str, runs: Sequence[RunFacts], query: str) -> Answer:
     sign = -1 if lower_is_better(figure) else 1
     best = max(known, key=lambda one: sign * one.figures[figure].mean)
     value = best.figures[figure]
-    text = f"{shown(figure, value)}, run {best.id}"
+    text = f"{format_figure(figure, value)}, run {best.id}"
     return Answer("best", figure, text, value, (best,), tuple(known))
 
 
-def _by_seed(figure: str, runs: Sequence[RunFacts], query: str) -> dict[int, RunFacts]:
+def _group_by_seed(figure: str, runs: Sequence[RunFacts], query: str) -> dict[int, RunFacts]:
     """The runs by seed, which must have one setting."""
     found: dict[int, RunFacts] = {}
     for one in runs:
-        _figure(one, figure)
+        _get_figure(one, figure)
         if one.setting != runs[0].setting:
             settings = ", ".join(dict.fromkeys(f"setting={each.setting}" for each in runs))
             raise RequestError(
@@ -184,7 +188,7 @@ def _by_seed(figure: str, runs: Sequence[RunFacts], query: str) -> dict[int, Run
     return found
 
 
-def _figure(run: RunFacts, name: str) -> Figure:
+def _get_figure(run: RunFacts, name: str) -> Figure:
     if run.problem:
         raise RequestError(
             f"the evidence of run {run.id} is not valid: {run.problem}", remedy="perilune verify"
@@ -195,5 +199,5 @@ def _figure(run: RunFacts, name: str) -> Figure:
     return run.figures[name]
 
 
-def _fits(run: RunFacts, pair: str) -> bool:
+def _matches_pair(run: RunFacts, pair: str) -> bool:
     return pair in (f"seed={run.seed}", f"setting={run.setting}", *run.overrides)

@@ -9,12 +9,18 @@ from perilune.environments.search.index import Index, ranked
 from perilune.errors import WorkFailedError
 from perilune.servers import JsonClient, ServerError
 from perilune.wiki.build import Wiki
-from perilune.wiki.markdown import body_of, citations, cited, neutral, readable
+from perilune.wiki.markdown import (
+    find_citations,
+    neutralise,
+    render_citation,
+    strip_comments,
+    strip_front_matter,
+)
 
 _HEADING = re.compile(r"^#{1,6} +(.+)$", re.M)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _MARK = re.compile(r"\[(\d+)\]")
-PASSAGE = 1200  # characters of a passage for a model
+PASSAGE_CHARACTERS = 1200  # characters of a passage for a model
 PROMPT = (
     "Answer the question from the numbered passages of a wiki about training runs. Copy numbers exactly as "
     "they stand there, and write [1] after a sentence from passage 1. If the passages do not answer it, "
@@ -44,21 +50,21 @@ class Reply:
     unsupported: tuple[str, ...]
 
 
-def passages(pages: Mapping[str, str]) -> Iterator[Passage]:
+def split_passages(pages: Mapping[str, str]) -> Iterator[Passage]:
     """The sections of all pages but the index and the log, which repeat others."""
     for path, page in pages.items():
         if path in ("index", "log"):
             continue
-        body = body_of(page)
+        body = strip_front_matter(page)
         starts = [found.start() for found in _HEADING.finditer(body)] or [0]
         for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
             raw = body[start:end]
             heading = _HEADING.match(raw)
-            text = readable(raw).strip()
+            text = strip_comments(raw).strip()
             yield Passage(path, heading[1] if heading else path, text, raw)
 
 
-def search(found: Sequence[Passage], question: str, most: int = 6) -> list[tuple[Passage, float]]:
+def rank_passages(found: Sequence[Passage], question: str, most: int = 6) -> list[tuple[Passage, float]]:
     """The passages that fit best, with their BM25 scores. Headings count twice.
 
     Raises:
@@ -76,7 +82,7 @@ def search_wiki(wiki: Wiki, question: str, most: int = 6) -> list[tuple[Passage,
     Raises:
         RequestError: when it was not built, or bm25s is not installed.
     """
-    return search(list(passages(wiki.built_pages())), question, most)
+    return rank_passages(list(split_passages(wiki.built_pages())), question, most)
 
 
 def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Passage]) -> Reply:
@@ -85,7 +91,9 @@ def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Pas
     Raises:
         WorkFailedError: the server fails, or its answer is not a chat completion.
     """
-    listed = "\n\n".join(f"[{place}] {one.page}\n{one.text[:PASSAGE]}" for place, one in enumerate(found, 1))
+    listed = "\n\n".join(
+        f"[{place}] {one.page}\n{one.text[:PASSAGE_CHARACTERS]}" for place, one in enumerate(found, 1)
+    )
     messages = [
         {"role": "system", "content": PROMPT},
         {"role": "user", "content": f"<passages>\n{listed}\n</passages>\n\nQuestion: {question}"},
@@ -96,24 +104,24 @@ def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Pas
         text = str(answer["choices"][0]["message"]["content"]).strip()
     except (ServerError, KeyError, IndexError, TypeError) as error:
         raise WorkFailedError(f"the model did not answer: {error}", where=model) from None
-    sources = " ".join([question, *(one.text[:PASSAGE] for one in found)])
+    sources = " ".join([question, *(one.text[:PASSAGE_CHARACTERS] for one in found)])
     known, said = set(_NUMBER.findall(sources)), _NUMBER.findall(_MARK.sub("", text))
     return Reply(text, tuple(dict.fromkeys(one for one in said if one not in known)))
 
 
-def with_sources(reply: str, found: Sequence[Passage]) -> str:
+def link_sources(reply: str, found: Sequence[Passage]) -> str:
     """A model's answer as Markdown: numbers of the passages become citations, and marks like [1] links."""
     shown: dict[str, str] = {}
     for passage in found:
-        for one in citations(passage.raw):
+        for one in find_citations(passage.raw):
             shown.setdefault(one.shown or "", one.query)
     values = "|".join(re.escape(value) for value in sorted(filter(None, shown), key=len, reverse=True))
-    text = neutral(reply)
+    text = neutralise(reply)
     if values:
         pattern = rf"(?<![\w.+-])(?:{values})(?![\w%]|\.\d)"
-        text = re.sub(pattern, lambda value: cited(shown[value[0]], value[0]), text)
-    return _MARK.sub(lambda mark: _link(int(mark[1]), found) or mark[0], text)
+        text = re.sub(pattern, lambda value: render_citation(shown[value[0]], value[0]), text)
+    return _MARK.sub(lambda mark: _passage_link(int(mark[1]), found) or mark[0], text)
 
 
-def _link(place: int, found: Sequence[Passage]) -> str:
+def _passage_link(place: int, found: Sequence[Passage]) -> str:
     return f"([{found[place - 1].heading}](../{found[place - 1].page}.md))" if 0 < place <= len(found) else ""

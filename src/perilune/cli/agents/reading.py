@@ -99,7 +99,7 @@ class Reader:
         points: Annotated[int, Field(ge=2, le=1000, description="Most steps, evenly spaced.")] = 50,
     ) -> dict[str, Any]:
         """The metrics of a training stage by step."""
-        from perilune.ui.curves import thin, totals_of
+        from perilune.ui.curves import sum_by_part, thin_columns
 
         attempt = self._attempt(run)
         columns = attempt.metrics
@@ -110,10 +110,10 @@ class Reader:
                 remedy=f"one of: {', '.join(columns)}" if columns else "it recorded no step",
             )
         if figures:
-            kept = thin({name: columns[name] for name in ("step", *figures)}, points)
+            kept = thin_columns({name: columns[name] for name in ("step", *figures)}, points)
             return {"run": run, "steps": len(steps), "columns": kept}
         found = {name: _extent(steps, values) for name, values in columns.items() if name != "step"}
-        seconds = totals_of(attempt.timings)
+        seconds = sum_by_part(attempt.timings)
         return {"run": run, "steps": len(steps), "seconds_by_part": seconds, "metrics": found}
 
     def episodes(

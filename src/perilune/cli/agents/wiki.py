@@ -14,7 +14,7 @@ from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
-    from perilune.wiki.build import Built, Wiki
+    from perilune.wiki.build import BuildResult, Wiki
 
 app = command_group("Compile a wiki of all runs, check it, and search it.")
 Folder = Annotated[
@@ -42,7 +42,7 @@ def build(
     perilune wiki build
     perilune wiki build --wiki notes --json
     """
-    from perilune.wiki.build import build as compile_wiki
+    from perilune.wiki.build import compile_wiki
 
     home, folder = _opened(wiki)
     built = compile_wiki(folder, folder.facts(home), overwrite=overwrite)
@@ -69,7 +69,7 @@ def lint(wiki: Folder = None, as_json: Json = False) -> None:
     """
     from dataclasses import asdict
 
-    from perilune.wiki.lint import lint as check
+    from perilune.wiki.lint import lint_wiki as check
 
     home, folder = _opened(wiki)
     pages = folder.built_pages()
@@ -137,7 +137,7 @@ def ask(
     """
     from perilune.servers import JsonClient, require_httpx
     from perilune.wiki import search as searching
-    from perilune.wiki.markdown import neutral, slug
+    from perilune.wiki.markdown import make_slug, neutralise
 
     folder = _opened(wiki)[1]
     found = [one for one, _ in searching.search_wiki(folder, question)]
@@ -152,8 +152,8 @@ def ask(
         finally:
             client.close()
         text, unsupported = reply.text, reply.unsupported
-        body = searching.with_sources(text, found)
-    path = f"questions/{slug(question)}"
+        body = searching.link_sources(text, found)
+    path = f"questions/{make_slug(question)}"
     if as_json:
         sources = [one.page for one in found]
         print_json(
@@ -171,7 +171,7 @@ def ask(
     if file and found:
         if (folder.root / f"{path}.md").exists():
             raise RequestError("this question has a page", where=f"{path}.md", remedy="edit it, or delete it")
-        folder.write(f"{path}.md", f"# {neutral(question)}\n\n{body}\n")
+        folder.write(f"{path}.md", f"# {neutralise(question)}\n\n{body}\n")
         echo(f"filed as {path}.md; `perilune wiki build` fills it in")
 
 
@@ -185,7 +185,7 @@ def slides(
     \b
     perilune wiki slides recipes/quickstart
     """
-    from perilune.wiki.slides import slides as turned
+    from perilune.wiki.slides import render_slides as turned
 
     opened = _opened(wiki)[1]
     pages, name = opened.built_pages(), page.removesuffix(".md")
@@ -203,7 +203,7 @@ def _opened(root: Path | None) -> tuple[Control, Wiki]:
     return control, Wiki.of(control, root)
 
 
-def _print_built(folder: Wiki, built: Built) -> None:
+def _print_built(folder: Wiki, built: BuildResult) -> None:
     for one in built.changed[:MOST_SHOWN]:
         write(f"{one.page}.md: {one.query}: {one.before} -> {one.after}\n")
     if len(built.changed) > MOST_SHOWN:

@@ -94,12 +94,12 @@ def generate(
             view.progressed("generate", kept, count, "records", {"rejected": rejected})
 
         target = generation.GenerationTarget(count, tasks, seed, split)
-        totals = generation.generate(generator, made.tasks(split, seed), target, out, show)
+        totals = generation.generate_records(generator, made.tasks(split, seed), target, out, show)
         view.ended("generate", "done", "")
     _print_report({"environment": made.id, **totals}, out, as_json)
     if totals["rows"] < (count if tasks is None else 1):
         goal = f"{count} records were kept" if tasks is None else f"{totals['tasks']} tasks gave a record"
-        raise _too_few(totals, goal, out / generation.REJECTED)
+        raise _too_few(totals, goal, out / generation.REJECTED_FILE)
 
 
 def _too_few(totals: dict[str, Any], goal: str, rejected: Path) -> WorkFailedError:

@@ -130,9 +130,9 @@ def _figure(arm: Arm, is_share: bool) -> str:
 
 def _curves(found: Comparison) -> list[str]:
     """The first curve of the last stage that has one: a line of bars for each arm, on one scale."""
-    from perilune.ui.comparison import charts_of
+    from perilune.ui.comparison import comparison_charts
 
-    charts = charts_of(found)
+    charts = comparison_charts(found)
     if not charts:
         return []
     chart = next(one for one in charts if one.stage == charts[-1].stage)

@@ -41,7 +41,7 @@ def gallery(
     """
     from perilune.files import read_json, write_atomic
     from perilune.models.gallery.facts import Entry, describe, shipped
-    from perilune.ui.gallery import gallery_markdown, gallery_page
+    from perilune.ui.gallery import render_gallery, render_gallery_markdown
 
     own = []
     for given in models or ():
@@ -59,10 +59,10 @@ def gallery(
         raise RequestError("compares two models", where="--compare", remedy="give it at most twice")
     documents = [*map(describe, shipped()), *own]
     if markdown is not None:
-        write_atomic(markdown, gallery_markdown(documents))
+        write_atomic(markdown, render_gallery_markdown(documents))
         echo(f"wrote {markdown}", err=True)
     if as_json:
         print_json(documents)
         return
-    write_atomic(out, gallery_page(documents, [names.index(name) for name in compare or ()]))
+    write_atomic(out, render_gallery(documents, [names.index(name) for name in compare or ()]))
     echo(f"wrote {out}: {len(documents)} models")

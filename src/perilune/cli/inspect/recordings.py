@@ -14,12 +14,12 @@ from perilune.files import read_json
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.traces.cassette import Cassette
-from perilune.traces.record import Origin, record, rollouts_of
+from perilune.traces.record import Origin, group_rollouts, record_episodes
 from perilune.traces.replay import Replayer
 from perilune.traces.suite import tokenizer_digest
 from perilune.traces.where import parse_where
 from perilune.ui.attempt import Attempt
-from perilune.ui.experiment import view_of
+from perilune.ui.experiment import view_target
 from perilune.ui.view import StageView
 
 CHUNK = 512  # episodes recorded at a time
@@ -47,14 +47,14 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
             if origin is None:
                 continue
             for path in files:
-                fitting = [own for own in rollouts_of(read_episodes(path)) if any(map(condition, own))]
+                fitting = [own for own in group_rollouts(read_episodes(path)) if any(map(condition, own))]
                 seen += len(fitting)
                 chosen = fitting[:: max(1, -(-len(fitting) // most))]
                 temperature = 0.0 if path == attempt.greedy_file else origin.temperature
                 of_file = replace(origin, file=path.name, temperature=temperature)
                 for start in range(0, len(chosen), CHUNK):
                     episodes = [one for own in chosen[start : start + CHUNK] for one in own]
-                    found = record(episodes, of_file, replayer)
+                    found = record_episodes(episodes, of_file, replayer)
                     recorded.cassettes |= {one.digest: one for one in found.cassettes}
                     recorded.refused.update(found.refused)
     _require_some(seen, where, targets)
@@ -78,7 +78,7 @@ def fitting_episodes(targets: Sequence[str], where: str) -> Iterator[tuple[Path,
 
 def _stages(targets: Sequence[str]) -> Iterator[tuple[StageView, Attempt, list[Path]]]:
     """The stages of all targets that wrote episodes, with the files of their last attempt."""
-    for stage in (stage for target in targets for stage in view_of(target).stages):
+    for stage in (stage for target in targets for stage in view_target(target).stages):
         attempt = Attempt(stage.attempt_dir)
         greedy = attempt.greedy_file
         if files := [*attempt.episode_files, *([greedy] if greedy else [])]:

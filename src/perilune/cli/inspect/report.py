@@ -26,9 +26,9 @@ def report(
     perilune report quickstart --out report.html
     perilune report 01JQ8 01JQ9 --out comparison.html
     """
-    from perilune.ui.experiment import view_of
+    from perilune.ui.experiment import view_target
 
-    written = _compared(targets, out) or build_report(view_of(targets[0]), out)
+    written = _compared(targets, out) or build_report(view_target(targets[0]), out)
     echo(f"{written} ({written.stat().st_size / 1e6:.1f} MB)")
 
 
@@ -38,9 +38,9 @@ def _compared(targets: Sequence[str], out: Path) -> Path | None:
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import find_sweep
     from perilune.ui.comparison import build_comparison
-    from perilune.ui.experiment import PATHS
+    from perilune.ui.experiment import PATH_PREFIXES
 
-    if len(targets) == 1 and targets[0].startswith(PATHS):
+    if len(targets) == 1 and targets[0].startswith(PATH_PREFIXES):
         return None
     control = Control()
     if len(targets) == 1 and find_sweep(control, targets[0]) is None:

@@ -126,11 +126,11 @@ def show_document(control: Control, run: str) -> dict[str, Any]:
     """Everything recorded about a run, and the verdict on its health, as JSON."""
     from perilune.control.queries.lookup import find_run, run_document
     from perilune.ui.attempt import Attempt
-    from perilune.ui.health import health_of
+    from perilune.ui.health import assess_attempt
 
     document = run_document(control, found := find_run(control, run))
     here = not control.reconciler.placements.capabilities(found.id).is_remote
-    health = health_of(Attempt(Path(document["directory"])), here=here)
+    health = assess_attempt(Attempt(Path(document["directory"])), here=here)
     return document | {"health": health.document()}
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from perilune.cli.inspect.recordings import Recorded
     from perilune.engine.engine import Engine
     from perilune.traces.gate import GateReport
-    from perilune.traces.shrink import Fails
+    from perilune.traces.shrink import FailureCheck
     from perilune.traces.suite import Part, Suite
 
 app = command_group("Record episodes as cassettes, and run them as regression tests of the harness.")
@@ -51,11 +51,11 @@ def record_command(
     A cassette is kept only if it replays exactly now.
     """
     from perilune.cli.inspect.recordings import record_targets
-    from perilune.traces.causes import cause
+    from perilune.traces.causes import describe_cause
     from perilune.traces.suite import Case, write_suite
 
     recorded = record_targets(targets, where, most)
-    pairs = [(Case(digest=name, cause=cause(one)), one) for name, one in recorded.cassettes.items()]
+    pairs = [(Case(digest=name, cause=describe_cause(one)), one) for name, one in recorded.cassettes.items()]
     suite = write_suite(out, pairs, recorded.tokenizers, where)
     _print_written(suite, recorded, as_json=as_json)
 
@@ -73,13 +73,13 @@ def suite_command(
 ) -> None:
     """Record episodes, cluster them by the cause of their outcome, and keep the smallest of each cause."""
     from perilune.cli.inspect.recordings import record_targets
-    from perilune.traces.causes import choose, clusters, held_out
+    from perilune.traces.causes import choose_cassettes, cluster_cassettes, is_held_out
     from perilune.traces.suite import Case, write_suite
 
     recorded = record_targets(targets, where, most)
-    chosen = choose(clusters(list(recorded.cassettes.values())), each)
+    chosen = choose_cassettes(cluster_cassettes(list(recorded.cassettes.values())), each)
     pairs = [
-        (Case(digest=one.digest, cause=name, held_out=held_out(one.digest, hold_out)), one)
+        (Case(digest=one.digest, cause=name, held_out=is_held_out(one.digest, hold_out)), one)
         for name, members in chosen.items()
         for one in members
     ]
@@ -184,7 +184,7 @@ def fork_command(
     as_json: Json = False,
 ) -> None:
     """Replay an episode up to a turn, sample continuations, and report how often they succeed."""
-    from perilune.metrics.proportion import pass_rate
+    from perilune.metrics.proportion import pass_rate_interval
     from perilune.traces.replay import Replayer
     from perilune.traces.suite import Suite
 
@@ -197,7 +197,7 @@ def fork_command(
         replays = replayer.fork(fitting[0], after, samples, engine)
     rewards = [one.tracks[0].verdict.reward for one in replays if one.tracks]
     scored = [one for one in rewards if one is not None]
-    rate = pass_rate([float(one >= 1) for one in scored]) if scored else None
+    rate = pass_rate_interval([float(one >= 1) for one in scored]) if scored else None
     recorded = fitting[0].tracks[0].verdict.reward
     found = {
         "digest": fitting[0].digest,
@@ -238,14 +238,14 @@ def shrink_command(
     Without --baseline, each cassette keeps the cause of its outcome. Every candidate is played, so the result
     is an episode of the harness as it is now.
     """
-    from perilune.traces.causes import cause
+    from perilune.traces.causes import describe_cause
     from perilune.traces.replay import Replayer
-    from perilune.traces.shrink import Shrinker, same_cause
+    from perilune.traces.shrink import Shrinker, has_same_cause
     from perilune.traces.suite import Case, Suite, write_suite
 
     opened = Suite(suite)
     chosen = {name: one for name, one in opened.cassettes.items() if name.startswith(digest)}
-    fails = {name: same_cause(one) for name, one in chosen.items()}
+    fails = {name: has_same_cause(one) for name, one in chosen.items()}
     if baseline is not None:
         fails = _differing(opened, baseline, set(chosen))
     if not fails:
@@ -253,7 +253,7 @@ def shrink_command(
         raise RequestError(what, where=str(suite))
     with Replayer(opened.tokenizer) as replayer:
         small = {name: Shrinker(own, replayer).shrink(chosen[name]) for name, own in fails.items()}
-    pairs = {one.digest: (Case(digest=one.digest, cause=cause(one)), one) for one in small.values()}
+    pairs = {one.digest: (Case(digest=one.digest, cause=describe_cause(one)), one) for one in small.values()}
     names = {one.tokenizer for one in small.values()}
     write_suite(out, list(pairs.values()), {name: opened.tokenizer(name) for name in names}, "")
     before = {name: chosen[name].tokens for name in small}
@@ -270,14 +270,14 @@ def shrink_command(
     echo(f"{out}: {plural(len(pairs), 'cassette')}, on average {share:.0%} of their tokens")
 
 
-def _differing(suite: Suite, baseline: Path, names: set[str]) -> dict[str, Fails]:
+def _differing(suite: Suite, baseline: Path, names: set[str]) -> dict[str, FailureCheck]:
     """The cases that fail here, each with the test that another installation plays it differently."""
-    from perilune.traces.baseline import differs_from
+    from perilune.traces.baseline import differs_in_installation
     from perilune.traces.gate import run_suite
 
     failed = [one for one in run_suite(suite).failed if one.case.digest in names]
     return {
-        one.case.digest: differs_from(
+        one.case.digest: differs_in_installation(
             baseline, suite.tokenizer, frozenset(found.kind for found in one.differences)
         )
         for one in failed
@@ -318,7 +318,7 @@ def _print_report(report: GateReport) -> None:
 
 def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: bool) -> None:
     """Sample the cases that the checkpoint's weights sampled, and compare tokens."""
-    from perilune.traces.oracle import token_differences
+    from perilune.traces.oracle import find_token_differences
     from perilune.traces.replay import Replayer
 
     engine, digest = _engine(suite, checkpoint)
@@ -334,7 +334,7 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
     with Replayer(suite.tokenizer) as replayer:
         replays = replayer.exact(own, engine)
     for one, replay in zip(own, replays, strict=True):
-        found = replay.differences(()) if replay.error else token_differences(one.tracks, replay.tracks)
+        found = replay.differences(()) if replay.error else find_token_differences(one.tracks, replay.tracks)
         results.append((one, found))
     failed = [(one, found) for one, found in results if found]
     if as_json:

@@ -67,9 +67,9 @@ def track(
 def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
     """Copy steps until there are no more; returns their number."""
     from perilune.control.record.transitions import RunState
-    from perilune.tracking import Trail
+    from perilune.tracking import FigureReader
 
-    trail, steps = Trail(sink.after), 0
+    trail, steps = FigureReader(sink.after), 0
     while True:
         run = control.run(run.id)
         state = RunState(run.state)

@@ -288,7 +288,7 @@ def measure_overhead() -> Overhead:
     Raises:
         WorkFailedError: when the recipe fails.
     """
-    from perilune.simulate.calibrate import TIMING_PARTS
+    from perilune.metrics.training import STEP_PARTS
 
     with run_on_sums(RECIPE) as document:
         scorer = _scorer_start(SECTION)
@@ -298,9 +298,7 @@ def measure_overhead() -> Overhead:
     (few,), (many,) = lines["evaluate"], lines.pop("many")
     turn = (many["processor"] - few["processor"]) / (ANSWERS[1] - ANSWERS[0])
     lines["evaluate"] = []  # its few answers take no time
-    steps = {
-        name: sum(line[part] for line in found for part in TIMING_PARTS) for name, found in lines.items()
-    }
+    steps = {name: sum(line[part] for line in found for part in STEP_PARTS) for name, found in lines.items()}
     stages = {name: took[name] - seconds for name, seconds in steps.items()}
     step = median(line["other"] for line in lines["rl"])
     peaks = {name: memory[name] for name in ("sft", "rl", "evaluate")}

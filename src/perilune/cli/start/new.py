@@ -171,9 +171,9 @@ def _asked(given: str, option: str, question: str, default: str) -> str:
 
 def _own_parts(path: str, task: Task | None, *, is_new: bool) -> tuple[str, str, str]:
     """The title, the stages and the training stage for the user's own data, as its first row has it."""
-    from perilune.data.sources import first_row, read_rows
+    from perilune.data.sources import read_first_row, read_rows
 
-    guessed = "preference" if "chosen" in first_row(Path(path)).value else "sft"
+    guessed = "preference" if "chosen" in read_first_row(Path(path)).value else "sft"
     if task not in (None, guessed):
         raise RequestError(
             f"the rows of {path} are for task {guessed}", where="--task", remedy="leave it out"

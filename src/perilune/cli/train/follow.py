@@ -15,7 +15,7 @@ from perilune.control.runs.experiments import advance, plan_stages
 from perilune.control.runs.requests import cancel_run, request_cancel, request_experiment_cancel
 from perilune.control.runs.stage_failures import explain_failure
 from perilune.errors import PeriluneError, RequestError
-from perilune.metrics.training import training_sentence
+from perilune.metrics.training import describe_training
 
 if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
@@ -92,7 +92,7 @@ def show_event(event: events.StageEvent, view: StageProgress) -> None:
         case events.StageReused():
             view.ended(event.stage, "reused", f"finished before, run {event.run_id}")
         case events.StageFinished():
-            figures = training_sentence(event.summary)
+            figures = describe_training(event.summary)
             view.ended(event.stage, "done", duration(event.seconds) + (f"; {figures}" if figures else ""))
         case events.StageFailed():
             view.ended(event.stage, "failed", event.cause)

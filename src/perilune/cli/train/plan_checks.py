@@ -44,12 +44,12 @@ def check_texts(recipe: Recipe) -> None:
     if recipe.model is None or recipe.model.tokenizer in ("bytes", "bpe"):
         return
     from perilune.cli.data.audit import environments_of
-    from perilune.data.texts import environment_texts, first_lacking
+    from perilune.data.texts import find_missing_character, read_environment_texts
     from perilune.models.text.template_facts import recipe_tokenizer
 
     lacks = recipe_tokenizer(recipe.model.model_dump()).lacks
     for section in environments_of(recipe):
-        _require_tokens(first_lacking(environment_texts(section, READ), lacks))
+        _require_tokens(find_missing_character(read_environment_texts(section, READ), lacks))
 
 
 def _require_tokens(lacking: str | None) -> None:
@@ -210,14 +210,14 @@ def _failure(section: bytes, seed: int) -> str:
 
 def _teacher_warnings(job: Job) -> Iterator[str]:
     from perilune.data.generators.registry import make_teacher
-    from perilune.data.generators.teacher import prepare
+    from perilune.data.generators.teacher import prepare_teacher
     from perilune.environments.core.protocol import Failure
     from perilune.tasks.datasets.specs import CollectSpec
 
     spec = CollectSpec.model_validate(job.spec)
     teacher = make_teacher(spec.teacher, spec.strategies, spec.options)
     environment = make_environment(job.environment)
-    prepare(teacher, environment)
+    prepare_teacher(teacher, environment)
     tasks = list(islice(environment.tasks("train", job.seed), TRIED))
     candidates = list(teacher.candidates(tasks, job.seed))
     if not candidates:
@@ -226,11 +226,11 @@ def _teacher_warnings(job: Job) -> Iterator[str]:
             where="teacher",
             remedy="choose another teacher; perilune environments show says which answers it knows",
         )
-    from perilune.data.texts import Text, first_lacking
+    from perilune.data.texts import Text, find_missing_character
     from perilune.models.text.template_facts import recipe_tokenizer
 
     answers = (Text("the teacher's answers", text) for one in candidates for text in one.transcript.actions)
-    _require_tokens(first_lacking(answers, recipe_tokenizer(job.model).lacks))
+    _require_tokens(find_missing_character(answers, recipe_tokenizer(job.model).lacks))
     outcomes = _score(job, [(one.task, one.transcript) for one in candidates])
     failed = [one.reason for one in outcomes if isinstance(one, Failure)]
     if len(failed) == len(outcomes):

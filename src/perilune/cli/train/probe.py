@@ -98,10 +98,10 @@ def _evaluate(
         PeriluneError: the environment is wrong, or the evaluation fails.
     """
     from perilune.cli.train.evaluate import evaluated
-    from perilune.metrics.learnability import learnability
+    from perilune.metrics.learnability import assess_learnability
 
     status = evaluated(folder, section, fields, seed, checkpoint)
-    return learnability(status.summary), str(status.run_id)
+    return assess_learnability(status.summary), str(status.run_id)
 
 
 def _document(

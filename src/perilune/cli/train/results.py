@@ -166,7 +166,7 @@ def _is_evaluation(summary: Mapping[str, Any]) -> bool:
 def _change(recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The gain in pass@1 over the checkpoint that training started from, if both were evaluated."""
     from perilune.metrics.bootstrap import paired_difference
-    from perilune.metrics.lineage import parent_evaluation
+    from perilune.metrics.lineage import find_parent_evaluation
 
     checkpoints = {stage.name: stage.consumes.get("checkpoint") for stage in recipe.stages}
     settings = {
@@ -174,7 +174,7 @@ def _change(recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[s
         for stage in recipe.stages
         if _is_evaluation(summaries[stage.name])
     }
-    before = parent_evaluation(evaluation.name, checkpoints, settings)
+    before = find_parent_evaluation(evaluation.name, checkpoints, settings)
     if before is None:
         return {}
     change: dict[str, Any] = {}
@@ -236,11 +236,11 @@ def _print_estimates(console: Console, stages: Sequence[Mapping[str, Any]]) -> N
 
 def _print_training(console: Console, document: Mapping[str, Any]) -> None:
     """Print the figures of the stages whose checkpoint no stage evaluates."""
-    from perilune.metrics.training import training_sentence
+    from perilune.metrics.training import describe_training
 
     evaluated = {one["checkpoint"] for one in document["evaluations"]}
     for one in document["training"]:
-        if one["stage"] not in evaluated and (sentence := training_sentence(one)):
+        if one["stage"] not in evaluated and (sentence := describe_training(one)):
             console.print(as_markup(f"{one['stage']}: {sentence}"))
 
 

@@ -263,7 +263,7 @@ def run_experiment(
     from perilune.cli.train.follow import follow
     from perilune.cli.train.results import next_steps, print_results, results_document
     from perilune.control.queries.lookup import list_stage_statuses
-    from perilune.ui.experiment import experiment_view
+    from perilune.ui.experiment import view_experiment
     from perilune.ui.report import build_report
 
     began = time.monotonic()
@@ -272,7 +272,7 @@ def run_experiment(
     problem: Exception | None = failure
     report: Path | None = None
     try:
-        view = experiment_view(control, experiment, statuses)
+        view = view_experiment(control, experiment, statuses)
         report = build_report(view, control.home.experiment(experiment) / "report.html")
     except Exception as error:  # raised after the results are printed
         problem = problem or error

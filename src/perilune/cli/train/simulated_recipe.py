@@ -15,6 +15,7 @@ from perilune.control.runs.experiments import Control
 from perilune.environments.core.registry import REWARDS
 from perilune.environments.core.rewards import VERIFIER
 from perilune.errors import RequestError
+from perilune.metrics.training import STEP_PARTS
 from perilune.models.memory import get_model_card
 from perilune.recipe.schema import build_job
 from perilune.simulate.asynchronous import simulate_run
@@ -223,8 +224,7 @@ class _Simulator:
     def _row(self, stage: Stage, setting: int | None, lengths: Lengths, result: RunResult) -> dict[str, Any]:
         machines, total = self.options.machines, sum(result.ages.values())
         sums = {
-            part: sum(step.get(part, 0.0) for step in result.steps)
-            for part in ("sampling", "scoring", "learning", "other", "evaluation")
+            part: sum(step.get(part, 0.0) for step in result.steps) for part in (*STEP_PARTS, "evaluation")
         }
         return {
             "stage": stage.name,

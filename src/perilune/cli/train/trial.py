@@ -122,14 +122,14 @@ def _traces(
 ) -> tuple[Lengths | None, float, list[Game]]:
     """The lengths of a teacher's traces, the seconds of each, and the games that they record."""
     from perilune.data.generators.registry import make_teacher
-    from perilune.data.generators.teacher import prepare, verify_candidates
+    from perilune.data.generators.teacher import prepare_teacher, verify_candidates
     from perilune.data.records import TraceRecord
     from perilune.data.sources import Row
     from perilune.environments.core.replay import agent_conversations
     from perilune.tasks.datasets.collect import prepend_systems
 
     teacher = make_teacher(job.spec["teacher"], job.spec["strategies"], job.spec["options"])
-    prepare(teacher, environment)
+    prepare_teacher(teacher, environment)
     converse = partial(agent_conversations, environment)
     coming = prepend_systems(
         teacher.candidates(environment.tasks("train", job.seed), job.seed), job.spec["system"]

@@ -16,7 +16,7 @@ from perilune.control.runs.experiments import Control
 from perilune.control.runs.sweeps import find_sweep
 from perilune.errors import RequestError
 from perilune.files import canonical_json, read_json
-from perilune.metrics.across_seeds import MIN_SEEDS, SeedComparison, compare_over_seeds, interval
+from perilune.metrics.across_seeds import MIN_SEEDS, SeedComparison, compare_over_seeds, t_interval
 from perilune.metrics.bootstrap import Interval, bootstrap_problems
 
 ABSENT_SETTING = "–"  # the value of a setting that an arm does not have
@@ -261,7 +261,7 @@ def _group_arms(
         figures = [one.figure for one in members if one.figure is not None]
         figure = figures[0] if figures else None
         if len(figures) > 1:
-            figure = Interval(**interval([one.mean for one in figures]))
+            figure = Interval(**t_interval([one.mean for one in figures]))
         arms.append(Arm(documents[group[0]]["name"], _flatten_recipe(documents[group[0]]), members, figure))
     return arms
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from perilune.data.generators.scripted import ScriptedTeacher, drawn
+from perilune.data.generators.scripted import ScriptedTeacher, draw_uniform
 from perilune.environments.adapters import compact, scratchpad
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Environment, Task
@@ -106,6 +106,6 @@ def _slip(working: str, task_id: str) -> str:
     places = [match.start() for match in re.finditer(r"\d", working)]
     if not places:
         return working
-    place = places[int(drawn(f"place:{task_id}") * len(places))]
-    digit = (int(working[place]) + 1 + int(drawn(f"digit:{task_id}") * 9)) % 10
+    place = places[int(draw_uniform(f"place:{task_id}") * len(places))]
+    digit = (int(working[place]) + 1 + int(draw_uniform(f"digit:{task_id}") * 9)) % 10
     return f"{working[:place]}{digit}{working[place + 1 :]}"

@@ -13,7 +13,7 @@ from perilune.data.generators.teacher import (
     Rejected,
     ScoreBatch,
     Teacher,
-    prepare,
+    prepare_teacher,
     teacher_candidates,
     verify_candidates,
 )
@@ -24,7 +24,7 @@ from perilune.environments.core.replay import agent_conversations
 from perilune.files import write_json_lines
 from perilune.verifiers import Scorer
 
-MOST_REJECTED = 4  # give up after this many rejected candidates per requested record
+MAX_REJECTED_PER_RECORD = 4  # give up after this many rejected candidates per requested record
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ def collect_traces(
                 found.kept.append(one)
                 tasks.add(one.task_id)
             show(len(tasks), len(found.rejected))
-            if len(found.rejected) > MOST_REJECTED * count:
+            if len(found.rejected) > MAX_REJECTED_PER_RECORD * count:
                 return found
     found.exhausted = len(tasks) < count
     return found
@@ -130,7 +130,7 @@ class TeacherGenerator:
         section: Mapping[str, Any],
         extra: Mapping[str, Any],
     ) -> None:
-        prepare(teacher, environment)
+        prepare_teacher(teacher, environment)
         self._teacher, self._environment, self._score, self._seed = teacher, environment, score, seed
         self.provenance = provenance_of(teacher, section, **extra)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from perilune.data.generators.scripted import strategy_for
+from perilune.data.generators.scripted import choose_strategy
 from perilune.data.generators.teacher import Candidate
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Environment, Task
@@ -28,7 +28,7 @@ from perilune.games.teachers import (
 
 Outcome = Literal["any", "drawn", "won"]
 
-_LEAST = {"any": float("-inf"), "drawn": 0.0, "won": 1e-9}
+_MIN_RESULTS = {"any": float("-inf"), "drawn": 0.0, "won": 1e-9}
 
 
 class OpenSpielOptions(Frozen):
@@ -118,7 +118,7 @@ class OpenSpielTeacher:
 
     def _play(self, task: Task, seed: int) -> Candidate | None:
         environment, seat = self._environment, task.data["seat"]
-        facing = strategy_for(self.shares, seed, task.task_id)
+        facing = choose_strategy(self.shares, seed, task.task_id)
         luck, own_luck = KeyedRandom(seed, task.task_id), KeyedRandom(seed, f"{task.task_id}/teacher")
         match = environment.begin(luck)
         actions: list[str] = []
@@ -143,7 +143,7 @@ class OpenSpielTeacher:
             "seat": seat,
             "actions": actions,
             "probabilities": likely,
-            "mixed": self._repeats(),
+            "mixed": self._keeps_repeats(),
         }
         return Candidate(
             task,
@@ -152,18 +152,18 @@ class OpenSpielTeacher:
             tuple(earlier),
             seed,
             player=seat if environment.players > 1 else 0,
-            keep_from=self._least(),
+            keep_from=self._min_result(),
             details=details,
         )
 
-    def _least(self) -> float:
+    def _min_result(self) -> float:
         """Lowest result of a game to keep it."""
         keep: Any = self.options.keep
         if keep is None:
             keep = "any" if self._has_luck() else "drawn"
-        return _LEAST[keep] if isinstance(keep, str) else float(keep)
+        return _MIN_RESULTS[keep] if isinstance(keep, str) else float(keep)
 
-    def _repeats(self) -> bool:
+    def _keeps_repeats(self) -> bool:
         if self.options.repeats is None:
             return self._has_luck() and not self.options.greedy
         return self.options.repeats

@@ -44,12 +44,12 @@ class PlanningTeacher(ScriptedTeacher):
             what = "the strategy mended needs an environment with several proposals"
             raise RequestError(what, where="strategies.mended", remedy="use the environment planning_repair")
         trip = Trip.from_json(task.data["trip"])
-        hasty = hasty_plan(trip)
+        hasty = make_hasty_plan(trip)
         first = answer(task, hasty, worked=True)
         return (first,) if all(judge(trip, hasty).values()) else (first, written)
 
 
-def hasty_plan(trip: Trip) -> Plan:
+def make_hasty_plan(trip: Trip) -> Plan:
     """The required number of places by opening time, all on the first day."""
     plan: list[Visit] = []
     time, here = 0, HOME

@@ -13,7 +13,7 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
-_RANGE = 8  # lines
+_RANGE_LINES = 8  # lines
 
 
 class RecursiveTeacher(ScriptedTeacher):
@@ -46,43 +46,43 @@ class RecursiveTeacher(ScriptedTeacher):
             return (answer,)
         if strategy == "ranges":
             labels = "".join(line_labels(data))
-            starts = range(0, len(labels), _RANGE)
-            parts = [labels[start : start + _RANGE] for start in starts]
+            starts = range(0, len(labels), _RANGE_LINES)
+            parts = [labels[start : start + _RANGE_LINES] for start in starts]
             asks = [f"{start + 1}-{start + len(part)}" for start, part in zip(starts, parts, strict=True)]
             return (*(text for pair in zip(asks, parts, strict=True) for text in pair), answer)
         if strategy == "whole":
             read = write_notes(asked, draw_records(data)) + answer
-            return (_answered(f"ask(C+{question(data)!r}).split(';')[1]"), read)
+            return (_answer_code(f"ask(C+{question(data)!r}).split(';')[1]"), read)
         records = zip(draw_records(data), line_labels(data), strict=True)
-        return (count_in_code(asked), *(label for record, label in records if asked.concerns(record)))
+        return (write_count_code(asked), *(label for record, label in records if asked.concerns(record)))
 
 
-def count_in_code(asked: Question) -> str:
+def write_count_code(asked: Question) -> str:
     """A line of Python that asks for the label of each line, and computes the answer."""
-    conditions = _conditions(asked)
+    conditions = _line_conditions(asked)
     kept = f"[l for l in C.split() if {conditions}]" if conditions else "C.split()"
     label, other = repr(LABELS[asked.label]), repr(LABELS[asked.other])
     match asked.find:
         case "count":
-            return _answered(f"ask_all({kept}).count({label})")
+            return _answer_code(f"ask_all({kept}).count({label})")
         case "most" | "least":
             best = "max" if asked.find == "most" else "min"
-            return f"a=ask_all({kept});" + _answered(f"{best}({''.join(LABELS)!r},key=a.count)")
+            return f"a=ask_all({kept});" + _answer_code(f"{best}({''.join(LABELS)!r},key=a.count)")
         case "compare":
             signs = SIGNS[0] + SIGNS[1] + SIGNS[-1]
             difference = f"a.count({label})-a.count({other})"
-            return f"a=ask_all({kept});n={difference};" + _answered(f"{signs!r}[(n>0)-(n<0)]")
+            return f"a=ask_all({kept});n={difference};" + _answer_code(f"{signs!r}[(n>0)-(n<0)]")
         case "user" | "month":
             key = "l[1:-2]" if asked.find == "user" else "l[0]"
             found = f"u=[{key} for l,a in zip(L,ask_all(L))if a=={label}];"
-            return f"L={kept};{found}" + _answered("max(u,key=u.count)")
-    pairs = f"[f'{{i}}-{{j}}'for i in U for j in U if i<j and {_relation(asked)}]"
+            return f"L={kept};{found}" + _answer_code("max(u,key=u.count)")
+    pairs = f"[f'{{i}}-{{j}}'for i in U for j in U if i<j and {_pair_condition(asked)}]"
     content = f"len({pairs})" if asked.find == "pairs_count" else f"','.join({pairs})"
     tally = "n=Counter(zip([int(l[1:-2])for l in L],ask_all(L)));U=sorted({i for i,_ in n})"
-    return f"from collections import*;L={kept};{tally};" + _answered(content)
+    return f"from collections import*;L={kept};{tally};" + _answer_code(content)
 
 
-def _relation(asked: Question) -> str:
+def _pair_condition(asked: Question) -> str:
     """The condition on users i and j, whose lines of label x are n[i,x] and n[j,x]."""
     label, other, number = repr(LABELS[asked.label]), repr(LABELS[asked.other]), asked.number
     match asked.relation:
@@ -96,7 +96,7 @@ def _relation(asked: Question) -> str:
     return f"n[i,{label}]>0<n[j,{label}]and n[i,{label}]+n[j,{label}]=={number}"
 
 
-def _conditions(asked: Question) -> str:
+def _line_conditions(asked: Question) -> str:
     found = [f"l[1:-2]=={str(asked.user)!r}"] if asked.user else []
     if asked.since > BEFORE_ALL:
         found.append(f"l[0]>={month(asked.since // 100)!r}")
@@ -105,5 +105,5 @@ def _conditions(asked: Question) -> str:
     return " and ".join(found)
 
 
-def _answered(content: str) -> str:
+def _answer_code(content: str) -> str:
     return f"answer.update(content={content},ready=1)"

@@ -38,7 +38,7 @@ _BUILT_IN = {
 
 def teacher_names() -> tuple[str, ...]:
     """All teachers, sorted by name."""
-    return tuple(sorted(_classes()))
+    return tuple(sorted(_list_classes()))
 
 
 def make_teacher(
@@ -57,8 +57,8 @@ def make_teacher(
             file has no teacher.
     """
     name = named if isinstance(named, str) else named.name
-    teacher_class = _class(name, None if isinstance(named, str) else named.source)
-    shares = _shares(name, strategies or {}, teacher_class.strategies)
+    teacher_class = _load_class(name, None if isinstance(named, str) else named.source)
+    shares = _check_shares(name, strategies or {}, teacher_class.strategies)
     model: type[BaseModel] | None = getattr(teacher_class, "Options", None)
     if options and model is None:
         raise RequestError(f"the teacher '{name}' takes no options", where=f"options.{next(iter(options))}")
@@ -85,11 +85,13 @@ def provenance_of(teacher: Teacher, section: Mapping[str, Any], **extra: Any) ->
     return Provenance(
         teacher.name,
         versions[0] if versions else perilune.__version__,
-        settings_digest(environment=by_content(section), shares=dict(teacher.shares), told=extra),
+        settings_digest(
+            environment=replace_paths_by_digests(section), shares=dict(teacher.shares), told=extra
+        ),
     )
 
 
-def by_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
+def replace_paths_by_digests(section: Mapping[str, Any]) -> Mapping[str, Any]:
     """An environment section with the SHA-256 of files in place of their paths."""
     for key, path in file_fields(section).items():
         files = sorted(Path(path).rglob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
@@ -97,7 +99,7 @@ def by_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
     return section
 
 
-def _class(name: str, source: str | None) -> Any:
+def _load_class(name: str, source: str | None) -> Any:
     if is_file_reference(name):
         teacher_class = load_extension(name, source, TEACHER_GROUP, "teacher")
         if not isinstance(getattr(teacher_class, "strategies", None), Mapping) or not callable(
@@ -109,20 +111,20 @@ def _class(name: str, source: str | None) -> Any:
                 remedy="derive it from perilune.data.generators.ScriptedTeacher",
             )
         return teacher_class
-    if name not in _classes():
+    if name not in _list_classes():
         raise RequestError(
             f"no teacher is called '{name}'", where="teacher", remedy=did_you_mean(name, teacher_names())
         )
-    module, _, attribute = _classes()[name].partition(":")
+    module, _, attribute = _list_classes()[name].partition(":")
     return getattr(import_module(module), attribute)
 
 
 @cache
-def _classes() -> dict[str, str]:
+def _list_classes() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=TEACHER_GROUP)} | _BUILT_IN
 
 
-def _shares(name: str, given: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
+def _check_shares(name: str, given: Mapping[str, float], known: Mapping[str, float]) -> dict[str, float]:
     if not given:
         return {strategy: share for strategy, share in known.items() if share > 0}
     for strategy in given:

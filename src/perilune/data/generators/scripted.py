@@ -10,7 +10,7 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
 
-MOST_SKIPPED = 10_000  # tasks in a row, of an environment whose tasks may never end
+MAX_SKIPPED = 10_000  # tasks in a row, of an environment whose tasks may never end
 
 
 class ScriptedTeacher(ABC):
@@ -38,22 +38,22 @@ class ScriptedTeacher(ABC):
 
     def strategy(self, task: Task, seed: int) -> str:
         """The strategy of a task."""
-        return strategy_for(self.shares, seed, task.task_id)
+        return choose_strategy(self.shares, seed, task.task_id)
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
         """At most one candidate per task.
 
         Raises:
-            RequestError: as `script`, and after `MOST_SKIPPED` tasks in a row that are skipped.
+            RequestError: as `script`, and after `MAX_SKIPPED` tasks in a row that are skipped.
         """
         skipped = 0
         for task in tasks:
             strategy = self.strategy(task, seed)
             actions = self.script(task, strategy, KeyedRandom(seed, task.task_id))
             skipped = 0 if actions else skipped + 1
-            if skipped == MOST_SKIPPED:
+            if skipped == MAX_SKIPPED:
                 raise RequestError(
-                    f"the teacher '{self.name}' has no answer to {MOST_SKIPPED:,} tasks in a row",
+                    f"the teacher '{self.name}' has no answer to {MAX_SKIPPED:,} tasks in a row",
                     where="teacher",
                     remedy="choose another teacher, or have the environment state answers with `gold`",
                 )
@@ -62,9 +62,9 @@ class ScriptedTeacher(ABC):
                 yield Candidate(task, last, f"{self.name}/{strategy}", earlier=tuple(earlier))
 
 
-def strategy_for(shares: Mapping[str, float], seed: int, task_id: str) -> str:
+def choose_strategy(shares: Mapping[str, float], seed: int, task_id: str) -> str:
     """The strategy of a task, drawn by its share; depends only on seed and task."""
-    draw = drawn(f"strategy:{seed}:{task_id}")
+    draw = draw_uniform(f"strategy:{seed}:{task_id}")
     for name, share in shares.items():
         draw -= share
         if draw < 0:
@@ -72,6 +72,6 @@ def strategy_for(shares: Mapping[str, float], seed: int, task_id: str) -> str:
     return max(shares, key=lambda name: shares[name])
 
 
-def drawn(key: str) -> float:
+def draw_uniform(key: str) -> float:
     """A pseudo-random number in [0, 1) that depends only on `key`."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48

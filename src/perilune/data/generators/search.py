@@ -13,9 +13,9 @@ from perilune.environments.search.facts.world import corpus_of, draw_world
 from perilune.environments.search.index import index_of
 from perilune.errors import RequestError
 
-_FEW, _MANY = 3, 12  # results of a query for a fact, and for the facts about a city
-_VALUE = f"extract(search({{0}},{_FEW}),{{0}}+' {{{{}}}}')[0]"
-_ABOUT = f"filter(search(n,{_MANY}),n)"
+_FACT_RESULTS, _CITY_RESULTS = 3, 12  # results of a query for a fact, and for the facts about a city
+_VALUE = f"extract(search({{0}},{_FACT_RESULTS}),{{0}}+' {{{{}}}}')[0]"
+_ABOUT = f"filter(search(n,{_CITY_RESULTS}),n)"
 
 
 class SearchTeacher(ScriptedTeacher):
@@ -46,11 +46,11 @@ class SearchTeacher(ScriptedTeacher):
         if strategy == "guess":
             return (answer,)
         if strategy == "code":
-            return (_code(asked), answer)
-        return (*_calls(asked, data), answer)
+            return (_write_code(asked), answer)
+        return (*_list_calls(asked, data), answer)
 
 
-def _code(asked: Question) -> str:
+def _write_code(asked: Question) -> str:
     name = asked.name
     match asked.kind:
         case "one":
@@ -61,30 +61,30 @@ def _code(asked: Question) -> str:
             return f"n='c {name}';print(len(dedup({_ABOUT})))"
     companies = f"extract({_ABOUT},'{{}} c')"
     return (
-        f"n='c {name}';f=fan_out([x+' s'for x in {companies}],{_FEW});"
+        f"n='c {name}';f=fan_out([x+' s'for x in {companies}],{_FACT_RESULTS});"
         f"print(len(dedup(filter(f,'s {asked.goods}'))))"
     )
 
 
-def _calls(asked: Question, data: Mapping[str, Any]) -> Sequence[str]:
+def _list_calls(asked: Question, data: Mapping[str, Any]) -> Sequence[str]:
     name = asked.name
     match asked.kind:
         case "one":
-            return (f"search('{name} {asked.relation}',{_FEW})",)
+            return (f"search('{name} {asked.relation}',{_FACT_RESULTS})",)
         case "two":
             head = draw_world(data["world"], data["companies"]).values[name, "h"]
-            return (f"search('{name} h',{_FEW})", f"search('{head} l',{_FEW})")
+            return (f"search('{name} h',{_FACT_RESULTS})", f"search('{head} l',{_FACT_RESULTS})")
         case "count":
-            return (f"search('c {name}',{_MANY})", f"filter('c {name}')", "dedup()")
+            return (f"search('c {name}',{_CITY_RESULTS})", f"filter('c {name}')", "dedup()")
     documents = corpus_of(data["world"], data["companies"], data["style"])
-    seen = functions.filter(index_of(documents).search(f"c {name}", _MANY), f"c {name}")
+    seen = functions.filter(index_of(documents).search(f"c {name}", _CITY_RESULTS), f"c {name}")
     companies = functions.extract(functions.dedup(seen), "{} c")
     queries = [f"{one} s" for one in companies]
     return (
-        f"search('c {name}',{_MANY})",
+        f"search('c {name}',{_CITY_RESULTS})",
         f"filter('c {name}')",
         "dedup()",
-        f"fan_out({queries!r},{_FEW})".replace(", ", ","),
+        f"fan_out({queries!r},{_FACT_RESULTS})".replace(", ", ","),
         f"filter('s {asked.goods}')",
         "dedup()",
     )

@@ -78,7 +78,7 @@ class Teacher(Protocol):
         ...
 
 
-def prepare(teacher: Teacher, environment: Environment) -> None:
+def prepare_teacher(teacher: Teacher, environment: Environment) -> None:
     """Call the teacher's `prepare` hook, if it has one, with the environment."""
     hook = getattr(teacher, "prepare", None)
     if hook is not None:
@@ -87,7 +87,7 @@ def prepare(teacher: Teacher, environment: Environment) -> None:
 
 def teacher_candidates(teacher: Teacher, environment: Environment, seed: int) -> Iterator[Candidate]:
     """The candidates of a teacher for the training tasks of an environment."""
-    prepare(teacher, environment)
+    prepare_teacher(teacher, environment)
     return teacher.candidates(environment.tasks("train", seed), seed)
 
 
@@ -129,7 +129,7 @@ def verify_candidates(
             if verdict < candidate.keep_from:
                 yield Rejected(candidate, f"score {verdict:g} is below {candidate.keep_from:g}")
                 continue
-            conversations = dict((converse or _answered)(candidate.task, candidate.transcript))
+            conversations = dict((converse or _answer_conversation)(candidate.task, candidate.transcript))
             record = TraceRecord(
                 conversations.pop(""),
                 environment=environment,
@@ -152,5 +152,5 @@ def verify_candidates(
                 return
 
 
-def _answered(task: Task, transcript: Transcript) -> Mapping[str, Sequence[Message]]:
+def _answer_conversation(task: Task, transcript: Transcript) -> Mapping[str, Sequence[Message]]:
     return {"": [*task.prompt, {"role": "assistant", "content": transcript.text}]}

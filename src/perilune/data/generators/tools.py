@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
-from perilune.data.generators.scripted import ScriptedTeacher, drawn
+from perilune.data.generators.scripted import ScriptedTeacher, draw_uniform
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
@@ -24,13 +24,13 @@ class ToolsTeacher(ScriptedTeacher):
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
         solved, answer = task.data["actions"]
-        earlier = {"guess": (), "solve": (solved,), "careful": (*_prints(task), solved)}[strategy]
+        earlier = {"guess": (), "solve": (solved,), "careful": (*_print_actions(task), solved)}[strategy]
         return (*earlier, answer)
 
     def strategy(self, task: Task, seed: int) -> str:
         if not {"solution", "actions", "files"} <= set(task.data):
             raise RequestError("the teacher tools supports only the environment 'tools'", where="teacher")
-        draw = drawn(f"{seed}:{task.task_id}")
+        draw = draw_uniform(f"{seed}:{task.task_id}")
         for name, share in self.shares.items():
             draw -= share
             if draw < 0:
@@ -39,7 +39,7 @@ class ToolsTeacher(ScriptedTeacher):
         return "solve"
 
 
-def _prints(task: Task) -> list[str]:
+def _print_actions(task: Task) -> list[str]:
     """An action per file that prints it, in the format of the task's own actions."""
     fenced = task.data["actions"][0].startswith("```")
     code = [f"print(open({name!r}).read())" for name in task.data["files"]]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from perilune.bundle.freeze import copy_for_attempt
+from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import remove_tree, storage_errors
 from perilune.errors import RequestError
 from perilune.execution.claim import Claim, claimed
@@ -124,7 +124,7 @@ def working_copy(bundle: Path, directory: Path, order: Mapping[str, Any], previo
         for stale in (directory, *directory.parent.glob(f".{directory.name}.*.tmp")):
             if stale.exists():
                 remove_tree(stale)
-        copy_for_attempt(bundle, directory)
+        attempt_copy(bundle, directory)
         if previous is not None:
             restore_outputs(previous / "artifacts", directory / "artifacts")
         write_json(directory / "runtime" / "run.json", order)

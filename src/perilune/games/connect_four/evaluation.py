@@ -18,7 +18,7 @@ from perilune.games.connect_four.board import (
 )
 from perilune.games.connect_four.players import Player, one_ply, random_player
 from perilune.games.connect_four.solver import NO_COLUMN, Scores, Solver
-from perilune.metrics.proportion import wilson
+from perilune.metrics.proportion import wilson_interval
 
 EARLIEST = 8  # stones on the board from which the solver takes well under a second per position
 BUCKETS = ((8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 31), (32, 40))  # ranges of plies in reports
@@ -98,8 +98,8 @@ def grade(exam: Exam, player: Player, seed: int = 0) -> dict[str, Any]:
 
 def _shares(optimal: NDArray[np.bool_], blunder: NDArray[np.bool_]) -> dict[str, Any]:
     return {
-        "optimal": wilson(int(optimal.sum()), len(optimal))._asdict(),
-        "blunders": wilson(int(blunder.sum()), len(blunder))._asdict(),
+        "optimal": wilson_interval(int(optimal.sum()), len(optimal))._asdict(),
+        "blunders": wilson_interval(int(blunder.sum()), len(blunder))._asdict(),
     }
 
 
@@ -122,7 +122,7 @@ class Match:
         report: dict[str, Any] = {"games": len(self.results)}
         for name, which in (("", slice(None)), (" beginning", self.began), (" replying", ~self.began)):
             results = self.results[which]
-            report["points" + name] = wilson(float((results + 1).sum() / 2), len(results))._asdict()
+            report["points" + name] = wilson_interval(float((results + 1).sum() / 2), len(results))._asdict()
         counts = {
             name: int((self.results == value).sum())
             for name, value in (("won", 1), ("drawn", 0), ("lost", -1))

@@ -6,21 +6,22 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from perilune.metrics.health.series import BASELINE, Series, Values, at_least, median, shifted
+from perilune.metrics.health.series import BASELINE_STEPS, Series, Values, find_shifts, flag_at_least, median
+from perilune.metrics.training import STEP_PARTS
 
-DEAD = 0.5  # share of dead groups
-SOLVED = 0.8  # pass rate from which groups are dead because their tasks are solved
-TRUNCATED = 0.25  # share of answers
-FAILED = 0.05  # share of episodes without a score
-GAP_CPU, GAP = 1e-4, 1e-2  # nats, the limits of the run's own check
-WAITING = 0.8  # share of a step that the learner waits for episodes
-SILENT = 8.0  # seconds; a worker counts every second
-SLOW = 6.0  # times the median step
-Z = 1.2816  # one-sided 90% of a normal distribution
-FALLEN = 0.4  # of the mean reward
-JUMP = 3.0  # standard deviations, in two steps running
-SURE = 4.0  # standard errors of a trend
-WINDOW = 8  # steps of a mean of a trend
+DEAD_GROUP_SHARE = 0.5  # share of dead groups
+SOLVED_PASS_RATE = 0.8  # pass rate from which groups are dead because their tasks are solved
+TRUNCATED_SHARE = 0.25  # share of answers
+FAILED_SHARE = 0.05  # share of episodes without a score
+CPU_LOGPROB_GAP, GPU_LOGPROB_GAP = 1e-4, 1e-2  # nats, the limits of the run's own check
+WAIT_SHARE = 0.8  # share of a step that the learner waits for episodes
+HEARTBEAT_TIMEOUT_S = 8.0  # seconds; a worker counts every second
+SLOW_STEP_FACTOR = 6.0  # times the median step
+Z_90 = 1.2816  # one-sided 90% of a normal distribution
+FALL_SHARE = 0.4  # of the mean reward
+JUMP_SIGMAS = 3.0  # standard deviations, in two steps running
+TREND_SIGMAS = 4.0  # standard errors of a trend
+TREND_WINDOW_STEPS = 8  # steps of a mean of a trend
 
 Status = Literal["healthy", "watch", "broken"]
 
@@ -65,18 +66,20 @@ class Evidence:
     silent_seconds: float | None = None
 
 
-def dead_groups(run: Evidence) -> Iterator[Finding]:
+def find_dead_groups(run: Evidence) -> Iterator[Finding]:
     """Most groups have equal rewards, and not because their tasks are solved."""
     dead, groups = run.metrics.column("dead_groups"), run.metrics.column("groups")
     passed = run.metrics.column("pass_rate")
     flags = []
     for place, value in enumerate(dead):
         number = sum(one or 1.0 for one in groups[max(0, place - 1) : place + 1])
-        is_solved = (passed[place] or 0.0) >= SOLVED
-        flags.append(value is not None and not is_solved and _surely_above(value, number, DEAD))
+        is_solved = (passed[place] or 0.0) >= SOLVED_PASS_RATE
+        flags.append(
+            value is not None and not is_solved and _is_clearly_above(value, number, DEAD_GROUP_SHARE)
+        )
     since = run.metrics.since(flags)
     if since is not None:
-        rate = _last(passed) or 0.0
+        rate = _latest(passed) or 0.0
         cause, remedy = "almost no answer is right", "use easier tasks, a curriculum, or more SFT"
         if rate >= 0.2:
             cause = f"{rate:.0%} of the answers are right, but most tasks get equal answers"
@@ -85,65 +88,65 @@ def dead_groups(run: Evidence) -> Iterator[Finding]:
             "dead groups",
             "watch",
             since,
-            f"{_last(dead):.0%} of the groups have equal rewards and give no gradient: {cause}",
+            f"{_latest(dead):.0%} of the groups have equal rewards and give no gradient: {cause}",
             remedy,
         )
 
 
-def truncation(run: Evidence) -> Iterator[Finding]:
+def find_truncation(run: Evidence) -> Iterator[Finding]:
     """The token limit cuts off many answers."""
     values = run.metrics.column("truncated")
-    since = run.metrics.since(at_least(values, TRUNCATED))
+    since = run.metrics.since(flag_at_least(values, TRUNCATED_SHARE))
     if since is not None:
         yield Finding(
             "truncation",
             "watch",
             since,
-            f"the token limit cuts off {_last(values):.0%} of the answers",
+            f"the token limit cuts off {_latest(values):.0%} of the answers",
             "raise max_tokens, or penalise length with a reward term",
         )
 
 
-def logprob_gap(run: Evidence) -> Iterator[Finding]:
+def find_logprob_gap(run: Evidence) -> Iterator[Finding]:
     """Engine and learner disagree on the same tokens and weights."""
-    largest, limit = run.metrics.column("logprob_gap_max"), GAP_CPU if run.cpu else GAP
+    largest, limit = run.metrics.column("logprob_gap_max"), CPU_LOGPROB_GAP if run.cpu else GPU_LOGPROB_GAP
     if not run.cpu:
         largest = run.metrics.column("logprob_gap_mean")
-    since = run.metrics.since(at_least(largest, limit))
+    since = run.metrics.since(flag_at_least(largest, limit))
     if since is not None:
         yield Finding(
             "log-prob gap",
             "broken",
             since,
-            f"engine and learner differ by {_last(largest):.2g} nats; the limit is {limit:g}",
+            f"engine and learner differ by {_latest(largest):.2g} nats; the limit is {limit:g}",
             "stop: the policy gradient is biased. perilune doctor; compare dtypes and kernels",
         )
 
 
-def reward_hack(run: Evidence) -> Iterator[Finding]:
+def find_reward_hack(run: Evidence) -> Iterator[Finding]:
     """The reward rises while what it stands for falls: the gold score, or else the pass rate."""
     reward = run.metrics.column("reward")
     for name, label in (("gold", "gold score"), ("pass_rate", "pass rate")):
         truth = run.metrics.column(name)
         if not any(value is not None for value in truth):
             continue
-        down = shifted(truth, sigmas=JUMP, least=0.1, sticky=-1)
-        up = shifted(reward, sigmas=JUMP, least=0.02, sticky=0)
-        since = run.metrics.since(_fallen(down, [sign > 0 for sign in up], with_it=True))
+        down = find_shifts(truth, sigmas=JUMP_SIGMAS, least=0.1, sticky=-1)
+        up = find_shifts(reward, sigmas=JUMP_SIGMAS, least=0.02, sticky=0)
+        since = run.metrics.since(_flag_falls(down, [sign > 0 for sign in up], with_it=True))
         if since is None:
-            since = run.metrics.since(_parting(reward, truth))
+            since = run.metrics.since(_flag_divergence(reward, truth))
         if since is not None:
             yield Finding(
                 "reward hack",
                 "broken",
                 since,
-                f"the reward rises to {_last(reward):.3g} while the {label} falls to {_last(truth):.3g}",
+                f"the reward rises to {_latest(reward):.3g} while the {label} falls to {_latest(truth):.3g}",
                 "stop, and read the episodes with the highest reward; perilune environments audit RECIPE",
             )
         return  # the pass rate is a stand-in for a missing gold score
 
 
-def reward_error(run: Evidence) -> Iterator[Finding]:
+def find_reward_error(run: Evidence) -> Iterator[Finding]:
     """The verifier fails, returns one value for all answers, or changed although the answers did not."""
     metrics = run.metrics
     failures, groups = metrics.column("failures"), metrics.column("groups")
@@ -152,72 +155,76 @@ def reward_error(run: Evidence) -> Iterator[Finding]:
         for failed, number in zip(failures, groups, strict=True)
     ]
     remedy = "run the verifier on one episode by hand, and read the log: perilune logs RUN"
-    since = metrics.since(at_least(shares, FAILED))
+    since = metrics.since(flag_at_least(shares, FAILED_SHARE))
     if since is not None:
         yield Finding(
-            "reward error", "broken", since, f"{_last(shares):.0%} of the episodes got no score", remedy
+            "reward error", "broken", since, f"{_latest(shares):.0%} of the episodes got no score", remedy
         )
     reward = metrics.column("reward")
     varied = list(accumulate((one not in (None, 0.0) for one in metrics.column("reward_std")), max))
-    jumped = shifted(reward, sigmas=JUMP, least=0.1, share=FALLEN, sticky=-1)
+    jumped = find_shifts(reward, sigmas=JUMP_SIGMAS, least=0.1, share=FALL_SHARE, sticky=-1)
     constant = [
         value == 0.0 and before and jump != 0
         for value, before, jump in zip(metrics.column("reward_std"), varied, jumped, strict=True)
     ]
     since = metrics.since(constant)
     if since is not None:
-        why = f"every answer gets the reward {_last(reward):.3g}, and rewards differed before"
+        why = f"every answer gets the reward {_latest(reward):.3g}, and rewards differed before"
         yield Finding("reward error", "broken", since, why, remedy)
         return
     changed = [
-        shifted(metrics.column("length"), sigmas=JUMP, least=1.0, sticky=0),
-        shifted(metrics.column("entropy"), sigmas=JUMP, least=0.02, sticky=0),
+        find_shifts(metrics.column("length"), sigmas=JUMP_SIGMAS, least=1.0, sticky=0),
+        find_shifts(metrics.column("entropy"), sigmas=JUMP_SIGMAS, least=0.02, sticky=0),
     ]
     explained = [any(signs) for signs in zip(*changed, strict=True)]
-    unexplained = _fallen(jumped, explained, with_it=False)
+    unexplained = _flag_falls(jumped, explained, with_it=False)
     since = metrics.since(unexplained)
     if since is not None:
-        why = f"the reward fell at once to {_last(reward):.3g}; length and entropy did not change"
+        why = f"the reward fell at once to {_latest(reward):.3g}; length and entropy did not change"
         yield Finding("reward error", "broken", since, why, remedy)
 
 
-def stale_data(run: Evidence) -> Iterator[Finding]:
+def find_stale_data(run: Evidence) -> Iterator[Finding]:
     """Tokens are older than the bound, or suddenly older than before."""
     ages, oldest = run.metrics.column("staleness"), run.metrics.column("staleness_max")
     if run.oldest is not None:
         since = run.metrics.since([value is not None and value > run.oldest for value in oldest])
         bound = f"the bound is {run.oldest:g}"
     else:
-        usual = median(ages[:BASELINE]) or 0.0
-        since = run.metrics.since(at_least(ages, 3 * usual + 1))
+        usual = median(ages[:BASELINE_STEPS]) or 0.0
+        since = run.metrics.since(flag_at_least(ages, 3 * usual + 1))
         bound = f"it was {usual:g}"
     if since is not None:
         yield Finding(
             "stale data",
             "watch",
             since,
-            f"tokens are {_last(ages):.3g} updates old on average, {_last(oldest) or 0:.3g} at most; {bound}",
+            f"tokens are {_latest(ages):.3g} updates old on average,"
+            f" {_latest(oldest) or 0:.3g} at most; {bound}",
             "use more rollout processes, a smaller staleness, or shorter answers",
         )
 
 
-def starvation(run: Evidence) -> Iterator[Finding]:
+def find_starvation(run: Evidence) -> Iterator[Finding]:
     """The learner waits for episodes, or the engine samples far fewer tokens a second than before."""
     times = run.timings
     sampling, ready = times.column("sampling"), times.column("groups_ready")
-    total = _totals(times)
+    total = _step_seconds(times)
     waits = [
         None if spent is None or groups is None or groups >= 1 or not whole else spent / whole
         for spent, groups, whole in zip(sampling, ready, total, strict=True)
     ]
     rates = [rate or None for rate in times.column("tokens_per_second")]
-    usual = median(rates[:BASELINE])
+    usual = median(rates[:BASELINE_STEPS])
     slow = [rate is not None and usual is not None and rate < usual / 4 for rate in rates]
     found = (
-        (times.since(at_least(waits, WAITING)), f"the learner waits {_last(waits) or 0:.0%} of a step"),
+        (
+            times.since(flag_at_least(waits, WAIT_SHARE)),
+            f"the learner waits {_latest(waits) or 0:.0%} of a step",
+        ),
         (
             times.since(slow),
-            f"the engine samples {_last(rates) or 0:,.0f} tokens/s; it was {usual or 0:,.0f}",
+            f"the engine samples {_latest(rates) or 0:,.0f} tokens/s; it was {usual or 0:,.0f}",
         ),
     )
     for since, why in found:
@@ -227,9 +234,9 @@ def starvation(run: Evidence) -> Iterator[Finding]:
             return
 
 
-def stall(run: Evidence) -> Iterator[Finding]:
+def find_stall(run: Evidence) -> Iterator[Finding]:
     """The process is gone, a step takes very long, or steps have become slow."""
-    if run.silent_seconds is not None and run.silent_seconds > SILENT:
+    if run.silent_seconds is not None and run.silent_seconds > HEARTBEAT_TIMEOUT_S:
         yield Finding(
             "no heartbeat",
             "broken",
@@ -238,7 +245,7 @@ def stall(run: Evidence) -> Iterator[Finding]:
             "it was killed or its machine stopped: perilune explain RUN, then perilune retry RUN",
         )
         return
-    total = _totals(run.timings)
+    total = _step_seconds(run.timings)
     whole = [
         None if one is None else one + (more or 0.0)
         for one, more in zip(total, run.timings.column("evaluation"), strict=True)
@@ -247,20 +254,25 @@ def stall(run: Evidence) -> Iterator[Finding]:
     longest = max((one for one in whole if one is not None), default=0.0)
     if usual is None:
         return
-    if run.open_seconds is not None and run.open_seconds > max(SLOW * usual, 2 * longest, 10.0):
+    if run.open_seconds is not None and run.open_seconds > max(SLOW_STEP_FACTOR * usual, 2 * longest, 10.0):
         why = f"no step for {_duration(run.open_seconds)}; the median step takes {_duration(usual)}"
         step = run.metrics.steps[-1] + 1 if run.metrics.steps else None
         yield Finding(
             "stall", "broken", step, why, "read the log: perilune logs RUN; or perilune explain RUN"
         )
         return
-    since = run.timings.since(at_least(total, SLOW * (median(total[:BASELINE]) or math.inf)))
+    since = run.timings.since(
+        flag_at_least(total, SLOW_STEP_FACTOR * (median(total[:BASELINE_STEPS]) or math.inf))
+    )
     if since is not None:
-        why = f"steps take {_duration(_last(total) or 0.0)}, more than {SLOW:g} times as long as at the start"
+        why = (
+            f"steps take {_duration(_latest(total) or 0.0)}, more than {SLOW_STEP_FACTOR:g} times as long as"
+            " at the start"
+        )
         yield Finding("stall", "watch", since, why, "look at the load of the machine: perilune top")
 
 
-def _fallen(jumped: Sequence[int], beside: Sequence[bool], *, with_it: bool) -> list[bool]:
+def _flag_falls(jumped: Sequence[int], beside: Sequence[bool], *, with_it: bool) -> list[bool]:
     """Where values are below their baseline since a step at which `beside` held, or did not hold.
 
     The step after the fall counts too, except for the fall itself, where it is not known yet.
@@ -274,21 +286,21 @@ def _fallen(jumped: Sequence[int], beside: Sequence[bool], *, with_it: bool) -> 
     return flags
 
 
-def _parting(reward: Values, truth: Values) -> list[bool]:
+def _flag_divergence(reward: Values, truth: Values) -> list[bool]:
     """Where the truth is surely below its best mean, and the reward surely above its mean at that time."""
     flags: list[bool] = []
     best: tuple[float, float, float, float] | None = None
     for place in range(len(truth)):
         recent = [
-            [one for one in values[max(0, place + 1 - WINDOW) : place + 1] if one is not None]
+            [one for one in values[max(0, place + 1 - TREND_WINDOW_STEPS) : place + 1] if one is not None]
             for values in (truth, reward)
         ]
-        if min(map(len, recent)) < WINDOW:
+        if min(map(len, recent)) < TREND_WINDOW_STEPS:
             flags.append(False)
             continue
-        means = [math.fsum(one) / WINDOW for one in recent]
+        means = [math.fsum(one) / TREND_WINDOW_STEPS for one in recent]
         errors = [
-            math.fsum((value - mean) ** 2 for value in one) / WINDOW**2
+            math.fsum((value - mean) ** 2 for value in one) / TREND_WINDOW_STEPS**2
             for mean, one in zip(means, recent, strict=True)
         ]
         now = (means[0], errors[0], means[1], errors[1])
@@ -296,25 +308,25 @@ def _parting(reward: Values, truth: Values) -> list[bool]:
             best = now
         fall, rise = best[0] - now[0], now[2] - best[2]
         flags.append(
-            fall > max(SURE * math.sqrt(best[1] + now[1]), 0.1 * abs(best[0]))
-            and rise > SURE * math.sqrt(best[3] + now[3])
+            fall > max(TREND_SIGMAS * math.sqrt(best[1] + now[1]), 0.1 * abs(best[0]))
+            and rise > TREND_SIGMAS * math.sqrt(best[3] + now[3])
         )
     return flags
 
 
-def _surely_above(share: float, number: float, limit: float) -> bool:
+def _is_clearly_above(share: float, number: float, limit: float) -> bool:
     """Whether the lower Wilson bound (one-sided 90%) of a share is above `limit`."""
-    centre = share + Z * Z / (2 * number)
-    spread = Z * math.sqrt(share * (1 - share) / number + Z * Z / (4 * number * number))
-    return (centre - spread) / (1 + Z * Z / number) > limit
+    centre = share + Z_90 * Z_90 / (2 * number)
+    spread = Z_90 * math.sqrt(share * (1 - share) / number + Z_90 * Z_90 / (4 * number * number))
+    return (centre - spread) / (1 + Z_90 * Z_90 / number) > limit
 
 
-def _totals(timings: Series) -> list[float | None]:
-    parts = [timings.column(name) for name in ("sampling", "scoring", "learning", "other")]
+def _step_seconds(timings: Series) -> list[float | None]:
+    parts = [timings.column(name) for name in STEP_PARTS]
     return [math.fsum(one or 0.0 for one in row) or None for row in zip(*parts, strict=True)]
 
 
-def _last(values: Values) -> float | None:
+def _latest(values: Values) -> float | None:
     return next((value for value in reversed(values) if value is not None), None)
 
 
@@ -324,12 +336,12 @@ def _duration(seconds: float) -> str:
 
 Rule = Callable[[Evidence], Iterator[Finding]]
 RULES: Sequence[Rule] = (
-    stall,
-    logprob_gap,
-    reward_error,
-    reward_hack,
-    stale_data,
-    truncation,
-    dead_groups,
-    starvation,
+    find_stall,
+    find_logprob_gap,
+    find_reward_error,
+    find_reward_hack,
+    find_stale_data,
+    find_truncation,
+    find_dead_groups,
+    find_starvation,
 )

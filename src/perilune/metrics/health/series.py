@@ -7,10 +7,10 @@ from itertools import pairwise
 
 from perilune.files import finite_number
 
-CONFIRM = 2  # consecutive steps before a condition counts, and before its end counts
-BASELINE = 12  # undisturbed steps that a step is compared with
-LEAST_BASELINE = 5
-CENTRE = 4  # of these, the latest, make the mean
+CONFIRM_STEPS = 2  # consecutive steps before a condition counts, and before its end counts
+BASELINE_STEPS = 12  # undisturbed steps that a step is compared with
+MIN_BASELINE_STEPS = 5
+CENTRE_STEPS = 4  # of these, the latest, make the mean
 
 Values = Sequence[float | None]
 
@@ -33,23 +33,23 @@ class Series:
     def since(self, flags: Sequence[bool]) -> int | None:
         """The step at which the condition began that holds at the last step; None if none holds.
 
-        A condition begins with `CONFIRM` consecutive steps, and ends with as many without it.
+        A condition begins with `CONFIRM_STEPS` consecutive steps, and ends with as many without it.
         """
         onset: int | None = None
         streak = gap = 0
         for place, flag in enumerate(flags):
             streak, gap = (streak + 1, 0) if flag else (0, gap + 1)
-            if onset is None and streak == CONFIRM:
-                onset = place - CONFIRM + 1
-            elif gap == CONFIRM:
+            if onset is None and streak == CONFIRM_STEPS:
+                onset = place - CONFIRM_STEPS + 1
+            elif gap == CONFIRM_STEPS:
                 onset = None
         return None if onset is None else self.steps[onset]
 
 
-def shifted(values: Values, *, sigmas: float, least: float, sticky: int, share: float = 0.0) -> list[int]:
+def find_shifts(values: Values, *, sigmas: float, least: float, sticky: int, share: float = 0.0) -> list[int]:
     """Where values have left their baseline: 1 above it, -1 below it, 0 within.
 
-    The baseline is the mean of the last `CENTRE` values that belong to it. The noise comes from the
+    The baseline is the mean of the last `CENTRE_STEPS` values that belong to it. The noise comes from the
     differences of successive values (von Neumann), so a trend does not hide a jump.
 
     Args:
@@ -58,16 +58,18 @@ def shifted(values: Values, *, sigmas: float, least: float, sticky: int, share: 
         share: smallest distance that counts, as a share of the baseline.
         sticky: values on this side stay outside until they return; others become part of the baseline.
     """
-    normal: deque[float] = deque(maxlen=BASELINE)
+    normal: deque[float] = deque(maxlen=BASELINE_STEPS)
     found: list[int] = []
     for value in values:
         sign = 0
-        if value is not None and len(normal) >= LEAST_BASELINE:
-            centre = math.fsum(list(normal)[-CENTRE:]) / CENTRE
+        if value is not None and len(normal) >= MIN_BASELINE_STEPS:
+            centre = math.fsum(list(normal)[-CENTRE_STEPS:]) / CENTRE_STEPS
             steps = [(after - before) ** 2 for before, after in pairwise(normal)]
-            noise = math.sqrt(math.fsum(steps) / len(steps) / 2 * (1 + 1 / CENTRE))
+            noise = math.sqrt(math.fsum(steps) / len(steps) / 2 * (1 + 1 / CENTRE_STEPS))
             limit = max(least, share * abs(centre), sigmas * noise)
-            if sticky and found[-CONFIRM:] == [sticky] * CONFIRM:  # on the way back, chance must not end it
+            if (
+                sticky and found[-CONFIRM_STEPS:] == [sticky] * CONFIRM_STEPS
+            ):  # on the way back, chance must not end it
                 limit /= 2
             if abs(value - centre) > limit:
                 sign = int(math.copysign(1, value - centre))
@@ -77,7 +79,7 @@ def shifted(values: Values, *, sigmas: float, least: float, sticky: int, share: 
     return found
 
 
-def at_least(values: Values, limit: float) -> list[bool]:
+def flag_at_least(values: Values, limit: float) -> list[bool]:
     """Where values are known and at least `limit`."""
     return [value is not None and value >= limit for value in values]
 

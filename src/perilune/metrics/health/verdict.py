@@ -5,9 +5,12 @@ from typing import Any
 
 from perilune.metrics.health.rules import RULES, Evidence, Finding, Status
 
-GRAVITY: tuple[Status, ...] = ("broken", "watch", "healthy")
+SEVERITY_ORDER: tuple[Status, ...] = ("broken", "watch", "healthy")
 
-CAUSES = {"reward error": ("dead groups",), "starvation": ("stall",)}  # and effects, which are not told too
+EFFECTS_BY_CAUSE = {
+    "reward error": ("dead groups",),
+    "starvation": ("stall",),
+}  # and effects, which are not told too
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,10 @@ class Health:
         }
 
 
-def assess(run: Evidence) -> Health:
+def assess_health(run: Evidence) -> Health:
     """The health of a run from its lines. Pure: the same lines and times give the same verdict."""
     found = [finding for rule in RULES for finding in rule(run)]
-    effects = {effect for finding in found for effect in CAUSES.get(finding.name, ())}
+    effects = {effect for finding in found for effect in EFFECTS_BY_CAUSE.get(finding.name, ())}
     found = [one for one in found if one.name not in effects or one.status == "broken"]
-    found.sort(key=lambda one: GRAVITY.index(one.status))
+    found.sort(key=lambda one: SEVERITY_ORDER.index(one.status))
     return Health(found[0].status if found else "healthy", tuple(found))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import perilune
 from perilune.bundle.job import Job
 from perilune.data.episode import Episode
-from perilune.data.generators.registry import by_content
+from perilune.data.generators.registry import replace_paths_by_digests
 from perilune.data.records import Provenance, TraceRecord, settings_digest
 from perilune.tasks.stage.outcomes import passed
 
@@ -28,7 +28,7 @@ def sampling_provenance(job: Job) -> Provenance:
     """The provenance of rows that a stage samples: a digest of its spec, model, environment and inputs."""
     inputs = {one.name: one.digest for one in job.inputs if one.kind != "tasks"}
     settings = settings_digest(
-        spec=job.spec, model=job.model, environment=by_content(job.environment), inputs=inputs
+        spec=job.spec, model=job.model, environment=replace_paths_by_digests(job.environment), inputs=inputs
     )
     return Provenance("sampled", perilune.__version__, settings)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episodes_file import write_episodes
-from perilune.data.preferences import FILE, choose_pairs, make_pair, write_preferences
+from perilune.data.preferences import PREFERENCES_FILE, choose_pairs, make_pair, write_preferences
 from perilune.errors import RequestError, WorkFailedError
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.specs import PairsSpec
@@ -47,7 +47,9 @@ def run(workspace: Workspace, spec: PairsSpec) -> dict[str, Any]:
             remedy="use a checkpoint that solves some tasks, raise samples, or lower gap",
         )
     source = f"sampled/{workspace.job.spec['checkpoint']}"
-    write_preferences(workspace.root / OUTPUT / FILE, (make_pair(*pair, source=source) for pair in chosen))
+    write_preferences(
+        workspace.root / OUTPUT / PREFERENCES_FILE, (make_pair(*pair, source=source) for pair in chosen)
+    )
     lengths = [[len(one.token_ids) for one in side] for side in zip(*chosen, strict=True)]
     counts = {
         "rows": len(chosen),

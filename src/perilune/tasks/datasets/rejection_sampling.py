@@ -10,7 +10,7 @@ from typing import Any
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
-from perilune.data.leaks import leak
+from perilune.data.leaks import find_leak
 from perilune.data.records import write_records
 from perilune.errors import WorkFailedError
 from perilune.files import write_json_lines
@@ -108,7 +108,7 @@ def _reasons(groups: Groups, spec: RejectionSamplingSpec, player: Player) -> dic
     if spec.system:
         for one in right:
             prompt, answer = (_text(one, by_policy=by_policy) for by_policy in (False, True))
-            if found := leak(answer, spec.system, prompt, ngram=spec.ngram, phrases=spec.phrases):
+            if found := find_leak(answer, spec.system, prompt, ngram=spec.ngram, phrases=spec.phrases):
                 reasons[one.episode_id] = f"{LEAKED}: {found}"
     if spec.min_logprob is not None:
         prompts = [one.opening[1 if spec.system else 0 :] for one in right]

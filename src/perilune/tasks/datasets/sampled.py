@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import perilune
-from perilune.data.generators.registry import by_content
+from perilune.data.generators.registry import replace_paths_by_digests
 from perilune.data.generators.teacher import Candidate, Rejected
 from perilune.data.records import Provenance, TraceRecord, settings_digest
 from perilune.engine.request import SamplingParams
@@ -69,7 +69,7 @@ class Sampled:
         params = SamplingParams(sampling.max_tokens, sampling.temperature, config.eos_token_ids)
         files = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
         settings = settings_digest(
-            checkpoint=files, environment=by_content(section), sampling=asdict(sampling)
+            checkpoint=files, environment=replace_paths_by_digests(section), sampling=asdict(sampling)
         )
         rollouts = RolloutWorker(engine, tokenizer, scorer, environment, sampling.seed)
         return cls(rollouts, params, sampling.samples, Provenance("sampled", perilune.__version__, settings))

@@ -9,7 +9,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.data.episodes_file import write_episodes
 from perilune.environments.core.registry import make_environment
 from perilune.metrics.bootstrap import paired_difference
-from perilune.metrics.proportion import pass_rate
+from perilune.metrics.proportion import pass_rate_interval
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.checks.answer_form import rare_form
@@ -97,7 +97,7 @@ def _against_recording(environment: Any, summary: Mapping[str, Any], seed: int) 
     return {
         "recorded": {
             "tasks": len(now),
-            "pass@1": pass_rate([*then.values()], seed=seed)._asdict(),
+            "pass@1": pass_rate_interval([*then.values()], seed=seed)._asdict(),
             "change": paired_difference(then, now, seed=seed)._asdict(),
         }
     }

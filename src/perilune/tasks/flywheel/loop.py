@@ -17,7 +17,7 @@ from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.metrics.bootstrap import Interval
 from perilune.metrics.flywheel import gain_interval, likelihood_ratio, rounds_to
-from perilune.metrics.proportion import pass_rate
+from perilune.metrics.proportion import pass_rate_interval
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.own_traces import most_likely, sampling_provenance, to_record
@@ -163,7 +163,7 @@ class Rounds:
         """Pass rates by round, the gain per round, and why the rounds ended."""
         rates = self._learner.memory["rates"]
         seed = self._workspace.job.seed
-        intervals = [pass_rate(list(one.values()), seed=seed) for one in rates]
+        intervals = [pass_rate_interval(list(one.values()), seed=seed) for one in rates]
         summary: dict[str, Any] = {
             "algorithm": "flywheel",
             "environment": self._player.environment.id,
@@ -189,7 +189,7 @@ class Rounds:
         )
         rates = {group[0].task_id: sum(_passed(one) for one in group) / len(group) for group in groups}
         self._learner.memory["rates"] = [*self._learner.memory["rates"], rates]
-        return pass_rate(list(rates.values()), seed=self._workspace.job.seed)
+        return pass_rate_interval(list(rates.values()), seed=self._workspace.job.seed)
 
     def _figures(self, number: int, rate: Interval, figures: dict[str, Any]) -> dict[str, Any]:
         gain = self._last_gain

@@ -27,7 +27,7 @@ from perilune.errors import WorkFailedError
 from perilune.files import read_json
 from perilune.metrics.bootstrap import bootstrap_problems, paired_difference
 from perilune.metrics.forgetting import forgetting_rows, forgetting_warnings
-from perilune.metrics.proportion import pass_rate
+from perilune.metrics.proportion import pass_rate_interval
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.memory import plan_memory
@@ -221,7 +221,7 @@ def _environment_figures(name: str, earlier: Checkpoint, later: Checkpoint, seed
     shared = sorted(before.keys() & after.keys())  # tasks without a verdict are missing
     sides = [{task: side[task] for task in shared} for side in (before, after)]
     figures = {
-        label: pass_rate(list(side.values()), seed=seed)._asdict()
+        label: pass_rate_interval(list(side.values()), seed=seed)._asdict()
         for label, side in zip(("before", "after"), sides, strict=True)
     }
     change = paired_difference(*sides, seed=seed)._asdict()

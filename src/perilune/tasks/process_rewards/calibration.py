@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.metrics.rank_correlation import Figures, ceiling, spearman, spearman_over_problems
+from perilune.metrics.rank_correlation import Figures, correlation_ceiling, spearman, spearman_over_problems
 
 BINS = 10  # bins of the reliability curve
 MOST_PLACES = 12  # prefixes of an answer for which `by_place` has an entry
@@ -99,7 +99,7 @@ def _agreement(answers: Sequence[CalibratedAnswer], seed: int, *, differences: b
     return {
         "count": sum(len(a) for a, _ in pairs),
         "spearman": None if correlation is None else correlation._asdict(),
-        "ceiling": ceiling(*halves) if len(halves[0]) > 1 else None,
+        "ceiling": correlation_ceiling(*halves) if len(halves[0]) > 1 else None,
     }
 
 

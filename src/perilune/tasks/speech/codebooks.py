@@ -7,7 +7,7 @@ way.
 import torch
 from torch import Tensor, nn
 
-from perilune.speech.quantizer import Quantizer, nearest, project_in, project_out
+from perilune.speech.quantizer import Quantizer, find_nearest, project_in, project_out
 
 _ROUNDS = 10  # of k-means
 
@@ -25,7 +25,7 @@ def fit_codebooks(quantizer: Quantizer, latents: Tensor, random: torch.Generator
             table = _k_means(vectors - rounded, len(book.cluster_usage), random)
             book.embedding_sum.copy_(table)
             book.cluster_usage.fill_(1.0)
-            rounded = rounded + table[nearest(table, vectors - rounded)]
+            rounded = rounded + table[find_nearest(table, vectors - rounded)]
         left = left - project_out(part, rounded)
 
 
@@ -33,7 +33,7 @@ def _k_means(vectors: Tensor, count: int, random: torch.Generator) -> Tensor:
     """float[count, D] means (Lloyd's algorithm); an empty cluster takes one of the vectors."""
     means = vectors[torch.randint(len(vectors), (count,), generator=random)]
     for _ in range(_ROUNDS):
-        chosen = nearest(means, vectors)
+        chosen = find_nearest(means, vectors)
         usage = torch.bincount(chosen, minlength=count).to(vectors.dtype)
         sums = torch.zeros_like(means).index_add_(0, chosen, vectors)
         others = vectors[torch.randint(len(vectors), (count,), generator=random)]

@@ -24,7 +24,7 @@ from perilune.rollout.timing import Stopwatch
 from perilune.speech.codec_encoder import CodecEncoder, encode
 from perilune.speech.folder import CODEC_FOLDER, SpeechModel, load_speech_model
 from perilune.speech.prompt import Utterance
-from perilune.speech.recogniser import SAMPLE_RATE, Recogniser, require_recogniser, word_errors
+from perilune.speech.recogniser import SAMPLE_RATE, Recogniser, count_word_errors, require_recogniser
 from perilune.speech.stream import Samples
 from perilune.speech.synthesis import Speaker
 from perilune.tasks.speech.specs import HearingSpec
@@ -107,7 +107,7 @@ def _heard(
                 "text": one.text,
                 "heard": heard,
                 "words": len(words),
-                "errors": word_errors(words, heard.split()),
+                "errors": count_word_errors(words, heard.split()),
             }
         )
     return rows

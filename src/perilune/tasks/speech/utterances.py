@@ -14,7 +14,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.environments.core.protocol import Split
 from perilune.errors import RequestError
 from perilune.files import read_json_lines, write_json_lines
-from perilune.speech.espeak import say
+from perilune.speech.espeak import synthesise_text
 from perilune.speech.recogniser import SAMPLE_RATE
 from perilune.speech.stream import Samples
 from perilune.tasks.speech.specs import Kind, UtterancesSpec
@@ -47,7 +47,7 @@ def run(workspace: Workspace, spec: UtterancesSpec) -> dict[str, Any]:
     texts += [("heldout", text) for text in draw_texts(spec.kinds, "heldout", spec.held_out, seed)]
     audio: list[Samples] = []
     for done, (_, text) in enumerate(texts, start=1):
-        audio.append(say(text, voice=spec.voice, speed=spec.speed, sample_rate=SAMPLE_RATE))
+        audio.append(synthesise_text(text, voice=spec.voice, speed=spec.speed, sample_rate=SAMPLE_RATE))
         workspace.progress(done, len(texts), "utterances")
     loudest = max(float(np.abs(one).max()) for one in audio)
     if not loudest:

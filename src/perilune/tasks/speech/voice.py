@@ -21,9 +21,9 @@ from perilune.models.config.rope import Rope
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.timing import Stopwatch
 from perilune.speech.codec_encoder import encode
-from perilune.speech.config import CodecConfig, Marks, SpeechConfig
+from perilune.speech.config import CodecConfig, ControlTokens, SpeechConfig
 from perilune.speech.folder import SpeechModel, save_speech_model
-from perilune.speech.prompt import Utterance, talker_prompt
+from perilune.speech.prompt import Utterance, embed_utterance
 from perilune.speech.sampling import SpeechSampling
 from perilune.speech.talker import Talker
 from perilune.tasks.speech.codec import Codec, load_codec
@@ -123,7 +123,7 @@ def voice_config(spec: VoiceSpec, codec: CodecConfig, tokenizer: Tokenizer) -> S
         codec=codec,
         text_vocab_size=words + _TEXT_MARKS,
         text_hidden_size=spec.width,
-        marks=Marks.after(codes, words),
+        marks=ControlTokens.after(codes, words),
     )
 
 
@@ -182,7 +182,7 @@ def voice_losses(
     inputs, targets, drawn_from, lengths = [], [], [], []
     at, tables = 0, _Tables.of(talker)
     for text, codes in batch:
-        prompt = talker_prompt(tables, tokenizer, Utterance(text))
+        prompt = embed_utterance(tables, tokenizer, Utterance(text))
         inputs += [prompt.inputs, talker.embed_frames(codes) + prompt.pad]
         targets.append(torch.cat([codes[:, 0], eos]))
         last = at + len(prompt.inputs) - 1

@@ -22,14 +22,14 @@ from perilune.learn.trainer import Learner
 from perilune.metrics.bootstrap import Interval, bootstrap_problems
 from perilune.metrics.held_out import (
     best_evaluation,
-    change_since,
-    evaluated,
+    change_between,
     evaluations_since_best,
     fall_warning,
     gap_warning,
+    list_evaluations,
     training_rate,
 )
-from perilune.metrics.proportion import pass_rate
+from perilune.metrics.proportion import pass_rate_interval
 from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
@@ -111,7 +111,7 @@ class HeldOutEvaluation:
     def _with_intervals(self, name: str, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         figures: dict[str, float] = {}
         for figure, by_example in values.items():
-            mean = pass_rate if figure in ("pass@1", "accuracy") else bootstrap_problems
+            mean = pass_rate_interval if figure in ("pass@1", "accuracy") else bootstrap_problems
             found = mean(list(by_example.values()), seed=self._workspace.job.seed)
             figures |= _bounds(f"{name}/{figure}", found)
         return figures
@@ -201,7 +201,7 @@ class EvaluationRecord:
         self._read(workspace.metrics())
 
     def _read(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        found = evaluated(lines, self.figure)
+        found = list_evaluations(lines, self.figure)
         self.best = best_evaluation(lines, self.figure)
         self.latest = {self.figure.removeprefix(EVAL): found[-1][1].mean} if found else {}
 
@@ -216,7 +216,7 @@ class EvaluationRecord:
         shown = [
             f"{name}: {figure} {_shown(figure, found[-1][1])}"
             for name, figure in self._figures(lines)
-            if (found := evaluated(lines, f"{EVAL}{name}/{figure}"))
+            if (found := list_evaluations(lines, f"{EVAL}{name}/{figure}"))
         ]
         self._workspace.log(f"step {step}: held out: {'; '.join(shown)}")
         warning, before = self._gap(lines), self._gap([line for line in lines if line["step"] < step])
@@ -241,7 +241,9 @@ class EvaluationRecord:
         changes: dict[str, Any] = {}
         warnings = [one for one in [self._gap(lines)] if one]
         for name, figure in self._figures(lines):
-            change = change_since(values, name, figure, before=0, after=steps, seed=self._workspace.job.seed)
+            change = change_between(
+                values, name, figure, before=0, after=steps, seed=self._workspace.job.seed
+            )
             changes[name] = {"figure": figure, "change": change and change._asdict()}
             if warning := fall_warning(name, figure, change):
                 warnings.append(warning)
@@ -274,11 +276,11 @@ class EvaluationRecord:
 
     def _curve(self, lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         curve: list[dict[str, Any]] = []
-        for step, _ in evaluated(lines, self.figure):
+        for step, _ in list_evaluations(lines, self.figure):
             before = curve[-1]["step"] if curve else step
             row: dict[str, Any] = {"step": step, "training": _document(training_rate(lines, before, step))}
             for name, figure in self._figures(lines):
-                found = dict(evaluated(lines, f"{EVAL}{name}/{figure}"))
+                found = dict(list_evaluations(lines, f"{EVAL}{name}/{figure}"))
                 row[name] = _document(found.get(step))
             curve.append(row)
         return curve

@@ -31,12 +31,12 @@ def new_tokenizer(model: Mapping[str, Any], data: Path | None) -> Tokenizer:
     Raises:
         RequestError: when `bpe` has no data, or a row cannot be read.
     """
-    from perilune.data.texts import training_texts
+    from perilune.data.texts import read_training_texts
     from perilune.models.text.tokenizer import Tokenizer
 
     if is_trained(model) and data is None:
         raise _no_data()
-    return Tokenizer.for_new_model(model, None if data is None else training_texts(data))
+    return Tokenizer.for_new_model(model, None if data is None else read_training_texts(data))
 
 
 def require_data(job: Job) -> None:

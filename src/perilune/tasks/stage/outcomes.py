@@ -10,7 +10,7 @@ from perilune.environments.core.registry import MIXTURE
 from perilune.environments.core.rewards import GOLD
 from perilune.errors import WorkFailedError
 from perilune.metrics.pass_at_k import pass_at_k
-from perilune.metrics.proportion import pass_rate, wilson
+from perilune.metrics.proportion import pass_rate_interval, wilson_interval
 from perilune.rollout.failures import failure_figures
 from perilune.tasks.checks.answer_form import form_share
 
@@ -44,7 +44,7 @@ def evaluation_summary(
         "tasks": len(judged),
         "samples": most,
         **_passes([(n, c) for _, n, c in judged], seed),
-        "greedy": pass_rate(scored_greedy, seed=seed)._asdict() if scored_greedy else None,
+        "greedy": pass_rate_interval(scored_greedy, seed=seed)._asdict() if scored_greedy else None,
         "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
         "truncated": sum(one.truncated for one in samples) / len(samples),
         **({} if (share := form_share(samples)) is None else {"format": share}),
@@ -137,7 +137,7 @@ def _passes(counts: Sequence[tuple[int, int]], seed: int) -> dict[str, dict[str,
     for k in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
         if values and len(values) >= LEAST_SHARE * len(counts):
-            passes[f"pass@{k}"] = pass_rate(values, seed=seed)._asdict()
+            passes[f"pass@{k}"] = pass_rate_interval(values, seed=seed)._asdict()
     return passes
 
 
@@ -153,7 +153,7 @@ def _by_environment(groups: Sequence[Sequence[Episode]], seed: int) -> dict[str,
 def _live_share(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     """Share of groups whose rewards differ, and which reinforcement learning can therefore learn from."""
     rewards = [{one.reward for one in group if one.reward is not None} for group in groups]
-    return wilson(sum(len(one) > 1 for one in rewards), len(rewards))._asdict()
+    return wilson_interval(sum(len(one) > 1 for one in rewards), len(rewards))._asdict()
 
 
 def _count(group: Sequence[Episode]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from pydantic import Field
 from perilune.bundle.workspace import Workspace
 from perilune.frozen import Frozen
 from perilune.metrics.bootstrap import Interval
-from perilune.metrics.held_out import LOWER_IS_BETTER, evaluated
+from perilune.metrics.held_out import LOWER_IS_BETTER, list_evaluations
 from perilune.models.memory import MemoryPlan
 from perilune.plural import plural
 from perilune.tasks.stage.defaults import ModelDefaults
@@ -90,7 +90,7 @@ def metric_before(workspace: Workspace, spec: TrainingSpec, step: int) -> Interv
 
     figure = best_figure(workspace, spec)
     if figure is not None and spec.keep.best is None:
-        return dict(evaluated(workspace.metrics(), figure)).get(step)
+        return dict(list_evaluations(workspace.metrics(), figure)).get(step)
     values = [
         line[figure]
         for line in workspace.metrics()

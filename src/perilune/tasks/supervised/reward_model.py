@@ -8,7 +8,7 @@ from perilune.learn.batch import pack_pairs
 from perilune.learn.reward_model import RewardObjective, append_scored_tokens, score_figures, score_pairs
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
-from perilune.metrics.proportion import pass_rate
+from perilune.metrics.proportion import pass_rate_interval
 from perilune.models.reward_model import RewardModel, load_reward_model, save_reward_model
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.stage.memory_plan import CacheRoom, memory_figures, stage_memory
@@ -58,7 +58,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
         scores = score_pairs(model, data.validation, spec.token_budget)
         right = (scores[:, 0] > scores[:, 1]).astype(float)
         held_out = score_figures(scores, data.validation) | {
-            "accuracy": pass_rate(right.tolist(), seed=workspace.job.seed)._asdict()
+            "accuracy": pass_rate_interval(right.tolist(), seed=workspace.job.seed)._asdict()
         }
     return loop.finish(Policy(model, policy.tokenizer), save_reward_model) | {
         "algorithm": "bradley_terry",

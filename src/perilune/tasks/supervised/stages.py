@@ -69,10 +69,10 @@ def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
     """What is in the user's own files; empty for a stage that trains on another stage's output."""
     lines: dict[str, object] = {}
     for name, path in file_fields(type(spec), job.spec).items():
-        from perilune.data.texts import training_texts
+        from perilune.data.texts import read_training_texts
         from perilune.models.text.template_facts import recipe_tokenizer
 
-        tokenizer = recipe_tokenizer(job.model, training_texts(Path(path)))
+        tokenizer = recipe_tokenizer(job.model, read_training_texts(Path(path)))
         reader = spec.reader(tokenizer, model_config(job))
         pairs = isinstance(spec, PairTrainingSpec)
         rows, held = reader.check(Path(path), pairs=pairs, validation=spec.validation)

@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from perilune.data.chat_format import content_text, from_openai
+from perilune.data.chat_format import from_openai, read_content
 from perilune.data.examples import (
     Comparison,
     Conversation,
     Example,
     Message,
     PlainText,
-    comparison,
-    demonstration,
+    read_comparison,
+    read_demonstration,
 )
 from perilune.data.records import is_validation
 from perilune.data.sources import Row, read_rows
@@ -85,7 +85,7 @@ class RowReader:
                 at the end, for rows that are too long.
         """
         for rows in _chunks(source):
-            examples = [demonstration(row) for row in rows]
+            examples = [read_demonstration(row) for row in rows]
             encoded = encode_examples(self.tokenizer, examples, [row.place for row in rows])
             for row, example, tokens in zip(rows, examples, encoded, strict=True):
                 found = self._fitting(row, tokens)
@@ -103,7 +103,7 @@ class RowReader:
             RequestError: as `demonstrations`, and when the prompt is empty.
         """
         for rows in _chunks(source):
-            pairs = [comparison(row) for row in rows]
+            pairs = [read_comparison(row) for row in rows]
             sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
             encoded = encode_examples(self.tokenizer, sides, [row.place for row in rows for _ in range(2)])
             for row, pair, better, worse in zip(rows, pairs, encoded[::2], encoded[1::2], strict=True):
@@ -140,7 +140,7 @@ class RowReader:
         else:
             names = (split_name(example, tokens) for _, example, tokens in self.demonstrations(first))
         held = sum(is_validation(name, validation) for name in names)
-        read: Callable[[Row], object] = comparison if pairs else demonstration
+        read: Callable[[Row], object] = read_comparison if pairs else read_demonstration
         total = self.rows + sum(1 for _ in map(read, rows))
         if not total:
             why = " because all are too long" if self.dropped else ""
@@ -237,7 +237,7 @@ def has_empty_answer(example: Example) -> bool:
     if isinstance(example, PlainText):
         return not example.completion.strip()
     answers = [turn for turn in example.turns if turn["role"] == "assistant" and not turn.get("tool_calls")]
-    return any(not content_text(turn.get("content"), "").strip() for turn in answers)
+    return any(not read_content(turn.get("content"), "").strip() for turn in answers)
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -11,10 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from perilune.serve.address import has_token, is_for_this_machine
 
-COOKIE = "perilune"
-LOGIN = "/token"
-MOST_FORM = 4096  # bytes
-HEADERS = (
+COOKIE_NAME = "perilune"
+LOGIN_PATH = "/token"
+MAX_FORM_BYTES = 4096  # bytes
+SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
@@ -22,7 +22,8 @@ HEADERS = (
     (b"cache-control", b"no-store"),
     (b"content-security-policy", b"frame-ancestors 'none'"),
 )
-FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+LOGIN_FORM = """<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="color-scheme" content="light dark">
 <title>Perilune</title><form method="post" action="/token"><label>Token <input type="password" name="token"
 autocomplete="current-password" required autofocus></label> <button>Open</button></form></html>"""
 
@@ -46,15 +47,15 @@ class Access:
             await self._app(scope, receive, send)
             return
 
-        async def guarded(message: Message) -> None:
+        async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *HEADERS]
+                message["headers"] = [*message["headers"], *SECURITY_HEADERS]
             await send(message)
 
-        refusal = await self._refusal(scope, receive)
-        await (refusal or self._app)(scope, receive, guarded)
+        refusal = await self._check_access(scope, receive)
+        await (refusal or self._app)(scope, receive, send_secured)
 
-    async def _refusal(self, scope: Scope, receive: Receive) -> Response | None:
+    async def _check_access(self, scope: Scope, receive: Receive) -> Response | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._token is None:
             if is_for_this_machine(headers):
@@ -62,13 +63,13 @@ class Access:
             return PlainTextResponse("this server only answers requests to localhost", 403)
         if has_token(headers, self._token) or self._has_cookie(headers):
             return None
-        if scope["method"] == "POST" and scope["path"] == LOGIN:
+        if scope["method"] == "POST" and scope["path"] == LOGIN_PATH:
             return await self._login(Request(scope, receive))
-        return HTMLResponse(FORM, 401)
+        return HTMLResponse(LOGIN_FORM, 401)
 
     def _has_cookie(self, headers: dict[bytes, bytes]) -> bool:
         try:
-            given = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE)
+            given = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE_NAME)
         except CookieError:
             return False
         return given is not None and hmac.compare_digest(given.value.encode(), self._cookie.encode())
@@ -77,13 +78,13 @@ class Access:
         body = b""
         async for chunk in request.stream():
             body += chunk
-            if len(body) > MOST_FORM:
+            if len(body) > MAX_FORM_BYTES:
                 return PlainTextResponse("the form is too large", 413)
         given = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0].encode()
         if not hmac.compare_digest(
             hashlib.sha256(given).digest(), hashlib.sha256(self._token or b"").digest()
         ):
-            return HTMLResponse(FORM, 401)
+            return HTMLResponse(LOGIN_FORM, 401)
         answer = RedirectResponse("/", 303)
-        answer.set_cookie(COOKIE, self._cookie, httponly=True, samesite="strict")
+        answer.set_cookie(COOKIE_NAME, self._cookie, httponly=True, samesite="strict")
         return answer

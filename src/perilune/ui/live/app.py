@@ -15,23 +15,23 @@ from perilune.control.queries.comparison import compare_experiments
 from perilune.control.runs.experiments import Control
 from perilune.errors import PeriluneError, RequestError
 from perilune.ui.attempt import Attempt
-from perilune.ui.collect import collect
+from perilune.ui.collect import collect_report
 from perilune.ui.comparison import SCRIPTS as COMPARISON_SCRIPTS
 from perilune.ui.comparison import comparison_document
-from perilune.ui.episode_sets import read_set, source_named
-from perilune.ui.episodes import Source
+from perilune.ui.episode_sets import find_source, read_set
+from perilune.ui.episodes import EpisodeSource
 from perilune.ui.experiment import view_in_home
 from perilune.ui.live.access import Access
-from perilune.ui.live.episode_index import Indexes
+from perilune.ui.live.episode_index import IndexCache
 from perilune.ui.live.listing import Listing
-from perilune.ui.live.search import Filters, attempts_at, search
-from perilune.ui.live.watch import Event, Offsets, Watch, offsets_of
-from perilune.ui.report import LIVE_SCRIPTS, document_of, plain, render, render_page
+from perilune.ui.live.search import Filters, find_attempts, search
+from perilune.ui.live.watch import Event, Offsets, Watch, file_offsets
+from perilune.ui.report import LIVE_SCRIPTS, render_page, render_report, report_document, to_plain
 
-EVERY = 0.5  # seconds between two looks at the files
-MOST_STREAMS = 64
-MOST_COMPARED = 32
-MOST_EXPERIMENTS = 50  # of the first page, without ?last=
+POLL_INTERVAL_S = 0.5  # seconds between two looks at the files
+MAX_STREAMS = 64
+MAX_COMPARED = 32
+DEFAULT_EXPERIMENTS = 50  # of the first page, without ?last=
 LIST_SCRIPTS = ("page.js", "list.js")
 
 Kind = Literal["experiments", "runs"]
@@ -46,44 +46,44 @@ def make_app(control: Control, token: str | None) -> FastAPI:
     """
     app = FastAPI(title="perilune ui", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Access, token=token)
-    app.add_exception_handler(PeriluneError, _refused)
+    app.add_exception_handler(PeriluneError, _error_response)
     app.state.closing = False
     footer = f"Perilune {perilune.__version__} reads {control.home.root} and changes nothing."
-    listing, indexes, streams = Listing(control), Indexes(), asyncio.Semaphore(MOST_STREAMS)
+    listing, indexes, streams = Listing(control), IndexCache(), asyncio.Semaphore(MAX_STREAMS)
 
     @app.get("/", response_class=HTMLResponse)
-    def index(last: Last = MOST_EXPERIMENTS) -> str:
+    def index(last: Last = DEFAULT_EXPERIMENTS) -> str:
         return render_page("Perilune", LIST_SCRIPTS, listing.document(last), live=True)
 
     @app.get("/experiments.json")
-    def experiments(last: Last = MOST_EXPERIMENTS) -> JSONResponse:
+    def experiments(last: Last = DEFAULT_EXPERIMENTS) -> JSONResponse:
         return JSONResponse(listing.document(last))
 
     @app.get("/events", response_model=None)
-    def list_events(request: Request, last: Last = MOST_EXPERIMENTS) -> StreamingResponse:
-        return _stream(request, _list_changes(listing, last), streams)
+    def list_events(request: Request, last: Last = DEFAULT_EXPERIMENTS) -> StreamingResponse:
+        return _stream_events(request, _poll_list(listing, last), streams)
 
     @app.get("/compare/{targets}", response_class=HTMLResponse)
     def comparison(targets: str) -> str:
-        document = comparison_document(compare_experiments(control, targets.split(",")[:MOST_COMPARED]))
+        document = comparison_document(compare_experiments(control, targets.split(",")[:MAX_COMPARED]))
         document |= {"footer": footer, "index": "/"}
         return render_page(f"Comparison: {document['title']}", COMPARISON_SCRIPTS, document, live=True)
 
     @app.get("/{kind}/{target}", response_class=HTMLResponse)
     def page(kind: Kind, target: str) -> str:
         view = view_in_home(control, target)
-        offsets = offsets_of(view)
+        offsets = file_offsets(view)
         base = f"/{kind}/{target}"
-        data = replace(collect(view, embed=False), footer=footer)
-        return render(data, LIVE_SCRIPTS, live={"base": base, "offsets": offsets})
+        data = replace(collect_report(view, embed=False), footer=footer)
+        return render_report(data, LIVE_SCRIPTS, live={"base": base, "offsets": offsets})
 
     @app.get("/{kind}/{target}/document.json")
     def document(kind: Kind, target: str) -> JSONResponse:
-        return JSONResponse(document_of(collect(view_in_home(control, target), embed=False)))
+        return JSONResponse(report_document(collect_report(view_in_home(control, target), embed=False)))
 
-    def sources_of(target: str) -> list[Source]:
+    def sources_of(target: str) -> list[EpisodeSource]:
         stages = view_in_home(control, target).stages
-        return [Source(one.name, one.task, Attempt(one.attempt_dir)) for one in stages]
+        return [EpisodeSource(one.name, one.task, Attempt(one.attempt_dir)) for one in stages]
 
     @app.get("/{kind}/{target}/episodes/{stage}/{name}")
     def episodes(kind: Kind, target: str, stage: str, name: str, episode: str = "") -> JSONResponse:
@@ -93,12 +93,12 @@ def make_app(control: Control, token: str | None) -> FastAPI:
     def found(
         request: Request, kind: Kind, target: str, stage: str, filters: Annotated[Filters, Query()]
     ) -> StreamingResponse:
-        source = source_named(stage, sources_of(target))
-        return _told(request, search(source, indexes.of(source), filters), streams)
+        source = find_source(stage, sources_of(target))
+        return _stream_items(request, search(source, indexes.of(source), filters), streams)
 
     @app.get("/{kind}/{target}/attempts", response_model=None)
     def attempts(request: Request, kind: Kind, target: str, task: str) -> StreamingResponse:
-        return _told(request, attempts_at(task, sources_of(target), indexes.of), streams)
+        return _stream_items(request, find_attempts(task, sources_of(target), indexes.of), streams)
 
     @app.get("/{kind}/{target}/events", response_model=None)
     def events(
@@ -109,13 +109,13 @@ def make_app(control: Control, token: str | None) -> FastAPI:
         last_event_id: Annotated[str, Header()] = "",
     ) -> StreamingResponse:
         view_in_home(control, target)  # so that an unknown target is an error and not an empty stream
-        watch = Watch(lambda: view_in_home(control, target), _offsets(last_event_id or offsets))
-        return _stream(request, watch.poll, streams)
+        watch = Watch(lambda: view_in_home(control, target), _parse_offsets(last_event_id or offsets))
+        return _stream_events(request, watch.poll, streams)
 
     return app
 
 
-def _stream(
+def _stream_events(
     request: Request, poll: Callable[[], Iterator[Event]], streams: asyncio.Semaphore
 ) -> StreamingResponse:
     """Server-sent events: what `poll` finds, until the reader leaves."""
@@ -126,12 +126,12 @@ def _stream(
             while not request.app.state.closing and not await request.is_disconnected():
                 for event in await run_in_threadpool(lambda: list(poll())):
                     yield event.encode()
-                await asyncio.sleep(EVERY)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
-def _told(request: Request, news: Iterator[Any], streams: asyncio.Semaphore) -> StreamingResponse:
+def _stream_items(request: Request, news: Iterator[Any], streams: asyncio.Semaphore) -> StreamingResponse:
     """Server-sent events: each of `news`, until the last or until the reader leaves."""
 
     async def events() -> AsyncIterator[str]:
@@ -140,12 +140,12 @@ def _told(request: Request, news: Iterator[Any], streams: asyncio.Semaphore) -> 
                 found = await run_in_threadpool(next, news, None)
                 if found is None:
                     return
-                yield f"data: {json.dumps(plain(found))}\n\n"
+                yield f"data: {json.dumps(to_plain(found))}\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
-def _list_changes(listing: Listing, last: int) -> Callable[[], Iterator[Event]]:
+def _poll_list(listing: Listing, last: int) -> Callable[[], Iterator[Event]]:
     known: dict[str, Any] = {}
 
     def poll() -> Iterator[Event]:
@@ -158,7 +158,7 @@ def _list_changes(listing: Listing, last: int) -> Callable[[], Iterator[Event]]:
     return poll
 
 
-def _offsets(text: str) -> Offsets:
+def _parse_offsets(text: str) -> Offsets:
     """What a reader says it has; anything else than offsets is read as having nothing."""
     try:
         found = json.loads(text)
@@ -167,5 +167,5 @@ def _offsets(text: str) -> Offsets:
         return {}
 
 
-async def _refused(request: Request, error: Exception) -> JSONResponse:
+async def _error_response(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"error": str(error)}, 404 if isinstance(error, RequestError) else 500)

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from perilune.data.episodes_file import read_columns
 from perilune.errors import RequestError
 from perilune.ui.attempt import Attempt
-from perilune.ui.episode_sets import steps_of
-from perilune.ui.episodes import Source, files_of
+from perilune.ui.episode_sets import list_steps
+from perilune.ui.episodes import EpisodeSource, list_files
 
 COLUMNS = ["episode_id", "group_id", "task_id", "reward", "failure", "finish_reason", "metrics", "logprobs"]
-STRATEGY = "strategy/"  # begins the names of metrics
+STRATEGY_PREFIX = "strategy/"  # begins the names of metrics
 UNKNOWN = np.nan
-MOST_INDEXES = 16
-MOST_LATER = 64  # files before their outlines are joined
+MAX_INDEXES = 16
+MAX_PENDING_FILES = 64  # files before their outlines are joined
 
 
 class EpisodeSet(NamedTuple):
@@ -93,8 +93,8 @@ class EpisodeIndex:
         self.strategies: dict[frozenset[str], int] = {}
         self._attempt = attempt
         self._joined: Outline | None = None  # of the first files
-        self._count = 0  # of them
-        self._later: list[Outline | None] = []  # of the files after them
+        self._joined_count = 0  # of them
+        self._pending: list[Outline | None] = []  # of the files after them
         self._unreadable: list[int] = []
         self._lock = Lock()  # requests come in threads
 
@@ -108,28 +108,28 @@ class EpisodeIndex:
         The files of an attempt are the same at each call; new ones come at the end.
         """
         with self._lock:
-            if done == 0 and len(self._later) > MOST_LATER:
-                self._join()
-            if done < self._count:
+            if done == 0 and len(self._pending) > MAX_PENDING_FILES:
+                self._join_pending()
+            if done < self._joined_count:
                 outline = self._joined
                 if outline is not None and done:  # joined by another search meanwhile
                     outline = outline.at(outline.files >= done)
-                return outline, self._count
-            while len(self._later) <= done - self._count:
-                self._later.append(self._outline(sets, self._count + len(self._later)))
-            return self._later[done - self._count], done + 1
+                return outline, self._joined_count
+            while len(self._pending) <= done - self._joined_count:
+                self._pending.append(self._read_outline(sets, self._joined_count + len(self._pending)))
+            return self._pending[done - self._joined_count], done + 1
 
     def unreadable(self, done: int) -> int:
         """How many of the first `done` files could not be read."""
         return bisect_left(self._unreadable, done)
 
-    def _join(self) -> None:
-        known = [one for one in (self._joined, *self._later) if one is not None]
+    def _join_pending(self) -> None:
+        known = [one for one in (self._joined, *self._pending) if one is not None]
         self._joined = Outline.joined(known) if known else None
-        self._count += len(self._later)
-        self._later = []
+        self._joined_count += len(self._pending)
+        self._pending = []
 
-    def _outline(self, sets: Sequence[EpisodeSet], place: int) -> Outline | None:
+    def _read_outline(self, sets: Sequence[EpisodeSet], place: int) -> Outline | None:
         try:
             table = read_columns(self.path(sets[place].name), [*COLUMNS, "loss_mask"]).combine_chunks()
         except RequestError:
@@ -138,14 +138,14 @@ class EpisodeIndex:
         if not len(table) or table.num_columns <= len(COLUMNS):
             return None
         column = {name: table[name].chunk(0) for name in table.column_names}
-        advantage, strategies = self._metrics(column["metrics"])
-        length, logprob = _lengths(column["logprobs"], column["loss_mask"])
+        advantage, strategies = self._read_metrics(column["metrics"])
+        length, logprob = _measure_lengths(column["logprobs"], column["loss_mask"])
         return Outline(
             files=np.full(len(table), place, np.int32),
             rows=np.arange(len(table), dtype=np.int32),
             ids=column["episode_id"],
             groups=column["group_id"],
-            tasks=self._numbers(column["task_id"]),
+            tasks=self._number_tasks(column["task_id"]),
             strategies=strategies,
             reward=pc.fill_null(column["reward"], UNKNOWN).to_numpy(),
             advantage=advantage,
@@ -155,41 +155,43 @@ class EpisodeIndex:
             finish=np.array(column["finish_reason"].to_pylist(), "U7"),
         )
 
-    def _numbers(self, tasks: pa.Array) -> NDArray[np.int32]:
+    def _number_tasks(self, tasks: pa.Array) -> NDArray[np.int32]:
         names = tasks.to_pylist()
         return np.array([self.tasks.setdefault(name, len(self.tasks)) for name in names], np.int32)
 
-    def _metrics(self, metrics: pa.MapArray) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
+    def _read_metrics(self, metrics: pa.MapArray) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """The advantages, and the numbers of the sets of strategies."""
         rows = np.repeat(np.arange(len(metrics)), np.diff(metrics.offsets.to_numpy()))
         names, values = metrics.keys, metrics.items.to_numpy(zero_copy_only=False)
         advantage = np.full(len(metrics), UNKNOWN)
         is_advantage = pc.equal(names, "advantage").to_numpy(zero_copy_only=False)
         advantage[rows[is_advantage]] = values[is_advantage]
-        used = pc.starts_with(names, STRATEGY).to_numpy(zero_copy_only=False) & (values > 0)
+        used = pc.starts_with(names, STRATEGY_PREFIX).to_numpy(zero_copy_only=False) & (values > 0)
         found: list[set[str]] = [set() for _ in range(len(metrics))]
         for place in np.flatnonzero(used):
-            found[rows[place]].add(names[place].as_py().removeprefix(STRATEGY))
+            found[rows[place]].add(names[place].as_py().removeprefix(STRATEGY_PREFIX))
         numbers = [self.strategies.setdefault(frozenset(one), len(self.strategies)) for one in found]
         return advantage, np.array(numbers, np.int32)
 
 
-class Indexes:
+class IndexCache:
     """The indexes of the attempts that were searched last."""
 
     def __init__(self) -> None:
         self._found: dict[Path | None, EpisodeIndex] = {}
 
-    def of(self, source: Source) -> EpisodeIndex:
+    def of(self, source: EpisodeSource) -> EpisodeIndex:
         """The index of a stage's attempt."""
         index = self._found.pop(source.attempt.root, None) or EpisodeIndex(source.attempt)
         self._found[source.attempt.root] = index  # the latest is last
-        while len(self._found) > MOST_INDEXES:
+        while len(self._found) > MAX_INDEXES:
             self._found.pop(next(iter(self._found)), None)
         return index
 
 
-def _lengths(logprobs: pa.ListArray, masks: pa.ListArray) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def _measure_lengths(
+    logprobs: pa.ListArray, masks: pa.ListArray
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Number of tokens, and the mean log-prob of those that the policy sampled."""
     offsets = logprobs.offsets.to_numpy()
     own = masks.values.to_numpy(zero_copy_only=False).astype(np.float64)
@@ -199,10 +201,10 @@ def _lengths(logprobs: pa.ListArray, masks: pa.ListArray) -> tuple[NDArray[np.in
     return np.diff(offsets).astype(np.int32), mean.astype(np.float32)
 
 
-def sets_of(source: Source) -> Iterator[EpisodeSet]:
+def list_sets(source: EpisodeSource) -> Iterator[EpisodeSet]:
     """The episode files of a stage, in order of step."""
     if source.task == "evaluate":
-        yield from (EpisodeSet(one.label, one.step, one.path.stem) for one in files_of(source))
+        yield from (EpisodeSet(one.label, one.step, one.path.stem) for one in list_files(source))
         return
-    for step in steps_of(source.attempt):
+    for step in list_steps(source.attempt):
         yield EpisodeSet(f"step {step}", step, f"step-{step:06d}")

@@ -7,31 +7,31 @@ from pathlib import Path
 from typing import Any
 
 from perilune.ui.attempt import Attempt
-from perilune.ui.health import StageHealth, healths_of
+from perilune.ui.health import StageHealth, assess_stages
 from perilune.ui.view import StageView
 
-CHUNK = 4 << 20  # bytes to read at a time; a longer line is skipped
-FILES = ("artifacts/metrics.jsonl", "artifacts/timings.jsonl")
-SELDOM = 100  # judging takes at most one part in this many of the time
+CHUNK_BYTES = 4 << 20  # bytes to read at a time; a longer line is skipped
+FOLLOWED_FILES = ("artifacts/metrics.jsonl", "artifacts/timings.jsonl")
+JUDGE_INTERVAL_FACTOR = 100  # judging takes at most one part in this many of the time
 
 Row = dict[str, Any]
 
 
-class Followed:
+class StageFollower:
     """Follows one attempt.
 
     Args:
-        known: sizes of `FILES` that count as read; what lies beyond is new.
+        known: sizes of `FOLLOWED_FILES` that count as read; what lies beyond is new.
 
     Attributes:
         view: the stage as it was seen last.
         attempt: its files, with all lines that were read.
-        offsets: bytes of `FILES` that were read.
+        offsets: bytes of `FOLLOWED_FILES` that were read.
     """
 
     def __init__(self, view: StageView, known: Sequence[int] = (0, 0)) -> None:
         self.view = view
-        self.attempt = Attempt(view.attempt_dir, known_lines={name: [] for name in FILES})
+        self.attempt = Attempt(view.attempt_dir, known_lines={name: [] for name in FOLLOWED_FILES})
         self.offsets = [0, 0]
         self._health: list[StageHealth] = []
         self._next = 0.0
@@ -46,40 +46,40 @@ class Followed:
         """The verdict; an old one if the last one took long."""
         began = time.monotonic()
         if began >= self._next:
-            self._health = healths_of([(self.view, self.attempt)], now)
-            self._next = time.monotonic() + SELDOM * (time.monotonic() - began)
+            self._health = assess_stages([(self.view, self.attempt)], now)
+            self._next = time.monotonic() + JUDGE_INTERVAL_FACTOR * (time.monotonic() - began)
         return self._health
 
     def _read(self, place: int, until: int | None = None) -> list[Row]:
         if self.view.attempt_dir is None:
             return []
-        path, found = self.view.attempt_dir / FILES[place], list[Row]()
+        path, found = self.view.attempt_dir / FOLLOWED_FILES[place], list[Row]()
         while until is None or self.offsets[place] < until:
-            rows, offset = appended(path, self.offsets[place], until)
+            rows, offset = read_appended(path, self.offsets[place], until)
             if offset == self.offsets[place]:
                 break
             found += rows
             self.offsets[place] = offset
-        self.attempt.known_lines[FILES[place]].extend(found)
+        self.attempt.known_lines[FOLLOWED_FILES[place]].extend(found)
         return found
 
 
-def appended(path: Path, offset: int, until: int | None = None) -> tuple[list[Row], int]:
+def read_appended(path: Path, offset: int, until: int | None = None) -> tuple[list[Row], int]:
     """The complete lines of a JSON Lines file from `offset` to `until`, and the offset after them.
 
-    A line that is no JSON object, or is longer than `CHUNK`, is left out. A file that was replaced by a
+    A line that is no JSON object, or is longer than `CHUNK_BYTES`, is left out. A file that was replaced by a
     shorter one is read from its start.
     """
     try:
         with path.open("rb") as stream:
             size = stream.seek(0, 2)
             stream.seek(offset if offset <= size else (offset := 0))
-            data = stream.read(CHUNK if until is None else min(CHUNK, max(0, until - offset)))
+            data = stream.read(CHUNK_BYTES if until is None else min(CHUNK_BYTES, max(0, until - offset)))
     except OSError:
         return [], offset
     end = data.rfind(b"\n") + 1
     if end == 0:
-        return [], offset + (len(data) if len(data) == CHUNK else 0)
+        return [], offset + (len(data) if len(data) == CHUNK_BYTES else 0)
     rows: list[Row] = []
     for line in data[:end].splitlines():
         try:

@@ -13,15 +13,21 @@ from perilune.control.queries.lookup import (
     list_stage_statuses,
 )
 from perilune.control.runs.experiments import Control, read_progress
-from perilune.metrics.health.verdict import GRAVITY
-from perilune.ui.experiment import stage_view
-from perilune.ui.live.followed import Followed
-from perilune.ui.overview import state_of
-from perilune.ui.report import plain
+from perilune.metrics.health.verdict import SEVERITY_ORDER
+from perilune.ui.experiment import view_stage
+from perilune.ui.live.followed import StageFollower
+from perilune.ui.overview import worst_state
+from perilune.ui.report import to_plain
 from perilune.ui.view import StageView
 
-SPARK = 60  # points of a sparkline
-CURVES = ("eval/heldout/pass@1", "pass_rate", "reward", "accuracy", "loss")  # the first that a stage has
+SPARKLINE_POINTS = 60  # points of a sparkline
+SPARKLINE_METRICS = (
+    "eval/heldout/pass@1",
+    "pass_rate",
+    "reward",
+    "accuracy",
+    "loss",
+)  # the first that a stage has
 
 
 class Listing:
@@ -30,7 +36,7 @@ class Listing:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._finished: dict[str, dict[str, Any]] = {}
-        self._followed: dict[str, Followed] = {}
+        self._followed: dict[str, StageFollower] = {}
         self._lock = Lock()  # requests come in threads
 
     def document(self, most: int) -> dict[str, Any]:
@@ -54,16 +60,16 @@ class Listing:
 
     def _experiment(self, statuses: Sequence[StageStatus]) -> dict[str, Any]:
         first = statuses[0]
-        views = [stage_view(self._control, one) for one in statuses]
+        views = [view_stage(self._control, one) for one in statuses]
         stages = [self._stage(status, view) for status, view in zip(statuses, views, strict=True)]
-        told = [one for one in stages if one["health"]]
-        gravest = min(told, key=lambda one: GRAVITY.index(one["health"]["status"]), default=None)
+        judged = [one for one in stages if one["health"]]
+        gravest = min(judged, key=lambda one: SEVERITY_ORDER.index(one["health"]["status"]), default=None)
         return {
             "id": first.experiment_id,
             "name": first.experiment,
             "submitted": first.submitted,
             "overrides": first.overrides,
-            "state": state_of(views),
+            "state": worst_state(views),
             "health": gravest and {**gravest["health"], "stage": gravest["stage"]},
             "stages": stages,
         }
@@ -73,10 +79,10 @@ class Listing:
             return self._finished[view.run_id]
         followed = self._followed.get(view.run_id)
         if followed is None or followed.view != view:
-            followed = self._followed[view.run_id] = Followed(view)
+            followed = self._followed[view.run_id] = StageFollower(view)
         followed.grow()
         progress = read_progress(view.attempt_dir) if view.attempt_dir and view.state == "active" else None
-        found: dict[str, Any] = plain(
+        found: dict[str, Any] = to_plain(
             {
                 "stage": view.name,
                 "task": view.task,
@@ -85,7 +91,7 @@ class Listing:
                 "seconds": followed.attempt.seconds,
                 "progress": progress,
                 "pass@1": status.summary.get("pass@1"),
-                "curve": _curve(followed.attempt.metric_lines),
+                "curve": _sparkline(followed.attempt.metric_lines),
                 "health": next(iter(followed.health(time.time())), None),
             }
         )
@@ -95,12 +101,17 @@ class Listing:
         return found
 
 
-def _curve(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+def _sparkline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The sparkline of a stage: its main figure by step."""
-    for name in CURVES:
+    for name in SPARKLINE_METRICS:
         points = [(row.get("step"), row.get(name)) for row in rows if row.get(name) is not None]
         if len(points) > 1:
-            places = sorted({round(index * (len(points) - 1) / (SPARK - 1)) for index in range(SPARK)})
+            places = sorted(
+                {
+                    round(index * (len(points) - 1) / (SPARKLINE_POINTS - 1))
+                    for index in range(SPARKLINE_POINTS)
+                }
+            )
             step, value = zip(*(points[place] for place in places), strict=True)
             return {"name": name, "step": step, "value": value}
     return None

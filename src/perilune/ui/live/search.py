@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from perilune.data.episodes_file import read_columns
-from perilune.ui.episodes import RIGHT, Source
-from perilune.ui.live.episode_index import EpisodeIndex, EpisodeSet, Outline, sets_of
-from perilune.ui.turns import ASSISTANT, shortened
+from perilune.ui.episodes import RIGHT_REWARD, EpisodeSource
+from perilune.ui.live.episode_index import EpisodeIndex, EpisodeSet, Outline, list_sets
+from perilune.ui.turns import ASSISTANT, shorten
 
-TELL_EVERY = 0.3  # seconds
-MOST_TEXT = 400  # characters of an answer in a row
-TEXTS = ["text", "messages", "failure", "task_id", "episode_id"]
+REPORT_INTERVAL_S = 0.3  # seconds
+MAX_CHARACTERS = 400  # characters of an answer in a row
+TEXT_COLUMNS = ["text", "messages", "failure", "task_id", "episode_id"]
 
 Mask = NDArray[np.bool_]
-Index = Callable[[Source], EpisodeIndex]
+Index = Callable[[EpisodeSource], EpisodeIndex]
 
 
 class Filters(BaseModel):
@@ -40,27 +40,27 @@ class Filters(BaseModel):
     rows: int = Field(60, ge=1, le=5000)
 
 
-def search(source: Source, index: EpisodeIndex, filters: Filters) -> Iterator[dict[str, Any]]:
+def search(source: EpisodeSource, index: EpisodeIndex, filters: Filters) -> Iterator[dict[str, Any]]:
     """Search the files in order of step.
 
     Yields:
         `rows` of the list, the first of all that were `found`; the files `searched` so far, `of` how many in
         all, and how many were `unreadable`. The last has searched all.
     """
-    sets = list(sets_of(source))
+    sets = list(list_sets(source))
     found: list[Outline] = []
     known: dict[tuple[int, int], dict[str, Any]] = {}
-    clock = _Clock()
-    for part, searched in _parts(sets, index, filters):
+    clock = _ReportTimer()
+    for part, searched in _match_parts(sets, index, filters):
         if part is not None and len(part.rows):
             found.append(part)
-        if searched == len(sets) or clock.is_time():
-            rows = _rows(sets, index, _first(found, filters), known)
+        if searched == len(sets) or clock.is_due():
+            rows = _list_rows(sets, index, _sort_found(found, filters), known)
             done = {"searched": searched, "of": len(sets), "unreadable": index.unreadable(searched)}
             yield {"rows": rows, "found": sum(len(one.rows) for one in found), **done}
 
 
-def _parts(
+def _match_parts(
     sets: Sequence[EpisodeSet], index: EpisodeIndex, filters: Filters
 ) -> Iterator[tuple[Outline | None, int]]:
     """The episodes that fit, part by part, and how many files were searched."""
@@ -70,7 +70,7 @@ def _parts(
         before = done
         outline, done = index.read(sets, done)
         if outline is not None:
-            outline = outline.at(_matching(outline, index, filters))
+            outline = outline.at(_match_filters(outline, index, filters))
         if not words or outline is None:
             yield outline, done
             continue
@@ -79,24 +79,24 @@ def _parts(
             part = None
             if start < end:
                 mine = outline.at(np.arange(start, end))
-                part = mine.at(_with_words(index.path(sets[place].name), words)[mine.rows])
+                part = mine.at(_match_words(index.path(sets[place].name), words)[mine.rows])
             yield part, place + 1
     if not sets:
         yield None, 0
 
 
-def attempts_at(task: str, sources: Sequence[Source], index_of: Index) -> Iterator[dict[str, Any]]:
+def find_attempts(task: str, sources: Sequence[EpisodeSource], index_of: Index) -> Iterator[dict[str, Any]]:
     """The episodes of one task in all stages.
 
     Yields:
         `attempts`, one for each step that asked the task and was not told before, the files `searched` so
         far, and `of` how many. The last has searched all.
     """
-    listed = [(source, index_of(source), list(sets_of(source))) for source in sources]
+    listed = [(source, index_of(source), list(list_sets(source))) for source in sources]
     total = sum(len(sets) for *_, sets in listed)
     searched = 0
     attempts: list[dict[str, Any]] = []
-    clock = _Clock()
+    clock = _ReportTimer()
     for source, index, sets in listed:
         done = 0
         while done < len(sets):
@@ -105,15 +105,15 @@ def attempts_at(task: str, sources: Sequence[Source], index_of: Index) -> Iterat
             searched += done - before
             if outline is not None:
                 found = outline.at(outline.tasks == index.tasks.get(task, -1))
-                attempts += _attempts(source.stage, sets, found)
-            if searched == total or clock.is_time():
+                attempts += _group_attempts(source.stage, sets, found)
+            if searched == total or clock.is_due():
                 yield {"attempts": attempts, "searched": searched, "of": total}
                 attempts = []
     if not total:
         yield {"attempts": [], "searched": 0, "of": 0}
 
 
-def _attempts(stage: str, sets: Sequence[EpisodeSet], found: Outline) -> Iterator[dict[str, Any]]:
+def _group_attempts(stage: str, sets: Sequence[EpisodeSet], found: Outline) -> Iterator[dict[str, Any]]:
     """One entry for each step."""
     members = zip(found.files.tolist(), found.ids.to_pylist(), found.reward.tolist(), strict=True)
     for place, group in groupby(members, key=lambda one: one[0]):
@@ -121,22 +121,22 @@ def _attempts(stage: str, sets: Sequence[EpisodeSet], found: Outline) -> Iterato
         yield {"stage": stage, "label": sets[place].label, "step": sets[place].step, "members": shown}
 
 
-class _Clock:
+class _ReportTimer:
     """Says when it is time to tell more."""
 
     def __init__(self) -> None:
-        self._next = time.monotonic() + TELL_EVERY
+        self._next = time.monotonic() + REPORT_INTERVAL_S
 
-    def is_time(self) -> bool:
+    def is_due(self) -> bool:
         if time.monotonic() < self._next:
             return False
-        self._next = time.monotonic() + TELL_EVERY
+        self._next = time.monotonic() + REPORT_INTERVAL_S
         return True
 
 
-def _matching(outline: Outline, index: EpisodeIndex, filters: Filters) -> Mask:
+def _match_filters(outline: Outline, index: EpisodeIndex, filters: Filters) -> Mask:
     """Which episodes fit, whatever their words."""
-    fits = _by_reward(outline, filters.reward)
+    fits = _match_reward(outline, filters.reward)
     fits &= (outline.length >= filters.least) & (outline.length <= filters.most)
     if filters.finish:
         fits &= outline.finish == filters.finish
@@ -153,13 +153,13 @@ def _matching(outline: Outline, index: EpisodeIndex, filters: Filters) -> Mask:
     return fits
 
 
-def _by_reward(outline: Outline, kind: str) -> Mask:
+def _match_reward(outline: Outline, kind: str) -> Mask:
     reward = outline.reward
     match kind:
         case "right":
-            return reward >= RIGHT
+            return reward >= RIGHT_REWARD
         case "partial":
-            return (reward > 0) & (reward < RIGHT)
+            return (reward > 0) & (reward < RIGHT_REWARD)
         case "wrong":
             return reward <= 0
         case "failed":
@@ -167,9 +167,9 @@ def _by_reward(outline: Outline, kind: str) -> Mask:
     return np.ones(len(reward), np.bool_)
 
 
-def _with_words(path: Path, words: Sequence[str]) -> Mask:
+def _match_words(path: Path, words: Sequence[str]) -> Mask:
     """Whether all words occur in the texts, ids or failure of an episode of the file, in any case."""
-    table = read_columns(path, TEXTS).combine_chunks()
+    table = read_columns(path, TEXT_COLUMNS).combine_chunks()
     messages = table["messages"].chunk(0)
     owners = np.repeat(np.arange(len(table)), np.diff(messages.offsets.to_numpy()))
     contents = pc.struct_field(messages.values, "content")
@@ -177,7 +177,7 @@ def _with_words(path: Path, words: Sequence[str]) -> Mask:
     for word in words:
         has = np.zeros(len(table), np.bool_)
         has[owners[_contains(contents, word)]] = True
-        for name in TEXTS:
+        for name in TEXT_COLUMNS:
             if name != "messages":
                 has |= _contains(table[name].chunk(0), word)
         fits &= has
@@ -189,7 +189,7 @@ def _contains(texts: pa.Array, word: str) -> Mask:
     return pc.fill_null(found, False).to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
 
-def _first(found: Sequence[Outline], filters: Filters) -> Outline | None:
+def _sort_found(found: Sequence[Outline], filters: Filters) -> Outline | None:
     """The first episodes in the wanted order; what is not known comes last."""
     if not found:
         return None
@@ -208,7 +208,7 @@ def _first(found: Sequence[Outline], filters: Filters) -> Outline | None:
     return Outline.joined(chosen)
 
 
-def _rows(
+def _list_rows(
     sets: Sequence[EpisodeSet],
     index: EpisodeIndex,
     chosen: Outline | None,
@@ -229,7 +229,7 @@ def _read_rows(
     one: EpisodeSet, index: EpisodeIndex, chosen: Outline, wanted: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     strategies = {number: sorted(names) for names, number in list(index.strategies.items())}
-    texts = read_columns(index.path(one.name), TEXTS).take(chosen.rows[list(wanted)]).to_pylist()
+    texts = read_columns(index.path(one.name), TEXT_COLUMNS).take(chosen.rows[list(wanted)]).to_pylist()
     for at, text in zip(wanted, texts, strict=True):
         opening = [message["content"] for message in _opening(text["messages"])]
         yield (
@@ -238,8 +238,8 @@ def _read_rows(
                 "step": one.step,
                 "id": text["episode_id"],
                 "group": {"id": chosen.groups[at].as_py(), "task": text["task_id"]},
-                "prompt": shortened("\n".join(opening).strip().rpartition("\n")[2], MOST_TEXT),
-                "text": shortened(text["text"] or "", MOST_TEXT),
+                "prompt": shorten("\n".join(opening).strip().rpartition("\n")[2], MAX_CHARACTERS),
+                "text": shorten(text["text"] or "", MAX_CHARACTERS),
                 "failure": text["failure"] or "",
                 "reward": float(chosen.reward[at]),
                 "advantage": float(chosen.advantage[at]),

@@ -9,12 +9,12 @@ from typing import Any
 
 from perilune.control.runs.experiments import read_progress
 from perilune.ui.curves import throughput
-from perilune.ui.episode_sets import steps_of
-from perilune.ui.live.followed import FILES, Followed
-from perilune.ui.report import plain
+from perilune.ui.episode_sets import list_steps
+from perilune.ui.live.followed import FOLLOWED_FILES, StageFollower
+from perilune.ui.report import to_plain
 from perilune.ui.view import ExperimentView
 
-LOOK = 2.0  # seconds between two looks at which stages there are
+REFRESH_INTERVAL_S = 2.0  # seconds between two looks at which stages there are
 Offsets = dict[str, list[int]]  # stage: bytes of its metrics.jsonl and timings.jsonl that a reader has
 
 
@@ -29,29 +29,29 @@ class Event:
     def encode(self) -> str:
         """The event in the format of server-sent events."""
         place = json.dumps(self.offsets, separators=(",", ":"))
-        return f"event: {self.kind}\nid: {place}\ndata: {json.dumps(plain(self.data))}\n\n"
+        return f"event: {self.kind}\nid: {place}\ndata: {json.dumps(to_plain(self.data))}\n\n"
 
 
-def offsets_of(view: ExperimentView) -> Offsets:
+def file_offsets(view: ExperimentView) -> Offsets:
     """The sizes of the files now. What is appended later comes as an event."""
-    return {one.name: [_size(path) for path in _paths(one.attempt_dir)] for one in view.stages}
+    return {one.name: [_file_size(path) for path in _followed_paths(one.attempt_dir)] for one in view.stages}
 
 
 class Watch:
     """Follows an experiment for one reader.
 
     Args:
-        look: the experiment as it is now.
+        view: returns the experiment as it is now.
         offsets: what the reader has.
     """
 
-    def __init__(self, look: Callable[[], ExperimentView], offsets: Offsets) -> None:
-        self._look = look
+    def __init__(self, view: Callable[[], ExperimentView], offsets: Offsets) -> None:
+        self._view = view
         self._offsets = offsets
         self._shape: Any = None
-        self._stages: list[tuple[Followed, set[int]]] = []  # and the steps whose episodes were told
+        self._stages: list[tuple[StageFollower, set[int]]] = []  # and the steps whose episodes were told
         self._status: Any = None
-        self._next_look = 0.0
+        self._next_refresh = 0.0
 
     def poll(self, now: float | None = None) -> Iterator[Event]:
         """The events since the last call.
@@ -59,32 +59,32 @@ class Watch:
         "changed" (a stage began, ended or has a new attempt: read the document again), "steps" (new lines of
         one stage), "status" (verdicts and progress).
         """
-        if time.monotonic() >= self._next_look:
-            yield from self._look_again()
-            self._next_look = time.monotonic() + LOOK
+        if time.monotonic() >= self._next_refresh:
+            yield from self._refresh()
+            self._next_refresh = time.monotonic() + REFRESH_INTERVAL_S
         for one, episodes in self._stages:
-            yield from self._new_lines(one, episodes)
+            yield from self._read_new_lines(one, episodes)
         status = self._current_status(time.time() if now is None else now)
         if status != self._status:
             self._status = status
             yield Event("status", status, self._offsets)
 
-    def _look_again(self) -> Iterator[Event]:
-        view = self._look()
+    def _refresh(self) -> Iterator[Event]:
+        view = self._view()
         shape = [(one.name, one.run_id, one.state, str(one.attempt_dir)) for one in view.stages]
         if shape != self._shape:
             if self._shape is not None:
                 yield Event("changed", {}, self._offsets)
             self._shape = shape
-            followed = [Followed(one, self._offsets.get(one.name, (0, 0))) for one in view.stages]
-            self._stages = [(one, set(steps_of(one.attempt))) for one in followed]
+            followed = [StageFollower(one, self._offsets.get(one.name, (0, 0))) for one in view.stages]
+            self._stages = [(one, set(list_steps(one.attempt))) for one in followed]
 
-    def _new_lines(self, stage: Followed, episodes: set[int]) -> Iterator[Event]:
+    def _read_new_lines(self, stage: StageFollower, episodes: set[int]) -> Iterator[Event]:
         metrics, timings = stage.grow()
         self._offsets[stage.view.name] = stage.offsets
         if not metrics and not timings:
             return
-        new = sorted(set(steps_of(stage.attempt)) - episodes)
+        new = sorted(set(list_steps(stage.attempt)) - episodes)
         episodes.update(new)
         timings = [row | {"tokens_per_second": throughput(row)} for row in timings]
         found = {"stage": stage.view.name, "metrics": metrics, "timings": timings, "episodes": new}
@@ -98,12 +98,12 @@ class Watch:
             if one.attempt_dir and (found := read_progress(one.attempt_dir))
         ]
         health = [found for stage, _ in self._stages for found in stage.health(now)]
-        return {"health": plain(health), "progress": plain(progress)}
+        return {"health": to_plain(health), "progress": to_plain(progress)}
 
 
-def _paths(root: Path | None) -> list[Path]:
-    return [] if root is None else [root / name for name in FILES]
+def _followed_paths(root: Path | None) -> list[Path]:
+    return [] if root is None else [root / name for name in FOLLOWED_FILES]
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
