@@ -16,12 +16,12 @@ from perilune.learn.batch import minibatches, pack
 from perilune.learn.figures import merge_updates
 from perilune.learn.off_policy import (
     OffPolicySettings,
-    aggregate_log_weights,
     bound_weights,
     correct_weights,
     effective_share,
     exp_log_ratio,
     learning_rate_scale,
+    pool_weights,
 )
 from perilune.learn.signals import SignalModels, compute_signals
 from perilune.learn.trainer import Learner, add_reference_logprobs
@@ -53,10 +53,8 @@ def test_ess_of_unbounded_weights_scales_the_learning_rate() -> None:
 
 def test_sequence_product_and_geometric_mean_weights_differ() -> None:
     drift = np.full(1000, 0.002)
-    assert exp_log_ratio(aggregate_log_weights(drift, "sequence-product"))[0] == pytest.approx(7.39, abs=5e-3)
-    assert exp_log_ratio(aggregate_log_weights(drift, "sequence-geometric"))[0] == pytest.approx(
-        1.002, abs=5e-6
-    )
+    assert exp_log_ratio(pool_weights(drift, "sequence-product"))[0] == pytest.approx(7.39, abs=5e-3)
+    assert exp_log_ratio(pool_weights(drift, "sequence-geometric"))[0] == pytest.approx(1.002, abs=5e-6)
 
 
 def sampled(log_w: Sequence[Sequence[float]], rewards: Sequence[float], versions: Sequence[int] = ()):

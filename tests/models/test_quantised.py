@@ -20,7 +20,7 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.transformers_model import load_for_inference
-from perilune.weights.checkpoint import read_checkpoint_tensors
+from perilune.weights.checkpoint import load_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 98, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2,
@@ -140,7 +140,7 @@ def test_mxfp4_experts_of_gpt_oss_load_and_save(tmp_path: Path, dtype: torch.dty
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     wanted = {EXPERTS: {"dtype": "float32", "shape": list(expected[EXPERTS].shape)}}
     assert torch.equal(
-        read_checkpoint_tensors(folder, wanted)[EXPERTS], expected[EXPERTS]
+        load_tensors(folder, wanted)[EXPERTS], expected[EXPERTS]
     )  # the path for weights sent to a server
 
 

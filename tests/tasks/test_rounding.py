@@ -75,7 +75,7 @@ def test_plain_scores_are_computed_in_chunks_of_rows(monkeypatch: pytest.MonkeyP
     decoder = new_model("tiny", Tokenizer.characters(), seed=0)
     ids = RNG.integers(90, size=70)
     whole, first = publishing.plain_scores(decoder, ids, 69, 0.7, whole=5)
-    monkeypatch.setattr(publishing, "_ROW_MULTIPLE", 16)
+    monkeypatch.setattr(publishing, "_ROWS", 16)
     rows: list[int] = []
     logits = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda states: rows.append(len(states)) or logits(states))

@@ -129,11 +129,8 @@ def _check_advantage(episode: Episode, advantage: float, weights: NDArray[np.flo
         if weights.any():
             raise _bad_episode(episode, "has no verdict but has weights")
         return
-    if (
-        abs(advantage) < MIN_CHECKED_ADVANTAGE
-        or not episode.loss_mask.any()
-        or (episode.truncated and not weights.any())
-    ):
+    is_unlearned = not episode.loss_mask.any() or (episode.truncated and not weights.any())
+    if is_unlearned or abs(advantage) < MIN_CHECKED_ADVANTAGE:
         return
     total = float(weights.sum(dtype=np.float64))
     if total * advantage <= 0:

@@ -49,7 +49,7 @@ class Ranks:
 
     def __init__(self, rank: int = 0, count: int = 1, *, sharded: bool = False) -> None:
         self.rank, self.count, self.sharded = rank, count, sharded and count > 1
-        self._last_exchange_s = time.monotonic()
+        self._last_wait = time.monotonic()
         self._inbox = self._outbox = torch.empty(0)
 
     @property
@@ -171,9 +171,7 @@ class Ranks:
         Raises:
             ProcessLostError: when another process has ended.
         """
-        with Watchdog(
-            f"{what}, of the other processes", STALL_SECONDS + time.monotonic() - self._last_exchange_s
-        ):
+        with Watchdog(f"{what}, of the other processes", STALL_SECONDS + time.monotonic() - self._last_wait):
             try:
                 yield
             except RuntimeError as error:
@@ -183,7 +181,7 @@ class Ranks:
                 raise ProcessLostError(
                     f"another process ended while process {self.rank} waited for {what}: {reason}"
                 ) from error
-        self._last_exchange_s = time.monotonic()
+        self._last_wait = time.monotonic()
 
 
 SINGLE_RANK = Ranks()

@@ -27,9 +27,7 @@ def weight_groups(algorithm: Algorithm, groups: Sequence[Group], context: StepCo
     """
     if not context.kl or context.kl_estimator != "k1_reward":
         return algorithm.weight_groups(groups, context)
-    penalised = [
-        [_subtract_kl(one, algorithm.takes_step_rewards, context) for one in group] for group in groups
-    ]
+    penalised = [[_penalise(one, algorithm.takes_step_rewards, context) for one in group] for group in groups]
     return [
         replace(
             weighted,
@@ -46,7 +44,7 @@ def _k1(episode: Episode, context: StepContext) -> np.ndarray:
     return np.where(episode.loss_mask, episode.logprobs - reference, 0.0)
 
 
-def _subtract_kl(episode: Episode, per_token: bool, context: StepContext) -> Episode:
+def _penalise(episode: Episode, per_token: bool, context: StepContext) -> Episode:
     if episode.failure or episode.reward is None:
         return episode
     cost = context.kl * _k1(episode, context)

@@ -20,15 +20,13 @@ from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm, StepContext, algorithm
 
 
-def objective_curve(
-    name_or_algorithm: str | Algorithm, group_size: int, points: int = 99
-) -> list[tuple[float, float]]:
+def objective_curve(algo: str | Algorithm, group_size: int, points: int = 99) -> list[tuple[float, float]]:
     """Return (p, w(p)) of an algorithm at `points` evenly spaced pass rates in (0, 1).
 
     Raises:
         RequestError: when the algorithm is unknown or does not compare within groups, or `group_size` is 1.
     """
-    chosen = algorithm(name_or_algorithm) if isinstance(name_or_algorithm, str) else name_or_algorithm
+    chosen = algorithm(algo) if isinstance(algo, str) else algo
     if chosen.compares != "group":
         raise RequestError(
             f"{chosen.name} does not compare rewards within a group, so it has no implicit objective"

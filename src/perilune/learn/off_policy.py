@@ -132,7 +132,7 @@ def effective_share(weights: Array) -> float:
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if weights.any() else 0.0
 
 
-def aggregate_log_weights(log_weights: Array, level: str) -> Array:
+def pool_weights(log_weights: Array, level: str) -> Array:
     """Replace an episode's log-weights [L] by one for the sequence, unless `level` is token."""
     if level == "sequence-product":
         return np.full(len(log_weights), log_weights.sum())
@@ -158,9 +158,7 @@ def _correct_group(
         if not weights[index].any():
             continue
         log_w = (proximal[-1][mask].astype(np.float64)) - episode.logprobs[mask]
-        factor = bound_weights(
-            aggregate_log_weights(log_w, settings.level), settings.weight, *settings.bounds
-        )
+        factor = bound_weights(pool_weights(log_w, settings.level), settings.weight, *settings.bounds)
         bad = group.advantages is not None and group.advantages[index] < 0
         if bad and settings.mask_negative is not None and -log_w.mean() > settings.mask_negative:
             factor = np.zeros(len(factor))
@@ -186,7 +184,7 @@ def _is_rejected(log_w: Array, settings: OffPolicySettings) -> bool:
     if settings.reject == "sequence-k3":
         measured = float((exp_log_ratio(log_w) - 1 - log_w).mean())
     else:
-        measured = float(exp_log_ratio(aggregate_log_weights(log_w, settings.reject)[:1])[0])
+        measured = float(exp_log_ratio(pool_weights(log_w, settings.reject)[:1])[0])
     low, high = settings.reject_bounds
     return not low <= measured <= high
 
@@ -194,9 +192,7 @@ def _is_rejected(log_w: Array, settings: OffPolicySettings) -> bool:
 def _log_bounded(log_w: Array, settings: OffPolicySettings) -> float:
     """Return the log of an answer's bounded weight, which at token level is the product over tokens."""
     with np.errstate(divide="ignore"):  # a weight of 0
-        logs = np.log(
-            bound_weights(aggregate_log_weights(log_w, settings.level), settings.weight, *settings.bounds)
-        )
+        logs = np.log(bound_weights(pool_weights(log_w, settings.level), settings.weight, *settings.bounds))
     return float(logs.sum() if settings.level == "token" else logs[0])
 
 

@@ -65,9 +65,7 @@ def compute_signals(
     if models.critic is None and {"values", "values_after"} & set(names):
         raise RequestError("the signals values and values_after need a critic")
     if "values_after" in names:
-        cut = [
-            [_append_token(one) for one in group if one.truncated and one.loss_mask.any()] for group in groups
-        ]
+        cut = [[_extend(one) for one in group if one.truncated and one.loss_mask.any()] for group in groups]
         later = compute_signals({"values"}, cut, models, token_budget=token_budget, ranks=ranks)["values"]
         rest = compute_signals(
             {*names} - {"values_after"},
@@ -96,7 +94,7 @@ def compute_signals(
     return signals
 
 
-def _append_token(one: Episode) -> Episode:
+def _extend(one: Episode) -> Episode:
     """Append an arbitrary token, so that the episode's last state gets a value."""
     return replace(
         one,

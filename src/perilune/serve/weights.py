@@ -27,7 +27,7 @@ from perilune.models.checkpoints.stored import StoredDecoder
 from perilune.serve.bodies import read_body
 from perilune.serve.engine_thread import EngineThread
 from perilune.serve.errors import ApiError
-from perilune.weights.checkpoint import read_checkpoint_tensors
+from perilune.weights.checkpoint import load_tensors
 from perilune.weights.delta import WeightReader
 
 MAX_CHUNK_BYTES = 1 << 22  # bytes of a file in one request
@@ -154,7 +154,7 @@ class WeightUpdates:
             RequestError: when the folder has no checkpoint of the same shape.
         """
         async with self._lock, self._weights_lock:
-            state = await asyncio.to_thread(read_checkpoint_tensors, folder, self._tensors)
+            state = await asyncio.to_thread(load_tensors, folder, self._tensors)
             version = self._reader.version + 1
             await self._thread.run_between_steps(lambda: self._engine.update_weights(state, version))
             await asyncio.to_thread(self._reader.set_base, state, version)

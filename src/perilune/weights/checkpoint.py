@@ -15,7 +15,7 @@ from perilune.models.checkpoints.tensors import read_tensors
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def read_checkpoint_tensors(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+def load_tensors(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
     """Read the tensors of the checkpoint in `folder` that a server needs.
 
     Args:

@@ -14,7 +14,7 @@ import httpx
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import sha256_file
 from perilune.models.adapters.files import CONFIG
-from perilune.weights.checkpoint import read_checkpoint_tensors
+from perilune.weights.checkpoint import load_tensors
 from perilune.weights.delta import CopyComparison, Update, WeightWriter
 
 _MAX_ATTEMPTS = 8  # failed connections in a row, after which a push fails
@@ -154,14 +154,10 @@ def _write_update(scratch: Path, folder: Path, base: Path | None, has: Mapping[s
     writer, kept = WeightWriter("full"), None
     if base is not None:
         from_base, kept = WeightWriter("delta"), CopyComparison()
-        before = from_base.write(
-            scratch / "base", read_checkpoint_tensors(base, has["tensors"]), has["version"], kept
-        )
+        before = from_base.write(scratch / "base", load_tensors(base, has["tensors"]), has["version"], kept)
         before.path.unlink()
         writer = from_base if before.result == has["digest"] else writer
-    return writer.write(
-        scratch / "update", read_checkpoint_tensors(folder, has["tensors"]), has["version"] + 1, kept
-    )
+    return writer.write(scratch / "update", load_tensors(folder, has["tensors"]), has["version"] + 1, kept)
 
 
 class _Http:

@@ -67,9 +67,8 @@ class ModelCard:
     def cache_bytes(self, tokens: int, item_bytes: float = 2) -> int:
         """Return the bytes of a sequence of `tokens` tokens in the cache, with elements of `item_bytes`."""
         elements = sum(layer.mixer.cached_elements(tokens) for layer in self.layers)
-        return round(elements * item_bytes) + _STATE_BYTES * sum(
-            layer.mixer.state_size for layer in self.layers
-        )
+        state_bytes = _STATE_BYTES * sum(layer.mixer.state_size for layer in self.layers)
+        return round(elements * item_bytes) + state_bytes
 
     def cache_bytes_per_token(self, tokens: int, item_bytes: float = 2) -> float:
         """Return cache bytes divided by tokens, which depends on the length except in full attention."""

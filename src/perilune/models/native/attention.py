@@ -141,11 +141,8 @@ class Spans:
 
     def fields(self) -> dict[str, int | None]:
         """The fields of struct packed that describe the spans."""
-        return {
-            **pointer_fields(**vars(self)),
-            "sequences": len(self.starts),
-            "families": len(self.family) - 1,
-        }
+        counts = {"sequences": len(self.starts), "families": len(self.family) - 1}
+        return pointer_fields(**vars(self)) | counts
 
 
 def attend_packed(

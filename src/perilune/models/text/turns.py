@@ -91,10 +91,8 @@ def encode_conversations(
     _encode(tokenizer, [segment for own in segments for segment in own])
     if tokenizer.chat_template is None:
         prompts = tokenizer.encode_prompts([opening for opening, _, _ in conversations])
-        return [
-            (prompt, *_join_segments(tokenizer, own)) for prompt, own in zip(prompts, segments, strict=True)
-        ]
-    return [(own[0].ids, *_join_segments(tokenizer, own)) for own in segments]
+        return [(prompt, *_join(tokenizer, own)) for prompt, own in zip(prompts, segments, strict=True)]
+    return [(own[0].ids, *_join(tokenizer, own)) for own in segments]
 
 
 @dataclass(slots=True)
@@ -181,7 +179,7 @@ def _extract_rendered(segment: _Segment, rendered: Sequence[Rendered]) -> Render
     return _text_after_mark(rendered[0], segment.mark) if segment.mark else rendered[0]
 
 
-def _join_segments(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> tuple[list[int], list[bool]]:
+def _join(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> tuple[list[int], list[bool]]:
     """Return the token ids after the prompt, and whether each is learned."""
     end = tokenizer.eos_token_id
     token_ids: list[int] = []
