@@ -138,7 +138,13 @@ def test_trail_reads_growing_files_and_follows_the_next_attempt(tmp_path: Path) 
 
 
 def test_trail_skips_what_is_no_number_and_rows_without_step(tmp_path: Path) -> None:
-    rows = [[], {"reward": 1.0}, {"step": [1]}, {"step": 1, "reward": 0.5, "loss": 10**400, "kl": None}]
+    rows = [
+        [],
+        {"reward": 1.0},
+        {"step": [1]},
+        {"step": 10**19},
+        {"step": 1, "reward": 0.5, "loss": 10**400, "kl": None},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (figures,) = FigureReader().read(tmp_path, ended=True)
     assert (figures.step, figures.values) == (1, {"reward": 0.5})

@@ -62,7 +62,7 @@ class FigureReader:
 def _read_steps(path: Path) -> Iterator[Mapping[str, Any]]:
     """The lines of a file of metrics that have a step; a damaged line is left out."""
     for row in read_json_lines(path):
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row, dict) and isinstance(step := row.get("step"), int) and 0 <= step < 1 << 63:
             yield row
 
 
