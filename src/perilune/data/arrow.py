@@ -13,7 +13,7 @@ import pyarrow as pa
 
 
 def to_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
-    """A table with one row for each mapping; the same as `pa.Table.from_pylist`.
+    """Return a table with one row for each mapping; the same as `pa.Table.from_pylist`.
 
     Columns may be strings, numbers, lists, structs and maps. A list of numbers may be a NumPy array.
 
@@ -25,7 +25,7 @@ def to_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
 
 
 def to_number_arrays(lists: pa.ListArray) -> list[np.ndarray | None]:
-    """Each list of numbers as an array; None for a null."""
+    """Return each list of numbers as an array; None for a null."""
     numbers = lists.values
     is_boolean = pa.types.is_boolean(numbers.type)  # which DLPack does not know in bits
     flat: np.ndarray = np.from_dlpack(numbers.cast(pa.uint8()) if is_boolean else numbers)
@@ -59,7 +59,7 @@ def _build_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _build_items(lists: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """The items of all lists, one list after the other."""
+    """Return the items of all lists, one list after the other."""
     if pa.types.is_map(kind):
         entries = pa.struct([kind.key_field, kind.item_field])
         return _build_array([{"key": key, "value": value} for key, value in chain(*lists)], entries)
@@ -71,7 +71,7 @@ def _build_items(lists: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _number_buffer(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Buffer:
-    """The buffer of numbers; booleans take a bit each."""
+    """Return the buffer of numbers; booleans take a bit each."""
     given = np.asarray(values)
     numbers = given.astype(_numpy_dtype(kind), copy=False)
     if pa.types.is_integer(kind) and not np.array_equal(numbers, given):
@@ -88,7 +88,7 @@ def _bit_buffer(flags: np.ndarray) -> pa.Buffer:
 
 
 def _offset_buffer(lists: Sequence[Any]) -> pa.Buffer:
-    """Where each list begins in the concatenation of all, and where the last one ends."""
+    """Return the start of each list in the concatenation of all, and the end of the last one."""
     ends = np.cumsum([0, *map(len, lists)])
     if ends[-1] > np.iinfo(np.int32).max:
         raise OverflowError(f"{ends[-1]} items are too many for the lists of one column")

@@ -35,7 +35,7 @@ _SHAREGPT_NAMES = {"system": "system", "user": "human", "assistant": "gpt", "too
 
 
 def to_openai(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """Messages in OpenAI's format, with numbered `tool_calls` and results with the ids of their calls.
+    """Return messages in OpenAI's format, with numbered `tool_calls` and results with the ids of their calls.
 
     A result without a call, as from an environment with its own action syntax, has no id.
     """
@@ -63,7 +63,7 @@ def to_openai(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def from_openai(messages: Any) -> list[Message]:
-    """Messages from OpenAI's format, with calls as text and results in the order of their calls.
+    """Return messages from OpenAI's format, with calls as text and results in the order of their calls.
 
     Raises:
         RequestError: for malformed messages and for content that a record cannot hold: pictures, calls
@@ -106,7 +106,7 @@ def to_sharegpt(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 
 
 def from_sharegpt(conversations: Any) -> list[Message]:
-    """Messages from ShareGPT's format, including LLaMA-Factory's `function_call` and `observation`.
+    """Return messages from ShareGPT's format, including LLaMA-Factory's `function_call` and `observation`.
 
     Raises:
         RequestError: for a turn that is malformed or has an unknown `from`.
@@ -145,7 +145,7 @@ def _join_calls(said: str, blocks: Sequence[str]) -> str:
 
 
 def _render_call(call: Any, where: str) -> str:
-    """A call as text."""
+    """Return a call as text."""
     fine = isinstance(call, dict) and set(call) == {"name", "arguments"} and isinstance(call["name"], str)
     _require(fine and isinstance(call["arguments"], dict), f"{where} is not a call with name and arguments")
     return f"<tool_call>\n{_dump_json({'name': call['name'], 'arguments': call['arguments']})}\n</tool_call>"
@@ -174,7 +174,7 @@ def _ordered_results(pending: Mapping[str, str | None], where: str) -> list[Mess
 
 
 def read_content(content: Any, where: str) -> str:
-    """The content of a message as text: None is empty, and a list of text parts is joined.
+    """Return the content of a message as text: None is empty, and a list of text parts is joined.
 
     Raises:
         RequestError: for content that is not text, such as pictures.

@@ -74,7 +74,7 @@ def convert_files(
 
 
 def _read_row(raw: bytes, defaults: ImportDefaults) -> tuple[TraceRecord | None, str]:
-    """The record of a row, or the reason why it has none."""
+    """Return the record of a row, or the reason why it has none."""
     try:
         row = parse_strict_json(raw)
         if isinstance(row, dict) and "digest" in row:
@@ -118,7 +118,7 @@ def _read_score(value: Any) -> float:
 
 
 def _to_format(record: TraceRecord, to: Format) -> Mapping[str, Any]:
-    """The row of a record. Other formats have no digest, because their rows may be edited."""
+    """Return the row of a record. Other formats have no digest, because their rows may be edited."""
     row = to_row(record)
     if to == "records":
         return row

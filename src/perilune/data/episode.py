@@ -129,7 +129,7 @@ class Episode:
         sample: int = 0,
         environment: str = "",
     ) -> Self:
-        """The episode of one completion of a task's prompt.
+        """Return the episode of one completion of a task's prompt.
 
         Args:
             completion: what the engine sampled. A string is an answer to imitate: it gets an end-of-sequence
@@ -212,7 +212,7 @@ class Episode:
 
 
 def unsampled_tokens(token_ids: Sequence[int] | NDArray[np.int32]) -> dict[str, Any]:
-    """The token fields of an episode that no policy sampled: no log-probs, and version -1."""
+    """Return the token fields of an episode that no policy sampled: no log-probs, and version -1."""
     count = len(token_ids)
     return {
         "token_ids": np.asarray(token_ids, np.int32),
@@ -224,7 +224,7 @@ def unsampled_tokens(token_ids: Sequence[int] | NDArray[np.int32]) -> dict[str, 
 
 
 def outcome_fields(outcome: Outcome | None) -> dict[str, Any]:
-    """The reward and its terms, or the failure, as fields of an episode."""
+    """Return the reward and its terms, or the failure, as fields of an episode."""
     if outcome is None:
         return {}
     if isinstance(outcome, Failure):
@@ -233,5 +233,5 @@ def outcome_fields(outcome: Outcome | None) -> dict[str, Any]:
 
 
 def outcome_metrics(outcome: Outcome | None) -> dict[str, float]:
-    """The metrics of a score; empty for a failure."""
+    """Return the metrics of a score; empty for a failure."""
     return {} if outcome is None or isinstance(outcome, Failure) else dict(outcome.metrics)

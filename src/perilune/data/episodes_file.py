@@ -36,7 +36,7 @@ _TOP_TOKENS = {"top_ids": np.int32, "top_logprobs": np.float32}
 
 @cache
 def episode_schema(routes: str = "uint16") -> pa.Schema:
-    """Columns of an episodes file. `truncated` and `text` are derived from other columns, for queries.
+    """Return columns of an episodes file. `truncated` and `text` are derived from other columns, for queries.
 
     Args:
         routes: dtype of the experts in `routed_experts`.
@@ -116,7 +116,7 @@ def episodes_to_bytes(episodes: Iterable[Episode]) -> bytes:
 
 
 def episodes_from_bytes(stream: bytes) -> list[Episode]:
-    """The inverse of `episodes_to_bytes`."""
+    """Invert `episodes_to_bytes`."""
     return _to_episodes(pa.ipc.open_stream(stream).read_all())
 
 
@@ -167,7 +167,7 @@ class EpisodeScore(NamedTuple):
 
 
 def read_scores(path: Path) -> list[EpisodeScore]:
-    """The scores in an episodes file, much faster than its episodes.
+    """Return the scores in an episodes file, much faster than its episodes.
 
     Raises:
         RequestError: when the file is missing, is not a Parquet file, or lacks a column.
@@ -180,7 +180,7 @@ def read_scores(path: Path) -> list[EpisodeScore]:
 
 
 def read_columns(path: Path, columns: list[str] | None = None) -> pa.Table:
-    """Some columns of an episodes file, without those that it lacks.
+    """Return some columns of an episodes file, without those that it lacks.
 
     Raises:
         RequestError: when the file is missing or is not a Parquet file.

@@ -75,7 +75,7 @@ class Comparison:
 
 
 def read_demonstration(row: Row) -> Example:
-    """The example to imitate in a row of an sft stage.
+    """Return the example to imitate in a row of an sft stage.
 
     Raises:
         RequestError: naming the row and the column.
@@ -95,7 +95,7 @@ def read_demonstration(row: Row) -> Example:
 
 
 def read_comparison(row: Row) -> Comparison:
-    """The two answers in a row of a stage that trains on preferences.
+    """Return the two answers in a row of a stage that trains on preferences.
 
     Raises:
         RequestError: naming the row and the column.
@@ -116,7 +116,7 @@ def read_comparison(row: Row) -> Comparison:
 
 
 def _read_answer(row: Row, name: str) -> Example:
-    """The prompt with the answer in the column `name`; both are text, or both are messages."""
+    """Return the prompt with the answer in the column `name`; both are text, or both are messages."""
     value = row.value
     prompt = value["prompt"]
     if isinstance(prompt, str) and isinstance(value[name], str):
@@ -134,7 +134,7 @@ def _read_answer(row: Row, name: str) -> Example:
 
 
 def _extract_prompt(row: Row) -> Row:
-    """The row with the prompt that its two answers begin with, as TRL extracts it."""
+    """Return the row with the prompt that its two answers begin with, as TRL extracts it."""
     chosen, rejected = row.value["chosen"], row.value["rejected"]
     if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
         what = "columns 'chosen' and 'rejected' must both be text or both be lists of messages"
@@ -161,7 +161,7 @@ def _make_conversation(
 
 
 def _read_messages(value: Mapping[str, Any], name: str, place: str) -> tuple[Message, ...]:
-    """The messages of a column, with text as content and tool calls in one form."""
+    """Return the messages of a column, with text as content and tool calls in one form."""
     messages = value[name]
     if not isinstance(messages, list) or not messages:
         raise RequestError(f"column '{name}' is not a list of messages", where=place)
@@ -205,7 +205,7 @@ def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _read_variables(row: Row) -> dict[str, Any]:
-    """The template's inputs from the columns `tools` and `chat_template_kwargs`."""
+    """Return the template's inputs from the columns `tools` and `chat_template_kwargs`."""
     found = row.value.get("chat_template_kwargs") or {}
     if not isinstance(found, dict) or any(name in found for name in RESERVED_VARIABLES):
         what = f"column 'chat_template_kwargs' is not an object without {', '.join(RESERVED_VARIABLES)}"
@@ -219,7 +219,7 @@ def _read_variables(row: Row) -> dict[str, Any]:
 
 
 def _parse_json(text: str) -> Any:
-    """The value of JSON text; None if it is not JSON."""
+    """Return the value of JSON text; None if it is not JSON."""
     try:
         return parse_strict_json(text.encode())
     except ValueError:

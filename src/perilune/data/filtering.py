@@ -103,7 +103,7 @@ class _LineFilter:
         self._settings, self._index, self._contamination = settings, index, contamination
 
     def reason(self, line: Line, place: int) -> tuple[str, str] | None:
-        """A reason and its details, or None to keep the line, which is then indexed at `place`."""
+        """Return a reason and its details, or None to keep the line, which is then indexed at `place`."""
         record = line.record
         if record is None:
             return "broken", line.problem

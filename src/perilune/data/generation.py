@@ -55,7 +55,7 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerationTarget:
-    """How many records to generate, and from which tasks.
+    """The number of records to generate, and the tasks to use.
 
     Attributes:
         records: largest number of records.
@@ -202,7 +202,7 @@ class _OutputFolder:
 
 
 def _rejected_row(row: TraceRecord | Rejected) -> dict[str, str]:
-    """The row of a rejected candidate, or of a duplicate record."""
+    """Return the row of a rejected candidate, or of a duplicate record."""
     if isinstance(row, TraceRecord):
         return {"task_id": row.task_id, "source": row.source, "text": row.answer, "reason": "duplicate"}
     return row.as_row()

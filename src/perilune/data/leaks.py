@@ -22,7 +22,7 @@ PHRASES = (
 def find_leak(
     text: str, hint: str, prompt: str, *, ngram: int, phrases: Sequence[str] = PHRASES
 ) -> str | None:
-    """How `text` reveals `hint`, or None. Ignores case and spaces.
+    """Describe how `text` reveals `hint`, or return None. Ignores case and spaces.
 
     Args:
         prompt: what the trained model will see; text that it shares with the hint is not a leak.

@@ -50,7 +50,7 @@ class PreferenceRecord:
 
 
 def make_pair(chosen: Episode, rejected: Episode, source: str) -> PreferenceRecord:
-    """The record of two judged answers to one prompt."""
+    """Return the record of two judged answers to one prompt."""
     *prompt, answer = ({"role": m["role"], "content": m["content"]} for m in chosen.messages)
     other = {"role": "assistant", "content": rejected.text}
     assert chosen.reward is not None
@@ -105,7 +105,7 @@ def _digest(*texts: Sequence[Message]) -> str:
 
 
 def parse_preference(value: Mapping[str, Any], where: str) -> PreferenceRecord:
-    """The pair of a decoded row.
+    """Return the pair of a decoded row.
 
     Raises:
         RequestError: when the row is not a pair, naming `where` and the field.

@@ -93,7 +93,7 @@ class RecordIndex:
         self._connection.execute(_KEEP_BEST, (count,))
 
     def is_kept(self, place: int) -> bool:
-        """Whether `keep_best` kept the record at `place`."""
+        """Return whether `keep_best` kept the record at `place`."""
         found = self._connection.execute("SELECT 1 FROM chosen WHERE place = ?", (place,)).fetchone()
         return found is not None
 

@@ -17,7 +17,7 @@ _ROLES = {"system", "user", "assistant", "tool"}
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What wrote a record.
+    """The generator of a record.
 
     Attributes:
         generator: name of the teacher, or "sampled".
@@ -68,7 +68,7 @@ class TraceRecord:
         return "\n".join(str(message["content"]) for message in self.messages[:-1])
 
     def of_sub_agent(self, agent: str, messages: Sequence[Mapping[str, Any]]) -> TraceRecord:
-        """The record of a sub-agent's conversation in the same episode."""
+        """Return the record of a sub-agent's conversation in the same episode."""
         return replace(self, messages=messages, details={**(self.details or {}), _AGENT_KEY: agent})
 
     @property
@@ -88,7 +88,7 @@ class TraceRecord:
 
 
 def _kept_keys(message: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of a message that a record keeps."""
+    """Return the keys of a message that a record keeps."""
     unlearned = message.get("role") == "assistant" and message.get("weight", 1) == 0
     return ("role", "content", "weight") if unlearned else ("role", "content")
 
@@ -106,12 +106,12 @@ def write_records(path: Path, records: Iterable[TraceRecord]) -> int:
 
 
 def to_row(record: TraceRecord) -> dict[str, Any]:
-    """A record as a JSON object, without empty details."""
+    """Return a record as a JSON object, without empty details."""
     return {name: value for name, value in asdict(record).items() if name != "details" or value is not None}
 
 
 def records_file(path: Path) -> Path:
-    """The path, or records.jsonl inside of it if it is a folder."""
+    """Return the path, or records.jsonl inside of it if it is a folder."""
     return path / "records.jsonl" if path.is_dir() else path
 
 
@@ -153,7 +153,7 @@ def deduplicate(records: Iterable[TraceRecord]) -> Iterator[TraceRecord]:
 
 
 def is_validation(task_id: str, validation: float) -> bool:
-    """Whether a task belongs to the share `validation` of tasks that is held out."""
+    """Return whether a task belongs to the share `validation` of tasks that is held out."""
     mixed = hashlib.sha256(f"validation:{task_id}".encode()).digest()
     return int.from_bytes(mixed[:8], "big") < validation * 2**64
 
@@ -168,7 +168,7 @@ def parse_record(line: bytes, where: str) -> TraceRecord:
 
 
 def record_from_row(value: Mapping[str, Any], where: str) -> TraceRecord:
-    """The record of a decoded row.
+    """Return the record of a decoded row.
 
     Raises:
         RequestError: when the row is not a record, naming `where` and the field.
@@ -199,7 +199,7 @@ def record_from_row(value: Mapping[str, Any], where: str) -> TraceRecord:
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in a line.
+    """Return the JSON object in a line.
 
     Raises:
         RequestError: for invalid JSON, and for another value than an object.
@@ -216,7 +216,7 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
 def check_fields(
     row: Mapping[str, Any], where: str, fields: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A copy of `row`, which must have exactly the given fields.
+    """Return a copy of `row`, which must have exactly the given fields.
 
     Raises:
         RequestError: for missing fields and unknown fields.
@@ -232,7 +232,7 @@ def check_fields(
 
 
 def parse_provenance(raw: Any, where: str = "") -> Provenance:
-    """The provenance of a row.
+    """Return the provenance of a row.
 
     Raises:
         RequestError: unless `raw` has exactly the fields of a provenance, all of them text.
@@ -268,7 +268,7 @@ def check_messages(row: Mapping[str, Any], name: str, where: str, *, weights: bo
 
 
 def is_finite_number(value: Any) -> bool:
-    """Whether a JSON value is a number, neither infinite nor a bool."""
+    """Return whether a JSON value is a number, neither infinite nor a bool."""
     return type(value) in (int, float) and abs(value) < float("inf")
 
 

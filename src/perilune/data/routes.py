@@ -16,12 +16,12 @@ Routes = NDArray[Any]
 
 
 def route_dtype(experts: int) -> type[np.unsignedinteger[Any]]:
-    """The smallest dtype for the experts 0 .. `experts` - 1 and the mark of a missing row."""
+    """Return the smallest dtype for the experts 0 .. `experts` - 1 and the mark of a missing row."""
     return np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16
 
 
 def missing_mark(dtype: np.dtype[Any] | type[np.unsignedinteger[Any]]) -> int:
-    """The value of a missing row."""
+    """Return the value of a missing row."""
     return int(np.iinfo(dtype).max)
 
 
@@ -37,7 +37,7 @@ def no_routes(rows: int, like: Routes) -> Routes:
 
 
 def with_missing_row(routes: Routes) -> Routes:
-    """The routes followed by a missing row."""
+    """Return the routes followed by a missing row."""
     return np.concatenate([routes, no_routes(1, routes)])
 
 
@@ -48,6 +48,6 @@ def routes_to_json(routes: Routes) -> dict[str, Any]:
 
 
 def routes_from_json(document: Mapping[str, Any]) -> Routes:
-    """The inverse of `routes_to_json`."""
+    """Invert `routes_to_json`."""
     data = np.frombuffer(base64.b64decode(document["data"]), np.dtype(document["dtype"]))
     return data.reshape(document["shape"])

@@ -80,7 +80,7 @@ class Contamination:
             self._ngrams.setdefault(_hash_words(words), " ".join(words))
 
     def found_in(self, prompt: str, answer: str) -> str | None:
-        """The contamination of a record (the same prompt, or an n-gram), or None."""
+        """Return the contamination of a record (the same prompt, or an n-gram), or None."""
         if _hash_words(split_words(prompt)) in self._prompts:
             return "the same prompt"
         for words in self._ngrams_of(f"{prompt} {answer}"):

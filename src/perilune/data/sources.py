@@ -47,7 +47,7 @@ class Row:
 
 
 def find_source(path: Path) -> Path:
-    """The file or folder of training rows that `path` names.
+    """Return the file or folder of training rows that `path` names.
 
     In a folder, that is what a stage or `perilune data filter` wrote for training, or the split `train` of a
     saved DatasetDict; else the folder itself.
@@ -71,7 +71,7 @@ def find_source(path: Path) -> Path:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a file or folder, in the order of file names.
+    """Yield the rows of a file or folder, in the order of file names.
 
     Raises:
         RequestError: naming the file, and the line or row that cannot be read.
@@ -91,7 +91,7 @@ def _train_split(folder: Path) -> Path:
 
 
 def _list_files(path: Path) -> list[Path]:
-    """The files of a source, in order; in a folder, those for training."""
+    """Return the files of a source, in order; in a folder, those for training."""
     if not path.is_dir():
         return [path]
     if (path / "state.json").is_file():
@@ -126,7 +126,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """The Arrow files of a folder that `Dataset.save_to_disk` wrote."""
+    """Return the Arrow files of a folder that `Dataset.save_to_disk` wrote."""
     state = read_json(folder / "state.json")
     entries = state.get("_data_files") if isinstance(state, dict) else None
     names = [one.get("filename") if isinstance(one, dict) else None for one in entries or ()]
@@ -181,7 +181,7 @@ def _read_array(file: Path) -> Iterator[Row]:
 
 
 def _find_delimiter(starts: bytes) -> str | None:
-    """The delimiter of a CSV file, whose header names a column that is read; None for another file."""
+    """Return the delimiter of a CSV file, whose header names a column that is read; None for another file."""
     header = _first_line(starts)
     for delimiter in () if starts.startswith(b"{") else (",", "\t", ";"):
         if COLUMNS.intersection(next(csv.reader([header], delimiter=delimiter), [])):
@@ -254,14 +254,14 @@ def _read_batches(file: Path, head: bytes) -> Iterator[Sequence[dict[str, Any]]]
 
 
 def _drop_nulls(value: Any) -> Any:
-    """A value without null fields, with which a columnar file fills in what a row lacks."""
+    """Return a value without null fields, with which a columnar file fills in what a row lacks."""
     if isinstance(value, dict):
         return {name: _drop_nulls(one) for name, one in value.items() if one is not None}
     return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def read_first_row(path: Path) -> Row:
-    """The first row of a source.
+    """Return the first row of a source.
 
     Raises:
         RequestError: when it cannot be read, or there is none.

@@ -26,12 +26,12 @@ class Text(NamedTuple):
 
 
 def find_foreign_character(text: str) -> str | None:
-    """The first character that the character tokenizer of a new model lacks."""
+    """Return the first character that the character tokenizer of a new model lacks."""
     return None if _CHARACTERS.issuperset(text) else next(one for one in text if one not in _CHARACTERS)
 
 
 def find_missing_character(texts: Iterator[Text], lacks: Callable[[str], str | None]) -> str | None:
-    """The first character for which `lacks` finds no token, and its place, in words.
+    """Return the first character for which `lacks` finds no token, and its place, in words.
 
     Texts that cannot be read are no error here: the stage that uses them reports it.
     """
@@ -45,7 +45,7 @@ def find_missing_character(texts: Iterator[Text], lacks: Callable[[str], str | N
 
 
 def read_environment_texts(section: Mapping[str, Any], tasks: int = SAMPLED_TASKS) -> Iterator[Text]:
-    """The messages of an environment's first training tasks, with the right answers that it knows.
+    """Yield the messages of an environment's first training tasks, with the right answers that it knows.
 
     An environment that reads the user's own files knows the characters of all rows, and each comes as a text.
     The parts of a mixture come one by one. The tasks are those of seed 0, so that all seeds of a recipe get
@@ -83,7 +83,7 @@ def _task_messages(environment: Environment, task: Task) -> tuple[Mapping[str, s
 
 
 def read_data_texts(path: Path) -> Iterator[Text]:
-    """The texts of training rows: of demonstrations, or of preferences.
+    """Yield the texts of training rows: of demonstrations, or of preferences.
 
     Raises:
         RequestError: naming the file, and the line or row that cannot be read.

@@ -19,19 +19,19 @@ To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>
 
 
 def describe_tools(tools: Iterable[Mapping[str, Any]], system: str = "") -> str:
-    """A system message with a description of tools at its end."""
+    """Return a system message with a description of tools at its end."""
     about = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     return f"{system}\n\n{about}" if system else about
 
 
 def write_call(call: ToolCall) -> str:
-    """The text of a call."""
+    """Return the text of a call."""
     name, arguments = call
     return f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
 
 
 def read_calls(text: str) -> tuple[str, Sequence[ToolCall]] | None:
-    """The text outside of calls, and the calls; None if a call is malformed."""
+    """Return the text outside of calls, and the calls; None if a call is malformed."""
     calls = []
     for found in _CALL.findall(text):
         try:

@@ -36,7 +36,7 @@ class SeedComparison:
         return "higher" if self.mean > 0 else "lower"
 
     def describe(self, *, is_share: bool = True) -> str:
-        """The conclusion with the difference; in percentage points for shares such as pass@1."""
+        """Return the conclusion with the difference; in percentage points for shares such as pass@1."""
         values = (self.mean, self.low, self.high)
         mean, low, high = (f"{100 * one:+.1f}" if is_share else f"{one:+.3g}" for one in values)
         mean = f"{mean} points" if is_share else mean
@@ -112,7 +112,7 @@ def t_cdf(t: float, degrees: int) -> float:
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """The t at which Student's distribution reaches `probability`, for probabilities from 0.5."""
+    """Return the t at which Student's distribution reaches `probability`, for probabilities from 0.5."""
     low, high = 0.0, 1e4
     for _ in range(100):
         middle = (low + high) / 2

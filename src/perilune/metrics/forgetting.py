@@ -18,7 +18,7 @@ class ForgettingRow(NamedTuple):
 
 
 def forgetting_rows(found: Mapping[str, Any]) -> list[ForgettingRow]:
-    """The figures of `summary["forgetting"]`, one row for each measure."""
+    """Return the figures of `summary["forgetting"]`, one row for each measure."""
     rows = []
     if text := found.get("text"):
         before, after = text["perplexity"]["before"], text["perplexity"]["after"]

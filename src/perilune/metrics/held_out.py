@@ -19,7 +19,7 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 def list_evaluations(lines: Lines, figure: str) -> list[tuple[int, Interval]]:
-    """The steps at which the figure was measured, each with its interval."""
+    """Return the steps at which the figure was measured, each with its interval."""
     return [
         (line["step"], Interval(line[figure], line[f"{figure}/low"], line[f"{figure}/high"]))
         for line in lines
@@ -28,7 +28,7 @@ def list_evaluations(lines: Lines, figure: str) -> list[tuple[int, Interval]]:
 
 
 def best_evaluation(lines: Lines, figure: str) -> int | None:
-    """The step with the best mean, the earlier of equals; None before the first evaluation."""
+    """Return the step with the best mean, the earlier of equals; None before the first evaluation."""
     sign = 1 if figure.endswith(LOWER_IS_BETTER) else -1
     found = [(sign * interval.mean, step) for step, interval in list_evaluations(lines, figure)]
     return min(found)[1] if found else None
@@ -41,7 +41,7 @@ def evaluations_since_best(lines: Lines, figure: str) -> int:
 
 
 def training_rate(lines: Lines, after: int, until: int) -> Interval | None:
-    """The pass rate of training over the steps in (after, until], with Wilson's interval.
+    """Return the pass rate of training over the steps in (after, until], with Wilson's interval.
 
     Each group counts as one trial, since answers to one task are not independent: the interval is rather too
     wide. None when the stage samples no answers.
@@ -85,7 +85,7 @@ def gap_warning(lines: Lines, figure: str, tasks: int) -> str:
 def change_between(
     values: Sequence[Mapping[str, Any]], name: str, figure: str, *, before: int, after: int, seed: int
 ) -> Interval | None:
-    """The change of a figure of a set between two evaluations, paired by task or example.
+    """Return the change of a figure of a set between two evaluations, paired by task or example.
 
     Args:
         values: the lines of evaluations.jsonl.

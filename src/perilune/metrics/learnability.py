@@ -18,7 +18,7 @@ MAX_TRUNCATED_SHARE = 0.5  # share of answers cut off from which the token limit
 
 @dataclass(frozen=True, slots=True)
 class Learnability:
-    """What an evaluation says about learning from this environment.
+    """A verdict on whether a policy can learn from this environment.
 
     Attributes:
         pass_at_1, pass_at_k: unbiased, with intervals over tasks; `k` is the number of samples per task.
@@ -77,7 +77,7 @@ def _verdict(summary: Mapping[str, Any], pass_at_1: Interval, live: Interval | N
 
 
 def _likely_cause(summary: Mapping[str, Any]) -> str:
-    """The likely cause of failure, besides ability."""
+    """Return the likely cause of failure, besides ability."""
     form = summary.get("format")
     if summary["truncated"] > MAX_TRUNCATED_SHARE:
         return f", or raise max_tokens, which cut off {summary['truncated']:.0%} of answers"

@@ -99,7 +99,7 @@ def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict
 
 
 def is_repetitive(text: str) -> bool:
-    """Whether the last 10,000 characters compress by more than a factor of ten."""
+    """Return whether the last 10,000 characters compress by more than a factor of ten."""
     if len(text) < TAIL_CHARACTERS:
         return False
     tail = text[-TAIL_CHARACTERS:].encode()

@@ -16,7 +16,7 @@ SAMPLE_SIZE_KEYS = (
 def find_parent_evaluation(
     evaluation: str, checkpoints: Mapping[str, str | None], settings: Mapping[str, Mapping[str, Any]]
 ) -> str | None:
-    """The evaluation of the nearest evaluated ancestor of a checkpoint, or None.
+    """Return the evaluation of the nearest evaluated ancestor of a checkpoint, or None.
 
     Args:
         evaluation: name of the evaluation stage of the checkpoint.

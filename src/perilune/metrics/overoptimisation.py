@@ -1,5 +1,4 @@
-"""When to stop optimising a proxy reward: the gold score as a function of the distance from the initial
-policy.
+"""Detect overoptimisation: the gold score as a function of the distance from the initial policy.
 
 A policy that is optimised for a proxy moves a distance d = sqrt(KL(policy || initial)) and gains a gold score
 R that is not trained on. Gao et al. (arXiv 2210.10760) found for best-of-n and for reinforcement learning
@@ -179,7 +178,7 @@ class OveroptimisationWatch:
         return figures
 
     def fit(self) -> GoldFit | None:
-        """The law fitted to all steps so far, with gains relative to the mean of the first three."""
+        """Return the law fitted to all steps so far, with gains relative to the mean of the first three."""
         start = self._gold[:3]
         if not start:
             return None

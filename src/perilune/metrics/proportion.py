@@ -29,7 +29,7 @@ def wilson_interval(successes: float, trials: int) -> Interval:
 
 
 def pass_rate_interval(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval:
-    """The mean of pass rates, one per problem, with the percentile interval over resampled problems.
+    """Return the mean of pass rates, one per problem, with the percentile interval over resampled problems.
 
     If all are 0, or all are 1, resampling shows no spread, and the interval is Wilson's.
 

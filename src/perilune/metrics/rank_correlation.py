@@ -45,7 +45,7 @@ def spearman_over_problems(
 
 
 def correlation_ceiling(half: Figures, other_half: Figures) -> float | None:
-    """The correlation of perfect values with the mean of two noisy halves.
+    """Return the correlation of perfect values with the mean of two noisy halves.
 
     It is sqrt(2 r / (1 + r)), where r is the correlation of the halves (Spearman-Brown); None if r is
     undefined.

@@ -9,13 +9,13 @@ STEP_PARTS = ("sampling", "scoring", "learning", "other")  # of a training step,
 
 
 def training_figures(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Each figure from the first steps to the last, then those of the held-out pairs."""
+    """Return each figure from the first steps to the last, then those of the held-out pairs."""
     steps = {name: f"{value} (first to last steps)" for name, value in _describe_changes(summary).items()}
     return steps | {f"held-out {name}": value for name, value in _describe_held_out(summary).items()}
 
 
 def describe_training(summary: Mapping[str, Any]) -> str:
-    """The main figures of `training_figures`; empty for a stage without them."""
+    """Return the main figures of `training_figures`; empty for a stage without them."""
     said, held = (
         _list_main_figures(_describe_changes(summary)),
         _list_main_figures(_describe_held_out(summary)),
@@ -30,7 +30,7 @@ def _list_main_figures(figures: Mapping[str, str]) -> str:
 
 
 def _describe_changes(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Each figure's mean over the first steps and over the last."""
+    """Return each figure's mean over the first steps and over the last."""
     first, last = summary.get("first") or {}, summary.get("last") or {}
     return {
         name: f"{_format_figure(name, first[name])} to {_format_figure(name, last[name])}" for name in first
@@ -44,7 +44,7 @@ def _describe_held_out(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _format_figure(name: str, value: Any) -> str:
-    """A figure as a percentage or a number, with its interval if it has one."""
+    """Return a figure as a percentage or a number, with its interval if it has one."""
     if isinstance(value, Mapping):
         mean, low, high = (_format_figure(name, value[key]) for key in ("mean", "low", "high"))
         return f"{mean} ({low} to {high})"

@@ -224,7 +224,7 @@ class CodecDecoder(nn.Module):
         return x[..., 0].clamp(-1, 1)
 
     def features(self, latents: Tensor, state: CodecState) -> Tensor:
-        """The input of the vocoder's last part, for losses on the spectra that it predicts."""
+        """Return the input of the vocoder's last part, for losses on the spectra that it predicts."""
         x: Tensor = self.pre_transformer(self.pre_conv(latents, state), state)
         for part in (*(block for blocks in self.upsample for block in blocks), *self.decoder[:-1]):  # type: ignore[attr-defined]
             x = part(x, state)
@@ -237,7 +237,7 @@ class CodecDecoder(nn.Module):
 
     @torch.no_grad()
     def frozen(self) -> CodecDecoder:
-        """A copy for inference with weights in the fastest layout."""
+        """Return a copy for inference with weights in the fastest layout."""
         copy = deepcopy(self).requires_grad_(False)
         for module in copy.modules():
             for part in vars(module).values():

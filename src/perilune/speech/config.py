@@ -122,7 +122,7 @@ class CodecConfig:
         return codec
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of speech_tokenizer/config.json, without the encoder."""
+        """Return the content of speech_tokenizer/config.json, without the encoder."""
         decoder = {key: getattr(self, name) for name, key in _CODEC_KEYS.items()}
         decoder |= {
             **{name: list(getattr(self, name)) for name in _CODEC_FACTORS},
@@ -295,7 +295,7 @@ class SpeechConfig:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of config.json."""
+        """Return the content of config.json."""
         marks = {key: getattr(self.marks, name) for name, key in _CODEC_CONTROL_KEYS.items()}
         sections = self.talker.head_dim // 2
         rope = {"rope_type": "default", "type": "default", "interleaved": True}

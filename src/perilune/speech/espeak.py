@@ -64,7 +64,7 @@ def synthesise_text(text: str, *, voice: str, speed: int, sample_rate: int) -> S
 
 
 def _resample(audio: bytes, sample_rate: int) -> Samples:
-    """The samples of a WAV file at another rate, by truncating or zero-padding the spectrum."""
+    """Return the samples of a WAV file at another rate, by truncating or zero-padding the spectrum."""
     with wave.open(io.BytesIO(audio)) as file:
         rate, raw = file.getframerate(), file.readframes(len(audio))  # the header of a stream has no length
     samples = np.frombuffer(raw, "<i2").astype(np.float64) / 32768

@@ -84,7 +84,7 @@ class SpeechModel:
 
 
 def is_speech_folder(path: Path) -> bool:
-    """Whether `path` is a folder whose config.json describes a speech model."""
+    """Return whether `path` is a folder whose config.json describes a speech model."""
     try:
         raw = read_json(CheckpointFolder(path).file("config.json"))
     except RequestError:
@@ -93,7 +93,7 @@ def is_speech_folder(path: Path) -> bool:
 
 
 def new_speech_model(config: SpeechConfig, tokenizer: Tokenizer, seed: int) -> SpeechModel:
-    """A new model with random weights.
+    """Return a new model with random weights.
 
     Raises:
         RequestError: when the tokenizer has more tokens than the model.
@@ -149,7 +149,7 @@ def save_speech_model(path: Path, model: SpeechModel, encoder: Mapping[str, Tens
 
 
 def stored_name(name: str) -> str | None:
-    """The name in a folder of a tensor of `Talker`."""
+    """Return the name in a folder of a tensor of `Talker`."""
     for beginning, stored in _NAMES.items():
         if name.startswith(beginning):
             return None if stored is None else stored + name.removeprefix(beginning)
@@ -163,7 +163,7 @@ def _count_parts(config: SpeechConfig) -> int:
 def _load_module(
     build: Callable[[], ModuleT], folder: CheckpointFolder, name_of: Callable[[str], str | None], parts: int
 ) -> ModuleT:
-    """The module with the tensors of `folder`; `name_of` translates its names.
+    """Return the module with the tensors of `folder`; `name_of` translates its names.
 
     Args:
         parts: number of layers or tables, which have at least one tensor each.
@@ -227,7 +227,7 @@ def _check_vocabulary(tokenizer: Tokenizer, config: SpeechConfig, where: str) ->
 
 
 def _load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
-    """The tokenizer of the folder; Qwen publishes it as vocab.json and merges.txt."""
+    """Return the tokenizer of the folder; Qwen publishes it as vocab.json and merges.txt."""
     vocabulary, merges = folder.file("vocab.json"), folder.file("merges.txt")
     if folder.file("tokenizer.json").exists() or not (vocabulary.is_file() and merges.is_file()):
         return Tokenizer.load(folder.path)

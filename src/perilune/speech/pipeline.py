@@ -29,7 +29,7 @@ class Stage(ABC, Generic[ItemT]):
 
     @abstractmethod
     def deadline(self) -> float | None:
-        """The earliest deadline in the queue, in seconds of the clock; None if the queue is empty."""
+        """Return the earliest deadline in the queue, in seconds of the clock; None if the queue is empty."""
 
     @abstractmethod
     def step(self) -> Sequence[Any]:

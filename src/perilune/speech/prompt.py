@@ -105,7 +105,7 @@ def embed_utterance(talker: Embedder, tokenizer: Tokenizer, utterance: Utterance
 
 
 def _voice_tokens(config: SpeechConfig, utterance: Utterance) -> list[int]:
-    """The codec tokens of the language and the speaker."""
+    """Return the codec tokens of the language and the speaker."""
     marks = config.marks
     speaker = None if utterance.speaker is None else utterance.speaker.lower()
     language = utterance.language.lower()

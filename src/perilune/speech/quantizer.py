@@ -87,7 +87,7 @@ def project_in(part: ResidualQuantizer, latents: Tensor) -> Tensor:
 
 
 def project_out(part: ResidualQuantizer, entries: Tensor) -> Tensor:
-    """The reverse of `project_in`."""
+    """Return the reverse of `project_in`."""
     return F.linear(entries, part.output_proj.weight[..., 0])
 
 

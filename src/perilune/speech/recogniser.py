@@ -51,7 +51,7 @@ class Recogniser:
         self._decoder.activate_search("words")
 
     def hear(self, samples: Samples) -> str:
-        """The words in float32[N] samples; "" for silence."""
+        """Return the words in float32[N] samples; "" for silence."""
         silence = np.zeros(int(_MARGIN * SAMPLE_RATE))
         loudest = float(np.abs(samples).max()) if len(samples) else 0.0
         whole = np.concatenate([silence, samples * (_PEAK / max(loudest, 1e-9)), silence])
@@ -76,7 +76,7 @@ def require_recogniser() -> None:
 
 
 def count_word_errors(said: Sequence[str], heard: Sequence[str]) -> int:
-    """The smallest number of substituted, inserted and deleted words (Levenshtein)."""
+    """Return the smallest number of substituted, inserted and deleted words (Levenshtein)."""
     row = list(range(len(heard) + 1))
     for i, word in enumerate(said, start=1):
         above, row[0] = row[:], i

@@ -20,7 +20,7 @@ _MIN_FRAMES = 2
 
 @dataclass(frozen=True, slots=True)
 class SpeechSampling:
-    """How codes are sampled; the defaults are those of Qwen3-TTS.
+    """The sampling settings of codes; the defaults are those of Qwen3-TTS.
 
     Attributes:
         temperature, top_k, top_p, repetition_penalty: of the talker's code, the first of each frame.
@@ -43,7 +43,7 @@ class SpeechSampling:
         SamplingParams(1, self.rest_temperature, top_k=self.rest_top_k, top_p=self.rest_top_p)
 
     def params(self, eos: int) -> SamplingParams:
-        """The talker's parameters; speech has at least two frames."""
+        """Return the talker's parameters; speech has at least two frames."""
         return SamplingParams(
             max_tokens=max(self.max_frames, _MIN_FRAMES),
             min_tokens=_MIN_FRAMES,
@@ -77,7 +77,7 @@ class SpeechSampling:
         )
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of generation_config.json."""
+        """Return the content of generation_config.json."""
         return {
             "do_sample": self.temperature > 0,
             "temperature": self.temperature or 1.0,

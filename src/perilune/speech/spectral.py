@@ -38,7 +38,7 @@ class SpectralVocoder(Streamed):
         return magnitudes.clamp(max=_MAX_LOG_MAGNITUDE), phases
 
     def overlap_add(self, magnitudes: Tensor, phases: Tensor, state: CodecState) -> Tensor:
-        """The samples float[B, T * hop, 1] of spectra."""
+        """Return the samples float[B, T * hop, 1] of spectra."""
         size = magnitudes.exp()
         parts = torch.cat([size * phases.cos(), size * phases.sin()], dim=2)
         batch, length, _ = parts.shape

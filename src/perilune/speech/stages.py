@@ -229,7 +229,7 @@ class DecoderStage(Stage[SpeechStream]):
         return [self._delta(one, decoded.get(one.id)) for one in batch]
 
     def _decode(self, batch: Sequence[SpeechStream], size: int) -> dict[int, Tensor]:
-        """The samples float[N] of the next `size` frames of each stream, by its id."""
+        """Return the samples float[N] of the next `size` frames of each stream, by its id."""
         if not batch:
             return {}
         taken = [one.frames[:size] for one in batch]

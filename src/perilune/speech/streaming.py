@@ -29,17 +29,17 @@ class CodecState:
 
     @classmethod
     def start(cls, streams: int, device: torch.device | str = "cpu") -> CodecState:
-        """The state before the first frame."""
+        """Return the state before the first frame."""
         return cls(torch.zeros(streams, dtype=torch.long, device=device))
 
     @classmethod
     def join(cls, states: Sequence[CodecState]) -> CodecState:
-        """The joint state of the streams of `states`. Either all of them have started, or none."""
+        """Return the joint state of the streams of `states`. Either all of them have started, or none."""
         frames = torch.cat([one.frames for one in states])
         return cls(frames, {key: torch.cat([one.tails[key] for one in states]) for key in states[0].tails})
 
     def split(self) -> list[CodecState]:
-        """The state of each stream."""
+        """Return the state of each stream."""
         return [
             CodecState(self.frames[i : i + 1], {key: one[i : i + 1] for key, one in self.tails.items()})
             for i in range(len(self.frames))

@@ -67,7 +67,7 @@ class Speaker:
 
     @torch.inference_mode()
     def request(self, utterance: Utterance, seed: int) -> Request:
-        """The request for `utterance`. Safe to call from any thread.
+        """Return the request for `utterance`. Safe to call from any thread.
 
         Raises:
             RequestError: when the model cannot speak the utterance, or it is too long.
@@ -86,7 +86,7 @@ class Speaker:
         return Request([self.config.marks.pad] * len(inputs), params, (seed, 0, 0), inputs=inputs)
 
     def say(self, utterances: Sequence[Utterance], seed: int = 0) -> list[Samples]:
-        """The samples float32[N] of each utterance, batched. Utterance i has seed `seed` + i."""
+        """Return the samples float32[N] of each utterance, batched. Utterance i has seed `seed` + i."""
         ids = [self.pipeline.add(self.request(one, seed + i)) for i, one in enumerate(utterances)]
         parts: dict[int, list[Samples]] = {request_id: [] for request_id in ids}
         while self.pipeline.unfinished:

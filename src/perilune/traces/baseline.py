@@ -22,7 +22,7 @@ SUITE_TIMEOUT_S = 600  # of one run of the other installation
 
 
 def differs_in_installation(python: Path, tokenizer_of: TokenizerOf, kinds: frozenset[str]) -> FailureCheck:
-    """The other installation plays an episode differently, in one of these kinds of differences.
+    """Return the other installation plays an episode differently, in one of these kinds of differences.
 
     Args:
         python: the interpreter in which the other installation is.
@@ -41,7 +41,7 @@ def differs_in_installation(python: Path, tokenizer_of: TokenizerOf, kinds: froz
 def run_in_installation(
     python: Path, cassettes: Sequence[Cassette], tokenizer_of: TokenizerOf
 ) -> dict[str, set[str]]:
-    """The kinds of differences that another installation finds, by digest of the cassette.
+    """Return the kinds of differences that another installation finds, by digest of the cassette.
 
     Raises:
         WorkFailedError: when it cannot run the suite.

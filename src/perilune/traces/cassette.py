@@ -40,7 +40,7 @@ class Turn(Frozen):
 
 
 class Verdict(Frozen):
-    """How an episode ended for one player. `reward` is None, and `failure` set, if it has no score."""
+    """The end of an episode for one player. `reward` is None, and `failure` set, if it has no score."""
 
     reward: float | None
     terms: dict[str, float]
@@ -66,7 +66,7 @@ class Track(Frozen):
 
 
 class Sampling(Frozen):
-    """How the turns were sampled, for `exact` and `fork`.
+    """The sampling settings of the turns, for `exact` and `fork`.
 
     Attributes:
         key: (seed, step, index of the task in the step), which seeds sampling and the session.
@@ -86,7 +86,7 @@ class Sampling(Frozen):
 
 
 class Source(Frozen):
-    """Where an episode was recorded: run, stage, file of episodes, id of the episode."""
+    """The origin of an episode: run, stage, file of episodes, id of the episode."""
 
     run: str
     stage: str
@@ -104,12 +104,12 @@ class TaskRecord(Frozen):
 
     @classmethod
     def of(cls, task: Task) -> TaskRecord:
-        """The record of a task."""
+        """Return the record of a task."""
         prompt = tuple(dict(one) for one in task.prompt)
         return cls(task_id=task.task_id, prompt=prompt, data=dict(task.data), difficulty=task.difficulty)
 
     def task(self) -> Task:
-        """The task."""
+        """Return the task."""
         return Task(self.task_id, self.prompt, self.data, self.difficulty)
 
 
@@ -149,11 +149,11 @@ class Cassette(Frozen):
         )
 
     def track(self, player: int) -> Track | None:
-        """The part of a player; None if it never moved."""
+        """Return the part of a player; None if it never moved."""
         return next((one for one in self.tracks if one.player == player), None)
 
     def actions(self) -> list[Turn]:
-        """The turns of all players in the order of the episode."""
+        """Return the turns of all players in the order of the episode."""
         turns = {track.player: iter(track.turns) for track in self.tracks}
         return [next(turns[player]) for player in self.order]
 
@@ -163,7 +163,7 @@ class Cassette(Frozen):
 
 
 def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()) -> Track:
-    """The part of a player from its episode.
+    """Return the part of a player from its episode.
 
     A turn ended by itself if it has fewer than `sampling.max_tokens` tokens, a stop token or a stop text.
 
@@ -209,7 +209,7 @@ def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()
 
 
 def extract_verdict(episode: Episode) -> Verdict:
-    """How the episode ended."""
+    """Return the verdict on an episode."""
     return Verdict(
         reward=episode.reward,
         terms=dict(sorted(episode.reward_terms.items())),

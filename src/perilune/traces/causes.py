@@ -18,7 +18,7 @@ _CAUSE_METRICS = ("contained/", "strategy/")  # metrics of an episode that name 
 
 
 def describe_cause(cassette: Cassette) -> str:
-    """The cause of the outcome of a cassette, for all its players."""
+    """Return the cause of the outcome of a cassette, for all its players."""
     parts = [_describe_track(track) for track in cassette.tracks]
     return " | ".join(dict.fromkeys(parts)) or "nobody moved"
 
@@ -35,7 +35,7 @@ def cluster_cassettes(cassettes: Sequence[Cassette]) -> dict[str, list[Cassette]
 
 
 def choose_cassettes(found: Mapping[str, Sequence[Cassette]], each: int) -> dict[str, list[Cassette]]:
-    """At most `each` of every cluster: the smallest, then others evenly over its sizes."""
+    """Return at most `each` of every cluster: the smallest, then others evenly over its sizes."""
     return {
         name: [members[place] for place in _even_places(len(members), each)]
         for name, members in found.items()
@@ -43,13 +43,13 @@ def choose_cassettes(found: Mapping[str, Sequence[Cassette]], each: int) -> dict
 
 
 def environment_label(section: Mapping[str, object]) -> str:
-    """The id of an environment, with its family."""
+    """Return the id of an environment, with its family."""
     family = section.get("task") or section.get("game")
     return f"{section.get('id')}/{family}" if family else str(section.get("id"))
 
 
 def is_held_out(digest: str, share: float) -> bool:
-    """Whether a cassette is held out: a fixed draw from its digest, with this probability."""
+    """Return whether a cassette is held out: a fixed draw from its digest, with this probability."""
     return int(sha256_bytes(f"held out/{digest}".encode())[:8], 16) < share * 16**8
 
 

@@ -63,11 +63,11 @@ class SuiteEnvironment(Mixture):
             raise RequestError(f"the suite has no cases in the part {self._part}", where="environment.part")
 
     def settings(self) -> dict[str, Any]:
-        """The number of tasks to evaluate."""
+        """Return the number of tasks to evaluate."""
         return {"heldout": sum(1 for _ in self.tasks("heldout", 0))}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Each task of the part once, shuffled by `seed`."""
+        """Yield each task of the part once, shuffled by `seed`."""
         cases = self.suite.cases("shown" if split == "train" else self._part)
         tasks = {task.task_id: task for task in (self._tasks[case.digest] for case in cases)}
         names = sorted(tasks)
@@ -75,7 +75,7 @@ class SuiteEnvironment(Mixture):
         yield from (tasks[name] for name in names)
 
     def recorded(self) -> dict[str, list[float]]:
-        """The scores of the recorded episodes by task, without those that failed."""
+        """Return the scores of the recorded episodes by task, without those that failed."""
         return dict(self._recorded)
 
 

@@ -21,7 +21,7 @@ _MAX_CHARACTERS = 160  # characters of a value in a difference
 
 
 class Expectation(Frozen):
-    """What the oracle expects of one player.
+    """The recorded behaviour that a replay of one player must repeat.
 
     Attributes:
         texts: SHA-256 of each turn's text, which shows a tokenizer that decodes differently.
@@ -48,7 +48,7 @@ class Difference:
     replayed: str
 
     def document(self) -> dict[str, str]:
-        """The fields."""
+        """Return the fields."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Difference:
 
 
 def make_expectation(track: Track) -> Expectation:
-    """What a track records."""
+    """Return the expectation that a track records."""
     return Expectation(
         player=track.player,
         verdict=track.verdict,
@@ -68,7 +68,7 @@ def make_expectation(track: Track) -> Expectation:
 
 
 def find_differences(expected: Sequence[Expectation], replayed: Sequence[Expectation]) -> list[Difference]:
-    """All differences between what was recorded and what a replay gave."""
+    """Return all differences between what was recorded and what a replay gave."""
     before, after = ({one.player: one for one in part} for part in (expected, replayed))
     found = []
     for player in sorted(before.keys() | after.keys()):
@@ -95,7 +95,7 @@ def _compare_verdicts(expected: Verdict, replayed: Verdict, name: str) -> list[D
 
 
 def find_token_differences(recorded: Sequence[Track], replayed: Sequence[Track]) -> list[Difference]:
-    """The first sampled token of each player that differs, for mode `exact`."""
+    """Return the first sampled token of each player that differs, for mode `exact`."""
     after = {one.player: one for one in replayed}
     found = []
     for track in recorded:
@@ -151,7 +151,7 @@ def _is_close(before: float | None, after: float | None) -> bool:
 
 
 def _mask_numbers(failure: str) -> str:
-    """A failure without its numbers, such as seconds."""
+    """Return a failure without its numbers, such as seconds."""
     return re.sub(r"\d+(\.\d+)?", "#", failure)
 
 

@@ -21,7 +21,7 @@ OK, ERROR = 1, 2  # StatusCode
 
 
 def trace_request(episodes: Iterable[Episode], begin: int, *, texts: bool) -> dict[str, Any]:
-    """An ExportTraceServiceRequest with the spans of the episodes.
+    """Return an ExportTraceServiceRequest with the spans of the episodes.
 
     Args:
         begin: time of the first round of each episode, in nanoseconds since 1970.
@@ -31,7 +31,7 @@ def trace_request(episodes: Iterable[Episode], begin: int, *, texts: bool) -> di
 
 
 def export_request(spans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """An ExportTraceServiceRequest with the spans."""
+    """Return an ExportTraceServiceRequest with the spans."""
     scope = {"name": "perilune", "version": version("perilune")}
     resource = {"attributes": encode_attributes({"service.name": "perilune"})}
     return {"resourceSpans": [{"resource": resource, "scopeSpans": [{"scope": scope, "spans": list(spans)}]}]}
@@ -94,7 +94,7 @@ def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[s
 
 
 def _player_span(episode: Episode) -> Span:
-    """The span of an episode without sub-agents: one round for each turn."""
+    """Return the span of an episode without sub-agents: one round for each turn."""
     turns = int(episode.metrics.get("turns", 1))
     return Span(
         span_id=str(episode.player),

@@ -26,7 +26,7 @@ MAX_TASKS = 200_000  # of a split, that are searched for the tasks of episodes
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run says about the episodes of one of its files.
+    """The settings of a run that apply to one of its files of episodes.
 
     Attributes:
         run, stage, file: see `Source`.
@@ -93,7 +93,7 @@ def record_episodes(episodes: Sequence[Episode], origin: Origin, replayer: Repla
 
 
 def group_rollouts(episodes: Sequence[Episode]) -> list[list[Episode]]:
-    """The episodes of all players of each rollout, without those of sub-agents."""
+    """Return the episodes of all players of each rollout, without those of sub-agents."""
     found: dict[tuple[str, str, str], list[Episode]] = {}
     for one in episodes:
         if not one.is_sub_agent:
@@ -103,7 +103,7 @@ def group_rollouts(episodes: Sequence[Episode]) -> list[list[Episode]]:
 
 
 def find_tasks(environment: Environment, ids: set[str], seed: int, system: str = "") -> dict[str, Task]:
-    """The tasks with these ids, among the first `MAX_TASKS` of both splits."""
+    """Return the tasks with these ids, among the first `MAX_TASKS` of both splits."""
     found: dict[str, Task] = {}
     splits: tuple[Split, Split] = ("heldout", "train")
     streams = [islice(environment.tasks(split, seed), MAX_TASKS) for split in splits]
@@ -120,7 +120,7 @@ def find_tasks(environment: Environment, ids: set[str], seed: int, system: str =
 def _draft_cassette(
     members: Sequence[Episode], task: Task, origin: Origin, environment: Environment
 ) -> Cassette:
-    """The cassette of the episodes of one rollout, before it was played."""
+    """Return the cassette of the episodes of one rollout, before it was played."""
     step, index, *_, sample = members[0].episode_id.split("/")
     sampling = Sampling(
         key=(members[0].seed, int(step), int(index)),
@@ -147,7 +147,7 @@ def _draft_cassette(
 
 
 def _complete_cassette(draft: Cassette, replay: Replay) -> Cassette:
-    """The cassette with the order of its actions, and the metrics that playing it gives."""
+    """Return the cassette with the order of its actions, and the metrics that playing it gives."""
     given = {one.player: one.verdict.metrics for one in replay.tracks}
     tracks = []
     for track in draft.tracks:

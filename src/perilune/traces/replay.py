@@ -36,7 +36,7 @@ TokenizerOf = Callable[[str], Tokenizer]
 
 @dataclass(frozen=True)
 class Replay:
-    """What playing a cassette gave.
+    """The result of playing a cassette.
 
     Attributes:
         tracks: the players' parts, as in the cassette.
@@ -49,18 +49,18 @@ class Replay:
     error: str = ""
 
     def differences(self, expected: Sequence[Expectation]) -> list[Difference]:
-        """How the replay differs from what is expected."""
+        """Return the differences between the replay and the expectations."""
         if self.error:
             return [Difference("error", "replay", "", self.error)]
         return find_differences(expected, self.expectations())
 
     def expectations(self) -> tuple[Expectation, ...]:
-        """What the replay gave, as an expectation of the next one."""
+        """Return the result as the expectations of the next replay."""
         return tuple(map(make_expectation, self.tracks))
 
 
 def apply_replay(cassette: Cassette, replay: Replay) -> Cassette:
-    """The cassette with what the replay gave in place of what was recorded."""
+    """Return the cassette with what the replay gave in place of what was recorded."""
     return cassette.model_copy(update={"tracks": replay.tracks, "order": replay.order})
 
 
@@ -217,7 +217,7 @@ def _collect_replay(worker: TapedWorker, rollout: Rollout, params: SamplingParam
 
 
 def _drop_missing_turn(episode: Episode) -> Episode:
-    """The episode without a turn that the tape lacked, which has no tokens."""
+    """Return the episode without a turn that the tape lacked, which has no tokens."""
     if episode.finish_reason != "aborted":
         return episode
     return replace(episode, messages=episode.messages[:-1])
@@ -245,7 +245,7 @@ def _make_transcript(cassette: Cassette, player: int) -> Transcript:
 
 
 def _with_outcome(track: Track, outcome: Outcome) -> Track:
-    """The track with another score. Terms that a cut-off episode did not have are left out."""
+    """Return the track with another score. Terms that a cut-off episode did not have are left out."""
     if isinstance(outcome, Failure):
         failed: dict[str, Any] = {
             "reward": None,

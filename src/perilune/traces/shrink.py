@@ -27,13 +27,13 @@ MAX_PIECES = 400  # of a text that is cut word by word; longer ones are cut by l
 
 
 def has_same_cause(cassette: Cassette) -> FailureCheck:
-    """The cause of the outcome is that of `cassette`."""
+    """Return the cause of the outcome is that of `cassette`."""
     wanted = describe_cause(cassette)
     return lambda played: [describe_cause(one) == wanted for one in played]
 
 
 def minimize(items: Sequence[T], first: Callable[[list[list[T]]], int | None]) -> list[T]:
-    """A subsequence from which no single item can be cut.
+    """Return a subsequence from which no single item can be cut.
 
     Args:
         first: index of the first candidate that still fails; None if there is none.
@@ -70,7 +70,7 @@ class Shrinker:
     replayer: Replayer
 
     def shrink(self, cassette: Cassette) -> Cassette:
-        """The smallest cassette found; `cassette` itself if it does not show the failure."""
+        """Return the smallest cassette found; `cassette` itself if it does not show the failure."""
         (whole,) = self._play([cassette])
         if whole is None or not self.fails([whole])[0]:
             return cassette
@@ -107,7 +107,7 @@ class Shrinker:
     def _cut(
         self, base: Cassette, items: Sequence[T], make_draft: Callable[[Sequence[T]], Cassette | None]
     ) -> Cassette:
-        """The cassette without the items that it does not need to fail."""
+        """Return the cassette without the items that it does not need to fail."""
         best = base
 
         def first(candidates: list[list[T]]) -> int | None:
@@ -136,7 +136,7 @@ class Shrinker:
 
 
 def _with_turns(cassette: Cassette, kept: Sequence[int]) -> Cassette | None:
-    """The draft with some of the actions, by their place in the episode."""
+    """Return the draft with some of the actions, by their place in the episode."""
     if not kept:
         return None
     turns: dict[int, list[Turn]] = {track.player: [] for track in cassette.tracks}
@@ -148,7 +148,7 @@ def _with_turns(cassette: Cassette, kept: Sequence[int]) -> Cassette | None:
 
 
 def _with_text(cassette: Cassette, place: int, text: str, tokenizer: Tokenizer) -> Cassette | None:
-    """The draft with another text of an action, which has at least one token."""
+    """Return the draft with another text of an action, which has at least one token."""
     player = cassette.order[place]
     number = cassette.order[:place].count(player)
     tracks = []
@@ -166,7 +166,7 @@ def _with_text(cassette: Cassette, place: int, text: str, tokenizer: Tokenizer) 
 
 
 def _with_prompt(cassette: Cassette, place: int, text: str) -> Cassette | None:
-    """The draft with another text of a message of the task's prompt. One message keeps some text."""
+    """Return the draft with another text of a message of the task's prompt. One message keeps some text."""
     prompt = list(cassette.task.prompt)
     prompt[place] = {**prompt[place], "content": text}
     if not any(one["content"].strip() for one in prompt):

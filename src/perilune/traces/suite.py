@@ -77,16 +77,16 @@ class Suite:
         return {case.digest: self._load_cassette(case.digest) for case in self.index.cases}
 
     def cases(self, part: Part = "all") -> list[Case]:
-        """The cases of a part."""
+        """Return the cases of a part."""
         return [one for one in self.index.cases if part == "all" or one.held_out == (part == "held-out")]
 
     def expected(self, case: Case) -> tuple[Expectation, ...]:
-        """What a case expects."""
+        """Return the expectations of a case."""
         recorded = self.cassettes[case.digest].tracks
         return tuple(map(make_expectation, recorded)) if case.accepted is None else case.accepted
 
     def tokenizer(self, digest: str) -> Tokenizer:
-        """The tokenizer with this digest.
+        """Return the tokenizer with this digest.
 
         Raises:
             RequestError: when it is missing or changed.
@@ -165,7 +165,7 @@ def _make_folder(folder: Path) -> Path:
 
 
 def _expected_lines(case: Case, cassette: Cassette) -> list[str]:
-    """What a case expects, for a diff: one line a figure or message."""
+    """Return the expectations of a case for a diff: one line per figure or message."""
     expected = tuple(map(make_expectation, cassette.tracks)) if case.accepted is None else case.accepted
     document = [one.model_dump(mode="json") for one in expected]
     return json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True).splitlines()

@@ -61,7 +61,7 @@ class TapedWorker(RolloutWorker):
         params: SamplingParams,
         progress: Progress,
     ) -> list[Completion]:
-        """Each turn: from the tape of its rollout, or sampled."""
+        """Return each turn: from the tape of its rollout, or sampled."""
         found: dict[DueTurn, Completion] = {}
         for one in turns:
             self.order.setdefault(one.rollout, []).append(one.rollout.observation.player)

@@ -54,7 +54,7 @@ _MAX_DEPTH = 50  # nested parentheses and negations
 
 
 def parse_where(text: str) -> Condition:
-    """The condition that `text` states. An empty text holds for every episode.
+    """Return the condition that `text` states. An empty text holds for every episode.
 
     Raises:
         RequestError: naming the place at which the text is not understood.

@@ -38,7 +38,7 @@ class FigureReader:
         self._last = after
 
     def read(self, artifacts: Path, *, ended: bool) -> Iterator[Figures]:
-        """The steps since the last call.
+        """Yield the steps since the last call.
 
         Args:
             artifacts: folder of the current attempt.
@@ -60,7 +60,7 @@ class FigureReader:
 
 
 def _read_steps(path: Path) -> Iterator[Mapping[str, Any]]:
-    """The lines of a file of metrics that have a step; a damaged line is left out."""
+    """Yield the lines of a file of metrics that have a step; a damaged line is left out."""
     for row in read_json_lines(path):
         if isinstance(row, dict) and isinstance(step := row.get("step"), int) and 0 <= step < 1 << 63:
             yield row

@@ -94,7 +94,7 @@ class Attempt:
         return self._lines("artifacts/hardware.jsonl")
 
     def has(self, name: str) -> bool:
-        """Whether it has this file, and the file is not empty."""
+        """Return whether it has this file, and the file is not empty."""
         path = None if self.root is None else self.root / name
         return path is not None and path.exists() and path.stat().st_size > 0
 
@@ -104,7 +104,7 @@ class Attempt:
         return sorted((self.root / "artifacts" / "episodes").glob("step-*.parquet")) if self.root else []
 
     def episodes_path(self, step: int) -> Path:
-        """The episode file of a step."""
+        """Return the episode file of a step."""
         return (self.root or Path()) / "artifacts" / "episodes" / f"step-{step:06d}.parquet"
 
     @property
@@ -157,7 +157,7 @@ class Attempt:
         return sum(known) if known else None
 
     def log_tail(self) -> str:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         if self.root is None:
             return ""
         return log_tail(self.root / "runtime", LOG_TAIL_LINES)[-LOG_TAIL_CHARACTERS:]
@@ -171,14 +171,14 @@ class Attempt:
         return self._unless_damaged(lambda: read_scores(path)) or []
 
     def rows(self, path: Path) -> list[Mapping[str, Any]]:
-        """The complete lines of one of its JSON Lines files."""
+        """Return the complete lines of one of its JSON Lines files."""
         return (
             self._unless_damaged(lambda: [one for one in read_json_lines(path) if isinstance(one, dict)])
             or []
         )
 
     def document(self, path: Path) -> Mapping[str, Any]:
-        """The JSON object in one of its files."""
+        """Return the JSON object in one of its files."""
         found = self._unless_damaged(lambda: read_json(path)) if path.exists() else None
         return found if isinstance(found, dict) else {}
 
@@ -204,7 +204,7 @@ class Attempt:
 
 
 def to_columns(rows: list[Mapping[str, Any]]) -> Columns:
-    """Rows as columns of equal length, ordered by step. The last row of a step counts."""
+    """Return rows as columns of equal length, ordered by step. The last row of a step counts."""
     by_step = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
     ordered = [by_step[step] for step in sorted(by_step)]
     names = dict.fromkeys(name for row in ordered for name in row)

@@ -11,14 +11,14 @@ GREEDY = "greedy"
 
 
 def select_measures(evaluations: Sequence[Evaluation]) -> list[str]:
-    """The measures to show of all evaluations: pass@k of the lowest and the highest k, and greedy."""
+    """Return the measures to show of all evaluations: pass@k of the lowest and the highest k, and greedy."""
     found = {name for one in evaluations for name in one.measures}
     passes = sorted(found - {GREEDY}, key=lambda name: int(name.removeprefix("pass@")))
     return [name for name in dict.fromkeys([*passes[:1], *passes[-1:], GREEDY]) if name in found]
 
 
 def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Comparison]) -> Figure | None:
-    """All evaluations, each joined to that of the checkpoint before."""
+    """Return all evaluations, each joined to that of the checkpoint before."""
     if not evaluations:
         return None
     place = {one.stage: index for index, one in enumerate(evaluations)}
@@ -46,7 +46,7 @@ def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Compari
 
 
 def difference_charts(comparisons: Sequence[Comparison], measures: Sequence[str]) -> list[Figure]:
-    """One chart of paired differences for each pair of evaluations, all on one scale."""
+    """Return one chart of paired differences for each pair of evaluations, all on one scale."""
     paired = [one for one in comparisons if one.differences]
     bounds = [end for one in paired for found in one.differences.values() for end in (found.low, found.high)]
     lowest, highest = min(bounds, default=0.0), max(bounds, default=0.0)
@@ -79,7 +79,7 @@ def difference_charts(comparisons: Sequence[Comparison], measures: Sequence[str]
 
 
 def contribution_charts(climb: Comparison | None) -> list[Figure]:
-    """The change of pass@1 by strategy, and each strategy's share and accuracy before and after."""
+    """Return the change of pass@1 by strategy, and each strategy's share and accuracy before and after."""
     if climb is None or not climb.contributions:
         return []
     shares = [one.share for one in climb.contributions]

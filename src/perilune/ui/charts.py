@@ -41,7 +41,7 @@ def _load_catalogue() -> list[dict[str, Any]]:
 
 
 def select_charts(task: str, columns: Columns) -> list[CurveChart]:
-    """The charts of a stage of this kind, each with the series that have a value."""
+    """Return the charts of a stage of this kind, each with the series that have a value."""
     present = [name for name, values in columns.items() if any(value is not None for value in values)]
     found = []
     for chart in _load_catalogue():

@@ -73,7 +73,7 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True)
 class Forgetting:
-    """What the training of a stage cost elsewhere, as text; `note` has the warnings."""
+    """The losses outside the trained task, as text; `note` has the warnings."""
 
     stage: str
     rows: list[ForgettingRow]
@@ -230,7 +230,7 @@ def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
 
 
 def _checkpoint_label(stage: StageView, attempt: Attempt) -> str:
-    """The checkpoint that an evaluation judged, as a label."""
+    """Return the checkpoint that an evaluation judged, as a label."""
     checkpoint = (attempt.job.get("spec") or {}).get("checkpoint")
     if checkpoint is None:
         return stage.name
@@ -314,13 +314,13 @@ def _describe_warnings(summary: Mapping[str, Any]) -> str:
 
 
 def _list_warnings(summary: Mapping[str, Any]) -> list[str]:
-    """The warnings of a stage, with those about held-out tasks and forgetting."""
+    """Return the warnings of a stage, with those about held-out tasks and forgetting."""
     found = [summary, summary.get("held_out") or {}, summary.get("forgetting") or {}]
     return [warning for one in found for warning in one.get("warnings") or ()]
 
 
 def _algorithm_name(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """The name of the algorithm of a stage, or ""."""
+    """Return the name of the algorithm of a stage, or ""."""
     given = spec.get("algorithm") or ""
     return str(summary.get("algorithm") or (given.get("name") if isinstance(given, dict) else given))
 

@@ -77,7 +77,7 @@ def build_comparison(found: Comparison, out: Path) -> Path:
 
 
 def comparison_document(found: Comparison) -> dict[str, Any]:
-    """All data of the page of a comparison."""
+    """Return all data of the page of a comparison."""
     enough = all(len(arm.finished_members) >= MIN_SEEDS for arm in found.arms)
     return {
         "title": found.title,
@@ -120,7 +120,7 @@ def _arm_document(arm: Arm, is_share: bool) -> dict[str, Any]:
 
 
 def comparison_charts(found: Comparison) -> list[Chart]:
-    """The curves of all training stages that differ between arms."""
+    """Return the curves of all training stages that differ between arms."""
     charts = []
     for stage in dict.fromkeys(
         one.name for arm in found.arms for member in arm.members for one in member.stages
@@ -150,7 +150,7 @@ def _read_columns(member: Member, stage: str) -> Columns:
 
 
 def _list_metrics(columns: Sequence[Sequence[Columns]]) -> list[str]:
-    """The metrics that some run has: those on held-out tasks first."""
+    """Return the metrics that some run has: those on held-out tasks first."""
     there = dict.fromkeys(name for arm in columns for run in arm for name in run)
     held_out = [
         one for one in there if one.startswith(HELDOUT_PREFIX) and not one.endswith(("/low", "/high"))
@@ -174,7 +174,7 @@ def _mean_curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric:
 
 
 def _seed_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The interval over seeds; with few seeds, the range."""
+    """Return the interval over seeds; with few seeds, the range."""
     if len(values) < MIN_SEEDS:
         return min(values), max(values)
     found = t_interval(values)

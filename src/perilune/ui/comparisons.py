@@ -79,7 +79,7 @@ class Comparison:
 def read_evaluation(
     stage: str, label: str, summary: Mapping[str, Any], greedy: Mapping[str, bool]
 ) -> Evaluation | None:
-    """The evaluation in a summary.json, or None if it is not one. Missing values are None."""
+    """Return the evaluation in a summary.json, or None if it is not one. Missing values are None."""
     if not isinstance(summary.get("pass@1"), Mapping):
         return None
     names = sorted((key for key in summary if key.startswith("pass@")), key=lambda key: int(key[5:]))
@@ -122,7 +122,7 @@ def _read_bounds(value: Any) -> Bounds:
 
 
 def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
-    """The later evaluation minus the earlier, paired by task if both judge the same tasks."""
+    """Return the later evaluation minus the earlier, paired by task if both judge the same tasks."""
     return Comparison(
         before=before.stage,
         after=after.stage,
@@ -149,7 +149,7 @@ def _paired_differences(before: Evaluation, after: Evaluation) -> dict[str, Inte
 
 
 def _task_values(evaluation: Evaluation, measure: str) -> dict[str, float]:
-    """The measure of each task; empty if a task has too few samples."""
+    """Return the measure of each task; empty if a task has too few samples."""
     if measure == "greedy":
         return {task: float(right) for task, right in evaluation.greedy.items()}
     k = int(measure.removeprefix("pass@"))

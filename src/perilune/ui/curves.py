@@ -28,7 +28,7 @@ class Training:
 
 
 def read_training(stage: str, task: str, description: str, attempt: Attempt) -> Training | None:
-    """The curves of a stage, or None if it recorded no step."""
+    """Return the curves of a stage, or None if it recorded no step."""
     metrics = attempt.metrics
     if not metrics.get("step"):
         return None
@@ -47,7 +47,7 @@ def read_training(stage: str, task: str, description: str, attempt: Attempt) -> 
 
 
 def _accumulate(metrics: Columns, timings: Columns) -> Columns:
-    """Tokens and seconds of training up to each step, as further axes of the charts."""
+    """Return tokens and seconds of training up to each step, as further axes of the charts."""
     parts = [timings[part] for part in STEP_PARTS if part in timings]
     seconds = {
         step: math.fsum(part[row] or 0.0 for part in parts)
@@ -65,7 +65,7 @@ def _accumulate(metrics: Columns, timings: Columns) -> Columns:
 
 
 def sum_by_part(timings: Columns) -> dict[str, float] | None:
-    """Seconds by part, summed over the steps."""
+    """Return seconds by part, summed over the steps."""
     totals = {part: math.fsum(value or 0.0 for value in timings.get(part, [])) for part in STEP_PARTS}
     return totals if any(totals.values()) else None
 
@@ -79,7 +79,7 @@ def _add_throughput(timings: Columns) -> Columns:
 
 
 def throughput(timing: Mapping[str, Any]) -> float | None:
-    """Tokens per second of sampling, or of the whole step where nothing is sampled."""
+    """Return tokens per second of sampling, or of the whole step where nothing is sampled."""
     if sampled := timing.get("tokens_per_second"):
         return float(sampled)
     tokens, seconds = timing.get("tokens"), math.fsum(timing.get(part) or 0.0 for part in STEP_PARTS)
@@ -87,7 +87,7 @@ def throughput(timing: Mapping[str, Any]) -> float | None:
 
 
 def thin_columns(columns: Columns, most: int) -> Columns:
-    """At most `most` evenly spaced rows, with the first and the last."""
+    """Return at most `most` evenly spaced rows, with the first and the last."""
     rows = len(columns.get("step", []))
     if rows <= most:
         return columns

@@ -26,7 +26,7 @@ SET_BUDGET_CHARACTERS = 3_000_000  # characters of JSON of one set
 
 
 def index_episodes(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
-    """All sets of all sources, without their episodes. Reads no episode."""
+    """Return all sets of all sources, without their episodes. Reads no episode."""
     library = EpisodeLibrary()
     for source in sources:
         sets: list[EpisodeSet] = []
@@ -51,7 +51,7 @@ def index_episodes(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
 
 
 def list_steps(attempt: Attempt) -> list[int]:
-    """The steps whose episodes are there."""
+    """Return the steps whose episodes are there."""
     if attempt.root is None:
         return []
     try:
@@ -62,7 +62,7 @@ def list_steps(attempt: Attempt) -> list[int]:
 
 
 def find_source(stage: str, sources: Sequence[EpisodeSource]) -> EpisodeSource:
-    """The source of a stage.
+    """Return the source of a stage.
 
     Raises:
         RequestError: when there is none.
@@ -74,7 +74,7 @@ def find_source(stage: str, sources: Sequence[EpisodeSource]) -> EpisodeSource:
 
 
 def read_set(sources: Sequence[EpisodeSource], stage: str, name: str, episode: str = "") -> dict[str, Any]:
-    """One set: its groups, the texts of its tokens, and how many of its episodes these are.
+    """Return one set: its groups, the texts of its tokens, and how many of its episodes these are.
 
     Args:
         episode: only the group with this episode, which may be too large to be among the others.

@@ -129,7 +129,7 @@ def collect_episodes(sources: Sequence[EpisodeSource], budget: int = BUDGET_CHAR
 
 
 def list_files(source: EpisodeSource) -> Iterator[EpisodeFile]:
-    """The episode files of a stage, in order of step."""
+    """Yield the episode files of a stage, in order of step."""
     is_evaluation = source.task == "evaluate"
     for path in source.attempt.episode_files:
         step = int(path.stem.removeprefix("step-"))
@@ -153,7 +153,7 @@ def _choose_step_count(files: list[EpisodeFile], tokenizers: Tokenizers, budget:
 
 
 def _thin_files(files: list[EpisodeFile], most: int) -> list[EpisodeFile]:
-    """At most `most` evenly spaced files, with the first and the last."""
+    """Return at most `most` evenly spaced files, with the first and the last."""
     if len(files) <= most:
         return files
     return [files[round(index * (len(files) - 1) / (most - 1))] for index in range(most)]
@@ -254,7 +254,7 @@ def _episode_document(episode: Episode, vocabulary: Vocabulary | None, most: int
 
 
 def _likely_tokens(episode: Episode, vocabulary: Vocabulary | None) -> list[list[tuple[int, int]]] | None:
-    """The likeliest tokens where each token was sampled: (piece, log-prob in thousandths)."""
+    """Return the likeliest tokens where each token was sampled: (piece, log-prob in thousandths)."""
     if episode.top_ids is None or episode.top_logprobs is None or vocabulary is None:
         return None
     rows = zip(episode.top_ids.tolist(), episode.top_logprobs.tolist(), strict=True)
@@ -275,7 +275,7 @@ def _thousandths(logprobs: Iterable[float]) -> list[int]:
 
 
 def _versions(episode: Episode) -> int | list[tuple[int, int]]:
-    """The policy version of all tokens, or (version, tokens) runs if the weights changed meanwhile."""
+    """Return the policy version of all tokens, or (version, tokens) runs if the weights changed meanwhile."""
     versions = {int(version) for version in episode.policy_version[episode.loss_mask]}
     if len(versions) == 1:
         return versions.pop()
@@ -311,12 +311,12 @@ class Tokenizers:
         return list(dict.fromkeys(one for one in self._chosen.values() if one is not None))
 
     def number(self, stage: str) -> int | None:
-        """The index of the stage's vocabulary in `loaded`."""
+        """Return the index of the stage's vocabulary in `loaded`."""
         vocabulary = self._chosen.get(stage)
         return None if vocabulary is None else self.loaded.index(vocabulary)
 
     def find(self, stage: str, episodes: Sequence[Episode]) -> Vocabulary | None:
-        """The vocabulary that spells these episodes, or None."""
+        """Return the vocabulary that spells these episodes, or None."""
         if stage not in self._chosen:
             loaded = map(self._load, self._documents(stage))
             self._chosen[stage] = next((one for one in loaded if one and _spells(one, episodes)), None)

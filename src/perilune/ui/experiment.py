@@ -22,7 +22,7 @@ PATH_PREFIXES = (".", "/", "~")  # a target that starts so is a path
 
 
 def view_target(target: str) -> ExperimentView:
-    """The view of a folder, of an experiment with all its stages, or of a run as its only stage.
+    """Return the view of a folder, of an experiment with all its stages, or of a run as its only stage.
 
     Raises:
         RequestError: when `target` is none of them.
@@ -39,7 +39,7 @@ def view_target(target: str) -> ExperimentView:
 
 
 def view_in_home(control: Control, target: str) -> ExperimentView:
-    """The view of an experiment or a run of a home.
+    """Return the view of an experiment or a run of a home.
 
     Raises:
         RequestError: when `target` is neither.
@@ -91,7 +91,7 @@ def _read_recipe(path: Path) -> _Recipe:
 
 
 def view_stage(control: Control, one: StageStatus) -> StageView:
-    """One stage. Its files come first: a run that has ended may not be recorded as ended yet."""
+    """Return one stage. Its files come first: a run that has ended may not be recorded as ended yet."""
     state, cause = one.state, one.cause
     if state == "active" and one.attempt_dir is not None:
         state, cause = read_state(one.attempt_dir)

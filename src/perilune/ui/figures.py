@@ -84,7 +84,7 @@ def pass_at_k_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
 def _evaluation_charts(
     evaluations: Sequence[Evaluation], points: Sequence[Figure], **more: Any
 ) -> list[Figure]:
-    """A line chart with one series of points for each evaluation; the last one is filled."""
+    """Return a line chart with one series of points for each evaluation; the last one is filled."""
     series = [
         {"name": one.label, "color": color, "points": True, "hollow": one is not evaluations[-1], **given}
         for one, color, given in zip(evaluations, _colors(len(evaluations)), points, strict=False)
@@ -130,7 +130,7 @@ def pass_rate_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
 
 
 def objective_chart(label: str, samples: int, curve: Sequence[Sequence[float]]) -> Figure:
-    """The weight w(p) that an estimator gives to a task with pass rate p; `curve` has (p, w)."""
+    """Return the weight w(p) that an estimator gives to a task with pass rate p; `curve` has (p, w)."""
     p, w = zip(*curve, strict=True)
     return {
         "kind": "lines",

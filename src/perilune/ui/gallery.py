@@ -24,7 +24,7 @@ CARD_FIGURES = (
 
 
 def render_gallery(models: Sequence[Mapping[str, Any]], compared: Sequence[int] = ()) -> str:
-    """The HTML page on `models`, as `models.gallery.facts.describe` gives them.
+    """Return the HTML page on `models`, as `models.gallery.facts.describe` gives them.
 
     Args:
         compared: places of up to two models to show side by side; by default of the first and the last.
@@ -40,7 +40,7 @@ def render_gallery(models: Sequence[Mapping[str, Any]], compared: Sequence[int] 
 
 
 def list_figures(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures of a model as (name, text)."""
+    """Return the figures of a model as (name, text)."""
     runs, published = model["runs"], model["published"]
     support = runs["runs"] + (
         ", unquantised (the published weights are quantised)" if runs["quantised"] else ""
@@ -90,7 +90,7 @@ def _format_tokens(length: str) -> str:
 
 
 def render_gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:
-    """The reference page: a table of models, and the concepts."""
+    """Return the reference page: a table of models, and the concepts."""
     lines = [
         "# Architectures",
         "",

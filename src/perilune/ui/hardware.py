@@ -56,7 +56,7 @@ def collect_hardware(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
 
 
 def _hardware_charts(columns: Columns, bands: Sequence[Mapping[str, Any]]) -> list[Figure]:
-    """The charts of these columns, without those that have no data."""
+    """Return the charts of these columns, without those that have no data."""
     gpus = [name.removesuffix("_utilisation") for name in columns if name.endswith("_utilisation")]
     load: Figure = {"as": "load", "domain": (0, 112)}
 
@@ -113,7 +113,7 @@ def _readings(row: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def to_sample_columns(rows: Sequence[Mapping[str, float | None]]) -> Columns:
-    """Columns of the values that at least one row has."""
+    """Return columns of the values that at least one row has."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
     return {name: [row.get(name) for row in rows] for name in names}
 

@@ -53,7 +53,7 @@ def write_headline(
     *,
     is_over: bool = True,
 ) -> Headline:
-    """The report's finding.
+    """Return the report's finding.
 
     Args:
         climb: the evaluations before and after the training that the report is about.
@@ -232,11 +232,11 @@ def _curve_headline(trained: Training, *, is_over: bool) -> Headline | None:
 
 
 def format_percent(value: float, digits: int = 1) -> str:
-    """A share as text."""
+    """Return a share as text."""
     return f"{100 * value:.{digits}f}%"
 
 
 def format_points(value: float) -> str:
-    """A difference of shares in percentage points, with its sign."""
+    """Return a difference of shares in percentage points, with its sign."""
     size = f"{abs(100 * value):.1f}"
     return size if size == "0.0" else f"{'−' if value < 0 else '+'}{size}"

@@ -27,7 +27,7 @@ class StageHealth:
 
 
 def assess_stages(pairs: Sequence[tuple[StageView, Attempt]], now: float | None = None) -> list[StageHealth]:
-    """The verdicts on the stages that train, run or failed."""
+    """Return the verdicts on the stages that train, run or failed."""
     found = []
     for stage, attempt in pairs:
         health = assess_attempt(attempt, here=stage.here, now=now)
@@ -47,7 +47,7 @@ def assess_stages(pairs: Sequence[tuple[StageView, Attempt]], now: float | None 
 
 
 def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = None) -> Health:
-    """The verdict on the latest steps of an attempt; healthy if it has not written a step.
+    """Return the verdict on the latest steps of an attempt; healthy if it has not written a step.
 
     Args:
         here: whether it runs on this machine, so that its files show a missing heartbeat.
@@ -72,7 +72,7 @@ def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = N
 
 
 def _max_staleness(spec: Mapping[str, Any]) -> float | None:
-    """The bound on the age of a token in updates, if the stage has one."""
+    """Return the bound on the age of a token in updates, if the stage has one."""
     explicit = (spec.get("off_policy") or {}).get("max_staleness")
     if explicit is not None:
         return float(explicit)

@@ -74,7 +74,7 @@ class Notice:
 def describe_stage(
     stage: StageView, attempt: Attempt, declared: Mapping[str, Any], names: Collection[str]
 ) -> Stage:
-    """One run for the provenance section.
+    """Return one run for the provenance section.
 
     Args:
         declared: its settings in the recipe, for a stage that has not begun.
@@ -131,7 +131,7 @@ def list_placements(view: ExperimentView) -> list[Placement]:
 
 
 def worst_state(stages: Sequence[StageView]) -> str:
-    """The state of the experiment: the worst state of its stages."""
+    """Return the state of the experiment: the worst state of its stages."""
     states = {stage.state for stage in stages}
     for state in ("failed", "cancelled", *UNFINISHED_STATES):
         if state in states:
@@ -184,7 +184,7 @@ def describe_results(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
 
 
 def describe_data(summary: Mapping[str, Any]) -> str:
-    """The rows and tokens that a stage trained on; empty for a stage that did not train on rows."""
+    """Return the rows and tokens that a stage trained on; empty for a stage that did not train on rows."""
     data = summary.get("data")
     names = ("rows", "tokens", "learned", "dropped", "truncated")
     if not isinstance(data, Mapping) or not all(isinstance(data.get(name), int) for name in names):
@@ -195,7 +195,7 @@ def describe_data(summary: Mapping[str, Any]) -> str:
 
 
 def list_facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Provenance) -> list[Fact]:
-    """The facts under the headline."""
+    """Return the facts under the headline."""
     jobs = [attempt.job for attempt in attempts if attempt.job]
     environment = dict(jobs[-1].get("environment") or {}) if jobs else {}
     facts: list[Fact] = []
@@ -225,7 +225,7 @@ def list_facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Pr
 
 
 def describe_machine(stages: Sequence[Stage], provenance: Provenance) -> str:
-    """The total time and the machine, as a sentence."""
+    """Return the total time and the machine, as a sentence."""
     seconds = [stage.seconds for stage in stages if stage.seconds is not None]
     where = f" on {provenance.machine_name}" if provenance.machine_name else ""
     return f"All stages took {format_duration(sum(seconds))}{where}." if seconds else ""
@@ -239,12 +239,12 @@ def format_duration(seconds: float) -> str:
 
 
 def start_date(attempts: Sequence[Attempt]) -> str:
-    """The start of the first attempt, or ""."""
+    """Return the start of the first attempt, or ""."""
     times = [attempt.began for attempt in attempts if attempt.began is not None]
     return format_day(min(times)) if times else ""
 
 
 def format_day(moment: float) -> str:
-    """Seconds since the epoch as a date and time in UTC."""
+    """Return seconds since the epoch as a date and time in UTC."""
     then = time.gmtime(moment)
     return f"{then.tm_mday} {time.strftime('%B %Y, %H:%M UTC', then)}"

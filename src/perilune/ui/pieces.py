@@ -33,7 +33,7 @@ class Vocabulary:
         self.table: list[tuple[str, bool]] = []
 
     def prompt(self, token_ids: Sequence[int]) -> str:
-        """The text of a prompt with special tokens."""
+        """Return the text of a prompt with special tokens."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
 
     def pieces(self, token_ids: Sequence[int], text: str) -> list[Piece] | None:
@@ -45,11 +45,11 @@ class Vocabulary:
         return together if self._joined(together) == text else None
 
     def loose(self, token_ids: Sequence[int]) -> list[Piece]:
-        """One piece for each token, without a text to join to."""
+        """Return one piece for each token, without a text to join to."""
         return self._together(token_ids)
 
     def alone(self, token: int) -> int:
-        """The piece of a token by itself."""
+        """Return the piece of a token by itself."""
         if token not in self._index:
             is_special = token in self._special
             shown = self._backend.id_to_token(token) if is_special else self._backend.decode([token])

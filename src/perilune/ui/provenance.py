@@ -44,7 +44,7 @@ def collect_provenance(view: ExperimentView, attempts: Sequence[Attempt]) -> Pro
 
 
 def name_machine(machine: Mapping[str, Any]) -> str:
-    """The processor or the GPUs as a short name."""
+    """Return the processor or the GPUs as a short name."""
     gpus = [str(gpu.get("name")) for gpu in machine.get("gpus") or ()]
     if gpus:
         names = dict.fromkeys(gpus)
@@ -146,7 +146,7 @@ class ModelFacts:
 
 
 def find_model(attempts: Sequence[Attempt]) -> ModelFacts | None:
-    """The model of the last checkpoint of any attempt, or None."""
+    """Return the model of the last checkpoint of any attempt, or None."""
     for attempt in reversed(attempts):
         for folder in attempt.model_folders:
             if config := attempt.document(folder / "config.json"):
@@ -181,7 +181,7 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def stage_facts(stage: StageView, attempt: Attempt) -> Pairs:
-    """Facts about one run."""
+    """Return facts about one run."""
     facts: Pairs = [("Run", stage.run_id), ("Bundle digest", attempt.digest)]
     facts += [
         (f"Input: {one['name']}", f"{one['kind']} {one['digest']}") for one in attempt.job.get("inputs") or ()
@@ -194,7 +194,7 @@ def stage_facts(stage: StageView, attempt: Attempt) -> Pairs:
 
 
 def format_document(document: Mapping[str, Any]) -> str:
-    """A JSON document as text, with long lists shortened."""
+    """Return a JSON document as text, with long lists shortened."""
     return json.dumps(_shorten_lists(document), indent=2, ensure_ascii=False) if document else ""
 
 

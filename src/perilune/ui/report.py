@@ -54,7 +54,7 @@ def build_report(experiment: ExperimentView, out: Path) -> Path:
 def render_report(
     data: ReportData, names: Sequence[str] = SCRIPTS, live: Mapping[str, Any] | None = None
 ) -> str:
-    """The whole page as HTML text.
+    """Return the whole page as HTML text.
 
     Args:
         names: of its scripts.
@@ -68,7 +68,7 @@ def render_report(
 
 
 def report_document(data: ReportData) -> dict[str, Any]:
-    """All data of the page except its episodes, as JSON values."""
+    """Return all data of the page except its episodes, as JSON values."""
     return {
         field.name: to_plain(getattr(data, field.name)) for field in fields(data) if field.name != "library"
     }
@@ -77,7 +77,7 @@ def report_document(data: ReportData) -> dict[str, Any]:
 def render_page(
     title: str, names: Sequence[str], document: Any, blocks: Sequence[str] = (), *, live: bool = False
 ) -> str:
-    """A self-contained page.
+    """Return a self-contained page.
 
     Args:
         names: of its scripts, in the order of execution.
@@ -116,7 +116,7 @@ def _hash(text: str) -> str:
 
 
 def render_data_block(name: str, json_text: str) -> str:
-    """An element with JSON, which no browser runs."""
+    """Return an element with JSON, which no browser runs."""
     return f'<script type="application/json" id="{name}">{json_text}</script>'
 
 
@@ -139,7 +139,7 @@ def to_plain(value: Any) -> Any:
 
 
 def _episode_blocks(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]:
-    """The index of the episode browser, and one data element for each set."""
+    """Return the index of the episode browser, and one data element for each set."""
     blocks: list[str] = []
     stages = []
     for stage in library.stages:

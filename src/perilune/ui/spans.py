@@ -1,4 +1,4 @@
-"""What the page shows of the agents of an episode, and of the rewards inside it."""
+"""Data of the page about the agents of an episode and its process rewards."""
 
 import math
 from typing import Any

@@ -13,7 +13,7 @@ TASK_COLORS = {"sft": 1, "rl": 2, "evaluate": 3}
 
 
 def timeline_charts(stages: Sequence[Stage]) -> list[Figure]:
-    """The stages on one time axis, end to end."""
+    """Return the stages on one time axis, end to end."""
     rows = []
     begin = 0.0
     total = math.fsum(one.seconds or 0.0 for one in stages)
@@ -35,7 +35,7 @@ def timeline_charts(stages: Sequence[Stage]) -> list[Figure]:
 
 
 def part_time_charts(stages: Sequence[tuple[str, Mapping[str, float] | None]]) -> list[Figure]:
-    """What the steps of each stage spent their time on; `stages` are (name, seconds by part)."""
+    """Return a chart of step time by part; `stages` are (name, seconds by part)."""
     totals = [(name, found, math.fsum(found.values())) for name, found in stages if found is not None]
     rows = []
     for name, found, total in totals:

@@ -15,7 +15,7 @@ MAX_REFUSED = 100
 
 
 def sample_traces(stage: str, attempt: Attempt) -> StageEpisodes | None:
-    """An evenly spaced sample of the traces of a collect stage, or None without traces."""
+    """Return an evenly spaced sample of the traces of a collect stage, or None without traces."""
     if attempt.root is None:
         return None
     folder = attempt.root / "artifacts" / "traces"

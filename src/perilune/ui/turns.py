@@ -27,7 +27,7 @@ def shorten_messages(
 
 
 def split_turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
-    """The policy's turns and the messages between them, with role and text of each."""
+    """Return the policy's turns and the messages between them, with role and text of each."""
     turns: list[dict[str, Any]] = []
     for own, group in groupby(messages, key=lambda one: one["role"] == ASSISTANT):
         members = list(group)
@@ -38,7 +38,7 @@ def split_turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 
 
 def list_turns(episode: Episode) -> list[dict[str, Any]] | None:
-    """The turns after the prompt, each with the positions of its tokens; None for a single answer.
+    """Return the turns after the prompt, each with the positions of its tokens; None for a single answer.
 
     Positions are omitted if the loss mask does not separate the turns.
     """
@@ -54,7 +54,7 @@ def list_turns(episode: Episode) -> list[dict[str, Any]] | None:
 
 
 def split_pieces(vocabulary: Vocabulary, episode: Episode) -> list[Piece] | None:
-    """One piece for each token; None if the vocabulary does not spell the policy's text."""
+    """Return one piece for each token; None if the vocabulary does not spell the policy's text."""
     token_ids = episode.token_ids.tolist()
     if episode.loss_mask.all():
         return vocabulary.pieces(token_ids, episode.text)

@@ -92,13 +92,13 @@ def view_folder(path: Path) -> ExperimentView:
 
 
 def derive_seed(stages: Sequence[StageView]) -> int:
-    """The seed of the first stage that has begun; 0 without one."""
+    """Return the seed of the first stage that has begun; 0 without one."""
     jobs = [one.attempt_dir / "job.json" for one in stages if one.attempt_dir is not None]
     return int(read_json(jobs[0]).get("seed", 0)) if jobs else 0
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether `folder` is an attempt, and not a frozen bundle."""
+    """Return whether `folder` is an attempt, and not a frozen bundle."""
     artifacts = folder / "artifacts"
     return (folder / "runtime" / "claim.json").exists() or (artifacts.is_dir() and any(artifacts.iterdir()))
 

@@ -41,7 +41,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """What a build did.
+    """The result of a build.
 
     Attributes:
         kept: pages that were not written, because their generated text was edited by hand.
@@ -65,7 +65,7 @@ class Wiki:
 
     @classmethod
     def of(cls, control: Control, root: Path | None = None) -> Wiki:
-        """The wiki in `root`, or else in the folder `wiki` of the home."""
+        """Return the wiki in `root`, or else in the folder `wiki` of the home."""
         return cls(root or control.home.root / "wiki")
 
     def facts(self, control: Control, *, verify: bool = False) -> Facts:
@@ -73,7 +73,7 @@ class Wiki:
         return Facts(read_facts(control, None if verify else self.root / CACHE_FOLDER / "facts.json"))
 
     def pages(self) -> dict[str, str]:
-        """The text of each page by its path without `.md`, sorted."""
+        """Return the text of each page by its path without `.md`, sorted."""
         found = {}
         for path in sorted(self.root.rglob("*.md")):
             name = path.relative_to(self.root).as_posix().removesuffix(".md")
@@ -82,7 +82,7 @@ class Wiki:
         return found
 
     def built_pages(self) -> dict[str, str]:
-        """The pages of a wiki that must exist.
+        """Return the pages of a wiki that must exist.
 
         Raises:
             RequestError: there is none.
@@ -170,7 +170,7 @@ def _compile_page(
 
 
 def _question_page(path: str, text: str, hand: str) -> Page:
-    """A question's page is what its author wrote, below its title."""
+    """Return a question's page is what its author wrote, below its title."""
     first = hand.lstrip().partition("\n")[0]
     written = first.removeprefix("# ").strip() if first.startswith("# ") else ""
     title = written or str(read_front_matter(text).get("title") or path.rpartition("/")[2].replace("-", " "))
@@ -191,7 +191,7 @@ def _collect_mentions(hands: Mapping[str, str]) -> dict[str, dict[str, None]]:
 
 
 def _list_changes(path: str, before: str, after: str) -> Iterator[Change]:
-    """The numbers of a page that are others now, or that have no evidence any more."""
+    """Yield the numbers of a page that are others now, or that have no evidence any more."""
     now = {one.query: one.shown for one in find_citations(after)}
     for one in find_citations(before):
         found = now.get(one.query) or NO_NUMBER

@@ -84,7 +84,7 @@ class RunFacts:
 
 
 def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
-    """The facts of all runs of a home, in the order of their experiments and stages.
+    """Return the facts of all runs of a home, in the order of their experiments and stages.
 
     Args:
         cache: file with facts of earlier reads. A run is read again when its state changes, or the size or a
@@ -167,7 +167,7 @@ def _read_run(control: Control, recorded: _StoredRun, signed: Path, summary: Pat
 def _read_signed(
     run: Run, signed: Path, key: Path, summary: Path
 ) -> tuple[Mapping[str, Any], dict[str, Figure]]:
-    """The settings and the figures that the signature covers.
+    """Return the settings and the figures that the signature covers.
 
     Raises:
         RequestError: a file is missing, the signature is wrong, or summary.json is not what was signed.
@@ -190,7 +190,7 @@ def _read_signed(
 
 
 def _list_figures(summary: Any, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Figure]]:
-    """The numbers in a summary by dotted name; a mean with its interval is one figure."""
+    """Yield the numbers in a summary by dotted name; a mean with its interval is one figure."""
     if not isinstance(summary, Mapping) or depth == MAX_DEPTH:
         return
     for name, value in sorted(summary.items()):
@@ -227,7 +227,7 @@ def _read_cache(cache: Path | None) -> dict[str, Any]:
 
 
 def _restore_facts(kept: Any, stamp: Sequence[Any]) -> RunFacts | None:
-    """The facts in an entry of the cache; None if it is missing, damaged or about other files."""
+    """Return the facts in an entry of the cache; None if it is missing, damaged or about other files."""
     try:
         known, fields = kept
         figures = {name: Figure(**one) for name, one in fields["figures"].items()}

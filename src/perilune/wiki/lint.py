@@ -102,7 +102,7 @@ class _Page:
 
 
 def lint_wiki(pages: Mapping[str, str], facts: Facts) -> list[Finding]:
-    """All faults of a wiki, in order of page, line and kind.
+    """Return all faults of a wiki, in order of page, line and kind.
 
     Args:
         pages: text by path without `.md`.

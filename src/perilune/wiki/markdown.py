@@ -57,12 +57,12 @@ def make_slug(text: str) -> str:
 
 
 def render_citation(query: str, shown: str) -> str:
-    """A citation as it stands in a built page: readers see the number, and the query is a comment."""
+    """Return a citation as it stands in a built page: readers see the number, and the query is a comment."""
     return f"<!--= {query} -->{shown}<!--/-->"
 
 
 def find_citations(text: str) -> Iterator[Citation]:
-    """The citations of a text that are not in code."""
+    """Yield the citations of a text that are not in code."""
     for found in CITATION.finditer(blank_code(text)):
         own = CITATION.match(text, found.start())  # what it shows may have code
         if own is not None:
@@ -70,7 +70,7 @@ def find_citations(text: str) -> Iterator[Citation]:
 
 
 def fill_citations(text: str, answer: Callable[[str], str | None]) -> str:
-    """The text with each citation answered; one without an answer stays as it is."""
+    """Return the text with each citation answered; one without an answer stays as it is."""
     parts, place = [], 0
     for one in find_citations(text):
         shown = answer(one.query)
@@ -81,17 +81,17 @@ def fill_citations(text: str, answer: Callable[[str], str | None]) -> str:
 
 
 def strip_comments(text: str) -> str:
-    """The text as readers see it, without comments."""
+    """Return the text as readers see it, without comments."""
     return _COMMENT.sub("", text)
 
 
 def blank_code(text: str) -> str:
-    """The text with code replaced by spaces, so that offsets stay."""
+    """Return the text with code replaced by spaces, so that offsets stay."""
     return CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def find_links(text: str, page: str) -> Iterator[tuple[str, int]]:
-    """The pages that a text links to, as paths in the wiki without `.md`, and the offset of each link.
+    """Yield the pages that a text links to, as paths in the wiki without `.md`, and the offset of each link.
 
     Args:
         page: path of the page with the text; `[[links]]` start at the wiki, `](links.md)` at the page.
@@ -102,7 +102,7 @@ def find_links(text: str, page: str) -> Iterator[tuple[str, int]]:
 
 
 def hand_text(page: str) -> str:
-    """The hand-written text of a page; all of a page that was not built yet."""
+    """Return the hand-written text of a page; all of a page that was not built yet."""
     start, end = hand_span(page)
     return page[start:end].strip()
 
@@ -116,25 +116,25 @@ def hand_span(page: str) -> tuple[int, int]:
 
 
 def is_built(page: str) -> bool:
-    """Whether a build made the page."""
+    """Return whether a build made the page."""
     return "generated" in read_front_matter(page)
 
 
 def is_edited(page: str) -> bool:
-    """Whether the generated text of a built page was changed."""
+    """Return whether the generated text of a built page was changed."""
     front = read_front_matter(page)
     return "generated" in front and front["generated"] != generated_digest(strip_front_matter(page))
 
 
 def render_page(front: Mapping[str, Any], head: str, hand: str, tail: str) -> str:
-    """A page: front matter, generated text around the hand-written region."""
+    """Return a page: front matter, generated text around the hand-written region."""
     body = f"{head.rstrip()}\n\n{HAND_BEGIN}\n{hand}\n{HAND_END}\n" + (f"\n{tail.rstrip()}\n" if tail else "")
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()]
     return "\n".join(["---", *lines, f"generated: {json.dumps(generated_digest(body))}", "---", body])
 
 
 def read_front_matter(page: str) -> dict[str, Any]:
-    """The front matter that a build wrote; empty for other pages."""
+    """Return the front matter that a build wrote; empty for other pages."""
     found = _FRONT.match(page)
     document = {}
     for line in found[1].splitlines() if found else ():
@@ -147,7 +147,7 @@ def read_front_matter(page: str) -> dict[str, Any]:
 
 
 def strip_front_matter(page: str) -> str:
-    """A page without its front matter."""
+    """Return a page without its front matter."""
     found = _FRONT.match(page)
     return page[found.end() :] if found else page
 

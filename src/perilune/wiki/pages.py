@@ -33,7 +33,7 @@ class Page:
 
 
 def generate_pages(facts: Facts) -> Iterator[Page]:
-    """All generated pages but the index."""
+    """Yield all generated pages but the index."""
     yield _log_page(facts)
     for run in facts.runs:
         yield _run_page(facts, run)
@@ -43,7 +43,7 @@ def generate_pages(facts: Facts) -> Iterator[Page]:
 
 
 def index_page(pages: Iterable[Page]) -> Page:
-    """The index: questions, recipes, environments and algorithms; runs are listed in the log."""
+    """Return the index: questions, recipes, environments and algorithms; runs are listed in the log."""
     log = render_link("index", "log", "log")
     lines = ["# Runs of this home", "", f"All runs in the order of their submission: {log}."]
     listed = list(pages)
@@ -54,7 +54,7 @@ def index_page(pages: Iterable[Page]) -> Page:
 
 
 def group_runs(runs: Sequence[RunFacts], kind: str) -> dict[str, list[RunFacts]]:
-    """The runs by recipe, environment or algorithm; those without one are left out."""
+    """Return the runs by recipe, environment or algorithm; those without one are left out."""
     found: dict[str, list[RunFacts]] = {}
     for one in runs:
         name = getattr(one, kind)
@@ -69,12 +69,12 @@ def main_figure(run: RunFacts) -> str | None:
 
 
 def render_link(page: str, path: str, label: str) -> str:
-    """A link from a page to another."""
+    """Return a link from a page to another."""
     return f"[{label}]({posixpath.relpath(path, posixpath.dirname(page) or '.')}.md)"
 
 
 def page_path(kind: str, name: str) -> str:
-    """The path of the page of a run, recipe, environment or algorithm."""
+    """Return the path of the page of a run, recipe, environment or algorithm."""
     return f"{kind}s/{name if kind == 'run' else make_slug(name)}"
 
 
@@ -191,7 +191,7 @@ def _group_by_setting(runs: Sequence[RunFacts], figure: str) -> dict[str, list[R
 
 
 def cite(facts: Facts, query: str) -> str:
-    """A citation with its number; without a number, the reason."""
+    """Return a citation with its number; without a number, the reason."""
     try:
         return render_citation(query, facts.ask(query).text)
     except RequestError as error:

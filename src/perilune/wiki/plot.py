@@ -14,7 +14,7 @@ MAX_ROWS = 40
 
 
 def plot_runs(runs: Sequence[RunFacts]) -> str:
-    """An SVG of the last stage that has figures; "" without figures.
+    """Return an SVG of the last stage that has figures; "" without figures.
 
     Dots are seeds; a line is the 95% interval over at least two seeds.
     """

@@ -35,7 +35,7 @@ Kind = Literal["run", "mean", "best", "count", "difference"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a query gives.
+    """The result of a query.
 
     Attributes:
         text: the number as it stands in a page.
@@ -64,7 +64,7 @@ class Facts:
             self._stages.setdefault((one.recipe, one.stage), []).append(one)
 
     def run_of(self, experiment: str, stage: str) -> RunFacts | None:
-        """The newest run of a stage."""
+        """Return the newest run of a stage."""
         return self._newest.get((experiment, stage))
 
     def ask(self, query: str) -> Answer:
@@ -116,7 +116,7 @@ class Facts:
             return []
 
     def select(self, selection: str) -> list[RunFacts]:
-        """The current runs that a selection names, the oldest first.
+        """Return the current runs that a selection names, the oldest first.
 
         Raises:
             RequestError: it is malformed, or no run fits.
@@ -142,7 +142,7 @@ class Facts:
 
 
 def format_figure(name: str, figure: Figure, *, signed: bool = False) -> str:
-    """A figure as text: shares in percent, other numbers with four digits, with the interval."""
+    """Return a figure as text: shares in percent, other numbers with four digits, with the interval."""
     share = is_share(name)
 
     def one(value: float) -> str:
@@ -175,7 +175,7 @@ def _best(figure: str, runs: Sequence[RunFacts], query: str) -> Answer:
 
 
 def _group_by_seed(figure: str, runs: Sequence[RunFacts], query: str) -> dict[int, RunFacts]:
-    """The runs by seed, which must have one setting."""
+    """Return the runs by seed, which must have one setting."""
     found: dict[int, RunFacts] = {}
     for one in runs:
         _get_figure(one, figure)

@@ -51,7 +51,7 @@ class Reply:
 
 
 def split_passages(pages: Mapping[str, str]) -> Iterator[Passage]:
-    """The sections of all pages but the index and the log, which repeat others."""
+    """Yield the sections of all pages but the index and the log, which repeat others."""
     for path, page in pages.items():
         if path in ("index", "log"):
             continue
@@ -65,7 +65,7 @@ def split_passages(pages: Mapping[str, str]) -> Iterator[Passage]:
 
 
 def rank_passages(found: Sequence[Passage], question: str, most: int = 6) -> list[tuple[Passage, float]]:
-    """The passages that fit best, with their BM25 scores. Headings count twice.
+    """Return the passages that fit best, with their BM25 scores. Headings count twice.
 
     Raises:
         RequestError: when bm25s is not installed.
@@ -77,7 +77,7 @@ def rank_passages(found: Sequence[Passage], question: str, most: int = 6) -> lis
 
 
 def search_wiki(wiki: Wiki, question: str, most: int = 6) -> list[tuple[Passage, float]]:
-    """The passages of a wiki that fit best.
+    """Return the passages of a wiki that fit best.
 
     Raises:
         RequestError: when it was not built, or bm25s is not installed.
@@ -86,7 +86,7 @@ def search_wiki(wiki: Wiki, question: str, most: int = 6) -> list[tuple[Passage,
 
 
 def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Passage]) -> Reply:
-    """A model's answer from passages.
+    """Return a model's answer from passages.
 
     Raises:
         WorkFailedError: the server fails, or its answer is not a chat completion.

@@ -13,7 +13,7 @@ MAX_TABLE_ROWS = 12  # of a table, on a slide
 
 
 def render_slides(page: str, folder: Path) -> str:
-    """The slides of a page: one for the beginning, and one for each section that has content.
+    """Return the slides of a page: one for the beginning, and one for each section that has content.
 
     Slides leave the wiki, so they contain the plots, and the names of other pages without the links.
 
@@ -32,7 +32,7 @@ def _embed_plot(plot: Path) -> str:
 
 
 def _shorten_tables(part: str) -> str:
-    """A slide with the first rows of its tables; "" for a heading alone."""
+    """Return a slide with the first rows of its tables; "" for a heading alone."""
     kept, rows, left = [], 0, 0
     for line in part.splitlines():
         rows = rows + 1 if line.startswith("|") else 0

@@ -41,7 +41,7 @@ class ArithmeticTeacher(ScriptedTeacher):
             self.write_answer = environment.write  # type: ignore[attr-defined]
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """The answer.
+        """Return the answer.
 
         Raises:
             RequestError: when the prompt is not a sum or product, or the strategy does not suit its wording.
@@ -50,7 +50,7 @@ class ArithmeticTeacher(ScriptedTeacher):
 
 
 def write_trace(task: Task, strategy: str, write_answer: Callable[[str], str]) -> str:
-    """The answer with the working of `strategy`, in the form that the task's prompt asks for.
+    """Return the answer with the working of `strategy`, in the form that the task's prompt asks for.
 
     Args:
         write_answer: puts the answer to the family's own wording into an answer format.
@@ -85,7 +85,7 @@ def write_trace(task: Task, strategy: str, write_answer: Callable[[str], str]) -
 
 
 def _steps(expression: str) -> list[str]:
-    """One equation per operation, from left to right: "4 + 38 = 42", "42 - 17 = 25"."""
+    """Return one equation per operation, from left to right: "4 + 38 = 42", "42 - 17 = 25"."""
     numbers, sign = scratchpad.terms(expression), "+"
     if numbers is None:
         numbers, sign = scratchpad.factors(expression) or (), "*"

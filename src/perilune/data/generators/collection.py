@@ -52,7 +52,7 @@ class CollectedTraces:
         write_records(folder / "records.jsonl", self.kept)
 
     def describe_rejections(self) -> str:
-        """The most frequent reasons of rejection, in words."""
+        """Return the most frequent reasons of rejection, in words."""
         worst = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(3))
         ends = ["the environment has no more training tasks"] if self.exhausted else []
         return "; ".join([*([worst] if worst else []), *ends])

@@ -34,7 +34,7 @@ class GoldTeacher(ScriptedTeacher):
         return (ANSWER_MARK + answer if compact else self._write(task, answer),)
 
     def _write(self, task: Task, answer: str) -> str:
-        """The answer in the format of the environment's `prompting` section, if it has one."""
+        """Return the answer in the format of the environment's `prompting` section, if it has one."""
         whole = getattr(self, "_environment", None)
         environment: Any = None if whole is None else part_of(whole, task)
         asks = isinstance(getattr(environment, KEY, None), PromptingSettings)

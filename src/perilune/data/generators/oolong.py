@@ -24,7 +24,7 @@ class OolongTeacher(ScriptedTeacher):
     strategies: ClassVar = {"worked": 1.0, "direct": 0.0}
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """The answer.
+        """Return the answer.
 
         Raises:
             RequestError: when the task is of another environment, or in English with the strategy worked.

@@ -108,7 +108,7 @@ class OpenSpielTeacher:
             self._opponents[one] = make_game_teacher(one, game, simulations=spec.simulations, where=where)
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
-        """One game per task of a requested seat; games in which the seat never moved are skipped."""
+        """Yield one game per task of a requested seat; games in which the seat never moved are skipped."""
         wanted = {"both": None, "first": 0, "second": 1}[self.options.seats]
         for task in tasks:
             if wanted is None or task.data["seat"] == wanted:
@@ -169,7 +169,7 @@ class OpenSpielTeacher:
         return self.options.repeats
 
     def _has_luck(self) -> bool:
-        """Whether the game has chance, hidden information or simultaneous moves."""
+        """Return whether the game has chance, hidden information or simultaneous moves."""
         game = self._environment.game
         modes = game.get_type().chance_mode.name, game.get_type().information.name
         return is_simultaneous(game) or modes != ("DETERMINISTIC", "PERFECT_INFORMATION")

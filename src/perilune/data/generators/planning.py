@@ -26,7 +26,7 @@ class PlanningTeacher(ScriptedTeacher):
     strategies: ClassVar = {"worked": 1.0, "direct": 0.0, "mended": 0.0}
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """The proposals.
+        """Return the proposals.
 
         Raises:
             RequestError: when the task is of another environment, or mended is used with a single proposal.
@@ -50,7 +50,7 @@ class PlanningTeacher(ScriptedTeacher):
 
 
 def make_hasty_plan(trip: Trip) -> Plan:
-    """The required number of places by opening time, all on the first day."""
+    """Return the required number of places by opening time, all on the first day."""
     plan: list[Visit] = []
     time, here = 0, HOME
     for place in sorted(trip.places, key=lambda one: one.opens)[: trip.visits]:

@@ -29,7 +29,7 @@ class RecursiveTeacher(ScriptedTeacher):
     strategies: ClassVar = {"lines": 0.2, "ranges": 0.0, "whole": 0.4, "guess": 0.4}
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """The actions of the strategy.
+        """Return the actions of the strategy.
 
         Raises:
             RequestError: when the task is of another environment, or not compact.
@@ -58,7 +58,7 @@ class RecursiveTeacher(ScriptedTeacher):
 
 
 def write_count_code(asked: Question) -> str:
-    """A line of Python that asks for the label of each line, and computes the answer."""
+    """Return a line of Python that asks for the label of each line, and computes the answer."""
     conditions = _line_conditions(asked)
     kept = f"[l for l in C.split() if {conditions}]" if conditions else "C.split()"
     label, other = repr(LABELS[asked.label]), repr(LABELS[asked.other])
@@ -83,7 +83,7 @@ def write_count_code(asked: Question) -> str:
 
 
 def _pair_condition(asked: Question) -> str:
-    """The condition on users i and j, whose lines of label x are n[i,x] and n[j,x]."""
+    """Return the condition on users i and j, whose lines of label x are n[i,x] and n[j,x]."""
     label, other, number = repr(LABELS[asked.label]), repr(LABELS[asked.other]), asked.number
     match asked.relation:
         case "both":

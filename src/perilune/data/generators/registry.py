@@ -37,7 +37,7 @@ _BUILT_IN = {
 
 
 def teacher_names() -> tuple[str, ...]:
-    """All teachers, sorted by name."""
+    """Return all teachers, sorted by name."""
     return tuple(sorted(_list_classes()))
 
 
@@ -46,7 +46,7 @@ def make_teacher(
     strategies: Mapping[str, float] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Teacher:
-    """The teacher that `named` names: one of `teacher_names`, or a class in a file.
+    """Return the teacher that `named` names: one of `teacher_names`, or a class in a file.
 
     Args:
         strategies: share of the tasks that each strategy answers; by default the teacher's own.
@@ -74,7 +74,7 @@ def make_teacher(
 
 
 def provenance_of(teacher: Teacher, section: Mapping[str, Any], **extra: Any) -> Provenance:
-    """The provenance of all records of `teacher`.
+    """Return the provenance of all records of `teacher`.
 
     Args:
         section: of the environment; files in it are identified by their content.
@@ -92,7 +92,7 @@ def provenance_of(teacher: Teacher, section: Mapping[str, Any], **extra: Any) ->
 
 
 def replace_paths_by_digests(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An environment section with the SHA-256 of files in place of their paths."""
+    """Return an environment section with the SHA-256 of files in place of their paths."""
     for key, path in file_fields(section).items():
         files = sorted(Path(path).rglob("*.jsonl")) if Path(path).is_dir() else [Path(path)]
         section = replace_field(section, key, [sha256_file(file) for file in files])

@@ -27,7 +27,7 @@ class ScriptedTeacher(ABC):
 
     @abstractmethod
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """All actions of an episode, or only an answer. No actions skip the task.
+        """Return all actions of an episode, or only an answer. No actions skip the task.
 
         Args:
             chance: random numbers for this task, derived from the seed.
@@ -37,11 +37,11 @@ class ScriptedTeacher(ABC):
         """
 
     def strategy(self, task: Task, seed: int) -> str:
-        """The strategy of a task."""
+        """Return the strategy of a task."""
         return choose_strategy(self.shares, seed, task.task_id)
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
-        """At most one candidate per task.
+        """Yield at most one candidate per task.
 
         Raises:
             RequestError: as `script`, and after `MAX_SKIPPED` tasks in a row that are skipped.
@@ -63,7 +63,7 @@ class ScriptedTeacher(ABC):
 
 
 def choose_strategy(shares: Mapping[str, float], seed: int, task_id: str) -> str:
-    """The strategy of a task, drawn by its share; depends only on seed and task."""
+    """Return the strategy of a task, drawn by its share; depends only on seed and task."""
     draw = draw_uniform(f"strategy:{seed}:{task_id}")
     for name, share in shares.items():
         draw -= share
@@ -73,5 +73,5 @@ def choose_strategy(shares: Mapping[str, float], seed: int, task_id: str) -> str
 
 
 def draw_uniform(key: str) -> float:
-    """A pseudo-random number in [0, 1) that depends only on `key`."""
+    """Return a pseudo-random number in [0, 1) that depends only on `key`."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "big") / 2**48

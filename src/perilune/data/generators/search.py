@@ -30,7 +30,7 @@ class SearchTeacher(ScriptedTeacher):
     strategies: ClassVar = {"code": 1.0, "calls": 0.0, "guess": 0.0}
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """The actions of the strategy.
+        """Return the actions of the strategy.
 
         Raises:
             RequestError: when the task is of another environment, or not compact.

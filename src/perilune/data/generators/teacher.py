@@ -55,7 +55,7 @@ class Rejected:
     reason: str
 
     def as_row(self) -> dict[str, str]:
-        """The row in rejected.jsonl."""
+        """Return the row in rejected.jsonl."""
         one = self.candidate
         return {"task_id": one.task.task_id, "source": one.source, "text": one.text, "reason": self.reason}
 

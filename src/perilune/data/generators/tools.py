@@ -40,7 +40,7 @@ class ToolsTeacher(ScriptedTeacher):
 
 
 def _print_actions(task: Task) -> list[str]:
-    """An action per file that prints it, in the format of the task's own actions."""
+    """Return an action per file that prints it, in the format of the task's own actions."""
     fenced = task.data["actions"][0].startswith("```")
     code = [f"print(open({name!r}).read())" for name in task.data["files"]]
     return [f"```python\n{line}\n```" for line in code] if fenced else code

@@ -26,7 +26,7 @@ class WideLookupTeacher(ScriptedTeacher):
     strategies: ClassVar = {"serial": 0.9, "parallel": 0.1, "repeated": 0.0, "folded": 0.0}
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:
-        """The actions of all agents, in the order in which the environment asks for them.
+        """Return the actions of all agents, in the order in which the environment asks for them.
 
         Raises:
             RequestError: when the task is of another environment.

@@ -1,4 +1,4 @@
-"""The sicknesses of a training run. Each rule finds one, with the step since when it holds."""
+"""Rules that find problems of a training run, each with the step at which it began."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ Status = Literal["healthy", "watch", "broken"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sickness.
+    """One problem of a run.
 
     Attributes:
         name: a short name, such as "dead groups".
@@ -46,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the rules read.
+    """The input of the rules.
 
     Attributes:
         metrics, timings: the lines of metrics.jsonl and timings.jsonl.
@@ -94,7 +94,7 @@ def find_dead_groups(run: Evidence) -> Iterator[Finding]:
 
 
 def find_truncation(run: Evidence) -> Iterator[Finding]:
-    """The token limit cuts off many answers."""
+    """Yield the token limit cuts off many answers."""
     values = run.metrics.column("truncated")
     since = run.metrics.since(flag_at_least(values, TRUNCATED_SHARE))
     if since is not None:
@@ -124,7 +124,7 @@ def find_logprob_gap(run: Evidence) -> Iterator[Finding]:
 
 
 def find_reward_hack(run: Evidence) -> Iterator[Finding]:
-    """The reward rises while what it stands for falls: the gold score, or else the pass rate."""
+    """Yield the reward rises while what it stands for falls: the gold score, or else the pass rate."""
     reward = run.metrics.column("reward")
     for name, label in (("gold", "gold score"), ("pass_rate", "pass rate")):
         truth = run.metrics.column(name)
@@ -185,7 +185,7 @@ def find_reward_error(run: Evidence) -> Iterator[Finding]:
 
 
 def find_stale_data(run: Evidence) -> Iterator[Finding]:
-    """Tokens are older than the bound, or suddenly older than before."""
+    """Yield tokens are older than the bound, or suddenly older than before."""
     ages, oldest = run.metrics.column("staleness"), run.metrics.column("staleness_max")
     if run.oldest is not None:
         since = run.metrics.since([value is not None and value > run.oldest for value in oldest])
@@ -206,7 +206,7 @@ def find_stale_data(run: Evidence) -> Iterator[Finding]:
 
 
 def find_starvation(run: Evidence) -> Iterator[Finding]:
-    """The learner waits for episodes, or the engine samples far fewer tokens a second than before."""
+    """Yield the learner waits for episodes, or the engine samples far fewer tokens a second than before."""
     times = run.timings
     sampling, ready = times.column("sampling"), times.column("groups_ready")
     total = _step_seconds(times)
@@ -235,7 +235,7 @@ def find_starvation(run: Evidence) -> Iterator[Finding]:
 
 
 def find_stall(run: Evidence) -> Iterator[Finding]:
-    """The process is gone, a step takes very long, or steps have become slow."""
+    """Yield the process is gone, a step takes very long, or steps have become slow."""
     if run.silent_seconds is not None and run.silent_seconds > HEARTBEAT_TIMEOUT_S:
         yield Finding(
             "no heartbeat",
@@ -273,7 +273,7 @@ def find_stall(run: Evidence) -> Iterator[Finding]:
 
 
 def _flag_falls(jumped: Sequence[int], beside: Sequence[bool], *, with_it: bool) -> list[bool]:
-    """Where values are below their baseline since a step at which `beside` held, or did not hold.
+    """Flag values below their baseline since a step at which `beside` held, or did not hold.
 
     The step after the fall counts too, except for the fall itself, where it is not known yet.
     """
@@ -287,7 +287,7 @@ def _flag_falls(jumped: Sequence[int], beside: Sequence[bool], *, with_it: bool)
 
 
 def _flag_divergence(reward: Values, truth: Values) -> list[bool]:
-    """Where the truth is surely below its best mean, and the reward surely above its mean at that time."""
+    """Flag steps where truth is clearly below its best mean, and reward above its mean at that time."""
     flags: list[bool] = []
     best: tuple[float, float, float, float] | None = None
     for place in range(len(truth)):
@@ -315,7 +315,7 @@ def _flag_divergence(reward: Values, truth: Values) -> list[bool]:
 
 
 def _is_clearly_above(share: float, number: float, limit: float) -> bool:
-    """Whether the lower Wilson bound (one-sided 90%) of a share is above `limit`."""
+    """Return whether the lower Wilson bound (one-sided 90%) of a share is above `limit`."""
     centre = share + Z_90 * Z_90 / (2 * number)
     spread = Z_90 * math.sqrt(share * (1 - share) / number + Z_90 * Z_90 / (4 * number * number))
     return (centre - spread) / (1 + Z_90 * Z_90 / number) > limit

@@ -25,13 +25,13 @@ class Series:
         self._columns: dict[str, list[float | None]] = {}
 
     def column(self, name: str) -> list[float | None]:
-        """The values of a metric by step; None where it is missing or not finite."""
+        """Return the values of a metric by step; None where it is missing or not finite."""
         if name not in self._columns:
             self._columns[name] = [finite_number(row.get(name)) for row in self._rows]
         return self._columns[name]
 
     def since(self, flags: Sequence[bool]) -> int | None:
-        """The step at which the condition began that holds at the last step; None if none holds.
+        """Return the step at which the condition began that holds at the last step; None if none holds.
 
         A condition begins with `CONFIRM_STEPS` consecutive steps, and ends with as many without it.
         """
@@ -47,7 +47,7 @@ class Series:
 
 
 def find_shifts(values: Values, *, sigmas: float, least: float, sticky: int, share: float = 0.0) -> list[int]:
-    """Where values have left their baseline: 1 above it, -1 below it, 0 within.
+    """Compare each value with its baseline: 1 if above it, -1 if below it, 0 if within its noise.
 
     The baseline is the mean of the last `CENTRE_STEPS` values that belong to it. The noise comes from the
     differences of successive values (von Neumann), so a trend does not hide a jump.
@@ -80,11 +80,11 @@ def find_shifts(values: Values, *, sigmas: float, least: float, sticky: int, sha
 
 
 def flag_at_least(values: Values, limit: float) -> list[bool]:
-    """Where values are known and at least `limit`."""
+    """Flag the values that are known and at least `limit`."""
     return [value is not None and value >= limit for value in values]
 
 
 def median(values: Values) -> float | None:
-    """The median of the known values; None without any."""
+    """Return the median of the known values; None without any."""
     known = sorted(value for value in values if value is not None)
     return known[len(known) // 2] if known else None

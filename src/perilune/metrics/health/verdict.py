@@ -30,7 +30,7 @@ class Health:
         return f"{self.status}: {first.name}{since}: {first.why}"
 
     def document(self) -> dict[str, Any]:
-        """The verdict as JSON."""
+        """Return the verdict as JSON."""
         return {
             "status": self.status,
             "line": self.line,
@@ -39,7 +39,7 @@ class Health:
 
 
 def assess_health(run: Evidence) -> Health:
-    """The health of a run from its lines. Pure: the same lines and times give the same verdict."""
+    """Return the health of a run from its lines. Pure: the same lines and times give the same verdict."""
     found = [finding for rule in RULES for finding in rule(run)]
     effects = {effect for finding in found for effect in EFFECTS_BY_CAUSE.get(finding.name, ())}
     found = [one for one in found if one.name not in effects or one.status == "broken"]

@@ -1,4 +1,4 @@
-"""Who may read the pages: this machine, or a browser that has given the token."""
+"""Access control of the pages: requests from this machine, or with the token."""
 
 import hashlib
 import hmac

@@ -39,7 +39,7 @@ Last = Annotated[int, Query(ge=1, le=1000)]
 
 
 def make_app(control: Control, token: str | None) -> FastAPI:
-    """The application over one home.
+    """Return the application over one home.
 
     Args:
         token: that requests need; None if only this machine can connect.
@@ -159,7 +159,7 @@ def _poll_list(listing: Listing, last: int) -> Callable[[], Iterator[Event]]:
 
 
 def _parse_offsets(text: str) -> Offsets:
-    """What a reader says it has; anything else than offsets is read as having nothing."""
+    """Parse the offsets that a browser sends; malformed offsets count as none."""
     try:
         found = json.loads(text)
         return {str(stage): [max(0, int(value)) for value in pair][:2] for stage, pair in found.items()}

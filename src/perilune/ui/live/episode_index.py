@@ -1,4 +1,4 @@
-"""What a search needs of the episodes of a stage: each file is read once, without texts and tokens."""
+"""An index of the episodes of a stage for searches. Each file is read once, without texts and tokens."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Outline:
     finish: NDArray[np.str_]
 
     def at(self, chosen: NDArray[Any]) -> Outline:
-        """The outline of the chosen episodes: their places, or a mask."""
+        """Return the outline of the chosen episodes: their places, or a mask."""
         places = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
         columns = (getattr(self, one.name) for one in fields(self))
         return Outline(*(one.take(places) for one in columns))
@@ -99,7 +99,7 @@ class EpisodeIndex:
         self._lock = Lock()  # requests come in threads
 
     def path(self, name: str) -> Path:
-        """The file of this name."""
+        """Return the file of this name."""
         return (self._attempt.root or Path()) / "artifacts" / "episodes" / f"{name}.parquet"
 
     def read(self, sets: Sequence[EpisodeSet], done: int) -> tuple[Outline | None, int]:
@@ -120,7 +120,7 @@ class EpisodeIndex:
             return self._pending[done - self._joined_count], done + 1
 
     def unreadable(self, done: int) -> int:
-        """How many of the first `done` files could not be read."""
+        """Return the number of unreadable files among the first `done`."""
         return bisect_left(self._unreadable, done)
 
     def _join_pending(self) -> None:
@@ -160,7 +160,7 @@ class EpisodeIndex:
         return np.array([self.tasks.setdefault(name, len(self.tasks)) for name in names], np.int32)
 
     def _read_metrics(self, metrics: pa.MapArray) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """The advantages, and the numbers of the sets of strategies."""
+        """Return the advantages, and the numbers of the sets of strategies."""
         rows = np.repeat(np.arange(len(metrics)), np.diff(metrics.offsets.to_numpy()))
         names, values = metrics.keys, metrics.items.to_numpy(zero_copy_only=False)
         advantage = np.full(len(metrics), UNKNOWN)
@@ -181,7 +181,7 @@ class IndexCache:
         self._found: dict[Path | None, EpisodeIndex] = {}
 
     def of(self, source: EpisodeSource) -> EpisodeIndex:
-        """The index of a stage's attempt."""
+        """Return the index of a stage's attempt."""
         index = self._found.pop(source.attempt.root, None) or EpisodeIndex(source.attempt)
         self._found[source.attempt.root] = index  # the latest is last
         while len(self._found) > MAX_INDEXES:
@@ -192,7 +192,7 @@ class IndexCache:
 def _measure_lengths(
     logprobs: pa.ListArray, masks: pa.ListArray
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Number of tokens, and the mean log-prob of those that the policy sampled."""
+    """Return the number of tokens, and the mean log-prob of those that the policy sampled."""
     offsets = logprobs.offsets.to_numpy()
     own = masks.values.to_numpy(zero_copy_only=False).astype(np.float64)
     total = np.concatenate([[0.0], np.cumsum(logprobs.values.to_numpy() * own)])
@@ -202,7 +202,7 @@ def _measure_lengths(
 
 
 def list_sets(source: EpisodeSource) -> Iterator[EpisodeSet]:
-    """The episode files of a stage, in order of step."""
+    """Yield the episode files of a stage, in order of step."""
     if source.task == "evaluate":
         yield from (EpisodeSet(one.label, one.step, one.path.stem) for one in list_files(source))
         return

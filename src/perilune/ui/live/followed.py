@@ -39,11 +39,11 @@ class StageFollower:
             self._read(place, most)
 
     def grow(self) -> tuple[list[Row], list[Row]]:
-        """The new lines of metrics.jsonl and timings.jsonl."""
+        """Return the new lines of metrics.jsonl and timings.jsonl."""
         return self._read(0), self._read(1)
 
     def health(self, now: float) -> list[StageHealth]:
-        """The verdict; an old one if the last one took long."""
+        """Return the verdict; an old one if the last one took long."""
         began = time.monotonic()
         if began >= self._next:
             self._health = assess_stages([(self.view, self.attempt)], now)
@@ -65,7 +65,7 @@ class StageFollower:
 
 
 def read_appended(path: Path, offset: int, until: int | None = None) -> tuple[list[Row], int]:
-    """The complete lines of a JSON Lines file from `offset` to `until`, and the offset after them.
+    """Return the complete lines of a JSON Lines file from `offset` to `until`, and the offset after them.
 
     A line that is no JSON object, or is longer than `CHUNK_BYTES`, is left out. A file that was replaced by a
     shorter one is read from its start.

@@ -40,7 +40,7 @@ class Listing:
         self._lock = Lock()  # requests come in threads
 
     def document(self, most: int) -> dict[str, Any]:
-        """The latest `most` experiments, the newest first, as JSON."""
+        """Return the latest `most` experiments, the newest first, as JSON."""
         with self._lock:
             return self._document(most)
 
@@ -102,7 +102,7 @@ class Listing:
 
 
 def _sparkline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The sparkline of a stage: its main figure by step."""
+    """Return the sparkline of a stage: its main figure by step."""
     for name in SPARKLINE_METRICS:
         points = [(row.get("step"), row.get(name)) for row in rows if row.get(name) is not None]
         if len(points) > 1:

@@ -27,7 +27,7 @@ Index = Callable[[EpisodeSource], EpisodeIndex]
 
 
 class Filters(BaseModel):
-    """What a reader looks for, as the fields of the page name it. All words of `q` must occur."""
+    """The search conditions, named as in the page. All words of `q` must occur."""
 
     q: str = Field("", max_length=400)
     reward: Literal["any", "right", "partial", "wrong", "failed"] = "any"
@@ -63,7 +63,7 @@ def search(source: EpisodeSource, index: EpisodeIndex, filters: Filters) -> Iter
 def _match_parts(
     sets: Sequence[EpisodeSet], index: EpisodeIndex, filters: Filters
 ) -> Iterator[tuple[Outline | None, int]]:
-    """The episodes that fit, part by part, and how many files were searched."""
+    """Yield the episodes that fit, part by part, and how many files were searched."""
     words = filters.q.split()
     outline, done = None, 0
     while done < len(sets):
@@ -86,7 +86,7 @@ def _match_parts(
 
 
 def find_attempts(task: str, sources: Sequence[EpisodeSource], index_of: Index) -> Iterator[dict[str, Any]]:
-    """The episodes of one task in all stages.
+    """Yield the episodes of one task in all stages.
 
     Yields:
         `attempts`, one for each step that asked the task and was not told before, the files `searched` so
@@ -114,7 +114,7 @@ def find_attempts(task: str, sources: Sequence[EpisodeSource], index_of: Index) 
 
 
 def _group_attempts(stage: str, sets: Sequence[EpisodeSet], found: Outline) -> Iterator[dict[str, Any]]:
-    """One entry for each step."""
+    """Yield one entry for each step."""
     members = zip(found.files.tolist(), found.ids.to_pylist(), found.reward.tolist(), strict=True)
     for place, group in groupby(members, key=lambda one: one[0]):
         shown = [{"id": name, "reward": reward} for _, name, reward in group]
@@ -122,7 +122,7 @@ def _group_attempts(stage: str, sets: Sequence[EpisodeSet], found: Outline) -> I
 
 
 class _ReportTimer:
-    """Says when it is time to tell more."""
+    """A timer between two reports of a search."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + REPORT_INTERVAL_S
@@ -135,7 +135,7 @@ class _ReportTimer:
 
 
 def _match_filters(outline: Outline, index: EpisodeIndex, filters: Filters) -> Mask:
-    """Which episodes fit, whatever their words."""
+    """Return a mask of the episodes that match all filters except `q`."""
     fits = _match_reward(outline, filters.reward)
     fits &= (outline.length >= filters.least) & (outline.length <= filters.most)
     if filters.finish:
@@ -168,7 +168,7 @@ def _match_reward(outline: Outline, kind: str) -> Mask:
 
 
 def _match_words(path: Path, words: Sequence[str]) -> Mask:
-    """Whether all words occur in the texts, ids or failure of an episode of the file, in any case."""
+    """Return whether all words occur in the texts, ids or failure of an episode of the file, in any case."""
     table = read_columns(path, TEXT_COLUMNS).combine_chunks()
     messages = table["messages"].chunk(0)
     owners = np.repeat(np.arange(len(table)), np.diff(messages.offsets.to_numpy()))
@@ -190,7 +190,7 @@ def _contains(texts: pa.Array, word: str) -> Mask:
 
 
 def _sort_found(found: Sequence[Outline], filters: Filters) -> Outline | None:
-    """The first episodes in the wanted order; what is not known comes last."""
+    """Return the first episodes in the wanted order; what is not known comes last."""
     if not found:
         return None
     if not filters.sort:
@@ -214,7 +214,7 @@ def _list_rows(
     chosen: Outline | None,
     known: dict[tuple[int, int], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Rows of the list; `known` has those that were read before."""
+    """Return rows of the list; `known` has those that were read before."""
     if chosen is None:
         return []
     keys = list(zip(chosen.files.tolist(), chosen.rows.tolist(), strict=True))
@@ -251,6 +251,6 @@ def _read_rows(
 
 
 def _opening(messages: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
-    """The messages before the first answer."""
+    """Return the messages before the first answer."""
     roles = [message["role"] for message in messages]
     return messages[: roles.index(ASSISTANT)] if ASSISTANT in roles else messages

@@ -1,4 +1,4 @@
-"""What changed in the files of an experiment since a reader last looked."""
+"""Watch the files of an experiment, and send each change to a browser once."""
 
 import json
 import time
@@ -27,13 +27,13 @@ class Event:
     offsets: Offsets
 
     def encode(self) -> str:
-        """The event in the format of server-sent events."""
+        """Return the event in the format of server-sent events."""
         place = json.dumps(self.offsets, separators=(",", ":"))
         return f"event: {self.kind}\nid: {place}\ndata: {json.dumps(to_plain(self.data))}\n\n"
 
 
 def file_offsets(view: ExperimentView) -> Offsets:
-    """The sizes of the files now. What is appended later comes as an event."""
+    """Return the sizes of the files now. What is appended later comes as an event."""
     return {one.name: [_file_size(path) for path in _followed_paths(one.attempt_dir)] for one in view.stages}
 
 
@@ -54,7 +54,7 @@ class Watch:
         self._next_refresh = 0.0
 
     def poll(self, now: float | None = None) -> Iterator[Event]:
-        """The events since the last call.
+        """Yield the events since the last call.
 
         "changed" (a stage began, ended or has a new attempt: read the document again), "steps" (new lines of
         one stage), "status" (verdicts and progress).
