@@ -28,7 +28,7 @@ from sqlalchemy import insert
 from perilune.bundle.freeze import attempt_copy, freeze
 from perilune.bundle.job import Job, Resources
 from perilune.bundle.machine import describe_machine
-from perilune.control.queries.lookup import find_run, list_latest_experiments, list_stage_statuses
+from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
 from perilune.control.record.home import Home
 from perilune.control.record.ids import new_ulid
 from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage, event_hash, verify_events
@@ -174,7 +174,7 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
         try:
             found = {
                 "list the latest runs": seconds(
-                    lambda: list_stage_statuses(control, list_latest_experiments(control, 20)), rounds
+                    lambda: stage_statuses(control, latest_experiments(control, 20)), rounds
                 ),
                 "find a run by the beginning of its id": seconds(
                     lambda: find_run(control, last[:20]), rounds

@@ -54,7 +54,7 @@ def latencies(lines: int) -> list[float]:
     from perilune.control.record.home import Home
     from perilune.control.runs.experiments import Control, StagePlan, advance, register_experiment
     from perilune.control.runs.progress import StageFinished
-    from perilune.control.runs.templates import SshPlacementSettings, Template
+    from perilune.control.runs.templates import SshTarget, Template
     from perilune.execution.placements.remote import Site
 
     with tempfile.TemporaryDirectory() as name, sshd(Path(name) / "sshd") as server:
@@ -62,7 +62,7 @@ def latencies(lines: int) -> list[float]:
         site = Site(
             python=str(interpreter(folder / "python")), installed=True, workspace=str(folder / "there")
         )
-        place = SshPlacementSettings(name="ssh", site=site, **server.settings().model_dump())
+        place = SshTarget(name="ssh", site=site, **server.settings().model_dump())
         job = Job(
             task="rehearse", stage="rehearse", spec={"steps": lines, "step_seconds": SECONDS}, model={},
             environment={}, seed=1, resources=Resources(device="cpu", threads=1),

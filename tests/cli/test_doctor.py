@@ -20,7 +20,7 @@ from perilune.bundle.machine import Gpu, Machine, observe_machine
 from perilune.cli.start.doctor import Diagnosis, SamplingSpeed, _threads, diagnose, show
 from perilune.errors import WorkFailedError
 from perilune.execution import readiness
-from perilune.execution.readiness import Finding, examine, examine_home
+from perilune.execution.readiness import Finding, check_home, check_machine
 
 GIB = 2**30
 
@@ -83,7 +83,7 @@ def test_diagnose_measures_rollouts_within_the_time_limit(home):
 def test_examine_reports_absent_and_outdated_packages(machine, monkeypatch):
     wants = ["numpy<1", "no-such-package>=2", "psutil", 'other; extra == "dev"', 'old; python_version < "3"']
     monkeypatch.setattr(metadata, "requires", lambda name: wants)
-    findings = list(examine(machine))
+    findings = list(check_machine(machine))
     assert finding(findings, "numpy").status == "missing"
     assert "needs <1" in finding(findings, "numpy").found
     assert finding(findings, "numpy").remedy.endswith("-m pip install 'numpy<1'")
@@ -110,27 +110,27 @@ def test_diagnose_reports_unimportable_torch_as_missing(home, monkeypatch):
 def test_examine_suggests_install_commands_for_absent_programs(machine, monkeypatch, tmp_path):
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/apt-get" if name == "apt-get" else None)
-    findings = list(examine(machine))
+    findings = list(check_machine(machine))
     assert finding(findings, "git").remedy == "sudo apt-get install git"
     assert finding(findings, "sshd").remedy == "sudo apt-get install openssh-server"
     assert finding(findings, "Chromium").remedy.endswith("-m playwright install --with-deps chromium")
     assert all(one.status != "missing" for one in findings)
 
     (tmp_path / "chromium-1200").mkdir()
-    assert finding(examine(machine), "Chromium").found == str(tmp_path / "chromium-1200")
+    assert finding(check_machine(machine), "Chromium").found == str(tmp_path / "chromium-1200")
 
 
 def test_examine_checks_torch_build_and_triton_for_gpu(machine, monkeypatch):
     gpus = (Gpu("NVIDIA H200", 141 * GIB, "570.1", "9.0"),)
     monkeypatch.setattr(readiness, "_torch_build", lambda: {"cuda": None})
-    found = finding(examine(replace(machine, gpus=gpus)), "GPU")
+    found = finding(check_machine(replace(machine, gpus=gpus)), "GPU")
     assert found.status == "advice"
     assert "torch<2.14,>=2.6" in found.remedy
     monkeypatch.setattr(readiness, "_torch_build", lambda: {"cuda": "12.8"})
     monkeypatch.setattr(readiness, "_version", lambda name: "3.7.1")
-    assert finding(examine(replace(machine, gpus=gpus)), "GPU").status == "ok"
+    assert finding(check_machine(replace(machine, gpus=gpus)), "GPU").status == "ok"
     monkeypatch.setattr(readiness, "_version", lambda name: None if name == "triton" else "1")
-    found = finding(examine(replace(machine, gpus=gpus)), "GPU")
+    found = finding(check_machine(replace(machine, gpus=gpus)), "GPU")
     assert found.status == "missing" and "Triton" in found.found and "perilune[gpu]" in found.remedy
 
 
@@ -146,7 +146,7 @@ def test_examine_reports_too_little_memory_and_processor(machine):
         memory=replace(machine.memory, usable=GIB // 2, total=GIB),
         processor=replace(machine.processor, usable_cores=0.5, simd=("sse4_2",), architecture="x86_64"),
     )
-    findings = list(examine(small))
+    findings = list(check_machine(small))
     assert finding(findings, "memory").status == "missing"
     assert "allowed by the control group" in finding(findings, "memory").found
     assert finding(findings, "SIMD").status == "advice"
@@ -156,7 +156,7 @@ def test_examine_reports_too_little_memory_and_processor(machine):
 @pytest.mark.parametrize(("free", "status"), [(GIB // 10, "missing"), (GIB, "advice"), (9 * GIB, "ok")])
 def test_examine_home_grades_free_disk_space(tmp_path, monkeypatch, free, status):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    assert finding(examine_home(tmp_path), "disk").status == status
+    assert finding(check_home(tmp_path), "disk").status == status
 
 
 def test_examine_home_reports_network_file_system(tmp_path, monkeypatch):
@@ -165,9 +165,9 @@ def test_examine_home_reports_network_file_system(tmp_path, monkeypatch):
     inside = tmp_path / "home"
     inside.mkdir()
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [root, nfs])
-    assert "(nfs4)" in finding(examine_home(inside), "file system").found
+    assert "(nfs4)" in finding(check_home(inside), "file system").found
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [root])
-    assert [one.name for one in examine_home(inside)] == ["disk"]
+    assert [one.name for one in check_home(inside)] == ["disk"]
 
 
 def test_threads_finding_reports_slowdown_on_more_threads():

@@ -10,14 +10,14 @@ from drill_cases import Command, carry_out, drill_plan
 
 from perilune.bundle.attested import Evidence, attestation_problems
 from perilune.bundle.envelope import PUBLIC
-from perilune.control.evidence.artifact_store import STORE_VARIABLE, ArtifactStore
+from perilune.control.evidence.artifact_store import URL_VARIABLE, ArtifactStore
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError, WorkFailedError
 
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArtifactStore:
-    monkeypatch.setenv(STORE_VARIABLE, str(tmp_path / "share"))
+    monkeypatch.setenv(URL_VARIABLE, str(tmp_path / "share"))
     return ArtifactStore(str(tmp_path / "share"))
 
 
@@ -41,7 +41,7 @@ def test_push_sends_each_file_once_and_pull_restores_run(
     assert perilune(*printed[1:], "--key", str(control.home.keys / PUBLIC))[0] == 0
     assert perilune("artifacts", "pull", run, "--out", str(tmp_path / "it's back"))[0] == 2
     assert perilune("artifacts", "pull", "0", "--out", str(tmp_path / "more"))[0] == 2
-    monkeypatch.delenv(STORE_VARIABLE)
+    monkeypatch.delenv(URL_VARIABLE)
     assert perilune("artifacts", "list")[0] == 2
 
 

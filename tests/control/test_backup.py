@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from perilune.bundle.envelope import PUBLIC
 from perilune.control.record.backup import back_up, restore
-from perilune.control.record.database import DATABASE_VARIABLE, Postgres
+from perilune.control.record.database import URL_VARIABLE, Postgres
 from perilune.control.record.home import Home
 from perilune.control.record.store import record_event, verify_events
 from perilune.control.runs.experiments import Control
@@ -74,7 +74,7 @@ def test_home_moves_to_postgresql_and_back(
     carry_out(control, plan)
     back_up(control.store, control.home, tmp_path / "backup", evidence=True)
     with server() as url, monkeypatch.context() as there:
-        there.setenv(DATABASE_VARIABLE, url)
+        there.setenv(URL_VARIABLE, url)
         restore(tmp_path / "backup", Home.open(tmp_path / "server"))
         moved = drill_control(tmp_path / "server")
         assert isinstance(moved.store.database, Postgres)

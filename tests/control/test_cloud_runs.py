@@ -24,7 +24,7 @@ from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageEvent, StageFinished, StageProgress
 from perilune.control.runs.requests import cancel_run
-from perilune.control.runs.templates import RentedSettings, Retry, Template
+from perilune.control.runs.templates import RentedTarget, Retry, Template
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.protocol import MachineRequest
@@ -61,7 +61,7 @@ def fleet(control: Control, sky: FakeSky, monkeypatch: pytest.MonkeyPatch) -> It
 def template(tmp_path: Path) -> Template:
     python, workspace = interpreter(tmp_path / "python"), tmp_path / "box"
     site = Site(python=str(python), installed=True, workspace=str(workspace))
-    place = RentedSettings(name="rented", provider="sky", kind="spot", lease=LEASE, site=site)
+    place = RentedTarget(name="rented", provider="sky", kind="spot", lease=LEASE, site=site)
     limits = AttemptLimits(on_box_stop_after=60.0)
     return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
 
@@ -147,7 +147,7 @@ def test_stale_cluster_status_ends_no_machine(control: Control, fleet: Fleet, sk
 def test_unneeded_launch_is_cancelled_and_unknown_cluster_is_terminated(
     control: Control, fleet: Fleet, sky: FakeSky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "PATIENCE", 0.0)
+    monkeypatch.setattr(client, "CREATE_TIMEOUT_S", 0.0)
     sky.weather(launch_seconds=0.5)
     key = rented(control, fleet, SPOT)
     fleet.reconcile(key)

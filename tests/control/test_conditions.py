@@ -25,7 +25,7 @@ from perilune.control.runs.experiments import Control, advance, follow_run
 from perilune.control.runs.placements import Placements
 from perilune.control.runs.progress import StageFailed, StageProgress
 from perilune.control.runs.requests import request_cancel, stream_log
-from perilune.control.runs.templates import TEMPLATE_FILE, RentedSettings, Template
+from perilune.control.runs.templates import TEMPLATE_FILE, RentedTarget, Template
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.background import in_background
 from perilune.execution.claim import Claim
@@ -42,7 +42,7 @@ from perilune.files import write_json
 
 pytestmark = pytest.mark.slow
 
-VERBS = ("stage", "start", "starting", "observe", "pull", "stop", "remove")
+VERBS = ("stage", "start", "is_starting", "observe", "pull", "stop", "remove")
 ERRORS = (
     HostUnreachableError("the line is cut"),
     RequestError("its disk is full"),
@@ -75,8 +75,8 @@ class Failing:
         self._call("start")
         self.started = True
 
-    def starting(self, attempt: Any) -> bool:
-        self._call("starting")
+    def is_starting(self, attempt: Any) -> bool:
+        self._call("is_starting")
         return False
 
     def observe(self, attempt: Any) -> Observation:
@@ -252,7 +252,7 @@ def test_provider_errors_become_conditions_of_their_machine(
         runs.append(run_id)
         rental = SMALL.model_copy(update={"provider": name, "lease": SHORT})
         rented(control, fleet, rental, run_id=run_id)
-        place = RentedSettings(name="rented", provider=name, kind="small", lease=SHORT)
+        place = RentedTarget(name="rented", provider=name, kind="small", lease=SHORT)
         write_json(
             control.home.run(run_id) / TEMPLATE_FILE, Template(placement=place).model_dump(mode="json")
         )

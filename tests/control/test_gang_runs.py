@@ -26,11 +26,11 @@ from perilune.control.runs.templates import ResourcesChange, Template
 from perilune.errors import RequestError
 from perilune.execution.claim import Claim, read_claim
 from perilune.execution.observation import Observation
-from perilune.execution.placements.gang import together
+from perilune.execution.placements.gang import combine_observations
 from perilune.execution.processes import Presence
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault
-from perilune.execution.ranks import interface_to
+from perilune.execution.ranks import find_interface_variables
 from perilune.execution.verdict import Verdict
 from perilune.files import read_json, read_json_lines, sha256_file
 from perilune.recipe.load import bundled_recipe, load_recipe
@@ -231,9 +231,9 @@ def test_placement_with_one_machine_refuses_job_for_two(tmp_path: Path) -> None:
 
 
 def test_interface_to_names_the_interface_that_reaches_a_host() -> None:
-    assert interface_to("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
+    assert find_interface_variables("127.0.0.1")["GLOO_SOCKET_IFNAME"] == "lo"
     with pytest.raises(RequestError, match="cannot be reached"):
-        interface_to("no.such.host.invalid")
+        find_interface_variables("no.such.host.invalid")
     with socket.create_server(("127.0.0.1", 0)) as server:  # the system assigns none of the gang's ports
         assert server.getsockname()[1] not in RENDEZVOUS_PORTS
 
@@ -260,7 +260,7 @@ def observations() -> st.SearchStrategy[Observation]:
 
 @given(st.lists(observations(), min_size=2, max_size=5))
 def test_together_combines_observations_of_several_machines(several: list[Observation]) -> None:
-    seen = together(several)
+    seen = combine_observations(several)
     verdicts = [one.verdict for one in several if one.verdict is not None]
     died = any(one.claim and not one.verdict and one.worker is Presence.ABSENT for one in several)
     fell = any(not one.succeeded and one.cause != "process_lost" for one in verdicts)

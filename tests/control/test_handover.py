@@ -14,7 +14,7 @@ from perilune.control.machines import lifecycle
 from perilune.control.machines.budget import accrued_cost, cost_of_runs
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.planner import Desire, Plan, RecordedMachine, plan_machine
-from perilune.control.queries.lookup import list_attempt_uses, list_machine_events
+from perilune.control.queries.lookup import attempt_uses, machine_events
 from perilune.control.record.clock import Instant
 from perilune.control.record.faults import HANDOVER_POINTS, REMOTE_POINTS
 from perilune.control.record.home import has_starter
@@ -91,16 +91,16 @@ def test_stages_share_a_machine_and_its_cost(
             assert not list((cloud.folder / "machines").glob("*/home/.perilune/attempts/*/1"))
     (machine,) = machines(control)
     assert len(bill(cloud)["costs"]) == 1 and machine.run_id == runs[2]
-    told = [event.kind for event in list_machine_events(control, machine)]
+    told = [event.kind for event in machine_events(control, machine)]
     assert told[0] == "machine.requested" and told.count("machine.taken_over") == 2
-    assert [one.machines for one in list_attempt_uses(control, runs)] == [1, 1, 1]
+    assert [one.machines for one in attempt_uses(control, runs)] == [1, 1, 1]
     for run_id in runs:
         run = control.run(run_id)
         assert verify(control.directory(run), run.bundle_digest) == []
     all_gone(control, cloud)
 
     (machine,) = machines(control)
-    shares = [one.cost for one in list_attempt_uses(control, runs)]
+    shares = [one.cost for one in attempt_uses(control, runs)]
     assert all(share is not None and share > 0 for share in shares)
     assert sum(filter(None, shares)) == pytest.approx(accrued_cost(machine))
     with control.store.snapshot() as session:

@@ -52,7 +52,7 @@ def idle(control: Control) -> bool:
     live = control.reconciler.reconcile_all()
     return (
         not live
-        and not control.reconciler.uncleaned_attempts()
+        and not control.reconciler.unclean_attempts()
         and not control.reconciler.rentals.fleet.machines()
     )
 

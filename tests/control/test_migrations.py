@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from perilune.control.queries.lookup import find_run, list_latest_experiments, list_stage_statuses
+from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
 from perilune.control.record import migrations
 from perilune.control.record.home import Home
 from perilune.control.record.migrations import LATEST, MIGRATIONS
@@ -47,9 +47,7 @@ def test_migration_keeps_all_data_of_old_home(old: Home) -> None:
     assert number(old.database) == LATEST
     assert [row[: len(before["runs"][0])] for row in rows(old.database, "runs")] == before["runs"]
     assert rows(old.database, "attempts") == before["attempts"]
-    assert [
-        (one.name, one.state) for one in list_stage_statuses(control, list_latest_experiments(control))
-    ] == [
+    assert [(one.name, one.state) for one in stage_statuses(control, latest_experiments(control))] == [
         ("drill", "succeeded"),
         ("drill", "failed"),
     ]

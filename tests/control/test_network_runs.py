@@ -19,15 +19,15 @@ from perilune.control.runs import reconcile
 from perilune.control.runs.experiments import Control, StagePlan, advance, follow_run
 from perilune.control.runs.progress import StageFailed, StageFinished
 from perilune.control.runs.requests import cancel_run
-from perilune.control.runs.templates import Retry, SshPlacementSettings, Template
+from perilune.control.runs.templates import Retry, SshTarget, Template
 from perilune.execution import limits
-from perilune.execution.claim import MARK, read_claim
+from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.hosts import HostUnreachableError, ssh
 from perilune.execution.hosts.ssh import SshHost, SshSettings
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
-from perilune.execution.processes import marked
+from perilune.execution.processes import find_marked
 from perilune.files import read_json, read_json_lines
 
 pytestmark = pytest.mark.xdist_group("network")
@@ -41,9 +41,9 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     with network(folder / "machines") as made, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{made.folder}/bin", prepend=":")
         for name, value in IMPATIENT.items():
-            patch.setitem(ssh.OPTIONS, name, value)
+            patch.setitem(ssh.SSH_OPTIONS, name, value)
         patch.setattr(RemotePlacement, "capabilities", Capabilities(is_remote=True, look_interval_s=0.1))
-        patch.setattr(reconcile, "MAX_LOOK_INTERVAL_S", 0.3)
+        patch.setattr(reconcile, "MAX_PAUSE_S", 0.3)
         yield made
         SshHost(made.settings(), folder).disconnect()
 
@@ -55,7 +55,7 @@ class Far:
         self.control, self.net, self.workspace = control, net, folder / "workspace"
         python = net.folder.parent / "python" / "bin" / "python"
         site = Site(python=str(python), installed=True, workspace=str(self.workspace))
-        place = SshPlacementSettings(**net.settings().model_dump(), site=site)
+        place = SshTarget(**net.settings().model_dump(), site=site)
         self.template = Template(placement=place, retry=Retry(base=0.01), bring="all")
 
     def submit(self, plan: StagePlan) -> str:
@@ -99,7 +99,7 @@ def far(control: Control, net: Network, tmp_path: Path) -> Iterator[Far]:
     for link in (net.near, net.far):
         link.restore()
     for claim in (tmp_path / "workspace").glob("*/*/runtime/claim.json"):
-        for process in marked(MARK, read_claim(claim.parent).nonce):  # type: ignore[union-attr]
+        for process in find_marked(CLAIM_VARIABLE, read_claim(claim.parent).nonce):  # type: ignore[union-attr]
             process.kill()
 
 
@@ -156,8 +156,8 @@ def test_run_behind_jump_host_survives_cuts_of_both_links(far: Far, net: Network
 def test_attempt_unreachable_for_too_long_stops_and_its_result_is_ignored(
     far: Far, net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "MARGIN", 2.0)
-    monkeypatch.setattr(limits, "STOP_GRACE", 1.0)
+    monkeypatch.setattr(limits, "STOP_MARGIN_S", 2.0)
+    monkeypatch.setattr(limits, "STOP_GRACE_S", 1.0)
     bounds = AttemptLimits(on_box_stop_after=5.0, lost_after=8.0)
     far.template = far.template.model_copy(update={"limits": bounds})
     ends = far.submit(drill_plan("ends", steps=2, noise=True, gate=str(tmp_path / "gate")))
@@ -174,14 +174,14 @@ def test_attempt_unreachable_for_too_long_stops_and_its_result_is_ignored(
         return far.states(ends) == far.states(hangs) == [("lost", "unreachable")]
 
     wait_for(both_lost, "the loss of both attempts")
-    assert not marked(MARK, nonce)  # the attempt stopped itself
+    assert not find_marked(CLAIM_VARIABLE, nonce)  # the attempt stopped itself
     net.near.restore()
     for run_id, why in ((ends, ""), (hangs, "no contact for 5 s")):
         assert isinstance(far.finish(run_id), StageFinished)
         assert far.states(run_id) == [("lost", "unreachable"), ("succeeded", "")]
         wait_for(
             lambda: (
-                not far.control.reconciler.reconcile_all() and not far.control.reconciler.uncleaned_attempts()
+                not far.control.reconciler.reconcile_all() and not far.control.reconciler.unclean_attempts()
             ),
             "the cleanup",
         )

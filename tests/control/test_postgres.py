@@ -10,7 +10,7 @@ from postgres_server import binaries, server
 from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError
 
-from perilune.control.record.database import DATABASE_VARIABLE, Postgres, open_database
+from perilune.control.record.database import URL_VARIABLE, Postgres, open_database
 from perilune.control.record.home import Home
 from perilune.control.record.store import Store, record_event, verify_events
 from perilune.control.runs.experiments import Control
@@ -29,7 +29,7 @@ def url() -> Iterator[str]:
 @pytest.fixture
 def control(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv(DATABASE_VARIABLE, url)
+    monkeypatch.setenv(URL_VARIABLE, url)
     opened = drill_control(tmp_path / "home")
     yield opened
     opened.store.close()
@@ -88,15 +88,15 @@ def test_homes_are_isolated(control: Control, tmp_path: Path) -> None:
 
 
 def test_home_keeps_its_database(control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(DATABASE_VARIABLE)
+    monkeypatch.delenv(URL_VARIABLE)
     assert isinstance(open_database(control.home), Postgres)  # remembered
-    monkeypatch.setenv(DATABASE_VARIABLE, "postgresql://elsewhere/other")
+    monkeypatch.setenv(URL_VARIABLE, "postgresql://elsewhere/other")
     with pytest.raises(RequestError, match="the state of this home is in"):
         open_database(control.home)
-    monkeypatch.delenv(DATABASE_VARIABLE)
+    monkeypatch.delenv(URL_VARIABLE)
     plain = Home.open(tmp_path / "plain")
     Store(plain).close()
-    monkeypatch.setenv(DATABASE_VARIABLE, "postgresql://elsewhere/other")
+    monkeypatch.setenv(URL_VARIABLE, "postgresql://elsewhere/other")
     with pytest.raises(RequestError, match=r"is in .*state\.db"):
         open_database(plain)
 
@@ -112,7 +112,7 @@ def test_home_keeps_its_database(control: Control, tmp_path: Path, monkeypatch: 
 def test_invalid_database_url_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, what: str
 ) -> None:
-    monkeypatch.setenv(DATABASE_VARIABLE, url)
+    monkeypatch.setenv(URL_VARIABLE, url)
     with pytest.raises(RequestError, match=what) as found:
         open_database(Home.open(tmp_path / "home"))
     assert "secret" not in str(found.value)
@@ -122,7 +122,7 @@ def test_invalid_database_url_is_refused(
 def test_unreachable_server_is_reported_and_not_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(DATABASE_VARIABLE, f"postgresql://perilune@/postgres?host={tmp_path}")
+    monkeypatch.setenv(URL_VARIABLE, f"postgresql://perilune@/postgres?host={tmp_path}")
     with pytest.raises(WorkFailedError, match="cannot reach the state database"):
         Store(Home.open(tmp_path / "home"))
     assert not (tmp_path / "home" / "database").exists()

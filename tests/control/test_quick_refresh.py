@@ -13,7 +13,7 @@ from perilune.control.record.home import locked
 from perilune.control.record.store import Attempt, Run, move_run
 from perilune.control.record.transitions import AttemptState, RunState
 from perilune.control.runs.experiments import Control, advance
-from perilune.control.runs.templates import SshPlacementSettings, Template
+from perilune.control.runs.templates import SshTarget, Template
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def listing() -> tuple[str, str]:
 
 
 def test_runs_shows_last_known_state_when_machine_does_not_answer(control: Control, silent: int) -> None:
-    there = SshPlacementSettings(host="127.0.0.1", port=silent, config="/dev/null")
+    there = SshTarget(host="127.0.0.1", port=silent, config="/dev/null")
     plan = drill_plan()
     next(advance(control, begin(control, [plan]), [plan], template=Template(placement=there)))
     run_id = only_run(control).id

@@ -32,14 +32,14 @@ from perilune.control.machines.providers import Providers
 from perilune.control.record.store import Attempt
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageFinished, StageProgress
-from perilune.control.runs.templates import RentedSettings, ResourcesChange, Retry, Template
+from perilune.control.runs.templates import RentedTarget, ResourcesChange, Retry, Template
 from perilune.errors import RequestError
 from perilune.execution.hosts import Host, HostRefusedError, HostUnreachableError
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Assignment, Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence
-from perilune.execution.providers.frames import Kind, proof, read_frame
+from perilune.execution.providers.frames import Kind, read_frame, token_proof
 from perilune.execution.providers.protocol import (
     MachineRequest,
     MachineStatus,
@@ -128,7 +128,7 @@ def ask(provider: RayCluster, key: str, *, proven: bool = True, nonce: str = "")
         kind, hello = read_frame(answers) or pytest.fail("no answer")
         assert kind is Kind.HELLO
         nonce = nonce or json.loads(hello)["nonce"]
-        asked = {"command": ["true"], "nonce": nonce, "proof": proof(token, "command", nonce, "true")}
+        asked = {"command": ["true"], "nonce": nonce, "proof": token_proof(token, "command", nonce, "true")}
         wire.sendall(json.dumps(asked).encode() + b"\n")
         kind, said = read_frame(answers) or pytest.fail("no answer")
         assert kind is Kind.ERRORS
@@ -241,7 +241,7 @@ def rents_from(
     site = Site(python=str(interpreter(folder / "python")), installed=True)
     return Template(
         bring="all",
-        placement=RentedSettings(name="rented", provider="mine", kind="small", lease=LEASE, site=site),
+        placement=RentedTarget(name="rented", provider="mine", kind="small", lease=LEASE, site=site),
         resources=ResourcesChange(nodes=nodes),
         retry=Retry(base=0.01),
         limits=AttemptLimits(on_box_stop_after=60.0),
@@ -259,7 +259,7 @@ def test_attempt_on_two_nodes_is_one_job(
     assert isinstance(last, StageFinished), last
     run = only_run(control)
     assert verify(control.directory(run), run.bundle_digest) == []
-    (job,) = (one for one in ray.provider().jobs.all() if run.id.lower() in one.name)
+    (job,) = (one for one in ray.provider().jobs.list_jobs() if run.id.lower() in one.name)
     assert job.metadata["perilune.nodes"] == "2"
     until(
         lambda: control.reconciler.reconcile_all(act=False) or not rented(control), "the end of every machine"

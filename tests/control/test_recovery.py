@@ -185,7 +185,7 @@ def test_cancel_between_start_and_claim_leaves_no_worker(control: Control) -> No
     assert run.state == "cancelled"
     attempt = control.directory(run)
     there = Assignment(run_id, 1, attempt)
-    wait_for(lambda: not control.reconciler.placements.local.starting(there), "the worker's end")
+    wait_for(lambda: not control.reconciler.placements.local.is_starting(there), "the worker's end")
     assert not family(attempt) and not (attempt / "runtime" / "runtime.log").exists()
 
 
@@ -193,9 +193,9 @@ def test_start_timeout_does_not_end_worker_with_claim(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, attempt = hanging(control)
-    monkeypatch.setattr(local, "START_TIMEOUT", 0.0)
+    monkeypatch.setattr(local, "START_TIMEOUT_S", 0.0)
     there = Assignment(only_run(control).id, 1, attempt)
-    assert control.reconciler.placements.local.starting(there)
+    assert control.reconciler.placements.local.is_starting(there)
     control.reconciler.reconcile_all()
     assert family(attempt), "the start timeout ended a worker with a claim"
     cancel_run(control, only_run(control).id)
@@ -293,11 +293,11 @@ def test_unreachable_run_needs_force_to_cancel_and_stops_when_seen_again(control
     with pytest.raises(RequestError, match="already been cancelled"):
         cancel_run(control, run_id, force=True)
     control.reconciler.reconcile_all()
-    assert family(attempt) and [one.number for one in control.reconciler.uncleaned_attempts()] == [1]
+    assert family(attempt) and [one.number for one in control.reconciler.unclean_attempts()] == [1]
 
     write_json(path, claim)  # the attempt becomes visible again
     control.reconciler.reconcile_all(act=False)
-    assert not family(attempt) and not control.reconciler.uncleaned_attempts()
+    assert not family(attempt) and not control.reconciler.unclean_attempts()
     assert control.run(run_id).state == "cancelled" and control.run(run_id).manifest_digest is None
 
 
@@ -312,9 +312,9 @@ def test_force_cancels_run_whose_processes_cannot_be_killed(
         with pytest.raises(WorkFailedError, match="not yet proven"):
             cancel_run(control, run_id, patience=0.0)
         assert cancel_run(control, run_id, force=True).state == "cancelled"
-        assert family(attempt) and control.reconciler.uncleaned_attempts()
+        assert family(attempt) and control.reconciler.unclean_attempts()
     control.reconciler.reconcile_all()
-    assert not family(attempt) and not control.reconciler.uncleaned_attempts()
+    assert not family(attempt) and not control.reconciler.unclean_attempts()
 
 
 def test_retry_creates_linked_run_from_last_checkpoint(control: Control) -> None:

@@ -30,14 +30,14 @@ from perilune.control.runs import placements
 from perilune.control.runs.experiments import Control, StagePlan, advance, follow_run, read_progress
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageNotice
 from perilune.control.runs.requests import cancel_run, retry_run
-from perilune.control.runs.templates import Retry, SshPlacementSettings, Template
+from perilune.control.runs.templates import Retry, SshTarget, Template
 from perilune.execution.background import in_background
-from perilune.execution.claim import MARK, read_claim
+from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.hosts import Answer, HostUnreachableError
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
-from perilune.execution.processes import marked
+from perilune.execution.processes import find_marked
 from perilune.files import read_json, read_json_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("remote")]
@@ -50,7 +50,7 @@ class Elsewhere:
         self.host = NearbyHost()
         self.workspace = folder / "workspace"
         site = Site(python=str(python), installed=True, workspace=str(self.workspace))
-        there = SshPlacementSettings(host="nearby", site=site)
+        there = SshTarget(host="nearby", site=site)
         self.template = Template(placement=there, retry=Retry(base=0.01))
 
     def limited(self, **bounds: Any) -> None:
@@ -77,7 +77,7 @@ class Elsewhere:
     def working(self, epoch: int = 1) -> list[int]:
         """Live processes of an attempt's task on the machine."""
         claim = read_claim(self.files(epoch) / "runtime")
-        return [] if claim is None else [process.pid for process in marked(MARK, claim.nonce)]
+        return [] if claim is None else [process.pid for process in find_marked(CLAIM_VARIABLE, claim.nonce)]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_every_verb_survives_cuts_before_and_after_execution(control: Control, b
     box.host.cut = cut
     last = carry_out(control, box, drill_plan(steps=3))[-1]
     assert isinstance(last, StageFinished)
-    while control.reconciler.uncleaned_attempts():
+    while control.reconciler.unclean_attempts():
         control.reconciler.reconcile_all()
     assert states(control) == [("succeeded", "")]
     assert {verb for verb, n in times.items() if n > 1} == {
@@ -163,7 +163,7 @@ def test_run_survives_command_killed_at_every_point(box: Elsewhere, tmp_path: Pa
     def command() -> None:
         again = drill_control(root)
         next(advance(again, begin(again, [plan]), [plan], template=box.template))
-        while again.reconciler.reconcile_all() or again.reconciler.uncleaned_attempts():
+        while again.reconciler.reconcile_all() or again.reconciler.unclean_attempts():
             time.sleep(0.05)
 
     points = killed_at_every_point(command, tmp_path / "points")
@@ -254,13 +254,13 @@ def test_abandoned_attempt_is_ended_and_resumed(control: Control, box: Elsewhere
     box.cut()
     assert cancel_run(control, run_id, force=True).state == "cancelled"
     box.restore()
-    assert marked(MARK, nonce)
+    assert find_marked(CLAIM_VARIABLE, nonce)
     again = retry_run(control, run_id).id
     lives: list[bool] = []
 
     def cut(verb: str) -> str:
         if verb == "hold":
-            lives.append(bool(marked(MARK, nonce)))
+            lives.append(bool(find_marked(CLAIM_VARIABLE, nonce)))
         return {1: "after"}.get(len(lives), "") if verb == "hold" else ""  # and the request is repeated
 
     box.host.cut = cut
@@ -343,7 +343,7 @@ def test_cancel_ends_remote_processes_and_keeps_fetched_checkpoints(control: Con
     claim = read_claim(box.files() / "runtime")
     assert claim is not None and len(box.working()) == 2
     assert cancel_run(control, only_run(control).id).state == "cancelled"
-    assert not marked(MARK, claim.nonce)
+    assert not find_marked(CLAIM_VARIABLE, claim.nonce)
     assert states(control) == [("cancelled", "stopped")]
     assert verify(attempt) == [] and (attempt / "artifacts" / "checkpoints" / "step-000002").exists()
 
@@ -477,7 +477,7 @@ def test_remote_environment_is_built_from_bundle_without_package_index(
             "PIP_NO_DEPS": "1",
         },
     )
-    there = SshPlacementSettings(host="nearby", site=site)
+    there = SshTarget(host="nearby", site=site)
     box.template = box.template.model_copy(update={"placement": there})
     assert isinstance(carry_out(control, box, drill_plan(steps=1))[-1], StageFinished)
     artifacts = control.directory(only_run(control)) / "artifacts"
@@ -502,9 +502,7 @@ def test_machine_without_perilune_is_not_retried(
     python = interpreter(tmp_path / "bare")
     (python.parent / "perilune").unlink()
     site = Site(python=str(python), installed=True, workspace=str(box.workspace))
-    box.template = box.template.model_copy(
-        update={"placement": SshPlacementSettings(host="nearby", site=site)}
-    )
+    box.template = box.template.model_copy(update={"placement": SshTarget(host="nearby", site=site)})
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     last = carry_out(control, box, drill_plan(steps=1))[-1]
     assert isinstance(last, StageFailed) and last.cause == "request_error"

@@ -10,7 +10,7 @@ from placement_conformance import PlacementConformance
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.record.transitions import MachineState
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.templates import RentedSettings, Template
+from perilune.control.runs.templates import RentedTarget, Template
 from perilune.execution.placements import Placement
 from perilune.execution.placements.remote import Site
 
@@ -23,5 +23,5 @@ class TestRented(PlacementConformance):
             key = rented(control, fleet, number=number, run_id=run_id)
             tend_until(fleet, key, MachineState.READY)
         site = Site(python=str(interpreter(tmp_path / "python", grace=1.0)), installed=True)
-        place = RentedSettings(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+        place = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
         return control.reconciler.placements.build(Template(placement=place, bring="all"))

@@ -17,14 +17,14 @@ from perilune.control.machines.budget import DAY_S, cost_today
 from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.panic import allow_renting, panic
 from perilune.control.queries.explanation import explain_run
-from perilune.control.queries.lookup import list_attempt_uses, list_attempts
+from perilune.control.queries.lookup import attempt_uses, list_attempts
 from perilune.control.record.store import Attempt, Event, Machine
 from perilune.control.record.transitions import RunState
 from perilune.control.runs import endings
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageProgress, StageStarted
 from perilune.control.runs.requests import cancel_run, request_cancel
-from perilune.control.runs.templates import RentedSettings, Template
+from perilune.control.runs.templates import RentedTarget, Template
 from perilune.execution.claim import read_claim
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.weather import Fault, Weather
@@ -143,7 +143,7 @@ def test_run_survives_cut_link_and_resumes_after_preemption_notice(
     all_gone(control, cloud)
 
     stage = StageView(run.stage, run.task, run.id, "succeeded", control.directory(run))
-    view = ExperimentView("drill", 0, "", (stage,), tuple(list_attempt_uses(control, [run.id])))
+    view = ExperimentView("drill", 0, "", (stage,), tuple(attempt_uses(control, [run.id])))
     first, second = list_placements(view)
     assert (first.placement, first.attempt, first.state) == ("fake:small", 1, "preempted")
     assert (second.attempt, second.state, second.machines) == (2, "succeeded", 1)
@@ -249,7 +249,7 @@ def test_cancel_terminates_machine(
 def test_unavailable_machine_kind_or_provider_is_reported(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
-    assert isinstance(template.placement, RentedSettings)
+    assert isinstance(template.placement, RentedTarget)
     huge = template.model_copy(update={"placement": template.placement.model_copy(update={"kind": "huge"})})
     last = list(go(control, huge, drill_plan()))[-1]
     assert isinstance(last, StageFailed) and last.cause == "host_refused"
@@ -270,7 +270,7 @@ def test_unavailable_machine_kind_or_provider_is_reported(
 def test_run_fails_when_its_lease_ends(
     control: Control, fleet: Fleet, cloud: FakeCloud, template: Template
 ) -> None:
-    assert isinstance(template.placement, RentedSettings)
+    assert isinstance(template.placement, RentedTarget)
     lease = LEASE.model_copy(update={"max_cost": 0.4 / 3600 * 6})
     short = template.model_copy(update={"placement": template.placement.model_copy(update={"lease": lease})})
     last = list(go(control, short, drill_plan(fail_at=1, how="hang")))[-1]

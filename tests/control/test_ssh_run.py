@@ -20,13 +20,13 @@ from perilune.control.queries.lookup import list_attempts
 from perilune.control.runs import reconcile
 from perilune.control.runs.experiments import Control, advance
 from perilune.control.runs.progress import StageFinished
-from perilune.control.runs.templates import Retry, SshPlacementSettings, Template
+from perilune.control.runs.templates import Retry, SshTarget, Template
 from perilune.execution import limits
-from perilune.execution.claim import MARK, read_claim
+from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Capabilities
 from perilune.execution.placements.remote import RemotePlacement, Site
-from perilune.execution.processes import marked
+from perilune.execution.processes import find_marked
 from perilune.files import read_json
 
 pytestmark = pytest.mark.xdist_group("sshd")
@@ -93,14 +93,14 @@ def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
 ) -> None:
     """The machine fails after writing a checkpoint that was never fetched."""
     monkeypatch.setattr(RemotePlacement, "capabilities", Capabilities(is_remote=True, look_interval_s=0.1))
-    monkeypatch.setattr(reconcile, "MAX_LOOK_INTERVAL_S", 0.3)
-    monkeypatch.setattr(limits, "MARGIN", 0.2)
-    monkeypatch.setattr(limits, "STOP_GRACE", 0.2)
+    monkeypatch.setattr(reconcile, "MAX_PAUSE_S", 0.3)
+    monkeypatch.setattr(limits, "STOP_MARGIN_S", 0.2)
+    monkeypatch.setattr(limits, "STOP_GRACE_S", 0.2)
     line, workspace = Line(server.port), tmp_path / "box" / "workspace"
     site = Site(
         python=str(interpreter(tmp_path / "box" / "python")), installed=True, workspace=str(workspace)
     )
-    there = SshPlacementSettings(**server.settings(line.port).model_dump(), site=site)
+    there = SshTarget(**server.settings(line.port).model_dump(), site=site)
     bounds = AttemptLimits(on_box_stop_after=4.0)
     template = Template(placement=there, retry=Retry(base=0.01), limits=bounds)
     gate = tmp_path / "gate"
@@ -121,7 +121,7 @@ def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
     wait_for(lambda: has_event(files, "hangs"), "two checkpoints")
     claim, keeper = read_claim(files / "runtime"), read_json(workspace / run_id / "claim.1.json")["pid"]
     assert claim is not None
-    for pid in (keeper, claim.pid, *(process.pid for process in marked(MARK, claim.nonce))):
+    for pid in (keeper, claim.pid, *(process.pid for process in find_marked(CLAIM_VARIABLE, claim.nonce))):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     wait_for(
@@ -141,7 +141,7 @@ def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
     for name in ("data/total.json", "metrics.jsonl"):
         assert files_of[0][name] == files_of[1][name], name
     wait_for(
-        lambda: not control.reconciler.reconcile_all() and not control.reconciler.uncleaned_attempts(),
+        lambda: not control.reconciler.reconcile_all() and not control.reconciler.unclean_attempts(),
         "the cleanup",
     )
     assert not files.exists()

@@ -21,7 +21,7 @@ from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.requests import retry_run
 from perilune.control.runs.submission import Submission, submit_stage
 from perilune.control.runs.templates import (
-    SshPlacementSettings,
+    SshTarget,
     Template,
     load_template,
     recorded_template,
@@ -192,7 +192,7 @@ def test_retry_uses_current_host_key_of_template(control: Control) -> None:
         move_run(session, row, RunState.FAILED, cause=Cause.HOST_REFUSED.value, message="another host key")
     path.write_text(f"placement: {{name: ssh, host: box.invalid, port: 2222, host_key: {now}}}\nslots: 1\n")
     again = recorded_template(control.home, retry_run(control, run.id).id)
-    assert again is not None and isinstance(again.placement, SshPlacementSettings)
+    assert again is not None and isinstance(again.placement, SshTarget)
     assert again.placement.host_key == now and again.slots is None  # everything else is unchanged
     path.write_text(f"placement: {{name: ssh, host: other.invalid, host_key: {before}}}\n")
     assert refresh_host_key(control.home, again) == again

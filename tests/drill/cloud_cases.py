@@ -19,7 +19,7 @@ from perilune.control.record.faults import kill_point
 from perilune.control.record.store import Attempt, Machine, Run, move_attempt
 from perilune.control.record.transitions import AttemptState, Cleanup, MachineState, RunState
 from perilune.control.runs.experiments import Control
-from perilune.control.runs.templates import RentedSettings, Retry, Template
+from perilune.control.runs.templates import RentedTarget, Retry, Template
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
 from perilune.execution.providers.fake.client import FakeCloud
@@ -78,7 +78,7 @@ def an_attempt(control: Control, number: int = 1, run_id: str = "01RUN") -> Atte
 def rented_template(folder: Path, grace: float | None = None) -> Template:
     """A template for small machines that use this Python, installed at `folder`."""
     site = Site(python=str(interpreter(folder, grace=grace)), installed=True)
-    place = RentedSettings(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+    place = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
     limits = AttemptLimits(on_box_stop_after=60.0)
     return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
 

@@ -37,6 +37,6 @@ def fleet(control: Control, cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -
     hurry(monkeypatch)
     # Short runs need frequent observations.
     monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(is_remote=True, look_interval_s=0.1))
-    monkeypatch.setattr(reconcile, "MAX_LOOK_INTERVAL_S", 0.3)
+    monkeypatch.setattr(reconcile, "MAX_PAUSE_S", 0.3)
     rent_from(control.home.root, cloud.folder)
     return control.reconciler.rentals.fleet

@@ -17,8 +17,8 @@ from perilune.control.record.store import Run
 from perilune.control.runs.experiments import Control, StagePlan, advance, register_experiment
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import StageEvent, StageProgress
-from perilune.execution.claim import MARK, read_claim
-from perilune.execution.processes import marked
+from perilune.execution.claim import CLAIM_VARIABLE, read_claim
+from perilune.execution.processes import find_marked
 from perilune.files import read_json
 
 INSTALLED = Path(__file__).parent / "installed"  # a distribution with the task "drill"
@@ -86,7 +86,7 @@ def wait_for(happened: Callable[[], Any], what: str = "the expected state") -> A
 def family(bundle: Path) -> list[int]:
     """Process IDs of the live processes of an attempt, without its worker."""
     claim = read_claim(bundle / "runtime")
-    return [] if claim is None else [process.pid for process in marked(MARK, claim.nonce)]
+    return [] if claim is None else [process.pid for process in find_marked(CLAIM_VARIABLE, claim.nonce)]
 
 
 def has_event(bundle: Path, kind: str) -> bool:

@@ -16,10 +16,10 @@ from drill_cases import PATIENCE, drill_bundle
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.verify import verify
 from perilune.errors import RequestError
-from perilune.execution.claim import MARK, read_claim
+from perilune.execution.claim import CLAIM_VARIABLE, read_claim
 from perilune.execution.observation import Observation
 from perilune.execution.placements import Assignment, Placement
-from perilune.execution.processes import Presence, marked
+from perilune.execution.processes import Presence, find_marked
 from perilune.files import read_json, read_json_lines
 
 
@@ -73,7 +73,7 @@ def working(attempt: Assignment) -> list[int]:
     """Live processes of the attempt's task."""
     claim = read_claim(attempt.directory / "runtime")
     assert claim is not None
-    return [process.pid for process in marked(MARK, claim.nonce)]
+    return [process.pid for process in find_marked(CLAIM_VARIABLE, claim.nonce)]
 
 
 class PlacementConformance:
@@ -148,7 +148,7 @@ class PlacementConformance:
         claim = look(placement, never).claim
         placement.start(never)  # as from a command that was suspended
         time.sleep(0.5)
-        until(lambda: not placement.starting(never), "the late worker's end")
+        until(lambda: not placement.is_starting(never), "the late worker's end")
         assert claim is not None and look(placement, never).claim == claim
         placement.pull(never)
         assert not (never.directory / "runtime" / "runtime.log").exists()

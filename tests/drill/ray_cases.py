@@ -71,7 +71,7 @@ class LocalRay:
     def answers(self) -> bool:
         """Whether the dashboard answers."""
         try:
-            self.provider().jobs.all()
+            self.provider().jobs.list_jobs()
         except PeriluneError:
             return False
         return True

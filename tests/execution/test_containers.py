@@ -27,7 +27,7 @@ from sshd_cases import Sshd, sshd
 from perilune.errors import WorkFailedError
 from perilune.execution.hosts.local import LocalHost
 from perilune.execution.hosts.ssh import SshHost
-from perilune.execution.launchers.docker import container_of
+from perilune.execution.launchers.docker import read_container
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import Assignment, Placement
 from perilune.execution.placements.remote import RemotePlacement, Site
@@ -110,7 +110,7 @@ def test_container_is_restricted_hides_secrets_and_ends_with_its_worker(
     for root in (program.path.parent, workspace, attempt.directory):
         for path in root.rglob("*"):
             assert CANARY.encode() not in _bytes(path), path  # including the daemon's own container files
-    record = container_of(attempt.directory)
+    record = read_container(attempt.directory)
     assert record is not None and record.image_id == program.image
 
     claim = look(placement, attempt).claim

@@ -17,7 +17,7 @@ from perilune.execution.processes import Presence
 from perilune.execution.providers.fake.client import FakeCloud
 from perilune.execution.providers.fake.process import start, stop
 from perilune.execution.providers.fake.weather import Fault, Weather
-from perilune.execution.providers.frames import Kind, frame, read_frame
+from perilune.execution.providers.frames import Kind, encode_frame, read_frame
 from perilune.execution.providers.protocol import (
     MachineKey,
     MachineRequest,
@@ -183,7 +183,7 @@ def test_machines_and_records_survive_killed_server(tmp_path: Path) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=300)), max_size=8), st.integers(0, 40))
 def test_frames_round_trip_and_truncated_stream_ends(frames: list[tuple[Kind, bytes]], cut: int) -> None:
-    wire = b"".join(frame(kind, data) for kind, data in frames)
+    wire = b"".join(encode_frame(kind, data) for kind, data in frames)
     stream = io.BytesIO(wire)
     assert [read_frame(stream) for _ in frames] == frames and read_frame(stream) is None
     torn = io.BytesIO(wire[: max(0, len(wire) - cut)])

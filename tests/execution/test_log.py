@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.execution.log import TAIL, LogReader, LogWriter, log_pieces, log_tail, write_whole_log
+from perilune.execution.log import KEPT_PIECES, LogReader, LogWriter, log_pieces, log_tail, write_whole_log
 
 PIECE = 64
 
@@ -36,7 +36,7 @@ def test_log_keeps_head_and_tail_and_counts_omitted_bytes(
         if number == len(sizes) // 2:  # another worker continues the log
             writer.close()
             writer = LogWriter(runtime, PIECE)
-        assert size(runtime) <= (2 + TAIL) * PIECE
+        assert size(runtime) <= (2 + KEPT_PIECES) * PIECE
     writer.close()
     kept = whole(runtime)
     if size(runtime) == len(printed):
@@ -45,7 +45,7 @@ def test_log_keeps_head_and_tail_and_counts_omitted_bytes(
     dropped = len(printed) - size(runtime)
     marker = f"\n--- {dropped:,} bytes omitted ---\n".encode()
     first, _, last = kept.partition(marker)
-    assert first == printed[:PIECE] and printed.endswith(last) and len(last) >= TAIL * PIECE
+    assert first == printed[:PIECE] and printed.endswith(last) and len(last) >= KEPT_PIECES * PIECE
     write_whole_log(runtime, runtime / "task.log")
     assert (runtime / "task.log").read_bytes() == kept
 
@@ -66,7 +66,7 @@ def test_slow_reader_sees_marker_for_omitted_bytes(tmp_path: Path) -> None:
     assert b"".join(reader.read()) == b"begun\n"
     writer.write(b"x" * 100 * PIECE)
     late = b"".join(reader.read())
-    assert late.startswith(b"x" * (PIECE - 6) + b"\n--- ") and late.endswith(b"x" * TAIL * PIECE)
+    assert late.startswith(b"x" * (PIECE - 6) + b"\n--- ") and late.endswith(b"x" * KEPT_PIECES * PIECE)
 
 
 def test_bytes_lost_to_full_disk_are_marked_as_omitted(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from perilune.execution.task_environment import MALLOC
+from perilune.execution.task_environment import MALLOC_TUNABLES
 
 PROGRAM = """
 import ctypes, json, resource
@@ -36,7 +36,7 @@ def test_malloc_tunables_reuse_freed_pages() -> None:
         found: list[int] = json.loads(done.stdout)
         return found
 
-    first, *later = run(MALLOC)
+    first, *later = run(MALLOC_TUNABLES)
     assert first >= 32  # 64 MiB in pages of 2 MiB
     assert max(later) <= 2
     assert min(run("")) >= 32  # without the tunables, every block gets new pages

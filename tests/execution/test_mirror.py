@@ -17,8 +17,8 @@ from perilune.bundle.manifest import manifest_bytes
 from perilune.bundle.remote import runner
 from perilune.errors import WorkFailedError
 from perilune.execution.hosts import HostRefusedError
-from perilune.execution.placements.mirror import FRAME, Bring, Mirror
-from perilune.execution.placements.mirror import mirror as mirrored
+from perilune.execution.placements.mirror import MAX_FRAME_BYTES, Bring, Mirror
+from perilune.execution.placements.mirror import open_mirror as mirrored
 from perilune.files import sha256_bytes
 
 
@@ -206,11 +206,11 @@ def test_mirror_reads_frames_in_bounded_chunks(home: Path, length: int) -> None:
 
         def read(self, size: int = -1, /) -> bytes:
             self.read_at_once.append(size)
-            return bytes(min(size, FRAME) if size >= 0 else FRAME)
+            return bytes(min(size, MAX_FRAME_BYTES) if size >= 0 else MAX_FRAME_BYTES)
 
     frames = Endless()
     assert not Mirror(home).take(frames).ended  # type: ignore[arg-type]
-    assert all(0 <= size <= FRAME for size in frames.read_at_once) and frames.read_at_once
+    assert all(0 <= size <= MAX_FRAME_BYTES for size in frames.read_at_once) and frames.read_at_once
 
 
 def test_settle_matches_artifacts_to_manifest_or_pulls_again(there: There, home: Path) -> None:

@@ -17,7 +17,7 @@ from perilune.execution.placements import Placement
 from perilune.execution.placements.local import LocalPlacement
 from perilune.execution.placements.remote import RemotePlacement, Site
 from perilune.execution.processes import Presence, ProcessIdentity
-from perilune.execution.verdict import Cause, cause_of
+from perilune.execution.verdict import Cause, find_cause
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("sshd")]
 
@@ -92,7 +92,7 @@ def test_full_remote_disk_raises_disk_full_error(tmp_path: Path) -> None:
     placement = nearby(tmp_path / "box", host)
     with pytest.raises(RequestError, match="disk is full") as full:
         stage(placement, assigned(tmp_path), drill_bundle(tmp_path / "bundle"))
-    assert cause_of(full.value) is Cause.DISK_FULL
+    assert find_cause(full.value) is Cause.DISK_FULL
 
 
 def test_missing_remote_python_is_refused_instead_of_unreachable(tmp_path: Path) -> None:

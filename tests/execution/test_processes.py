@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 
 from drill_cases import wait_for
 
-from perilune.execution.processes import Presence, ProcessIdentity, kill_all, marked
+from perilune.execution.processes import Presence, ProcessIdentity, find_marked, kill_all
 from perilune.execution.ranks import wait_for_end
 
 
@@ -48,10 +48,10 @@ def test_kill_all_ends_every_process_with_the_mark() -> None:
         "import subprocess, time; subprocess.Popen(['sleep', '60'], start_new_session=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "DRILL_MARK": "x7"})
-    wait_for(lambda: len(marked("DRILL_MARK", "x7")) == 2, "two processes")
-    assert kill_all(lambda: marked("DRILL_MARK", "x7"), grace=5.0)
+    wait_for(lambda: len(find_marked("DRILL_MARK", "x7")) == 2, "two processes")
+    assert kill_all(lambda: find_marked("DRILL_MARK", "x7"), grace=5.0)
     assert child.wait() == -signal.SIGTERM
-    assert marked("DRILL_MARK", "x7") == []
+    assert find_marked("DRILL_MARK", "x7") == []
 
 
 def test_wait_for_end_sleeps_until_the_task_ends() -> None:

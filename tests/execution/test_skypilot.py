@@ -23,7 +23,7 @@ from perilune.execution.providers.protocol import (
 )
 from perilune.execution.providers.skypilot import client, connection
 from perilune.execution.providers.skypilot.client import SkyPilot
-from perilune.execution.providers.skypilot.connection import interpreter
+from perilune.execution.providers.skypilot.connection import find_interpreter
 
 WANTED = MachineRequest("spot", 3700.0)
 TAG = "perilune-home"
@@ -93,7 +93,7 @@ def test_pending_launch_is_listed_unique_and_cancellable(
     cloud: SkyPilot, sky: FakeSky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sky.weather(launch_seconds=1.0)
-    monkeypatch.setattr(client, "PATIENCE", 0.0)
+    monkeypatch.setattr(client, "CREATE_TIMEOUT_S", 0.0)
     assert cloud.create(key(1), WANTED).status is MachineStatus.PENDING
     with sky.state() as known:  # not started yet: still in SkyPilot's queue
         known["clusters"].clear()
@@ -128,7 +128,7 @@ def test_create_distinguishes_no_capacity_refused_and_unreachable(
         cloud.create(key(1), WANTED)
     assert len(sky.tasks()) == 3 and not cloud.list(TAG)
     sky.weather(launch=["capacity"], launch_seconds=0.3)
-    monkeypatch.setattr(client, "PATIENCE", 0.0)
+    monkeypatch.setattr(client, "CREATE_TIMEOUT_S", 0.0)
     assert cloud.create(key(5), WANTED).status is MachineStatus.PENDING
     until(lambda: not cloud.list(TAG))
     with pytest.raises(NoCapacityError):  # the unreported failure is raised before another launch
@@ -311,7 +311,7 @@ def test_interpreter_is_found_from_the_sky_script_or_named_in_errors(
     ):
         script.write_text(head)
         script.chmod(0o755)
-        assert interpreter(None) == f"{sky.python}3.11"
+        assert find_interpreter(None) == f"{sky.python}3.11"
     monkeypatch.undo()
     with pytest.raises(RequestError, match=r"has no SkyPilot \((ImportError|ModuleNotFoundError)"):
         sky.provider(tmp_path, python="/usr/bin/python3").list(TAG)

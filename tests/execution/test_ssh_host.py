@@ -99,7 +99,7 @@ def test_command_timeout_is_unreachable(host: SshHost) -> None:
 def test_endless_output_is_unreachable_and_command_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local, "MOST_OUTPUT", 1 << 20)
+    monkeypatch.setattr(local, "MAX_OUTPUT_BYTES", 1 << 20)
     monkeypatch.setattr(local, "CHECK_SECONDS", 0.05)
     began = time.monotonic()
     child = f"sleep 60 & echo $! > {tmp_path}/child; head -c 50m /dev/zero >&2; sleep 60"

@@ -39,10 +39,10 @@ from perilune.execution.hosts import Answer, HostUnreachableError
 from perilune.execution.hosts.ssh import SshHost
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements import remote
-from perilune.execution.placements.mirror import mirror
+from perilune.execution.placements.mirror import open_mirror
 from perilune.execution.placements.remote import RemotePlacement
-from perilune.execution.placements.upload import Upload, read_sent
-from perilune.execution.verdict import Cause, cause_of
+from perilune.execution.placements.upload import Upload, read_upload_progress
+from perilune.execution.verdict import Cause, find_cause
 from perilune.files import sha256_bytes, write_json
 
 MODEL = bytes(range(256)) * 800  # 200 KB: large enough for the store
@@ -86,12 +86,12 @@ def upload_bytes(upload: Upload, wanted: dict[str, int]) -> bytes:
 
 def deliver(box: Box, upload: Upload, rounds: int = 3) -> int:
     """Stage like the placement does; returns the number of calls."""
-    wanted = upload.small()
+    wanted = upload.small_contents()
     for calls in range(1, rounds + 1):
         answer = box.receive(upload, upload_bytes(upload, wanted))
         if answer.get("received") == upload.tree:
             return calls
-        wanted = upload.wanted(answer["missing"])
+        wanted = upload.parse_wanted(answer["missing"])
     raise AssertionError("not received")
 
 
@@ -139,7 +139,7 @@ def test_upload_skips_stored_contents_and_keeps_files_private(
     assert sum(path.stat().st_size for path in box.store.iterdir()) == len(MODEL)
     box.attempt = runner.Attempt(str(box.folder), "01OTHER", 1)
     assert deliver(box, upload) == 1
-    assert len(upload_bytes(upload, upload.small())) < 2000
+    assert len(upload_bytes(upload, upload.small_contents())) < 2000
     assert contents_and_modes(box.attempt.files) == contents_and_modes(tmp_path / "attempts" / "1")
     inodes = [path.stat().st_ino for path in box.folder.rglob("*") if path.is_file()]
     assert len(set(inodes)) == len(inodes)  # no hard links
@@ -261,7 +261,7 @@ def test_machine_downloads_base_model_from_hub(
     if served is None:
         server.server_close()
     upload = Upload(tmp_path / "1", hub=f"http://127.0.0.1:{server.server_address[1]}/")
-    answer = box.receive(upload, upload_bytes(upload, upload.small()))
+    answer = box.receive(upload, upload_bytes(upload, upload.small_contents()))
     assert answer.get("missing", {}).get(sha256_bytes(MODEL)) == left
     if served is not None:
         assert Hub.asked == [(f"/some/model/resolve/{commit}/model.safetensors", "bytes=0-")]
@@ -313,7 +313,7 @@ def test_repeatedly_interrupted_upload_completes(cuts: list[int], both: bool) ->
         for cut in cuts:
             answer = box.receive(upload, upload_bytes(upload, {}))
             if both and "missing" in answer:
-                sent = upload_bytes(upload, upload.wanted(answer["missing"]))
+                sent = upload_bytes(upload, upload.parse_wanted(answer["missing"]))
                 box.receive(upload, sent[: max(cut % (len(sent) + 1), sent.index(b"\n") + 1)])
             now = sum(path.stat().st_size for path in box.store.iterdir())
             assert now >= done
@@ -389,7 +389,7 @@ def test_damaged_upload_is_retried_once(tmp_path: Path) -> None:
 def test_damaged_small_content_is_reported_missing(box: Box, upload: Upload) -> None:
     deliver(box, upload)
     shutil.rmtree(box.attempt.files)
-    sent = upload_bytes(upload, upload.small())
+    sent = upload_bytes(upload, upload.small_contents())
     assert sent.count(NOTE) == 1
     answer = box.receive(upload, sent.replace(NOTE, NOTE.upper()))
     assert answer["missing"][sha256_bytes(NOTE)] == 0 and not box.attempt.files.exists()
@@ -471,10 +471,10 @@ def test_store_evicts_by_age_and_disk_share(box: Box, upload: Upload, tmp_path: 
     os.utime(box.entry(), (time.time() - 120, time.time() - 120))
     room = os.statvfs(box.store)
     one_more = (len(MODEL) + 50_000) / (room.f_blocks * room.f_frsize)
-    box.receive(upload, upload_bytes(upload, upload.small()), share=one_more)
+    box.receive(upload, upload_bytes(upload, upload.small_contents()), share=one_more)
     assert not recent.exists() and box.entry().exists()  # recently used contents stay longest
     box.receive(
-        upload, upload_bytes(upload, upload.small()), share=0.0
+        upload, upload_bytes(upload, upload.small_contents()), share=0.0
     )  # the store keeps nothing, so the content moves
     assert [path.name for path in box.store.iterdir()] == ["lock"]
     assert contents_and_modes(box.attempt.files) == contents_and_modes(tmp_path / "attempts" / "1")
@@ -484,7 +484,7 @@ def test_damaged_store_entry_is_not_moved_into_the_attempt(box: Box, upload: Upl
     deliver(box, upload)
     shutil.rmtree(box.attempt.files)
     box.entry().write_bytes(b"!" * len(MODEL))
-    answer = box.receive(upload, upload_bytes(upload, upload.small()), share=0.0)
+    answer = box.receive(upload, upload_bytes(upload, upload.small_contents()), share=0.0)
     assert sha256_bytes(MODEL) in answer["missing"] and not box.attempt.files.exists()
 
 
@@ -633,7 +633,7 @@ def test_full_disk_during_upload_raises_error_and_leaves_no_attempt(tmp_path: Pa
         host = NearbyHost(within)
         with pytest.raises(RequestError, match="disk is full") as full:
             stage(nearby(tmp_path / "box", host), assigned(tmp_path), drill_bundle(tmp_path / "b"))
-        assert cause_of(full.value) is Cause.DISK_FULL
+        assert find_cause(full.value) is Cause.DISK_FULL
         assert len(host.calls) == 1 or "size" not in options  # before any large content
         left = subprocess.run([*within, "find", str(workspace)], capture_output=True, text=True, check=True)
     names = [Path(line).name for line in left.stdout.split()]
@@ -678,20 +678,20 @@ def test_small_disk_evicts_unused_contents_and_moves_instead_of_copying(tmp_path
 def test_upload_progress_file_exists_only_during_upload(tmp_path: Path) -> None:
     upload = Upload(make_working_copy(tmp_path / "1"))
     upload_module = sys.modules[Upload.__module__]
-    before = upload_module.REPORT_EVERY
-    upload_module.REPORT_EVERY = 0.0
+    before = upload_module.REPORT_INTERVAL_S
+    upload_module.REPORT_INTERVAL_S = 0.0
     try:
         with upload.stream(b"", {sha256_bytes(MODEL): 50_000}) as stream:
             head = stream.read(100)
             found = None
             deadline = time.monotonic() + 60
-            while (found := read_sent(tmp_path / "1")) is None and time.monotonic() < deadline:
+            while (found := read_upload_progress(tmp_path / "1")) is None and time.monotonic() < deadline:
                 stream.read(1000)
             assert found == {"done": len(MODEL), "total": len(MODEL), "unit": "bytes sent", "figures": {}}
             assert head
     finally:
-        upload_module.REPORT_EVERY = before
-    assert read_sent(tmp_path / "1") is None
+        upload_module.REPORT_INTERVAL_S = before
+    assert read_upload_progress(tmp_path / "1") is None
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
@@ -700,8 +700,8 @@ def test_upload_continues_when_local_disk_is_full(tmp_path: Path, monkeypatch: p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     upload_module = sys.modules[Upload.__module__]
-    monkeypatch.setattr(upload_module, "REPORT_EVERY", 0.0)
-    monkeypatch.setattr(upload_module, "BLOCK", 1000)
+    monkeypatch.setattr(upload_module, "REPORT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(upload_module, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(upload_module, "write_atomic", full)
     with Upload(make_working_copy(tmp_path / "1")).stream(b"", {sha256_bytes(MODEL): 0}) as stream:
         assert stream.read().endswith(MODEL)
@@ -743,7 +743,7 @@ def test_observe_pulls_new_data_and_reports_when_more_remains(tmp_path: Path) ->
         (there / "artifacts" / "large.bin").write_bytes(MODEL * 10)
         assert placement.observe(attempt).more
         assert not (attempt.directory / "artifacts" / "large.bin").exists()
-        with mirror(attempt.directory):  # like another process
+        with open_mirror(attempt.directory):  # like another process
             assert placement.observe(attempt).more
         placement.pull(attempt)
         assert (attempt.directory / "artifacts" / "large.bin").read_bytes() == MODEL * 10

@@ -17,7 +17,15 @@ from bare_run import bare_run
 
 import perilune
 from perilune.sandbox import SandboxLimits
-from perilune.sandbox.audit import AUDITED, IN_A_SCORER, PROBES, Probe, SandboxAudit, audit_sandbox, examine
+from perilune.sandbox.audit import (
+    AUDIT_LIMITS,
+    PROBES,
+    SCORER_PROBES,
+    Probe,
+    SandboxAudit,
+    audit_sandbox,
+    run_probe,
+)
 from perilune.sandbox.baits import Baits
 from perilune.sandbox.confined_run import confined_run
 from perilune.sandbox.mechanisms import WALLS, Mechanisms
@@ -47,7 +55,7 @@ def describe_findings(audit):
 def test_audit_finds_no_breach_on_this_machine():
     audit = audit_sandbox()
     assert not audit.breached, describe_findings(audit)
-    in_a_scorer = [f"scorer: {one.name}" for one in PROBES if one.function in IN_A_SCORER]
+    in_a_scorer = [f"scorer: {one.name}" for one in PROBES if one.function in SCORER_PROBES]
     assert [one.probe for one in audit.findings] == [one.name for one in PROBES] + in_a_scorer
     if os.environ.get("CI"):
         assert not audit.capabilities.missing, audit.capabilities.reasons
@@ -80,7 +88,7 @@ def baits():
     "probe", [one for one in PROBES if one.name not in TESTED_SEPARATELY], ids=lambda one: one.name
 )
 def test_probe_succeeds_without_sandbox(probe, baits):
-    found = examine(probe, bare_run, baits, NOBODY, NOTHING)
+    found = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
     assert found.verdict in ("open", "partly"), found.refused
     assert not found.untried
 
@@ -91,7 +99,7 @@ def test_daemon_probe_finds_surviving_daemon(baits):
     adopt(36, 1, 0, 0, 0)  # become the parent of orphans, as the supervisor does
     others = {child.pid for child in psutil.Process().children(recursive=True)}  # started by earlier tests
     try:
-        found = examine(probe, bare_run, baits, os.getpid(), NOTHING)
+        found = run_probe(probe, bare_run, baits, os.getpid(), NOTHING)
     finally:
         adopt(36, 0, 0, 0, 0)
     orphans = set(map(int, re.findall("[0-9]+", " ".join(found.reached.values())))) - others
@@ -103,7 +111,7 @@ def test_daemon_probe_finds_surviving_daemon(baits):
 
 def test_kernel_probe_reaches_system_calls_without_filter(baits):
     (probe,) = (one for one in PROBES if one.name == "escape kernel")
-    found = examine(probe, bare_run, baits, NOBODY, NOTHING)
+    found = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
     assert {"memfd_create", "keyctl", "kcmp"} & set(found.reached)
 
 
@@ -125,7 +133,7 @@ def test_confined_run_blocks_shared_memory_and_unknown_system_calls():
 
 def test_output_probe_succeeds_without_sandbox(baits):
     (probe,) = (one for one in PROBES if one.name == "exhaust output")
-    assert examine(probe, bare_run, baits, os.getpid(), NOTHING).verdict == "open"
+    assert run_probe(probe, bare_run, baits, os.getpid(), NOTHING).verdict == "open"
 
 
 def test_run_before_probe_finds_leftover_file_and_memory(baits, monkeypatch, tmp_path):
@@ -138,7 +146,7 @@ def test_run_before_probe_finds_leftover_file_and_memory(baits, monkeypatch, tmp
 
 def test_privileges_probe_finds_privileges_without_sandbox(baits):
     (probe,) = (one for one in PROBES if one.name == "escape privileges")
-    found = examine(probe, bare_run, baits, NOBODY, NOTHING)
+    found = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
     assert "setuid programs" in found.reached
     assert ("capabilities" in found.reached) == (os.geteuid() == 0)
 
@@ -168,7 +176,7 @@ def test_probe_without_attempts_is_untried_and_breaches_audit(baits, how, tmp_pa
     monkeypatch.delitem(sys.modules, "faked", raising=False)
     linecache.clearcache()
     probe = Probe("see", "names", importlib.import_module("faked").attempts)
-    found = examine(probe, bare_run, baits, NOBODY, NOTHING)
+    found = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
     assert (found.verdict, dict(found.refused)) == ("untried", {})
     assert SandboxAudit({}, NOTHING, [found]).breached
 
@@ -215,5 +223,5 @@ def test_audit_finds_no_breach_for_ordinary_user(without):
 
 
 def test_audit_limits_are_small():
-    assert AUDITED.processes <= 8 and AUDITED.memory_bytes <= 1 << 27 and AUDITED.seconds <= 2
-    assert isinstance(AUDITED, SandboxLimits)
+    assert AUDIT_LIMITS.processes <= 8 and AUDIT_LIMITS.memory_bytes <= 1 << 27 and AUDIT_LIMITS.seconds <= 2
+    assert isinstance(AUDIT_LIMITS, SandboxLimits)

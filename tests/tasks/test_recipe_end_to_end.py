@@ -23,8 +23,8 @@ from perilune.control.runs.experiments import Control, advance, open_experiment,
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import StageFailed, StageFinished, StageProgress, StageResumed
 from perilune.data.episodes_file import read_episodes
-from perilune.execution.claim import MARK, read_claim
-from perilune.execution.processes import marked
+from perilune.execution.claim import CLAIM_VARIABLE, read_claim
+from perilune.execution.processes import find_marked
 from perilune.files import read_json_lines
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.memory import get_model_card
@@ -94,7 +94,7 @@ def kill_task(attempt: Path) -> int:
     claim = read_claim(attempt / "runtime")
     assert claim is not None
     killed = 0
-    for process in marked(MARK, claim.nonce):
+    for process in find_marked(CLAIM_VARIABLE, claim.nonce):
         try:
             if "task_process" in " ".join(process.cmdline()):
                 process.send_signal(signal.SIGKILL)

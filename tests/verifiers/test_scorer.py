@@ -14,7 +14,7 @@ import pytest
 from perilune.control.runs.planner import RetryClass, RetryPolicy, retry_class
 from perilune.environments.core.protocol import Failure, Score, Task, Transcript
 from perilune.errors import ProcessLostError, RequestError, WorkFailedError
-from perilune.execution.verdict import cause_of
+from perilune.execution.verdict import find_cause
 from perilune.sandbox.landlock import landlock_version
 from perilune.sandbox.seccomp import denied_calls
 from perilune.verifiers import Scorer, ScorerLimits
@@ -228,7 +228,7 @@ def test_scorer_killed_at_every_start_is_infrastructure_failure():
         pytest.raises(ProcessLostError, match=message) as caught,
     ):
         score_texts(scorer, "good")
-    cause = cause_of(caught.value)
+    cause = find_cause(caught.value)
     assert retry_class(cause) is RetryClass.INFRASTRUCTURE and RetryPolicy().allows_retry(cause, [])
 
 

@@ -31,11 +31,11 @@ WHERE_HELP = (
 
 def run_names(incomplete: str) -> list[tuple[str, str]]:
     """Completions for the shell: stages of the latest experiment, EXPERIMENT/STAGE, and run ids."""
-    from perilune.control.queries.lookup import list_latest_experiments, list_stage_statuses
+    from perilune.control.queries.lookup import latest_experiments, stage_statuses
 
     control = open_control(refresh=False)
-    latest = list_latest_experiments(control, COMPLETED)
-    stages = [one for one in list_stage_statuses(control, latest) if one.run_id]
+    latest = latest_experiments(control, COMPLETED)
+    stages = [one for one in stage_statuses(control, latest) if one.run_id]
     names = [(one.name, one.state) for one in stages if one.experiment_id == latest[0]]
     names += [(f"{one.experiment}/{one.name}", one.state) for one in stages]
     names += [(one.run_id, f"{one.experiment}/{one.name}, {one.state}") for one in stages]

@@ -12,11 +12,11 @@ from typing import Any
 
 from perilune.bundle.storage import storage_errors
 from perilune.errors import RequestError
-from perilune.execution.processes import Presence, ProcessIdentity, kill_all, marked
+from perilune.execution.processes import Presence, ProcessIdentity, find_marked, kill_all
 from perilune.files import canonical_json, fsync_directory, read_json
 
-MARK = "PERILUNE_CLAIM"  # environment variable of every process of an attempt: its claim's nonce
-REMAINING_GRACE = 2.0  # seconds between TERM and KILL for processes of an attempt whose worker is dead
+CLAIM_VARIABLE = "PERILUNE_CLAIM"  # environment variable of every process of an attempt: its claim's nonce
+TERMINATE_GRACE_S = 2.0  # seconds between TERM and KILL for processes of an attempt whose worker is dead
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,12 @@ class Claim:
         """The worker that holds the claim."""
         return ProcessIdentity(self.host, self.boot_id, self.pid, self.starttime)
 
-    def end_remaining_processes(self, grace: float = REMAINING_GRACE) -> bool:
+    def end_remaining_processes(self, grace: float = TERMINATE_GRACE_S) -> bool:
         """End every process started under this claim; False if one cannot be ended.
 
         Use it once the worker itself is dead, because the worker does not carry the mark.
         """
-        return kill_all(lambda: marked(MARK, self.nonce), grace=grace)
+        return kill_all(lambda: find_marked(CLAIM_VARIABLE, self.nonce), grace=grace)
 
 
 def read_claim(runtime: Path) -> Claim | None:
@@ -60,7 +60,7 @@ def read_claim(runtime: Path) -> Claim | None:
 
 
 @contextmanager
-def claimed(bundle: Path, epoch: int | None = None) -> Iterator[Claim]:
+def hold_claim(bundle: Path, epoch: int | None = None) -> Iterator[Claim]:
     """Claim the bundle for this process, and hold the claim until the block ends.
 
     Args:
@@ -78,13 +78,13 @@ def claimed(bundle: Path, epoch: int | None = None) -> Iterator[Claim]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise _busy(bundle, read_claim(runtime)) from None
+            raise _make_busy_error(bundle, read_claim(runtime)) from None
         previous = read_claim(runtime)
         number = _admit(bundle, epoch, previous)
         if previous is not None:
-            _retire(bundle, previous)
+            _retire_attempt(bundle, previous)
         with storage_errors("claim the bundle", runtime):
-            claim = _write(runtime, number)
+            claim = _write_claim(runtime, number)
         yield claim
     finally:
         os.close(descriptor)
@@ -115,7 +115,7 @@ def _admit(bundle: Path, epoch: int | None, previous: Claim | None) -> int:
     return epoch
 
 
-def _busy(bundle: Path, holder: Claim | None) -> RequestError:
+def _make_busy_error(bundle: Path, holder: Claim | None) -> RequestError:
     who = f"worker {holder.pid} (attempt {holder.epoch})" if holder else "another worker"
     return RequestError(
         f"{who} is running this bundle",
@@ -124,7 +124,7 @@ def _busy(bundle: Path, holder: Claim | None) -> RequestError:
     )
 
 
-def _retire(bundle: Path, previous: Claim) -> None:
+def _retire_attempt(bundle: Path, previous: Claim) -> None:
     """Make room for a newer attempt: end remaining processes of the older one, and keep its verdict aside."""
     if previous.process.presence() is not Presence.UNKNOWN and not previous.end_remaining_processes():
         raise RequestError(
@@ -139,7 +139,7 @@ def _retire(bundle: Path, previous: Claim) -> None:
             path.rename(path.with_name(f"{name}.{previous.epoch}.json"))
 
 
-def _write(runtime: Path, epoch: int) -> Claim:
+def _write_claim(runtime: Path, epoch: int) -> Claim:
     """Write claim.json completely, or fail if it exists (a hard link never replaces)."""
     me = ProcessIdentity.of(os.getpid())
     assert me is not None

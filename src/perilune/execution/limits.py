@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from perilune.execution.worker import STOP_GRACE
+from perilune.execution.worker import STOP_GRACE_S
 from perilune.frozen import Frozen
 
-DAY = 86_400.0
-MARGIN = 60.0  # seconds that an attempt needs after STOP_GRACE until it is proven to have stopped
+DAY_S = 86_400.0
+STOP_MARGIN_S = 60.0  # seconds that an attempt needs after STOP_GRACE_S until it is proven to have stopped
 
 
 class AttemptLimits(Frozen):
@@ -18,7 +18,7 @@ class AttemptLimits(Frozen):
     machine enforces that, without contact to this one.
     """
 
-    max_lifetime: float = Field(7 * DAY, gt=0, description="seconds after which an attempt is stopped")
+    max_lifetime: float = Field(7 * DAY_S, gt=0, description="seconds after which an attempt is stopped")
     on_box_stop_after: float | None = Field(
         None,
         gt=0,
@@ -35,7 +35,9 @@ class AttemptLimits(Frozen):
     @property
     def silent_after(self) -> float:
         """Seconds out of contact after which an attempt has certainly stopped."""
-        return min(self.max_lifetime, self.on_box_stop_after or self.max_lifetime) + STOP_GRACE + MARGIN
+        return (
+            min(self.max_lifetime, self.on_box_stop_after or self.max_lifetime) + STOP_GRACE_S + STOP_MARGIN_S
+        )
 
     @property
     def given_up_after(self) -> float:

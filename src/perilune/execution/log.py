@@ -1,9 +1,9 @@
 """The log of an attempt. Its beginning and its end are kept, however much a task prints.
 
-It is stored in pieces of `PIECE` bytes, each named after the offset of its first byte in the whole output:
-runtime.log, runtime.log.8388608 and so on. If more than `TAIL` complete pieces follow the first, the oldest
-of those is deleted. So a log takes at most (2 + TAIL) x PIECE bytes, can be followed while it grows, and
-shows where output is missing.
+It is stored in pieces of `PIECE_BYTES`, each named after the offset of its first byte in the whole output:
+runtime.log, runtime.log.8388608 and so on. If more than `KEPT_PIECES` complete pieces follow the first, the
+oldest of those is deleted. So a log takes at most (2 + KEPT_PIECES) x PIECE_BYTES, can be followed while it
+grows, and shows where output is missing.
 """
 
 import contextlib
@@ -12,16 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-NAME = "runtime.log"
-PIECE = 8 << 20  # bytes
-TAIL = 2  # complete pieces to keep besides the first and the current one
-BLOCK = 1 << 16
+LOG_NAME = "runtime.log"
+PIECE_BYTES = 8 << 20  # bytes
+KEPT_PIECES = 2  # complete pieces to keep besides the first and the current one
+TAIL_BYTES = 1 << 16
 
 
 class LogWriter:
     """Appends to the log in `runtime`. On a full disk, output is lost and shows up as a gap."""
 
-    def __init__(self, runtime: Path, piece: int = PIECE) -> None:
+    def __init__(self, runtime: Path, piece: int = PIECE_BYTES) -> None:
         self._runtime, self._piece = runtime, piece
         pieces = log_pieces(runtime)
         self._at = max((start + path.stat().st_size for start, path in pieces), default=0)
@@ -59,17 +59,17 @@ class LogWriter:
         self.close()
         self._room = self._piece
         with contextlib.suppress(OSError):
-            name = f"{NAME}.{self._at}" if self._at else NAME
+            name = f"{LOG_NAME}.{self._at}" if self._at else LOG_NAME
             self._file = (self._runtime / name).open("ab", buffering=0)
-        for _, path in log_pieces(self._runtime)[1 : -1 - TAIL]:
+        for _, path in log_pieces(self._runtime)[1 : -1 - KEPT_PIECES]:
             path.unlink(missing_ok=True)
 
 
 def log_pieces(runtime: Path) -> list[tuple[int, Path]]:
     """Return the pieces of a log with the offsets of their first bytes, in order."""
     found = []
-    for path in runtime.glob(f"{NAME}*"):
-        place = path.name.removeprefix(NAME)
+    for path in runtime.glob(f"{LOG_NAME}*"):
+        place = path.name.removeprefix(LOG_NAME)
         if not place or (place[0] == "." and place[1:].isdecimal()):
             found.append((int(place[1:] or 0), path))
     return sorted(found)
@@ -92,15 +92,15 @@ class LogReader:
                     yield f"\n--- {start - self._place:,} bytes omitted ---\n".encode()
                     self._place = start
                 file.seek(self._place - start)
-                while block := file.read(BLOCK):
+                while block := file.read(TAIL_BYTES):
                     self._place += len(block)
                     yield block
 
 
 def log_tail(runtime: Path, lines: int = 20) -> str:
-    """Return the last lines of a log, from its last `BLOCK` bytes; "" if nothing was printed."""
+    """Return the last lines of a log, from its last `TAIL_BYTES` bytes; "" if nothing was printed."""
     end = max((start + path.stat().st_size for start, path in log_pieces(runtime)), default=0)
-    return last_lines(b"".join(LogReader(runtime, max(0, end - BLOCK)).read()), lines)
+    return last_lines(b"".join(LogReader(runtime, max(0, end - TAIL_BYTES)).read()), lines)
 
 
 def last_lines(data: bytes, lines: int) -> str:

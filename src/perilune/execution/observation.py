@@ -6,7 +6,7 @@ from pathlib import Path
 from perilune.errors import RequestError
 from perilune.execution.claim import Claim, read_claim
 from perilune.execution.processes import Presence
-from perilune.execution.verdict import Verdict, damaged_verdict, read_verdict
+from perilune.execution.verdict import Verdict, make_damaged_verdict, read_verdict
 from perilune.files import read_json
 
 
@@ -35,7 +35,7 @@ class Observation:
     more: bool = True
 
     @property
-    def hidden(self) -> bool:
+    def is_hidden(self) -> bool:
         """True if the attempt's state is unknown. That justifies no operation."""
         return bool(self.unseen) or (self.claim is not None and self.worker is Presence.UNKNOWN)
 
@@ -56,7 +56,7 @@ def observe_files(bundle: Path, epoch: int) -> Observation:
     try:
         verdict = read_verdict(runtime, epoch)
     except RequestError as error:  # a worker that lives may still replace it
-        verdict = damaged_verdict(epoch, str(error)) if worker is Presence.ABSENT else None
+        verdict = make_damaged_verdict(epoch, str(error)) if worker is Presence.ABSENT else None
     return Observation(claim, worker, verdict, heartbeat=_heartbeat(runtime, epoch))
 
 

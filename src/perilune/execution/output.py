@@ -10,7 +10,7 @@ from perilune.execution.log import LogWriter
 from perilune.redaction import RedactedStream, Redactor
 from perilune.terminal import escape_control
 
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 DRAIN_SECONDS = 5.0
 
 
@@ -38,7 +38,7 @@ class LogPump:
         self._log.close()
 
     def _copy(self) -> None:
-        while data := os.read(self._reader, CHUNK):
+        while data := os.read(self._reader, CHUNK_BYTES):
             self._write(self._stream.feed(data))
         self._write(self._stream.close())
         os.close(self._reader)

@@ -49,7 +49,7 @@ class ProcessIdentity:
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity | None:
         """Return the identity of a living process, or None; a zombie does not count as living."""
-        started = _starttime(pid)
+        started = _read_start_time(pid)
         return None if started is None else cls(host_id(), boot_id(), pid, started)
 
     def presence(self) -> Presence:
@@ -58,7 +58,7 @@ class ProcessIdentity:
             return Presence.UNKNOWN
         if self.boot_id != boot_id():
             return Presence.ABSENT
-        return Presence.PRESENT if _starttime(self.pid) == self.starttime else Presence.ABSENT
+        return Presence.PRESENT if _read_start_time(self.pid) == self.starttime else Presence.ABSENT
 
     def send(self, number: signal.Signals) -> bool:
         """Send a signal to exactly this process; False if it is gone or on another machine."""
@@ -83,7 +83,7 @@ def boot_id() -> str:
     return _first_line("/proc/sys/kernel/random/boot_id") or f"{psutil.boot_time():.0f}"
 
 
-def marked(variable: str, value: str) -> list[psutil.Process]:
+def find_marked(variable: str, value: str) -> list[psutil.Process]:
     """Return the processes of this user that were started with `variable=value` in their environment.
 
     A child inherits the mark even if it leaves its parent's process group and session.
@@ -105,17 +105,17 @@ def kill_all(find: Callable[[], Iterable[psutil.Process]], *, grace: float) -> b
     Returns:
         True once none is left; False if some survive KILL for `UNKILLABLE_SECONDS` (as on a hung disk).
     """
-    if not (victims := _living(find())):
+    if not (victims := _keep_living(find())):
         return True
     if grace > 0:
         _signal(victims, signal.SIGTERM)
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline:
-        if not _living(find()):
+        if not _keep_living(find()):
             return True
         time.sleep(POLL_SECONDS)
     deadline = time.monotonic() + UNKILLABLE_SECONDS
-    while victims := _living(find()):
+    while victims := _keep_living(find()):
         if time.monotonic() > deadline:
             return False
         _signal(victims, signal.SIGKILL)
@@ -123,7 +123,7 @@ def kill_all(find: Callable[[], Iterable[psutil.Process]], *, grace: float) -> b
     return True
 
 
-def die_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Kill this process as soon as its parent has ended, for whatever reason.
 
     Args:
@@ -148,7 +148,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+def _keep_living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     living = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -163,18 +163,18 @@ def _signal(processes: Iterable[psutil.Process], number: signal.Signals) -> None
             process.send_signal(number)
 
 
-def _starttime(pid: int) -> int | None:
+def _read_start_time(pid: int) -> int | None:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else _starttime_without_proc(pid)
+        return None if Path("/proc/self/stat").exists() else _read_start_time_from_ps(pid)
     except (ProcessLookupError, PermissionError):
         return None
     state, *fields = stat.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])
 
 
-def _starttime_without_proc(pid: int) -> int | None:
+def _read_start_time_from_ps(pid: int) -> int | None:
     try:
         process = psutil.Process(pid)
         return None if process.status() == psutil.STATUS_ZOMBIE else int(process.create_time() * 100)

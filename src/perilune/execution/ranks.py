@@ -28,8 +28,8 @@ from perilune.bundle.secret_sources import learn_secrets
 from perilune.errors import RequestError
 from perilune.execution.log import write_whole_log
 from perilune.execution.output import LogPump
-from perilune.execution.task_environment import task_environment
-from perilune.execution.verdict import FAILURE, Cause, Ending, ending_of
+from perilune.execution.task_environment import make_task_environment
+from perilune.execution.verdict import FAILURE_FILE, Cause, Ending, find_ending
 from perilune.redaction import KNOWN_SECRETS
 
 RENDEZVOUS = "PERILUNE_RENDEZVOUS"  # variable: a file through which the processes find each other
@@ -53,7 +53,7 @@ class Node:
     port: int = 0
 
     @classmethod
-    def here(cls, job: Job) -> Node:
+    def from_environment(cls, job: Job) -> Node:
         """Return the node in torchrun's variables; a single node without them or for a job of one node."""
         count = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         if job.resources.nodes == 1 or count == 1:
@@ -62,7 +62,7 @@ class Node:
         return cls(number, count, os.environ["MASTER_ADDR"], port)
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that `here` reads."""
+        """Return the variables that `from_environment` reads."""
         numbers = {"GROUP_RANK": self.number, "GROUP_WORLD_SIZE": self.count, "MASTER_PORT": self.port}
         return {"MASTER_ADDR": self.address} | {name: str(number) for name, number in numbers.items()}
 
@@ -94,7 +94,7 @@ class Ranks:
 
     def __init__(self, bundle: Path, job: Job, mark: dict[str, str], *, echo: bool = False) -> None:
         self._bundle, self._job, self._mark, self._echo = bundle, job, mark, echo
-        self._node = Node.here(job)
+        self._node = Node.from_environment(job)
         self._first = self._node.number * job.resources.processes
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pumps: list[LogPump] = []
@@ -118,9 +118,9 @@ class Ranks:
         """
         count = self._job.resources.processes
         learn_secrets(self._job.secrets)
-        environment = task_environment(self._job, self._mark)
+        environment = make_task_environment(self._job, self._mark)
         if self._node.count > 1:
-            environment |= self._node.variables() | interface_to(self._node.address)
+            environment |= self._node.variables() | find_interface_variables(self._node.address)
         elif count > 1:
             self._meeting = Path(tempfile.mkdtemp(prefix="perilune-"))
             environment |= {RENDEZVOUS: str(self._meeting / "processes")}
@@ -131,9 +131,9 @@ class Ranks:
             self._processes.append(self._start(rank, environment | variables))
 
     def _start(self, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        directory = directory_of(self._bundle, rank)
+        directory = rank_directory(self._bundle, rank)
         directory.mkdir(exist_ok=True)
-        (directory / FAILURE).unlink(missing_ok=True)
+        (directory / FAILURE_FILE).unlink(missing_ok=True)
         pump = LogPump(directory, KNOWN_SECRETS, echo=self._echo and rank == 0)
         self._pumps.append(pump)
         module = "perilune.execution.task_process"
@@ -174,27 +174,27 @@ class Ranks:
         """Return the processes that have failed or have reported a failure, with their endings."""
         found = []
         for rank, status in enumerate(self._statuses, start=self._first):
-            report = directory_of(self._bundle, rank) / FAILURE
+            report = rank_directory(self._bundle, rank) / FAILURE_FILE
             if status or (status is None and report.exists()):
-                found.append((rank, ending_of(status or 1, report, stopped=False, memory_kill=memory_kill)))
+                found.append((rank, find_ending(status or 1, report, stopped=False, memory_kill=memory_kill)))
         return found
 
     def ending(self, *, stopped: bool, memory_kill: bool) -> Ending:
         """Return how the task ended; of several failures, the one that most likely caused the others.
 
         Args:
-            stopped, memory_kill: as for `ending_of`.
+            stopped, memory_kill: as for `find_ending`.
         """
         if stopped:
-            report = directory_of(self._bundle, self._first) / FAILURE
-            return ending_of(self._processes[0].wait(), report, stopped=True, memory_kill=memory_kill)
+            report = rank_directory(self._bundle, self._first) / FAILURE_FILE
+            return find_ending(self._processes[0].wait(), report, stopped=True, memory_kill=memory_kill)
         failures = self._failures(memory_kill)
         if not failures:
             return Ending(0, None, Cause.NONE, "")
-        rank, ending = min(failures, key=_guilt)
+        rank, ending = min(failures, key=_guilt_order)
         if self._world == 1:
             return ending
-        log = f", see {log_of(self._bundle, rank).relative_to(self._bundle)}" if rank else ""
+        log = f", see {rank_log(self._bundle, rank).relative_to(self._bundle)}" if rank else ""
         message = f"process {rank} of {self._world}{log}: {ending.message}"
         return Ending(ending.exit_code, ending.signal, ending.cause, message)
 
@@ -206,7 +206,7 @@ class Ranks:
             shutil.rmtree(self._meeting, ignore_errors=True)
 
 
-def directory_of(bundle: Path, rank: int) -> Path:
+def rank_directory(bundle: Path, rank: int) -> Path:
     """Return the directory of a process's log and failure report."""
     return bundle / "runtime" / f"process-{rank}" if rank else bundle / "runtime"
 
@@ -215,10 +215,10 @@ def write_logs(bundle: Path) -> None:
     """Write the kept logs of this machine's processes to artifacts/."""
     beside = [int(path.name.partition("-")[2]) for path in (bundle / "runtime").glob("process-*")]
     for rank in (0, *beside):
-        write_whole_log(directory_of(bundle, rank), log_of(bundle, rank))
+        write_whole_log(rank_directory(bundle, rank), rank_log(bundle, rank))
 
 
-def interface_to(address: str) -> dict[str, str]:
+def find_interface_variables(address: str) -> dict[str, str]:
     """Return the variables that make gloo and NCCL use the network interface that reaches `address`.
 
     Raises:
@@ -240,12 +240,12 @@ def interface_to(address: str) -> dict[str, str]:
     return {}
 
 
-def log_of(bundle: Path, rank: int) -> Path:
+def rank_log(bundle: Path, rank: int) -> Path:
     """Return the path of a process's complete log in the artifacts."""
     return bundle / "artifacts" / (f"task.{rank}.log" if rank else "task.log")
 
 
-def _guilt(failure: tuple[int, Ending]) -> tuple[bool, bool, int]:
+def _guilt_order(failure: tuple[int, Ending]) -> tuple[bool, bool, int]:
     """Sort key: first processes ended by a signal, then those with a reason, last those that lost another."""
     rank, ending = failure
     return ending.cause is Cause.PROCESS_LOST, ending.signal in {None, signal.SIGTERM}, rank

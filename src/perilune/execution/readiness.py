@@ -50,23 +50,23 @@ class Finding:
     remedy: str = ""
 
 
-def examine(machine: Machine) -> Iterator[Finding]:
+def check_machine(machine: Machine) -> Iterator[Finding]:
     """Check this machine and this installation, the necessary things first."""
     installed = _version("perilune") is not None
     if installed:
-        yield from _packages()
+        yield from _check_packages()
     else:
         found = "not installed; only its source is on the path"
         yield Finding("perilune", "missing", found, _pip_install("-e", "."))
-    yield from _processor(machine)
-    yield _memory(machine)
-    yield _gpu(machine)
-    yield from _programs()
+    yield from _check_processor(machine)
+    yield _check_memory(machine)
+    yield _check_gpu(machine)
+    yield from _check_programs()
     if installed:
-        yield from _extras()
+        yield from _check_extras()
 
 
-def examine_home(home: Path) -> Iterator[Finding]:
+def check_home(home: Path) -> Iterator[Finding]:
     """Check free space and type of the file system of the writable directory `home`."""
     free = shutil.disk_usage(home).free
     found = f"{free / _GIB:.1f} GiB free in {home}"
@@ -87,7 +87,7 @@ def package_versions() -> dict[str, str | None]:
     return {need.name: _version(need.name) for need in _requirements()} if installed else {}
 
 
-def _packages() -> Iterator[Finding]:
+def _check_packages() -> Iterator[Finding]:
     yield Finding("perilune", "ok", f"{_version('perilune')}, Python {platform.python_version()}")
     needs = _requirements()
     wrong = []
@@ -106,7 +106,7 @@ def _packages() -> Iterator[Finding]:
         yield Finding("tasks", "missing", "no task plugin is registered", remedy)
 
 
-def _processor(machine: Machine) -> Iterator[Finding]:
+def _check_processor(machine: Machine) -> Iterator[Finding]:
     processor = machine.processor
     found = f"{processor.model}, {processor.usable_cores:g} of {processor.logical_cores} cores usable"
     if processor.usable_cores < 1:
@@ -121,7 +121,7 @@ def _processor(machine: Machine) -> Iterator[Finding]:
         yield Finding("SIMD", "ok", ", ".join(processor.simd) or "not reported by this system")
 
 
-def _memory(machine: Machine) -> Finding:
+def _check_memory(machine: Machine) -> Finding:
     usable, total = machine.memory.usable, machine.memory.total
     found = f"{usable / _GIB:.1f} GiB"
     if usable < total:
@@ -133,7 +133,7 @@ def _memory(machine: Machine) -> Finding:
     return Finding("memory", "ok", found)
 
 
-def _gpu(machine: Machine) -> Finding:
+def _check_gpu(machine: Machine) -> Finding:
     build = _torch_build()
     if machine.gpus:
         found = ", ".join(f"{gpu.name} ({gpu.memory / _GIB:.0f} GiB)" for gpu in machine.gpus)
@@ -153,7 +153,7 @@ def _gpu(machine: Machine) -> Finding:
     return Finding("GPU", "ok", "none, and none is needed")
 
 
-def examine_containers(program: str, template: str) -> Finding:
+def check_containers(program: str, template: str) -> Finding:
     """Check whether the container `program` of a `template` answers."""
     command = [program, "version", "--format", "{{.Server.Version}}"]
     try:
@@ -170,9 +170,11 @@ def examine_containers(program: str, template: str) -> Finding:
     return Finding("containers", "advice", found, f"make `{shlex.join([program, 'ps'])}` work for your user")
 
 
-def _programs() -> Iterator[Finding]:
-    yield _program("git", "bundles record the commit they ran from", "git")
-    yield _program("sshd", "the tests of remote execution run", "openssh-server", beside="/usr/sbin/sshd")
+def _check_programs() -> Iterator[Finding]:
+    yield _check_program("git", "bundles record the commit they ran from", "git")
+    yield _check_program(
+        "sshd", "the tests of remote execution run", "openssh-server", beside="/usr/sbin/sshd"
+    )
     chromium = (
         _first_program("chromium", "chromium-browser", "google-chrome", "chrome") or _playwright_chromium()
     )
@@ -183,16 +185,16 @@ def _programs() -> Iterator[Finding]:
         yield Finding("Chromium", "advice", "absent; with it the tests of the report run", remedy)
 
 
-NAMED = 4  # packages of an extra that a finding names
+MAX_NAMED_PACKAGES = 4  # packages of an extra that a finding names
 
 
-def _extras() -> Iterator[Finding]:
-    """Check the extras for working on Perilune itself. (`_gpu` covers the extra `gpu`.)"""
+def _check_extras() -> Iterator[Finding]:
+    """Check the extras for working on Perilune itself. (`_check_gpu` covers the extra `gpu`.)"""
     for extra, purpose in (("dev", "run the tests"), ("docs", "build the documentation")):
         absent = [need.name for need in _requirements(extra) if _version(need.name) is None]
         if absent:
-            more = f" and {len(absent) - NAMED} more" if len(absent) > NAMED else ""
-            found = f"absent: {', '.join(absent[:NAMED])}{more}; needed only to {purpose}"
+            more = f" and {len(absent) - MAX_NAMED_PACKAGES} more" if len(absent) > MAX_NAMED_PACKAGES else ""
+            found = f"absent: {', '.join(absent[:MAX_NAMED_PACKAGES])}{more}; needed only to {purpose}"
             yield Finding(f"extra {extra}", "advice", found, _pip_install(f"perilune[{extra}]"))
         else:
             yield Finding(f"extra {extra}", "ok", "complete")
@@ -246,7 +248,7 @@ def _python() -> str:
     return "python" if same else sys.executable
 
 
-def _program(name: str, purpose: str, package: str, *, beside: str = "") -> Finding:
+def _check_program(name: str, purpose: str, package: str, *, beside: str = "") -> Finding:
     found = _first_program(name, beside)
     if found:
         return Finding(name, "ok", found)

@@ -7,20 +7,20 @@ from perilune.bundle.job import Job
 from perilune.bundle.machine import usable_threads
 from perilune.bundle.secret_sources import require_secret
 
-KEPT = {
+KEPT_VARIABLES = {
     *("HOME", "LANG", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH", "SSL_CERT_DIR", "SSL_CERT_FILE"),
     *("SYSTEMROOT", "TEMP", "TMP", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME"),
 }
 KEPT_PREFIXES = ("COVERAGE_", "CUDA_", "HF_", "LC_", "NCCL_", "NVIDIA_", "PYTORCH_", "TORCH_", "XPU_")
-THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 # A variable that looks like a credential is passed only if the job names it as a secret.
-WITHHELD = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
+SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "KEY", "CREDENTIAL")
 # Large tensors come and go in training, and clearing the pages of new ones took a quarter of a step.
 # The process keeps what it frees, up to 64 GiB, and gets pages of 2 MiB.
-MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736"
+MALLOC_TUNABLES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736"
 
 
-def task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
+def make_task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the task process of `job`.
 
     Args:
@@ -32,18 +32,18 @@ def task_environment(job: Job, mark: Mapping[str, str]) -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name in KEPT
-        or (name.startswith(KEPT_PREFIXES) and not any(word in name.upper() for word in WITHHELD))
+        if name in KEPT_VARIABLES
+        or (name.startswith(KEPT_PREFIXES) and not any(word in name.upper() for word in SECRET_WORDS))
     }
     secrets = {name: require_secret(name, f"stage {job.stage}") for name in job.secrets}
     resources = job.resources
     threads = str(resources.threads or max(1, usable_threads() // resources.processes))
     return {
         **kept,
-        **dict.fromkeys(THREADS, threads),
+        **dict.fromkeys(THREAD_VARIABLES, threads),
         # Waiting threads sleep instead of spinning: on shared cores, spinning is ten times slower.
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GLIBC_TUNABLES": MALLOC,
+        "GLIBC_TUNABLES": MALLOC_TUNABLES,
         "PYTHONHASHSEED": "0",
         "PYTHONUNBUFFERED": "1",
         **secrets,

@@ -18,9 +18,9 @@ from perilune.bundle.provenance import record_precheck
 from perilune.bundle.secret_sources import learn_secrets
 from perilune.bundle.workspace import SUMMARY, FollowerWorkspace, Workspace
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
-from perilune.execution.processes import die_with
-from perilune.execution.ranks import directory_of
-from perilune.execution.verdict import FAILURE, RESERVE, Cause, cause_of, describe_error
+from perilune.execution.processes import die_with_parent
+from perilune.execution.ranks import rank_directory
+from perilune.execution.verdict import FAILURE_FILE, RESERVE_FILE, Cause, describe_error, find_cause
 from perilune.files import write_json
 from perilune.garbage import reduce_garbage_collection
 from perilune.watchdog import write_stacks_to
@@ -55,7 +55,7 @@ def run_task(bundle: Path) -> None:
         record_precheck(workspace)  # and again, once all its modules are loaded
         workspace.finish(summary)
     if not (bundle / plugin.output).exists():  # which may be the summary itself
-        raise WorkFailedError(f"the task ended without its output {plugin.output}") from _Missing()
+        raise WorkFailedError(f"the task ended without its output {plugin.output}") from _MissingOutputError()
 
 
 def was_finished(workspace: Workspace, plugin: TaskPlugin) -> bool:
@@ -67,7 +67,7 @@ def was_finished(workspace: Workspace, plugin: TaskPlugin) -> bool:
     return together and (workspace.artifacts / SUMMARY).exists() and (workspace.root / plugin.output).exists()
 
 
-class _Missing(Exception):  # noqa: N818 - marks a cause, never raised by itself
+class _MissingOutputError(Exception):  # - marks a cause, never raised by itself
     """The task did not produce its output."""
 
 
@@ -75,9 +75,9 @@ def main() -> None:
     """Run the task of the bundle named on the command line; the exit code is 0, 1 or 2."""
     reduce_garbage_collection()
     bundle = Path(sys.argv[1]).absolute()
-    own = directory_of(bundle, _rank())
+    own = rank_directory(bundle, _rank())
     own.mkdir(parents=True, exist_ok=True)
-    die_with(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid())
+    die_with_parent(int(sys.argv[2]) if len(sys.argv) > 2 else os.getppid())
     faulthandler.enable()
     write_stacks_to(own)
     signal.signal(signal.SIGTERM, _stop)
@@ -85,7 +85,9 @@ def main() -> None:
     try:
         run_task(bundle)
     except Exception as error:
-        cause = Cause.ARTIFACT_MISSING if isinstance(error.__cause__, _Missing) else cause_of(error)
+        cause = (
+            Cause.ARTIFACT_MISSING if isinstance(error.__cause__, _MissingOutputError) else find_cause(error)
+        )
         if not isinstance(error, PeriluneError):
             traceback.print_exc()
         message = describe_error(error)
@@ -100,10 +102,10 @@ def _rank() -> int:
 
 def _report_failure(runtime: Path, report: dict[str, str]) -> None:
     try:
-        write_json(runtime / FAILURE, report)
+        write_json(runtime / FAILURE_FILE, report)
     except OSError:  # the disk is full: use the space that the worker reserved
-        (runtime / RESERVE).unlink(missing_ok=True)
-        write_json(runtime / FAILURE, report)
+        (runtime / RESERVE_FILE).unlink(missing_ok=True)
+        write_json(runtime / FAILURE_FILE, report)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -16,9 +16,9 @@ from perilune.files import read_json
 from perilune.sandbox.control_group import own_group
 from perilune.watchdog import STACKS_FILE, read_stall
 
-FAILURE = "failure.json"  # in runtime/: the task process's own report of its failure
-RESERVE = ".reserve"  # in runtime/: space for failure report and verdict on a full disk
-OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+FAILURE_FILE = "failure.json"  # in runtime/: the task process's own report of its failure
+RESERVE_FILE = ".reserve"  # in runtime/: space for failure report and verdict on a full disk
+OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
 class Cause(StrEnum):
@@ -90,12 +90,12 @@ def read_verdict(runtime: Path, epoch: int) -> Verdict | None:
         return None
     fields: dict[str, Any] = read_json(path)
     try:
-        return checked_verdict(fields) if fields["epoch"] == epoch else None
+        return parse_verdict(fields) if fields["epoch"] == epoch else None
     except (KeyError, TypeError, ValueError):
         raise RequestError("not the result of an attempt", where=str(path)) from None
 
 
-def checked_verdict(fields: Mapping[str, Any]) -> Verdict:
+def parse_verdict(fields: Mapping[str, Any]) -> Verdict:
     """Return the verdict with these fields, whose types are checked.
 
     Raises:
@@ -105,7 +105,7 @@ def checked_verdict(fields: Mapping[str, Any]) -> Verdict:
     return TypeAdapter(Verdict).validate_python(dict(fields))
 
 
-def damaged_verdict(epoch: int, why: str) -> Verdict:
+def make_damaged_verdict(epoch: int, why: str) -> Verdict:
     """Return the verdict on an attempt whose worker has ended and left a verdict that cannot be read."""
     return Verdict(epoch, None, None, Cause.ARTIFACT_INVALID, why, None, 0.0)
 
@@ -120,7 +120,7 @@ class Ending:
     message: str
 
 
-def ending_of(status: int, failure: Path, *, stopped: bool, memory_kill: bool) -> Ending:
+def find_ending(status: int, failure: Path, *, stopped: bool, memory_kill: bool) -> Ending:
     """Determine how a task process ended.
 
     Args:
@@ -136,7 +136,7 @@ def ending_of(status: int, failure: Path, *, stopped: bool, memory_kill: bool) -
     if stopped:
         return Ending(code, number, Cause.STOPPED, "stopped on request")
     if number is not None:
-        return Ending(None, number, *_of_signal(signal.Signals(number), memory_kill))
+        return Ending(None, number, *_find_signal_ending(signal.Signals(number), memory_kill))
     if failure.exists():
         report = read_json(failure)
         return Ending(code, None, Cause(report["cause"]), str(report["message"]))
@@ -146,15 +146,15 @@ def ending_of(status: int, failure: Path, *, stopped: bool, memory_kill: bool) -
     return Ending(code, None, Cause.EXITED, f"the task exited with code {code}")
 
 
-def _of_signal(number: signal.Signals, memory_kill: bool) -> tuple[Cause, str]:
+def _find_signal_ending(number: signal.Signals, memory_kill: bool) -> tuple[Cause, str]:
     if number == signal.SIGKILL and memory_kill:
         return Cause.OUT_OF_MEMORY, "the kernel killed it for lack of memory"
-    if number in OUTSIDE:
+    if number in OUTSIDE_SIGNALS:
         return Cause.KILLED, f"killed from outside with {number.name}"
     return Cause.SIGNALLED, f"killed by {number.name}"
 
 
-def cause_of(error: BaseException) -> Cause:
+def find_cause(error: BaseException) -> Cause:
     """Return the cause of failure for an exception of a task."""
     chain: BaseException | None = error
     while chain is not None:
@@ -176,14 +176,14 @@ def describe_error(error: Exception) -> str:
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    what = "the disk is full" if cause_of(error) is Cause.DISK_FULL else f"{type(error).__name__}: {error}"
+    what = "the disk is full" if find_cause(error) is Cause.DISK_FULL else f"{type(error).__name__}: {error}"
     return what + place
 
 
 _OWN_EVENTS = {1: "memory.oom_control", 2: "memory.events.local"}  # by version of control groups
 
 
-def memory_kills() -> int:
+def count_memory_kills() -> int:
     """Return the number of processes that the kernel has killed for lack of memory.
 
     They are counted in this process's control group, or on this machine if the group is unknown; 0 if neither

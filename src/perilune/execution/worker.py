@@ -27,27 +27,20 @@ from perilune.bundle.job import Job
 from perilune.bundle.manifest import write_manifest
 from perilune.bundle.verify import require_verified
 from perilune.errors import PeriluneError, RequestError
-from perilune.execution.claim import MARK, Claim, claimed
-from perilune.execution.processes import adopt_orphans, die_with, kill_all
+from perilune.execution.claim import CLAIM_VARIABLE, Claim, hold_claim
+from perilune.execution.processes import adopt_orphans, die_with_parent, kill_all
 from perilune.execution.ranks import Node, Ranks, write_logs
-from perilune.execution.verdict import (
-    RESERVE,
-    Cause,
-    Ending,
-    Verdict,
-    cause_of,
-    memory_kills,
-)
+from perilune.execution.verdict import RESERVE_FILE, Cause, Ending, Verdict, count_memory_kills, find_cause
 from perilune.files import canonical_json, fsync_directory, read_json, write_json
 from perilune.redaction import redact_output, redact_text
 
 HEARTBEAT_SECONDS = 1.0
-STOP_GRACE = 10.0  # seconds between TERM and KILL
+STOP_GRACE_S = 10.0  # seconds between TERM and KILL
 RESERVE_BYTES = 1 << 16
 
 
 def run_bundle(
-    bundle: Path, epoch: int | None = None, *, grace: float = STOP_GRACE, echo: bool = False
+    bundle: Path, epoch: int | None = None, *, grace: float = STOP_GRACE_S, echo: bool = False
 ) -> Verdict:
     """Run the bundle at `bundle` in place and return its verdict.
 
@@ -67,7 +60,7 @@ def run_bundle(
         raise RequestError(
             "not a bundle: no job.json", where=str(bundle), remedy="give the folder of a bundle"
         )
-    with claimed(bundle, epoch) as claim:
+    with hold_claim(bundle, epoch) as claim:
         return _Supervisor(bundle, claim, grace, echo).run()
 
 
@@ -77,7 +70,7 @@ class _Supervisor:
     def __init__(self, bundle: Path, claim: Claim, grace: float, echo: bool) -> None:
         self.bundle, self.claim, self.grace, self.echo = bundle, claim, grace, echo
         self.runtime, self.artifacts = bundle / "runtime", bundle / "artifacts"
-        self.reserve = self.runtime / RESERVE
+        self.reserve = self.runtime / RESERVE_FILE
         self.began = time.monotonic()
         self.stopping = False
         self.leads = True
@@ -90,7 +83,7 @@ class _Supervisor:
                     self._prepare()
                     ending = self._run_task()
                 except (PeriluneError, OSError) as error:
-                    ending = _refusal(error)
+                    ending = _refused_ending(error)
                 finally:
                     kill_all(_descendants, grace=0.0)
                 verdict = self._conclude(ending)
@@ -107,11 +100,11 @@ class _Supervisor:
         except RequestError as error:
             raise _RejectedError(error.what, where=error.where, remedy=error.remedy) from None
         self.job = Job.model_validate(read_json(self.bundle / "job.json"))
-        self.leads = Node.here(self.job).number == 0
+        self.leads = Node.from_environment(self.job).number == 0
 
     def _run_task(self) -> Ending:
-        ranks = Ranks(self.bundle, self.job, {MARK: self.claim.nonce}, echo=self.echo)
-        kills_before = memory_kills()
+        ranks = Ranks(self.bundle, self.job, {CLAIM_VARIABLE: self.claim.nonce}, echo=self.echo)
+        kills_before = count_memory_kills()
         try:
             ranks.start()
             with HardwareSampler(self.artifacts / "hardware.jsonl", ranks.root):
@@ -120,7 +113,7 @@ class _Supervisor:
         finally:
             kill_all(_descendants, grace=0.0)
             ranks.close()
-        return ranks.ending(stopped=self.stopping, memory_kill=memory_kills() > kills_before)
+        return ranks.ending(stopped=self.stopping, memory_kill=count_memory_kills() > kills_before)
 
     def _conclude(self, ending: Ending) -> Verdict:
         """Make the evidence durable and complete, and return the verdict."""
@@ -132,7 +125,7 @@ class _Supervisor:
             digest = write_manifest(self.bundle)
         except (PeriluneError, OSError) as error:
             if ending.cause is Cause.NONE:
-                full = cause_of(error) is Cause.DISK_FULL
+                full = find_cause(error) is Cause.DISK_FULL
                 cause = Cause.DISK_FULL if full else Cause.ARTIFACT_INVALID
                 ending = Ending(ending.exit_code, ending.signal, cause, str(error))
         if self.leads and ending.cause is Cause.NONE and not (self.artifacts / "summary.json").exists():
@@ -187,11 +180,11 @@ class _RejectedError(RequestError):
     """The bundle differs from what was frozen."""
 
 
-def _refusal(error: PeriluneError | OSError) -> Ending:
+def _refused_ending(error: PeriluneError | OSError) -> Ending:
     """Return the ending of an attempt whose task never started."""
     if isinstance(error, _RejectedError):
         return Ending(None, None, Cause.BUNDLE_REJECTED, str(error))
-    return Ending(None, None, cause_of(error), str(error))
+    return Ending(None, None, find_cause(error), str(error))
 
 
 def _descendants() -> list[psutil.Process]:
@@ -214,11 +207,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="perilune worker")
     parser.add_argument("bundle", type=Path)
     parser.add_argument("--epoch", type=int, default=None)
-    parser.add_argument("--grace", type=float, default=STOP_GRACE, help="seconds to exit after a stop")
+    parser.add_argument("--grace", type=float, default=STOP_GRACE_S, help="seconds to exit after a stop")
     parser.add_argument("--tied", action="store_true", help="end when the parent process ends")
     given: Any = parser.parse_args(arguments)
     if given.tied:
-        die_with(os.getppid())
+        die_with_parent(os.getppid())
     with redact_output():
         try:
             verdict = run_bundle(given.bundle, given.epoch, grace=given.grace)

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from perilune.execution.processes import Presence, ProcessIdentity, die_with
+from perilune.execution.processes import Presence, ProcessIdentity, die_with_parent
 from perilune.execution.providers.fake.machines import Machine
 
 POLL_SECONDS = 0.5
@@ -26,7 +26,7 @@ def main() -> None:
     """Run one of the two modes."""
     mode, owner = sys.argv[1], int(sys.argv[2])
     if mode == "reconcile":
-        die_with(owner)
+        die_with_parent(owner)
         sys.argv = ["perilune", "reconcile", "--watch"]
         runpy.run_module("perilune.cli.main", run_name="__main__")
     identity = ProcessIdentity.of(owner)

@@ -32,7 +32,7 @@ from perilune.control.record.store import Attempt, Machine, Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, register_experiment
 from perilune.control.runs.submission import Submission, submit_stage
-from perilune.control.runs.templates import RentedSettings, Retry, Template
+from perilune.control.runs.templates import RentedTarget, Retry, Template
 from perilune.errors import PeriluneError
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.placements.remote import Site
@@ -187,7 +187,7 @@ class Laboratory:
         ]
         environment = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
         site = Site(python=sys.executable, installed=True, environment=environment)
-        place = RentedSettings(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+        place = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
         retry = Retry(infrastructure=1000, lost=1000, base=0.05, cap=2.0)
         limits = AttemptLimits(on_box_stop_after=60.0)
         return Template(placement=place, retry=retry, limits=limits, bring="all")

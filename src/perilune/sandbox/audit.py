@@ -17,7 +17,7 @@ from perilune.sandbox.probes import escape, exhaust, reach, read, see, signals, 
 from perilune.sandbox.sandbox import Capabilities, Execution, Sandbox
 from perilune.sandbox.watch import descendants
 
-AUDITED = SandboxLimits(
+AUDIT_LIMITS = SandboxLimits(
     seconds=1.2,
     cpu_seconds=1,
     memory_bytes=64 << 20,
@@ -26,7 +26,7 @@ AUDITED = SandboxLimits(
     scratch_files=64,
     flood_bytes=4 << 20,
 )
-_LONGEST_EVIDENCE = 120
+_MAX_EVIDENCE_CHARS = 120
 _WALL_ENDS = ("timeout", "memory", "output", "scratch")  # causes that show that a wall holds
 
 _HARNESS = """
@@ -100,7 +100,7 @@ PROBES = (
     Probe("escape", "whole tree", escape.daemon),
 )
 
-IN_A_SCORER = (
+SCORER_PROBES = (
     *(read.secrets, read.memory, write.folders, write.existing_files, write.devices),
     *(signals.signals, signals.priorities),
     *(reach.network, reach.local_sockets, reach.other_families, reach.other_runs),
@@ -168,7 +168,7 @@ def audit_sandbox(
     probes: Sequence[Probe] = PROBES,
     on_finding: Callable[[Finding], None] | None = None,
 ) -> SandboxAudit:
-    """Run probes in a sandbox on this machine, and those of `IN_A_SCORER` also in a confined process.
+    """Run probes in a sandbox on this machine, and those of `SCORER_PROBES` also in a confined process.
 
     Args:
         without: mechanisms to switch off, as for `Sandbox`. Then only the sandbox is audited.
@@ -179,18 +179,20 @@ def audit_sandbox(
         SandboxFailedError: if nothing can be run on this machine.
     """
     findings = []
-    with Baits() as baits, Sandbox(AUDITED, without=without, allow_missing=tuple(WALLS)) as sandbox:
+    with Baits() as baits, Sandbox(AUDIT_LIMITS, without=without, allow_missing=tuple(WALLS)) as sandbox:
         capabilities = sandbox.capabilities()
         for probe in probes:
-            findings.append(examine(probe, sandbox.run, baits, sandbox.process_id, capabilities))
+            findings.append(run_probe(probe, sandbox.run, baits, sandbox.process_id, capabilities))
             if on_finding:
                 on_finding(findings[-1])
-        for probe in [] if without else [one for one in probes if one.function in IN_A_SCORER]:
-            found = examine(probe, _in_a_scorer, baits, sandbox.process_id, _without_namespaces(capabilities))
+        for probe in [] if without else [one for one in probes if one.function in SCORER_PROBES]:
+            found = run_probe(
+                probe, _run_in_scorer, baits, sandbox.process_id, _without_namespaces(capabilities)
+            )
             findings.append(replace(found, probe=f"scorer: {found.probe}"))
             if on_finding:
                 on_finding(findings[-1])
-    return SandboxAudit(_machine(), capabilities, findings)
+    return SandboxAudit(_describe_machine(), capabilities, findings)
 
 
 def _without_namespaces(capabilities: Capabilities) -> Capabilities:
@@ -202,11 +204,11 @@ def _without_namespaces(capabilities: Capabilities) -> Capabilities:
     return replace(capabilities, walls=walls)
 
 
-def _in_a_scorer(code: str) -> Execution:
-    return confined_run(code, AUDITED)
+def _run_in_scorer(code: str) -> Execution:
+    return confined_run(code, AUDIT_LIMITS)
 
 
-def examine(
+def run_probe(
     probe: Probe,
     run: Callable[[str], Execution],
     baits: Baits,
@@ -218,17 +220,17 @@ def examine(
     Args:
         supervisor: process whose descendants include everything that the code leaves behind.
     """
-    facts = baits.facts | asdict(AUDITED) | {"supervisor": supervisor}
+    facts = baits.facts | asdict(AUDIT_LIMITS) | {"supervisor": supervisor}
     if probe.function is read.run_before:
         text = f"keep = {{'text': {baits.left_behind!r}, 'more': []}}"
         run(f"{text}\nopen('left_behind', 'w').write(keep['text'])")
     mark = secrets.token_hex(16)  # tells the report from other output
     execution = run(probe.code(facts, mark))
     reached, refused, untried = _read_report(execution, mark)
-    seen = baits.taken() + [f"process {one} lives on" for one in descendants(supervisor)]
+    seen = baits.list_taken() + [f"process {one} lives on" for one in descendants(supervisor)]
     if any(baits.secret.encode() in content for content in execution.files.values()):
         seen.append("a secret was carried out in a file")
-    if len(execution.output) > 2 * AUDITED.output_bytes:
+    if len(execution.output) > 2 * AUDIT_LIMITS.output_bytes:
         seen.append(f"{len(execution.output)} characters were kept")
     reached |= {f"from outside {number}": text for number, text in enumerate(seen, 1)}
     verdict = (
@@ -236,7 +238,7 @@ def examine(
     )
     what = inspect.getdoc(probe.function) or ""
     stands = bool(capabilities.walls[probe.wall])
-    return Finding(probe.name, what, probe.wall, stands, verdict, *map(_short, (reached, refused, untried)))
+    return Finding(probe.name, what, probe.wall, stands, verdict, *map(_shorten, (reached, refused, untried)))
 
 
 def _read_report(execution: Execution, mark: str) -> list[dict[str, str]]:
@@ -253,11 +255,11 @@ def _read_report(execution: Execution, mark: str) -> list[dict[str, str]]:
     return [{}, ended, {}] if execution.cause in _WALL_ENDS else [{}, {}, ended]
 
 
-def _short(attempts: Mapping[str, str]) -> dict[str, str]:
-    return {name: " ".join(text.split())[:_LONGEST_EVIDENCE] for name, text in attempts.items()}
+def _shorten(attempts: Mapping[str, str]) -> dict[str, str]:
+    return {name: " ".join(text.split())[:_MAX_EVIDENCE_CHARS] for name, text in attempts.items()}
 
 
-def _machine() -> dict[str, str]:
+def _describe_machine() -> dict[str, str]:
     return {
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),

@@ -21,7 +21,7 @@ from typing import Any
 import perilune
 from perilune.sandbox.seccomp import denied_calls
 
-VARIABLE = "PERILUNE_AUDIT_BAIT"
+BAIT_VARIABLE = "PERILUNE_AUDIT_BAIT"
 _CLONE = {"x86_64": 56, "aarch64": 220}
 
 
@@ -48,7 +48,7 @@ class Baits:
         for name, mode in (("public", 0o644), ("private", 0o600)):
             (folder / name).write_text(self.secret)
             (folder / name).chmod(mode)
-        os.environ[VARIABLE] = self.secret
+        os.environ[BAIT_VARIABLE] = self.secret
         self._descriptor = os.open(folder / "private", os.O_RDONLY)
         os.set_inheritable(self._descriptor, True)
         self._tcp = socket.create_server(("127.0.0.1", 0))
@@ -95,10 +95,10 @@ class Baits:
         for one in (self._tcp, self._udp, self._unix, self._abstract, self._datagrams):
             one.close()
         os.close(self._descriptor)
-        os.environ.pop(VARIABLE, None)
+        os.environ.pop(BAIT_VARIABLE, None)
         self._folder.cleanup()
 
-    def taken(self) -> list[str]:
+    def list_taken(self) -> list[str]:
         """Return the baits that were taken since the last call, as seen from outside."""
         found = []
         if self._victim.poll() is not None:

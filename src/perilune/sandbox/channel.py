@@ -20,9 +20,9 @@ import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
 importlib.import_module(sys.argv[2]).main()
 """
-_LONGEST_WAIT = 3600.0  # seconds; poll(2) takes no more than 2^31 milliseconds
-_READ = 65536
-_KEPT_ERROR = 2000  # bytes of standard error kept for error messages
+_MAX_WAIT_S = 3600.0  # seconds; poll(2) takes no more than 2^31 milliseconds
+_READ_BYTES = 65536
+_MAX_ERROR_BYTES = 2000  # bytes of standard error kept for error messages
 _FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 
@@ -90,7 +90,7 @@ class Line(ABC):
             left = until - time.monotonic()
             if left <= 0:
                 raise BrokenChannelError(f"no answer within {seconds:g} s")
-            for key, events in self._selector.select(min(left, _LONGEST_WAIT)):
+            for key, events in self._selector.select(min(left, _MAX_WAIT_S)):
                 if key.fd == self._errors:
                     self._read_errors()
                 else:
@@ -120,7 +120,7 @@ class Line(ABC):
                 self._unsent = self._unsent[self._socket.send(self._unsent) :]
                 if not self._unsent:
                     self._selector.modify(self._socket, selectors.EVENT_READ)
-            data = self._socket.recv(_READ) if events & selectors.EVENT_READ else None
+            data = self._socket.recv(_READ_BYTES) if events & selectors.EVENT_READ else None
         except OSError:
             data = b""
         if data == b"":
@@ -130,11 +130,11 @@ class Line(ABC):
             raise BrokenChannelError(f"{self.name} wrote more than {self._most} bytes for one answer")
 
     def _read_errors(self) -> None:
-        data = os.read(self._errors, _READ)
+        data = os.read(self._errors, _READ_BYTES)
         if not data:
             self._selector.unregister(self._errors)
             return
-        self._error = (self._error + data)[-_KEPT_ERROR:]
+        self._error = (self._error + data)[-_MAX_ERROR_BYTES:]
         self._error_bytes += len(data)
         if self._error_bytes > self._most:
             raise BrokenChannelError(f"{self.name} wrote more than {self._most} bytes to standard error")
@@ -143,7 +143,7 @@ class Line(ABC):
         code = self.exit_code()
         with contextlib.suppress(OSError):
             os.set_blocking(self._errors, False)
-            self._error = (self._error + os.read(self._errors, _READ))[-_KEPT_ERROR:]
+            self._error = (self._error + os.read(self._errors, _READ_BYTES))[-_MAX_ERROR_BYTES:]
         how = "closed its socket" if code is None else f"ended with exit code {code}"
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from perilune.sandbox import kernel
-from perilune.sandbox.landlock import give_up_files
-from perilune.sandbox.limits import lower
-from perilune.sandbox.seccomp import call_filter, loner_filter
+from perilune.sandbox.landlock import restrict_files
+from perilune.sandbox.limits import lower_limit
+from perilune.sandbox.seccomp import call_filter, single_process_filter
 
 
 def confine(*, memory_bytes: int, open_files: int, readable: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -29,21 +29,21 @@ def confine(*, memory_bytes: int, open_files: int, readable: Sequence[str] | Non
     Returns:
         The walls that this machine lacks: "privileges", "files", "calls".
     """
-    lower(resource.RLIMIT_CORE, 0)
-    lower(resource.RLIMIT_FSIZE, 0)
-    lower(resource.RLIMIT_NOFILE, _highest_descriptor() + 1 + open_files)
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_FSIZE, 0)
+    lower_limit(resource.RLIMIT_NOFILE, _highest_descriptor() + 1 + open_files)
     if (taken := _address_space()) is not None:
-        lower(resource.RLIMIT_AS, taken + memory_bytes)
+        lower_limit(resource.RLIMIT_AS, taken + memory_bytes)
     if sys.platform != "linux":
         return ("privileges", "files", "calls")
-    lower(resource.RLIMIT_MEMLOCK, 0)
-    lower(resource.RLIMIT_MSGQUEUE, 0)
+    lower_limit(resource.RLIMIT_MEMLOCK, 0)
+    lower_limit(resource.RLIMIT_MSGQUEUE, 0)
     missing = []
     try:
-        kernel.give_up_privileges()
+        kernel.drop_privileges()
     except OSError:
         missing.append("privileges")
-    if not give_up_files(_of_python() if readable is None else readable):
+    if not restrict_files(_of_python() if readable is None else readable):
         missing.append("files")
     if not _filtered(call_filter(among_others=True, no_processes=False, no_shared_memory=True)):
         missing.append("calls")
@@ -52,9 +52,9 @@ def confine(*, memory_bytes: int, open_files: int, readable: Sequence[str] | Non
 
 def forbid_processes() -> None:
     """Forbid a confined process to start children, and to send signals to other processes."""
-    lower(resource.RLIMIT_NPROC, 0)
+    lower_limit(resource.RLIMIT_NPROC, 0)
     if sys.platform == "linux":
-        _filtered(loner_filter(os.getpid()))
+        _filtered(single_process_filter(os.getpid()))
 
 
 def _filtered(program: bytes) -> bool:

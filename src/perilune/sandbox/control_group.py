@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NAME = "perilune-sandbox-"  # then the supervisor's process id, and a random part
-_BESIDES = 16 << 20  # bytes: pages of Python that a run changes, and kernel memory of its namespaces
+_OVERHEAD_BYTES = 16 << 20  # bytes: pages of Python that a run changes, and kernel memory of its namespaces
 _HIGHEST_ADJUSTMENT = 500  # of the supervisor, of 1000; with more the kernel might kill it before its run
 
 
@@ -73,7 +73,7 @@ class ControlGroup:
         _adjustment().write_text(str(adjustment))  # runs raise theirs
         self.version, mounted, self._came_from = own_group()
         self._names = _VERSIONS[self.version]
-        limit = memory_bytes + scratch_bytes + _BESIDES
+        limit = memory_bytes + scratch_bytes + _OVERHEAD_BYTES
         refused = []
         for parent in (self._came_from, *self._came_from.parents):
             if not parent.is_relative_to(mounted):
@@ -85,7 +85,7 @@ class ControlGroup:
                 refused.append(f"{parent}: {error.strerror or error}")
         raise OSError("; ".join(refused))
 
-    def kills(self) -> int:
+    def count_kills(self) -> int:
         """Return how often the kernel killed a process because the group was at its limit."""
         name, event = self._names.kills
         counts = dict(line.split() for line in (self.folder / name).read_text().splitlines())

@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 
 from perilune.sandbox import kernel
 from perilune.sandbox.control_group import be_killed_first
-from perilune.sandbox.landlock import give_up_files
-from perilune.sandbox.limits import SandboxLimits, lower
+from perilune.sandbox.landlock import restrict_files
+from perilune.sandbox.limits import SandboxLimits, lower_limit
 from perilune.sandbox.mechanisms import Mechanisms
-from perilune.sandbox.own_root import enter_own_root, readable_places
+from perilune.sandbox.own_root import enter_own_root, readable_paths
 from perilune.sandbox.program import run_program
 from perilune.sandbox.seccomp import call_filter
 
-USER_INSIDE = 1000
-MOST_DESCRIPTORS = 128  # descriptor limit of the supervisor, inherited by its children
-_DEEPEST = 8  # nesting of folders from which files are collected
+SANDBOX_USER_ID = 1000
+MAX_DESCRIPTORS = 128  # descriptor limit of the supervisor, inherited by its children
+_MAX_DEPTH = 8  # nesting of folders from which files are collected
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def launch(run: Run, request: Mapping[str, Any]) -> NoReturn:
         if run.mechanisms.control_group:
             be_killed_first()
         if run.mechanisms.own_users:
-            kernel.own_users(USER_INSIDE)
+            kernel.enter_user_namespace(SANDBOX_USER_ID)
         if run.mechanisms.namespaces:
             kernel.unshare(
                 kernel.NEW_MOUNTS | kernel.NEW_PIDS | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_NAMES
@@ -89,7 +89,7 @@ def _init(run: Run, request: Mapping[str, Any]) -> NoReturn:
         code = os.fork()
         if code == 0:
             os.close(errors)
-            _become_code(run, errors_end, request["code"])
+            _run_code(run, errors_end, request["code"])
         with contextlib.suppress(OSError):
             os.setpgid(code, code)
         os.close(errors_end)
@@ -114,14 +114,14 @@ def _enter_scratch(run: Run, files: Mapping[str, str]) -> None:
         readable, scratch = ["/"], str(Path.cwd())
     else:
         os.chdir(run.scratch)
-        readable, scratch = readable_places(), run.scratch
+        readable, scratch = readable_paths(), run.scratch
     if mechanisms.own_user:
         os.setgroups([])
         os.setresgid(run.user, run.user, run.user)
         os.setresuid(run.user, run.user, run.user)
-    kernel.give_up_privileges()
+    kernel.drop_privileges()
     kernel.die_with_parent()  # after the change of user, which would undo it
-    if mechanisms.landlock and not give_up_files(readable, [scratch, "/dev/null", "/dev/full"]):
+    if mechanisms.landlock and not restrict_files(readable, [scratch, "/dev/null", "/dev/full"]):
         raise OSError("the kernel accepted Landlock before and refuses it now")
     for name, content in files.items():
         place = Path(name)
@@ -129,7 +129,7 @@ def _enter_scratch(run: Run, files: Mapping[str, str]) -> None:
         place.write_bytes(base64.b64decode(content))
 
 
-def _become_code(run: Run, errors: int, code: str) -> NoReturn:
+def _run_code(run: Run, errors: int, code: str) -> NoReturn:
     """Apply the limits and the call filter to this process, and run the code."""
     try:
         os.setpgid(0, 0)
@@ -140,8 +140,8 @@ def _become_code(run: Run, errors: int, code: str) -> NoReturn:
         os.dup2(run.output, 1)
         os.dup2(run.output, 2)
         os.dup2(errors, 3)
-        os.closerange(4, MOST_DESCRIPTORS)
-        _limit(run)
+        os.closerange(4, MAX_DESCRIPTORS)
+        _apply_limits(run)
         if run.mechanisms.seccomp:
             kernel.filter_calls(
                 call_filter(
@@ -157,20 +157,20 @@ def _become_code(run: Run, errors: int, code: str) -> NoReturn:
     run_program(code)
 
 
-def _limit(run: Run) -> None:
+def _apply_limits(run: Run) -> None:
     limits = run.limits
     # In a user namespace the launcher and the init process count; otherwise only the init process does.
     others = 2 if run.mechanisms.own_users else 1
-    lower(resource.RLIMIT_CORE, 0)
-    lower(resource.RLIMIT_FSIZE, limits.scratch_bytes)
-    lower(resource.RLIMIT_AS, run.taken + limits.memory_bytes)
-    lower(resource.RLIMIT_NOFILE, limits.open_files)
-    lower(resource.RLIMIT_MEMLOCK, 0)
-    lower(resource.RLIMIT_MSGQUEUE, 0)
-    lower(resource.RLIMIT_CPU, limits.cpu_seconds + 1)
+    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_FSIZE, limits.scratch_bytes)
+    lower_limit(resource.RLIMIT_AS, run.taken + limits.memory_bytes)
+    lower_limit(resource.RLIMIT_NOFILE, limits.open_files)
+    lower_limit(resource.RLIMIT_MEMLOCK, 0)
+    lower_limit(resource.RLIMIT_MSGQUEUE, 0)
+    lower_limit(resource.RLIMIT_CPU, limits.cpu_seconds + 1)
     resource.setrlimit(resource.RLIMIT_CPU, (limits.cpu_seconds, limits.cpu_seconds + 1))
     if run.mechanisms.counted:
-        lower(resource.RLIMIT_NPROC, limits.processes + others)
+        lower_limit(resource.RLIMIT_NPROC, limits.processes + others)
 
 
 def _wait_for(code: int) -> int:
@@ -199,7 +199,7 @@ def _collect_files(limits: SandboxLimits) -> dict[str, Any]:
     files: dict[str, str] = {}
     left_out: list[str] = []
     room, count = limits.scratch_bytes, limits.scratch_files
-    for path in _walk(Path(), _DEEPEST):
+    for path in _walk(Path(), _MAX_DEPTH):
         name = str(path)
         try:
             name.encode()

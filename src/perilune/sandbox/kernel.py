@@ -22,7 +22,7 @@ class _Program(ctypes.Structure):
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _checked(result: int, what: str) -> None:
+def _check(result: int, what: str) -> None:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -30,14 +30,14 @@ def _checked(result: int, what: str) -> None:
 
 def unshare(flags: int) -> None:
     """Enter new namespaces. A new PID namespace applies to the next child."""
-    _checked(_libc.unshare(flags), "unshare")
+    _check(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     """Mount, bind or remount."""
     texts = [text.encode() or None for text in (source, target, kind)]
     result = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode() or None)
-    _checked(result, f"mount {target}")
+    _check(result, f"mount {target}")
 
 
 def enter_root(path: str) -> None:
@@ -46,12 +46,12 @@ def enter_root(path: str) -> None:
     number = _PIVOT_ROOT.get(platform.machine())
     if number is None:
         raise OSError(f"pivot_root is not known on {platform.machine()}")
-    _checked(_libc.syscall(number, b".", b"."), "pivot_root")
-    _checked(_libc.umount2(b".", _DETACH), "umount")
+    _check(_libc.syscall(number, b".", b"."), "pivot_root")
+    _check(_libc.umount2(b".", _DETACH), "umount")
     os.chdir("/")
 
 
-def own_users(inside: int) -> None:
+def enter_user_namespace(inside: int) -> None:
     """Enter a user namespace in which only the user and group id `inside` exist, those of this process."""
     user, group = os.geteuid(), os.getegid()
     unshare(NEW_USERS)
@@ -60,26 +60,26 @@ def own_users(inside: int) -> None:
     Path("/proc/self/gid_map").write_text(f"{inside} {group} 1")
 
 
-def give_up_privileges() -> None:
+def drop_privileges() -> None:
     """Drop every capability and the ways to gain one."""
     for capability in range(_MOST_CAPABILITIES):
         _libc.prctl(_DROP_BOUNDING, capability, 0, 0, 0)  # fails if there is none to drop
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
-    _checked(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
-    _checked(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no_new_privs")
+    _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
+    _check(_libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no_new_privs")
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when the thread that started it ends."""
-    _checked(_libc.prctl(_PARENT_DEATH_SIGNAL, number, 0, 0, 0), "parent death signal")
+    _check(_libc.prctl(_PARENT_DEATH_SIGNAL, number, 0, 0, 0), "parent death signal")
 
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose parent has ended."""
-    _checked(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "subreaper")
+    _check(_libc.prctl(_SUBREAPER, 1, 0, 0, 0), "subreaper")
 
 
 def filter_calls(program: bytes) -> None:
     """Apply a seccomp filter to this process and its children."""
     filter_program = _Program(len(program) // 8, program)
-    _checked(_libc.prctl(_SECCOMP, 2, ctypes.byref(filter_program), 0, 0), "seccomp")
+    _check(_libc.prctl(_SECCOMP, 2, ctypes.byref(filter_program), 0, 0), "seccomp")

@@ -47,7 +47,7 @@ def can_limit_ports() -> bool:
     return landlock_version() >= _NETWORK_SINCE
 
 
-def give_up_files(
+def restrict_files(
     readable: Iterable[str], writable: Iterable[str] = (), *, programs: bool = False, port: int | None = None
 ) -> bool:
     """Deny this process and its children all file access except beneath the given paths.

@@ -31,7 +31,7 @@ class SandboxLimits:
     flood_bytes: int = 32 << 20
 
 
-def lower(kind: int, value: int) -> None:
+def lower_limit(kind: int, value: int) -> None:
     """Lower a resource limit (`resource.RLIMIT_*`) of this process for good. A lower limit stays."""
     _, hard = resource.getrlimit(kind)
     bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -41,7 +41,7 @@ def shared_libraries() -> list[str]:
     return [place for place in found if Path(place).exists()]
 
 
-def readable_places() -> list[str]:
+def readable_paths() -> list[str]:
     """Return the files that may be read if the host's file system stays visible."""
     own = [
         str(one) for place in library_folders() for one in Path(place).iterdir() if one.name not in _FOREIGN

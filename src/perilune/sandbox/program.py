@@ -23,7 +23,7 @@ def run_program(code: str) -> NoReturn:
 
     For reproducible runs, `random` starts at seed 0.
     """
-    _forget_us()
+    _hide_package()
     os.environ.clear()
     here = str(Path.cwd())
     os.environ |= {"HOME": here, "LANG": "C.UTF-8", "TMPDIR": here, "TZ": "UTC"}
@@ -69,7 +69,7 @@ def _as_exit_code(code: object) -> int:
     return 1
 
 
-def _forget_us() -> None:
+def _hide_package() -> None:
     """Hide this package: from here on only Python's own library can be imported."""
     library = library_folders()
     sys.path[:] = [place for place in sys.path if any(place.startswith(one) for one in library)]

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from perilune.sandbox import kernel
 from perilune.sandbox.control_socket import read_requests
-from perilune.sandbox.landlock import give_up_files
-from perilune.sandbox.limits import lower
+from perilune.sandbox.landlock import restrict_files
+from perilune.sandbox.limits import lower_limit
 from perilune.sandbox.watch import descendants
 
 DESCRIPTORS = 4  # input, output, errors, report
@@ -42,13 +42,15 @@ def main(preload: Sequence[str]) -> None:
         keeper = os.fork()
         if keeper == 0:
             control.close()
-            _keep(request, *descriptors)
+            _run_and_report(request, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         control.sendall(json.dumps({"keeper": keeper}).encode() + b"\n")
 
 
-def _keep(request: Mapping[str, Any], given: int, output: int, errors: int, report: int) -> NoReturn:
+def _run_and_report(
+    request: Mapping[str, Any], given: int, output: int, errors: int, report: int
+) -> NoReturn:
     """Run the program to its end, and report it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kernel.die_with_parent(signal.SIGTERM)  # so that it still ends what the program has started
@@ -56,7 +58,7 @@ def _keep(request: Mapping[str, Any], given: int, output: int, errors: int, repo
     program = os.fork()
     if program == 0:
         os.close(report)
-        _become(request, given, output, errors)
+        _run_program(request, given, output, errors)
     signal.signal(signal.SIGTERM, lambda *_: _end(program))
     for descriptor in (given, output, errors):
         os.close(descriptor)
@@ -83,7 +85,7 @@ def _end_group(process: int) -> None:
         os.kill(process if group == os.getpgrp() else -group, signal.SIGKILL)
 
 
-def _become(request: Mapping[str, Any], given: int, output: int, errors: int) -> NoReturn:
+def _run_program(request: Mapping[str, Any], given: int, output: int, errors: int) -> NoReturn:
     """Give up everything that the program must not have, and become it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -92,7 +94,7 @@ def _become(request: Mapping[str, Any], given: int, output: int, errors: int) ->
             os.dup2(descriptor, number)
         os.closerange(3, _OPEN_FILES)
         os.chdir(request["folder"])
-        _limit(request)
+        _apply_limits(request)
         os.environ.clear()
         os.environ.update(request["variables"])
         command = request["command"]
@@ -104,7 +106,7 @@ def _become(request: Mapping[str, Any], given: int, output: int, errors: int) ->
     os._exit(127)
 
 
-def _limit(request: Mapping[str, Any]) -> None:
+def _apply_limits(request: Mapping[str, Any]) -> None:
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, _OPEN_FILES),
@@ -112,12 +114,12 @@ def _limit(request: Mapping[str, Any]) -> None:
         (resource.RLIMIT_CPU, request["cpu_seconds"]),
         (resource.RLIMIT_AS, request["memory_bytes"]),
     ):
-        lower(kind, value)
-    kernel.give_up_privileges()
+        lower_limit(kind, value)
+    kernel.drop_privileges()
     kernel.die_with_parent()
     if request["readable"] is not None:
         writable = [request["folder"], os.devnull]
-        give_up_files(request["readable"], writable, programs=True, port=request["port"])
+        restrict_files(request["readable"], writable, programs=True, port=request["port"])
 
 
 def _run_python(arguments: Sequence[str]) -> NoReturn:

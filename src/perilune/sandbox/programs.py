@@ -34,7 +34,7 @@ from perilune.sandbox.program_server import main
 main(sys.argv[2:])
 """
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/opt", "/etc", "/proc", "/dev/null", "/dev/urandom")
-_SHOWN = 2000  # bytes of standard error that are kept
+_MAX_TEXT_CHARS = 2000  # bytes of standard error that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +198,8 @@ class Programs:
             with own:
                 document = reports.read()
                 status = json.loads(document)["status"] if document else signal.SIGKILL
-                text = _whole(output) if output.seekable() else ""
-                ending = Ending(os.waitstatus_to_exitcode(status), text, _whole(errors, _SHOWN))
+                text = _read_text(output) if output.seekable() else ""
+                ending = Ending(os.waitstatus_to_exitcode(status), text, _read_text(errors, _MAX_TEXT_CHARS))
             program.has_ended.set()
             on_end(ending)
 
@@ -214,7 +214,7 @@ class Programs:
         self._control.close()
 
 
-def _whole(file: IO[bytes], most: int | None = None) -> str:
+def _read_text(file: IO[bytes], most: int | None = None) -> str:
     """Return the text in a file, or the end of it."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0 if most is None else max(size - most, 0))

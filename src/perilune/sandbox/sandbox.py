@@ -23,7 +23,7 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.sandbox.folders import OwnedFolder
 from perilune.sandbox.limits import SandboxLimits
 from perilune.sandbox.mechanisms import WALLS, Mechanisms
-from perilune.sandbox.wire import HEADER, frame
+from perilune.sandbox.wire import HEADER, encode_frame
 
 _START = """
 import json, sys
@@ -222,7 +222,7 @@ class _Supervisor:
         """Send a request and return the answer."""
         self._socket.settimeout(seconds)
         try:
-            self._socket.sendall(frame(request))
+            self._socket.sendall(encode_frame(request))
         except OSError as error:
             raise SandboxFailedError(f"the sandbox's process does not accept requests: {error}") from None
         return self._receive(seconds)

@@ -30,7 +30,7 @@ def _number(text: str) -> int | None:
     return None if text == "-" else int(text)
 
 
-_NEVER = _calls("""
+_DENIED = _calls("""
 accept 43 202, accept4 288 242, acct 163 89, add_key 248 217, bind 49 200, cachestat 451 451,
 connect 42 203, flock 73 32, inotify_init 253 -, inotify_init1 294 26, io_setup 206 0,
 io_submit 209 2, listen 50 201, listmount 458 458, migrate_pages 256 238, move_pages 279 239,
@@ -97,12 +97,12 @@ def call_filter(*, among_others: bool, no_processes: bool, no_shared_memory: boo
         no_shared_memory: refuse shared anonymous mappings. Their pages stay after a partial unmapping and are
             then counted for no process.
     """
-    refused = _NEVER | (_NEW_GROUP | _OF_OTHERS if among_others else {})
+    refused = _DENIED | (_NEW_GROUP | _OF_OTHERS if among_others else {})
     refused |= _NEW_PROCESS if no_processes else {}
     clone = [_argument(0), _if(_ANY_BIT, _CLONE_NAMESPACES, 0, 1), _return(_DENY)]
     looked_into: dict[_Numbers, list[bytes]] = {
-        _CLONE: clone + (_threads_alone() if no_processes else []),
-        _OWN_LIMITS: _only(0),
+        _CLONE: clone + (_allow_only_threads() if no_processes else []),
+        _OWN_LIMITS: _deny_unless(0),
         _FCNTL: [_argument(1), *(one for command in _FCNTL_DENIED for one in _deny_if(command))],
         _SOCKETPAIR: _stream_pair(),
         _MMAP: _mappings(no_shared_memory),
@@ -110,9 +110,9 @@ def call_filter(*, among_others: bool, no_processes: bool, no_shared_memory: boo
     return _program(refused, looked_into)
 
 
-def loner_filter(process: int) -> bytes:
+def single_process_filter(process: int) -> bytes:
     """Return a second filter to add to the first: no new processes, and signals only to itself."""
-    looked_into = dict.fromkeys(_SIGNALS.values(), _only(process)) | {_CLONE: _threads_alone()}
+    looked_into = dict.fromkeys(_SIGNALS.values(), _deny_unless(process)) | {_CLONE: _allow_only_threads()}
     return _program(_NEW_PROCESS | _TKILL, looked_into)
 
 
@@ -141,7 +141,7 @@ def denied_calls() -> dict[str, int]:
     if machine not in _ARCHITECTURE:
         return {}
     column = list(_ARCHITECTURE).index(machine)
-    return {name: number for name, numbers in _NEVER.items() if (number := numbers[column]) is not None}
+    return {name: number for name, numbers in _DENIED.items() if (number := numbers[column]) is not None}
 
 
 def _look_into(number: int, steps: Sequence[bytes]) -> list[bytes]:
@@ -153,11 +153,11 @@ def _deny_if(value: int) -> tuple[bytes, bytes]:
     return _if(_EQUAL, value, 0, 1), _return(_DENY)
 
 
-def _threads_alone() -> list[bytes]:
+def _allow_only_threads() -> list[bytes]:
     return [_argument(0), _if(_ANY_BIT, _CLONE_THREAD, 1, 0), _return(_DENY)]
 
 
-def _only(value: int) -> list[bytes]:
+def _deny_unless(value: int) -> list[bytes]:
     """Deny unless the first argument is `value`."""
     return [_argument(0), _if(_EQUAL, value, 1, 0), _return(_DENY)]
 
@@ -165,7 +165,7 @@ def _only(value: int) -> list[bytes]:
 def _stream_pair() -> list[bytes]:
     family, kind = _STREAM_PAIR
     return [
-        *_only(family),
+        *_deny_unless(family),
         *(_argument(1), struct.pack("=HBBI", _AND, 0, 0, _SOCKET_KIND)),
         *(_if(_EQUAL, kind, 1, 0), _return(_DENY)),
     ]

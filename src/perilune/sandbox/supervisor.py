@@ -19,16 +19,16 @@ from typing import Any
 from perilune.sandbox import kernel
 from perilune.sandbox.control_group import ControlGroup
 from perilune.sandbox.folders import remove_folder
-from perilune.sandbox.isolation import MOST_DESCRIPTORS, Run, launch
+from perilune.sandbox.isolation import MAX_DESCRIPTORS, Run, launch
 from perilune.sandbox.landlock import landlock_version
-from perilune.sandbox.limits import SandboxLimits, lower
+from perilune.sandbox.limits import SandboxLimits, lower_limit
 from perilune.sandbox.mechanisms import Mechanisms
 from perilune.sandbox.seccomp import call_filter
 from perilune.sandbox.watch import Watch
 from perilune.sandbox.wire import HEADER, receive_exactly, send_frame
 
 _OWNER = 0  # the socket
-_TRIAL = {"code": "import csv, decimal", "files": {}}  # needs Python's library
+_TRIAL_REQUEST = {"code": "import csv, decimal", "files": {}}  # needs Python's library
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ class Supervisor:
         self, limits: SandboxLimits, folder: str, group: ControlGroup | None, reasons: dict[str, str]
     ) -> None:
         kernel.adopt_orphans()
-        lower(resource.RLIMIT_NOFILE, MOST_DESCRIPTORS)
+        lower_limit(resource.RLIMIT_NOFILE, MAX_DESCRIPTORS)
         self._limits, self._folder, self._group = limits, folder, group
         self._taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._user = _own_user()
@@ -106,7 +106,7 @@ class Supervisor:
         scratch = "" if mechanisms.namespaces else run.scratch
         watch = Watch(self._limits, launcher_id, scratch, self._group, _OWNER)
         try:
-            return watch.until_the_end(output, report)
+            return watch.wait_for_end(output, report)
         finally:
             os.close(output)
             os.close(report)
@@ -144,7 +144,7 @@ class Supervisor:
 
 def _begin(run: Run, size: int) -> None:
     try:
-        request = _TRIAL if not size else json.loads(receive_exactly(_OWNER, size) or b"{}")
+        request = _TRIAL_REQUEST if not size else json.loads(receive_exactly(_OWNER, size) or b"{}")
         launch(run, request)
     finally:
         os._exit(1)
@@ -175,7 +175,7 @@ def _can_filter() -> bool:
     child = os.fork()
     if child == 0:
         try:
-            kernel.give_up_privileges()
+            kernel.drop_privileges()
             kernel.filter_calls(program)
             os._exit(0)
         finally:

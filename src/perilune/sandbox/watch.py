@@ -34,12 +34,12 @@ class Watch:
         self, limits: SandboxLimits, launcher: int, scratch: str, group: ControlGroup | None, owner: int
     ) -> None:
         self._limits, self._launcher, self._scratch, self._owner = limits, launcher, scratch, owner
-        self._group, self._kills_before = group, group.kills() if group else 0
+        self._group, self._kills_before = group, group.count_kills() if group else 0
         self._output = Output(limits.output_bytes)
         self._report = bytearray()
         self._cause = ""
 
-    def until_the_end(self, output: int, report: int) -> dict[str, Any]:
+    def wait_for_end(self, output: int, report: int) -> dict[str, Any]:
         """Wait until all writers have closed the two pipes. Return the result."""
         began = time.monotonic()
         until, next_check = began + self._limits.seconds, began
@@ -91,15 +91,15 @@ class Watch:
 
     def _check_usage(self) -> None:
         """Kill the run if it exceeds a limit that the kernel does not enforce."""
-        taken = memory_of(descendants(os.getpid()), _resident(os.getpid()))
+        taken = unshared_memory(descendants(os.getpid()), _resident(os.getpid()))
         if self._is_at_limit() or taken > self._limits.memory_bytes:
             self._end("memory")
-        if self._scratch and not _fits(self._scratch, self._limits):
+        if self._scratch and not _is_within_limits(self._scratch, self._limits):
             self._end("scratch")
 
     def _is_at_limit(self) -> bool:
         """Return whether the kernel killed a process because the whole run took too much memory."""
-        return self._group is not None and self._group.kills() > self._kills_before
+        return self._group is not None and self._group.count_kills() > self._kills_before
 
     def _end(self, cause: str) -> None:
         self._cause = self._cause or cause
@@ -176,7 +176,7 @@ def descendants(process: int) -> Iterator[int]:
         yield from descendants(child)
 
 
-def memory_of(processes: Iterable[int], shared: int) -> int:
+def unshared_memory(processes: Iterable[int], shared: int) -> int:
     """Return the memory of processes in bytes, beyond that shared with the process they were forked from.
 
     A page that several processes map counts once (its proportional size), and swapped pages count. If the
@@ -199,7 +199,7 @@ def _resident(process: int) -> int:
     return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _fits(folder: str, limits: SandboxLimits) -> bool:
+def _is_within_limits(folder: str, limits: SandboxLimits) -> bool:
     total = count = 0
     for parent, folders, files in os.walk(folder):
         count += len(folders) + len(files)

@@ -9,7 +9,7 @@ HEADER = 8
 _CHUNK = 1 << 16
 
 
-def frame(document: Mapping[str, Any]) -> bytes:
+def encode_frame(document: Mapping[str, Any]) -> bytes:
     """Return a document with its length."""
     body = json.dumps(document).encode()
     return f"{len(body):0{HEADER}x}".encode() + body
@@ -17,7 +17,7 @@ def frame(document: Mapping[str, Any]) -> bytes:
 
 def send_frame(descriptor: int, document: Mapping[str, Any]) -> None:
     """Write a whole document."""
-    left = memoryview(frame(document))
+    left = memoryview(encode_frame(document))
     while left:
         left = left[os.write(descriptor, left) :]
 

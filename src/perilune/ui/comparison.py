@@ -10,13 +10,7 @@ from typing import Any
 
 import perilune
 from perilune.bundle.storage import storage_errors
-from perilune.control.queries.comparison import (
-    Arm,
-    Comparison,
-    Member,
-    describe_difference,
-    format_settings,
-)
+from perilune.control.queries.comparison import Arm, Comparison, Member, describe_difference, format_settings
 from perilune.files import write_atomic
 from perilune.metrics.across_seeds import MIN_SEEDS, t_interval
 from perilune.ui.attempt import Attempt, Columns

@@ -8,10 +8,10 @@ from typing import Any
 
 from perilune.control.queries.lookup import (
     StageStatus,
+    attempt_uses,
     find_experiment,
     find_run,
-    list_attempt_uses,
-    list_stage_statuses,
+    stage_statuses,
 )
 from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
@@ -46,20 +46,20 @@ def view_in_home(control: Control, target: str) -> ExperimentView:
     """
     try:
         experiment = find_experiment(control, target)
-        return view_experiment(control, experiment.id, list_stage_statuses(control, [experiment.id]))
+        return view_experiment(control, experiment.id, stage_statuses(control, [experiment.id]))
     except RequestError as no_experiment:
         try:
             run = find_run(control, target)
         except RequestError:
             raise no_experiment from None
-    statuses = [one for one in list_stage_statuses(control, [run.experiment_id]) if one.run_id == run.id]
+    statuses = [one for one in stage_statuses(control, [run.experiment_id]) if one.run_id == run.id]
     return view_experiment(control, run.experiment_id, statuses)
 
 
 def view_experiment(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
     """An experiment and the stages in `statuses`. If its recipe is damaged, the view says so instead."""
     stages = tuple(view_stage(control, one) for one in statuses)
-    placed = tuple(list_attempt_uses(control, [one.run_id for one in statuses if one.run_id]))
+    placed = tuple(attempt_uses(control, [one.run_id for one in statuses if one.run_id]))
     try:
         recipe = _read_recipe(control.home.experiment(experiment_id) / "recipe.json")
     except RequestError as error:

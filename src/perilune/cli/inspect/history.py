@@ -79,11 +79,11 @@ def events(
     perilune events rl
     perilune events -n 20
     """
-    from perilune.control.queries.lookup import find_run, list_events_after
+    from perilune.control.queries.lookup import events_after, find_run
 
     control = open_control()
     chosen = None if run is None else find_run(control, run).id
-    rows = list_events_after(control, run_id=chosen)[-(last or 0) :]
+    rows = events_after(control, run_id=chosen)[-(last or 0) :]
     if as_json and not follow:
         print_json({"events": [_document(row) for row in rows]})
         return
@@ -96,7 +96,7 @@ def events(
             return
         time.sleep(POLL_SECONDS)
         control.reconciler.reconcile_all(act=False)
-        rows = list_events_after(control, seen, chosen)
+        rows = events_after(control, seen, chosen)
 
 
 def _document(row: Event) -> dict[str, Any]:

@@ -100,13 +100,13 @@ def live_stages(
 
     With `refresh`, first check the state of all live runs.
     """
-    from perilune.control.queries.lookup import list_latest_experiments, list_stage_statuses
+    from perilune.control.queries.lookup import latest_experiments, stage_statuses
     from perilune.control.runs.experiments import read_progress
 
     if refresh:
         control.reconciler.reconcile_all(act=False)
-    latest = list_latest_experiments(control, experiments)
-    statuses = list_stage_statuses(control, latest)
+    latest = latest_experiments(control, experiments)
+    statuses = stage_statuses(control, latest)
     clock = time.time() if now is None else now
     return [
         LiveStage(

@@ -62,13 +62,13 @@ def listed_runs(control: Control, experiment: str | None, last: int | None) -> t
     from perilune.control.queries.lookup import (
         count_experiments,
         find_experiment,
-        list_latest_experiments,
-        list_stage_statuses,
+        latest_experiments,
+        stage_statuses,
     )
 
     named = experiment is not None
-    chosen = [find_experiment(control, experiment).id] if named else list_latest_experiments(control, last)
-    return list_stage_statuses(control, chosen), count_experiments(control) - len(chosen)
+    chosen = [find_experiment(control, experiment).id] if named else latest_experiments(control, last)
+    return stage_statuses(control, chosen), count_experiments(control) - len(chosen)
 
 
 def runs_document(control: Control, statuses: Sequence[StageStatus], more: int) -> dict[str, Any]:

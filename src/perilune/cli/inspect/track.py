@@ -43,11 +43,11 @@ def track(
     perilune track rl --to wandb --follow
     """
     from perilune.control.record.home import locked
-    from perilune.execution.processes import die_with
+    from perilune.execution.processes import die_with_parent
     from perilune.tracking import open_sink
 
     if tied:
-        die_with(os.getppid())
+        die_with_parent(os.getppid())
     control, found = open_run(run)
     directory = out or control.home.root / "tracking" / to
     folder = tracker_folder(control, found.id, to)

@@ -96,13 +96,11 @@ def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
     \b
     perilune machines show perilune-7kq2m0x9ab-01jd0x-1-0
     """
-    from perilune.control.queries.lookup import list_machine_events
+    from perilune.control.queries.lookup import machine_events
 
     control = open_control()
     found = _find(_fleet(control), machine)
-    events = [
-        {"time": row.time, "kind": row.kind, **row.detail} for row in list_machine_events(control, found)
-    ]
+    events = [{"time": row.time, "kind": row.kind, **row.detail} for row in machine_events(control, found)]
     if as_json:
         print_json(document(found) | {"events": events})
         return
@@ -196,14 +194,14 @@ def cost(as_json: Json = False) -> None:
     perilune cost
     perilune cost --json
     """
-    from perilune.control.machines.budget import cost_today, list_machine_uses, remaining_cost
+    from perilune.control.machines.budget import cost_today, machine_uses, remaining_cost
 
     control = open_control()
     machines = _fleet(control).machines(include_gone=True)
     alive = [machine for machine in machines if machine.state != "gone"]
     by_run: dict[str, float] = {}
     with control.store.snapshot() as session:
-        for use in list_machine_uses(session):
+        for use in machine_uses(session):
             by_run[use.run_id] = by_run.get(use.run_id, 0.0) + use.cost
     fields = {
         "spent": sum(by_run.values()),
@@ -279,7 +277,7 @@ def warn_about_cleanup(control: Control) -> None:
     from perilune.control.record.transitions import AttemptState
 
     warn_about_machines(control)
-    for attempt in control.reconciler.uncleaned_attempts():
+    for attempt in control.reconciler.unclean_attempts():
         stopped = attempt.state != AttemptState.LOST
         doubt = f"is not removed from {attempt.placement} yet" if stopped else "is not proven to have stopped"
         what = f"attempt {attempt.number} of run {attempt.run_id} {doubt}"

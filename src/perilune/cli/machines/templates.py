@@ -63,12 +63,12 @@ def validate(name: Name, as_json: Json = False) -> None:
     """
     from perilune.control.machines.providers import Providers
     from perilune.control.record.home import Home
-    from perilune.control.runs.templates import RentedSettings, load_template
+    from perilune.control.runs.templates import RentedTarget, load_template
 
     home = Home.open()
     template = load_template(home, name)
     place, providers = template.placement, Providers(home)
-    if isinstance(place, RentedSettings) and place.provider in providers.names():
+    if isinstance(place, RentedTarget) and place.provider in providers.names():
         for problem in providers.problems(place.provider, [place.kind]):
             raise problem
     if as_json:

@@ -125,10 +125,17 @@ def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> 
     """
     try:
         from perilune.bundle.machine import describe_machine, observe_machine
-        from perilune.execution.readiness import examine, package_versions
+        from perilune.execution.readiness import check_machine, package_versions
 
         machine = observe_machine()
-        findings = [*examine(machine), *_home(), *_containers(), _confinement(), _kernels(), _openvino()]
+        findings = [
+            *check_machine(machine),
+            *_home(),
+            *_containers(),
+            _confinement(),
+            _kernels(),
+            _openvino(),
+        ]
     except ModuleNotFoundError as error:
         raise WorkFailedError(
             f"the package {error.name} is not installed", remedy="pip install --force-reinstall perilune"
@@ -148,20 +155,20 @@ def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> 
 
 def _home() -> list[Finding]:
     from perilune.control.record.home import Home
-    from perilune.execution.readiness import Finding, examine_home
+    from perilune.execution.readiness import Finding, check_home
 
     try:
         root = Home.open().root
     except RequestError as error:
         return [Finding("home", "missing", f"{error.where}: {error.what}", error.remedy)]
-    return list(examine_home(root))
+    return list(check_home(root))
 
 
 def _containers() -> list[Finding]:
     """Check the container programs that the templates for this machine use."""
     from perilune.control.record.home import Home
     from perilune.control.runs.templates import LOCAL_TEMPLATE, load_template, template_names
-    from perilune.execution.readiness import examine_containers
+    from perilune.execution.readiness import check_containers
 
     programs: dict[str, str] = {}  # to the first template that names it
     with suppress(RequestError):  # `perilune templates validate` reports invalid templates
@@ -170,15 +177,15 @@ def _containers() -> list[Finding]:
             template = load_template(home, name)
             if template.container is not None and template.placement.name == LOCAL_TEMPLATE:
                 programs.setdefault(template.container.program, name)
-    return [examine_containers(program, name) for program, name in programs.items()]
+    return [check_containers(program, name) for program, name in programs.items()]
 
 
 def _confinement() -> Finding:
     from perilune.execution.readiness import Finding
     from perilune.sandbox.landlock import landlock_version
-    from perilune.sandbox.seccomp import loner_filter
+    from perilune.sandbox.seccomp import single_process_filter
 
-    has_filter = sys.platform == "linux" and loner_filter(1)
+    has_filter = sys.platform == "linux" and single_process_filter(1)
     seccomp = "seccomp" if has_filter else "no seccomp filter for this processor"
     if version := landlock_version():
         measures = f"Landlock version {version}, {seccomp}, no capabilities, resource limits"

@@ -76,7 +76,7 @@ def evaluated(
     """
     from perilune.cli.train.follow import follow
     from perilune.cli.train.plan import derive
-    from perilune.control.queries.lookup import list_stage_statuses
+    from perilune.control.queries.lookup import stage_statuses
     from perilune.control.runs.experiments import Control, open_experiment
     from perilune.recipe.evaluation import make_evaluation_recipe
 
@@ -86,5 +86,5 @@ def evaluated(
     experiment = open_experiment(control, recipe)
     if (failure := follow(control, experiment, recipe)) is not None:
         raise failure
-    (status,) = list_stage_statuses(control, [experiment])
+    (status,) = stage_statuses(control, [experiment])
     return status

@@ -44,7 +44,7 @@ def follow(
     with stage_progress() as view:
         try:
             plans = plan_stages(recipe, template)
-            for event in advance(control, experiment, plans, template=template, is_new_submission=asked):
+            for event in advance(control, experiment, plans, template=template, new_submission=asked):
                 if isinstance(event, events.StageStarted):
                     running = event
                     trackers.begin(event.stage, event.run_id)

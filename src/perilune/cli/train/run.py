@@ -262,13 +262,13 @@ def run_experiment(
     from perilune.cli.train.estimate import kept_estimate
     from perilune.cli.train.follow import follow
     from perilune.cli.train.results import next_steps, print_results, results_document
-    from perilune.control.queries.lookup import list_stage_statuses
+    from perilune.control.queries.lookup import stage_statuses
     from perilune.ui.experiment import view_experiment
     from perilune.ui.report import build_report
 
     began = time.monotonic()
     failure = follow(control, experiment, recipe, template, asked=asked)
-    statuses = list_stage_statuses(control, [experiment])
+    statuses = stage_statuses(control, [experiment])
     problem: Exception | None = failure
     report: Path | None = None
     try:

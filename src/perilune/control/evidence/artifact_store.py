@@ -33,7 +33,7 @@ from perilune.files import canonical_json, is_inside_root, sha256_file
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-STORE_VARIABLE = "PERILUNE_ARTIFACTS"
+URL_VARIABLE = "PERILUNE_ARTIFACTS"
 MAX_TRANSFERS = 8  # concurrent transfers
 BLOCK_BYTES = 1 << 20
 
@@ -66,10 +66,10 @@ class ArtifactStore:
     @classmethod
     def open(cls, url: str | None) -> ArtifactStore:
         """Return the store at `url`, or else at the URL in PERILUNE_ARTIFACTS."""
-        found = url or os.environ.get(STORE_VARIABLE)
+        found = url or os.environ.get(URL_VARIABLE)
         if not found:
             raise RequestError(
-                "no artifact store is given", remedy=f"--store URL, or export {STORE_VARIABLE}=URL"
+                "no artifact store is given", remedy=f"--store URL, or export {URL_VARIABLE}=URL"
             )
         return cls(found)
 

@@ -85,11 +85,8 @@ def lease_seconds_left(machine: Machine) -> float:
 
 def max_total_cost(machine: Machine) -> float:
     """Return the most that a machine may cost in all; its final cost once it is gone."""
-    return (
-        accrued_cost(machine)
-        if machine.state == MachineState.GONE
-        else max(_lease_cost(machine), accrued_cost(machine))
-    )
+    accrued = accrued_cost(machine)
+    return accrued if machine.state == MachineState.GONE else max(_lease_cost(machine), accrued)
 
 
 def _lease_cost(machine: Machine) -> float:
@@ -105,7 +102,7 @@ class MachineUse(NamedTuple):
     cost: float
 
 
-def list_machine_uses(session: Session, runs: Collection[str] | None = None) -> list[MachineUse]:
+def machine_uses(session: Session, runs: Collection[str] | None = None) -> list[MachineUse]:
     """Return the machines of these runs' attempts (None is all). The costs of a machine's uses add up."""
     earlier = select(EarlierUse, Machine).join(Machine, Machine.key == EarlierUse.machine_key)
     latest = select(Machine)
@@ -125,7 +122,7 @@ def list_machine_uses(session: Session, runs: Collection[str] | None = None) -> 
 
 def cost_of_runs(session: Session, runs: Collection[str]) -> float | None:
     """Return the cost of the machines rented for these runs; None if none were rented."""
-    rented = list_machine_uses(session, runs)
+    rented = machine_uses(session, runs)
     return sum(one.cost for one in rented) if rented else None
 
 

@@ -13,7 +13,7 @@ from perilune.control.record.identity import cluster_names
 from perilune.control.record.store import Machine, Store
 from perilune.control.record.transitions import MachineState
 from perilune.execution.processes import Presence
-from perilune.execution.providers.protocol import RentedMachine, Sighting, tag_of
+from perilune.execution.providers.protocol import RentedMachine, Sighting, cluster_tag
 from perilune.execution.verdict import describe_error
 
 LISTING_TTL_S = 0.5  # for which a listing is reused
@@ -68,7 +68,7 @@ class Listings:
             alive = select(Machine.key).where(
                 Machine.provider == provider, Machine.state != MachineState.GONE.value
             )
-            return [tag_of(name) for name in cluster_names(self.home, list(session.scalars(alive)))]
+            return [cluster_tag(name) for name in cluster_names(self.home, list(session.scalars(alive)))]
 
     def last_seen(self, provider: str, key: str) -> RentedMachine | None:
         """Return a machine as its provider last listed it to this process; None if it never did."""

@@ -19,7 +19,7 @@ from perilune.control.record.identity import cluster_names, owns_machine
 from perilune.control.record.store import Machine
 from perilune.control.record.transitions import MachineState
 from perilune.errors import PeriluneError
-from perilune.execution.providers.protocol import MachineStatus, Provider, RentedMachine, tag_of
+from perilune.execution.providers.protocol import MachineStatus, Provider, RentedMachine, cluster_tag
 from perilune.files import write_atomic
 
 FLAG_FILE = "panic"  # file in the home
@@ -99,7 +99,7 @@ class _Terminator:
 
     def __init__(self, home: Home, clusters: list[str], report: Panic, tell: Callable[[str], None]) -> None:
         self.providers, self.report, self.tell = Providers(home), report, tell
-        self.tags = [tag_of(cluster) for cluster in clusters]
+        self.tags = [cluster_tag(cluster) for cluster in clusters]
         self.names: list[str] = []
         self.seen: dict[str, str] = {}  # machine to provider
         self.alive: dict[str, list[str]] = {}

@@ -36,7 +36,7 @@ from perilune.files import read_json, sha256_bytes
 
 RENDEZVOUS_PORTS = range(20000, 32000)  # of the leading machine's rendezvous; below Linux's ephemeral ports
 SELF_STOP_MARGIN_S = 60.0  # seconds after its machine's lease at which an attempt stops by itself
-OUTCOMES_BY_REASON = {  # reason why a machine is gone, to the attempt's state and cause
+OUTCOMES = {  # reason why a machine is gone, to the attempt's state and cause
     "preempted": (AttemptState.PREEMPTED, Cause.PREEMPTED),
     "lifetime": (AttemptState.LOST, Cause.LEASE_ENDED),
     PANIC: (AttemptState.PREEMPTED, Cause.PREEMPTED),
@@ -79,7 +79,7 @@ class RentedPlacement:
         """Implement `Placement.start`."""
         self._ready_placement(attempt).start(attempt)
 
-    def starting(self, attempt: Assignment) -> bool:
+    def is_starting(self, attempt: Assignment) -> bool:
         """Return False, because `start` returns only after the worker's claim."""
         return False
 
@@ -299,14 +299,12 @@ class Rentals:
     def _end_without_machine(self, attempt: Attempt, machine: Machine) -> None:
         """End an attempt that has lost its machine or never got it."""
         never = attempt.state in {AttemptState.PLANNED, AttemptState.PROVISIONING}
-        if never and machine.reason not in OUTCOMES_BY_REASON:
+        if never and machine.reason not in OUTCOMES:
             state, cause = AttemptState.FAILED, Cause.HOST_REFUSED if machine.refused else Cause.NO_MACHINE
-        elif (
-            machine.state == MachineState.TERMINATING and machine.reason not in OUTCOMES_BY_REASON
-        ):  # we ended it
+        elif machine.state == MachineState.TERMINATING and machine.reason not in OUTCOMES:  # we ended it
             state, cause = AttemptState.LOST, Cause.LEASE_ENDED
         else:
-            state, cause = OUTCOMES_BY_REASON.get(machine.reason, (AttemptState.LOST, Cause.MACHINE_LOST))
+            state, cause = OUTCOMES.get(machine.reason, (AttemptState.LOST, Cause.MACHINE_LOST))
         if cause is Cause.LEASE_ENDED and is_taken_over(machine):
             cause = Cause.MACHINE_LOST  # of the machine's whole lease, this attempt had only the rest
         self._end(attempt, state, cause, f"its machine is gone: {machine.refused or machine.reason}")

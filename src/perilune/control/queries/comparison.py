@@ -22,13 +22,8 @@ from perilune.metrics.bootstrap import Interval, bootstrap_problems
 ABSENT_SETTING = "–"  # the value of a setting that an arm does not have
 DEFAULT_FIGURE = "pass@1"
 MAX_LABEL_CHARS = 60  # characters; a longer label is replaced by the name and a number
-TRAINING_FIGURES = (
-    "validation_accuracy",
-    "reward",
-    "accuracy",
-    "validation_loss",
-    "loss",
-)  # without an evaluation
+# The main figures of a training without an evaluation.
+TRAINING_FIGURES = ("validation_accuracy", "reward", "accuracy", "validation_loss", "loss")
 SHARE_PREFIXES = (
     *("pass@", "pass_rate", "greedy", "accuracy", "validation_accuracy", "truncated"),
     *("share", "format", "live_groups", "dead_groups"),
@@ -156,9 +151,7 @@ def compare_experiments(
     ids = list(dict.fromkeys(one for name in references for one in _find_experiments(control, name)))
     documents = {one: _read_recipe(control.home.experiment(one) / "recipe.json") for one in ids}
     stages = group_stage_statuses(control, ids)
-    metric = (
-        metric or next((one.metric for one in sweeps if one.metric), None) or _find_default_metric(stages)
-    )
+    metric = metric or next((one.metric for one in sweeps if one.metric), None) or _default_metric(stages)
     known = dict.fromkeys(one.name for found in stages.values() for one in found)
     if (stage := metric.partition(".")[0]) not in known:
         remedy = f"STAGE.FIGURE with one of the stages {', '.join(known)}"
@@ -176,7 +169,7 @@ def final_figures(
 ) -> tuple[str, dict[str, float]]:
     """Return the final figure and its name, by experiment; experiments without it are left out."""
     stages = group_stage_statuses(control, list(experiments))
-    metric = metric or _find_default_metric(stages)
+    metric = metric or _default_metric(stages)
     found = {one: _read_figure(statuses, metric) for one, statuses in stages.items()}
     return metric, {one: figure.mean for one, figure in found.items() if figure is not None}
 
@@ -190,7 +183,7 @@ def _find_experiments(control: Control, name: str) -> list[str]:
     return [one for one in ids if (control.home.experiment(one) / "recipe.json").exists()]
 
 
-def _find_default_metric(stages: Mapping[str, Sequence[StageStatus]]) -> str:
+def _default_metric(stages: Mapping[str, Sequence[StageStatus]]) -> str:
     """Return pass@1 of the last evaluation that has it, else the main figure of the last training."""
     for wanted in ("evaluation", "training"):
         for found in stages.values():

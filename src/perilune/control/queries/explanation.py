@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from perilune.control.machines.budget import accrued_cost, max_total_cost
 from perilune.control.machines.panic import renting_is_stopped
-from perilune.control.queries.lookup import list_attempts, list_events_after
+from perilune.control.queries.lookup import events_after, list_attempts
 from perilune.control.record.home import has_daemon
 from perilune.control.record.identity import Inherited, read_inherited
 from perilune.control.record.store import Attempt, Machine, Run
@@ -16,7 +16,7 @@ from perilune.control.runs.planner import Step, retry_class
 from perilune.control.runs.queue import QueuePosition, find_position, retry_pause_left
 from perilune.control.runs.stage_failures import REMEDY_PREFIX
 from perilune.execution.observation import Observation
-from perilune.execution.placements.upload import SENT
+from perilune.execution.placements.upload import SENT_UNIT
 from perilune.execution.processes import Presence
 
 
@@ -105,9 +105,7 @@ def _explain_foreign_run(run: Run, others: Inherited) -> Explanation:
 def _blocked_reason(control: Control, run: Run) -> list[str]:
     """Return why the stage after a run could not start at the last try; empty if it could."""
     messages = [
-        row.detail["message"]
-        for row in list_events_after(control, run_id=run.id)
-        if row.kind == BLOCKED_EVENT
+        row.detail["message"] for row in events_after(control, run_id=run.id) if row.kind == BLOCKED_EVENT
     ]
     return [f"the next stage could not start: {messages[-1]}"] if messages else []
 
@@ -215,7 +213,7 @@ def _explain_active(control: Control, run: Run, attempt: Attempt, history: tuple
     progress = read_progress(control.directory(run))
     if progress is not None:
         far = f"{progress['done']:,} of {progress['total']:,} {progress['unit']}"
-        facts.append(far if progress["unit"] == SENT else f"its task has done {far}")
+        facts.append(far if progress["unit"] == SENT_UNIT else f"its task has done {far}")
     if step is Step.WAIT and (silent := _heartbeat_age(control, attempt)) > SILENT_SECONDS:
         facts.append(f"its worker has not reported for {silent:.0f} s: it is suspended, or its machine hangs")
         ahead = "nothing, until its worker continues or the run is cancelled"

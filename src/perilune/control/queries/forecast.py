@@ -19,9 +19,9 @@ from perilune.control.machines.leases import compute_cost
 from perilune.control.record.store import Machine, Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, StagePlan, resolve_inputs
-from perilune.control.runs.queue import find_position_if_submitted
+from perilune.control.runs.queue import find_new_position
 from perilune.control.runs.submission import find_reusable_run
-from perilune.control.runs.templates import LocalSettings, RentedSettings, SshPlacementSettings, Template
+from perilune.control.runs.templates import LocalTarget, RentedTarget, SshTarget, Template
 from perilune.errors import PeriluneError, RequestError
 from perilune.recipe.schema import MODEL
 
@@ -114,7 +114,7 @@ def forecast_submission(control: Control, plans: Sequence[StagePlan], template: 
     stages = _forecast_stages(control, plans)
     placement = control.reconciler.placements.build(chosen)
     with control.store.snapshot() as session:
-        turn = find_position_if_submitted(session, control.reconciler.placements, template)
+        turn = find_new_position(session, control.reconciler.placements, template)
     site = getattr(chosen.placement, "site", None)
     return Forecast(
         placement=_describe_placement(chosen) or placement.name,
@@ -124,7 +124,7 @@ def forecast_submission(control: Control, plans: Sequence[StagePlan], template: 
         has_turn=turn.can_start,
         stages=stages,
         cost=_forecast_cost(control, chosen, chosen.placement, stages)
-        if isinstance(chosen.placement, RentedSettings)
+        if isinstance(chosen.placement, RentedTarget)
         else None,
         secrets={
             name: _secret_problem(name)
@@ -138,17 +138,17 @@ def forecast_submission(control: Control, plans: Sequence[StagePlan], template: 
 
 def _describe_placement(template: Template) -> str:
     match template.placement:
-        case SshPlacementSettings() as there:
+        case SshTarget() as there:
             return f"ssh {there.host}"
-        case RentedSettings() as rental:
+        case RentedTarget() as rental:
             return f"rented {rental.provider}:{rental.kind}"
-        case LocalSettings():
+        case LocalTarget():
             return "this machine"
 
 
 def _effective_limits(template: Template) -> dict[str, Any]:
     limits = template.limits.model_dump()
-    if isinstance(template.placement, RentedSettings):
+    if isinstance(template.placement, RentedTarget):
         limits["max_lifetime"] = min(limits["max_lifetime"], template.placement.lease.max_lifetime)
     return limits
 
@@ -198,7 +198,7 @@ def _secret_problem(name: str) -> str:
 
 
 def _forecast_cost(
-    control: Control, template: Template, rental: RentedSettings, stages: Sequence[StageForecast]
+    control: Control, template: Template, rental: RentedTarget, stages: Sequence[StageForecast]
 ) -> CostForecast:
     providers = control.reconciler.rentals.fleet.providers
     try:

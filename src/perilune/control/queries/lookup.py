@@ -9,17 +9,17 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from perilune.bundle.verify import attested_hashes
-from perilune.control.machines.budget import MachineUse, list_machine_uses
+from perilune.control.machines.budget import MachineUse, machine_uses
 from perilune.control.record.store import Attempt, EarlierUse, Event, Experiment, Machine, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
 from perilune.control.runs.experiments import OVERRIDES_FILE, Control
 from perilune.errors import RequestError
-from perilune.execution.launchers.docker import container_of
+from perilune.execution.launchers.docker import read_container
 from perilune.files import read_json, sha256_file
 
 SUMMARY_FILE = "artifacts/summary.json"
 WAITING_STATE = "waiting"  # state of a stage without a run
-OMITTED_SUMMARY_KEYS = ("kind", "correct_per_task", "seconds")  # parts of a summary that listings omit
+OMITTED_KEYS = ("kind", "correct_per_task", "seconds")  # parts of a summary that listings omit
 
 NamedRow = TypeVar("NamedRow", Run, Experiment)
 
@@ -77,7 +77,7 @@ class StageStatus:
         return (
             fields
             | kind
-            | {key: value for key, value in summary.items() if key not in {*OMITTED_SUMMARY_KEYS, *fields}}
+            | {key: value for key, value in summary.items() if key not in {*OMITTED_KEYS, *fields}}
         )
 
 
@@ -185,7 +185,7 @@ def _list_run_names(control: Control, reference: str) -> str:
         return ", ".join(f"{reference}/{name}" for name in session.scalars(query.order_by(Stage.position)))
 
 
-def list_latest_experiments(control: Control, most: int | None = None) -> list[str]:
+def latest_experiments(control: Control, most: int | None = None) -> list[str]:
     """Return the ids of the experiments that were submitted last, at most `most` of them."""
     with control.store.snapshot() as session:
         return list(session.scalars(select(Experiment.id).order_by(Experiment.used.desc()).limit(most)))
@@ -197,7 +197,7 @@ def count_experiments(control: Control) -> int:
         return session.scalar(select(func.count()).select_from(Experiment)) or 0
 
 
-def list_stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[StageStatus]:
+def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[StageStatus]:
     """Return all stages of experiments in order, oldest experiment first."""
     query = (
         select(Experiment, Stage, Run, Attempt)
@@ -219,7 +219,7 @@ def list_stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list
 def group_stage_statuses(control: Control, experiment_ids: Sequence[str]) -> dict[str, list[StageStatus]]:
     """Return the stages of each experiment, in order."""
     found: dict[str, list[StageStatus]] = {one: [] for one in experiment_ids}
-    for status in list_stage_statuses(control, experiment_ids):
+    for status in stage_statuses(control, experiment_ids):
         found[status.experiment_id].append(status)
     return found
 
@@ -298,19 +298,17 @@ class AttemptUse:
     ended: float | None
 
 
-def list_attempt_uses(control: Control, run_ids: Collection[str]) -> list[AttemptUse]:
+def attempt_uses(control: Control, run_ids: Collection[str]) -> list[AttemptUse]:
     """Return the attempts of runs, in order of run and number."""
     with control.store.snapshot() as session:
         tries = session.scalars(select(Attempt).where(Attempt.run_id.in_(run_ids)).order_by(Attempt.created))
         rented: dict[tuple[str, int], list[MachineUse]] = {}
-        for one in list_machine_uses(session, run_ids):
+        for one in machine_uses(session, run_ids):
             rented.setdefault((one.run_id, one.epoch), []).append(one)
-        return [
-            _make_attempt_use(attempt, rented.get((attempt.run_id, attempt.number), [])) for attempt in tries
-        ]
+        return [_attempt_use(attempt, rented.get((attempt.run_id, attempt.number), [])) for attempt in tries]
 
 
-def _make_attempt_use(attempt: Attempt, rented: Sequence[MachineUse]) -> AttemptUse:
+def _attempt_use(attempt: Attempt, rented: Sequence[MachineUse]) -> AttemptUse:
     return AttemptUse(
         run_id=attempt.run_id,
         number=attempt.number,
@@ -325,7 +323,7 @@ def _make_attempt_use(attempt: Attempt, rented: Sequence[MachineUse]) -> Attempt
     )
 
 
-def list_machine_events(control: Control, machine: Machine) -> list[Event]:
+def machine_events(control: Control, machine: Machine) -> list[Event]:
     """Return the events of a machine, in order; those of the attempts that had it are left out."""
     with control.store.snapshot() as session:
         earlier = select(EarlierUse.run_id).where(EarlierUse.machine_key == machine.key)
@@ -334,7 +332,7 @@ def list_machine_events(control: Control, machine: Machine) -> list[Event]:
         return [row for row in rows if row.detail.get("machine") == machine.key]
 
 
-def list_events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:
+def events_after(control: Control, seq: int = 0, run_id: str | None = None) -> list[Event]:
     """Return the events after event `seq`, of everything or of one run, in order."""
     query = select(Event).where(Event.seq > seq).order_by(Event.seq)
     if run_id is not None:
@@ -366,7 +364,7 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
         "conditions": conditions,
         "events": [
             {"time": row.time, "epoch": row.epoch, "kind": row.kind, **row.detail}
-            for row in list_events_after(control, run_id=run.id)
+            for row in events_after(control, run_id=run.id)
         ],
         "summary": summary,
     }
@@ -395,7 +393,7 @@ def _is_attested(control: Control, run: Run) -> bool:
 
 def _read_container(control: Control, attempt: Attempt) -> dict[str, str] | None:
     """Return the program and image of the container that an attempt ran in."""
-    container = container_of(control.home.attempt(attempt.run_id, attempt.number))
+    container = read_container(control.home.attempt(attempt.run_id, attempt.number))
     return None if container is None else container.model_dump()
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import func, select
 
-from perilune.control.queries.lookup import list_stage_statuses
+from perilune.control.queries.lookup import stage_statuses
 from perilune.control.record.store import Attempt, Experiment, Run
 from perilune.control.record.transitions import RunState
 from perilune.control.runs.experiments import Control, StagePlan, plan_stages
@@ -52,7 +52,7 @@ def forecast_sweep(control: Control, recipes: Sequence[Recipe], template: Templa
     arms, to_run, seen = [], dict[str, int](), set[str]()
     for recipe in recipes:
         experiment = _find_experiment(control, recipe)
-        statuses = list_stage_statuses(control, [experiment]) if experiment else []
+        statuses = stage_statuses(control, [experiment]) if experiment else []
         finished = {one.name for one in statuses if one.state == RunState.SUCCEEDED}
         keys = compute_stage_keys(plan_stages(recipe, template))
         fresh = {name for name, key in keys.items() if key not in seen}

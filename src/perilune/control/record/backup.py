@@ -46,9 +46,8 @@ def back_up(store: Store, home: Home, destination: Path, *, evidence: bool = Fal
         RequestError: `destination` exists, or it cannot be written.
     """
     with home.scratch() as scratch, new_folder("make a backup", destination) as building:
-        (scratch / BUILDING_FILE).write_text(
-            str(building), encoding="utf-8"
-        )  # swept if this process is killed
+        # If this process is killed, the folder is swept.
+        (scratch / BUILDING_FILE).write_text(str(building), encoding="utf-8")
         copy = Sqlite(Home(building))
         try:
             with store.snapshot() as session, copy.engine.begin() as written:

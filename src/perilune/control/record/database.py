@@ -22,7 +22,7 @@ from perilune.control.record.migrations import LATEST, MIGRATIONS, migrate, sche
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.files import write_atomic
 
-DATABASE_VARIABLE = "PERILUNE_DATABASE"
+URL_VARIABLE = "PERILUNE_DATABASE"
 BUSY_SECONDS = 30.0
 WAL_BYTES = 1 << 17  # bytes that SQLite may need at once for its write-ahead log
 REPAIR_REMEDY = "`perilune rebuild` recreates the record from runs/; or restore a backup to a new home"
@@ -43,7 +43,7 @@ def open_database(home: Home) -> Sqlite | Postgres:
     """
     stored = home.root / "database"
     first = stored.read_text(encoding="utf-8").strip() if stored.exists() else ""
-    given = os.environ.get(DATABASE_VARIABLE, "")
+    given = os.environ.get(URL_VARIABLE, "")
     if not given and not first:
         return Sqlite(home)
     url = _parse_url(given or first)
@@ -52,7 +52,7 @@ def open_database(home: Home) -> Sqlite | Postgres:
         other = first or str(home.database)
         raise RequestError(
             f"the state of this home is in {other}",
-            where=DATABASE_VARIABLE,
+            where=URL_VARIABLE,
             remedy="unset it; to move the state, run perilune backup, then perilune restore to a new home",
         )
     database = Postgres(url, f"perilune_{cluster_id(home)}")
@@ -67,17 +67,15 @@ def _parse_url(given: str) -> URL:
         url = make_url(given)
     except ArgumentError:
         raise RequestError(
-            "not a database URL", where=DATABASE_VARIABLE, remedy="postgresql://user@host/name"
+            "not a database URL", where=URL_VARIABLE, remedy="postgresql://user@host/name"
         ) from None
     if url.get_backend_name() != "postgresql":
         remedy = "postgresql://user@host/name; unset the variable to use SQLite in the home"
-        raise RequestError(
-            f"{url.get_backend_name()} is not supported", where=DATABASE_VARIABLE, remedy=remedy
-        )
+        raise RequestError(f"{url.get_backend_name()} is not supported", where=URL_VARIABLE, remedy=remedy)
     if url.password is not None:
         remedy = "remove it and use ~/.pgpass, PGPASSFILE or PGPASSWORD"
         raise RequestError(
-            "the URL contains a password, which would be stored", where=DATABASE_VARIABLE, remedy=remedy
+            "the URL contains a password, which would be stored", where=URL_VARIABLE, remedy=remedy
         )
     return url.set(drivername="postgresql")
 
@@ -183,9 +181,7 @@ class Postgres:
             )
         except ImportError:
             raise RequestError(
-                "PostgreSQL needs a package",
-                where=DATABASE_VARIABLE,
-                remedy="pip install 'perilune[postgresql]'",
+                "PostgreSQL needs a package", where=URL_VARIABLE, remedy="pip install 'perilune[postgresql]'"
             ) from None
         event.listen(self.engine, "begin", self._begin)
 
@@ -252,9 +248,8 @@ class Postgres:
         if "No space left" in message or "disk full" in message:
             return RequestError("the database's disk is full; nothing was changed", where=self.where)
         if "connection" in message or "password" in message or "does not exist" in message:
-            what, remedy = (
-                f"cannot reach the state database ({message})",
-                f"check the server and {DATABASE_VARIABLE}",
+            remedy = f"check the server and {URL_VARIABLE}; then run the command again"
+            return WorkFailedError(
+                f"cannot reach the state database ({message})", where=self.where, remedy=remedy
             )
-            return WorkFailedError(what, where=self.where, remedy=f"{remedy}; then run the command again")
         return WorkFailedError(f"state database: {message}", where=self.where)

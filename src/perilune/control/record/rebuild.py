@@ -23,13 +23,13 @@ from perilune.bundle.envelope import PUBLIC, verified_statement
 from perilune.control.evidence.attempt_evidence import find_evidence_problem
 from perilune.control.evidence.attestation import ATTESTATIONS_FOLDER, removed_artifacts
 from perilune.control.evidence.verification import find_damage, find_unrecorded_runs
-from perilune.control.record.database import DATABASE_VARIABLE
+from perilune.control.record.database import URL_VARIABLE
 from perilune.control.record.home import Home, has_daemon
 from perilune.control.record.ids import new_ulid, ulid_seconds
 from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record_event
 from perilune.control.record.transitions import AttemptState, Cleanup, RunState
 from perilune.control.runs.submission import SUBMISSION_FILE
-from perilune.control.runs.templates import RentedSettings, Template, recorded_template
+from perilune.control.runs.templates import RentedTarget, Template, recorded_template
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.verdict import Cause, Verdict, read_verdict
 from perilune.files import canonical_json, fsync_directory, read_json, sha256_bytes
@@ -81,7 +81,7 @@ def rebuild(home: Home) -> RebuildReport:
 
 
 def _require_damage(home: Home) -> None:
-    if (home.root / "database").exists() or os.environ.get(DATABASE_VARIABLE):
+    if (home.root / "database").exists() or os.environ.get(URL_VARIABLE):
         remedy = "restore the server's own backup, or: PERILUNE_HOME=NEW perilune restore"
         raise RequestError("the record is in PostgreSQL", where=str(home.root), remedy=remedy)
     if has_daemon(home):
@@ -196,15 +196,12 @@ def _rebuild_attempts(home: Home, run: Run, template: Template | None) -> Iterat
         verdict = _read_verdict(home, run.id, number)
         if verdict is not None:
             _fill_outcome(attempt, verdict, _is_committed(home, run, number, verdict))
-        elif number == numbers[-1] and not (template and isinstance(template.placement, RentedSettings)):
+        elif number == numbers[-1] and not (template and isinstance(template.placement, RentedTarget)):
             attempt.state = AttemptState.RUNNING.value  # the next observation will decide
         else:
             attempt.state, attempt.cleanup = AttemptState.LOST.value, Cleanup.PENDING.value
-            attempt.cause, attempt.message, attempt.ended = (
-                Cause.UNREACHABLE.value,
-                REBUILT_MESSAGE,
-                time.time(),
-            )
+            attempt.cause, attempt.message = Cause.UNREACHABLE.value, REBUILT_MESSAGE
+            attempt.ended = time.time()
         yield attempt
 
 

@@ -43,7 +43,7 @@ from perilune.control.runs.templates import BUILT_IN, LOCAL_TEMPLATE, Template
 from perilune.errors import RequestError
 from perilune.execution.background import in_background, wait_until
 from perilune.execution.log import log_tail
-from perilune.execution.placements.upload import read_sent
+from perilune.execution.placements.upload import read_upload_progress
 from perilune.execution.verdict import read_verdict
 from perilune.files import canonical_json, read_json, sha256_bytes, write_json
 from perilune.recipe.schema import MODEL, Recipe, build_job
@@ -170,7 +170,7 @@ def advance(
     plans: Sequence[StagePlan],
     *,
     template: Template | None = None,
-    is_new_submission: bool = True,
+    new_submission: bool = True,
     poll: float = POLL_INTERVAL_S,
 ) -> Iterator[StageEvent]:
     """Run an experiment to its end or first failure, and yield its events.
@@ -192,7 +192,7 @@ def advance(
     done: dict[str, Run] = {}
     with announce_starter(control.home, experiment_id):
         for position, plan in enumerate(plans, start=1):
-            part: Literal["first", "later"] = "first" if is_new_submission and position == 1 else "later"
+            part: Literal["first", "later"] = "first" if new_submission and position == 1 else "later"
             run = _find_run_of_stage(control, experiment_id, plan) if part == "later" else None
             if run is None:
                 submission = Submission(experiment_id, plan.name, plan.job.task, template=template, part=part)
@@ -319,5 +319,5 @@ def read_progress(attempt: Path) -> dict[str, Any] | None:
     try:
         progress: dict[str, Any] = read_json(attempt / "runtime" / "progress.json")
     except RequestError:
-        return read_sent(attempt)
+        return read_upload_progress(attempt)
     return progress

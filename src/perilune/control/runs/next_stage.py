@@ -141,9 +141,7 @@ class StageStarter:
         template = submission_template(experiment)
         plans = plan_stages(read_recipe(self.control, experiment.id), template)
         with suppress(ExperimentCancelledError):
-            for event in advance(
-                self.control, experiment.id, plans, template=template, is_new_submission=False
-            ):
+            for event in advance(self.control, experiment.id, plans, template=template, new_submission=False):
                 if isinstance(event, StageStarted):
                     return event
         return None

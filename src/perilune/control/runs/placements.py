@@ -4,13 +4,7 @@ from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.rented import RentedPlacement
 from perilune.control.record.home import Home
 from perilune.control.runs.planner import RetryPolicy
-from perilune.control.runs.templates import (
-    LocalSettings,
-    RentedSettings,
-    SshPlacementSettings,
-    Template,
-    recorded_template,
-)
+from perilune.control.runs.templates import LocalTarget, RentedTarget, SshTarget, Template, recorded_template
 from perilune.errors import PeriluneError
 from perilune.execution.hosts.local import LocalHost
 from perilune.execution.hosts.ssh import SshHost
@@ -51,14 +45,14 @@ class Placements:
         """Return the placement of a template."""
         container = template.container
         match template.placement:
-            case LocalSettings() if container is None:
+            case LocalTarget() if container is None:
                 return self.local
-            case LocalSettings() as here:
+            case LocalTarget() as here:
                 own = Site(workspace=str(self.home.root / "containers"))
                 return RemotePlacement(
                     LocalHost(), here.site or own, template.limits, container, bring=template.effective_bring
                 )
-            case SshPlacementSettings() as there:
+            case SshTarget() as there:
                 key = template.model_dump_json(include={"placement", "launcher", "limits", "bring"})
                 if key not in self._ssh_placements:
                     host = SshHost(there, self.home.root / "ssh")
@@ -66,7 +60,7 @@ class Placements:
                         host, there.site, template.limits, container, bring=template.effective_bring
                     )
                 return self._ssh_placements[key]
-            case RentedSettings() as rental:
+            case RentedTarget() as rental:
                 longest = min(template.limits.max_lifetime, rental.lease.max_lifetime)
                 limits = template.limits.model_copy(update={"max_lifetime": longest})
                 return RentedPlacement(
@@ -98,7 +92,7 @@ class Placements:
         template = self._readable_template(run_id)
         return (None, 0) if template is None else (template.slots, template.priority)
 
-    def placement_settings(self, run_id: str) -> LocalSettings | SshPlacementSettings | RentedSettings | None:
+    def settings(self, run_id: str) -> LocalTarget | SshTarget | RentedTarget | None:
         """Return the placement settings that runs with shared slots share; None without a template."""
         template = self._readable_template(run_id)
         return None if template is None else template.placement

@@ -68,7 +68,7 @@ def next_step(  # noqa: PLR0911 - one return per row of the table
         return Step.LOSE
     if seen.refused and state in STATES_BEFORE_START:
         return Step.REFUSED
-    if seen.hidden:
+    if seen.is_hidden:
         lost = now.force or now.unseen_seconds >= now.lost_after
         return Step.LOSE if lost else Step.UNREACHABLE
     if now.cancel:

@@ -42,9 +42,7 @@ class QueuePosition:
 def find_position(session: Session, placements: Placements, run: Run) -> QueuePosition:
     """Return the position of a queued run, in the caller's transaction."""
     slots, priority = placements.queue_settings(run.id)
-    return _find_position(
-        session, placements, slots, placements.placement_settings(run.id), (-priority, run.id)
-    )
+    return _find_position(session, placements, slots, placements.settings(run.id), (-priority, run.id))
 
 
 def retry_pause_left(placements: Placements, run: Run) -> float:
@@ -57,9 +55,7 @@ def retry_pause_left(placements: Placements, run: Run) -> float:
     return left if 0.0 < left <= longest else 0.0
 
 
-def find_position_if_submitted(
-    session: Session, placements: Placements, template: Template | None
-) -> QueuePosition:
+def find_new_position(session: Session, placements: Placements, template: Template | None) -> QueuePosition:
     """Return the position that a run submitted now with this template would get."""
     if template is None:
         return QueuePosition()
@@ -69,7 +65,7 @@ def find_position_if_submitted(
 
 
 def _find_position(
-    session: Session, placements: Placements, slots: int | None, settings: object, own_key: tuple[int, str]
+    session: Session, placements: Placements, slots: int | None, settings: object, own: tuple[int, str]
 ) -> QueuePosition:
     if slots is None:
         return QueuePosition()
@@ -78,9 +74,7 @@ def _find_position(
         Run.id.not_in(read_inherited(placements.home).runs),
     )
     here = [
-        one
-        for one in session.scalars(live)
-        if one.id != own_key[1] and placements.placement_settings(one.id) == settings
+        one for one in session.scalars(live) if one.id != own[1] and placements.settings(one.id) == settings
     ]
     taking = [one.id for one in here if one.state == RunState.ACTIVE]
     waiting = [
@@ -91,7 +85,7 @@ def _find_position(
         and not retry_pause_left(placements, one)
     ]
     return QueuePosition(
-        slots, tuple(taking), tuple(one.id for one in waiting if _sort_key(placements, one) < own_key)
+        slots, tuple(taking), tuple(one.id for one in waiting if _sort_key(placements, one) < own)
     )
 
 

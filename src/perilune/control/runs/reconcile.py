@@ -51,12 +51,12 @@ from perilune.errors import PeriluneError, WorkFailedError
 from perilune.execution.background import in_background, wait_until
 from perilune.execution.observation import Observation
 from perilune.execution.placements.protocol import Assignment, StagingCancelledError
-from perilune.execution.verdict import Cause, cause_of, describe_error
+from perilune.execution.verdict import Cause, describe_error, find_cause
 
 MAX_REMOTE_LOOKS = 8  # other machines that are observed at once
 PASS_TIMEOUT_S = 10.0  # seconds for which one of many passes waits for other machines
 RETRY_PAUSE_S = 1.0  # pause after the first error of a run
-MAX_LOOK_INTERVAL_S = 30.0  # seconds between two looks at an unreachable attempt
+MAX_PAUSE_S = 30.0  # seconds between two looks at an unreachable attempt
 
 
 class Reconciler:
@@ -98,10 +98,8 @@ class Reconciler:
         with self.store.snapshot() as session:
             live = list(session.scalars(select(Run.id).where(Run.state.in_(LIVE_STATES)).order_by(Run.id)))
         far = [run_id for run_id in live if self.placements.capabilities(run_id).is_remote]
-        deadline, slots = (
-            None if patience is None else time.monotonic() + patience,
-            Semaphore(MAX_REMOTE_LOOKS),
-        )
+        deadline = None if patience is None else time.monotonic() + patience
+        slots = Semaphore(MAX_REMOTE_LOOKS)
         looks = {run_id: in_background(partial(self._reconcile, run_id, act), slots) for run_id in far}
         for run_id in live:
             if run_id not in looks:
@@ -123,7 +121,7 @@ class Reconciler:
         """
         slots = Semaphore(MAX_REMOTE_LOOKS)
         wait_until(
-            deadline, *(in_background(partial(self._clean, one), slots) for one in self.uncleaned_attempts())
+            deadline, *(in_background(partial(self._clean, one), slots) for one in self.unclean_attempts())
         )
         with self.conditions.guard(HOME_CONDITION, "rented machines"):
             self.rentals.reconcile_all()
@@ -138,7 +136,7 @@ class Reconciler:
         with self.conditions.guard(HOME_CONDITION, "sweep"):
             remove_stale_folders(self.home, self.store)
 
-    def uncleaned_attempts(self) -> list[Attempt]:
+    def unclean_attempts(self) -> list[Attempt]:
         """Return the ended attempts that are not proven to have stopped, oldest first."""
         with self.store.snapshot() as session:
             others = read_inherited(self.home).runs
@@ -198,9 +196,7 @@ class Reconciler:
         every, misses = self.placements.capabilities(run_id).look_interval_s, self._misses.get(run_id, 0)
         if run_id in self._errors:
             every = max(every, RETRY_PAUSE_S)
-        return (
-            every if misses == 0 else random.uniform(0.5, 1.0) * min(MAX_LOOK_INTERVAL_S, every * 2.0**misses)
-        )
+        return every if misses == 0 else random.uniform(0.5, 1.0) * min(MAX_PAUSE_S, every * 2.0**misses)
 
     # The methods below take one step. True means that something changed and another step may follow.
 
@@ -219,7 +215,7 @@ class Reconciler:
             return False
         seen = self._observe(attempt)
         note_reachability(self.store, attempt, seen)
-        self._misses[run_id] = self._misses.get(run_id, 0) + 1 if seen.hidden else 0
+        self._misses[run_id] = self._misses.get(run_id, 0) + 1 if seen.is_hidden else 0
         return self._act(run, attempt, seen, self._next_step(run, attempt, seen), act)
 
     def _act(  # noqa: PLR0911 - one return per row of the table
@@ -290,7 +286,7 @@ class Reconciler:
         now = Situation(
             cancel=run.desired == RunState.CANCELLED,
             force=run.forced,
-            starting=self.placements.get(attempt.run_id).starting(make_assignment(self.home, attempt)),
+            starting=self.placements.get(attempt.run_id).is_starting(make_assignment(self.home, attempt)),
             starts=starts,
             unseen_seconds=unreachable_seconds(attempt, seen),
             lost_after=self.placements.retry_policy(run.id).lost_after,
@@ -336,7 +332,7 @@ class Reconciler:
             return True
         except PeriluneError as error:
             damaged = Cause.TRANSFER_FAILED if isinstance(error, WorkFailedError) else Cause.BUNDLE_REJECTED
-            cause = cause_of(error) if cause_of(error) is Cause.DISK_FULL else damaged
+            cause = find_cause(error) if find_cause(error) is Cause.DISK_FULL else damaged
             return self.endings.end(attempt, AttemptState.FAILED, cause, str(error))
         kill_point("stage.done")
         with self.store.transaction() as session:
@@ -382,7 +378,7 @@ class Reconciler:
         except CONNECTION_ERRORS:
             raise
         except PeriluneError as error:
-            cause = Cause.START_FAILED if isinstance(error, WorkFailedError) else cause_of(error)
+            cause = Cause.START_FAILED if isinstance(error, WorkFailedError) else find_cause(error)
             return self.endings.end(attempt, AttemptState.FAILED, cause, str(error))
         kill_point("start.done")
         with self.store.transaction() as session:

@@ -11,7 +11,7 @@ from perilune.errors import RequestError
 from perilune.recipe.axes import Axis, Settings
 
 MAX_PROPOSALS = 20  # proposals before the search gives up finding a new arm
-RANDOM_ARM_COUNT = 5  # drawn at random before the model of the figures is used
+RANDOM_ARMS = 5  # drawn at random before the model of the figures is used
 
 
 def propose_arm(
@@ -30,7 +30,7 @@ def propose_arm(
     space = {axis.key: _distribution(optuna, axis) for axis in axes}
     for retry in range(MAX_PROPOSALS):
         sampler = optuna.samplers.TPESampler(
-            seed=len(arms) * MAX_PROPOSALS + retry, n_startup_trials=RANDOM_ARM_COUNT
+            seed=len(arms) * MAX_PROPOSALS + retry, n_startup_trials=RANDOM_ARMS
         )
         study = optuna.create_study(sampler=sampler, direction="maximize" if maximize else "minimize")
         for settings, figure in figures.items():

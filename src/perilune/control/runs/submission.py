@@ -23,9 +23,7 @@ from perilune.control.runs.templates import TEMPLATE_FILE, Template
 from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
 
-SUBMISSION_FILE = (
-    "submission.json"  # in a run's directory: what the bundle lacks, for rebuilding the database
-)
+SUBMISSION_FILE = "submission.json"  # in a run's directory; `perilune rebuild` reads it
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,21 +33,21 @@ LOCAL_TEMPLATE = "local"
 TEMPLATE_FILE = "template.json"  # in a run's directory: the template of its submission
 
 
-class LocalSettings(Frozen):
+class LocalTarget(Frozen):
     """This machine."""
 
     name: Literal["local"] = "local"
     site: Site | None = Field(None, description="settings of this machine; only for containers")
 
 
-class SshPlacementSettings(SshSettings):
+class SshTarget(SshSettings):
     """A machine reached over ssh."""
 
     name: Literal["ssh"] = "ssh"
     site: Site = Field(Site(), description="settings of the machine")
 
 
-class RentedSettings(Rental):
+class RentedTarget(Rental):
     """Machines that are rented for an experiment's stages and returned after them."""
 
     name: Literal["rented"] = "rented"
@@ -94,10 +94,8 @@ class Template(Frozen):
     """Where and how runs execute."""
 
     description: str = Field("", description="text for readers")
-    placement: Annotated[
-        LocalSettings | SshPlacementSettings | RentedSettings, Field(discriminator="name")
-    ] = Field(
-        LocalSettings(), description="where: local, ssh with its address, or rented with its cost limits"
+    placement: Annotated[LocalTarget | SshTarget | RentedTarget, Field(discriminator="name")] = Field(
+        LocalTarget(), description="where: local, ssh with its address, or rented with its cost limits"
     )
     launcher: Annotated[_Process | _Docker, Discriminator(_launcher)] = Field(
         "process", description="how a worker starts there: process, or a section with the name docker"
@@ -127,13 +125,13 @@ class Template(Frozen):
 
     @model_validator(mode="after")
     def _price_of_own_machines(self) -> Template:
-        if self.price is not None and isinstance(self.placement, RentedSettings):
+        if self.price is not None and isinstance(self.placement, RentedTarget):
             raise ValueError("price is for machines that you do not rent: a provider says its own")
         return self
 
     @model_validator(mode="after")
     def _site_of_containers(self) -> Template:
-        if isinstance(self.placement, LocalSettings) and self.placement.site and self.container is None:
+        if isinstance(self.placement, LocalTarget) and self.placement.site and self.container is None:
             raise ValueError("placement.site is only for containers: a local process uses your environment")
         return self
 
@@ -145,12 +143,12 @@ class Template(Frozen):
     @property
     def is_remote(self) -> bool:
         """True if files are fetched from another machine, or from a container."""
-        return not isinstance(self.placement, LocalSettings) or self.container is not None
+        return not isinstance(self.placement, LocalTarget) or self.container is not None
 
     @property
     def effective_bring(self) -> Bring:
         """`bring` or its default: a rented machine does not come back, so nothing may be only there."""
-        return self.bring or ("all" if isinstance(self.placement, RentedSettings) else "final")
+        return self.bring or ("all" if isinstance(self.placement, RentedTarget) else "final")
 
     def retry_policy(self) -> RetryPolicy:
         """Return the reconciler's retry policy."""
@@ -166,7 +164,7 @@ class Template(Frozen):
         changes = self.resources.model_dump(exclude_none=True)
         resources = Resources.model_validate(job.resources.model_dump() | changes)
         resources = resources_of(load_plugin(job.task), resources)
-        if resources.nodes > 1 and not isinstance(self.placement, RentedSettings):
+        if resources.nodes > 1 and not isinstance(self.placement, RentedTarget):
             raise RequestError(
                 f"the job needs {resources.nodes} machines, and the placement {self.placement.name} has one",
                 where="resources.nodes",
@@ -236,13 +234,13 @@ def refresh_host_key(home: Home, template: Template) -> Template:
 
     So a run that was refused because the machine has a new key can be retried once a template has that key.
     """
-    if not isinstance(template.placement, SshPlacementSettings):
+    if not isinstance(template.placement, SshTarget):
         return template
     where = template.placement.model_dump(include={"host", "port", "user", "config"})
     for name in template_names(home):
         with contextlib.suppress(RequestError):  # another template is invalid
             now = load_template(home, name).placement
-            if isinstance(now, SshPlacementSettings) and now.model_dump(include=set(where)) == where:
+            if isinstance(now, SshTarget) and now.model_dump(include=set(where)) == where:
                 placement = template.placement.model_copy(update={"host_key": now.host_key})
                 return template.model_copy(update={"placement": placement})
     return template

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from perilune.execution.hosts.protocol import MOST_OUTPUT, Answer, HostUnreachableError
+from perilune.execution.hosts.protocol import MAX_OUTPUT_BYTES, Answer, HostUnreachableError
 
-NOT_FOUND = 127  # a shell's exit code for a missing program
-TAIL = 1 << 14  # bytes of stderr to keep
+NOT_FOUND_EXIT_CODE = 127  # a shell's exit code for a missing program
+TAIL_BYTES = 1 << 14  # bytes of stderr to keep
 CHECK_SECONDS = 1.0  # between two looks at the size of the output
 
 
@@ -37,7 +37,11 @@ class LocalHost:
         timeout: float = 60.0,
     ) -> Answer:
         """Implement `Host.run`."""
-        with _stdin(source) as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        with (
+            _open_stdin(source) as given,
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as errors,
+        ):
             try:
                 process = subprocess.Popen(
                     list(command),
@@ -47,7 +51,7 @@ class LocalHost:
                     start_new_session=True,  # this process handles Ctrl-C
                 )
             except FileNotFoundError as error:
-                return Answer(NOT_FOUND, b"", str(error))
+                return Answer(NOT_FOUND_EXIT_CODE, b"", str(error))
             try:
                 code = self._wait(process, timeout, (sink or out, errors))
             finally:
@@ -56,7 +60,7 @@ class LocalHost:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
             out.seek(0)
-            return Answer(code if code >= 0 else 128 - code, out.read(), _tail(errors))
+            return Answer(code if code >= 0 else 128 - code, out.read(), _read_tail(errors))
 
     def _wait(self, process: subprocess.Popen[bytes], timeout: float, outputs: Sequence[BinaryIO]) -> int:
         """Return the exit code of a process that writes to `outputs`."""
@@ -64,14 +68,14 @@ class LocalHost:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(max(0.0, min(CHECK_SECONDS, until - time.monotonic())))
-            if any(os.fstat(one.fileno()).st_size > MOST_OUTPUT for one in outputs):
+            if any(os.fstat(one.fileno()).st_size > MAX_OUTPUT_BYTES for one in outputs):
                 raise HostUnreachableError("it answers with too much output", where=self.name)
             if time.monotonic() >= until:
                 raise HostUnreachableError(f"no answer in {timeout:.0f} s", where=self.name)
 
 
 @contextmanager
-def _stdin(source: BinaryIO | None) -> Iterator[BinaryIO | int]:
+def _open_stdin(source: BinaryIO | None) -> Iterator[BinaryIO | int]:
     """Yield a file with a descriptor and the content of `source`."""
     if source is None:
         yield subprocess.DEVNULL
@@ -87,7 +91,7 @@ def _stdin(source: BinaryIO | None) -> Iterator[BinaryIO | int]:
         yield source
 
 
-def _tail(file: BinaryIO) -> str:
+def _read_tail(file: BinaryIO) -> str:
     size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - TAIL))
+    file.seek(max(0, size - TAIL_BYTES))
     return file.read().decode("utf-8", "replace")

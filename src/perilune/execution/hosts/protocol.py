@@ -10,7 +10,7 @@ from typing import BinaryIO, Protocol
 
 from perilune.errors import PeriluneError, RequestError
 
-MOST_OUTPUT = 1 << 28  # bytes of a command's output; no operation of the runner writes as much
+MAX_OUTPUT_BYTES = 1 << 28  # bytes of a command's output; no operation of the runner writes as much
 
 
 class HostUnreachableError(PeriluneError):
@@ -63,7 +63,7 @@ class Host(Protocol):
 
         Raises:
             HostUnreachableError: the connection failed before, while or after the command ran, or its output
-                exceeded `MOST_OUTPUT`.
+                exceeded `MAX_OUTPUT_BYTES`.
             HostRefusedError: the machine is the wrong one or refuses access.
         """
         ...

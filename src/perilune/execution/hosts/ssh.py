@@ -19,12 +19,12 @@ from typing import BinaryIO
 from pydantic import Field
 
 from perilune.errors import RequestError
-from perilune.execution.hosts.local import NOT_FOUND, LocalHost
+from perilune.execution.hosts.local import NOT_FOUND_EXIT_CODE, LocalHost
 from perilune.execution.hosts.protocol import Answer, HostRefusedError, HostUnreachableError
 from perilune.files import write_atomic
 from perilune.frozen import Frozen
 
-OPTIONS = {
+SSH_OPTIONS = {
     "BatchMode": "yes",
     "CheckHostIP": "no",
     "ClearAllForwardings": "yes",
@@ -43,11 +43,11 @@ OPTIONS = {
     "UpdateHostKeys": "no",
 }
 ASK_SECONDS = 20.0  # timeout for asking a jump host
-FAILED = 255  # ssh's own exit code: the fate of the command is unknown
+SSH_FAILED_EXIT_CODE = 255  # ssh's own exit code: the fate of the command is unknown
 # ssh's messages when the connection ended before an sshd answered.
-CLOSED = ("kex_exchange_identification", "Connection closed by UNKNOWN")
+CLOSED_MESSAGES = ("kex_exchange_identification", "Connection closed by UNKNOWN")
 # ssh's messages when the machine is the wrong one or refuses access.
-REFUSALS = {
+REFUSAL_MESSAGES = {
     "IDENTIFICATION HAS CHANGED": "its host key has changed",
     "Host key verification failed": "its host key is unknown or not the pinned one",
     "Permission denied": "SSH authentication was refused",
@@ -92,7 +92,7 @@ class SshHost:
         self.name = f"ssh:{settings.host}"
         self._here = LocalHost(self.name)
         identity = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()[:16]
-        options = {**OPTIONS, "ControlPath": str(private_folder() / identity)}
+        options = {**SSH_OPTIONS, "ControlPath": str(private_folder() / identity)}
         if settings.host_key is not None or learn:
             pinned = folder / f"{identity}.known_hosts"
             options |= {"HostKeyAlias": identity, "UserKnownHostsFile": str(pinned)}
@@ -128,9 +128,9 @@ class SshHost:
         except HostUnreachableError:
             self.disconnect()
             raise
-        if answer.exit_code == NOT_FOUND and shutil.which("ssh") is None:
+        if answer.exit_code == NOT_FOUND_EXIT_CODE and shutil.which("ssh") is None:
             raise RequestError("ssh is not installed on this machine", remedy="install OpenSSH's client")
-        if answer.exit_code == FAILED:
+        if answer.exit_code == SSH_FAILED_EXIT_CODE:
             raise self._failure(answer.errors)
         return answer
 
@@ -142,17 +142,17 @@ class SshHost:
 
     def _failure(self, errors: str) -> HostRefusedError | HostUnreachableError:
         errors += self._jump_host_errors(errors)
-        meaning = next((meaning for words, meaning in REFUSALS.items() if words in errors), "")
-        relevant = [line for line in errors.strip().splitlines() if not line.startswith(CLOSED)]
+        meaning = next((meaning for words, meaning in REFUSAL_MESSAGES.items() if words in errors), "")
+        relevant = [line for line in errors.strip().splitlines() if not line.startswith(CLOSED_MESSAGES)]
         lines = relevant or ["the connection was lost"]
         if not meaning:
             return HostUnreachableError(lines[-1], where=self.name)
-        line = [line for line in lines if any(words in line for words in REFUSALS)][-1]
+        line = [line for line in lines if any(words in line for words in REFUSAL_MESSAGES)][-1]
         return HostRefusedError(f"{meaning} ({line})", where=self.name, remedy=self._remedy(meaning))
 
     def _jump_host_errors(self, errors: str) -> str:
         """Return the errors of a jump host, which ssh hides if the connection through it is shared."""
-        if CLOSED[0] not in errors:
+        if CLOSED_MESSAGES[0] not in errors:
             return ""
         program, *options = self._command
         command = [program, "-o", "ControlPath=none", *options, "--", self.settings.host, "true"]

@@ -12,8 +12,8 @@ from pydantic import BaseModel, Field, StringConstraints, field_validator
 
 from perilune.frozen import Frozen
 
-RECORD = "container.json"  # in runtime/: program and image of the attempt's container
-PROCESSES = 4096  # limit in a container, which stops fork bombs
+RECORD_FILE = "container.json"  # in runtime/: program and image of the attempt's container
+MAX_PROCESSES = 4096  # limit in a container, which stops fork bombs
 
 Folder = Annotated[str, StringConstraints(pattern=r'^/[^,:"\n]+$')]
 Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*[bkmg]$")]
@@ -73,7 +73,7 @@ class Container(Frozen):
     def _options(self) -> list[str]:
         """Return the options of `create` that do not depend on the machine."""
         options = [
-            *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", str(PROCESSES)),
+            *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-limit", str(MAX_PROCESSES)),
             *("--read-only", "--tmpfs", "/tmp:rw,exec,nosuid,nodev,mode=1777"),  # noqa: S108 - inside
             *("--shm-size", self.shared_memory),
             *("--log-driver", "none"),  # the worker's own log has its output
@@ -101,9 +101,9 @@ class ContainerRecord(BaseModel):
     image_id: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
 
 
-def container_of(attempt: Path) -> ContainerRecord | None:
+def read_container(attempt: Path) -> ContainerRecord | None:
     """Return the container of the attempt in this directory; None without one or if its record is invalid."""
     try:
-        return ContainerRecord.model_validate_json((attempt / "runtime" / RECORD).read_bytes())
+        return ContainerRecord.model_validate_json((attempt / "runtime" / RECORD_FILE).read_bytes())
     except (OSError, ValueError):
         return None

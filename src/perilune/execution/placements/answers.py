@@ -11,13 +11,13 @@ from perilune.execution.claim import Claim
 from perilune.execution.hosts.protocol import HostUnreachableError
 from perilune.execution.observation import Observation
 from perilune.execution.processes import Presence
-from perilune.execution.verdict import checked_verdict, damaged_verdict
+from perilune.execution.verdict import make_damaged_verdict, parse_verdict
 
-LINE = 1 << 20  # longest line in bytes
-MESSAGE = 2000  # longest message in characters
+MAX_LINE_BYTES = 1 << 20  # longest line in bytes
+MAX_MESSAGE_CHARS = 2000  # longest message in characters
 
 
-def last_document(output: bytes, name: str) -> dict[str, Any]:
+def parse_last_document(output: bytes, name: str) -> dict[str, Any]:
     """Return the JSON object on the last line.
 
     Raises:
@@ -33,9 +33,9 @@ def last_document(output: bytes, name: str) -> dict[str, Any]:
     return found
 
 
-def seen_first(answer: BinaryIO) -> dict[str, Any] | None:
+def parse_first_observation(answer: BinaryIO) -> dict[str, Any] | None:
     """Return the observation in the first JSON line of an answer, before its frames; None without one."""
-    while line := answer.readline(LINE):
+    while line := answer.readline(MAX_LINE_BYTES):
         with contextlib.suppress(ValueError):
             found = json.loads(line) if line.startswith(b'{"seen": {') else None
             if found is not None:
@@ -43,7 +43,7 @@ def seen_first(answer: BinaryIO) -> dict[str, Any] | None:
     return None
 
 
-def observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observation:
+def make_observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observation:
     """Return the runner's observation of attempt `epoch`.
 
     Raises:
@@ -58,9 +58,9 @@ def observation(seen: Mapping[str, Any], epoch: int, *, more: bool) -> Observati
     verdict = None
     if result is not None:
         try:
-            verdict = checked_verdict({**result, "message": str(result["message"])[:MESSAGE]})
+            verdict = parse_verdict({**result, "message": str(result["message"])[:MAX_MESSAGE_CHARS]})
         except (KeyError, TypeError, ValueError):
-            verdict = damaged_verdict(epoch, "runtime/result.json is not the result of an attempt")
+            verdict = make_damaged_verdict(epoch, "runtime/result.json is not the result of an attempt")
     if claim.epoch != epoch or (verdict is not None and verdict.epoch != epoch):
         raise ValueError("the answer is about another attempt")
     worker = {True: Presence.PRESENT, False: Presence.ABSENT, None: Presence.UNKNOWN}[seen["alive"]]

@@ -16,7 +16,7 @@ from perilune.execution.processes import Presence
 from perilune.execution.verdict import Cause
 
 T = TypeVar("T")
-AT_ONCE = 8  # concurrent calls
+MAX_CONCURRENT_CALLS = 8  # concurrent calls
 
 
 class GangPlacement:
@@ -46,37 +46,37 @@ class GangPlacement:
         def stage(member: Placement, there: Assignment) -> str:
             return member.stage(there, bundle, order, previous, is_cancelled)
 
-        (notice,) = self._each(attempt, stage, nodes=range(1))
-        self._each(attempt, stage, nodes=range(1, len(self.members)))
+        (notice,) = self._call_each(attempt, stage, nodes=range(1))
+        self._call_each(attempt, stage, nodes=range(1, len(self.members)))
         return notice
 
     def start(self, attempt: Assignment) -> None:
         """Implement `Placement.start`, on all machines; it does not affect workers that already run."""
-        self._each(attempt, lambda member, there: member.start(there))
+        self._call_each(attempt, lambda member, there: member.start(there))
 
-    def starting(self, attempt: Assignment) -> bool:
+    def is_starting(self, attempt: Assignment) -> bool:
         """Return False, because `start` waits for the claims."""
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
         """Implement `Placement.observe`; combines the observations of all machines."""
-        return together(self._each(attempt, lambda member, there: member.observe(there)))
+        return combine_observations(self._call_each(attempt, lambda member, there: member.observe(there)))
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
         """Implement `Placement.pull`."""
         if whole:  # evidence is complete only once no machine works any more
             self.stop(attempt)
-        self._each(attempt, lambda member, there: member.pull(there, whole=whole))
+        self._call_each(attempt, lambda member, there: member.pull(there, whole=whole))
 
     def stop(self, attempt: Assignment) -> bool:
         """Implement `Placement.stop`, on all machines."""
-        return all(self._each(attempt, lambda member, there: member.stop(there)))
+        return all(self._call_each(attempt, lambda member, there: member.stop(there)))
 
     def remove(self, attempt: Assignment) -> None:
         """Implement `Placement.remove`, on all machines."""
-        self._each(attempt, lambda member, there: member.remove(there))
+        self._call_each(attempt, lambda member, there: member.remove(there))
 
-    def _each(
+    def _call_each(
         self,
         attempt: Assignment,
         act: Callable[[Placement, Assignment], T],
@@ -88,12 +88,12 @@ class GangPlacement:
             for node, member in enumerate(self.members)
             if member is not None and (nodes is None or node in nodes)
         ]
-        with ThreadPoolExecutor(min(len(there), AT_ONCE) or 1) as workers:
+        with ThreadPoolExecutor(min(len(there), MAX_CONCURRENT_CALLS) or 1) as workers:
             asked = [workers.submit(act, *one) for one in there]
         return [one.result() for one in asked]
 
 
-def together(looks: Sequence[Observation]) -> Observation:
+def combine_observations(looks: Sequence[Observation]) -> Observation:
     """Combine the observations of an attempt's machines.
 
     The attempt has started once all machines have. It has succeeded once all have, and failed as soon as one
@@ -103,10 +103,10 @@ def together(looks: Sequence[Observation]) -> Observation:
         for seen in looks:
             if getattr(seen, bad):
                 return seen
-    failed = [(node, seen) for node, seen in enumerate(looks) if _failed(seen)]
-    running = any(seen.verdict is None and not _failed(seen) for seen in looks)
-    if failed and (not running or any(not _lost_another(seen) for _, seen in failed)):
-        node, seen = min(failed, key=lambda one: _lost_another(one[1]))
+    failed = [(node, seen) for node, seen in enumerate(looks) if _has_failed(seen)]
+    running = any(seen.verdict is None and not _has_failed(seen) for seen in looks)
+    if failed and (not running or any(not _has_lost_another(seen) for _, seen in failed)):
+        node, seen = min(failed, key=lambda one: _has_lost_another(one[1]))
         if seen.verdict is None:
             return seen
         message = f"machine {node} of {len(looks)}: {seen.verdict.message}"
@@ -115,23 +115,25 @@ def together(looks: Sequence[Observation]) -> Observation:
         return Observation()
     leader = looks[0]
     ended = all(seen.verdict is not None for seen in looks)
-    worker = leader.worker if ended else _least(seen.worker for seen in looks if seen.verdict is None)
+    worker = (
+        leader.worker if ended else _combine_presences(seen.worker for seen in looks if seen.verdict is None)
+    )
     heartbeat = min(seen.heartbeat for seen in looks)
     verdict = leader.verdict if ended else None
     more = any(seen.more for seen in looks)
     return Observation(leader.claim, worker, verdict, heartbeat=heartbeat, more=more)
 
 
-def _failed(seen: Observation) -> bool:
+def _has_failed(seen: Observation) -> bool:
     if seen.verdict is not None:
         return not seen.verdict.succeeded
     return seen.claim is not None and seen.worker is Presence.ABSENT
 
 
-def _lost_another(seen: Observation) -> bool:
+def _has_lost_another(seen: Observation) -> bool:
     return seen.verdict is not None and seen.verdict.cause == Cause.PROCESS_LOST
 
 
-def _least(presences: Iterable[Presence]) -> Presence:
+def _combine_presences(presences: Iterable[Presence]) -> Presence:
     """Return PRESENT if all are; otherwise UNKNOWN, because machines with a dead worker count as failed."""
     return Presence.PRESENT if all(one is Presence.PRESENT for one in presences) else Presence.UNKNOWN

@@ -17,7 +17,7 @@ from perilune.files import canonical_json, is_inside_root, read_json, read_json_
 CHECKPOINT = "checkpoint"  # kind of the event that a task records after it has written a checkpoint
 
 
-def held_entries(listed: Any) -> list[Entry]:
+def parse_held(listed: Any) -> list[Entry]:
     """Return the entries of a machine's list, which is not trusted.
 
     Raises:
@@ -35,17 +35,19 @@ def held_entries(listed: Any) -> list[Entry]:
 def write_held(attempt: Path, entries: Sequence[Entry]) -> None:
     """Record which checkpoints of the attempt in `attempt` its machine keeps."""
     if entries:
-        write_atomic(_file(attempt), canonical_json([list(entry.document().values()) for entry in entries]))
+        write_atomic(
+            _held_path(attempt), canonical_json([list(entry.document().values()) for entry in entries])
+        )
     else:
-        _file(attempt).unlink(missing_ok=True)
+        _held_path(attempt).unlink(missing_ok=True)
 
 
 def read_held(attempt: Path) -> list[Entry]:
     """Return the recorded entries; empty if there are none."""
-    return held_entries(read_json(_file(attempt))) if _file(attempt).exists() else []
+    return parse_held(read_json(_held_path(attempt))) if _held_path(attempt).exists() else []
 
 
-def starts_over(previous: Path | None, upload: Upload) -> str:
+def find_restart_reason(previous: Path | None, upload: Upload) -> str:
     """Return why an attempt starts from the beginning although the previous one had a checkpoint; or "".
 
     Args:
@@ -64,5 +66,5 @@ def starts_over(previous: Path | None, upload: Upload) -> str:
     )
 
 
-def _file(attempt: Path) -> Path:
+def _held_path(attempt: Path) -> Path:
     return attempt.with_name(f"{attempt.name}.held.json")

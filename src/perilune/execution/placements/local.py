@@ -12,19 +12,21 @@ from typing import Any
 from perilune.bundle.freeze import attempt_copy
 from perilune.bundle.storage import remove_tree, storage_errors
 from perilune.errors import RequestError
-from perilune.execution.claim import Claim, claimed
+from perilune.execution.claim import Claim, hold_claim
 from perilune.execution.launchers import process as launcher
 from perilune.execution.observation import Observation, observe_files
 from perilune.execution.placements.protocol import Assignment, Capabilities
 from perilune.execution.processes import POLL_SECONDS, Presence
-from perilune.execution.worker import STOP_GRACE
+from perilune.execution.worker import STOP_GRACE_S
 from perilune.files import write_json
 
 NAME = "local"
-START_TIMEOUT = 120.0  # seconds from a worker's start to its claim
-EXIT_MARGIN = 10.0  # seconds that a stopping worker may take beyond its task's grace period, to hash outputs
+START_TIMEOUT_S = 120.0  # seconds from a worker's start to its claim
+EXIT_MARGIN_S = (
+    10.0  # seconds that a stopping worker may take beyond its task's grace period, to hash outputs
+)
 # Outputs of an earlier attempt that the next one continues from.
-RESTORED = (
+RESTORED_PATHS = (
     *("checkpoints", "episodes", "traces", "metrics.jsonl"),
     *("evaluations.jsonl", "schedule.jsonl", "timings.jsonl", "reward_audit.json", "summary.json"),
 )
@@ -51,7 +53,7 @@ class LocalPlacement:
     ) -> str:
         """Implement `Placement.stage`; removes the remains of a killed staging."""
         before = None if previous is None else previous.directory
-        working_copy(bundle, attempt.directory, order, before)
+        create_working_copy(bundle, attempt.directory, order, before)
         return ""
 
     def start(self, attempt: Assignment) -> None:
@@ -68,12 +70,12 @@ class LocalPlacement:
             child.poll()  # collect its exit status, so that it does not stay a zombie
         return observe_files(attempt.directory, attempt.epoch)
 
-    def starting(self, attempt: Assignment) -> bool:
-        """Implement `Placement.starting`; kills a worker that takes too long to claim."""
+    def is_starting(self, attempt: Assignment) -> bool:
+        """Implement `Placement.is_starting`; kills a worker that takes too long to claim."""
         child = self._started.get(attempt)
         if child is None or child.poll() is not None:
             return False
-        is_late = time.monotonic() - self._since[attempt] > START_TIMEOUT
+        is_late = time.monotonic() - self._since[attempt] > START_TIMEOUT_S
         if is_late and observe_files(attempt.directory, attempt.epoch).claim is None:
             child.kill()
         return True
@@ -102,14 +104,16 @@ class LocalPlacement:
         if worker.presence() is Presence.UNKNOWN:
             return False
         worker.send(signal.SIGTERM)
-        if not _within(STOP_GRACE + EXIT_MARGIN, gone):
+        if not _happens_within(STOP_GRACE_S + EXIT_MARGIN_S, gone):
             worker.send(signal.SIGKILL)
-            if not _within(EXIT_MARGIN, gone):
+            if not _happens_within(EXIT_MARGIN_S, gone):
                 return False
         return claim.end_remaining_processes()
 
 
-def working_copy(bundle: Path, directory: Path, order: Mapping[str, Any], previous: Path | None) -> None:
+def create_working_copy(
+    bundle: Path, directory: Path, order: Mapping[str, Any], previous: Path | None
+) -> None:
     """Create an attempt's working copy at `directory`, completely or not at all, replacing what is there.
 
     Args:
@@ -136,7 +140,7 @@ def restore_outputs(previous: Path, artifacts: Path) -> None:
     Unfinished files, whose names begin with a dot or end in ".tmp", are not copied.
     """
     unfinished = shutil.ignore_patterns(".*", "*.tmp")
-    for name in RESTORED:
+    for name in RESTORED_PATHS:
         source = previous / name
         if source.is_dir():
             shutil.copytree(source, artifacts / name, ignore=unfinished, dirs_exist_ok=True)
@@ -148,12 +152,12 @@ def invalidate_claim(attempt: Path, epoch: int) -> Claim | None:
     """Claim an unclaimed attempt, so that no worker can start it; or return the claim that came first."""
     if not attempt.is_dir():
         return None
-    with contextlib.suppress(RequestError), claimed(attempt, epoch):
+    with contextlib.suppress(RequestError), hold_claim(attempt, epoch):
         return None
     return observe_files(attempt, epoch).claim
 
 
-def _within(seconds: float, happened: Callable[[], bool]) -> bool:
+def _happens_within(seconds: float, happened: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + seconds
     while not happened():
         if time.monotonic() > deadline:

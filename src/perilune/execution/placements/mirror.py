@@ -30,19 +30,19 @@ from perilune.files import (
     write_atomic,
 )
 
-FRAME = 1 << 20  # longest frame in bytes
-HEADER = 1 << 24  # longest JSON line in bytes
-POLL = 0.05  # seconds
+MAX_FRAME_BYTES = 1 << 20  # longest frame in bytes
+MAX_HEADER_BYTES = 1 << 24  # longest JSON line in bytes
+LOCK_POLL_S = 0.05  # seconds
 MANIFEST, RESULT = "artifacts/manifest.json", "runtime/result.json"
-UNITS = "artifacts/checkpoints"
-OBSERVED = ("runtime", "artifacts")
+CHECKPOINTS_FOLDER = "artifacts/checkpoints"
+MIRRORED_FOLDERS = ("runtime", "artifacts")
 
 Bring = Literal["metrics", "final", "all"]
 """Which checkpoints come home: none; those that training finished with; also those to resume from."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pulled:
+class PullResult:
     """The result of one pull: whether its end arrived, and whether the machine has more."""
 
     ended: bool
@@ -61,7 +61,7 @@ class Mirror:
     def __init__(
         self,
         directory: Path,
-        folders: Sequence[str] = OBSERVED,
+        folders: Sequence[str] = MIRRORED_FOLDERS,
         bring: Bring = "all",
         *,
         rescue: bool = False,
@@ -84,7 +84,7 @@ class Mirror:
         asked = {"folders": list(self.folders), "bring": self.bring, "rescue": self.rescue}
         return {"files": self._cursor, "units": self._units(), **asked}
 
-    def take(self, frames: BinaryIO) -> Pulled:
+    def take(self, frames: BinaryIO) -> PullResult:
         """Write the files that arrive, up to the first incomplete or damaged frame.
 
         Raises:
@@ -97,8 +97,8 @@ class Mirror:
                 while header := self._header(frames):
                     if "end" in header:
                         self._complete_units(header["units"])
-                        return Pulled(True, bool(header["more"]))
-                    data = frames.read(min(max(int(header["length"]), 0), FRAME))
+                        return PullResult(True, bool(header["more"]))
+                    data = frames.read(min(max(int(header["length"]), 0), MAX_FRAME_BYTES))
                     if len(data) != header["length"] or sha256_bytes(data) != header["sha256"]:
                         break
                     self._put(header, data)
@@ -109,7 +109,7 @@ class Mirror:
             finally:
                 if (now := canonical_json(self._cursor)) != before:
                     write_atomic(self._cursor_file, now)
-        return Pulled(False, True)
+        return PullResult(False, True)
 
     def settle(self) -> None:
         """Make `artifacts/` match the manifest, then move manifest and result into place.
@@ -140,7 +140,7 @@ class Mirror:
         artifacts = self.directory / "artifacts"
         wrong = []
         for relative, entry in listed.items():
-            path = self.directory / _checked(f"artifacts/{relative}")
+            path = self.directory / _validate_path(f"artifacts/{relative}")
             if stays(f"artifacts/{relative}", self.bring) and not path.exists():
                 continue
             whole = path.is_file() and path.stat().st_size == entry["size"]
@@ -159,17 +159,17 @@ class Mirror:
         """Forget a file, and the checkpoint it belongs to, so that it is transferred again."""
         self._cursor.pop(path, None)
         (self._arriving / path).unlink(missing_ok=True)
-        if unit := _unit(path):
-            shutil.rmtree(self.directory / UNITS / unit, ignore_errors=True)
-            self._cursor = {one: at for one, at in self._cursor.items() if _unit(one) != unit}
+        if unit := _checkpoint_of(path):
+            shutil.rmtree(self.directory / CHECKPOINTS_FOLDER / unit, ignore_errors=True)
+            self._cursor = {one: at for one, at in self._cursor.items() if _checkpoint_of(one) != unit}
         write_atomic(self._cursor_file, canonical_json(self._cursor))
 
     def _header(self, frames: BinaryIO) -> dict[str, Any] | None:
-        line = frames.readline(HEADER)
+        line = frames.readline(MAX_HEADER_BYTES)
         return dict(json.loads(line)) if line.endswith(b"\n") else None
 
     def _put(self, header: dict[str, Any], data: bytes) -> None:
-        path, offset = _checked(header["path"]), int(header["offset"])
+        path, offset = _validate_path(header["path"]), int(header["offset"])
         if offset < 0:
             raise HostRefusedError(f"it sent a frame at {offset}")
         status, tail = [int(header["ino"]), int(header["mtime"])], str(header["tail"])
@@ -189,7 +189,7 @@ class Mirror:
         end = offset + len(data)
         self._cursor[path] = [*status, end, tail]
         is_whole = end >= int(header["size"])
-        if is_whole and not in_place and path not in {MANIFEST, RESULT} and not _unit(path):
+        if is_whole and not in_place and path not in {MANIFEST, RESULT} and not _checkpoint_of(path):
             self._place(arriving, here)
 
     def _place(self, arrived: Path, here: Path) -> None:
@@ -198,30 +198,36 @@ class Mirror:
         fsync_directory(here.parent)
 
     def _units(self) -> list[str]:
-        folder = self.directory / UNITS
+        folder = self.directory / CHECKPOINTS_FOLDER
         return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
     def _complete_units(self, units: dict[str, dict[str, int]]) -> None:
         """Rename complete checkpoints into place; then delete those that the machine has deleted."""
         for name, files in units.items():
-            arrived, here = self._arriving / UNITS / name, self.directory / _checked(f"{UNITS}/{name}")
+            arrived, here = (
+                self._arriving / CHECKPOINTS_FOLDER / name,
+                self.directory / _validate_path(f"{CHECKPOINTS_FOLDER}/{name}"),
+            )
             if here.exists() or not files:
                 continue
             if all(
-                _size(arrived / _checked(f"{UNITS}/{inside}")[len(UNITS) + 1 :]) == size
+                _size(
+                    arrived / _validate_path(f"{CHECKPOINTS_FOLDER}/{inside}")[len(CHECKPOINTS_FOLDER) + 1 :]
+                )
+                == size
                 for inside, size in files.items()
             ):
                 self._place(arrived, here)
         here_now = set(self._units())
         if units and here_now >= units.keys():
             for name in here_now - units.keys():
-                shutil.rmtree(self.directory / UNITS / name)
+                shutil.rmtree(self.directory / CHECKPOINTS_FOLDER / name)
 
 
 @contextmanager
-def mirror(
+def open_mirror(
     directory: Path,
-    folders: Sequence[str] = OBSERVED,
+    folders: Sequence[str] = MIRRORED_FOLDERS,
     bring: Bring = "all",
     *,
     rescue: bool = False,
@@ -242,12 +248,12 @@ def mirror(
         yield None
         return
     try:
-        yield Mirror(directory, folders, bring, rescue=rescue) if _locked(descriptor, patience) else None
+        yield Mirror(directory, folders, bring, rescue=rescue) if _try_lock(descriptor, patience) else None
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int, patience: float) -> bool:
+def _try_lock(descriptor: int, patience: float) -> bool:
     until = time.monotonic() + patience
     while True:
         try:
@@ -255,22 +261,22 @@ def _locked(descriptor: int, patience: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= until:
                 return False
-            time.sleep(POLL)
+            time.sleep(LOCK_POLL_S)
         else:
             return True
 
 
-def _unit(path: str) -> str:
+def _checkpoint_of(path: str) -> str:
     """Return the name of the checkpoint that a file belongs to; "" if none."""
     parts = path.split("/")
-    return parts[2] if path.startswith(f"{UNITS}/") and len(parts) > 3 else ""
+    return parts[2] if path.startswith(f"{CHECKPOINTS_FOLDER}/") and len(parts) > 3 else ""
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _checked(path: Any) -> str:
+def _validate_path(path: Any) -> str:
     """Return a relative path below runtime/ or artifacts/.
 
     Raises:
@@ -278,6 +284,6 @@ def _checked(path: Any) -> str:
     """
     if isinstance(path, str) and is_inside_root(path):
         folder, _, rest = path.partition("/")
-        if folder in OBSERVED and rest:
+        if folder in MIRRORED_FOLDERS and rest:
             return path
     raise HostRefusedError(f"it sent a file for {str(path)[:200]!r}, which is outside an attempt")

@@ -13,21 +13,21 @@ from perilune.bundle.digest import Entry
 from perilune.bundle.remote.store import SMALL
 from perilune.files import read_json
 
-HUB = "https://huggingface.co"
+HUB_URL = "https://huggingface.co"
 MODEL = "inputs/model/"  # the recipe's model in a bundle
-SOURCE = "source.json"  # written by `perilune model fetch` beside a model
+SOURCE_FILE = "source.json"  # written by `perilune model fetch` beside a model
 _REPOSITORY, _COMMIT = re.compile(r"[\w.-]+/[\w.-]+"), re.compile("[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r".*/models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})")
 
 
-def origins(directory: Path, entries: Sequence[Entry], hub: str) -> dict[str, str]:
+def find_origins(directory: Path, entries: Sequence[Entry], hub: str) -> dict[str, str]:
     """Return the URL of each larger file of the base model, by SHA-256; empty if it is not from the hub.
 
     Args:
         directory, entries: an attempt's working copy and its files.
         hub: address of the hub.
     """
-    repository, commit = _identity(directory)
+    repository, commit = _find_repository(directory)
     if not (_REPOSITORY.fullmatch(repository) and _COMMIT.fullmatch(commit)):
         return {}
     return {
@@ -37,9 +37,9 @@ def origins(directory: Path, entries: Sequence[Entry], hub: str) -> dict[str, st
     }
 
 
-def _identity(directory: Path) -> tuple[str, str]:
+def _find_repository(directory: Path) -> tuple[str, str]:
     """Return the repository and commit of the model, from source.json or its Hugging Face cache path."""
-    source = directory / MODEL / SOURCE
+    source = directory / MODEL / SOURCE_FILE
     if source.exists():
         document = read_json(source)
         return str(document.get("repository")), str(document.get("commit"))

@@ -105,7 +105,7 @@ class Placement(Protocol):
         """
         ...
 
-    def starting(self, attempt: Assignment) -> bool:
+    def is_starting(self, attempt: Assignment) -> bool:
         """Return whether a worker that this process started lives and has not claimed the attempt yet."""
         ...
 

@@ -30,36 +30,45 @@ from perilune.execution.launchers import process
 from perilune.execution.launchers.docker import Container
 from perilune.execution.limits import AttemptLimits
 from perilune.execution.observation import Observation
-from perilune.execution.placements.answers import MESSAGE, last_document, observation, seen_first
-from perilune.execution.placements.held import held_entries, read_held, starts_over, write_held
-from perilune.execution.placements.local import working_copy
-from perilune.execution.placements.mirror import Bring, Mirror, Pulled, mirror
-from perilune.execution.placements.origins import HUB
+from perilune.execution.placements.answers import (
+    MAX_MESSAGE_CHARS,
+    make_observation,
+    parse_first_observation,
+    parse_last_document,
+)
+from perilune.execution.placements.held import find_restart_reason, parse_held, read_held, write_held
+from perilune.execution.placements.local import create_working_copy
+from perilune.execution.placements.mirror import Bring, Mirror, PullResult, open_mirror
+from perilune.execution.placements.origins import HUB_URL
 from perilune.execution.placements.protocol import Assignment, Capabilities, StagingCancelledError
 from perilune.execution.placements.upload import Upload
-from perilune.execution.task_environment import WITHHELD
-from perilune.execution.worker import STOP_GRACE
+from perilune.execution.task_environment import SECRET_WORDS
+from perilune.execution.worker import STOP_GRACE_S
 from perilune.files import read_json
 from perilune.frozen import Frozen
 
 # Reads modules from stdin, each with its name and size on the command line; the last is the program.
-BOOT = """import sys
+BOOT_PROGRAM = """import sys
 for part in sys.argv.pop(1).split(","):
     name, size = part.split(":")
     module = sys.modules.setdefault(name, type(sys)(name))
     exec(compile(sys.stdin.buffer.read(int(size)), name, "exec"), module.__dict__)
 """
 PACKAGE, PROGRAM = "perilune.bundle.remote", "__main__"
-RUNNER = ("runner",)
-HOLDER = ("runner", "store", "holder")
-PARTS = {"receive": ("runner", "store", "receiver"), "hold": HOLDER, "keep_outputs": HOLDER}
+RUNNER_PARTS = ("runner",)
+HOLDER_PARTS = ("runner", "store", "holder")
+PARTS_BY_VERB = {
+    "receive": ("runner", "store", "receiver"),
+    "hold": HOLDER_PARTS,
+    "keep_outputs": HOLDER_PARTS,
+}
 REFUSED, NOT_FOUND = 3, (126, 127)  # exit codes: of a runner that refuses; of a shell that finds no Python
 LOOK_BYTES, PULL_BYTES = 256 << 10, 32 << 20  # transferred with one observation, and with one pull
 LOOK_SECONDS, CHANGE_SECONDS, SEND_SECONDS = 30.0, 120.0, 6 * 3600.0  # timeouts of calls
 HOLD_SECONDS = 1800.0  # timeout of a call that hashes checkpoints
-LARGE = 1 << 20  # bytes of outputs that the machine keeps for later stages
-WHOLE_ROUNDS = 3  # tries to pull files that differ from the manifest
-SEND_ROUNDS = 3  # to learn what is missing, to send it, and to send damaged contents again
+LARGE_FILE_BYTES = 1 << 20  # bytes of outputs that the machine keeps for later stages
+MAX_PULLS = 3  # tries to pull files that differ from the manifest
+MAX_SENDS = 3  # to learn what is missing, to send it, and to send damaged contents again
 BUSY_SECONDS = 2.0  # pause while another call uploads to the same attempt
 CANCEL_SECONDS = 0.5  # between two checks of an upload for a cancellation
 
@@ -95,7 +104,7 @@ class Site(Frozen):
     @classmethod
     def _no_credentials(cls, environment: dict[str, str]) -> dict[str, str]:
         for name in environment:
-            if any(word in name.upper() for word in WITHHELD):
+            if any(word in name.upper() for word in SECRET_WORDS):
                 raise ValueError(f"{name} looks like a credential: list it in the recipe's secrets instead")
         return environment
 
@@ -140,31 +149,31 @@ class RemotePlacement:
         """Implement `Placement.stage`: created here (once for all machines), uploaded, and verified there."""
         before = None if previous is None else previous.directory
         if attempt.node == 0:
-            if previous is not None and self._holds:
-                self._hold_left(previous)
-            working_copy(bundle, attempt.directory, order, before)
+            if previous is not None and self._stores_checkpoints:
+                self._store_lost_checkpoints(previous)
+            create_working_copy(bundle, attempt.directory, order, before)
         with self._mirror(attempt) as home:
             home.reset()
         held = read_held(before) if before is not None and self.bring != "all" else []
         write_held(attempt.directory, held)
-        upload = Upload(attempt.directory, attempt.node, held, self._hub)
-        wanted, rounds, until = upload.small(), 0, time.monotonic() + SEND_SECONDS
-        while rounds < SEND_ROUNDS and time.monotonic() < until:
+        upload = Upload(attempt.directory, attempt.node, held, self._hub_url)
+        wanted, rounds, until = upload.small_contents(), 0, time.monotonic() + SEND_SECONDS
+        while rounds < MAX_SENDS and time.monotonic() < until:
             answer = self._send(attempt, upload, wanted, is_cancelled)
             if answer.get("received") == upload.tree:
-                return starts_over(before, upload)
+                return find_restart_reason(before, upload)
             if answer.get("busy") is True:
                 time.sleep(BUSY_SECONDS)
-                wanted = upload.small()
+                wanted = upload.small_contents()
                 continue
             try:
-                wanted, rounds = upload.wanted(answer.get("missing")), rounds + 1
+                wanted, rounds = upload.parse_wanted(answer.get("missing")), rounds + 1
             except (ValueError, TypeError) as error:
                 raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
-            if upload.lost(wanted):
+            if upload.has_lost(wanted):
                 write_held(attempt.directory, [])
-                upload = Upload(attempt.directory, attempt.node, hub=self._hub)
-                wanted = upload.small()
+                upload = Upload(attempt.directory, attempt.node, hub=self._hub_url)
+                wanted = upload.small_contents()
         raise WorkFailedError("the uploaded files arrive damaged", where=self.name)
 
     def _send(
@@ -180,7 +189,7 @@ class RemotePlacement:
             StagingCancelledError: without waiting for the machine, which reads the end of its input.
         """
         options = ("--tree", upload.tree, "--bytes", str(upload.size), "--share", str(self.site.store))
-        with upload.stream(_sources(PARTS["receive"]), wanted) as source:
+        with upload.stream(_part_sources(PARTS_BY_VERB["receive"]), wanted) as source:
             call = in_background(
                 lambda: self._call(attempt, "receive", *options, source=source, timeout=SEND_SECONDS)
             )
@@ -199,23 +208,23 @@ class RemotePlacement:
             environment["PERILUNE_INSTALLED"] = "1"
         values = {"secrets": secrets, "environment": environment}
         options = (
-            *("--lifetime", str(self.limits.max_lifetime), "--grace", str(STOP_GRACE)),
+            *("--lifetime", str(self.limits.max_lifetime), "--grace", str(STOP_GRACE_S)),
             *("--unseen", str(self.limits.on_box_stop_after or 0.0)),
         )
         payload = json.dumps(values).encode()
         with contextlib.suppress(_SupersededError):  # the next observation reports it
             self._call(attempt, "start", *options, payload=payload, timeout=CHANGE_SECONDS)
 
-    def starting(self, attempt: Assignment) -> bool:
+    def is_starting(self, attempt: Assignment) -> bool:
         """Return False, because `start` waits for the claim."""
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
         """Implement `Placement.observe`. Transfers small new files, unless another process does."""
         try:
-            with mirror(attempt.home, _folders(attempt), self.bring) as home:
-                seen, pulled = self._look(attempt, home, LOOK_BYTES, LOOK_SECONDS)
-            return observation(seen, attempt.epoch, more=home is None or not pulled.ended or pulled.more)
+            with open_mirror(attempt.home, _pulled_folders(attempt), self.bring) as home:
+                seen, pulled = self._observe(attempt, home, LOOK_BYTES, LOOK_SECONDS)
+            return make_observation(seen, attempt.epoch, more=home is None or not pulled.ended or pulled.more)
         except HostRefusedError as error:
             return Observation(unseen=str(error), refused=True)
         except (HostUnreachableError, WorkFailedError) as error:
@@ -229,7 +238,7 @@ class RemotePlacement:
             if not whole:
                 self._pull(attempt, home, last=False)
                 return
-            for round_number in range(WHOLE_ROUNDS):
+            for round_number in range(MAX_PULLS):
                 more, ended = True, False
                 while more:
                     more, ended = self._pull(attempt, home, last=True)
@@ -238,14 +247,14 @@ class RemotePlacement:
                 try:
                     home.settle()
                 except WorkFailedError:
-                    if round_number == WHOLE_ROUNDS - 1:
+                    if round_number == MAX_PULLS - 1:
                         raise
                 else:
                     return
 
     def stop(self, attempt: Assignment) -> bool:
         """Implement `Placement.stop`."""
-        answer = self._call(attempt, "stop", "--grace", str(STOP_GRACE), timeout=CHANGE_SECONDS)
+        answer = self._call(attempt, "stop", "--grace", str(STOP_GRACE_S), timeout=CHANGE_SECONDS)
         return answer.get("stopped") is True
 
     def remove(self, attempt: Assignment) -> None:
@@ -254,76 +263,76 @@ class RemotePlacement:
         The machine keeps large outputs, so that a later stage there need not upload them again, and the
         checkpoints that the next attempt resumes from and that did not come home.
         """
-        if attempt.node == 0 and output_bytes(attempt.directory) >= LARGE:
+        if attempt.node == 0 and output_bytes(attempt.directory) >= LARGE_FILE_BYTES:
             self._call(attempt, "keep_outputs", "--share", str(self.site.store), timeout=HOLD_SECONDS)
-        if attempt.node == 0 and self._holds:
-            self._hold(attempt)
+        if attempt.node == 0 and self._stores_checkpoints:
+            self._store_checkpoints(attempt)
         self._call(attempt, "remove", timeout=CHANGE_SECONDS)
 
     @property
-    def _holds(self) -> bool:
+    def _stores_checkpoints(self) -> bool:
         """True if the machine keeps checkpoints for the next attempt."""
         return self.bring != "all" and self.lasting
 
-    def _hold(self, attempt: Assignment, *options: str) -> None:
+    def _store_checkpoints(self, attempt: Assignment, *options: str) -> None:
         """Move the attempt's checkpoints to the machine's store, and record which these are."""
         options = ("--share", str(self.site.store), *options)
         answer = self._call(attempt, "hold", *options, timeout=HOLD_SECONDS)
         if answer.get("held") is not None:
             try:
-                write_held(attempt.directory, held_entries(answer["held"]))
+                write_held(attempt.directory, parse_held(answer["held"]))
             except (ValueError, TypeError) as error:
                 raise HostUnreachableError(f"{self.name}: its answer is malformed ({error})") from None
 
-    def _hold_left(self, attempt: Assignment) -> None:
+    def _store_lost_checkpoints(self, attempt: Assignment) -> None:
         """Hold the checkpoints of an attempt that was lost, if the machine still has its files.
 
         Its processes are ended first, as `start` of the next attempt would, so nothing writes to them. The
         rest comes home too, because a checkpoint is resumed with the metrics of all steps before it.
         """
-        seen, _ = self._look(attempt, None, 0, LOOK_SECONDS)
+        seen, _ = self._observe(attempt, None, 0, LOOK_SECONDS)
         if seen.get("staged") is not True or not self.stop(attempt):
             return
         with contextlib.suppress(WorkFailedError):  # damaged files, which the next attempt makes again
             self.pull(attempt, whole=True)
-        self._hold(attempt, "--lost")
+        self._store_checkpoints(attempt, "--lost")
 
     @property
-    def _hub(self) -> str:
+    def _hub_url(self) -> str:
         """The hub that the machine downloads base models from; "" if its settings say that it is offline."""
         variables = self.site.environment
         offline = variables.get("HF_HUB_OFFLINE", "0") not in {"", "0"}
-        return "" if offline else variables.get("HF_ENDPOINT", HUB)
+        return "" if offline else variables.get("HF_ENDPOINT", HUB_URL)
 
     @contextlib.contextmanager
     def _mirror(self, attempt: Assignment) -> Iterator[Mirror]:
         attempt.home.parent.mkdir(parents=True, exist_ok=True)
-        given = attempt.home, _folders(attempt), self.bring
-        with mirror(*given, rescue=not self.lasting, patience=2 * LOOK_SECONDS) as home:
+        given = attempt.home, _pulled_folders(attempt), self.bring
+        with open_mirror(*given, rescue=not self.lasting, patience=2 * LOOK_SECONDS) as home:
             if home is None:
                 raise HostUnreachableError(f"{self.name}: another command is transferring files from it")
             yield home
 
     def _pull(self, attempt: Assignment, home: Mirror, *, last: bool) -> tuple[bool, bool]:
         """Pull once; returns whether there is more, and whether the attempt has ended."""
-        seen, pulled = self._look(attempt, home, PULL_BYTES, CHANGE_SECONDS, last=last)
+        seen, pulled = self._observe(attempt, home, PULL_BYTES, CHANGE_SECONDS, last=last)
         if not pulled.ended:
             raise HostUnreachableError(f"{self.name}: the transfer was interrupted")
         return pulled.more, seen.get("result") is not None
 
-    def _look(
+    def _observe(
         self, attempt: Assignment, home: Mirror | None, limit: int, seconds: float, *, last: bool = False
-    ) -> tuple[dict[str, Any], Pulled]:
+    ) -> tuple[dict[str, Any], PullResult]:
         """Return the runner's observation, and how many of its new files arrived in `home`."""
         asked = {"files": {}, "units": [], "folders": []} if home is None else home.state()
         payload = json.dumps(asked | {"limit": limit, "last": last}).encode()
         with tempfile.TemporaryFile() as answer:
-            seen, pulled = None, Pulled(False, True)
+            seen, pulled = None, PullResult(False, True)
             try:
                 self._call(attempt, "look", payload=payload, sink=answer, timeout=seconds)
             finally:  # also after an interruption: complete frames are kept
                 answer.seek(0)
-                seen = seen_first(answer)
+                seen = parse_first_observation(answer)
                 if seen is not None and home is not None:
                     pulled = home.take(answer)
         if seen is None:
@@ -346,33 +355,33 @@ class RemotePlacement:
             payload: stdin after the runner's source; or pass `source`, which begins with the runner's source.
             sink: receives stdout, including the answer; the returned answer is then empty.
         """
-        parts = PARTS.get(verb, RUNNER)
-        command = [self.site.python, "-IS", "-c", BOOT, _table(parts), verb]
+        parts = PARTS_BY_VERB.get(verb, RUNNER_PARTS)
+        command = [self.site.python, "-IS", "-c", BOOT_PROGRAM, _part_sizes(parts), verb]
         command += ["--workspace", self.site.workspace, "--epoch", str(attempt.epoch)]
         command += ["--run", f"{attempt.run_id}node{attempt.node}" if attempt.node else attempt.run_id]
         if self.container is not None:
             command += ["--container", json.dumps(self.container.runner_arguments())]
-        given = source or io.BytesIO(_sources(parts) + payload)
+        given = source or io.BytesIO(_part_sources(parts) + payload)
         answer = self.host.run([*command, *options], source=given, sink=sink, timeout=timeout)
         if answer.exit_code in NOT_FOUND:
             raise HostRefusedError(
                 f"it has no {self.site.python}", where=self.name, remedy="set its Python in the template"
             )
         if answer.exit_code == REFUSED and sink is None:
-            raise self._refusal(last_document(answer.output, self.name))
+            raise self._refusal(parse_last_document(answer.output, self.name))
         if answer.exit_code == REFUSED and sink is not None:  # it cannot observe the attempt
             sink.seek(0)
-            refused = last_document(sink.read(), self.name).get("refused")
-            raise HostUnreachableError(f"{self.name}: {str(refused)[:MESSAGE]}")
+            refused = parse_last_document(sink.read(), self.name).get("refused")
+            raise HostUnreachableError(f"{self.name}: {str(refused)[:MAX_MESSAGE_CHARS]}")
         if answer.exit_code != 0:
             last = (answer.errors.strip().splitlines() or ["no output"])[-1]
             # Uploading again is harmless; the effect of other operations is unknown.
             kind = WorkFailedError if verb == "receive" else HostUnreachableError
             raise kind(f"the runner failed: {last}", where=self.name)
-        return {} if sink is not None else last_document(answer.output, self.name)
+        return {} if sink is not None else parse_last_document(answer.output, self.name)
 
     def _refusal(self, answer: Mapping[str, Any]) -> Exception:
-        what, kind = str(answer.get("refused"))[:MESSAGE], answer.get("kind")
+        what, kind = str(answer.get("refused"))[:MAX_MESSAGE_CHARS], answer.get("kind")
         if kind == "disk_full":
             remedy = "free some space there, or set another workspace"
             error = RequestError(what, where=self.name, remedy=remedy)
@@ -386,16 +395,16 @@ class _SupersededError(WorkFailedError):
     """A newer attempt has started there."""
 
 
-def _table(parts: Sequence[str]) -> str:
+def _part_sizes(parts: Sequence[str]) -> str:
     """Return the names and sizes of the modules, for BOOT."""
     names = [*(f"{PACKAGE}.{part}" for part in parts[:-1]), PROGRAM]
-    return ",".join(f"{name}:{len(_sources([part]))}" for name, part in zip(names, parts, strict=True))
+    return ",".join(f"{name}:{len(_part_sources([part]))}" for name, part in zip(names, parts, strict=True))
 
 
-def _sources(parts: Sequence[str]) -> bytes:
+def _part_sources(parts: Sequence[str]) -> bytes:
     return b"".join(remote_source(f"{part}.py") for part in parts)
 
 
-def _folders(attempt: Assignment) -> Sequence[str]:
+def _pulled_folders(attempt: Assignment) -> Sequence[str]:
     """Return the folders to pull: evidence from the leading machine, logs and verdicts from others."""
     return ("runtime", "artifacts") if attempt.node == 0 else ("runtime",)

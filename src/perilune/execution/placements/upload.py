@@ -19,14 +19,14 @@ from typing import Any, BinaryIO
 from perilune.bundle.digest import BUNDLE_FILE, Entry, describe, entries_digest, walk
 from perilune.bundle.remote.store import SMALL
 from perilune.errors import RequestError
-from perilune.execution.placements.origins import origins
+from perilune.execution.placements.origins import find_origins
 from perilune.files import canonical_json, read_json, write_atomic
 
-UNCALLED = 1 << 20  # bytes of small contents to send before the other side asks
-BLOCK = 1 << 20  # bytes
-REPORT_EVERY = 0.5  # seconds
+UNREQUESTED_BYTES = 1 << 20  # bytes of small contents to send before the other side asks
+BLOCK_BYTES = 1 << 20  # bytes
+REPORT_INTERVAL_S = 0.5  # seconds
 ENDED_MILLISECONDS = 100  # between two checks whether the stream has ended
-SENT = "bytes sent"  # the unit of the upload's progress
+SENT_UNIT = "bytes sent"  # the unit of the upload's progress
 
 
 class Upload:
@@ -43,30 +43,30 @@ class Upload:
     """
 
     def __init__(self, directory: Path, node: int = 0, held: Sequence[Entry] = (), hub: str = "") -> None:
-        own = list(_entries(directory))
+        own = list(_list_entries(directory))
         here = {entry.path for entry in own}
         self.entries = sorted([*own, *(entry for entry in held if entry.path not in here)])
         self.tree = entries_digest(self.entries)
         self.size = sum(entry.size for entry in self.entries)
         self._sources = {entry.sha256: directory / entry.path for entry in own}
         self._sizes = {entry.sha256: entry.size for entry in self.entries}
-        self._origins = origins(directory, own, hub) if hub else {}
+        self._origins = find_origins(directory, own, hub) if hub else {}
         self._progress = directory.with_name(f"{directory.name}.sent-{node}.json")
 
-    def small(self) -> dict[str, int]:
+    def small_contents(self) -> dict[str, int]:
         """Return the small contents to send without being asked, up to a limit."""
-        found, room = {}, UNCALLED
+        found, room = {}, UNREQUESTED_BYTES
         for sha256, size in sorted(self._sizes.items(), key=lambda one: one[1]):
             room -= size
             if size <= SMALL and room >= 0 and sha256 in self._sources:
                 found[sha256] = 0
         return found
 
-    def lost(self, wanted: Mapping[str, int]) -> bool:
+    def has_lost(self, wanted: Mapping[str, int]) -> bool:
         """Return whether the machine asks for content that its store has evicted and nobody else has."""
         return not wanted.keys() <= self._sources.keys()
 
-    def wanted(self, missing: Any) -> dict[str, int]:
+    def parse_wanted(self, missing: Any) -> dict[str, int]:
         """Return the contents that the other side lacks, with the bytes of each that it has, validated.
 
         Raises:
@@ -107,7 +107,7 @@ class Upload:
 
     def _data(self, head: bytes, wanted: Mapping[str, int]) -> Iterator[bytes]:
         """Yield the content of the stream. Reports progress meanwhile."""
-        files = [_listed(entry) for entry in self.entries]
+        files = [_entry_fields(entry) for entry in self.entries]
         yield head + canonical_json({"files": files, "origins": self._origins}) + b"\n"
         done, reported = sum(wanted.values()), time.monotonic()
         total = sum(self._sizes[sha256] for sha256 in wanted)
@@ -116,13 +116,13 @@ class Upload:
             yield canonical_json([sha256, offset, length]) + b"\n"
             with self._sources[sha256].open("rb") as file:
                 file.seek(offset)
-                while data := file.read(min(BLOCK, length)):
+                while data := file.read(min(BLOCK_BYTES, length)):
                     yield data
                     length -= len(data)
                     done += len(data)
-                    if time.monotonic() - reported >= REPORT_EVERY:
+                    if time.monotonic() - reported >= REPORT_INTERVAL_S:
                         reported = time.monotonic()
-                        document = {"done": done, "total": total, "unit": SENT, "figures": {}}
+                        document = {"done": done, "total": total, "unit": SENT_UNIT, "figures": {}}
                         with contextlib.suppress(OSError):  # this disk is full, which concerns no upload
                             write_atomic(self._progress, canonical_json(document))
 
@@ -139,7 +139,7 @@ def _write(pipe: int, data: bytes, ended: threading.Event) -> None:
             left = left[os.write(pipe, left) :]
 
 
-def read_sent(attempt: Path) -> dict[str, Any] | None:
+def read_upload_progress(attempt: Path) -> dict[str, Any] | None:
     """Return the progress of uploading an attempt to all of its machines; None without an upload."""
     found: list[dict[str, Any]] = []
     for path in attempt.parent.glob(f"{attempt.name}.sent-*.json"):
@@ -150,7 +150,7 @@ def read_sent(attempt: Path) -> dict[str, Any] | None:
     return found[0] | {key: sum(one[key] for one in found) for key in ("done", "total")}
 
 
-def _entries(directory: Path) -> Iterator[Entry]:
+def _list_entries(directory: Path) -> Iterator[Entry]:
     """Yield the files in `directory`. The hashes of frozen files were verified when they were copied."""
     frozen = {file["path"]: Entry(**file) for file in read_json(directory / BUNDLE_FILE)["files"]}
     for relative, status in walk(directory):
@@ -158,5 +158,5 @@ def _entries(directory: Path) -> Iterator[Entry]:
             yield frozen.get(relative) or describe(directory / relative, relative, status)
 
 
-def _listed(entry: Entry) -> list[Any]:
+def _entry_fields(entry: Entry) -> list[Any]:
     return [entry.path, entry.size, entry.sha256, entry.mode]

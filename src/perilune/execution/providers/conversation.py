@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from perilune.execution.hosts.protocol import MOST_OUTPUT, Answer
-from perilune.execution.providers.frames import BLOCK, Kind, frame, read_frame
+from perilune.execution.hosts.protocol import MAX_OUTPUT_BYTES, Answer
+from perilune.execution.providers.frames import BLOCK_BYTES, Kind, encode_frame, read_frame
 
-ERRORS_KEPT = 1 << 14  # bytes of a command's stderr
+MAX_ERROR_BYTES = 1 << 14  # bytes of a command's stderr
 
 
 class BrokenConnectionError(Exception):
     """The connection ended before the exit code arrived; the message is the last line of stderr."""
 
 
-def converse(
+def run_conversation(
     wire: socket.socket, answers: BinaryIO, source: BinaryIO | None, sink: BinaryIO | None
 ) -> Answer:
     """Send a command's input and receive its output until it has ended.
@@ -36,7 +36,7 @@ def converse(
     output, errors, total = bytearray(), bytearray(), 0
     while received := read_frame(answers):
         kind, data = received
-        if (total := total + len(data)) > MOST_OUTPUT:
+        if (total := total + len(data)) > MAX_OUTPUT_BYTES:
             raise ValueError("it answers with too much output")
         match kind:
             case Kind.OUTPUT if sink is not None:
@@ -44,7 +44,7 @@ def converse(
             case Kind.OUTPUT:
                 output += data
             case Kind.ERRORS:
-                errors = (errors + data)[-ERRORS_KEPT:]
+                errors = (errors + data)[-MAX_ERROR_BYTES:]
             case Kind.EXIT:
                 code = int(json.loads(data)["exit_code"])
                 return Answer(code, bytes(output), errors.decode(errors="replace"))
@@ -55,7 +55,7 @@ def converse(
 
 
 @contextmanager
-def cut_after(wire: socket.socket, seconds: float) -> Iterator[threading.Event]:
+def close_after(wire: socket.socket, seconds: float) -> Iterator[threading.Event]:
     """Close the connection if the block takes longer than `seconds`; the event says whether that happened."""
     late = threading.Event()
 
@@ -75,6 +75,6 @@ def cut_after(wire: socket.socket, seconds: float) -> Iterator[threading.Event]:
 
 def _feed(wire: socket.socket, source: BinaryIO | None) -> None:
     with contextlib.suppress(OSError, ValueError):  # the reader of the answers notices a broken connection
-        while source is not None and (data := source.read(BLOCK)):
-            wire.sendall(frame(Kind.INPUT, data))
-        wire.sendall(frame(Kind.INPUT_END))
+        while source is not None and (data := source.read(BLOCK_BYTES)):
+            wire.sendall(encode_frame(Kind.INPUT, data))
+        wire.sendall(encode_frame(Kind.INPUT_END))

@@ -11,9 +11,9 @@ from enum import Enum
 from io import BufferedIOBase
 from typing import BinaryIO
 
-HEAD = struct.Struct("!cI")
-BLOCK = 1 << 16
-LARGEST = 1 << 20
+FRAME_HEADER = struct.Struct("!cI")
+BLOCK_BYTES = 1 << 16
+MAX_FRAME_BYTES = 1 << 20
 
 
 class Kind(Enum):
@@ -27,12 +27,12 @@ class Kind(Enum):
     HELLO = b"h"  # authentication before a command
 
 
-def frame(kind: Kind, data: bytes = b"") -> bytes:
+def encode_frame(kind: Kind, data: bytes = b"") -> bytes:
     """Return a frame as bytes."""
-    return HEAD.pack(kind.value, len(data)) + data
+    return FRAME_HEADER.pack(kind.value, len(data)) + data
 
 
-def proof(token: str, *words: str) -> str:
+def token_proof(token: str, *words: str) -> str:
     """Return the proof of knowing the token, as hexadecimal digits; no word may contain a zero byte."""
     return hmac.new(token.encode(), "\0".join(words).encode(), "sha256").hexdigest()
 
@@ -43,11 +43,11 @@ def read_frame(stream: BinaryIO | BufferedIOBase) -> tuple[Kind, bytes] | None:
     Raises:
         ValueError: the data is not a frame.
     """
-    head = stream.read(HEAD.size)
-    if len(head) < HEAD.size:
+    head = stream.read(FRAME_HEADER.size)
+    if len(head) < FRAME_HEADER.size:
         return None
-    letter, length = HEAD.unpack(head)
-    if length > LARGEST or letter not in {kind.value for kind in Kind}:
+    letter, length = FRAME_HEADER.unpack(head)
+    if length > MAX_FRAME_BYTES or letter not in {kind.value for kind in Kind}:
         raise ValueError("received data that is not a frame")
     data = stream.read(length)
     return None if len(data) < length else (Kind(letter), data)

@@ -16,7 +16,7 @@ from perilune.errors import PeriluneError, RequestError
 from perilune.execution.hosts.protocol import Host
 from perilune.execution.processes import Presence
 
-PREFIX = "perilune"
+KEY_PREFIX = "perilune"
 
 
 class ProviderUnreachableError(PeriluneError):
@@ -46,18 +46,18 @@ class MachineKey:
     rank: int = 0
 
     def __str__(self) -> str:
-        return f"{tag_of(self.cluster)}-{self.run_id.lower()}-{self.epoch}-{self.rank}"
+        return f"{cluster_tag(self.cluster)}-{self.run_id.lower()}-{self.epoch}-{self.rank}"
 
     @classmethod
     def parse(cls, text: str) -> MachineKey | None:
         """Return the key in `text`, or None if it is not one of Perilune's."""
-        match = re.fullmatch(rf"{PREFIX}-([0-9a-z]+)-([0-9a-z]+)-(\d+)-(\d+)", text)
+        match = re.fullmatch(rf"{KEY_PREFIX}-([0-9a-z]+)-([0-9a-z]+)-(\d+)-(\d+)", text)
         return match and cls(match[1], match[2].upper(), int(match[3]), int(match[4]))
 
 
-def tag_of(cluster: str) -> str:
+def cluster_tag(cluster: str) -> str:
     """Return the tag of every machine that a home rents."""
-    return f"{PREFIX}-{cluster}"
+    return f"{KEY_PREFIX}-{cluster}"
 
 
 class MachineStatus(StrEnum):

@@ -6,12 +6,7 @@ from itertools import groupby
 from threading import Lock
 from typing import Any
 
-from perilune.control.queries.lookup import (
-    StageStatus,
-    count_experiments,
-    list_latest_experiments,
-    list_stage_statuses,
-)
+from perilune.control.queries.lookup import StageStatus, count_experiments, latest_experiments, stage_statuses
 from perilune.control.runs.experiments import Control, read_progress
 from perilune.metrics.health.verdict import SEVERITY_ORDER
 from perilune.ui.experiment import view_stage
@@ -45,9 +40,9 @@ class Listing:
             return self._document(most)
 
     def _document(self, most: int) -> dict[str, Any]:
-        latest = list_latest_experiments(self._control, most)
+        latest = latest_experiments(self._control, most)
         statuses = sorted(
-            list_stage_statuses(self._control, latest), key=lambda one: latest.index(one.experiment_id)
+            stage_statuses(self._control, latest), key=lambda one: latest.index(one.experiment_id)
         )
         return {
             "home": str(self._control.home.root),

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from perilune.errors import PeriluneError
 from perilune.execution.hosts.protocol import Answer, Host, HostUnreachableError
 from perilune.execution.processes import Presence
-from perilune.execution.providers.conversation import BrokenConnectionError, converse, cut_after
+from perilune.execution.providers.conversation import BrokenConnectionError, close_after, run_conversation
 from perilune.execution.providers.protocol import (
     Capabilities,
     MachineRequest,
@@ -151,11 +151,11 @@ class FakeHost:
         sink: BinaryIO | None,
         timeout: float,
     ) -> Answer:
-        with cut_after(wire, timeout) as late, wire.makefile("rb") as answers:
+        with close_after(wire, timeout) as late, wire.makefile("rb") as answers:
             try:
                 self._ask(wire, answers, command)
                 wire.settimeout(None)
-                return converse(wire, answers, source, sink)
+                return run_conversation(wire, answers, source, sink)
             except BrokenConnectionError as error:
                 why = f"no end within {timeout:g} s" if late.is_set() else str(error)
                 raise self._unreachable(why) from None

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from io import BufferedIOBase
 
 from perilune.execution.providers.fake.machines import Machine
-from perilune.execution.providers.frames import BLOCK, Kind, frame, read_frame
+from perilune.execution.providers.frames import BLOCK_BYTES, Kind, encode_frame, read_frame
 
 LINGER = 2.0  # seconds to wait for output of background processes after the exit
 SWITCH = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: frames\r\n\r\n"
@@ -37,11 +37,11 @@ def execute(
 
         def send(kind: Kind, data: bytes) -> None:
             with lock:
-                client.sendall(frame(kind, data))
+                client.sendall(encode_frame(kind, data))
 
         def forward(descriptor: int, kind: Kind) -> None:
             with contextlib.suppress(OSError):
-                while data := os.read(descriptor, BLOCK):
+                while data := os.read(descriptor, BLOCK_BYTES):
                     send(kind, data)
 
         def feed() -> None:
@@ -57,7 +57,7 @@ def execute(
         ]
         for output in outputs:
             output.start()
-        ended = box.recv(BLOCK)
+        ended = box.recv(BLOCK_BYTES)
         for output in outputs:
             output.join(LINGER)
         if ended:

@@ -31,7 +31,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from perilune.errors import RequestError
-from perilune.execution.processes import die_with
+from perilune.execution.processes import die_with_parent
 from perilune.execution.providers.fake.execute import execute
 from perilune.execution.providers.fake.inventory import PREEMPTIBLE, PRICES, TICK, FullError, Inventory
 from perilune.execution.providers.fake.machines import Machine, now
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--tied", action="store_true", help="end when the process that started it ends")
     given = parser.parse_args()
     if given.tied:
-        die_with(os.getppid())
+        die_with_parent(os.getppid())
     serve(given.folder.absolute(), Weather(**given.weather), given.capacity)
 
 

@@ -23,21 +23,21 @@ from perilune.execution.providers.protocol import (
     ProviderRefusedError,
     RentedMachine,
     Sighting,
-    tag_of,
+    cluster_tag,
 )
 from perilune.execution.providers.ray.host import RayHost
 from perilune.execution.providers.ray.jobs import PACKAGE, Job, Jobs
 from perilune.execution.providers.ray.ray_settings import RaySettings
 
-READY = "perilune-ready "  # prefix of the line in which a job describes its machines
-MOST = 4096  # machines of one attempt
-REMEMBERED = 24 * 3600.0  # seconds for which Ray keeps ended jobs of Perilune
+READY_PREFIX = "perilune-ready "  # prefix of the line in which a job describes its machines
+MAX_MACHINES = 4096  # machines of one attempt
+JOB_RETENTION_S = 24 * 3600.0  # seconds for which Ray keeps ended jobs of Perilune
 NOT_FOUND = {126, 127}  # exit codes of a shell
 REASONS = {"STOPPED": "terminated", "SUCCEEDED": "lifetime"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _ReadyJob:
     """The addresses of a job's machines, and the token for commands on them.
 
     Attributes:
@@ -58,7 +58,7 @@ class RayCluster:
     def __init__(self, settings: RaySettings) -> None:
         self.settings = settings
         self.jobs = Jobs(settings.dashboard, settings.token)
-        self._ready: dict[str, _Ready] = {}
+        self._ready: dict[str, _ReadyJob] = {}
 
     def offers(self) -> Sequence[Offer]:
         """Return the configured kinds. If the cluster is full, Ray keeps a job pending."""
@@ -67,7 +67,7 @@ class RayCluster:
     def find(self, key: str) -> Sighting:
         """Implement `Provider.find`."""
         try:
-            job = self.jobs.find(_job_of(key)[0])
+            job = self.jobs.find(_parse_key(key)[0])
             found = [] if job is None else [one for one in self._machines(job) if one.key == key]
         except PeriluneError as error:
             return Sighting(Presence.UNKNOWN, why=str(error))
@@ -75,7 +75,7 @@ class RayCluster:
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
         """Submit the job that holds the machines of all ranks, or find the existing one."""
-        name, rank = _job_of(key)
+        name, rank = _parse_key(key)
         if request.kind not in self.settings.kinds:
             known = ", ".join(self.settings.kinds)
             raise ProviderRefusedError(f"no machine of kind '{request.kind}'", remedy=f"one of {known}")
@@ -92,13 +92,13 @@ class RayCluster:
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
         """Implement `Provider.list`."""
-        ours = (job for job in self.jobs.all() if MachineKey.parse(f"{job.name}-0") is not None)
+        ours = (job for job in self.jobs.list_jobs() if MachineKey.parse(f"{job.name}-0") is not None)
         asked = (job for job in ours if job.name.startswith(tag) or tag.startswith(job.name))
         return [one for job in asked for one in self._machines(job) if one.key.startswith(tag)]
 
     def terminate(self, key: str) -> None:
         """Terminate the machine with this key, together with those of all other ranks."""
-        self.jobs.stop(_job_of(key)[0])
+        self.jobs.stop(_parse_key(key)[0])
 
     def host(self, machine: RentedMachine) -> Host:
         """Implement `Provider.host`.
@@ -106,7 +106,7 @@ class RayCluster:
         Raises:
             HostUnreachableError: its job has not described its machines yet.
         """
-        name, _ = _job_of(machine.key)
+        name, _ = _parse_key(machine.key)
         if name not in self._ready:
             self.find(machine.key)  # reads the job's log, and never raises
         ready = self._ready.get(name)
@@ -121,7 +121,7 @@ class RayCluster:
         began, ended = job.started, job.ended
         addresses = dict(enumerate(ready.addresses)) if ready is not None else {}
         try:
-            nodes = min(int(job.metadata.get("perilune.nodes", 1)), MOST)
+            nodes = min(int(job.metadata.get("perilune.nodes", 1)), MAX_MACHINES)
             price = float(job.metadata.get("perilune.price", 0.0))
         except ValueError:  # not the metadata that `_metadata` wrote
             nodes, price = 1, 0.0
@@ -139,17 +139,17 @@ class RayCluster:
             for rank in range(nodes)
         ]
 
-    def _readiness(self, job: Job) -> _Ready | None:
+    def _readiness(self, job: Job) -> _ReadyJob | None:
         """Return the machines that the job described in its log, which it does once."""
         known = self._ready.get(job.name)
         if known is not None and known.started == job.started:
             return known
         lines = self.jobs.log(job.name).splitlines()
-        ready = [line.removeprefix(READY) for line in lines if line.startswith(READY)]
+        ready = [line.removeprefix(READY_PREFIX) for line in lines if line.startswith(READY_PREFIX)]
         with contextlib.suppress(ValueError, KeyError, TypeError):
             document = json.loads(ready[0]) if ready else {}
             addresses = [str(one) for one in document["addresses"]]
-            self._ready[job.name] = _Ready(job.started, addresses, str(document["token"]))
+            self._ready[job.name] = _ReadyJob(job.started, addresses, str(document["token"]))
             return self._ready[job.name]
         return None
 
@@ -184,13 +184,13 @@ class RayCluster:
         """Delete old jobs, so that Ray's list does not grow forever."""
         key = MachineKey.parse(f"{name}-0")
         if key is not None:
-            for job in self.jobs.all():
-                old = job.ended is not None and time.time() - job.ended > REMEMBERED
-                if old and job.name.startswith(f"{tag_of(key.cluster)}-"):
+            for job in self.jobs.list_jobs():
+                old = job.ended is not None and time.time() - job.ended > JOB_RETENTION_S
+                if old and job.name.startswith(f"{cluster_tag(key.cluster)}-"):
                     self.jobs.forget(job.name)
 
 
-def _job_of(key: str) -> tuple[str, int]:
+def _parse_key(key: str) -> tuple[str, int]:
     """Return the name of the job that holds a machine, and the machine's rank.
 
     Raises:

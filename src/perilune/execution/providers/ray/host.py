@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 from perilune.execution.hosts.protocol import Answer, HostRefusedError, HostUnreachableError
-from perilune.execution.providers.conversation import BrokenConnectionError, converse, cut_after
-from perilune.execution.providers.frames import Kind, proof, read_frame
+from perilune.execution.providers.conversation import BrokenConnectionError, close_after, run_conversation
+from perilune.execution.providers.frames import Kind, read_frame, token_proof
 
 CONNECT_SECONDS = 10.0
 
@@ -39,15 +39,15 @@ class RayHost:
         try:
             with (
                 socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as wire,
-                cut_after(wire, timeout) as late,
+                close_after(wire, timeout) as late,
                 wire.makefile("rb") as answers,
             ):
                 try:
                     nonce = self._authenticate(wire, answers)
                     wire.settimeout(None)
-                    shown = proof(self._token, "command", nonce, *command)
+                    shown = token_proof(self._token, "command", nonce, *command)
                     _send(wire, {"command": list(command), "nonce": nonce, "proof": shown})
-                    return converse(wire, answers, source, sink)
+                    return run_conversation(wire, answers, source, sink)
                 except BrokenConnectionError as error:
                     why = f"no end within {timeout:g} s" if late.is_set() else str(error)
                     raise self._unreachable(why) from None
@@ -72,7 +72,7 @@ class RayHost:
         if kind is Kind.ERRORS:
             raise BrokenConnectionError(data.decode(errors="replace").strip())
         hello = json.loads(data) if kind is Kind.HELLO else {}
-        if not hmac.compare_digest(str(hello.get("proof")), proof(self._token, "machine", nonce)):
+        if not hmac.compare_digest(str(hello.get("proof")), token_proof(self._token, "machine", nonce)):
             raise HostRefusedError(
                 f"the service at {self.gateway} is not this machine's gateway",
                 where=self.name,

@@ -21,7 +21,7 @@ from perilune.bundle.secret_sources import require_secret
 from perilune.execution.providers.protocol import ProviderRefusedError, ProviderUnreachableError
 
 CALL_SECONDS = 20.0
-LARGEST = 64 << 20  # largest answer in bytes
+MAX_ANSWER_BYTES = 64 << 20  # largest answer in bytes
 CLUSTER = "perilune.execution.providers.ray.cluster"  # the package that is sent to the cluster,
 PACKAGE = "perilune_ray"  # and its name there
 
@@ -74,7 +74,7 @@ class Jobs:
     def __init__(self, dashboard: str, token: str | None = None) -> None:
         self.dashboard, self.token = dashboard.rstrip("/"), token
 
-    def all(self) -> Sequence[Job]:
+    def list_jobs(self) -> Sequence[Job]:
         """Return the submitted jobs, without other drivers."""
         return [Job.parse(one) for one in self._json("GET", "/api/jobs/") if one.get("submission_id")]
 
@@ -91,9 +91,9 @@ class Jobs:
         Raises:
             ProviderRefusedError: Ray rejects it.
         """
-        archive = package()
+        archive = build_package()
         uri = f"_ray_pkg_{hashlib.sha256(archive).hexdigest()[:32]}.zip"
-        self._done("PUT", f"/api/packages/gcs/{uri}", archive)
+        self._require_success("PUT", f"/api/packages/gcs/{uri}", archive)
         request = {
             "submission_id": name,
             "entrypoint": entrypoint,
@@ -121,7 +121,7 @@ class Jobs:
         data = None if body is None else json.dumps(body).encode()
         return self._parsed(*self._call(method, path, data), method)
 
-    def _done(self, method: str, path: str, body: bytes) -> None:
+    def _require_success(self, method: str, path: str, body: bytes) -> None:
         status, answer = self._call(method, path, body)
         if status != 200:
             self._parsed(status, answer, method)
@@ -137,7 +137,7 @@ class Jobs:
         try:
             connection.request(method, url.path + path, body, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read(LARGEST)
+            return answer.status, answer.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
             raise ProviderUnreachableError(
                 f"Ray's dashboard does not answer ({error or type(error).__name__})", where=self.dashboard
@@ -160,7 +160,7 @@ class Jobs:
 
 
 @cache
-def package() -> bytes:
+def build_package() -> bytes:
     """Return the package for the cluster as a zip archive, identical every time."""
     found = [*files(CLUSTER).iterdir(), files("perilune.execution.providers") / "frames.py"]
     archive = io.BytesIO()

@@ -40,18 +40,18 @@ class AnswerError(Exception):
         self.kind, self.message = kind, message
 
 
-def classified(error: BaseException) -> AnswerError:
+def classify_error(error: BaseException) -> AnswerError:
     """Return the answer for an error of a launch."""
     if isinstance(error, AnswerError):
         return error
     name = type(error).__name__
     if name == "ResourcesUnavailableError":
         tried = bool(getattr(error, "failover_history", None))  # otherwise no cloud offers that kind
-        return AnswerError("capacity" if tried else "refused", text(error))
-    return AnswerError("refused" if name in REFUSALS else "unknown", text(error))
+        return AnswerError("capacity" if tried else "refused", error_text(error))
+    return AnswerError("refused" if name in REFUSALS else "unknown", error_text(error))
 
 
-def text(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the message of an error on one line, without colours."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return f"{type(error).__name__}: {' '.join(plain.split())}"[:2000]
@@ -130,7 +130,7 @@ class Clusters:
                 self.sky.get(downs[0].request_id)
             except Exception as error:
                 if type(error).__name__ != "ClusterDoesNotExist":
-                    raise AnswerError("unknown", text(error)) from None
+                    raise AnswerError("unknown", error_text(error)) from None
 
     def check(self, task: dict[str, Any]) -> dict[str, Any]:
         """Validate a task without asking a cloud; returns the problem or the task's configuration."""
@@ -141,9 +141,9 @@ class Clusters:
                 if self._with_accelerators(one) == []:
                     raise ValueError(f"{one.cloud} has no machine with {one.accelerators} there")
         except OSError as error:  # the catalogs are downloaded
-            return {"unchecked": f"SkyPilot's catalog is unavailable: {text(error)[:300]}"}
+            return {"unchecked": f"SkyPilot's catalog is unavailable: {error_text(error)[:300]}"}
         except Exception as error:
-            return {"problem": text(error)}
+            return {"problem": error_text(error)}
         return {"task": made.to_yaml_config()}
 
     def price(self, task: dict[str, Any]) -> float | None:
@@ -171,14 +171,14 @@ class Clusters:
         if wanted.instance_type is not None:
             zones = catalog.get_region_zones_for_instance_type(wanted.instance_type, spot, clouds=cloud)
             names = [one.name for one in zones if wanted.region in {None, one.name}]
-            return highest(
+            return highest_price(
                 catalog.get_hourly_cost(wanted.instance_type, spot, name, wanted.zone, clouds=cloud)
                 for name in names
             )
         found = self._with_accelerators(wanted)
         if found is None or not all(isinstance(one.instance_type, str) for one in found):
             return None  # the catalog has only the price of the accelerator
-        return highest(one.spot_price if wanted.use_spot else one.price for one in found)
+        return highest_price(one.spot_price if wanted.use_spot else one.price for one in found)
 
     def _with_accelerators(self, wanted: Any) -> Any:
         """Return the machines of the catalog with the requested accelerators; None if no cloud is given."""
@@ -212,7 +212,7 @@ class Clusters:
             "nodes": getattr(handle, "launched_nodes", None) or 1,
             "addresses": [inner for inner, _ in ips],
             "spot": bool(getattr(resources, "use_spot", False)),
-            "price": hourly(resources),
+            "price": hourly_price(resources),
             "ssh": ssh_config(one["name"]),
         }
 
@@ -242,7 +242,7 @@ class Clusters:
         try:
             self.sky.get(request)
         except Exception as error:
-            if request not in self._reported or classified(error).kind == "refused":
+            if request not in self._reported or classify_error(error).kind == "refused":
                 self._reported.add(request)
                 raise
 
@@ -256,12 +256,12 @@ class Clusters:
             subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, timeout=120, check=False)
 
 
-def highest(prices: Any) -> float | None:
+def highest_price(prices: Any) -> float | None:
     """Return the highest of some prices; the catalog leaves some blank."""
     return max((price for price in prices if price is not None and not math.isnan(price)), default=None)
 
 
-def hourly(resources: Any) -> float | None:
+def hourly_price(resources: Any) -> float | None:
     """Return the price of one machine per hour, if SkyPilot knows it."""
     try:
         return float(resources.get_cost(3600))
@@ -283,13 +283,17 @@ def kind_of(creation: str) -> str:
     return match[1] if match else ""
 
 
-def answer(clusters: Clusters, question: dict[str, Any]) -> dict[str, Any]:
+def answer_question(clusters: Clusters, question: dict[str, Any]) -> dict[str, Any]:
     """Return the answer to one question."""
     call = question.pop("call")
     try:
         return {"answer": getattr(clusters, call)(**question)}
     except Exception as error:
-        failure = classified(error) if call in {"create", "price"} else AnswerError("unknown", text(error))
+        failure = (
+            classify_error(error)
+            if call in {"create", "price"}
+            else AnswerError("unknown", error_text(error))
+        )
         return {"error": {"kind": failure.kind, "message": failure.message}}
 
 
@@ -302,12 +306,14 @@ def main() -> None:
     try:
         import sky
     except ImportError as error:
-        print(json.dumps({"error": {"kind": "absent", "message": text(error)}}), file=answers, flush=True)
+        print(
+            json.dumps({"error": {"kind": "absent", "message": error_text(error)}}), file=answers, flush=True
+        )
         return
     print(json.dumps({"answer": sky.__version__}), file=answers, flush=True)
     clusters = Clusters(sky)
     for line in sys.stdin:
-        print(json.dumps(answer(clusters, json.loads(line))), file=answers, flush=True)
+        print(json.dumps(answer_question(clusters, json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from perilune.execution.providers.skypilot.clusters import Clusters, cluster_of,
 from perilune.execution.providers.skypilot.connection import Bridge
 from perilune.execution.providers.skypilot.skypilot_settings import SkyPilotSettings
 
-PATIENCE = (
+CREATE_TIMEOUT_S = (
     5.0  # seconds to wait for an immediate failure of a launch; a later one is reported at the next request
 )
 
@@ -48,7 +48,7 @@ class SkyPilot:
         self.capabilities = Capabilities(visibility_seconds=settings.visibility_seconds)
         self._bridge = Bridge(settings.python)
         self._clusters = Clusters(settings.kinds)
-        self._looks: dict[str, Look] = {}
+        self._looks: dict[str, CachedLook] = {}
         self._looking = threading.Lock()
 
     def __enter__(self) -> SkyPilot:
@@ -89,7 +89,7 @@ class SkyPilot:
         price = self._price(request.kind)
         task = self._task(request.kind, request.nodes, minutes=minutes, price=price)
         self._clusters.note_request(cluster, request)
-        self._do("create", cluster=cluster, task=task, patience=PATIENCE)
+        self._do("create", cluster=cluster, task=task, patience=CREATE_TIMEOUT_S)
         found = self._look(cluster).get(key)
         if found is not None:
             return found
@@ -100,7 +100,7 @@ class SkyPilot:
 
         An older look is used for the same time again, while a new one is in progress.
         """
-        look = self._looks.setdefault(tag, Look(lambda: self._look(tag)))
+        look = self._looks.setdefault(tag, CachedLook(lambda: self._look(tag)))
         if look.age > 2 * self.settings.look_seconds:
             look.take()
         elif look.age > self.settings.look_seconds:
@@ -154,7 +154,7 @@ class SkyPilot:
             return self._clusters.machines(prefix, clusters)
 
 
-class Look:
+class CachedLook:
     """Machines at the time of the last look.
 
     Args:

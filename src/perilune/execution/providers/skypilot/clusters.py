@@ -56,7 +56,7 @@ class Clusters:
                 self._gone[name] = [replace(one, status=MachineStatus.ENDED, unseen="") for one in left]
         for name, cluster in ((one["cluster"], one) for one in clusters):
             if cluster["status"] == "UP":
-                self._alive[name] = [replace(one, reason=why_gone(cluster)) for one in listed[name]]
+                self._alive[name] = [replace(one, reason=find_gone_reason(cluster)) for one in listed[name]]
         gone = {name: left for name, left in self._gone.items() if name.startswith(prefix)}
         return {one.key: one for machines in (listed | gone).values() for one in machines}
 
@@ -74,7 +74,7 @@ class Clusters:
                 kind=kind,
                 price=price or cluster.get("price") or 0.0,
                 status=status,
-                billed_seconds=age(cluster),
+                billed_seconds=launch_age(cluster),
                 reason=reason,
                 address=addresses[rank],
                 unseen=cluster.get("unseen", ""),
@@ -104,15 +104,15 @@ def status_of(cluster: Mapping[str, Any]) -> tuple[MachineStatus, str]:
             return MachineStatus.ENDING, "lifetime"
 
 
-def why_gone(cluster: Mapping[str, Any]) -> str:
+def find_gone_reason(cluster: Mapping[str, Any]) -> str:
     """Return why a cluster that is up now will have gone, if it disappears without our termination."""
     minutes = cluster.get("minutes", -1)
-    if minutes >= 0 and age(cluster) >= (minutes - 1) * MINUTE:
+    if minutes >= 0 and launch_age(cluster) >= (minutes - 1) * MINUTE:
         return "lifetime"
     return "preempted" if cluster.get("spot") else "host failure"
 
 
-def age(cluster: Mapping[str, Any]) -> float:
+def launch_age(cluster: Mapping[str, Any]) -> float:
     """Return the seconds since a cluster's launch."""
     return max(0.0, time.time() - float(cluster["launched"]))
 

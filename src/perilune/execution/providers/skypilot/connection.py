@@ -77,7 +77,7 @@ class Bridge:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._end()
-            command = [interpreter(self._python), str(BRIDGE)]
+            command = [find_interpreter(self._python), str(BRIDGE)]
             self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
             try:
                 self._process = subprocess.Popen(
@@ -141,7 +141,7 @@ def unwrap(answer: dict[str, Any], call: str) -> Any:
     raise ProviderUnreachableError(message, where=where)
 
 
-def interpreter(named: str | None) -> str:
+def find_interpreter(named: str | None) -> str:
     """Return the interpreter that has SkyPilot.
 
     Raises:

@@ -17,14 +17,14 @@ HOLDER = "PERILUNE_HOLDER"  # variable of everything that runs on a machine: the
 NAME = re.compile(r"perilune-[0-9a-z-]+\.(\d+)\.(\d+)\.([0-9a-f]{16})\.([0-9a-f]{16})")
 
 
-def new_home(key: str, workspace: str) -> str:
+def create_home(key: str, workspace: str) -> str:
     """Create a folder for the machine `key`, owned by this process, and remove abandoned ones beside it."""
     base = Path(workspace).expanduser()
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     for folder in base.iterdir():
-        if abandoned(folder.name):
+        if is_abandoned(folder.name):
             shutil.rmtree(folder, ignore_errors=True)
-    home = base / f"{key}.{os.getpid()}.{starttime(os.getpid())}.{boot()}.{host()}"
+    home = base / f"{key}.{os.getpid()}.{starttime(os.getpid())}.{boot()}.{host_id()}"
     home.mkdir(mode=0o700)
     return str(home)
 
@@ -43,18 +43,20 @@ def environment(home: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(own)} if own else kept
 
 
-def abandoned(name: str) -> bool:
+def is_abandoned(name: str) -> bool:
     """Return whether a folder of that name belongs to an ended process of this node without children."""
     found = NAME.fullmatch(name)
-    if found is None or found[4] != host():
+    if found is None or found[4] != host_id():
         return False
     if found[3] != boot():
         return True
     mark = f"{HOLDER}={found[1]} {found[2]}".encode()
-    return starttime(int(found[1])) != int(found[2]) and not any(mark in environ for environ in environs())
+    return starttime(int(found[1])) != int(found[2]) and not any(
+        mark in environ for environ in list_environments()
+    )
 
 
-def environs() -> list[bytes]:
+def list_environments() -> list[bytes]:
     """Return the environments of all processes that this user may inspect."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -77,7 +79,7 @@ def boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:16]
 
 
-def host() -> str:
+def host_id() -> str:
     """Return 16 digits for this machine and process namespace: nodes may share home directories."""
     machine = ""
     with contextlib.suppress(OSError):

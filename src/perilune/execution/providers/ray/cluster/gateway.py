@@ -20,8 +20,8 @@ import ray
 from .frames import BLOCK, Kind, frame, read_frame
 
 PAUSE = 0.5  # seconds between two tries to bind the port
-LONGEST = 1 << 20  # longest request in bytes
-PATIENCE = 30.0  # seconds to wait for the request
+MAX_REQUEST_BYTES = 1 << 20  # longest request in bytes
+SILENT_TIMEOUT_S = 30.0  # seconds to wait for the request
 
 
 def serve(host: str, port: int, namespace: str) -> None:
@@ -37,21 +37,21 @@ def serve(host: str, port: int, namespace: str) -> None:
                 continue
             while True:
                 wire, _ = listener.accept()
-                threading.Thread(target=answer, args=(wire, namespace), daemon=True).start()
+                threading.Thread(target=serve_connection, args=(wire, namespace), daemon=True).start()
 
 
-def answer(wire: socket.socket, namespace: str) -> None:
+def serve_connection(wire: socket.socket, namespace: str) -> None:
     """Serve one connection to its end."""
     with wire, wire.makefile("rb") as requests, contextlib.suppress(OSError):  # the client may be gone
-        wire.settimeout(PATIENCE)
+        wire.settimeout(SILENT_TIMEOUT_S)
         try:
-            hello = json.loads(requests.readline(LONGEST))
+            hello = json.loads(requests.readline(MAX_REQUEST_BYTES))
             machine: Any = ray.get_actor(str(hello["machine"]), namespace)
             shown = ray.get(machine.greet.remote(str(hello["nonce"])))
             wire.sendall(frame(Kind.HELLO, json.dumps(shown).encode()))
-            if request := requests.readline(LONGEST):
+            if request := requests.readline(MAX_REQUEST_BYTES):
                 wire.settimeout(None)
-                carry(wire, requests, machine, json.loads(request))
+                run_command(wire, requests, machine, json.loads(request))
         except Exception as error:  # of Ray or of the machine; the client handles it
             last = (str(error).strip().splitlines() or [""])[-1]
             wire.sendall(frame(Kind.ERRORS, f"\n{type(error).__name__}: {last}\n".encode()))
@@ -60,7 +60,7 @@ def answer(wire: socket.socket, namespace: str) -> None:
             pass
 
 
-def carry(wire: socket.socket, requests: BinaryIO, machine: Any, asked: dict[str, Any]) -> None:
+def run_command(wire: socket.socket, requests: BinaryIO, machine: Any, asked: dict[str, Any]) -> None:
     """Run one command on a machine and transfer its data; returns when it has ended.
 
     Raises:
@@ -68,7 +68,7 @@ def carry(wire: socket.socket, requests: BinaryIO, machine: Any, asked: dict[str
         Exception: Ray cannot reach the machine.
     """
     name = ray.get(machine.open.remote(asked["command"], asked["nonce"], asked["proof"]))
-    feeder = threading.Thread(target=feed, args=(requests, machine, name), daemon=True)
+    feeder = threading.Thread(target=feed_input, args=(requests, machine, name), daemon=True)
     feeder.start()
     try:
         code = None
@@ -85,7 +85,7 @@ def carry(wire: socket.socket, requests: BinaryIO, machine: Any, asked: dict[str
         feeder.join()
 
 
-def feed(requests: BinaryIO, machine: Any, name: str) -> None:
+def feed_input(requests: BinaryIO, machine: Any, name: str) -> None:
     """Send a command its input at the rate it accepts; once it is gone, discard the input."""
     with contextlib.suppress(OSError, ValueError):
         while received := read_frame(requests):

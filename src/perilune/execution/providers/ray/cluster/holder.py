@@ -2,8 +2,8 @@
 
 `python -m perilune_ray.holder OPTIONS`, on the cluster. It exits with 0 at the end of its lifetime. If it is
 stopped or a machine dies, all machines end, because Ray ends a job's actors with the job. Its last line gives
-the reason of a failure. The line that begins with `READY` has the machines' addresses and token: anyone who
-can read a job's log can run commands on the cluster anyway.
+the reason of a failure. The line that begins with `READY_PREFIX` has the machines' addresses and token:
+anyone who can read a job's log can run commands on the cluster anyway.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from .gateway import serve
 from .machine import Machine
 
-READY = "perilune-ready "
+READY_PREFIX = "perilune-ready "
 THREADS = 64  # per machine
-MARGIN = 30.0  # seconds after its lifetime when the kernel ends this process
+LIFETIME_MARGIN_S = 30.0  # seconds after its lifetime when the kernel ends this process
 NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # other resources keep their names
 
 
@@ -41,17 +41,17 @@ def main() -> int:
     parser.add_argument("--listen", required=True, help="HOST:PORT of the gateway")
     parser.add_argument("--lifetime", type=float, required=True, help="seconds")
     options = parser.parse_args()
-    signal.setitimer(signal.ITIMER_REAL, options.lifetime + MARGIN)
+    signal.setitimer(signal.ITIMER_REAL, options.lifetime + LIFETIME_MARGIN_S)
     until = time.monotonic() + options.lifetime
     ray.init(namespace=options.namespace, log_to_driver=False)
     try:
-        return hold(options, until)
+        return hold_machines(options, until)
     except ray.exceptions.RayError as error:
         print(f"host failure: {type(error).__name__}", flush=True)
         return 1
 
 
-def hold(options: argparse.Namespace, until: float) -> int:
+def hold_machines(options: argparse.Namespace, until: float) -> int:
     """Create the machines, report them, and wait; returns 0 at the end of the lifetime.
 
     Raises:
@@ -62,17 +62,17 @@ def hold(options: argparse.Namespace, until: float) -> int:
         if time.monotonic() >= until:
             return 0
     token = secrets.token_hex(32)
-    machines = [machine(options, group, rank, token) for rank in range(options.nodes)]
+    machines = [create_machine(options, group, rank, token) for rank in range(options.nodes)]
     addresses: list[str] = ray.get([one.address.remote() for one in machines])
     host, _, port = options.listen.rpartition(":")
     threading.Thread(target=serve, args=(host, int(port), options.namespace), daemon=True).start()
-    print(READY + json.dumps({"addresses": addresses, "token": token}), flush=True)
+    print(READY_PREFIX + json.dumps({"addresses": addresses, "token": token}), flush=True)
     died, _ = ray.wait([one.stay.remote() for one in machines], timeout=max(0.0, until - time.monotonic()))
     ray.get(died)
     return 0
 
 
-def machine(options: argparse.Namespace, group: PlacementGroup, rank: int, token: str) -> Any:
+def create_machine(options: argparse.Namespace, group: PlacementGroup, rank: int, token: str) -> Any:
     """Return the actor that is the machine of one rank, in the placement group's bundle of that number."""
     options_of: dict[str, Any] = {"num_cpus": 0, "resources": {}}
     for name, amount in options.resources.items():

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 
-from .folders import environment, new_home
+from .folders import create_home, environment
 from .frames import proof
 
 BLOCK = 1 << 20  # bytes per call
@@ -33,7 +33,7 @@ class Machine:
     """
 
     def __init__(self, key: str, workspace: str, token: str) -> None:
-        self._home, self._token = new_home(key, workspace), token
+        self._home, self._token = create_home(key, workspace), token
         self._nonces: list[str] = []
         self._commands: dict[str, Command] = {}
 
