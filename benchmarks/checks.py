@@ -116,7 +116,7 @@ def without_checks() -> Iterator[None]:
             stack.enter_context(mock.patch(name, put))
         stack.enter_context(
             mock.patch(
-                "perilune.tasks.checks.optimizer.OptimizerChecker.watched",
+                "perilune.tasks.checks.optimizer.OptimizerChecker.check_update",
                 lambda *_: contextlib.nullcontext(),
             )
         )

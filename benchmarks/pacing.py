@@ -2,7 +2,7 @@
 
     python benchmarks/pacing.py [--seeds 0 1 2]
 
-Admission by pacing is the function that runs (`may_admit`). Writes results/pacing.json.
+Admission by pacing is the function that runs (`admission_limit`). Writes results/pacing.json.
 """
 
 import heapq
@@ -17,7 +17,7 @@ from typing import Any
 
 from scipy.stats import ks_2samp
 
-from perilune.tasks.rl.asynchronous.sampler import may_admit
+from perilune.tasks.rl.asynchronous.sampler import admission_limit
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from recipe_runs import described, document, options, write
 
@@ -74,7 +74,7 @@ class Model:
     def _admit(self) -> None:
         most = math.inf
         if self.rule == "pace":
-            most = may_admit(self.settings, BATCH, self.step, STEPS)
+            most = admission_limit(self.settings, BATCH, self.step, STEPS)
         while len(self.running) < SLOTS and self.admitted < most:
             duration = self.random.lognormvariate(-0.5, 1.0)
             one = Played(self.admitted, duration, self.step)

@@ -20,7 +20,7 @@ from perilune.models import logprobs
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
 from perilune.models.memory import MAX_LOGITS_PER_CHUNK, plan_memory
-from perilune.tasks.stage.memory_plan import peak_resident
+from perilune.tasks.stage.memory_plan import peak_resident_bytes
 
 
 def imitation(groups: Sequence[Sequence[Episode]]) -> list[WeightedGroup]:
@@ -86,7 +86,7 @@ def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
     for rows, logprobs.MAX_LOGITS_PER_CHUNK in steps:
         answers = [episode(tokens=[7] * 64, name=f"0/{i}/0") for i in range(rows // 64)]
         learner.forward_backward(pack(imitation([[one] for one in answers]), 10**6))
-        print(peak_resident() >> 20)
+        print(peak_resident_bytes() >> 20)
 
 
 @pytest.mark.thorough

@@ -24,7 +24,7 @@ from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
 from perilune.models.native import ops
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.stage.memory_plan import stage_memory
+from perilune.tasks.stage.memory_plan import plan_stage_memory
 from perilune.tasks.stage.rounding import rounding_of
 
 TOKENIZER = Tokenizer.characters()
@@ -118,7 +118,7 @@ def test_default_lora_targets_are_the_linear_maps_of_the_model() -> None:
         ({"base": "int8"}, "experts of gpt_oss cannot be stored in int8"),
     ):
         with pytest.raises(RequestError, match=message):
-            stage_memory(config, learner=LearnerSettings.model_validate({"lora": section}))
+            plan_stage_memory(config, learner=LearnerSettings.model_validate({"lora": section}))
 
 
 def test_sharding_a_lora_adapter_is_rejected() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from perilune.data.episode import Episode
-from perilune.tasks.selfplay.health import alarms, effective_number, game_figures
+from perilune.tasks.selfplay.health import effective_number, find_alarms, game_figures
 
 
 def episode(group: str, said: str, reward: float | None, **metrics: float) -> Episode:
@@ -57,23 +57,23 @@ HEALTHY = {"illegal": 0.02, "unfinished": 0.0, "entropy": 0.4, "openings": 5.0}
 )
 def test_alarms_require_a_sign_to_persist(sick: dict[str, float], name: str, is_collapse: bool) -> None:
     lines = [dict(HEALTHY) for _ in range(20)]
-    assert alarms(lines) == []
-    assert alarms([*lines, {**HEALTHY, **sick}]) == []
-    (found,) = alarms([*lines, *[{**HEALTHY, **sick}] * 8])
+    assert find_alarms(lines) == []
+    assert find_alarms([*lines, {**HEALTHY, **sick}]) == []
+    (found,) = find_alarms([*lines, *[{**HEALTHY, **sick}] * 8])
     assert (found.name, found.is_collapse) == (name, is_collapse) and found.message
-    assert alarms([*lines, *[{**HEALTHY, **sick}] * 8, *[HEALTHY] * 8]) == []
+    assert find_alarms([*lines, *[{**HEALTHY, **sick}] * 8, *[HEALTHY] * 8]) == []
 
 
 def test_illegal_move_alarm_is_relative_to_the_start() -> None:
-    assert alarms([{**HEALTHY, "illegal": 0.6}] * 8 + [{**HEALTHY, "illegal": 0.65}] * 8) == []
-    assert alarms([{**HEALTHY, "illegal": 0.6}] * 8 + [{**HEALTHY, "illegal": 0.9}] * 8) != []
+    assert find_alarms([{**HEALTHY, "illegal": 0.6}] * 8 + [{**HEALTHY, "illegal": 0.65}] * 8) == []
+    assert find_alarms([{**HEALTHY, "illegal": 0.6}] * 8 + [{**HEALTHY, "illegal": 0.9}] * 8) != []
 
 
 def test_weaker_play_than_at_the_start_is_a_collapse_at_once() -> None:
-    (found,) = alarms([HEALTHY], weaker=["minimax"])
+    (found,) = find_alarms([HEALTHY], weaker=["minimax"])
     assert found.is_collapse and "minimax" in found.message
 
 
 def test_openings_alarm_is_relative_to_the_start() -> None:
-    assert alarms([{**HEALTHY, "openings": 1.0}] * 30) == []
+    assert find_alarms([{**HEALTHY, "openings": 1.0}] * 30) == []
     assert math.isclose(effective_number({"a": 1}), 1)

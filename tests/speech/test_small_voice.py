@@ -21,7 +21,7 @@ from perilune.speech.streaming import CodecState
 from perilune.tasks.speech.codebooks import fit_codebooks
 from perilune.tasks.speech.codec import Codec, codec_config, codec_losses
 from perilune.tasks.speech.specs import CodecSpec
-from perilune.tasks.speech.texts import draw_texts, kinds_of, words_of
+from perilune.tasks.speech.texts import draw_texts, kind_of, words_of
 
 HOP = 20
 
@@ -146,7 +146,7 @@ def test_draw_texts_splits_are_disjoint_and_seeded() -> None:
     train, held_out = draw_texts(kinds, "train", 90, 0), draw_texts(kinds, "heldout", 30, 0)
     assert len({*train, *held_out}) == 120
     assert draw_texts(kinds, "train", 90, 0) == train != draw_texts(kinds, "train", 90, 1)
-    assert [kinds_of(text) for text in train[:3]] == [*kinds]
+    assert [kind_of(text) for text in train[:3]] == [*kinds]
     assert {word for text in train for word in text.split()} <= set(words_of(kinds))
     with pytest.raises(RequestError, match="only"):
         draw_texts(("numbers",), "heldout", 200, 0)

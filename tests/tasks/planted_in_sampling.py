@@ -15,7 +15,7 @@ from perilune.environments.core.protocol import Failure
 from perilune.models.adapters.lora import without_adapter
 from perilune.models.decoder import Decoder
 from perilune.rollout import worker as rollouts
-from perilune.rollout.rollout import Part, Rollout
+from perilune.rollout.rollout import AgentRollout, Rollout
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.stage.training_tasks import TrainingTasks
 from perilune.verifiers.sessions import Sessions
@@ -154,7 +154,7 @@ def rewards_of_neighbours(patch: Patch) -> None:
         outcomes = {id(part): other.outcome for part, other in _next(parts)}
         episode = self._episode
 
-        def another(part: Part) -> Episode:
+        def another(part: AgentRollout) -> Episode:
             one, outcome = episode(part), outcomes[id(part)]
             return replace(one, reward=outcome.reward) if hasattr(outcome, "reward") else one
 

@@ -9,7 +9,7 @@ from task_cases import DIGITS, episodes, make_bundle, make_job, metrics, run_in,
 from perilune.bundle.compare import compare_artifacts
 from perilune.errors import WorkFailedError
 from perilune.files import read_json
-from perilune.tasks.rl.metrics import Recorder
+from perilune.tasks.rl.metrics import StepRecorder
 from perilune.tasks.stage.training import StepReport
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
@@ -77,15 +77,15 @@ def test_interrupted_run_equals_uninterrupted_run(
 ) -> None:
     name, expected = whole
     bundle = make_bundle(tmp_path / "bundle", make_job("rl", keep={"optimizer": True}, **DEMANDING[name]))
-    record = Recorder.record
+    record = StepRecorder.record
 
-    def interrupted(self: Recorder, step: int, *rest: Any) -> StepReport:
+    def interrupted(self: StepRecorder, step: int, *rest: Any) -> StepReport:
         if step == 3:
             raise WorkFailedError("pulled the plug")
         return record(self, step, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Recorder, "record", interrupted)
+        patched.setattr(StepRecorder, "record", interrupted)
         with pytest.raises(WorkFailedError, match="pulled"):
             run_in(bundle)
     run_in(bundle)

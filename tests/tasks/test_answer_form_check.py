@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from perilune.tasks.checks.answer_form import FormWatch, form_share, rare_form
+from perilune.tasks.checks.answer_form import FormWatch, form_share, rare_form_warning
 
 PATH, PRESET = {"path": "somewhere"}, {"preset": "tiny"}
 
@@ -33,10 +33,10 @@ def test_form_share_prefers_format_over_well_formed() -> None:
     ],
 )
 def test_warning_names_the_settings_to_change(asked, truncated, named, not_named) -> None:
-    warning = rare_form(0.01, truncated, asked)
+    warning = rare_form_warning(0.01, truncated, asked)
     assert all(one in warning for one in ["1.0%", *named])
     assert not any(one in warning for one in not_named)
-    assert rare_form(0.05, truncated, asked) == rare_form(None, truncated, asked) == ""
+    assert rare_form_warning(0.05, truncated, asked) == rare_form_warning(None, truncated, asked) == ""
 
 
 def test_form_watch_warns_after_three_steps() -> None:

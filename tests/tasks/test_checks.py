@@ -117,7 +117,7 @@ def update(learner: Learner, checker: OptimizerChecker, lr: float, size: float) 
     for index, parameter in enumerate(learner.optimizer.parameters.values()):
         if (index + learner.version) % 3:  # some have no gradient at a step
             parameter.grad = size * torch.randn(parameter.shape, generator=random)
-    with checker.watched(lr):
+    with checker.check_update(lr):
         learner.optim_step(lr)
 
 
@@ -152,10 +152,10 @@ def test_slow_reward_is_not_audited(
     from perilune.bundle.workspace import Workspace
     from perilune.tasks.checks import reward
 
-    monkeypatch.setattr(reward, "PATIENCE", 1e-6)
+    monkeypatch.setattr(reward, "AUDIT_LIMIT_S", 1e-6)
     workspace = Workspace(make_bundle(tmp_path / "bundle", make_job("rl")))
     reward.check_reward(workspace)
-    assert not (workspace.artifacts / reward.FILE).exists()
+    assert not (workspace.artifacts / reward.AUDIT_FILE).exists()
     assert "the reward was not audited, because scoring an answer takes" in capsys.readouterr().out
 
 
@@ -165,13 +165,13 @@ def test_reward_audit_is_reused_by_later_attempts(tmp_path: Path, monkeypatch: p
 
     from perilune.bundle.workspace import Workspace
     from perilune.execution.placements.local import restore_outputs
-    from perilune.tasks.checks.reward import FILE, check_reward
+    from perilune.tasks.checks.reward import AUDIT_FILE, check_reward
 
-    monkeypatch.setattr("perilune.tasks.checks.reward.PATIENCE", 1e9)
+    monkeypatch.setattr("perilune.tasks.checks.reward.AUDIT_LIMIT_S", 1e9)
     first, second = (Workspace(make_bundle(tmp_path / name, make_job("rl"))) for name in ("a", "b"))
     check_reward(first)
     restore_outputs(first.artifacts, second.artifacts)
-    made = (second.artifacts / FILE).stat().st_mtime_ns
+    made = (second.artifacts / AUDIT_FILE).stat().st_mtime_ns
     check_reward(second)
-    assert (second.artifacts / FILE).stat().st_mtime_ns == made
-    assert (second.artifacts / FILE).read_bytes() == (first.artifacts / FILE).read_bytes()
+    assert (second.artifacts / AUDIT_FILE).stat().st_mtime_ns == made
+    assert (second.artifacts / AUDIT_FILE).read_bytes() == (first.artifacts / AUDIT_FILE).read_bytes()

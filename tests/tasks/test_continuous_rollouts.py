@@ -17,7 +17,7 @@ from perilune.data.routes import missing_rows
 from perilune.engine.engine import Engine
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.decoder import Decoder
-from perilune.rollout.cache_room import CacheRoom
+from perilune.rollout.cache_admission import CacheAdmission
 from perilune.rollout.continuous import ContinuousRollouts, Group, TurnTokens, VersionRuns
 from perilune.rollout.groups import Groups
 from perilune.rollout.worker import RolloutWorker
@@ -146,7 +146,7 @@ def test_interrupted_episodes_continue_exactly(start: Callable[[], Session], ste
 
 def test_error_of_a_session_reaches_the_caller(start: Callable[[], Session]) -> None:
     session = start()
-    lane = session.rollouts._lanes[0]
+    lane = session.rollouts._threads[0]
     lane._work.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         session.rollouts.advance()
@@ -166,7 +166,7 @@ def test_groups_wait_for_room_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> N
     groups, least = computed(16384)
     patient, tokens = computed(512)
     assert tokens == least
-    monkeypatch.setattr(CacheRoom, "has_room", lambda room, most: True)
+    monkeypatch.setattr(CacheAdmission, "has_room", lambda room, most: True)
     hasty, more = computed(512)
     assert more > 1.5 * least
     assert same(groups, patient) and same(groups, hasty)

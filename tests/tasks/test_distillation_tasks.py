@@ -17,7 +17,7 @@ from perilune.models.checkpoints.loading import load_checkpoint, new_model, save
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.distill.loop import teacher_prompts
 from perilune.tasks.stage.policy import Policy
-from perilune.tasks.stage.system_message import with_system
+from perilune.tasks.stage.system_message import add_system_message
 
 ENDS = {**DIGITS, "factory": "task_environments:Ends"}
 HINT = "Please end soon. "
@@ -139,10 +139,10 @@ def test_teacher_prompts_are_never_truncated() -> None:
 
 def test_with_system_changes_only_the_prompt() -> None:
     task = Task("t", ({"role": "user", "content": "1+1="},), {"answer": "2"}, 3.0)
-    (told,) = with_system([task], "Think. ")
+    (told,) = add_system_message([task], "Think. ")
     assert [message["role"] for message in told.prompt] == ["system", "user"]
     assert (told.task_id, told.data, told.difficulty) == (task.task_id, task.data, task.difficulty)
-    assert with_system([task], "") == [task]
+    assert add_system_message([task], "") == [task]
 
 
 def test_collect_adds_the_system_message_of_a_strategy(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from perilune.data.episode import Episode
 from perilune.learn.weights import WeightedGroup
-from perilune.rollout.dynamic_sampling import kept, play_until_live
+from perilune.rollout.dynamic_sampling import play_until_live, select_groups
 
 
 def group(name: int, rewards: Sequence[float]) -> tuple[Episode, ...]:
@@ -63,6 +63,6 @@ def test_refills_stop_at_the_limit() -> None:
 
 def test_kept_returns_the_first_live_groups_in_order() -> None:
     weighted = [WeightedGroup((), dead=dead) for dead in (True, False, False, True, False)]
-    assert kept(weighted, 2, refills=1) == [weighted[1], weighted[2]]
-    assert kept(weighted, 2, refills=0) == weighted
-    assert kept(weighted[:1], 2, refills=1) == []
+    assert select_groups(weighted, 2, refills=1) == [weighted[1], weighted[2]]
+    assert select_groups(weighted, 2, refills=0) == weighted
+    assert select_groups(weighted[:1], 2, refills=1) == []

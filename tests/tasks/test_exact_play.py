@@ -39,7 +39,7 @@ def test_decision_contexts_equal_those_of_episodes() -> None:
 
 def test_move_probabilities_equal_engine_scores(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert KUHN is not None
-    monkeypatch.setattr(exact_play, "AT_ONCE", 5)  # several batches
+    monkeypatch.setattr(exact_play, "DECISION_BATCH", 5)  # several batches
     found = move_probabilities(KUHN.decisions, decoder, TOKENIZER, 0.7)
     engine = Engine(decoder, slots=4)
     for one, chances in zip(KUHN.decisions, found, strict=True):

@@ -11,7 +11,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.models.attention import PackedAttention
 from perilune.models.checkpoints.loading import load_checkpoint, new_model, save_checkpoint
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.forgetting.measure import CONTEXT, english, measure_forgetting
+from perilune.tasks.forgetting.measure import CONTEXT_TOKENS, measure_forgetting, read_english
 from perilune.tasks.forgetting.settings import ForgettingSettings
 
 FEW = {
@@ -59,14 +59,14 @@ def test_forgetting_figures_match_the_model_logits(tmp_path: Path, folders: dict
     found = measured(tmp_path, folders["start"], folders["noisy"])
     nats, size = 0.0, 0
     decoder, tokenizer = load_checkpoint(folders["noisy"])
-    for text in english().split("\n\n")[:2]:
+    for text in read_english().split("\n\n")[:2]:
         tokens = torch.tensor(tokenizer.encode(text.strip()))
         with torch.no_grad():
             attention = PackedAttention(torch.tensor([0, len(tokens)]))
             logits = decoder.logits(decoder(tokens, torch.arange(len(tokens)), attention))
         logprobs = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
-        nats -= float(logprobs[CONTEXT - 1 :].sum())
-        size += len(tokens) - CONTEXT  # one byte per character
+        nats -= float(logprobs[CONTEXT_TOKENS - 1 :].sum())
+        size += len(tokens) - CONTEXT_TOKENS  # one byte per character
     assert found["text"]["bits_per_byte"]["after"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
     assert found["text"]["perplexity"]["after"] == pytest.approx(math.exp(nats / size), rel=1e-4)
     assert found["kl"]["per_answer"]["mean"] > 0

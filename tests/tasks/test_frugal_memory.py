@@ -25,7 +25,7 @@ from perilune.models.config.layer_kinds import DeltaRule, Experts, Latent
 from perilune.models.decoder import Decoder
 from perilune.models.memory import CHECKPOINTING_BYTES, PROCESS_BYTES, adapter_parameters, base_bytes
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.stage.memory_plan import peak_resident, stage_memory
+from perilune.tasks.stage.memory_plan import peak_resident_bytes, plan_stage_memory
 
 WIDE = DecoderConfig(
     architecture="qwen3", vocab_size=98, hidden_size=384, intermediate_size=1024, num_layers=6, num_heads=6,
@@ -67,7 +67,7 @@ def learn(folder: Path, options: dict[str, Any], sender: Any) -> None:
     torch.set_num_threads(1)
     one = torch.ones(1, requires_grad=True)  # loads the modules for recomputation before the measurement
     checkpoint(torch.sin, one, use_reentrant=False, preserve_rng_state=False).backward()
-    start = peak_resident()
+    start = peak_resident_bytes()
     settings = LearnerSettings.model_validate(options)
     decoder, _ = load_checkpoint(folder, base=settings.lora.base if settings.lora else "float32")
     adapt(decoder, settings, seed=0)
@@ -84,7 +84,7 @@ def learn(folder: Path, options: dict[str, Any], sender: Any) -> None:
     batches = pack([algorithm("sft")(episodes, max_tokens=0)], TOKENS)
     learner.forward_backward(batches)
     learner.optim_step(1e-4)
-    sender.send(peak_resident() - start)
+    sender.send(peak_resident_bytes() - start)
 
 
 def test_peak_memory_matches_the_plan_and_its_order(tmp_path: Path) -> None:
@@ -105,7 +105,9 @@ def test_peak_memory_matches_the_plan_and_its_order(tmp_path: Path) -> None:
         peaks[name] = receiver.recv()
         process.join()
         plan = (
-            stage_memory(WIDE, token_budget=TOKENS, learner=LearnerSettings.model_validate(options)).total
+            plan_stage_memory(
+                WIDE, token_budget=TOKENS, learner=LearnerSettings.model_validate(options)
+            ).total
             - PROCESS_BYTES
         )
         plans[name] = plan - (CHECKPOINTING_BYTES if "activation_checkpointing" in options else 0)

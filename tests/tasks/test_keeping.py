@@ -17,7 +17,14 @@ from perilune.files import read_json_lines
 from perilune.learn.checkpoints import is_complete
 from perilune.tasks.stage import retention as keeping
 from perilune.tasks.stage import training
-from perilune.tasks.stage.retention import Keep, TrainingSpec, best_step, prune, saved_steps, step_directory
+from perilune.tasks.stage.retention import (
+    Keep,
+    TrainingSpec,
+    best_step,
+    prune_checkpoints,
+    saved_steps,
+    step_directory,
+)
 
 OPTIONS: dict[str, Any] = {"steps": 8, "save_every": 2, "kl": 0.05}
 
@@ -39,7 +46,7 @@ def workspace_of(tmp_path: Path, figures: list[float], spec: TrainingSpec, name:
         workspace.metric(step, **{name: value})
         if step % spec.save_every == 0:
             step_directory(workspace, step).mkdir(parents=True)
-            prune(workspace, spec)
+            prune_checkpoints(workspace, spec)
     return workspace
 
 
@@ -148,10 +155,10 @@ def test_damaged_checkpoint_does_not_replace_the_resumable_one(
     there: list[list[int]] = []
 
     def watched(workspace: Workspace, spec: TrainingSpec, *, saved_elsewhere: int = 0) -> None:
-        prune(workspace, spec, saved_elsewhere=saved_elsewhere)
+        prune_checkpoints(workspace, spec, saved_elsewhere=saved_elsewhere)
         there.append([s for s in saved_steps(workspace) if is_complete(step_directory(workspace, s))])
 
-    monkeypatch.setattr(training, "prune", watched)
+    monkeypatch.setattr(training, "prune_checkpoints", watched)
     run_in(again)
     assert there == [[4], [6], []]  # resumed after step 2; the final checkpoint replaces them
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from perilune.tasks.checks.little_learned import little_learned
+from perilune.tasks.checks.little_learned import little_learned_warning
 
 
 def lines(rates: list[float], dead: float = 0.2, truncated: float = 0.0) -> list[dict[str, Any]]:
@@ -34,15 +34,15 @@ FLAT = [0.04] * 20
     ],
 )
 def test_little_learned_names_the_cause(steps: list[dict[str, Any]], said: str) -> None:
-    assert said in little_learned(steps, 64)
+    assert said in little_learned_warning(steps, 64)
 
 
 @pytest.mark.parametrize("rates", [[0.1] * 10 + [0.3] * 10, [0.95] * 20, [0.04] * 9])
 def test_little_learned_is_empty_for_gains_solved_tasks_and_short_runs(rates: list[float]) -> None:
-    assert little_learned(lines(rates, dead=0.9), 64) == ""
+    assert little_learned_warning(lines(rates, dead=0.9), 64) == ""
 
 
 def test_gain_within_two_standard_errors_counts_as_none() -> None:
     """A rise within two standard errors counts as none."""
-    assert little_learned(lines([0.30] * 10 + [0.31] * 10), 64)
-    assert not little_learned(lines([0.30] * 10 + [0.31] * 10), 64_000)
+    assert little_learned_warning(lines([0.30] * 10 + [0.31] * 10), 64)
+    assert not little_learned_warning(lines([0.30] * 10 + [0.31] * 10), 64_000)

@@ -37,14 +37,14 @@ def run_until_killed(attempt: Path) -> None:
     """Run until a SIGKILL in the third step, after two checkpoints."""
     from perilune.tasks.rl import update as policy_update
 
-    right = policy_update.PolicyUpdates._make
+    right = policy_update.PolicyUpdater._update
 
     def make(self: Any, groups: Any, step: int) -> Any:
         if step == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         return right(self, groups, step)
 
-    policy_update.PolicyUpdates._make = make  # type: ignore[method-assign]
+    policy_update.PolicyUpdater._update = make  # type: ignore[method-assign]
     run_in(attempt)
 
 

@@ -32,13 +32,13 @@ from perilune.models.narrow import NarrowWeight
 from perilune.models.native import ops
 from perilune.recipe.load import load_recipe
 from perilune.tasks.stage.memory_plan import (
-    CACHE_BYTES,
-    PROMPT_TOKENS,
-    SLOTS,
-    CacheRoom,
+    ASSUMED_PROMPT_TOKENS,
+    MAX_CACHE_BYTES,
+    MAX_SLOTS,
+    CacheSettings,
     engine_size,
-    slots_for,
-    stage_memory,
+    max_slots,
+    plan_stage_memory,
 )
 
 TINY = PRESETS["tiny"]
@@ -191,18 +191,18 @@ def test_derive_refuses_a_stage_that_does_not_fit(
 
 def test_samples_in_flight_fit_the_cache() -> None:
     config = DecoderConfig.from_hf(QWEN3_0_6B)
-    cpu = CacheRoom("auto", "bfloat16")  # on a CPU the cache stays float32
-    slots = slots_for(config, 256, cpu)
-    assert cache_bytes(config, slots, 512) <= CACHE_BYTES["cpu"] < cache_bytes(config, slots + 1, 512)
+    cpu = CacheSettings("auto", "bfloat16")  # on a CPU the cache stays float32
+    slots = max_slots(config, 256, cpu)
+    assert cache_bytes(config, slots, 512) <= MAX_CACHE_BYTES["cpu"] < cache_bytes(config, slots + 1, 512)
     room_of_all = engine_size(config, 256, cpu)
     assert room_of_all["slots"] == slots and room_of_all["cache_tokens"] >= slots * 512
-    assert cache_bytes(config, 1, room_of_all["cache_tokens"]) <= CACHE_BYTES["cpu"]
-    assert slots_for(TINY, 64, cpu) == SLOTS
-    assert engine_size(TINY, 64, cpu)["cache_tokens"] == SLOTS * 320
+    assert cache_bytes(config, 1, room_of_all["cache_tokens"]) <= MAX_CACHE_BYTES["cpu"]
+    assert max_slots(TINY, 64, cpu) == MAX_SLOTS
+    assert engine_size(TINY, 64, cpu)["cache_tokens"] == MAX_SLOTS * 320
     assert engine_size(TINY, 64, cpu, samples=24) == {"slots": 24, "cache_tokens": 24 * 320}
     long = config.replace(num_layers=1)  # few samples are planned, but the longest possible sample fits
     assert engine_size(long.replace(max_position_embeddings=200_000), 16, cpu)["cache_tokens"] == 200_000
-    assert slots_for(config.replace(num_layers=10_000), 40_000, cpu) == 1
+    assert max_slots(config.replace(num_layers=10_000), 40_000, cpu) == 1
 
 
 @pytest.mark.parametrize(("precision", "item"), [("float32", 4), ("bfloat16", 2)])
@@ -210,18 +210,18 @@ def test_gpu_slots_are_planned_for_the_expected_length(
     precision: Literal["float32", "bfloat16"], item: int
 ) -> None:
     config = DecoderConfig.from_hf(QWEN3_8B)
-    room, expected = CacheRoom("cuda", precision), PROMPT_TOKENS + 16_384 // 4
-    slots = slots_for(config, 16_384, room)
+    room, expected = CacheSettings("cuda", precision), ASSUMED_PROMPT_TOKENS + 16_384 // 4
+    slots = max_slots(config, 16_384, room)
     needed = [cache_bytes(config, count, expected, item) for count in (slots, slots + 1)]
-    assert needed[0] <= CACHE_BYTES["cuda"] < needed[1]
+    assert needed[0] <= MAX_CACHE_BYTES["cuda"] < needed[1]
     size = engine_size(config, 16_384, room)
     blocks = 1 + size["cache_tokens"] // BLOCK
     held = blocks_bytes(config, blocks, slots, item)
-    assert held <= CACHE_BYTES["cuda"] < held + blocks_bytes(config, 3, slots, item)
+    assert held <= MAX_CACHE_BYTES["cuda"] < held + blocks_bytes(config, 3, slots, item)
     settings = LearnerSettings(precision=precision)
-    plan = stage_memory(config, samples=512, max_tokens=16_384, cache=room, learner=settings)
+    plan = plan_stage_memory(config, samples=512, max_tokens=16_384, cache=room, learner=settings)
     assert plan.slots == slots and plan.persistent["cache"] == held
-    few = stage_memory(config, samples=4, max_tokens=256, cache=room, learner=settings)
+    few = plan_stage_memory(config, samples=4, max_tokens=256, cache=room, learner=settings)
     one = cache_bytes(config, 1, config.max_position_embeddings, item)  # room for the longest possible sample
     assert few.persistent["cache"] == one > cache_bytes(config, 4, 512, item)
 
@@ -237,7 +237,7 @@ def test_gpu_engine_stores_matrices_in_the_compute_precision(
     weights = [projection.frozen[0] for projection in copy.projections() if projection.frozen]
     stored = sum(one.values.nbytes for one in weights if isinstance(one, NarrowWeight))
     stored += copy.model.embed_tokens.weight.nbytes
-    plan = stage_memory(config, samples=4, max_tokens=64, cache=CacheRoom("cuda", "bfloat16"))
+    plan = plan_stage_memory(config, samples=4, max_tokens=64, cache=CacheSettings("cuda", "bfloat16"))
     norms = 2 * (2 * config.num_layers + 1) * config.hidden_size + 4 * config.num_layers * config.head_dim
     assert plan.persistent["engine"] == stored + norms  # the plan counts norms at two bytes, too
 

@@ -278,7 +278,7 @@ def test_kl_start_of_a_large_model_uses_every_fourth_group(
     played = list(groups.values())
     assert len(played) == 5
     whole, fourth = distance(played), distance([played[0], played[4]])
-    monkeypatch.setattr(gold_watch, "LARGE", 1000)
+    monkeypatch.setattr(gold_watch, "LARGE_PARAMETERS", 1000)
     assert distance(played) == fourth != whole
 
 

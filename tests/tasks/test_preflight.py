@@ -21,7 +21,7 @@ from perilune.tasks.checks import gradient
 from perilune.tasks.checks.advantages import check_advantages
 from perilune.tasks.checks.bandit import solve_bandit
 from perilune.tasks.checks.gradient import check_gradient
-from perilune.tasks.checks.preflight import LONG
+from perilune.tasks.checks.preflight import MIN_LONG_RUN_STEPS
 from perilune.tasks.checks.twin import Twin
 from perilune.tasks.rl.spec import RLSpec
 
@@ -68,7 +68,7 @@ def test_preflight_stops_a_long_run_with_a_wrong_gradient(
     with pytest.raises(
         WorkFailedError, match="gradient of the policy loss differs from an independent computation"
     ) as caught:
-        run_task(tmp_path / "rl", "rl", steps=LONG)
+        run_task(tmp_path / "rl", "rl", steps=MIN_LONG_RUN_STEPS)
     assert caught.value.where == "preflight"
     assert metrics(tmp_path / "rl") == []
 

@@ -188,7 +188,7 @@ def test_task_without_steps_restarts_exactly(task: str, tmp_path: Path) -> None:
 
 def test_dead_steps_of_earlier_attempts_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a run that is killed often would never stop."""
-    monkeypatch.setattr("perilune.tasks.rl.metrics.DEAD_PATIENCE", 3)
+    monkeypatch.setattr("perilune.tasks.rl.metrics.MAX_DEAD_STEPS", 3)
     job = make_job("rl", environment={**DIGITS, "equal": 0.0}, steps=8)
     first = make_bundle(tmp_path / "1", job)
     with pytest.raises(WorkFailedError, match="for 3 steps"):

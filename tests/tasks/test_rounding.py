@@ -56,10 +56,10 @@ def test_wrong_temperature_is_refused() -> None:
 
 def test_permits_decides_by_aggregate_figures() -> None:
     k3 = np.expm1(-NOISE) + NOISE
-    assert GPU.permits(float(np.abs(NOISE).max()), float(np.abs(NOISE).mean()), float(k3.mean()))
-    assert not GPU.permits(0.1, 0.06, 0.001)
-    assert not GPU.permits(0.1, 0.01, 0.02)
-    assert not Rounding(1e-4).permits(2e-4, 0.0, 0.0)
+    assert GPU.allows_statistics(float(np.abs(NOISE).max()), float(np.abs(NOISE).mean()), float(k3.mean()))
+    assert not GPU.allows_statistics(0.1, 0.06, 0.001)
+    assert not GPU.allows_statistics(0.1, 0.01, 0.02)
+    assert not Rounding(1e-4).allows_statistics(2e-4, 0.0, 0.0)
 
 
 def test_rounding_limits_depend_on_device_and_precision() -> None:
@@ -75,7 +75,7 @@ def test_plain_scores_are_computed_in_chunks_of_rows(monkeypatch: pytest.MonkeyP
     decoder = new_model("tiny", Tokenizer.characters(), seed=0)
     ids = RNG.integers(90, size=70)
     whole, first = publishing.plain_scores(decoder, ids, 69, 0.7, whole=5)
-    monkeypatch.setattr(publishing, "_ROWS", 16)
+    monkeypatch.setattr(publishing, "_LOGIT_ROWS", 16)
     rows: list[int] = []
     logits = decoder.logits
     monkeypatch.setattr(decoder, "logits", lambda states: rows.append(len(states)) or logits(states))

@@ -23,7 +23,7 @@ from perilune.models.config.decoder_config import PRESETS
 from perilune.models.config.layer_kinds import Experts
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.checks.gold_watch import GoldWatch
-from perilune.tasks.checks.logprobs import rescored
+from perilune.tasks.checks.logprobs import rescore
 from perilune.tasks.rl.stage import plugin
 
 MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", experts=Experts(8, 2, 32, dense_layers=(1,)))
@@ -110,8 +110,8 @@ def test_sampler_check_replays_routes(tmp_path: Path) -> None:
     (batch,) = pack_each([flipped], 1000)
     replayed = token_logprobs(decoder, batch).numpy()
     assert np.abs(replayed - episode.logprobs).max() > 0.01
-    np.testing.assert_allclose(rescored(decoder, flipped, 1.0), replayed, atol=1e-4)
-    np.testing.assert_allclose(rescored(decoder, episode, 1.0), episode.logprobs, atol=1e-4)
+    np.testing.assert_allclose(rescore(decoder, flipped, 1.0), replayed, atol=1e-4)
+    np.testing.assert_allclose(rescore(decoder, episode, 1.0), episode.logprobs, atol=1e-4)
     watch = GoldWatch(Workspace(make_bundle(tmp_path / "bundle", make_job("rl"))), lambda: decoder, 1.0, 4096)
     kl = [watch.observe(1, [[replace(x, metrics={"gold": 1.0})]])["kl_start"] for x in (flipped, episode)]
     assert kl[0] == kl[1]  # the starting policy uses its own routes

@@ -17,8 +17,8 @@ from perilune.files import sha256_file
 from perilune.learn import checkpoints
 from perilune.models.checkpoints.checksum import checksum
 from perilune.models.checkpoints.loading import load_checkpoint
-from perilune.tasks.rl.metrics import Recorder
-from perilune.tasks.rl.update import PolicyUpdates
+from perilune.tasks.rl.metrics import StepRecorder
+from perilune.tasks.rl.update import PolicyUpdater
 from perilune.tasks.selfplay.league import League
 from perilune.tasks.selfplay.matches import Standings
 from perilune.tasks.selfplay.snapshots import Snapshots
@@ -148,15 +148,15 @@ def test_killed_selfplay_resumes_exactly_with_its_league(
     """Killed in the fifth step, when no checkpoint has the judgement of step 4."""
     job, inputs = make_job("selfplay", inputs={"checkpoint": start}, **options()), {"checkpoint": start}
     broken = make_bundle(tmp_path / "one", job, inputs)
-    record = Recorder.record
+    record = StepRecorder.record
 
-    def dies(self: Recorder, step: int, *arguments: Any) -> StepReport:
+    def dies(self: StepRecorder, step: int, *arguments: Any) -> StepReport:
         if step == 5:
             raise KeyboardInterrupt
         return record(self, step, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Recorder, "record", dies)
+        patch.setattr(StepRecorder, "record", dies)
         run_in(broken)
     again = make_bundle(tmp_path / "two", job, inputs)
     restore_outputs(broken / "artifacts", again / "artifacts")
@@ -278,16 +278,16 @@ def test_magnet_is_the_newest_member_before_and_after_resume(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[int, str]] = []
-    make = PolicyUpdates._make
+    make = PolicyUpdater._update
 
-    def watched(self: PolicyUpdates, groups: Any, step: int) -> Any:
+    def watched(self: PolicyUpdater, groups: Any, step: int) -> Any:
         assert self._reference is not None
         seen.append((step, checksum(dict(self._reference.named_parameters()))))
         if step == killed_at:
             raise KeyboardInterrupt
         return make(self, groups, step)
 
-    monkeypatch.setattr(PolicyUpdates, "_make", watched)
+    monkeypatch.setattr(PolicyUpdater, "_update", watched)
     settings = options(kl=0.2, kl_estimator="k2", league={"magnet": "newest"}, steps=5)
     job, inputs = make_job("selfplay", inputs={"checkpoint": start}, **settings), {"checkpoint": start}
     killed_at, whole = -1, make_bundle(tmp_path / "whole", job, inputs)

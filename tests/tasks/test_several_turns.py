@@ -26,7 +26,7 @@ from perilune.rollout.groups import Groups
 from perilune.rollout.rollout import Trajectory
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker, session_seed
-from perilune.tasks.rl.metrics import Recorder
+from perilune.tasks.rl.metrics import StepRecorder
 from perilune.tasks.stage.training import StepReport
 from perilune.verifiers import Scorer
 
@@ -363,15 +363,15 @@ def test_interrupted_rl_with_two_players_resumes_exactly(
     options: dict[str, Any] = {"environment": environment, "max_tokens": 40, "steps": 4, "save_every": 2}
     whole = run_task(tmp_path / "whole", "rl", **options)
     broken = make_bundle(tmp_path / "broken", make_job("rl", **options))
-    right = Recorder.record
+    right = StepRecorder.record
 
-    def stops(self: Recorder, step: int, *args: Any) -> StepReport:
+    def stops(self: StepRecorder, step: int, *args: Any) -> StepReport:
         if step == 3:
             raise KeyboardInterrupt
         return right(self, step, *args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Recorder, "record", stops)
+        patch.setattr(StepRecorder, "record", stops)
         run_in(broken)
     assert compare_artifacts(whole, run_in(broken)) == []
 

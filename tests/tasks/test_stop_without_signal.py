@@ -9,7 +9,7 @@ from task_cases import DIGITS, metrics, run_task
 from perilune.engine.engine import Engine
 from perilune.errors import WorkFailedError
 from perilune.tasks.rl import update as policy_update
-from perilune.tasks.rl.metrics import DEAD_PATIENCE
+from perilune.tasks.rl.metrics import MAX_DEAD_STEPS
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
@@ -17,10 +17,10 @@ def test_rl_stops_after_too_many_steps_of_equal_rewards(algorithm: str, tmp_path
     options: dict[str, Any] = {"prompts": 2, "samples": 2, "max_tokens": 1, "save_every": 100, "steps": 50}
     with pytest.raises(WorkFailedError, match="nothing to learn from") as caught:
         run_task(tmp_path / "rl", "rl", environment={**DIGITS, "equal": 0.5}, algorithm=algorithm, **options)
-    assert caught.value.where == f"step {DEAD_PATIENCE}"
+    assert caught.value.where == f"step {MAX_DEAD_STEPS}"
     assert "lower lr" in caught.value.remedy
     lines = metrics(tmp_path / "rl")
-    assert [line["dead_groups"] for line in lines] == [1.0] * DEAD_PATIENCE
+    assert [line["dead_groups"] for line in lines] == [1.0] * MAX_DEAD_STEPS
     assert {line["grad_norm"] for line in lines} == {0.0}
     assert {line["tokens"] for line in lines} == {0.0}
 

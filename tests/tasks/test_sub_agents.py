@@ -160,7 +160,9 @@ def test_trained_sub_agents_get_the_reward_of_their_player() -> None:
 
 
 def test_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RolloutWorker, "_fits", lambda self, trajectory, params: trajectory.name != "part")
+    monkeypatch.setattr(
+        RolloutWorker, "_fits_context", lambda self, trajectory, params: trajectory.name != "part"
+    )
     groups, tasks = play(2)
     whole = [one for group in groups for one in group if is_complete(one)]
     assert whole

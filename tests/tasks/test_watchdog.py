@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from perilune.tasks.rl.update import PATIENCE, deadline
+from perilune.tasks.rl.update import MAX_SLOWDOWN, stall_timeout
 from perilune.watchdog import STALL_SECONDS
 
 HANGS = """
@@ -55,7 +55,7 @@ def test_stall_ends_code_that_holds_the_interpreter_lock() -> None:
 
 
 def test_learning_deadline_follows_the_slowest_step_up_to_a_limit() -> None:
-    assert deadline(100, 1.0, None) == STALL_SECONDS + 100
-    assert deadline(100, 1.0, 0.01) == pytest.approx(STALL_SECONDS + 100 * PATIENCE * 0.01)
-    assert deadline(100, 1.0, 0.04) > deadline(100, 1.0, 0.01)
-    assert deadline(100, 1.0, 3.0) == STALL_SECONDS + 100
+    assert stall_timeout(100, 1.0, None) == STALL_SECONDS + 100
+    assert stall_timeout(100, 1.0, 0.01) == pytest.approx(STALL_SECONDS + 100 * MAX_SLOWDOWN * 0.01)
+    assert stall_timeout(100, 1.0, 0.04) > stall_timeout(100, 1.0, 0.01)
+    assert stall_timeout(100, 1.0, 3.0) == STALL_SECONDS + 100

@@ -81,7 +81,7 @@ def test_changed_cassette_shows_differences(tapes: list[Cassette]) -> None:
 
 
 def test_changed_harness_shows_differences(tapes: list[Cassette]) -> None:
-    decode, encode, group = Tokenizer.decode, Tokenizer.encode, RolloutWorker.groups_of
+    decode, encode, group = Tokenizer.decode, Tokenizer.encode, RolloutWorker.build_groups
 
     def swapped(self: Any, rollouts: Any, params: Any) -> Any:
         raise KeyError("group")
@@ -92,9 +92,9 @@ def test_changed_harness_shows_differences(tapes: list[Cassette]) -> None:
         assert kinds(found(tapes[:1])) == {"tokens"}
     with mock.patch.object(EpisodeTotals, "add", lambda self, observation: None):
         assert kinds(found(tapes)) == {"reward", "term", "metric"}
-    with mock.patch.object(RolloutWorker, "groups_of", swapped):
+    with mock.patch.object(RolloutWorker, "build_groups", swapped):
         assert [part[0].replayed for part in found(tapes)] == ["KeyError: 'group'"] * 4
-    assert RolloutWorker.groups_of is group and not kinds(found(tapes))
+    assert RolloutWorker.build_groups is group and not kinds(found(tapes))
 
 
 def test_clusters_group_by_cause_and_choose_keeps_the_smallest(tapes: list[Cassette]) -> None:

@@ -28,7 +28,7 @@ from perilune.files import append_json_line, write_json
 from perilune.learn.advantages import is_dead, standardised
 from perilune.learn.objective import objective_curve
 from perilune.models.text.tokenizer import Tokenizer
-from perilune.tasks.stage.outcomes import evaluation_summary, strategies
+from perilune.tasks.stage.outcomes import evaluation_summary, strategy_figures
 from perilune.ui.view import ExperimentView, StageView
 
 BEGAN = 1_795_000_000.0
@@ -299,7 +299,7 @@ class SyntheticExperiment:
             "tokens": tokens,
         }
         line["term/correct"] = float(np.mean(judged))
-        for name, found in strategies(episodes).items():
+        for name, found in strategy_figures(episodes).items():
             line |= {f"strategy/{name}": found["share"], f"accuracy/{name}": found["accuracy"]}
         append_json_line(root / "artifacts" / "metrics.jsonl", {"step": step, **line})
         seconds = {

@@ -8,13 +8,15 @@ from perilune.data.episode import Episode
 from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Failure, Outcome
 from perilune.errors import REPORT_BUG, WorkFailedError
-from perilune.rollout.rollout import Part, Rollout, Trajectory
+from perilune.rollout.rollout import AgentRollout, Rollout, Trajectory
 from perilune.verifiers.worker import TEXT_CHECKSUM, text_checksum
 
-ROUNDING = 1e-5  # nats by which rounding may lift a log-prob above 0
+MAX_LOGPROB = 1e-5  # nats by which rounding may lift a log-prob above 0
 
 
-def check_group(group: Sequence[Episode], parts: Sequence[Part], params: SamplingParams | None) -> None:
+def check_group(
+    group: Sequence[Episode], parts: Sequence[AgentRollout], params: SamplingParams | None
+) -> None:
     """Compare the episodes of a group with the parts of rollouts that they were made from.
 
     Args:
@@ -29,14 +31,14 @@ def check_group(group: Sequence[Episode], parts: Sequence[Part], params: Samplin
     """
     if len(group) != len(parts):
         raise WorkFailedError(f"a group has {len(group)} episodes of {len(parts)} samples", remedy=REPORT_BUG)
-    prompts = {one.prompt_ids.tobytes() for one in group if not one.failure}
+    prompts = {episode.prompt_ids.tobytes() for episode in group if not episode.failure}
     begins_alike = all(part.trajectory.rounds[:1] == [0] and not part.agent for part in parts)
-    if len({one.group_id for one in group}) > 1 or (begins_alike and len(prompts) > 1):
+    if len({episode.group_id for episode in group}) > 1 or (begins_alike and len(prompts) > 1):
         raise _error(group[0], "shares its group with an answer to another prompt")
     for episode, part in zip(group, parts, strict=True):
         _check_tokens(episode, part.trajectory)
         if params is not None:
-            _check_possible(episode, part.trajectory, params)
+            _check_sampling(episode, part.trajectory, params)
         _check_reward(episode, part.outcome)
 
 
@@ -79,11 +81,11 @@ def _check_tokens(episode: Episode, trajectory: Trajectory) -> None:
         raise _error(episode, f"has a loss mask that leaves out token {index}{last}, which the policy chose")
 
 
-def _check_possible(episode: Episode, trajectory: Trajectory, params: SamplingParams) -> None:
+def _check_sampling(episode: Episode, trajectory: Trajectory, params: SamplingParams) -> None:
     """Check that a sampler with `params` can have produced the turns."""
     for turn in trajectory.turns:
         one, count = turn.completion, len(turn.completion.token_ids)
-        if not (np.isfinite(one.logprobs).all() and (one.logprobs <= ROUNDING).all()):
+        if not (np.isfinite(one.logprobs).all() and (one.logprobs <= MAX_LOGPROB).all()):
             raise _error(episode, f"has a sampled token with log-prob {one.logprobs.max():.4g}")
         if count > params.max_tokens:
             raise _error(episode, f"has a turn of {count} tokens, and max_tokens is {params.max_tokens}")

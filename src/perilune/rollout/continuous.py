@@ -28,7 +28,7 @@ from perilune.data.routes import Routes, routes_from_json, routes_to_json
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Delta, Request, SamplingParams
 from perilune.environments.core.protocol import Task
-from perilune.rollout.cache_room import CacheRoom
+from perilune.rollout.cache_admission import CacheAdmission
 from perilune.rollout.checks import check_scored_text
 from perilune.rollout.groups import Groups
 from perilune.rollout.rollout import DueTurn, Rollout, SampledTurn
@@ -36,7 +36,7 @@ from perilune.rollout.worker import RolloutWorker, session_seed
 from perilune.verifiers.process import EnvironmentProcess
 from perilune.verifiers.sessions import Sessions
 
-TOGETHER = 0.05  # seconds that answers scored in one call may take
+SCORING_BATCH_S = 0.05  # expected seconds of one scoring call
 
 Event = Callable[[], None]
 VersionRuns = list[tuple[int, int]]
@@ -64,14 +64,14 @@ class TurnTokens:
         self.logprobs += logprobs
         self.versions += versions
 
-    def with_more(self, more: Completion) -> TurnTokens:
-        """A copy with further tokens."""
+    def extended(self, more: Completion) -> TurnTokens:
+        """Return a copy with the tokens of `more` appended."""
         copy = TurnTokens([*self.token_ids], [*self.logprobs], [*self.versions])
         copy.extend(more.token_ids.tolist(), more.logprobs.tolist(), more.policy_version.tolist())
         return copy
 
     def completion(self) -> Completion:
-        """The finished turn."""
+        """Return the finished turn."""
         assert self.finish_reason is not None
         return Completion(
             np.array(self.token_ids, dtype=np.int32),
@@ -82,7 +82,7 @@ class TurnTokens:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The turn as a JSON object."""
+        """Return the turn as a JSON object."""
         routes = self.routed_experts
         tokens = {"token_ids": self.token_ids, "logprobs": self.logprobs, "versions": self.versions}
         return tokens | {
@@ -92,7 +92,7 @@ class TurnTokens:
 
     @classmethod
     def from_json(cls, turn: Mapping[str, Any]) -> TurnTokens:
-        """The inverse of `to_json`."""
+        """Return the inverse of `to_json`."""
         routes = turn.get("routed_experts")
         return cls(**{**turn, "routed_experts": None if routes is None else routes_from_json(routes)})
 
@@ -105,8 +105,9 @@ class Group:
         key: (step, index): its place in the order of admission.
         recorded: the turns of each sample that were sampled before, to continue from.
         version_runs: the versions that must sample each sample; None to use the current weights.
-        rollouts, played, over: the open episodes and their finished turns by sample, and the number of
-            finished episodes.
+        rollouts: the open episodes, by sample.
+        finished_turns: their finished turns, by sample.
+        finished_count: number of finished episodes.
     """
 
     key: tuple[int, int]
@@ -114,20 +115,22 @@ class Group:
     recorded: list[list[TurnTokens]] | None = None
     version_runs: list[VersionRuns] | None = None
     rollouts: dict[int, Rollout] = field(default_factory=dict)
-    played: dict[int, list[TurnTokens]] = field(default_factory=dict)
-    over: int = 0
+    finished_turns: dict[int, list[TurnTokens]] = field(default_factory=dict)
+    finished_count: int = 0
 
-    def played_version_runs(self, samples: int) -> list[VersionRuns]:
-        """The version runs of the finished turns of each sample."""
-        versions = ([turn.versions for turn in self.played.get(one, [])] for one in range(samples))
+    def finished_version_runs(self, samples: int) -> list[VersionRuns]:
+        """Return the version runs of each sample's finished turns."""
+        versions = (
+            [turn.versions for turn in self.finished_turns.get(sample, [])] for sample in range(samples)
+        )
         return [
             [(version, sum(1 for _ in run)) for version, run in groupby(chain.from_iterable(one))]
             for one in versions
         ]
 
     def turns(self, sample: int, current: TurnTokens | None) -> list[TurnTokens]:
-        """The turns of a sample so far, with the one in progress; at least those recorded before."""
-        turns = [*self.played.get(sample, []), *([current] if current else [])]
+        """Return the turns of a sample so far, including `current`; at least those recorded before."""
+        turns = [*self.finished_turns.get(sample, []), *([current] if current else [])]
         before = self.recorded[sample] if self.recorded else []
         return turns if len(turns) >= len(before) else before
 
@@ -149,7 +152,7 @@ class _Turn:
 
 
 class ContinuousRollouts:
-    """Plays groups with the engine of `worker`, without waiting for each other.
+    """Plays groups with the engine of `worker`; groups do not wait for each other.
 
     Not thread-safe: other threads call `post`.
 
@@ -170,24 +173,24 @@ class ContinuousRollouts:
         self._engine: Engine = worker.engine
         self._events: SimpleQueue[Event] = SimpleQueue()
         self._groups: dict[tuple[int, int], Group] = {}
-        self._waiting: deque[Group] = deque()  # admitted, and not begun
-        self._room = CacheRoom(self._engine.cache_tokens)
-        self._turns: dict[int, dict[int, _Turn]] = {}  # by request of the engine and sample
-        self._held: list[_Turn] = []  # wait for the next weights
-        self._lanes = [_Lane(one, worker, self.post) for one in worker.scorer.processes]
+        self._waiting: deque[Group] = deque()  # admitted groups that have not begun
+        self._room = CacheAdmission(self._engine.cache_tokens)
+        self._turns: dict[int, dict[int, _Turn]] = {}  # by engine request, then sample
+        self._paused: list[_Turn] = []  # turns that wait for the next weights
+        self._threads = [_EnvironmentThread(one, worker, self.post) for one in worker.scorer.processes]
 
     def post(self, event: Event) -> None:
-        """Have `advance` call `event`. May be called by any thread."""
+        """Queue `event` for the next `advance`. Any thread may call this."""
         self._events.put(event)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can happen before the next weights or the next group."""
-        waiting = sum(group.over + self._held_of(group) for group in self._groups.values())
+        """True if nothing can happen until new weights or a new group arrive."""
+        waiting = sum(group.finished_count + self._count_paused(group) for group in self._groups.values())
         return waiting == self._samples * len(self._groups) and self._events.empty()
 
-    def _held_of(self, group: Group) -> int:
-        return sum(turn.group is group for turn in self._held)
+    def _count_paused(self, group: Group) -> int:
+        return sum(turn.group is group for turn in self._paused)
 
     def advance(self) -> None:
         """Handle all events, then sample one step. Waits for an event when there is nothing to sample."""
@@ -199,46 +202,46 @@ class ContinuousRollouts:
             pass
         if self._engine.unfinished:
             for delta in self._engine.step():
-                self._sampled(delta)
+                self._on_delta(delta)
 
     def admit(self, group: Group) -> None:
         """Play a group as soon as the cache has room for it."""
         self._groups[group.key] = group
         self._waiting.append(group)
-        self._begin_waiting()
+        self._begin_groups()
 
-    def _begin_waiting(self) -> None:
-        """Open the sessions of the next groups. The sampling of each begins when all of its own are open."""
+    def _begin_groups(self) -> None:
+        """Open the sessions of the next groups. A group's sampling begins when all its sessions are open."""
         while self._waiting:
             group = self._waiting[0]
-            if self._needs_room(group):
-                most = self._samples * self._worker.most_tokens(group.task, self._params)
+            if self._needs_cache_room(group):
+                most = self._samples * self._worker.max_episode_tokens(group.task, self._params)
                 if not self._room.has_room(most):
                     return
                 self._room.begin(group.key, group.rollouts)
             self._waiting.popleft()
             for sample in range(self._samples):
-                lane = min(self._lanes, key=lambda one: one.sessions)
-                lane.open(group, sample, partial(self._begun, group))
+                thread = min(self._threads, key=lambda one: one.sessions)
+                thread.open(group, sample, partial(self._on_session_open, group))
 
-    def _needs_room(self, group: Group) -> bool:
-        """Whether a group waits for room: single turns queue in the engine, and a schedule has its order."""
-        return group.version_runs is None and self._worker.has_turns(group.task)
+    def _needs_cache_room(self, group: Group) -> bool:
+        """Return whether the group waits for cache room; single turns and scheduled groups don't."""
+        return group.version_runs is None and self._worker.is_multi_turn(group.task)
 
     def update_weights(self, state: Mapping[str, Tensor] | None, version: int) -> None:
-        """Continue with new weights: `state`, or the decoder's current ones. See `Engine.update_weights`."""
+        """Load `state`, or the decoder's current weights, and resume the turns that waited for them."""
         self._engine.update_weights(state, version)
-        held, self._held = self._held, []
+        held, self._paused = self._paused, []
         for turn in held:
-            self._request(turn)
+            self._request_tokens(turn)
 
     def recorded(self) -> dict[tuple[int, int], list[list[TurnTokens]]]:
-        """The turns sampled so far of every group in flight, by key and sample."""
-        current = {(turn.group.key, turn.rollout.sample): turn.tokens for turn in self._held}
+        """Return the turns sampled so far of each group in flight: by key, a list for each sample."""
+        current = {(turn.group.key, turn.rollout.sample): turn.tokens for turn in self._paused}
         for request, turns in self._turns.items():
             for index, one in self._engine.sampled_so_far(request).items():
                 turn = turns[index]
-                current[turn.group.key, turn.rollout.sample] = turn.tokens.with_more(one)
+                current[turn.group.key, turn.rollout.sample] = turn.tokens.extended(one)
         return {
             key: [group.turns(sample, current.get((key, sample))) for sample in range(self._samples)]
             for key, group in self._groups.items()
@@ -246,58 +249,58 @@ class ContinuousRollouts:
 
     # -- a rollout ---------------------------------------------------------------------------------------
 
-    def _begun(self, group: Group, sample: int, rollout: Rollout) -> None:
+    def _on_session_open(self, group: Group, sample: int, rollout: Rollout) -> None:
         rollout.advance()
         group.rollouts[sample] = rollout
         if len(group.rollouts) < self._samples:
             return
-        rollouts = [group.rollouts[one] for one in range(self._samples)]
+        rollouts = [group.rollouts[sample] for sample in range(self._samples)]
         self._observe(rollouts)
-        if group.recorded or group.version_runs or any(one.is_over for one in rollouts):
+        if group.recorded or group.version_runs or any(rollout.is_over for rollout in rollouts):
             for one in rollouts:
-                self._next(group, one)
+                self._advance_turn(group, one)
             return
-        turns = [self._turn(group, one) for one in rollouts]
-        self._ask(turns, self._worker.with_stop(self._params, group.task), samples=self._samples)
+        turns = [self._make_turn(group, rollout) for rollout in rollouts]
+        self._submit(turns, self._worker.add_stop_texts(self._params, group.task), samples=self._samples)
 
     def _observe(self, rollouts: Sequence[Rollout]) -> None:
-        """Give agents their new messages. An episode with sub-agents fails."""
+        """Append the agents' new messages; fail episodes with sub-agents."""
         self._worker.observe(rollouts, self._params)
-        for one in rollouts:
-            if not one.is_over and any(turn.agent for turn in one.due):
-                one.fail("environment", "asynchronous training cannot sample sub-agents yet")
+        for rollout in rollouts:
+            if not rollout.is_over and any(turn.agent for turn in rollout.due):
+                rollout.fail("environment", "asynchronous training cannot sample sub-agents yet")
 
-    def _next(self, group: Group, rollout: Rollout) -> None:
+    def _advance_turn(self, group: Group, rollout: Rollout) -> None:
         """Sample the next turn of a rollout, or end it."""
         if rollout.is_over:
-            self._end(group, rollout)
+            self._finish_rollout(group, rollout)
             return
-        turn = self._turn(group, rollout)
+        turn = self._make_turn(group, rollout)
         known = group.recorded[rollout.sample] if group.recorded else []
         if (number := len(rollout.actions)) < len(known):
             turn.tokens = known[number]
         if turn.tokens.finish_reason is None:
-            self._request(turn)
+            self._request_tokens(turn)
         else:
-            self._complete(turn)
+            self._finish_turn(turn)
 
-    def _turn(self, group: Group, rollout: Rollout) -> _Turn:
+    def _make_turn(self, group: Group, rollout: Rollout) -> _Turn:
         (due,) = rollout.due
         key, sample = (rollout.key, rollout.sample) if due.is_first else (due.key, 0)
         return _Turn(group, due, due.trajectory.context(), key, sample, TurnTokens())
 
-    def _request(self, turn: _Turn) -> None:
-        """Ask the engine for the rest of a turn, or as much as the current version may sample of it."""
-        params = self._worker.with_stop(self._params, turn.rollout.task)
+    def _request_tokens(self, turn: _Turn) -> None:
+        """Request the rest of a turn from the engine, up to the tokens that this version may sample."""
+        params = self._worker.add_stop_texts(self._params, turn.rollout.task)
         done = len(turn.tokens.token_ids)
-        most = min(params.max_tokens - done, self._left(turn))
+        most = min(params.max_tokens - done, self._tokens_allowed(turn))
         if most <= 0:
-            self._held.append(turn)
+            self._paused.append(turn)
             return
         least = min(max(params.min_tokens - done, 0), most)
-        self._ask([turn], replace(params, max_tokens=most, min_tokens=least), samples=1)
+        self._submit([turn], replace(params, max_tokens=most, min_tokens=least), samples=1)
 
-    def _ask(self, turns: list[_Turn], params: SamplingParams, *, samples: int) -> None:
+    def _submit(self, turns: list[_Turn], params: SamplingParams, *, samples: int) -> None:
         first = turns[0]
         done = first.tokens.token_ids
         request = Request(
@@ -310,12 +313,12 @@ class ContinuousRollouts:
         )
         self._turns[self._engine.add(request, stream=False)] = dict(enumerate(turns))
 
-    def _left(self, turn: _Turn) -> int:
-        """The tokens that the current version may sample of the turn's episode."""
+    def _tokens_allowed(self, turn: _Turn) -> int:
+        """Return how many tokens of the turn's episode the current version may sample next."""
         if turn.group.version_runs is None:
             return self._params.max_tokens
         sample = turn.rollout.sample
-        earlier = sum(len(one.token_ids) for one in turn.group.played.get(sample, []))
+        earlier = sum(len(one.token_ids) for one in turn.group.finished_turns.get(sample, []))
         position = earlier + len(turn.tokens.token_ids)
         for version, count in turn.group.version_runs[sample]:
             if position < count:
@@ -323,7 +326,7 @@ class ContinuousRollouts:
             position -= count
         return 0
 
-    def _sampled(self, delta: Delta) -> None:
+    def _on_delta(self, delta: Delta) -> None:
         if delta.failure is not None:
             raise delta.failure
         turn = self._turns[delta.request_id].pop(delta.sample)
@@ -331,20 +334,20 @@ class ContinuousRollouts:
         if not self._turns[delta.request_id]:
             del self._turns[delta.request_id]
         if delta.finish_reason == "length" and len(turn.tokens.token_ids) < self._params.max_tokens:
-            self._request(turn)
+            self._request_tokens(turn)
             return
         turn.tokens.finish_reason = delta.finish_reason
         turn.tokens.routed_experts = delta.routed_experts
-        self._complete(turn)
+        self._finish_turn(turn)
 
-    def _complete(self, turn: _Turn) -> None:
+    def _finish_turn(self, turn: _Turn) -> None:
         """Give a finished turn to the environment."""
         rollout, completion = turn.rollout, turn.tokens.completion()
         text = self._worker.text(completion)
-        turn.group.played.setdefault(rollout.sample, []).append(turn.tokens)
+        turn.group.finished_turns.setdefault(rollout.sample, []).append(turn.tokens)
         actions = rollout.take({turn.due: SampledTurn(turn.context, completion, text)})
         if rollout.is_over:
-            self._end(turn.group, rollout)
+            self._finish_rollout(turn.group, rollout)
             return
 
         def stepped() -> None:
@@ -352,30 +355,30 @@ class ContinuousRollouts:
             rollout.advance()
             if not rollout.is_over:
                 self._observe([rollout])
-            self._next(turn.group, rollout)
+            self._advance_turn(turn.group, rollout)
 
-        self._lane_of(rollout).step(rollout, actions, stepped)
+        self._thread_of(rollout).step(rollout, actions, stepped)
 
-    def _lane_of(self, rollout: Rollout) -> _Lane:
-        return next(lane for lane in self._lanes if lane.process is rollout.session.process)
+    def _thread_of(self, rollout: Rollout) -> _EnvironmentThread:
+        return next(thread for thread in self._threads if thread.process is rollout.session.process)
 
-    def _end(self, group: Group, rollout: Rollout) -> None:
-        self._lane_of(rollout).close(rollout)
-        group.over += 1
-        if group.over < self._samples:
+    def _finish_rollout(self, group: Group, rollout: Rollout) -> None:
+        self._thread_of(rollout).close(rollout)
+        group.finished_count += 1
+        if group.finished_count < self._samples:
             return
         del self._groups[group.key]
         self._room.end(group.key)
-        self._begin_waiting()
-        rollouts = [group.rollouts[one] for one in range(self._samples)]
-        self._deliver(group, self._worker.groups_of(rollouts, self._params))
+        self._begin_groups()
+        rollouts = [group.rollouts[sample] for sample in range(self._samples)]
+        self._deliver(group, self._worker.build_groups(rollouts, self._params))
 
 
-class _Lane:
-    """A thread that makes the calls to one environment process, and posts an event after each.
+class _EnvironmentThread:
+    """A thread that calls one environment process and posts an event after each call.
 
-    Answers of single-turn sessions that wait together are scored together, as many as take `TOGETHER`
-    seconds. Sessions of several turns may wait for tools, so each of their steps is a call of its own.
+    Waiting answers of single-turn sessions are scored in batches of about `SCORING_BATCH_S` seconds. Steps of
+    multi-turn sessions may wait for tools, so each is a separate call.
 
     Attributes:
         sessions: number of open sessions.
@@ -387,8 +390,8 @@ class _Lane:
         self.process, self._worker, self._post = process, worker, post
         self.sessions = 0
         self._sessions = Sessions([process], worker.environment)
-        self._work: SimpleQueue[_Move | Event] = SimpleQueue()
-        self._seconds = TOGETHER  # to score an answer, the last time
+        self._work: SimpleQueue[_Step | Event] = SimpleQueue()
+        self._seconds = SCORING_BATCH_S  # to score an answer, the last time
         Thread(target=self._run, name="environment", daemon=True).start()
 
     def open(self, group: Group, sample: int, done: Callable[[int, Rollout], None]) -> None:
@@ -406,7 +409,7 @@ class _Lane:
 
     def step(self, rollout: Rollout, actions: list[str], done: Event) -> None:
         """Apply the actions of a round, then post `done`."""
-        self._work.put(_Move(rollout, actions, done))
+        self._work.put(_Step(rollout, actions, done))
 
     def close(self, rollout: Rollout) -> None:
         """Close the session of a rollout."""
@@ -419,38 +422,40 @@ class _Lane:
             while not self._work.empty():
                 work.append(self._work.get())
             try:
-                self._do(work)
+                self._process(work)
             except Exception as error:
-                self._post(_raising(error))
+                self._post(_raise_event(error))
 
-    def _do(self, work: Sequence[_Move | Event]) -> None:
-        answers = [one for one in work if isinstance(one, _Move) and not one.rollout.session.is_held]
+    def _process(self, work: Sequence[_Step | Event]) -> None:
+        answers = [item for item in work if isinstance(item, _Step) and not item.rollout.session.is_held]
         while answers:
-            count = max(1, int(TOGETHER / self._seconds))
+            count = max(1, int(SCORING_BATCH_S / self._seconds))
             began = time.perf_counter()
             self._step(answers[:count])
             self._seconds = (time.perf_counter() - began) / len(answers[:count])
             del answers[:count]
-        for one in work:
-            if not isinstance(one, _Move):
-                one()
-            elif one.rollout.session.is_held:
-                self._step([one])
+        for item in work:
+            if not isinstance(item, _Step):
+                item()
+            elif item.rollout.session.is_held:
+                self._step([item])
 
-    def _step(self, moves: Sequence[_Move]) -> None:
-        self._sessions.step([(one.rollout.session, one.actions, one.rollout.has_finished) for one in moves])
-        for one in moves:
-            self._post(one.done)
+    def _step(self, steps: Sequence[_Step]) -> None:
+        self._sessions.step(
+            [(step.rollout.session, step.actions, step.rollout.has_finished) for step in steps]
+        )
+        for step in steps:
+            self._post(step.done)
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class _Step:
     rollout: Rollout
     actions: list[str]
     done: Event
 
 
-def _raising(error: Exception) -> Event:
+def _raise_event(error: Exception) -> Event:
     def event() -> Any:
         raise error
 

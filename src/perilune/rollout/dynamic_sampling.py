@@ -28,6 +28,6 @@ def play_until_live(play: Callable[[int, int], Groups], wanted: int, refills: in
     return groups
 
 
-def kept(groups: list[WeightedGroup], wanted: int, refills: int) -> list[WeightedGroup]:
-    """The groups to learn from: the first `wanted` live ones with refills, else all."""
+def select_groups(groups: list[WeightedGroup], wanted: int, refills: int) -> list[WeightedGroup]:
+    """Return the groups to learn from: the first `wanted` live ones with refills, else all."""
     return [group for group in groups if not group.dead][:wanted] if refills else groups

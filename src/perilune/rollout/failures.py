@@ -7,36 +7,38 @@ from perilune.data.episode import Episode
 from perilune.environments.core.episode_settings import EpisodeSettings
 from perilune.errors import WorkFailedError
 
-BOUNDARY = "failures/"  # prefix of the metrics of a step that count failures by boundary
-CONTAINED = "contained/"  # prefix of the metrics of an episode that count stopped actions by cause
+BOUNDARY_PREFIX = "failures/"  # prefix of the metrics of a step that count failures by boundary
+CONTAINED_PREFIX = "contained/"  # prefix of the metrics of an episode that count stopped actions by cause
 
 
-def failure_figures(episodes: Sequence[Episode]) -> dict[str, int]:
-    """The number of failures, in all and by boundary ("failures/environment").
+def count_failures(episodes: Sequence[Episode]) -> dict[str, int]:
+    """Return the number of failures, in all and by boundary ("failures/environment").
 
     An action of the policy that the environment stopped is not a failure. It is counted by cause
     ("contained/timeout").
     """
-    failed = [one.failure for one in episodes if one.failure]
+    failed = [episode.failure for episode in episodes if episode.failure]
     counts = Counter(failure.partition(":")[0] for failure in failed)
     contained: Counter[str] = Counter()
-    for one in episodes:
-        contained.update({name: int(n) for name, n in one.metrics.items() if name.startswith(CONTAINED)})
+    for episode in episodes:
+        contained.update(
+            {name: int(n) for name, n in episode.metrics.items() if name.startswith(CONTAINED_PREFIX)}
+        )
     return {
         "failures": len(failed),
-        **{BOUNDARY + name: counts[name] for name in sorted(counts)},
+        **{BOUNDARY_PREFIX + name: counts[name] for name in sorted(counts)},
         **dict(sorted(contained.items())),
     }
 
 
-def require_few_failures(episodes: Sequence[Episode], settings: EpisodeSettings, where: str) -> None:
+def check_failure_limit(episodes: Sequence[Episode], settings: EpisodeSettings, where: str) -> None:
     """Enforce `on_failure` and `max_failures`.
 
     Raises:
         WorkFailedError: when more episodes failed than allowed. With `max_failures`, a batch in which all
             failed passes: the caller reports that nothing was scored.
     """
-    failed = Counter(one.failure for one in episodes if one.failure)
+    failed = Counter(episode.failure for episode in episodes if episode.failure)
     count = failed.total()
     share = count / max(len(episodes), 1)
     stops = settings.on_failure == "stop" and count

@@ -1,5 +1,6 @@
 """Groups: the episodes of one task and player, gathered from all processes of a stage."""
 
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -11,35 +12,40 @@ from perilune.rollout.timing import Stopwatch
 Groups = list[tuple[Episode, ...]]
 
 
+def flatten(groups: Iterable[Sequence[Episode]]) -> list[Episode]:
+    """Return the episodes of all groups, in order."""
+    return [episode for group in groups for episode in group]
+
+
 def gather_groups(own: Groups, ranks: Ranks, watch: Stopwatch) -> Groups:
     """Gather the groups of all processes, in the order of the step's tasks."""
     if ranks.count == 1:
         return own
     parts = ranks.all_gather("the episodes", groups_to_bytes(own))
     groups = [group for part in parts for group in groups_from_bytes(part)]
-    watch.tokens += _sampled(groups) - _sampled(own)
+    watch.tokens += _count_sampled_tokens(groups) - _count_sampled_tokens(own)
     # Group ids are "step/index" or "step/index/p1".
     return sorted(groups, key=lambda group: int(group[0].group_id.split("/")[1]))
 
 
 def groups_to_bytes(groups: Groups) -> bytes:
-    """The groups as one Arrow stream of episodes."""
-    return episodes_to_bytes(one for group in groups for one in group)
+    """Return the groups as one Arrow stream of episodes."""
+    return episodes_to_bytes(episode for group in groups for episode in group)
 
 
 def groups_from_bytes(stream: bytes) -> Groups:
-    """The groups of a stream of `groups_to_bytes`."""
-    return _by_group(episodes_from_bytes(stream))
+    """Return the groups of a stream of `groups_to_bytes`."""
+    return _group_episodes(episodes_from_bytes(stream))
 
 
 def map_groups(path: Path) -> Groups:
-    """The groups of a file with such a stream, see `map_episodes`."""
-    return _by_group(map_episodes(path))
+    """Return the groups of a file with such a stream, see `map_episodes`."""
+    return _group_episodes(map_episodes(path))
 
 
-def _by_group(episodes: list[Episode]) -> Groups:
-    return [tuple(group) for _, group in groupby(episodes, key=lambda one: one.group_id)]
+def _group_episodes(episodes: list[Episode]) -> Groups:
+    return [tuple(group) for _, group in groupby(episodes, key=lambda episode: episode.group_id)]
 
 
-def _sampled(groups: Groups) -> int:
-    return sum(int(one.loss_mask.sum()) for group in groups for one in group)
+def _count_sampled_tokens(groups: Groups) -> int:
+    return sum(int(episode.loss_mask.sum()) for group in groups for episode in group)

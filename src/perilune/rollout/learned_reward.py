@@ -43,13 +43,16 @@ class LearnedReward:
         return cls(model, verifier_weight, token_budget)
 
     def rescore(self, groups: Groups) -> Groups:
-        """The groups with the model's rewards. Failed episodes stay failed."""
-        scored = [one for group in groups for one in group if one.reward is not None]
+        """Return the groups with the model's rewards. Failed episodes stay failed."""
+        scored = [episode for group in groups for episode in group if episode.reward is not None]
         scores = score(self.model, scored, self.token_budget)
-        learned = {one.episode_id: float(value) for one, value in zip(scored, scores, strict=True)}
-        return [tuple(self._rescored(one, learned.get(one.episode_id)) for one in group) for group in groups]
+        learned = {episode.episode_id: float(value) for episode, value in zip(scored, scores, strict=True)}
+        return [
+            tuple(self._rescore_episode(episode, learned.get(episode.episode_id)) for episode in group)
+            for group in groups
+        ]
 
-    def _rescored(self, episode: Episode, learned: float | None) -> Episode:
+    def _rescore_episode(self, episode: Episode, learned: float | None) -> Episode:
         verdict = episode.reward
         if verdict is None or learned is None:
             return episode

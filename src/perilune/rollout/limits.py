@@ -4,8 +4,8 @@ from perilune.environments.core.episode_settings import EpisodeSettings
 from perilune.environments.core.protocol import Environment
 
 
-def episode_tokens(environment: Environment, settings: EpisodeSettings, max_tokens: int) -> int:
-    """The most tokens of an episode after its prompt, with turns of at most `max_tokens`."""
+def max_episode_tokens(environment: Environment, settings: EpisodeSettings, max_tokens: int) -> int:
+    """Return the most tokens of an episode after its prompt, with turns of at most `max_tokens`."""
     turns = getattr(environment, "max_turns", 1)
     if turns == 1:
         return max_tokens

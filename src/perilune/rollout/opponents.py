@@ -21,8 +21,8 @@ class Opponents(Protocol):
         """Load the opponent of a step. Called before the step's rollouts, possibly more than once."""
         ...
 
-    def players_of(self, key: tuple[int, int, int], players: int) -> Collection[int]:
-        """The opponents' players in all rollouts of the task at (seed, step, index in the step)."""
+    def opponent_players(self, key: tuple[int, int, int], players: int) -> Collection[int]:
+        """Return the opponents' players in all rollouts of the task at (seed, step, index in the step)."""
         ...
 
 
@@ -35,6 +35,6 @@ class FixedOpponents:
     def prepare(self, step: int) -> None:
         """Do nothing: the opponent never changes."""
 
-    def players_of(self, key: tuple[int, int, int], players: int) -> Collection[int]:
-        """All players but the one at the task's index modulo `players`."""
+    def opponent_players(self, key: tuple[int, int, int], players: int) -> Collection[int]:
+        """Return all players but the one at the task's index modulo `players`."""
         return {player for player in range(players) if player != key[2] % players}

@@ -71,7 +71,7 @@ class Trajectory:
         self.messages += messages
 
     def context(self) -> list[int]:
-        """All tokens so far, with the prompt."""
+        """Return all tokens so far, with the prompt."""
         return self.prompt_ids + self.token_ids
 
     def add_completion(self, context: list[int], completion: Completion, text: str) -> None:
@@ -80,7 +80,7 @@ class Trajectory:
         self.token_ids += completion.token_ids.tolist()
         self.messages.append({"role": "assistant", "content": text})
 
-    def sampled(self, name: str, fill: float, dtype: type[np.generic]) -> NDArray[Any]:
+    def sampled_values(self, name: str, fill: float, dtype: type[np.generic]) -> NDArray[Any]:
         """[T] values of a field of the turns' completions; `fill` on observed tokens."""
         values = np.full(len(self.token_ids), fill, dtype)
         for turn in self.turns:
@@ -88,7 +88,7 @@ class Trajectory:
             values[turn.start : turn.start + len(part)] = part
         return values
 
-    def likeliest(self) -> dict[str, Any]:
+    def top_tokens(self) -> dict[str, Any]:
         """`top_ids` and `top_logprobs` of an episode; empty if the engine did not return them."""
         most = max((len(one) for turn in self.turns for one in turn.completion.top_logprobs or ()), default=0)
         if not most:
@@ -123,7 +123,7 @@ class Trajectory:
         return routes
 
     def span(self, span_id: str, parent: Trajectory | None) -> Span:
-        """The span of this agent. The player has no parent, and its messages are the episode's."""
+        """Return the span of this agent. The player has no parent, and its messages are the episode's."""
         is_sub_agent = "." in span_id
         last = self.rounds[-1] if self.rounds else -1
         joins = (number for number in parent.rounds if number > last) if is_sub_agent and parent else ()
@@ -141,7 +141,7 @@ class Trajectory:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether its last turn has a token."""
+        """True if its last turn has a token."""
         return bool(self.turns) and len(self.turns[-1].completion.token_ids) > 0
 
     def mask(self) -> NDArray[np.bool_]:
@@ -171,7 +171,7 @@ class DueTurn:
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the first of the episode, which all of a group sample from one prompt."""
+        """True if it is the first of the episode, which all of a group sample from one prompt."""
         return not self.number and not self.agent
 
     @property
@@ -238,7 +238,7 @@ class Rollout:
 
     @property
     def is_opponents_turn(self) -> bool:
-        """Whether an opponent is to move."""
+        """True if an opponent is to move."""
         return self.observation.player in self.opponents
 
     @property
@@ -254,11 +254,11 @@ class Rollout:
     @property
     def own_turns(self) -> int:
         """Turns that the players took, without those of sub-agents."""
-        return sum(len(one.turns) for one in self.trajectories)
+        return sum(len(trajectory.turns) for trajectory in self.trajectories)
 
     @property
     def is_single_turn(self) -> bool:
-        """Whether the environment has a single turn."""
+        """True if the environment has a single turn."""
         return not self.session.is_held
 
     def take(self, sampled: Mapping[DueTurn, SampledTurn]) -> list[str]:
@@ -276,7 +276,7 @@ class Rollout:
 
     @property
     def has_finished(self) -> bool:
-        """Whether the player's own turn, if one was due, was not cut off."""
+        """True if the player's own turn, if one was due, was not cut off."""
         return self.due[0].agent != "" or self.finish_reason == "stop"
 
     def fail(self, boundary: str, reason: str) -> None:
@@ -309,11 +309,11 @@ class Rollout:
         return self.agents.setdefault((player, turn.agent), Trajectory(turn.name))
 
     def sub_agents(self, player: int) -> dict[str, Trajectory]:
-        """The trajectories of a player's sub-agents by id, in the order in which they began."""
+        """Return the trajectories of a player's sub-agents by id, in the order in which they began."""
         return {agent: one for (owner, agent), one in self.agents.items() if owner == player}
 
     def spans(self, player: int) -> tuple[Span, ...]:
-        """The spans of a player and its sub-agents; none if it had no sub-agent."""
+        """Return the spans of a player and its sub-agents; none if it had no sub-agent."""
         own = self.sub_agents(player)
         if not own:
             return ()
@@ -324,12 +324,12 @@ class Rollout:
         )
 
     def outcome(self, player: int) -> Outcome:
-        """The player's score, or the failure."""
+        """Return the player's score, or the failure."""
         return self.totals.score(player) if self.failure is None else self.failure
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class AgentRollout:
     """One agent's part of a rollout: what becomes an episode.
 
     Attributes:

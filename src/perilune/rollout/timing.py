@@ -31,7 +31,7 @@ class Stopwatch:
         return time.perf_counter() - self.started
 
     def figures(self) -> dict[str, float]:
-        """The line for `Workspace.timing`: seconds of each part, and sampled tokens per second.
+        """Return the line for `Workspace.timing`: seconds of each part, and sampled tokens per second.
 
         `processor` is the CPU time of this process. Other load on the machine does not change it, so compare
         the arms of an experiment by it. Scoring runs in a separate process and is not included.

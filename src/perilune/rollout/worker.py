@@ -1,4 +1,4 @@
-"""The rollout worker: from tasks to scored episodes, with every sampled token kept."""
+"""The rollout worker: turns tasks into scored episodes, and keeps every sampled token."""
 
 import hashlib
 import math
@@ -22,12 +22,12 @@ from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.models.text.template_facts import template_facts
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.checks import check_group, check_scored_text
-from perilune.rollout.failures import require_few_failures
-from perilune.rollout.groups import Groups, gather_groups
+from perilune.rollout.failures import check_failure_limit
+from perilune.rollout.groups import Groups, flatten, gather_groups
 from perilune.rollout.learned_reward import LearnedReward
-from perilune.rollout.limits import episode_tokens
+from perilune.rollout.limits import max_episode_tokens
 from perilune.rollout.opponents import Opponents
-from perilune.rollout.rollout import DueTurn, Part, Rollout, SampledTurn, Trajectory
+from perilune.rollout.rollout import AgentRollout, DueTurn, Rollout, SampledTurn, Trajectory
 from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.verifiers import Scorer
@@ -54,7 +54,7 @@ class RolloutWorker:
     scorer: Scorer
     environment: Environment
     seed: int
-    learned: LearnedReward | None = None
+    learned_reward: LearnedReward | None = None
     ranks: Ranks = SINGLE_RANK
     opponents: Opponents | None = None
     sub_agents: SubAgents = field(default_factory=SubAgents)
@@ -102,24 +102,24 @@ class RolloutWorker:
         tasks = self.ranks.shard(tasks)
         began = time.perf_counter()
         sessions = Sessions(self.scorer.processes, self.environment)
-        with self._scoring(len(tasks) * samples):
+        with self._scoring_watchdog(len(tasks) * samples):
             rollouts = self._begin(sessions, tasks, samples, step, indices)
         watch.scoring += time.perf_counter() - began
-        self.play_out(sessions, rollouts, params, samples=samples, watch=watch, on_progress=on_progress)
+        self.play_to_end(sessions, rollouts, params, samples=samples, watch=watch, on_progress=on_progress)
         began = time.perf_counter()
         groups = [
             group
             for start in range(0, len(rollouts), samples)
-            for group in self.groups_of(rollouts[start : start + samples], params)
+            for group in self.build_groups(rollouts[start : start + samples], params)
         ]
-        if self.learned is not None:
-            groups = self.learned.rescore(groups)
+        if self.learned_reward is not None:
+            groups = self.learned_reward.rescore(groups)
         watch.scoring += time.perf_counter() - began
         groups = gather_groups(groups, self.ranks, watch)
-        require_few_failures([one for group in groups for one in group], self.scorer.settings, f"step {step}")
+        check_failure_limit(flatten(groups), self.scorer.settings, f"step {step}")
         return groups
 
-    def play_out(
+    def play_to_end(
         self,
         sessions: Sessions,
         rollouts: Sequence[Rollout],
@@ -136,15 +136,15 @@ class RolloutWorker:
         """
         try:
             began = time.perf_counter()
-            with self._scoring(len(rollouts)):
+            with self._scoring_watchdog(len(rollouts)):
                 self.observe(rollouts, params)
             watch.scoring += time.perf_counter() - began
-            while due := [one for one in rollouts if not one.is_over]:
+            while due := [rollout for rollout in rollouts if not rollout.is_over]:
                 self._play_round(sessions, due, params, samples=samples, watch=watch, on_progress=on_progress)
                 if on_progress is not None:
-                    on_progress(sum(one.is_over for one in rollouts), len(rollouts))
+                    on_progress(sum(rollout.is_over for rollout in rollouts), len(rollouts))
         finally:
-            sessions.close([one.session for one in rollouts])
+            sessions.close([rollout.session for rollout in rollouts])
 
     def _begin(
         self, sessions: Sessions, tasks: Sequence[Task], samples: int, step: int, indices: Sequence[int]
@@ -158,14 +158,14 @@ class RolloutWorker:
             self.new_rollout(keys[number // samples], number % samples, session)
             for number, session in enumerate(opened)
         ]
-        for one in rollouts:
-            one.advance()
+        for rollout in rollouts:
+            rollout.advance()
         return rollouts
 
     def new_rollout(self, key: tuple[int, int, int], sample: int, session: RemoteSession) -> Rollout:
-        """The rollout of a newly opened session."""
+        """Return the rollout of a newly opened session."""
         players = getattr(self.environment, "players", 1)
-        opponents = frozenset(self.opponents.players_of(key, players) if self.opponents else ())
+        opponents = frozenset(self.opponents.opponent_players(key, players) if self.opponents else ())
         return Rollout(session.task, key, sample, session, players, opponents=opponents)
 
     def _play_round(
@@ -178,7 +178,7 @@ class RolloutWorker:
         watch: Stopwatch,
         on_progress: Progress | None,
     ) -> None:
-        """Sample the turns that are due in the rollouts, and let the environment take them."""
+        """Sample the due turns of the rollouts, and pass them to the environment."""
         began = time.perf_counter()
         with Watchdog("sampling") as wait:
 
@@ -187,23 +187,23 @@ class RolloutWorker:
                 if on_progress is not None and len(due) == total and due[0].is_single_turn:
                     on_progress(finished, total)
 
-            turns = [turn for one in due for turn in one.due if not turn.trajectory.is_refused]
+            turns = [turn for rollout in due for turn in rollout.due if not turn.trajectory.is_refused]
             contexts = [turn.trajectory.context() for turn in turns]
             completions = self.sample_turns(turns, contexts, samples, params, progress)
         watch.sampling += time.perf_counter() - began
-        watch.tokens += sum(len(one.token_ids) for one in completions)
+        watch.tokens += sum(len(completion.token_ids) for completion in completions)
 
         began = time.perf_counter()
         texts = map(self.text, completions)
         sampled = dict(zip(turns, map(SampledTurn, contexts, completions, texts), strict=True))
         actions = {rollout: rollout.take(sampled) for rollout in due}
         going = [rollout for rollout in due if not rollout.is_over]
-        with self._scoring(sum(len(actions[rollout]) for rollout in going)):
-            sessions.step([(one.session, actions[one], one.has_finished) for one in going])
+        with self._scoring_watchdog(sum(len(actions[rollout]) for rollout in going)):
+            sessions.step([(rollout.session, actions[rollout], rollout.has_finished) for rollout in going])
             for rollout in going:
                 check_scored_text(rollout, actions[rollout])
                 rollout.advance()
-            self.observe([one for one in going if not one.is_over], params)
+            self.observe([rollout for rollout in going if not rollout.is_over], params)
         watch.scoring += time.perf_counter() - began
 
     def sample_turns(
@@ -218,11 +218,11 @@ class RolloutWorker:
         sampled: dict[DueTurn, Completion] = {}
         batches: dict[tuple[int, bool, int, tuple[str, ...]], list[tuple[DueTurn, list[int]]]] = {}
         for turn, context in zip(turns, contexts, strict=True):
-            own = self.params_of(turn, params)
+            own = self.turn_params(turn, params)
             key = self._engine_number(turn), turn.is_first, own.max_tokens, own.stop
             batches.setdefault(key, []).append((turn, context))
         for (number, is_first, _, _), pairs in sorted(batches.items(), key=lambda batch: batch[0]):
-            engine, own = self._engines[number], self.params_of(pairs[0][0], params)
+            engine, own = self._engines[number], self.turn_params(pairs[0][0], params)
             if is_first:
                 first = {turn.rollout.key: Prompt(context, turn.rollout.key) for turn, context in pairs}
                 groups = engine.sample(list(first.values()), samples, own, progress)
@@ -249,7 +249,7 @@ class RolloutWorker:
         return 2 if turn.agent and self.sub_agents.engine else 0
 
     def observe(self, rollouts: Sequence[Rollout], params: SamplingParams) -> None:
-        """Append new messages for the agents to move; truncate rollouts without room for another turn."""
+        """Append new messages for the due agents; truncate rollouts without room for another turn."""
         encoded: dict[tuple[tuple[str, str], ...], list[int]] = {}
         prompts: dict[tuple[int, int, int], list[int]] = {}
         for rollout in rollouts:
@@ -274,11 +274,11 @@ class RolloutWorker:
                         rollout.fail("environment", "the prompt has no tokens")
                     elif turn.is_first and prompts.setdefault(rollout.key, prompt) != prompt:
                         rollout.fail("environment", "the same task and seed began differently")
-                if rollout.actions and not rollout.is_over and not self._has_room(turn, params):
+                if rollout.actions and not rollout.is_over and not self._has_room_for_turn(turn, params):
                     rollout.truncate()
 
     def _observe_agent(self, turn: DueTurn, params: SamplingParams) -> None:
-        """Append new messages for a sub-agent. Its prompt may be the policy's text, so it may be refused."""
+        """Append new messages for a sub-agent; refuse it if they cannot be encoded or do not fit."""
         trajectory = turn.trajectory
         if trajectory.is_refused:
             return
@@ -290,88 +290,89 @@ class RolloutWorker:
         except RequestError:
             trajectory.is_refused = True
             return
-        fits = bool(trajectory.prompt_ids) and self._fits(trajectory, self.params_of(turn, params))
+        fits = bool(trajectory.prompt_ids) and self._fits_context(trajectory, self.turn_params(turn, params))
         trajectory.is_refused = not fits
 
-    def params_of(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
-        """The parameters of a turn."""
-        make = self._agent_params if turn.agent else self.with_stop
+    def turn_params(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
+        """Return the parameters of a turn."""
+        make = self._agent_params if turn.agent else self.add_stop_texts
         own = make(params, turn.rollout.task)
         if turn.max_tokens is None or turn.max_tokens >= own.max_tokens:
             return own
         return replace(own, max_tokens=turn.max_tokens, min_tokens=min(own.min_tokens, turn.max_tokens))
 
     def _agent_params(self, params: SamplingParams, task: Task) -> SamplingParams:
-        """The parameters of sub-agents. The environment's stop texts end their turns if it says so."""
+        """Return the parameters of a sub-agent, with stop texts if the environment sets `stops_agents`."""
         stops = getattr(part_of(self.environment, task), "stops_agents", False)
-        return self.with_stop(params, task) if stops else params
+        return self.add_stop_texts(params, task) if stops else params
 
-    def with_stop(self, params: SamplingParams, task: Task) -> SamplingParams:
-        """The parameters with the stop texts of the task's environment."""
+    def add_stop_texts(self, params: SamplingParams, task: Task) -> SamplingParams:
+        """Return the parameters with the stop texts of the task's environment."""
         stop = self._stop_texts(task)
         return replace(params, stop=(*params.stop, *stop)) if stop else params
 
     def _stop_texts(self, task: Task) -> tuple[str, ...]:
         return tuple(getattr(part_of(self.environment, task), "stop_texts", ()))
 
-    def has_turns(self, task: Task) -> bool:
-        """Whether an episode of the task may have several turns."""
+    def is_multi_turn(self, task: Task) -> bool:
+        """Return whether an episode of the task may have several turns."""
         return getattr(part_of(self.environment, task), "max_turns", 1) > 1
 
-    def most_tokens(self, task: Task, params: SamplingParams) -> int:
-        """The most tokens of an episode of the task, after its prompt."""
-        return episode_tokens(part_of(self.environment, task), self.scorer.settings, params.max_tokens)
+    def max_episode_tokens(self, task: Task, params: SamplingParams) -> int:
+        """Return the most tokens of an episode of the task, after its prompt."""
+        return max_episode_tokens(part_of(self.environment, task), self.scorer.settings, params.max_tokens)
 
-    def _has_room(self, turn: DueTurn, params: SamplingParams) -> bool:
+    def _has_room_for_turn(self, turn: DueTurn, params: SamplingParams) -> bool:
         tokens = len(turn.trajectory.token_ids) + params.max_tokens
         return (
-            tokens <= self.most_tokens(turn.rollout.task, params)
+            tokens <= self.max_episode_tokens(turn.rollout.task, params)
             and turn.rollout.own_turns < (self.scorer.settings.max_turns or math.inf)
-            and self._fits(turn.trajectory, params)
+            and self._fits_context(turn.trajectory, params)
         )
 
-    def _fits(self, trajectory: Trajectory, params: SamplingParams) -> bool:
-        """Whether the model has positions for another turn."""
+    def _fits_context(self, trajectory: Trajectory, params: SamplingParams) -> bool:
+        """Return whether the model has positions for another turn."""
         positions = self.engine.positions
         tokens = len(trajectory.prompt_ids) + len(trajectory.token_ids) + params.max_tokens
         return positions is None or tokens <= positions
 
-    def _scoring(self, moves: int) -> Watchdog:
+    def _scoring_watchdog(self, moves: int) -> Watchdog:
         return Watchdog("scoring", STALL_SECONDS + 2 * moves * self.scorer.item_seconds)
 
     def text(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.token_ids.tolist())
 
-    def groups_of(self, rollouts: Sequence[Rollout], params: SamplingParams) -> Groups:
-        """The groups of the rollouts of one task: one for each player, and one for its trained sub-agents.
+    def build_groups(self, rollouts: Sequence[Rollout], params: SamplingParams) -> Groups:
+        """Build the groups of one task: one for each player, and one for its trained sub-agents.
 
-        Rollouts in which a player never moved are left out, but for failures. Failures are recorded once, for
-        the first of the policy's players. A sub-agent has the reward of its player.
+        A player's group leaves out rollouts in which the player never moved, except failures. Each failure is
+        recorded once, for the first of the policy's players. A sub-agent gets the reward of its player.
         """
         groups = []
         for player in rollouts[0].own_players:
             moved = [
-                Part(one, player)
-                for one in rollouts
-                if one.trajectories[player].turns or (one.failure and player == one.own_players[0])
+                AgentRollout(rollout, player)
+                for rollout in rollouts
+                if rollout.trajectories[player].turns
+                or (rollout.failure and player == rollout.own_players[0])
             ]
-            groups.append(self._group(moved, self.with_stop(params, rollouts[0].task)))
+            groups.append(self._group(moved, self.add_stop_texts(params, rollouts[0].task)))
             if self.sub_agents.trained:
                 parts = [
-                    Part(one, player, agent)
-                    for one in rollouts
-                    for agent, trajectory in one.sub_agents(player).items()
-                    if trajectory.has_sampled and not one.failure
+                    AgentRollout(rollout, player, agent)
+                    for rollout in rollouts
+                    for agent, trajectory in rollout.sub_agents(player).items()
+                    if trajectory.has_sampled and not rollout.failure
                 ]
                 groups.append(self._group(parts, self._agent_params(params, rollouts[0].task)))
         return [group for group in groups if group]
 
-    def _group(self, parts: Sequence[Part], params: SamplingParams) -> tuple[Episode, ...]:
+    def _group(self, parts: Sequence[AgentRollout], params: SamplingParams) -> tuple[Episode, ...]:
         group = tuple(map(self._episode, parts))
         check_group(group, parts, params if isinstance(self.engine, Engine) else None)
         return group
 
-    def _episode(self, part: Part) -> Episode:
+    def _episode(self, part: AgentRollout) -> Episode:
         rollout, trajectory, outcome = part.rollout, part.trajectory, part.outcome
         spans = part.spans
         last = trajectory.turns[-1].completion.finish_reason if part.agent else rollout.finish_reason
@@ -385,18 +386,18 @@ class RolloutWorker:
             prompt_ids=np.asarray(trajectory.prompt_ids, dtype=np.int32),
             token_ids=np.asarray(trajectory.token_ids, dtype=np.int32),
             loss_mask=trajectory.mask(),
-            logprobs=trajectory.sampled("logprobs", 0.0, np.float32),
-            policy_version=trajectory.sampled("policy_version", -1, np.int32),
+            logprobs=trajectory.sampled_values("logprobs", 0.0, np.float32),
+            policy_version=trajectory.sampled_values("policy_version", -1, np.int32),
             finish_reason=last,
-            metrics=_metrics(part, outcome, spans),
+            metrics=_episode_metrics(part, outcome, spans),
             routed_experts=trajectory.routes(),
             spans=spans,
-            **trajectory.likeliest(),
+            **trajectory.top_tokens(),
             **outcome_fields(outcome),
         )
 
 
-def _metrics(part: Part, outcome: Outcome, spans: Sequence[Span]) -> dict[str, float]:
+def _episode_metrics(part: AgentRollout, outcome: Outcome, spans: Sequence[Span]) -> dict[str, float]:
     rollout = part.rollout
     figures = outcome_metrics(outcome)
     if not rollout.is_single_turn:
@@ -412,5 +413,5 @@ def _metrics(part: Part, outcome: Outcome, spans: Sequence[Span]) -> dict[str, f
 
 
 def session_seed(key: tuple[int, int, int]) -> int:
-    """Seed (48 bits) of the sessions that play the task at (seed, step, index in the step)."""
+    """Return the seed (48 bits) of the sessions that play the task at (seed, step, index in the step)."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, key)).encode()).digest()[:6], "big")

@@ -1,7 +1,7 @@
 """A simulated asynchronous stage: a queue of events.
 
-Rollout workers step their engines, environments answer after their latency, `may_admit` admits groups, and
-the learner takes the finished groups that were admitted first. New weights arrive between two steps of an
+Rollout workers step their engines, environments answer after their latency, `admission_limit` admits groups,
+and the learner takes the finished groups that were admitted first. New weights arrive between two steps of an
 engine.
 """
 
@@ -16,7 +16,7 @@ from functools import partial
 from perilune.engine.request import Delta
 from perilune.simulate.episodes import GroupShape, Tokens
 from perilune.simulate.run import RunResult, Scenario, Simulation, SynchronousRun, process_name, turn_context
-from perilune.tasks.rl.asynchronous.sampler import may_admit
+from perilune.tasks.rl.asynchronous.sampler import admission_limit
 
 
 class AsynchronousRun(Simulation):
@@ -84,7 +84,7 @@ class AsynchronousRun(Simulation):
         )  # messages keep their order, so groups begin with these weights
         for worker in self.workers:
             self.schedule(arrival, partial(worker.publish, step - 1))
-        admit_limit = may_admit(self._settings, self.plan.prompts, step - 1, self.plan.steps)
+        admit_limit = admission_limit(self._settings, self.plan.prompts, step - 1, self.plan.steps)
         while self._admitted < admit_limit:
             group = _Group(self._admitted, next(self._source))
             worker = min(self.workers, key=lambda one: (one.groups, one.number))

@@ -32,7 +32,7 @@ class NewModel(Stage[NewModelSpec]):
     produces = "checkpoint"
 
     def describe(self, spec: NewModelSpec, job: Job) -> Mapping[str, object]:
-        """The shape of the model.
+        """Return the shape of the model.
 
         Raises:
             RequestError: when there is data, and no tokenizer to train.

@@ -33,7 +33,7 @@ class Rehearse:
     standalone = True
 
     def plan(self, job: Job) -> Mapping[str, object]:
-        """The total duration."""
+        """Return the total duration."""
         spec = RehearseSpec.model_validate(job.spec)
         return {"seconds": f"{spec.steps * spec.step_seconds:g}"}
 

@@ -158,7 +158,7 @@ class Replayer:
             rollout.advance()
             worker.tapes[rollout] = one
         most = 1 + max(one.sampling.sample for one in cassettes)
-        worker.play_out(sessions, [*worker.tapes], params, samples=most, watch=Stopwatch())
+        worker.play_to_end(sessions, [*worker.tapes], params, samples=most, watch=Stopwatch())
         return [_collect_replay(worker, rollout, params) for rollout in worker.tapes]
 
 
@@ -203,10 +203,10 @@ def _with_sample(cassette: Cassette, sample: int) -> Cassette:
 
 def _collect_replay(worker: TapedWorker, rollout: Rollout, params: SamplingParams) -> Replay:
     sampling = worker.tapes[rollout].sampling
-    stop = worker.with_stop(params, rollout.task).stop
+    stop = worker.add_stop_texts(params, rollout.task).stop
     tape, is_taped = worker.tapes[rollout], worker.until is None
     tracks = []
-    for group in worker.groups_of([rollout], params):
+    for group in worker.build_groups([rollout], params):
         for episode in group:
             track = extract_track(_drop_missing_turn(episode), sampling, stop)
             tracks.append(_restore_finished(tape, track) if is_taped else track)

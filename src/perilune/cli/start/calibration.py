@@ -228,12 +228,12 @@ def _reinforce(model: Decoder, seconds: float, clock: Callable[[], float], token
     """Seconds of an optimizer step of GRPO, with its checks."""
     from perilune.learn.trainer import Learner
     from perilune.tasks.rl.spec import RLSpec
-    from perilune.tasks.rl.update import PolicyUpdates
+    from perilune.tasks.rl.update import PolicyUpdater
 
     spec = RLSpec(checkpoint="", lr=1e-5, prompts=tokens // (SAMPLES * LENGTH), samples=SAMPLES)
-    updates = PolicyUpdates(spec, Learner(model, spec), None)
+    updates = PolicyUpdater(spec, Learner(model, spec), None)
     groups = _groups(model, tokens)
-    return _each(lambda: updates.make(groups, 1), seconds, clock)
+    return _each(lambda: updates.update(groups, 1), seconds, clock)
 
 
 def _groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:

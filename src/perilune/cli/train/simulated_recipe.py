@@ -26,8 +26,13 @@ from perilune.simulate.run import EnvironmentTimes, RunPlan, RunResult, Scenario
 from perilune.simulate.times import Calibrated, RunTimes, load_coefficients, model_digest
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.tasks.rl.spec import RLSpec
-from perilune.tasks.rl.update import off_policy_of, signals_of
-from perilune.tasks.stage.memory_plan import CacheRoom, engine_size, planned_tokens, section_config
+from perilune.tasks.rl.update import off_policy_settings, required_signals
+from perilune.tasks.stage.memory_plan import (
+    CacheSettings,
+    engine_size,
+    planned_episode_tokens,
+    section_config,
+)
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job
@@ -121,9 +126,9 @@ class _Simulator:
         lengths = self._lengths(stage, job)
         times, plan = self._times(spec, asynchronous, lengths)
         plan = replace(plan, watched=job.environment.get(REWARDS, OWN_REWARD) != OWN_REWARD)
-        room = CacheRoom("cuda" if self.options.machines else job.resources.device, spec.precision)
-        longest = planned_tokens(job.environment, spec.max_tokens, self.config)
-        size = engine_size(self.config, longest, room, None if asynchronous else spec.most_samples)
+        room = CacheSettings("cuda" if self.options.machines else job.resources.device, spec.precision)
+        longest = planned_episode_tokens(job.environment, spec.max_tokens, self.config)
+        size = engine_size(self.config, longest, room, None if asynchronous else spec.max_samples)
         make_engine = partial(
             SimulatedEngine, SimulatedModel.from_config(self.config), times.step, token_budget=4096, **size
         )
@@ -137,7 +142,7 @@ class _Simulator:
     ) -> tuple[RunTimes, RunPlan]:
         evaluated = spec.eval
         exact = self.options.machines is None and self.recipe.resources.device != "cuda"
-        signals = signals_of(spec, off_policy_of(spec, exact))
+        signals = required_signals(spec, off_policy_settings(spec, exact))
         plan = RunPlan(
             spec.steps,
             spec.prompts,

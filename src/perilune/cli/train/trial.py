@@ -126,12 +126,12 @@ def _traces(
     from perilune.data.records import TraceRecord
     from perilune.data.sources import Row
     from perilune.environments.core.replay import agent_conversations
-    from perilune.tasks.datasets.collect import prepend_systems
+    from perilune.tasks.datasets.collect import add_strategy_messages
 
     teacher = make_teacher(job.spec["teacher"], job.spec["strategies"], job.spec["options"])
     prepare_teacher(teacher, environment)
     converse = partial(agent_conversations, environment)
-    coming = prepend_systems(
+    coming = add_strategy_messages(
         teacher.candidates(environment.tasks("train", job.seed), job.seed), job.spec["system"]
     )
     games: list[Game] = []

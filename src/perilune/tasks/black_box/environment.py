@@ -36,7 +36,7 @@ def check_pinned(requirements: Sequence[str]) -> None:
 
 
 def lock_lines(lock: Path) -> list[str]:
-    """The requirements in a lock file in the format of pip and uv.
+    """Return the requirements in a lock file in the format of pip and uv.
 
     Raises:
         RequestError: when the file cannot be read, or a version is not exact.
@@ -52,7 +52,7 @@ def lock_lines(lock: Path) -> list[str]:
 
 
 def interpreter(requirements: Sequence[str]) -> Path:
-    """The Python of a virtual environment with only `requirements` and their dependencies.
+    """Return the Python of a virtual environment with only `requirements` and their dependencies.
 
     The environment stays in the user's cache, by Python version and requirements. pip keeps its settings.
 
@@ -75,7 +75,7 @@ def interpreter(requirements: Sequence[str]) -> Path:
 
 
 def installed(python: Path) -> list[str]:
-    """The packages of an environment, from `pip freeze`."""
+    """Return the packages of an environment, from `pip freeze`."""
     if not list((python.parent.parent / "lib").glob("python*/site-packages/pip")):
         return []
     frozen = subprocess.run(
@@ -92,7 +92,7 @@ def record_digests(python: Path) -> dict[str, str]:
 
 
 def cache() -> Path:
-    """The directory of files that can be recreated."""
+    """Return the directory of files that can be recreated."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "perilune"
 
 

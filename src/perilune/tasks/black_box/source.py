@@ -19,12 +19,12 @@ PROTOCOLS = "https:ssh:git:file"  # excludes transports that run a command named
 
 
 def is_url(source: str) -> bool:
-    """Whether the source is the URL of a repository, and not a folder."""
+    """Return whether the source is the URL of a repository, and not a folder."""
     return URL.fullmatch(source) is not None
 
 
 def fetch_source(source: str, commit: str | None) -> Path:
-    """The folder with the code that a recipe names.
+    """Return the folder with the code that a recipe names.
 
     Args:
         source: a folder, the folder of a git repository, or a repository's URL.

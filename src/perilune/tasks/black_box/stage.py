@@ -69,7 +69,7 @@ class BlackBoxSpec(Frozen):
 
     @field_validator("command")
     @classmethod
-    def _known_placeholders(cls, command: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_placeholders(cls, command: tuple[str, ...]) -> tuple[str, ...]:
         for word in command:
             for _, name, _, _ in string.Formatter().parse(word):
                 if name is not None and name not in PLACEHOLDERS:
@@ -93,7 +93,7 @@ class BlackBox:
     output: str = "artifacts/summary.json"
 
     def plan(self, job: Job) -> Mapping[str, object]:
-        """The source, the command and the packages.
+        """Return the source, the command and the packages.
 
         Raises:
             RequestError: when a version is not exact, or a repository has no commit.
@@ -113,7 +113,7 @@ class BlackBox:
         }
 
     def stage(self, job: Job) -> tuple[Mapping[str, Any], Mapping[str, Path]]:
-        """The spec of the bundle, and the source code as its input."""
+        """Return the spec of the bundle, and the source code as its input."""
         source = str(job.spec["source"])
         folder = fetch_source(source, job.spec["commit"])
         origin = source if is_url(source) else Path(source).name
@@ -124,7 +124,7 @@ class BlackBox:
         spec = self.spec.model_validate(workspace.job.spec)
         work = workspace.runtime / "black-box"
         shutil.rmtree(work, ignore_errors=True)
-        shutil.copytree(workspace.input("source"), work, copy_function=_writable)
+        shutil.copytree(workspace.input("source"), work, copy_function=_copy_writable)
         outputs = workspace.artifacts / "outputs"
         shutil.rmtree(outputs, ignore_errors=True)
         outputs.mkdir()
@@ -153,10 +153,10 @@ class BlackBox:
         write_json(workspace.artifacts / "black_box.json", record)
         self._publish(spec, outputs, workspace)
         if spec.metrics is not None:
-            for line in read_json_lines(_within(outputs, spec.metrics)):
+            for line in read_json_lines(_output_path(outputs, spec.metrics)):
                 workspace.metric(**line)
         shutil.rmtree(work)
-        figures = {name: _figure(outputs, source) for name, source in spec.figures.items()}
+        figures = {name: _read_figure(outputs, source) for name, source in spec.figures.items()}
         return {
             "kind": "black_box",
             "origin": spec.origin,
@@ -178,7 +178,7 @@ class BlackBoxTraining(BlackBox):
 
     def _publish(self, spec: BlackBoxSpec, outputs: Path, workspace: Workspace) -> None:
         assert isinstance(spec, BlackBoxTrainingSpec)
-        model = _within(outputs, spec.model)
+        model = _output_path(outputs, spec.model)
         if not (model / "config.json").is_file():
             raise WorkFailedError(
                 f"the program wrote no model to {spec.model}", remedy="correct `model` in the recipe"
@@ -243,18 +243,18 @@ def _copy_outputs(work: Path, patterns: tuple[str, ...], outputs: Path) -> None:
                 shutil.copyfile(path, target)
 
 
-def _within(outputs: Path, name: str) -> Path:
+def _output_path(outputs: Path, name: str) -> Path:
     path = outputs / name
     if not path.resolve().is_relative_to(outputs.resolve()) or not path.exists():
         raise WorkFailedError(f"the program wrote no {name}", where=str(outputs))
     return path
 
 
-def _figure(outputs: Path, source: str) -> float:
-    """The number at FILE#KEY.KEY."""
+def _read_figure(outputs: Path, source: str) -> float:
+    """Return the number at FILE#KEY.KEY."""
     name, _, keys = source.partition("#")
     try:
-        value = json.loads(_within(outputs, name).read_bytes())
+        value = json.loads(_output_path(outputs, name).read_bytes())
         for key in keys.split(".") if keys else ():
             value = value[int(key)] if isinstance(value, list) else value[key]
         return float(value)
@@ -262,7 +262,7 @@ def _figure(outputs: Path, source: str) -> float:
         raise WorkFailedError(f"there is no number at {source}", where="figures") from None
 
 
-def _writable(source: str, target: str) -> str:
+def _copy_writable(source: str, target: str) -> str:
     """Copy a file as writable, and as executable if it starts with `#!`."""
     shutil.copyfile(source, target)
     with Path(source).open("rb") as file:

@@ -50,7 +50,7 @@ def check_advantages(twin: Twin) -> None:
 
 
 def _by_episode(groups: Sequence[WeightedGroup]) -> Weights:
-    """Policy-gradient weights by episode, before division by the step's denominator."""
+    """Return the policy-gradient weights by episode, before division by the step's denominator."""
     return {
         episode.episode_id: weights
         for group in groups

@@ -15,32 +15,32 @@ from perilune.data.episode import Episode
 from perilune.environments.core import prompting
 from perilune.environments.core.prompted_environment import FORMAT
 
-TERMS = (FORMAT, "well_formed")
-RARE = 0.05  # share of answers below which the form counts as unknown to the model
-FIRST_STEPS = 3  # RL steps after which the share is judged
-MOST_CUT_OFF = 0.5  # share of cut off answers from which the token limit is a likely cause
+FORM_TERMS = (FORMAT, "well_formed")
+MAX_RARE_SHARE = 0.05  # share of answers below which the form counts as unknown to the model
+JUDGED_STEPS = 3  # RL steps after which the share is judged
+MAX_TRUNCATED_SHARE = 0.5  # share of cut off answers from which the token limit is a likely cause
 
 
 def form_share(episodes: Sequence[Episode]) -> float | None:
-    """Share of scored answers with the form; None if no reward term says so."""
-    for name in TERMS:
-        if values := [one.reward_terms[name] for one in episodes if name in one.reward_terms]:
+    """Return the share of scored answers with the form; None if no reward term says so."""
+    for name in FORM_TERMS:
+        if values := [episode.reward_terms[name] for episode in episodes if name in episode.reward_terms]:
             return math.fsum(values) / len(values)
     return None
 
 
-def rare_form(share: float | None, truncated: float, job: Job) -> str:
-    """The warning about `share`, with what to set; empty if the share is unknown or large enough.
+def rare_form_warning(share: float | None, truncated: float, job: Job) -> str:
+    """Return the warning about `share`, with what to set; empty if the share is unknown or large enough.
 
     Args:
         truncated: share of answers that the token limit cut off.
     """
-    if share is None or share >= RARE:
+    if share is None or share >= MAX_RARE_SHARE:
         return ""
     settings = job.environment.get(prompting.KEY) or {}
     is_fresh = bool(job.model.get("preset"))  # a model with random weights cannot be asked for a form
     remedies = []
-    if truncated > MOST_CUT_OFF:
+    if truncated > MAX_TRUNCATED_SHARE:
         remedies.append(f"raise max_tokens, which cut off {truncated:.0%} of answers")
     if not is_fresh and not settings.get("format"):
         remedies.append("set environment.prompting.format, so that the model is told how to answer")
@@ -65,14 +65,14 @@ class FormWatch:
 
     def observe(self, line: Mapping[str, Any]) -> str:
         """Add the metrics of a step; return the warning at the step at which it is known, or ""."""
-        share = next((line[key] for name in TERMS if (key := f"term/{name}") in line), None)
-        if share is None or len(self._shares) == FIRST_STEPS:
+        share = next((line[key] for name in FORM_TERMS if (key := f"term/{name}") in line), None)
+        if share is None or len(self._shares) == JUDGED_STEPS:
             return ""
         self._shares.append(share)
         self._truncated.append(line["truncated"])
-        if len(self._shares) < FIRST_STEPS:
+        if len(self._shares) < JUDGED_STEPS:
             return ""
-        mean = math.fsum(self._shares) / FIRST_STEPS
-        truncated = math.fsum(self._truncated) / FIRST_STEPS
-        self.warning = rare_form(mean, truncated, self._workspace.job)
+        mean = math.fsum(self._shares) / JUDGED_STEPS
+        truncated = math.fsum(self._truncated) / JUDGED_STEPS
+        self.warning = rare_form_warning(mean, truncated, self._workspace.job)
         return self.warning

@@ -16,12 +16,12 @@ from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
 from perilune.tasks.rl.spec import RLSpec
-from perilune.tasks.rl.update import PolicyUpdates
+from perilune.tasks.rl.update import PolicyUpdater
 from perilune.tasks.stage.publishing import plain_scores
 
-STEPS = 40  # most steps
-SOLVED = 0.4  # probability of the rewarded arm that counts as solved; it starts at about 0.1
-_KL = 0.05  # largest KL coefficient: a larger one keeps the policy where it was
+MAX_STEPS = 40  # most steps
+SOLVED_PROBABILITY = 0.4  # probability of the rewarded arm that counts as solved; it starts at about 0.1
+_MAX_KL = 0.05  # largest KL coefficient: a larger one keeps the policy where it was
 _ARMS = range(2, 10)
 _REWARDED = 5
 _PROMPT = (1, 0)
@@ -36,26 +36,31 @@ def solve_bandit(spec: RLSpec, device: torch.device) -> str:
     Raises:
         WorkFailedError: when the rewarded arm does not become likely.
     """
-    sizes = {"prompts": 4, "samples": max(8, spec.algorithm.least_samples), "max_tokens": 2, "steps": STEPS}
+    sizes = {
+        "prompts": 4,
+        "samples": max(8, spec.algorithm.least_samples),
+        "max_tokens": 2,
+        "steps": MAX_STEPS,
+    }
     schedule = {"lr": 0.01, "warmup": 0, "final_lr": 1.0}
     own = spec.model_copy(
-        update={**sizes, **schedule, "token_budget": 4, "kl": min(spec.kl, _KL), "curriculum": None}
+        update={**sizes, **schedule, "token_budget": 4, "kl": min(spec.kl, _MAX_KL), "curriculum": None}
     )
     with torch.random.fork_rng(devices=[]):  # weights are drawn on the CPU for every device
         policy, reference = _decoder(device), _decoder(device)
         critic = Critic(policy.config.hidden_size).to(device) if "values" in spec.algorithm.needs else None
     learner = Learner(policy, own, critic=critic, critic_lr=getattr(own.algorithm, "critic_lr", None))
     engine = Engine(policy, slots=64, cache_tokens=2048)
-    updates = PolicyUpdates(own, learner, reference if spec.uses_reference else None)
+    updater = PolicyUpdater(own, learner, reference if spec.uses_reference else None)
     first = probability = _probability(policy, spec.temperature)
-    for step in range(STEPS):
+    for step in range(MAX_STEPS):
         engine.update_weights(None, learner.version)
-        updates.make(_sample(engine, own, step), step)
+        updater.update(_sample(engine, own, step), step)
         probability = _probability(policy, spec.temperature)
-        if probability > SOLVED:
+        if probability > SOLVED_PROBABILITY:
             return f"preflight: {spec.algorithm.name} solved a bandit in {step + 1} steps"
     raise WorkFailedError(
-        f"{spec.algorithm.name} does not learn: in {STEPS} steps on a bandit of {len(_ARMS)} arms the"
+        f"{spec.algorithm.name} does not learn: in {MAX_STEPS} steps on a bandit of {len(_ARMS)} arms the"
         f" rewarded one went from probability {first:.3f} to {probability:.3f}",
         where="preflight",
         remedy="check the algorithm, off_policy and optimizer settings. If they are the defaults, "
@@ -79,12 +84,12 @@ def _decoder(device: torch.device) -> Decoder:
 
 
 def _sample(engine: Engine, spec: RLSpec, step: int) -> Groups:
-    """Groups of answers; every arm is a token that ends its answer."""
+    """Return the groups of answers; every arm is a token that ends its answer."""
     params = SamplingParams(spec.max_tokens, spec.temperature, tuple(_ARMS))
     reward = float(getattr(spec.algorithm, "passes_at", 1.0))
     prompts = [Prompt([*_PROMPT], (0, step, index)) for index in range(spec.prompts)]
     return [
-        tuple(_episode(one, f"{step}/{index}/{sample}", reward) for sample, one in enumerate(group))
+        tuple(_episode(answer, f"{step}/{index}/{sample}", reward) for sample, answer in enumerate(group))
         for index, group in enumerate(engine.sample(prompts, spec.samples, params))
     ]
 
@@ -108,6 +113,6 @@ def _episode(one: Completion, name: str, reward: float) -> Episode:
 
 
 def _probability(decoder: Decoder, temperature: float) -> float:
-    """Probability that the first token is the rewarded arm."""
+    """Return the probability that the first token is the rewarded arm."""
     _, (distribution,) = plain_scores(decoder, np.array([*_PROMPT, 0]), 1, temperature, whole=1)
     return float(distribution[_REWARDED].exp())

@@ -9,11 +9,13 @@ does not inflate it.
 
 import math
 
-WINDOW = 10  # steps in a mean
-DROP = 0.4  # smallest drop, relative to the best mean
-ERRORS = 5.0  # smallest drop, in standard errors of the difference of two means
-HELD = 5  # consecutive steps with such a drop
-DEAD, RISEN, FEWER_ERRORS = 0.8, 0.3, 2.0  # dead groups: least share, least rise, and standard errors then
+WINDOW_STEPS = 10  # steps in a mean
+MIN_DROP_SHARE = 0.4  # smallest drop, relative to the best mean
+MIN_DROP_ERRORS = 5.0  # smallest drop, in standard errors of the difference of two means
+ALARM_STEPS = 5  # consecutive steps with such a drop
+MIN_DEAD_SHARE = 0.8  # share of dead groups from which a smaller drop counts
+MIN_DEAD_RISE = 0.3  # rise of this share, which is required too
+MIN_DROP_ERRORS_IF_DEAD = 2.0  # smallest drop then, in standard errors
 
 
 class CollapseWatch:
@@ -33,7 +35,7 @@ class CollapseWatch:
         self._rewards: list[float] = []
         self._dead: list[float] = []
         self._squares = 0.0
-        self._held = 0
+        self._drop_steps = 0
 
     def observe(self, step: int, reward: float, dead: float) -> str:
         """Add a step's mean reward and share of dead groups; return a message if the alarm changes, or ""."""
@@ -41,37 +43,41 @@ class CollapseWatch:
             self._squares += (reward - self._rewards[-1]) ** 2
         self._rewards.append(reward)
         self._dead.append(dead)
-        if len(self._rewards) < 2 * WINDOW:
+        if len(self._rewards) < 2 * WINDOW_STEPS:
             return ""
-        before = slice(-2 * WINDOW, -WINDOW)
+        before = slice(-2 * WINDOW_STEPS, -WINDOW_STEPS)
         self.best = max(self.best, _mean(self._rewards[before]))
         self._fewest_dead = min(self._fewest_dead, _mean(self._dead[before]))
         now = self.mean
-        drop, least = self.best - now, DROP * abs(self.best)
-        self._held = self._held + 1 if drop > self._noise() and drop >= least else 0
-        if not self.alarm and self._held >= HELD:
+        drop, least = self.best - now, MIN_DROP_SHARE * abs(self.best)
+        self._drop_steps = self._drop_steps + 1 if drop > self._max_noise() and drop >= least else 0
+        if not self.alarm and self._drop_steps >= ALARM_STEPS:
             self.alarm, self.since = True, self.since or step
             return (
-                f"the reward collapsed: {now:.3g} over the last {WINDOW} steps, {self.best:.3g} at its best,"
-                f" and {_mean(self._dead[-WINDOW:]):.0%} of groups have equal rewards. Lower lr, set kl, or"
-                " continue from an earlier checkpoint"
+                f"the reward collapsed: {now:.3g} over the last {WINDOW_STEPS} steps, {self.best:.3g} at its"
+                f" best, and {_mean(self._dead[-WINDOW_STEPS:]):.0%} of groups have equal rewards. Lower lr,"
+                " set kl, or continue from an earlier checkpoint"
             )
         if self.alarm and drop < least / 2:
             self.alarm = False
-            return f"the reward has recovered: {now:.3g} over the last {WINDOW} steps"
+            return f"the reward has recovered: {now:.3g} over the last {WINDOW_STEPS} steps"
         return ""
 
     @property
     def mean(self) -> float:
         """Mean reward over the last window."""
-        return _mean(self._rewards[-WINDOW:])
+        return _mean(self._rewards[-WINDOW_STEPS:])
 
-    def _noise(self) -> float:
-        """The largest drop that may be noise."""
-        dead = _mean(self._dead[-WINDOW:])
-        errors = FEWER_ERRORS if dead >= max(DEAD, self._fewest_dead + RISEN) else ERRORS
+    def _max_noise(self) -> float:
+        """Return the largest drop that may be noise."""
+        dead = _mean(self._dead[-WINDOW_STEPS:])
+        errors = (
+            MIN_DROP_ERRORS_IF_DEAD
+            if dead >= max(MIN_DEAD_SHARE, self._fewest_dead + MIN_DEAD_RISE)
+            else MIN_DROP_ERRORS
+        )
         variance = self._squares / (2 * (len(self._rewards) - 1))
-        return errors * math.sqrt(2 * variance / WINDOW)
+        return errors * math.sqrt(2 * variance / WINDOW_STEPS)
 
 
 def _mean(values: list[float]) -> float:

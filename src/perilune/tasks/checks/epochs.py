@@ -18,7 +18,7 @@ class EpochChecker:
     """
 
     def __init__(self, environment: Environment, seed: int, taken: int) -> None:
-        self._source: Iterator[str] = (one.task_id for one in environment.tasks("train", seed))
+        self._source: Iterator[str] = (task.task_id for task in environment.tasks("train", seed))
         self._expected: list[str] = []  # the environment's first tasks, generated when needed
         self._size: int | None = None  # tasks of an epoch, once known
         self._place = taken
@@ -31,12 +31,16 @@ class EpochChecker:
         Raises:
             WorkFailedError: naming a task that repeats within its epoch.
         """
-        tasks = {tuple(one.group_id.split("/")[:2]): one.task_id for group in groups for one in group[:1]}
+        tasks = {
+            tuple(episode.group_id.split("/")[:2]): episode.task_id
+            for group in groups
+            for episode in group[:1]
+        }
         for task in tasks.values():
             if self._seen[task]:
                 self._generate(self._place + 1)
             self._start_epoch()
-            if self._seen[task] and self._is_wrong(task):
+            if self._seen[task] and self._is_wrong_repeat(task):
                 what = f"task {task} repeats within its epoch: the run trains on the same tasks again"
                 raise WorkFailedError(what, where=f"step {step}", remedy=REPORT_BUG)
             self._seen[task] += 1
@@ -58,8 +62,8 @@ class EpochChecker:
             self._epoch = self._epoch[len(self._epoch) - since :]
             self._seen = Counter(self._epoch)
 
-    def _is_wrong(self, task: str) -> bool:
-        """Whether the environment has another task here, or has `task` less often."""
+    def _is_wrong_repeat(self, task: str) -> bool:
+        """Return whether the environment has another task here, or has `task` less often."""
         if self._place < len(self._expected):
             return self._expected[self._place] != task
         return self._seen[task] >= self._expected.count(task)

@@ -14,8 +14,10 @@ from perilune.learn.signals import SignalModels, compute_signals
 from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.models.decoder import Decoder
 
-LARGE = 10_000_000  # parameters of a model above which `kl_start` is estimated from a share of the groups
-EVERY = 4  # one group in four: a forward pass over all would take a tenth of a step
+LARGE_PARAMETERS = (
+    10_000_000  # parameters of a model above which `kl_start` is estimated from a share of the groups
+)
+GROUP_STRIDE = 4  # one group in four: a forward pass over all would take a tenth of a step
 
 
 class GoldWatch:
@@ -42,12 +44,12 @@ class GoldWatch:
                 self._watch.observe(line["step"], line["kl_start"], line[GOLD])
 
     def observe(self, step: int, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-        """Metrics of one step: gold, kl_start (nats per episode) and those of `OveroptimisationWatch`."""
-        judged = [[one for one in group if GOLD in one.metrics] for group in groups]
+        """Return a step's gold score, kl_start (nats per episode) and `OveroptimisationWatch` metrics."""
+        judged = [[episode for episode in group if GOLD in episode.metrics] for group in groups]
         judged = [group for group in judged if group]
         if not judged:
             return {}
-        gold_scores = [one.metrics[GOLD] for group in judged for one in group]
+        gold_scores = [episode.metrics[GOLD] for group in judged for episode in group]
         gold = math.fsum(gold_scores) / len(gold_scores)
         kl = self._kl_from_start(judged)
         was_recommended, was_alarmed = self._watch.recommended_stop, self._watch.alarm
@@ -63,10 +65,10 @@ class GoldWatch:
         """`kl_from_start`, with each prompt computed once; of a large model, from every fourth group."""
         if self._start is None:
             self._start = self._load_start()
-        if sum(parameter.numel() for parameter in self._start.parameters()) > LARGE:
-            groups = groups[::EVERY]
+        if sum(parameter.numel() for parameter in self._start.parameters()) > LARGE_PARAMETERS:
+            groups = groups[::GROUP_STRIDE]
         # This policy routes by itself.
-        own = [[replace(one, routed_experts=None) for one in group] for group in groups]
+        own = [[replace(episode, routed_experts=None) for episode in group] for group in groups]
         signals = compute_signals(
             {"logprobs"},
             own,
@@ -74,7 +76,7 @@ class GoldWatch:
             token_budget=self._token_budget,
             temperature=self._temperature,
         )
-        return kl_from_start([one for group in groups for one in group], signals["logprobs"])
+        return kl_from_start([episode for group in groups for episode in group], signals["logprobs"])
 
     def _report(self, kind: str, step: int, message: str) -> None:
         self._workspace.event(kind, step=step)
@@ -116,8 +118,8 @@ def kl_from_start(
         start_logprobs: float32[T] by episode id; an episode without sampled tokens has none.
     """
     sums = []
-    for one in (one for one in episodes if one.episode_id in start_logprobs):
-        x = one.logprobs.astype(np.float64) - start_logprobs[one.episode_id]
-        x = np.clip(x[one.loss_mask], -20, 20)
+    for episode in (episode for episode in episodes if episode.episode_id in start_logprobs):
+        x = episode.logprobs.astype(np.float64) - start_logprobs[episode.episode_id]
+        x = np.clip(x[episode.loss_mask], -20, 20)
         sums.append(float(np.sum(np.expm1(-x) + x)))
     return sum(sums) / len(episodes)

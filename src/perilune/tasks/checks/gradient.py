@@ -23,14 +23,14 @@ from perilune.learn.batch import PackedBatch, pack
 from perilune.learn.checks import check_packed, check_weights
 from perilune.learn.trainer import CRITIC_PREFIX, add_reference_logprobs, predicting_states, target_logprobs
 from perilune.learn.weights import COMPONENTS, KLEstimator, Surrogate, WeightedGroup
-from perilune.tasks.checks.twin import Figures, FirstRoutes, Twin, plain
-from perilune.tasks.stage.publishing import RANDOM
+from perilune.tasks.checks.twin import Figures, FirstRoutes, Twin, plain_figures
+from perilune.tasks.stage.publishing import RANDOM_LAYER_HINT
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
 DIRECTIONS = 2
-STEP = 1e-5  # change of every weight in a central difference
+DIFFERENCE_STEP = 1e-5  # change of every weight in a central difference
 CPU_TOLERANCE, TOLERANCE = 2e-3, 2e-2  # error of a derivative, relative to the largest derivative
-TINY = 1e-7  # error of a derivative by rounding
+ABSOLUTE_TOLERANCE = 1e-7  # error of a derivative by rounding
 TOKEN_BUDGET = 12  # small, so that there are several micro-batches
 
 
@@ -73,25 +73,29 @@ def check_gradient(twin: Twin) -> None:
     _check_logprobs(twin, batches)
     if spec.kl:
         batches = add_reference_logprobs(batches, twin.reference)
-    episodes = [one for group in twin.groups for one in group]
-    current = plain(learner.decoder, twin.critic, episodes, spec.temperature)
+    episodes = [episode for group in twin.groups for episode in group]
+    current = plain_figures(learner.decoder, twin.critic, episodes, spec.temperature)
     differences = [_central_differences(twin, direction) for direction in range(DIRECTIONS)]
     for name in COMPONENTS:
-        single = [_only(batch, name) for batch in batches if getattr(batch, name) is not None]
+        single = [_keep_component(batch, name) for batch in batches if getattr(batch, name) is not None]
         if not single:
             continue
         learner.forward_backward(single)
         actual = [sum(_slopes(twin, direction).values()) for direction in range(DIRECTIONS)]
-        tokens = _tokens(twin, weighted, name)
+        tokens = _loss_inputs(twin, weighted, name)
         expected = [_derivative(_LOSSES[name], tokens, current, one) for one in differences]
-        limit = _tolerance(twin) * max(map(abs, expected)) + TINY
-        if not _close(actual, expected, limit):
+        limit = _tolerance(twin) * max(map(abs, expected)) + ABSOLUTE_TOLERANCE
+        if not _are_close(actual, expected, limit):
             mistakes = {
                 mistake: [_derivative(loss, other, current, one) for one in differences]
-                for mistake, loss, other in _mistakes(name, twin, tokens, len(single))
+                for mistake, loss, other in _known_mistakes(name, twin, tokens, len(single))
             }
-            why = next((mistake for mistake, wrong in mistakes.items() if _close(actual, wrong, limit)), None)
-            why = why or _wrong_parameters(twin, partial(_derivative, _LOSSES[name], tokens, current))
+            why = next(
+                (mistake for mistake, wrong in mistakes.items() if _are_close(actual, wrong, limit)), None
+            )
+            why = why or _describe_wrong_parameters(
+                twin, partial(_derivative, _LOSSES[name], tokens, current)
+            )
             raise _error(f"the gradient of {_LABELS[name]} differs from an independent computation: {why}")
         for parameter in learner.optimizer.parameters.values():
             parameter.grad = None
@@ -103,7 +107,7 @@ def _error(message: str) -> WorkFailedError:
 
 def _check_logprobs(twin: Twin, batches: Sequence[PackedBatch]) -> None:
     """Compare the learner's log-probs, computed as in training, with those of single sequences."""
-    by_id = {one.episode_id: one for group in twin.groups for one in group}
+    by_id = {episode.episode_id: episode for group in twin.groups for episode in group}
     decoder, temperature = twin.learner.decoder, twin.spec.temperature
     for batch in batches:
         episodes = [by_id[name] for name in batch.episode_ids]
@@ -116,8 +120,8 @@ def _check_logprobs(twin: Twin, batches: Sequence[PackedBatch]) -> None:
             for _ in range(2)
         )
         if not rounding_of(decoder).allows((first - second).numpy()):
-            raise _error(f"the learner's forward pass gives other log-probs each time: {RANDOM}")
-        expected, at_one = (plain(decoder, None, episodes, one)[0] for one in (temperature, 1.0))
+            raise _error(f"the learner's forward pass gives other log-probs each time: {RANDOM_LAYER_HINT}")
+        expected, at_one = (plain_figures(decoder, None, episodes, one)[0] for one in (temperature, 1.0))
         rounding = plain_rounding(decoder)
         if rounding.allows((first - expected).numpy()):
             continue
@@ -127,7 +131,7 @@ def _check_logprobs(twin: Twin, batches: Sequence[PackedBatch]) -> None:
         raise _error(f"the learner's log-probs differ by {gap:.3g} nats from those of one sequence at a time")
 
 
-def _only(batch: PackedBatch, name: str) -> PackedBatch:
+def _keep_component(batch: PackedBatch, name: str) -> PackedBatch:
     return replace(batch, **{other: None for other in COMPONENTS if other != name})  # type: ignore[arg-type]
 
 
@@ -135,7 +139,7 @@ def _tolerance(twin: Twin) -> float:
     return CPU_TOLERANCE if twin.device.type == "cpu" else TOLERANCE
 
 
-def _close(values: Sequence[float], others: Sequence[float], limit: float) -> bool:
+def _are_close(values: Sequence[float], others: Sequence[float], limit: float) -> bool:
     return all(abs(one - other) <= limit for one, other in zip(values, others, strict=True))
 
 
@@ -153,7 +157,7 @@ def _directions(twin: Twin, direction: int) -> Iterator[tuple[str, Tensor, Tenso
 
 
 def _slopes(twin: Twin, direction: int) -> dict[str, float]:
-    """The derivative of the loss along a direction, from the learner's gradient, by parameter."""
+    """Return the derivative of the loss along a direction, from the learner's gradient, by parameter."""
     gradients = {name: parameter.grad for name, parameter in twin.learner.optimizer.parameters.items()}
     return {
         name: 0.0 if (gradient := gradients[name]) is None else float((gradient.cpu().double() * signs).sum())
@@ -162,8 +166,8 @@ def _slopes(twin: Twin, direction: int) -> dict[str, float]:
 
 
 def _central_differences(twin: Twin, direction: int, only: str | None = None) -> Figures:
-    """The derivatives of the figures along a direction, for all weights or those of one parameter."""
-    episodes = [one for group in twin.groups for one in group]
+    """Return the derivatives of the figures along a direction, for all weights or those of one parameter."""
+    episodes = [episode for group in twin.groups for episode in group]
     weights = [one for one in _directions(twin, direction) if only in (None, one[0])]
 
     routes = FirstRoutes()
@@ -171,18 +175,18 @@ def _central_differences(twin: Twin, direction: int, only: str | None = None) ->
     def shifted(by: float) -> Figures:
         for _, weight, signs in weights:
             weight.add_(signs, alpha=by)
-        return plain(twin.exact, twin.exact_critic, episodes, twin.spec.temperature, routes)
+        return plain_figures(twin.exact, twin.exact_critic, episodes, twin.spec.temperature, routes)
 
     if twin.exact.config.experts is not None:
         shifted(0.0)
-    up, down = shifted(STEP), shifted(-2 * STEP)
+    up, down = shifted(DIFFERENCE_STEP), shifted(-2 * DIFFERENCE_STEP)
     for _, weight, signs in weights:
-        weight.add_(signs, alpha=STEP)
-    return Figures(*((one - other) / (2 * STEP) for one, other in zip(up, down, strict=True)))
+        weight.add_(signs, alpha=DIFFERENCE_STEP)
+    return Figures(*((one - other) / (2 * DIFFERENCE_STEP) for one, other in zip(up, down, strict=True)))
 
 
 def _derivative(loss: Loss, tokens: _Tokens, current: Figures, differences: Figures) -> float:
-    """The derivative of a loss along a direction, by the chain rule."""
+    """Return the derivative of a loss along a direction, by the chain rule."""
     leaves = Figures(*(one.clone().requires_grad_() for one in current))
     gradients = torch.autograd.grad(loss(tokens, leaves), leaves, allow_unused=True)
     return sum(
@@ -190,11 +194,11 @@ def _derivative(loss: Loss, tokens: _Tokens, current: Figures, differences: Figu
     )
 
 
-def _wrong_parameters(twin: Twin, derivative: Callable[[Figures], float]) -> str:
+def _describe_wrong_parameters(twin: Twin, derivative: Callable[[Figures], float]) -> str:
     """Which parameters have the wrong gradient."""
     actual = _slopes(twin, 0)
     expected = {name: derivative(_central_differences(twin, 0, name)) for name in actual}
-    limit = _tolerance(twin) * max(map(abs, expected.values())) + TINY
+    limit = _tolerance(twin) * max(map(abs, expected.values())) + ABSOLUTE_TOLERANCE
     wrong = [name for name in actual if abs(actual[name] - expected[name]) > limit]
     if not wrong:
         return "the gradients of many parameters differ a little"
@@ -271,8 +275,10 @@ _LABELS = {
 }
 
 
-def _mistakes(name: str, twin: Twin, right: _Tokens, batches: int) -> Iterator[tuple[str, Loss, _Tokens]]:
-    """Known mistakes: a description, and the loss with its inputs."""
+def _known_mistakes(
+    name: str, twin: Twin, right: _Tokens, batches: int
+) -> Iterator[tuple[str, Loss, _Tokens]]:
+    """Yield the known mistakes: a description, and the loss with its inputs."""
     loss = _LOSSES[name]
     yield "its sign is wrong", lambda *inputs: -loss(*inputs), right
     yield "it is divided by the number of micro-batches twice", lambda *inputs: loss(*inputs) / batches, right
@@ -284,44 +290,44 @@ def _mistakes(name: str, twin: Twin, right: _Tokens, batches: int) -> Iterator[t
         yield "the ratio is not clipped", loss, replace(right, surrogate=free)
         yield "the dual clip is missing", loss, replace(right, surrogate=replace(rule, dual=None))
     if name == "reference_kl":
-        episodes = [one for group in twin.groups for one in group]
+        episodes = [episode for group in twin.groups for episode in group]
         other: KLEstimator = "k3" if right.surrogate.kl == "k2" else "k2"
-        at_one, *_ = plain(twin.reference, None, episodes, 1.0)
+        at_one, *_ = plain_figures(twin.reference, None, episodes, 1.0)
         sampler = replace(right, reference=right.sampler)
         yield "it is computed to the sampler, not to the reference", loss, sampler
         yield "the reference's log-probs are at temperature 1", loss, replace(right, reference=at_one)
         yield f"its estimator is {other}", loss, replace(right, surrogate=replace(right.surrogate, kl=other))
 
 
-def _tokens(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _Tokens:
-    """The inputs of a component's loss, from the weighted groups."""
+def _loss_inputs(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _Tokens:
+    """Return the inputs of a component's loss, from the weighted groups."""
     spec, group = twin.spec, weighted[0]
-    episodes = [one for group in weighted for one in group.episodes]
-    masks = [one.loss_mask for one in episodes]
+    episodes = [episode for group in weighted for episode in group.episodes]
+    masks = [episode.loss_mask for episode in episodes]
 
     def learned(arrays: Sequence[np.ndarray]) -> Tensor:
         parts = [array[mask].astype(np.float64) for array, mask in zip(arrays, masks, strict=True)]
         return torch.from_numpy(np.concatenate(parts))
 
-    targets = [one.value for one in weighted if one.value is not None]
-    components = [found for one in weighted if (found := one.component(name)) is not None]
+    targets = [group.value for group in weighted if group.value is not None]
+    components = [found for group in weighted if (found := group.component(name)) is not None]
     denominator = sum(sum(one.counts) for one in components)
     weights = learned([array for one in components for array in one.weights]) / denominator
     none = torch.zeros_like(weights)
     return _Tokens(
         weights=weights,
-        sampler=learned([one.logprobs for one in episodes]),
-        reference=plain(twin.reference, None, episodes, spec.temperature)[0],
+        sampler=learned([episode.logprobs for episode in episodes]),
+        reference=plain_figures(twin.reference, None, episodes, spec.temperature)[0],
         returns=learned([a for one in targets for a in one.returns]) if targets else none,
         old_values=learned([a for one in targets for a in one.values]) if targets else none,
         episode_of=torch.arange(len(masks)).repeat_interleave(torch.tensor([int(m.sum()) for m in masks])),
-        surrogate=_configured(spec.algorithm, replace(group.surrogate, kl=spec.kl_estimator)),
+        surrogate=_configure_surrogate(spec.algorithm, replace(group.surrogate, kl=spec.kl_estimator)),
         value_clip=targets[0].clip if targets else 0.0,
     )
 
 
-def _configured(algorithm: Algorithm, surrogate: Surrogate) -> Surrogate:
-    """The surrogate with the bounds from the algorithm's options."""
+def _configure_surrogate(algorithm: Algorithm, surrogate: Surrogate) -> Surrogate:
+    """Return the surrogate with the bounds from the algorithm's options."""
     options = algorithm.model_dump()
     if "ratio_max" in options:
         return replace(surrogate, low=options["ratio_min"], high=options["ratio_max"], clip="weight")

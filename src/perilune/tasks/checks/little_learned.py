@@ -4,15 +4,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-LEAST_STEPS = 10  # fewer steps say nothing
-CLEAR = 2.0  # standard errors by which the reward must rise
-MANY_DEAD = 0.6  # share of dead groups that explains a slow climb
-MANY_CUT_OFF = 0.3  # share of answers at the token limit that does
-SOLVED = 0.9  # pass rate above which little is left to learn
+MIN_STEPS = 10  # fewer steps say nothing
+MIN_RISE_ERRORS = 2.0  # standard errors by which the reward must rise
+HIGH_DEAD_SHARE = 0.6  # share of dead groups that explains a slow climb
+HIGH_TRUNCATED_SHARE = 0.3  # share of answers at the token limit that does
+SOLVED_PASS_RATE = 0.9  # pass rate above which little is left to learn
 
 
-def little_learned(lines: Sequence[Mapping[str, Any]], episodes: int) -> str:
-    """A warning with causes and remedies if the reward in training did not rise clearly, else "".
+def little_learned_warning(lines: Sequence[Mapping[str, Any]], episodes: int) -> str:
+    """Return a warning with causes and remedies if the reward in training did not rise clearly, else "".
 
     The mean rewards of the first and the last fifth of the steps are compared.
 
@@ -20,13 +20,13 @@ def little_learned(lines: Sequence[Mapping[str, Any]], episodes: int) -> str:
         lines: the metrics of each step.
         episodes: of a step.
     """
-    if len(lines) < LEAST_STEPS:
+    if len(lines) < MIN_STEPS:
         return ""
     edge = len(lines) // 5
     parts = lines[:edge], lines[-edge:]
     first, last = (_mean(part, "reward") for part in parts)
     error = math.hypot(*(_mean(part, "reward_std") for part in parts)) / math.sqrt(edge * episodes)
-    if last - first > CLEAR * error or _mean(parts[0], "pass_rate") > SOLVED:
+    if last - first > MIN_RISE_ERRORS * error or _mean(parts[0], "pass_rate") > SOLVED_PASS_RATE:
         return ""
     return f"the mean reward in training went from {first:.3f} to {last:.3f}. {' '.join(_causes(lines))}"
 
@@ -34,7 +34,7 @@ def little_learned(lines: Sequence[Mapping[str, Any]], episodes: int) -> str:
 def _causes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     rate, dead, cut_off = (_mean(lines, name) for name in ("pass_rate", "dead_groups", "truncated"))
     causes = []
-    if dead > MANY_DEAD:
+    if dead > HIGH_DEAD_SHARE:
         alike, remedy = (
             ("wrong", "train longer on traces first, choose easier tasks or a curriculum, or raise samples")
             if rate < 0.5
@@ -43,7 +43,7 @@ def _causes(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         causes.append(
             f"{dead:.0%} of the groups had no gradient, because all answers were {alike}: {remedy}."
         )
-    if cut_off > MANY_CUT_OFF:
+    if cut_off > HIGH_TRUNCATED_SHARE:
         causes.append(f"The token limit cut off {cut_off:.0%} of the answers: raise max_tokens.")
     return causes or [
         f"{1 - dead:.0%} of the groups had a gradient, so more may be learned with more steps or another lr."

@@ -21,11 +21,16 @@ from perilune.learn.trainer import Learner, token_logprobs
 from perilune.models.adapters.lora import adapter_pairs, without_adapter
 from perilune.models.decoder import Decoder
 from perilune.rollout.groups import Groups
-from perilune.tasks.stage.publishing import RANDOM, WITHOUT_ADAPTER, is_random, plain_scores
+from perilune.tasks.stage.publishing import (
+    MISSING_ADAPTER_HINT,
+    RANDOM_LAYER_HINT,
+    is_nondeterministic,
+    plain_scores,
+)
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
-EPISODES = 4  # episodes rescored at each step
-DRAWN = 16  # tokens of each that are drawn again
+EPISODES_PER_STEP = 4  # episodes rescored at each step
+REDRAWN_TOKENS = 16  # tokens of each that are drawn again
 
 Array = NDArray[np.float32]
 
@@ -55,13 +60,15 @@ class LogprobChecker:
             WorkFailedError: when the sampler's log-probs differ, with the likely mistake; when its tokens do
                 not follow from its random numbers.
         """
-        current = [one for group in groups for one in group if one.sampled and self._is_current(one)]
-        stride = max(1, len(current) // EPISODES)
-        for episode in current[step % stride :: stride][:EPISODES]:
-            expected, first = _scored(self.learner.decoder, episode, self.temperature)
+        current = [
+            episode for group in groups for episode in group if episode.sampled and self._is_current(episode)
+        ]
+        stride = max(1, len(current) // EPISODES_PER_STEP)
+        for episode in current[step % stride :: stride][:EPISODES_PER_STEP]:
+            expected, first = _rescore(self.learner.decoder, episode, self.temperature)
             actual = episode.logprobs[episode.loss_mask]
             if not plain_rounding(self.learner.decoder).allows(_gaps(actual, expected)):
-                raise self._error(_largest(actual, expected), episode, actual, "sampler", step)
+                raise self._error(_max_gap(actual, expected), episode, actual, "sampler", step)
             if self.draws_are_known and episode.group_id.count("/") == 1:  # of no further player or agent
                 self._check_draws(episode, first)
 
@@ -109,24 +116,24 @@ class LogprobChecker:
         if not scored:
             return
         batch, logprobs = scored[step % len(scored)]
-        by_id = {one.episode_id: one for group in groups for one in group}
+        by_id = {episode.episode_id: episode for group in groups for episode in group}
         episodes = batch.split_by_episode(logprobs)
         name, actual = episodes[step % len(episodes)]
         episode = replace(by_id[name], routed_experts=None)
         rounding = plain_rounding(reference)
-        expected = rescored(reference, episode, self.temperature)
+        expected = rescore(reference, episode, self.temperature)
         if rounding.allows(_gaps(actual, expected)):
             return
         sources = {
-            "at temperature 1": rescored(reference, episode, 1.0),
+            "at temperature 1": rescore(reference, episode, 1.0),
             "the sampler's": episode.logprobs[episode.loss_mask],
-            "the learner's": rescored(self.learner.decoder, episode, self.temperature),
+            "the learner's": rescore(self.learner.decoder, episode, self.temperature),
         }
         known = [
             f": they are {name}" for name, other in sources.items() if rounding.allows(_gaps(actual, other))
         ]
         raise WorkFailedError(
-            f"the reference log-probs of the KL differ by {_largest(actual, expected):.3g} nats from the"
+            f"the reference log-probs of the KL differ by {_max_gap(actual, expected):.3g} nats from the"
             f" reference policy's own{known[0] if known else ''}",
             where=f"step {step + 1}, episode {episode.episode_id}",
             remedy=REPORT_BUG,
@@ -152,9 +159,9 @@ class LogprobChecker:
                 remedy=REPORT_BUG,
             )
         mean, divergence = figures.get("logprob_gap_mean", 0.0), figures.get("logprob_gap_kl", 0.0)
-        if rounding.permits(gap, mean, divergence):
+        if rounding.allows_statistics(gap, mean, divergence):
             return
-        by_id = {one.episode_id: one for group in groups for one in group}
+        by_id = {episode.episode_id: episode for group in groups for episode in group}
         gaps = [
             (_gaps(one.logprobs[one.loss_mask], own), one, own)
             for batch in batches
@@ -165,19 +172,19 @@ class LogprobChecker:
         if rounding.allows(np.concatenate([one for one, _, _ in gaps])):
             raise WorkFailedError(
                 f"the learner's log-probs with a gradient differ by {gap:.3g} nats from the sampler's and"
-                f" from its own without one: {RANDOM}",
+                f" from its own without one: {RANDOM_LAYER_HINT}",
                 where=f"step {step + 1}",
                 remedy=REPORT_BUG,
             )
         raise self._error(gap, worst, logprobs, "learner", step)
 
     def _is_current(self, episode: Episode) -> bool:
-        """Whether the learner's version sampled all of the policy's tokens."""
+        """Return whether the learner's version sampled all of the policy's tokens."""
         return bool((episode.policy_version == self.learner.version)[episode.loss_mask].all())
 
     def _error(self, gap: float, episode: Episode, logprobs: Array, whose: str, step: int) -> WorkFailedError:
         decoder = self.learner.decoder
-        why = explain(episode, logprobs, decoder, self.temperature, whose)
+        why = explain_mismatch(episode, logprobs, decoder, self.temperature, whose)
         return WorkFailedError(
             f"sampler and learner differ by up to {gap:.3g} nats on the same weights, and"
             f" {rounding_of(decoder)}; {why}",
@@ -186,35 +193,37 @@ class LogprobChecker:
         )
 
 
-def rescored(decoder: Decoder, episode: Episode, temperature: float) -> Array:
-    """The log-probs float32[N] of the policy's tokens of an episode, whose routes are replayed."""
-    return _scored(decoder, episode, temperature)[0]
+def rescore(decoder: Decoder, episode: Episode, temperature: float) -> Array:
+    """Return the log-probs float32[N] of the policy's tokens of an episode, whose routes are replayed."""
+    return _rescore(decoder, episode, temperature)[0]
 
 
-def _scored(decoder: Decoder, episode: Episode, temperature: float) -> tuple[Array, Array]:
-    """`rescored`, and float32[min(T, DRAWN), V] log-probs of the vocabulary at the first tokens."""
+def _rescore(decoder: Decoder, episode: Episode, temperature: float) -> tuple[Array, Array]:
+    """`rescore`, and float32[min(T, REDRAWN_TOKENS), V] log-probs of the vocabulary at the first tokens."""
     ids = np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)
     routes = pack_routes([episode], [0])
     replay = None if routes is None else RouteReplay(routes.to(next(decoder.parameters()).device))
-    chosen, first = plain_scores(decoder, ids, len(episode.token_ids), temperature, replay, DRAWN)
+    chosen, first = plain_scores(decoder, ids, len(episode.token_ids), temperature, replay, REDRAWN_TOKENS)
     return chosen.cpu().numpy()[episode.loss_mask], first.cpu().numpy()
 
 
-def explain(episode: Episode, logprobs: Array, decoder: Decoder, temperature: float, whose: str) -> str:
-    """The known mistake that explains `logprobs` of an episode's tokens, in place of the right ones."""
+def explain_mismatch(
+    episode: Episode, logprobs: Array, decoder: Decoder, temperature: float, whose: str
+) -> str:
+    """Return the known mistake that explains why `logprobs` differ from the right ones."""
     rounding = plain_rounding(decoder)
-    right = rescored(decoder, episode, temperature)
+    right = rescore(decoder, episode, temperature)
 
     def are(some: Array, others: Array) -> bool:
         return rounding.allows(_gaps(some, others))
 
-    if is_random(decoder, np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)):
-        return f"the learner's forward pass gives other values each time: {RANDOM}"
+    if is_nondeterministic(decoder, np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)):
+        return f"the learner's forward pass gives other values each time: {RANDOM_LAYER_HINT}"
     if are(logprobs, right):
         return f"the {whose}'s are right, so the other's are not{_base_note(episode, decoder, temperature)}"
-    if are(logprobs, rescored(decoder, episode, 1.0)):
+    if are(logprobs, rescore(decoder, episode, 1.0)):
         return f"the temperature {temperature:g} is missing from the {whose}'s log-probs"
-    if are(logprobs, rescored(decoder, episode, temperature**2)):
+    if are(logprobs, rescore(decoder, episode, temperature**2)):
         return f"the temperature {temperature:g} is twice in the {whose}'s log-probs"
     if len(right) > 1 and (are(logprobs[1:], right[:-1]) or are(logprobs[:-1], right[1:])):
         return f"the {whose}'s log-probs are off by one token"
@@ -223,18 +232,16 @@ def explain(episode: Episode, logprobs: Array, decoder: Decoder, temperature: fl
 
 
 def _base_note(episode: Episode, decoder: Decoder, temperature: float) -> str:
-    """A note if the sampler computed without the learner's adapter, or ""."""
+    """Return a note if the sampler computed without the learner's adapter, or ""."""
     if not adapter_pairs(decoder):
         return ""
-    gaps = _gaps(
-        episode.logprobs[episode.loss_mask], rescored(without_adapter(decoder), episode, temperature)
-    )
-    return f"; it sampled with {WITHOUT_ADAPTER}" if rounding_of(decoder).allows(gaps) else ""
+    gaps = _gaps(episode.logprobs[episode.loss_mask], rescore(without_adapter(decoder), episode, temperature))
+    return f"; it sampled with {MISSING_ADAPTER_HINT}" if rounding_of(decoder).allows(gaps) else ""
 
 
 def _gaps(one: Array, other: Array) -> NDArray[np.float64]:
     return one.astype(np.float64) - other
 
 
-def _largest(one: Array, other: Array) -> float:
+def _max_gap(one: Array, other: Array) -> float:
     return float(np.abs(_gaps(one, other)).max(initial=0.0))

@@ -48,7 +48,7 @@ class OptimizerChecker:
         self._last: _State | None = None  # after the last update
 
     @contextmanager
-    def watched(self, lr: float) -> Iterator[None]:
+    def check_update(self, lr: float) -> Iterator[None]:
         """Check the update made in the block, which uses the current gradients.
 
         Raises:
@@ -56,9 +56,9 @@ class OptimizerChecker:
         """
         self._check_unchanged()
         gradients, norm = self._choose_elements()
-        before, step = self._read(), self._learner.optimizer.step
+        before, step = self._read_state(), self._learner.optimizer.step
         yield
-        after = self._read()
+        after = self._read_state()
         self._check_step(step)
         self._check_update(gradients, norm, before, after, lr)
         self._last = after
@@ -86,7 +86,7 @@ class OptimizerChecker:
         return torch.stack(gradients).double().cpu().numpy(), float(norm)
 
     @torch.no_grad()
-    def _read(self) -> _State:
+    def _read_state(self) -> _State:
         def chosen(tensors: Mapping[str, torch.Tensor]) -> Array:
             elements = [tensors[name].reshape(-1)[place].double() for name, place in self._places.items()]
             return torch.stack(elements).cpu().numpy()
@@ -97,7 +97,7 @@ class OptimizerChecker:
     def _check_unchanged(self) -> None:
         if self._last is None:
             return
-        for field, before, now in zip(_State._fields, self._last, self._read(), strict=True):
+        for field, before, now in zip(_State._fields, self._last, self._read_state(), strict=True):
             changed = np.flatnonzero(before != now)
             if len(changed):
                 name = list(self._places)[changed[0]]
@@ -115,7 +115,7 @@ class OptimizerChecker:
         scale = min(1.0, clip / (norm + 1e-6))
         critics = np.array([name.startswith(CRITIC_PREFIX) for name in self._places])
         rates = lr * np.where(critics, self._critic_factor, 1.0)
-        updated = self._updated(gradients * scale, before, rates)
+        updated = self._expected_state(gradients * scale, before, rates)
         for field, expected, actual, old in zip(_State._fields, updated, after, before, strict=True):
             allowed = TOLERANCE * np.abs(expected - old) + 1e-30
             allowed += np.abs(old) * (self._rounding() if field == "weights" else 1e-5)
@@ -124,14 +124,16 @@ class OptimizerChecker:
                 continue
             first = wrong[0]
             mistakes = self._mistakes(gradients, scale, before, rates)
-            why = next((mistake for mistake, state in mistakes.items() if _same(state, after, wrong)), "")
+            why = next(
+                (mistake for mistake, state in mistakes.items() if _are_close(state, after, wrong)), ""
+            )
             raise self._error(
                 f"{len(wrong)} of {len(self._places)} parameters did not move as AdamW says, the first is"
                 f" {list(self._places)[first]}: its {_NAMES[field]} went from {old[first]:.6g} to"
                 f" {actual[first]:.6g}, and should be {expected[first]:.6g}{why and ': ' + why}"
             )
 
-    def _updated(
+    def _expected_state(
         self,
         gradients: Array,
         before: _State,
@@ -140,7 +142,7 @@ class OptimizerChecker:
         decayed: bool | None = None,
         corrected: bool = True,
     ) -> _State:
-        """The state after AdamW's update.
+        """Return the state after AdamW's update.
 
         Args:
             decayed: weight decay on all or no parameters; by default on matrices only.
@@ -163,20 +165,22 @@ class OptimizerChecker:
         return np.array([8 * torch.finfo(parameters[name].dtype).eps for name in self._places])
 
     def _mistakes(self, gradients: Array, scale: float, before: _State, lr: Array) -> Mapping[str, _State]:
-        """The states after updates with known mistakes."""
+        """Return the states after updates with known mistakes."""
         clipped = gradients * scale
         zeros = np.zeros_like(gradients)
         return {
             "it was not updated at all": before,
-            "the update climbs the loss": self._updated(clipped, before, -lr),
-            "weight decay was applied to norms and biases": self._updated(clipped, before, lr, decayed=True),
-            "weight decay was left out": self._updated(clipped, before, lr, decayed=False),
-            "the moments are not corrected for their bias": self._updated(
+            "the update climbs the loss": self._expected_state(clipped, before, -lr),
+            "weight decay was applied to norms and biases": self._expected_state(
+                clipped, before, lr, decayed=True
+            ),
+            "weight decay was left out": self._expected_state(clipped, before, lr, decayed=False),
+            "the moments are not corrected for their bias": self._expected_state(
                 clipped, before, lr, corrected=False
             ),
-            "the gradient was clipped twice": self._updated(clipped * scale, before, lr),
-            "the gradient was not clipped": self._updated(gradients, before, lr),
-            "the moments were reset": self._updated(clipped, _State(before.weights, zeros, zeros), lr),
+            "the gradient was clipped twice": self._expected_state(clipped * scale, before, lr),
+            "the gradient was not clipped": self._expected_state(gradients, before, lr),
+            "the moments were reset": self._expected_state(clipped, _State(before.weights, zeros, zeros), lr),
         }
 
     def _error(self, message: str) -> WorkFailedError:
@@ -186,7 +190,7 @@ class OptimizerChecker:
 _NAMES = {"weights": "weight", "first": "first moment", "second": "second moment"}
 
 
-def _same(one: _State, other: _State, places: NDArray[np.int64]) -> bool:
+def _are_close(one: _State, other: _State, places: NDArray[np.int64]) -> bool:
     return all(
         np.allclose(mine[places], others[places], rtol=1e-5, atol=1e-12)
         for mine, others in zip(one, other, strict=True)

@@ -16,7 +16,7 @@ from perilune.tasks.checks.twin import Twin
 from perilune.tasks.rl.spec import RLSpec
 from perilune.watchdog import Watchdog
 
-LONG = 20  # fewest steps of a run with a bandit and an audit
+MIN_LONG_RUN_STEPS = 20  # fewest steps of a run with a bandit and an audit
 
 
 def run_preflight(
@@ -36,7 +36,7 @@ def run_preflight(
         twin = Twin(spec, config, device)
         check_gradient(twin)
         check_advantages(twin)
-        if first == 0 and spec.steps >= LONG:
+        if first == 0 and spec.steps >= MIN_LONG_RUN_STEPS:
             workspace.log(solve_bandit(spec, device))
-    if spec.steps >= LONG:
+    if spec.steps >= MIN_LONG_RUN_STEPS:
         check_reward(workspace)

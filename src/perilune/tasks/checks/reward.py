@@ -10,11 +10,11 @@ from perilune.verifiers import Scorer
 from perilune.verifiers.audit import Audit, audit_reward
 from perilune.watchdog import Watchdog
 
-TASKS = 3  # fewest tasks from which an audit draws conclusions across tasks
-SCORINGS = 600  # about as many answers does it score
-PATIENCE = 20.0  # seconds that it may take
-FILE = "reward_audit.json"
-FAILING = frozenset({"D", "F"})
+AUDIT_TASKS = 3  # fewest tasks from which an audit draws conclusions across tasks
+AUDIT_SCORINGS = 600  # about as many answers does it score
+AUDIT_LIMIT_S = 20.0  # seconds that it may take
+AUDIT_FILE = "reward_audit.json"
+FAILING_GRADES = frozenset({"D", "F"})
 
 
 def check_reward(workspace: Workspace) -> None:
@@ -23,39 +23,41 @@ def check_reward(workspace: Workspace) -> None:
     The findings are written to `artifacts/reward_audit.json`. Only `perilune environments audit` also
     searches for exploits.
     """
-    if (workspace.artifacts / FILE).exists():
+    if (workspace.artifacts / AUDIT_FILE).exists():
         return
     with Watchdog("reward audit"):
-        if (each := _seconds_to_score(workspace)) * SCORINGS > PATIENCE:
+        if (each := _seconds_to_score(workspace)) * AUDIT_SCORINGS > AUDIT_LIMIT_S:
             workspace.log(
                 f"the reward was not audited, because scoring an answer takes {each:.2g} s;"
                 " `perilune environments audit` does it"
             )
             return
-        audit = audit_reward(workspace.job.environment, tasks=TASKS, search_budget=0, seed=workspace.job.seed)
-    write_json(workspace.artifacts / FILE, audit.to_json())
+        audit = audit_reward(
+            workspace.job.environment, tasks=AUDIT_TASKS, search_budget=0, seed=workspace.job.seed
+        )
+    write_json(workspace.artifacts / AUDIT_FILE, audit.to_json())
     workspace.log(describe_audit(audit))
 
 
 def _seconds_to_score(workspace: Workspace) -> float:
-    """The mean time of scoring an empty answer, once the scorer's process runs."""
+    """Return the mean time of scoring an empty answer, once the scorer's process runs."""
     section, seed = workspace.job.environment, workspace.job.seed
     task = next(iter(make_environment(section).tasks("train", seed)))
     with Scorer(section) as scorer:
         scorer.score([(task, Transcript("", True, seed=seed))])
         began = time.perf_counter()
-        scorer.score([(task, Transcript("", True, seed=seed + 1 + number)) for number in range(TASKS)])
-        return (time.perf_counter() - began) / TASKS
+        scorer.score([(task, Transcript("", True, seed=seed + 1 + number)) for number in range(AUDIT_TASKS)])
+        return (time.perf_counter() - began) / AUDIT_TASKS
 
 
 def describe_audit(audit: Audit) -> str:
-    """One line for the log."""
+    """Return one line for the log."""
     line = f"reward audit: grade {audit.grade}"
     if not audit.findings:
         return line
     worst = audit.findings[0]
     line += f" ({worst.probe}: {worst.what})"
-    if audit.grade not in FAILING:
+    if audit.grade not in FAILING_GRADES:
         return line
     return (
         f"warning: {line}: a policy may raise this reward without solving tasks;"

@@ -69,10 +69,10 @@ class Twin:
             name for name, _ in policy.named_parameters() if not lora or {A, B}.intersection(name.split("."))
         ] + [CRITIC_PREFIX + name for name, _ in (critic.named_parameters() if critic else ())]
         self.learner = Learner(policy.to(device), settings, critic=self.critic)
-        self.groups = self._answers()
+        self.groups = self._make_groups()
 
     def weight_groups(self, groups: Groups) -> list[WeightedGroup]:
-        """The run's token weights of these groups at its first step."""
+        """Return the run's token weights of these groups at its first step."""
         spec = self.spec
         names = set(spec.algorithm.needs)
         if spec.kl and spec.kl_estimator == "k1_reward":
@@ -84,26 +84,26 @@ class Twin:
         context = StepContext(max(_LENGTHS), spec.kl, spec.kl_estimator, 0, signals)
         return weight_groups(spec.algorithm, groups, context)
 
-    def _answers(self) -> Groups:
-        """Two groups; the first answer of each is the right one."""
+    def _make_groups(self) -> Groups:
+        """Return two groups; the first answer of each is the right one."""
         random = np.random.default_rng(0)
         samples = max(len(_LENGTHS), self.spec.algorithm.least_samples + 1)
         reward = float(getattr(self.spec.algorithm, "passes_at", 1.0))
         prompts = [random.integers(_VOCABULARY, size=size).astype(np.int32) for size in (2, 3)]
         every = [
-            _answer(f"0/{group}/{sample}", prompt, reward * (sample == 0), random)
+            _make_episode(f"0/{group}/{sample}", prompt, reward * (sample == 0), random)
             for group, prompt in enumerate(prompts)
             for sample in range(samples)
         ]
-        own, *_ = plain(self.learner.decoder, None, every, self.spec.temperature)
+        own, *_ = plain_figures(self.learner.decoder, None, every, self.spec.temperature)
         drifted = own.numpy() - random.choice(_DRIFT, size=len(own))
         drifted = np.split(drifted, np.cumsum([one.sampled for one in every])[:-1])
-        for one, logprobs in zip(every, drifted, strict=True):
-            one.logprobs[one.loss_mask] = logprobs
+        for episode, logprobs in zip(every, drifted, strict=True):
+            episode.logprobs[episode.loss_mask] = logprobs
         return [tuple(every[:samples]), tuple(every[samples:])]
 
 
-def _answer(name: str, prompt: np.ndarray, reward: float, random: np.random.Generator) -> Episode:
+def _make_episode(name: str, prompt: np.ndarray, reward: float, random: np.random.Generator) -> Episode:
     length = _LENGTHS[int(name.rpartition("/")[2]) % len(_LENGTHS)]
     mask = np.ones(length, np.bool_)
     mask[1:-1:2] = False  # observed tokens
@@ -168,7 +168,7 @@ class FirstRoutes:
 
 
 @torch.no_grad()
-def plain(
+def plain_figures(
     decoder: Decoder,
     critic: Critic | None,
     episodes: Sequence[Episode],
@@ -180,11 +180,13 @@ def plain(
     A plain computation: every sequence has its own prompt, and there are no micro-batches.
     """
     device = next(decoder.parameters()).device
-    sequences = [np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64) for one in episodes]
+    sequences = [
+        np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64) for episode in episodes
+    ]
     ends = np.cumsum([0, *map(len, sequences)])
     learned = [
-        start + len(one.prompt_ids) + np.flatnonzero(one.loss_mask)
-        for start, one in zip(ends[:-1].tolist(), episodes, strict=True)
+        start + len(episode.prompt_ids) + np.flatnonzero(episode.loss_mask)
+        for start, episode in zip(ends[:-1].tolist(), episodes, strict=True)
     ]
     tokens = torch.from_numpy(np.concatenate(sequences)).to(device)
     positions = torch.from_numpy(np.concatenate([np.arange(len(ids)) for ids in sequences])).to(device)

@@ -8,7 +8,7 @@ from perilune.games.connect_four.network import save_player
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.connect_four.specs import ConnectFourSpec
 from perilune.tasks.stage.policy import prepare_device
-from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final
+from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final_checkpoint
 
 
 def run(workspace: Workspace, spec: ConnectFourSpec) -> dict[str, Any]:
@@ -24,7 +24,9 @@ def run(workspace: Workspace, spec: ConnectFourSpec) -> dict[str, Any]:
         return StepReport(figures, {"entropy": figures["entropy"], **rate}, rate)
 
     loop.run(step)
-    write_final(workspace, trainer, spec.steps, lambda directory: save_player(directory, trainer.network))
+    write_final_checkpoint(
+        workspace, trainer, spec.steps, lambda directory: save_player(directory, trainer.network)
+    )
     lines = workspace.metrics()
     return {
         "kind": "training",

@@ -13,7 +13,7 @@ from perilune.data.generators.registry import make_teacher
 from perilune.data.generators.teacher import Candidate
 from perilune.errors import WorkFailedError
 from perilune.tasks.datasets.specs import CollectSpec
-from perilune.tasks.stage.system_message import with_system
+from perilune.tasks.stage.system_message import add_system_message
 
 OUTPUT = "artifacts/traces"
 MOST_REASONS = 20  # in the summary; rejected.jsonl has all of them
@@ -28,8 +28,8 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
         make_teacher(spec.teacher, spec.strategies, spec.options),
         spec.traces,
         workspace.job.seed,
-        extra={"system": spec.system, "options": spec.options, **_code(spec)},
-        transform=partial(prepend_systems, system=spec.system),
+        extra={"system": spec.system, "options": spec.options, **_teacher_code(spec)},
+        transform=partial(add_strategy_messages, system=spec.system),
         show=lambda kept, rejected: workspace.progress(kept, spec.traces, "traces", rejected=rejected),
     )
     collected.write(workspace.root / OUTPUT)
@@ -65,15 +65,15 @@ def _remedy(collected: CollectedTraces) -> str:
     return f"{fewer}, widen the environment's config, or use another teacher; look at {place}"
 
 
-def _code(spec: CollectSpec) -> dict[str, str]:
-    """The text of a teacher's file, for the provenance."""
+def _teacher_code(spec: CollectSpec) -> dict[str, str]:
+    """Return the text of a teacher's file, for the provenance."""
     source = None if isinstance(spec.teacher, str) else spec.teacher.source
     return {} if source is None else {"code": source}
 
 
-def prepend_systems(candidates: Iterable[Candidate], system: Mapping[str, str]) -> Iterator[Candidate]:
-    """The candidates, each with its strategy's system message, if any, before the prompt."""
-    for one in candidates:
-        strategy = one.source.rpartition("/")[2]
-        (task,) = with_system([one.task], system.get(strategy, ""))
-        yield replace(one, task=task)
+def add_strategy_messages(candidates: Iterable[Candidate], system: Mapping[str, str]) -> Iterator[Candidate]:
+    """Yield the candidates, each with its strategy's system message, if any, before the prompt."""
+    for candidate in candidates:
+        strategy = candidate.source.rpartition("/")[2]
+        (task,) = add_system_message([candidate.task], system.get(strategy, ""))
+        yield replace(candidate, task=task)

@@ -36,7 +36,7 @@ def run(workspace: Workspace, spec: PairsSpec) -> dict[str, Any]:
         length_gap=spec.length_gap,
     )
     chosen = [pair for group in groups for pair in choose(group)]
-    episodes = [one for group in groups for one in group]
+    episodes = [episode for group in groups for episode in group]
     figures = outcome_figures(episodes, f"stage {workspace.job.stage}")
     workspace.episodes.mkdir(exist_ok=True)
     write_episodes(workspace.episodes / "step-000000.parquet", episodes)

@@ -14,13 +14,13 @@ from perilune.data.leaks import find_leak
 from perilune.data.records import write_records
 from perilune.errors import WorkFailedError
 from perilune.files import write_json_lines
-from perilune.rollout.groups import Groups
+from perilune.rollout.groups import Groups, flatten
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.own_traces import most_likely, reason_to_reject, sampling_provenance, to_record
 from perilune.tasks.datasets.specs import RejectionSamplingSpec
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import Player, open_player
-from perilune.tasks.stage.system_message import with_system
+from perilune.tasks.stage.system_message import add_system_message
 
 OUTPUT = "artifacts/traces"
 LEAKED, IMPLAUSIBLE = "leak", "implausible"  # kinds of reasons to reject a right answer
@@ -33,20 +33,22 @@ def run(workspace: Workspace, spec: RejectionSamplingSpec) -> dict[str, Any]:
     answers = spec.tasks * spec.samples
     with open_player(workspace, spec.max_tokens) as player:
         groups, *without_system = _sample(spec, player, watch)
-        reasons = _reasons(groups, spec, player)
+        reasons = _reasons_to_reject(groups, spec, player)
     kept, rejected = [], []
     provenance = sampling_provenance(workspace.job)
     for group in groups:
-        best = most_likely([one for one in group if reasons[one.episode_id] is None])
+        best = most_likely([episode for episode in group if reasons[episode.episode_id] is None])
         if best is not None:
             kept.append(to_record(best, provenance, spec.system))
-        rejected += [_rejected(one, reason) for one in group if (reason := reasons[one.episode_id])]
+        rejected += [
+            _rejected_row(episode, reason) for episode in group if (reason := reasons[episode.episode_id])
+        ]
     output = workspace.root / OUTPUT
     write_json_lines(output / "rejected.jsonl", rejected)
     kinds = Counter(reason.partition(":")[0] for reason in reasons.values() if reason)
     accepted = sum(reason is None for reason in reasons.values())
     right = accepted + kinds[LEAKED] + kinds[IMPLAUSIBLE]
-    episodes = [one for group in groups for one in group]
+    episodes = flatten(groups)
     figures: dict[str, Any] = {
         "rows": len(kept),
         "rejected": len(rejected),
@@ -56,7 +58,7 @@ def run(workspace: Workspace, spec: RejectionSamplingSpec) -> dict[str, Any]:
         "implausible_rate": kinds[IMPLAUSIBLE] / max(right, 1),
     }
     for unhinted in without_system:
-        episodes = [one for group in unhinted for one in group]
+        episodes = flatten(unhinted)
         figures["unhinted_pass_rate"] = outcome_figures(episodes, "without system")["pass_rate"]
     workspace.metric(0, **figures)
     workspace.timing(0, **watch.figures())
@@ -80,9 +82,9 @@ def run(workspace: Workspace, spec: RejectionSamplingSpec) -> dict[str, Any]:
 
 
 def _sample(spec: RejectionSamplingSpec, player: Player, watch: Stopwatch) -> list[Groups]:
-    """The groups with the system message, and those without it if there is a message."""
+    """Return the groups with the system message, and those without it if there is a message."""
     tasks = player.training_tasks().take(spec.tasks)
-    batches = [with_system(tasks, spec.system), tasks] if spec.system else [tasks]
+    batches = [add_system_message(tasks, spec.system), tasks] if spec.system else [tasks]
     answers = spec.tasks * spec.samples
     return [
         player.play(
@@ -98,36 +100,36 @@ def _sample(spec: RejectionSamplingSpec, player: Player, watch: Stopwatch) -> li
     ]
 
 
-def _reasons(groups: Groups, spec: RejectionSamplingSpec, player: Player) -> dict[str, str | None]:
+def _reasons_to_reject(groups: Groups, spec: RejectionSamplingSpec, player: Player) -> dict[str, str | None]:
     """Why each answer is rejected, by episode_id; None for a kept one.
 
     Only right answers can be leaks or implausible.
     """
-    reasons = {one.episode_id: reason_to_reject(one) for group in groups for one in group}
-    right = [one for group in groups for one in group if reasons[one.episode_id] is None]
+    reasons = {episode.episode_id: reason_to_reject(episode) for group in groups for episode in group}
+    right = [episode for group in groups for episode in group if reasons[episode.episode_id] is None]
     if spec.system:
-        for one in right:
-            prompt, answer = (_text(one, by_policy=by_policy) for by_policy in (False, True))
+        for episode in right:
+            prompt, answer = (_text(episode, by_policy=by_policy) for by_policy in (False, True))
             if found := find_leak(answer, spec.system, prompt, ngram=spec.ngram, phrases=spec.phrases):
-                reasons[one.episode_id] = f"{LEAKED}: {found}"
+                reasons[episode.episode_id] = f"{LEAKED}: {found}"
     if spec.min_logprob is not None:
-        prompts = [one.opening[1 if spec.system else 0 :] for one in right]
+        prompts = [episode.opening[1 if spec.system else 0 :] for episode in right]
         ids = player.policy.tokenizer.encode_prompts(prompts)
-        scores = player.engine.score(ids, [one.token_ids.tolist() for one in right], spec.temperature)
-        for one, logprobs in zip(right, scores, strict=True):
-            lowest = float(logprobs[one.loss_mask].min())
-            if reasons[one.episode_id] is None and lowest < spec.min_logprob:
-                reasons[one.episode_id] = (
+        scores = player.engine.score(ids, [episode.token_ids.tolist() for episode in right], spec.temperature)
+        for episode, logprobs in zip(right, scores, strict=True):
+            lowest = float(logprobs[episode.loss_mask].min())
+            if reasons[episode.episode_id] is None and lowest < spec.min_logprob:
+                reasons[episode.episode_id] = (
                     f"{IMPLAUSIBLE}: a token at {lowest:.2f} nats without the system message"
                 )
     return reasons
 
 
 def _text(episode: Episode, *, by_policy: bool) -> str:
-    """The text of the policy's messages, or of all others but the system message."""
+    """Return the text of the policy's messages, or of all others but the system message."""
     parts = [one["content"] for one in episode.messages[1:] if (one["role"] == "assistant") == by_policy]
     return "".join(parts)
 
 
-def _rejected(episode: Episode, reason: str) -> dict[str, Any]:
+def _rejected_row(episode: Episode, reason: str) -> dict[str, Any]:
     return {"task_id": episode.task_id, "source": "sampled", "text": episode.text, "reason": reason}

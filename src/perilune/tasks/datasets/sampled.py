@@ -20,7 +20,7 @@ from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.datasets.own_traces import most_likely, reason_to_reject, to_record
-from perilune.tasks.stage.memory_plan import make_engine, planned_tokens, require_prompt_room
+from perilune.tasks.stage.memory_plan import make_engine, planned_episode_tokens, require_prompt_room
 from perilune.verifiers import Scorer
 
 
@@ -64,7 +64,7 @@ class Sampled:
         decoder, tokenizer = load_checkpoint(folder, device)
         config = decoder.config
         require_prompt_room(config, sampling.max_tokens)
-        longest = planned_tokens(section, sampling.max_tokens, config)
+        longest = planned_episode_tokens(section, sampling.max_tokens, config)
         engine = make_engine(decoder, longest, tokenizer)
         params = SamplingParams(sampling.max_tokens, sampling.temperature, config.eos_token_ids)
         files = {path.name: sha256_file(path) for path in sorted(folder.iterdir()) if path.is_file()}
@@ -87,10 +87,10 @@ class Sampled:
             tasks, samples=self._samples, params=self._params, step=0, watch=Stopwatch(), first=first
         )
         for group in groups:
-            best = most_likely([one for one in group if reason_to_reject(one) is None])
+            best = most_likely([episode for episode in group if reason_to_reject(episode) is None])
             if best is not None:
                 yield to_record(best, self.provenance)
-            for one in group:
-                if one is not best:
-                    reason = reason_to_reject(one) or "right, and less likely than another"
-                    yield Rejected(Candidate(by_id[one.task_id], one.text, "sampled/own"), reason)
+            for episode in group:
+                if episode is not best:
+                    reason = reason_to_reject(episode) or "right, and less likely than another"
+                    yield Rejected(Candidate(by_id[episode.task_id], episode.text, "sampled/own"), reason)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from perilune.bundle.job import Job
 from perilune.errors import RequestError
 from perilune.tasks.datasets.specs import CollectSpec, PairsSpec, RejectionSamplingSpec
-from perilune.tasks.stage.memory_plan import sampling_memory
+from perilune.tasks.stage.memory_plan import plan_sampling_memory
 from perilune.tasks.stage.stage import Stage
 
 
@@ -19,7 +19,7 @@ class Collect(Stage[CollectSpec]):
     output = "artifacts/traces"
 
     def describe(self, spec: CollectSpec, job: Job) -> Mapping[str, object]:
-        """The number of traces, and the teacher.
+        """Return the number of traces, and the teacher.
 
         Raises:
             RequestError: when `system` names an unknown strategy.
@@ -55,7 +55,7 @@ class RejectionSampling(Stage[RejectionSamplingSpec]):
         system = f" with system message {spec.system[:40]!r}" if spec.system else ""
         return {
             "answers": f"{spec.tasks} training tasks x {spec.samples} = {answers:,}{system}",
-            "memory": sampling_memory(job, spec.max_tokens, answers),
+            "memory": plan_sampling_memory(job, spec.max_tokens, answers),
         }
 
 
@@ -73,7 +73,7 @@ class Pairs(Stage[PairsSpec]):
         return {
             "answers": f"{spec.tasks} training tasks x {spec.samples} = {answers:,}",
             "pairs at most": f"{spec.tasks * min(spec.pairs_per_task, spec.samples // 2):,}",
-            "memory": sampling_memory(job, spec.max_tokens, answers),
+            "memory": plan_sampling_memory(job, spec.max_tokens, answers),
         }
 
 

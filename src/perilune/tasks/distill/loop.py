@@ -19,14 +19,14 @@ from perilune.learn.weights import rewards
 from perilune.models.checkpoints.loading import load_checkpoint
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.distill.spec import DistillSpec
-from perilune.tasks.rl.metrics import lengths_over
+from perilune.tasks.rl.metrics import compare_lengths
 from perilune.tasks.stage.memory_plan import memory_figures
 from perilune.tasks.stage.outcomes import outcome_figures
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.policy import Policy, load_recipe_model
 from perilune.tasks.stage.publishing import Publisher
-from perilune.tasks.stage.system_message import prepend_system
-from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
+from perilune.tasks.stage.system_message import prepend_system_message
+from perilune.tasks.stage.training import StepReport, TrainingLoop, mean_first_and_last
 from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.tasks.supervised.tokens import RowReader
 
@@ -45,7 +45,7 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
         source = _Source(workspace, spec, player)
         learner = Learner(student.decoder, spec, ranks=player.rollouts.ranks)
         loop = TrainingLoop(workspace, learner, spec, student, rollouts=player.rollouts)
-        source.start(loop.first, Publisher(player.engine, learner))
+        source.start(loop.completed_steps, Publisher(player.engine, learner))
         loss = Distillation(spec.loss, spec.k, spec.beta, spec.coefficient, spec.temperature)
 
         def step(done: int, watch: Stopwatch) -> StepReport:
@@ -55,7 +55,7 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
                 parts = split_chunks(
                     episodes, prompts, spec.token_budget, advantages=advantages, temperature=spec.temperature
                 )
-                tokens = sum(int(one.loss_mask.sum()) for one in episodes)
+                tokens = sum(int(episode.loss_mask.sum()) for episode in episodes)
                 figures |= distil(learner, teacher.decoder, parts, loss, tokens)
                 figures |= learner.optim_step(learning_rate(spec, done, spec.steps))
             shown = ("loss", "pass_rate", "overlap_ratio")
@@ -67,8 +67,8 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
     return loop.finish(student) | {
         "algorithm": spec.loss,
         "overlap_k": lines[-1]["overlap_k"],
-        "length_dynamics": lengths_over(workspace),
-        **first_and_last(lines, everywhere),
+        "length_dynamics": compare_lengths(workspace),
+        **mean_first_and_last(lines, everywhere),
         "memory": memory_figures(memory, device),
     }
 
@@ -91,7 +91,7 @@ class _Source:
         self._tasks = self._player.training_tasks(skip=int(self._on_policy[:done].sum()) * self._spec.prompts)
 
     def batch(self, done: int, watch: Stopwatch) -> tuple[list[Episode], list[float] | None, dict[str, Any]]:
-        """The episodes of a step, their advantages if `task_reward` is set, and their metrics."""
+        """Return the episodes of a step, their advantages if `task_reward` is set, and their metrics."""
         spec = self._spec
         figures: dict[str, Any] = {"on_policy": float(self._on_policy[done])}
         if self._data is not None and not self._on_policy[done]:
@@ -104,7 +104,7 @@ class _Source:
             step=done + 1,
             watch=watch,
         )
-        episodes = [one for group in groups for one in group]
+        episodes = [episode for group in groups for episode in group]
         if self._workspace.leads:
             write_episodes(self._workspace.episodes / f"step-{done + 1:06d}.parquet", episodes)
         self._publisher.check_versions(groups)
@@ -113,25 +113,27 @@ class _Source:
 
 
 def _teacher(workspace: Workspace, device: torch.device) -> Policy:
-    """The stage's teacher, or the recipe's model if it has none."""
+    """Return the stage's teacher, or the recipe's model if it has none."""
     if workspace.has_input("teacher"):
         return Policy(*load_checkpoint(workspace.input("teacher"), device))
     return load_recipe_model(workspace, device)
 
 
 def teacher_prompts(episodes: Sequence[Episode], teacher: Policy, system: str) -> list[list[int]]:
-    """The tokens of each episode's prompt after `system`, in the teacher's chat template.
+    """Return the tokens of each episode's prompt after `system`, in the teacher's chat template.
 
     Raises:
         RequestError: when prompt and answer exceed the teacher's context. Truncation would change the scores.
     """
-    prompts = teacher.tokenizer.encode_prompts([prepend_system(one.opening, system) for one in episodes])
+    prompts = teacher.tokenizer.encode_prompts(
+        [prepend_system_message(episode.opening, system) for episode in episodes]
+    )
     longest = teacher.decoder.config.max_position_embeddings
-    for one, prompt in zip(episodes, prompts, strict=True):
-        if len(prompt) + len(one.token_ids) > longest:
+    for episode, prompt in zip(episodes, prompts, strict=True):
+        if len(prompt) + len(episode.token_ids) > longest:
             raise RequestError(
-                f"the teacher has {longest} positions, and episode {one.episode_id} has"
-                f" {len(prompt) + len(one.token_ids)} tokens with its prompt",
+                f"the teacher has {longest} positions, and episode {episode.episode_id} has"
+                f" {len(prompt) + len(episode.token_ids)} tokens with its prompt",
                 where="teacher",
                 remedy="lower max_tokens, shorten `system`, or use a teacher with more positions",
             )

@@ -11,7 +11,7 @@ from perilune.learn.training_settings import LearnerSettings
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
-from perilune.tasks.stage.memory_plan import CacheRoom, StageMemory, stage_memory
+from perilune.tasks.stage.memory_plan import CacheSettings, StageMemory, plan_stage_memory
 from perilune.tasks.stage.sampling import SamplingSpec
 
 
@@ -44,7 +44,7 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
     final_lr: float = Field(0.1, ge=0, le=1, description="final learning rate / peak; 1 is constant")
 
     @model_validator(mode="after")
-    def _fits(self) -> DistillSpec:
+    def _check_data_and_loss(self) -> DistillSpec:
         if (self.on_policy < 1) != (self.data is not None):
             raise ValueError("on_policy below 1 needs data, and data needs on_policy below 1")
         if self.loss == "reverse_kl" and self.data is not None:
@@ -56,17 +56,17 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
         return self
 
     def memory_plan(self, config: DecoderConfig, device: str) -> StageMemory:
-        """The memory plan of student and teacher; `config` is the larger model's.
+        """Return the memory plan of student and teacher; `config` is the larger model's.
 
         Raises:
             RequestError: when the answers leave no room for a prompt.
         """
-        return stage_memory(
+        return plan_stage_memory(
             config,
             samples=max(self.prompts * self.samples, self.eval.tasks * self.eval.samples if self.eval else 0),
             max_tokens=self.max_tokens,
             token_budget=self.token_budget,
             reference=True,
             learner=self,
-            cache=CacheRoom(device, self.precision),
+            cache=CacheSettings(device, self.precision),
         )

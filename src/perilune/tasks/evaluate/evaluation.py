@@ -12,22 +12,22 @@ from perilune.metrics.bootstrap import paired_difference
 from perilune.metrics.proportion import pass_rate_interval
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
-from perilune.tasks.checks.answer_form import rare_form
+from perilune.tasks.checks.answer_form import rare_form_warning
 from perilune.tasks.evaluate.spec import EvaluateSpec
+from perilune.tasks.stage.custom_metrics import CustomMetrics
 from perilune.tasks.stage.memory_plan import (
-    CacheRoom,
+    CacheSettings,
     make_engine,
     memory_figures,
-    planned_tokens,
-    stage_memory,
+    plan_stage_memory,
+    planned_episode_tokens,
 )
 from perilune.tasks.stage.new_tokenizer import MODEL
-from perilune.tasks.stage.outcomes import CORRECT, evaluation_summary
-from perilune.tasks.stage.own_metrics import OwnMetrics
+from perilune.tasks.stage.outcomes import PASS_REWARD, evaluation_summary
 from perilune.tasks.stage.policy import heldout_tasks, load_policy, prepare_device
 from perilune.tasks.stage.sampling import Sampler, ServerSpec, open_server, remote_sampler
 from perilune.tasks.stage.sub_agents import open_sub_agents
-from perilune.tasks.stage.system_message import with_system
+from perilune.tasks.stage.system_message import add_system_message
 from perilune.verifiers import Scorer
 
 
@@ -43,7 +43,7 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
         rollouts = RolloutWorker(
             sampler.engine, sampler.tokenizer, scorer, environment, seed, sub_agents=sampler.sub_agents
         )
-        tasks = with_system(heldout_tasks(environment, spec.tasks, seed), spec.system)
+        tasks = add_system_message(heldout_tasks(environment, spec.tasks, seed), spec.system)
         total = spec.tasks * (spec.samples + 1)
         watch = Stopwatch()
         groups = rollouts.play(
@@ -65,16 +65,22 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
         )
 
     workspace.episodes.mkdir(exist_ok=True)
-    write_episodes(workspace.episodes / "step-000000.parquet", [one for group in groups for one in group])
+    write_episodes(
+        workspace.episodes / "step-000000.parquet", [episode for group in groups for episode in group]
+    )
     write_episodes(workspace.episodes / "greedy.parquet", [group[0] for group in greedy])
     summary = evaluation_summary(environment.id, groups, [group[0] for group in greedy], seed)
     summary |= _against_recording(environment, summary, seed)
-    own = OwnMetrics(spec.metrics, workspace.log).figures([one for group in groups for one in group])
+    own = CustomMetrics(spec.metrics, workspace.log).figures(
+        [episode for group in groups for episode in group]
+    )
     _record(workspace, summary, own)
     workspace.timing(0, **watch.figures())
     workspace.progress(total, total, "answers", **{"pass@1": summary["pass@1"]["mean"]})
     is_untrained = workspace.job.model.get("preset") and spec.checkpoint == MODEL
-    warning = "" if is_untrained else rare_form(summary.get("format"), summary["truncated"], workspace.job)
+    warning = (
+        "" if is_untrained else rare_form_warning(summary.get("format"), summary["truncated"], workspace.job)
+    )
     if warning:
         workspace.log(f"warning: {warning}")
         workspace.event("rare_form")
@@ -93,7 +99,7 @@ def _against_recording(environment: Any, summary: Mapping[str, Any], seed: int) 
     now = {task: right / n for task, n, right in summary["correct_per_task"] if task in recorded}
     if not now:
         return {}
-    then = {task: sum(score >= CORRECT for score in recorded[task]) / len(recorded[task]) for task in now}
+    then = {task: sum(score >= PASS_REWARD for score in recorded[task]) / len(recorded[task]) for task in now}
     return {
         "recorded": {
             "tasks": len(now),
@@ -126,7 +132,7 @@ def _record(workspace: Workspace, summary: Mapping[str, Any], own: Mapping[str, 
 def _sampler(
     spec: EvaluateSpec, workspace: Workspace
 ) -> Iterator[tuple[Sampler, Callable[[], dict[str, Any]]]]:
-    """The engine or server that samples, and a function for its entries in the summary."""
+    """Yield the engine or server that samples, and a function for its entries in the summary."""
     if isinstance(spec.engine, ServerSpec):
         with open_server(spec.engine, workspace) as server:
             described = {"url": server.url, "model": server.model, "kind": server.server}
@@ -137,9 +143,9 @@ def _sampler(
     policy = load_policy(workspace, device, sampling_only=True)
     policy.decoder.set_precision(spec.precision)
     config = policy.decoder.config
-    longest = planned_tokens(workspace.job.environment, spec.max_tokens, config)
-    cache = CacheRoom(device.type, spec.precision)
-    needed = stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, cache=cache)
+    longest = planned_episode_tokens(workspace.job.environment, spec.max_tokens, config)
+    cache = CacheSettings(device.type, spec.precision)
+    needed = plan_stage_memory(config, samples=spec.tasks * spec.samples, max_tokens=longest, cache=cache)
     memory = require_memory(needed, workspace.job.resources)
     backend = spec.engine.runner() if spec.engine else None
     engine = make_engine(policy.decoder, longest, policy.tokenizer, samples=memory.slots, backend=backend)

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from perilune.bundle.plugin import Consumes
 from perilune.frozen import Frozen
-from perilune.tasks.stage.own_metrics import OwnMetricsField
+from perilune.tasks.stage.custom_metrics import CustomMetricsField
 from perilune.tasks.stage.sampling import EngineField, RecordingSpec
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class EvaluateSpec(RecordingSpec):
     precision: Literal["float32", "bfloat16"] = Field(
         "float32", description="precision of matrix products; that of training saves time on a GPU"
     )
-    metrics: OwnMetricsField = Field({}, description="metrics of your own by name, each a function")
+    metrics: CustomMetricsField = Field({}, description="metrics of your own by name, each a function")
     system: str = Field("", description="system message before each task; empty: none")
     engine: EngineField = Field(
         None,

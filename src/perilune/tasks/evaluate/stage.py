@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from perilune.bundle.job import Job
 from perilune.plural import plural
 from perilune.tasks.evaluate.spec import EvaluateSpec
-from perilune.tasks.stage.memory_plan import model_config, planned_tokens, sampling_memory
-from perilune.tasks.stage.own_metrics import OwnMetrics
+from perilune.tasks.stage.custom_metrics import CustomMetrics
+from perilune.tasks.stage.memory_plan import model_config, plan_sampling_memory, planned_episode_tokens
 from perilune.tasks.stage.sampling import ServerSpec, check_server
 from perilune.tasks.stage.stage import Stage
 
@@ -21,16 +21,16 @@ class Evaluate(Stage[EvaluateSpec]):
     output = "artifacts/summary.json"
 
     def describe(self, spec: EvaluateSpec, job: Job) -> Mapping[str, object]:
-        OwnMetrics(spec.metrics)  # refuses functions that cannot be loaded
+        CustomMetrics(spec.metrics)  # refuses functions that cannot be loaded
         server = spec.engine if isinstance(spec.engine, ServerSpec) else None
         config = None if server else model_config(job)
-        longest = planned_tokens(job.environment, spec.max_tokens, config)
+        longest = planned_episode_tokens(job.environment, spec.max_tokens, config)
         if server is not None:
             check_server(server, job)
             needs: dict[str, object] = {"engine": server.url}
         else:
             answers = spec.tasks * spec.samples
-            needs = {"memory": sampling_memory(job, spec.max_tokens, answers, spec.precision)}
+            needs = {"memory": plan_sampling_memory(job, spec.max_tokens, answers, spec.precision)}
         return {
             "answers": f"{plural(spec.tasks, 'held-out task')} x"
             f" ({plural(spec.samples, 'sample')} + 1 greedy) = {spec.tasks * (spec.samples + 1):,}",

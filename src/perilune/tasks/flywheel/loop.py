@@ -22,7 +22,7 @@ from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.datasets.own_traces import most_likely, sampling_provenance, to_record
 from perilune.tasks.flywheel.spec import FlywheelSpec
-from perilune.tasks.stage.outcomes import CORRECT
+from perilune.tasks.stage.outcomes import PASS_REWARD
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.policy import heldout_tasks
 from perilune.tasks.stage.publishing import Publisher
@@ -32,7 +32,7 @@ from perilune.tasks.supervised.tokens import RowReader
 from perilune.watchdog import Watchdog
 
 HELD_OUT_SAMPLES = 4
-GOAL = 0.9  # pass rate for which the number of further rounds is predicted
+GOAL_PASS_RATE = 0.9  # pass rate for which the number of further rounds is predicted
 
 
 def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def run(workspace: Workspace, spec: FlywheelSpec) -> dict[str, Any]:
         learner = Learner(player.policy.decoder, spec)
         loop = TrainingLoop(workspace, learner, spec)
         rounds = Rounds(workspace, spec, player, learner)
-        if loop.first == 0:
+        if loop.completed_steps == 0:
             workspace.rewind(-1)
             rounds.begin()
 
@@ -90,7 +90,7 @@ class Rounds:
 
     @property
     def stalled(self) -> bool:
-        """Whether the interval of the last round's gain includes 1, so that it may have gained nothing."""
+        """True if the interval of the last round's gain includes 1, so that it may have gained nothing."""
         gain = self._last_gain
         return gain is not None and gain.low <= 1
 
@@ -113,7 +113,7 @@ class Rounds:
             watch=watch,
             total=spec.tasks * spec.samples,
         )
-        kept = _traces(self._publisher.check_versions(groups), sampling_provenance(self._workspace.job))
+        kept = _best_records(self._publisher.check_versions(groups), sampling_provenance(self._workspace.job))
         write_records(self._traces / f"round-{number:03d}.jsonl", kept)
         if not any(self._all_traces(number)):
             raise WorkFailedError(
@@ -121,7 +121,7 @@ class Rounds:
                 where=f"round {number}",
                 remedy="start from a checkpoint that solves some tasks, or raise samples",
             )
-        tokens = sum(len(one.token_ids) for group in groups for one in group)
+        tokens = sum(len(episode.token_ids) for group in groups for episode in group)
         return Sampled(len(kept), self._labels(tasks, groups), tokens)
 
     def train(self, number: int) -> None:
@@ -154,7 +154,7 @@ class Rounds:
             ratio = likelihood_ratio(
                 counts["right kept"], counts["right"], counts["wrong kept"], counts["wrong"]
             )
-            figures |= _named("verifier_ratio", ratio)
+            figures |= _interval_figures("verifier_ratio", ratio)
         metrics = self._figures(number, self._pass_rate(number), figures)
         seconds = {"seconds_per_row": watch.elapsed / max(sampled.kept, 1)}
         return StepReport(metrics, {"pass_rate": metrics["pass_rate"]}, seconds)
@@ -175,8 +175,8 @@ class Rounds:
             gain = gain_interval(rates, seed=seed)
             summary["gain"] = gain._asdict()
             last = min(max(intervals[-1].mean, 1e-6), 1 - 1e-6)
-            if last < GOAL and gain.mean > 1:
-                summary[f"rounds_to_{GOAL:g}"] = rounds_to(last, GOAL, gain.mean)
+            if last < GOAL_PASS_RATE and gain.mean > 1:
+                summary[f"rounds_to_{GOAL_PASS_RATE:g}"] = rounds_to(last, GOAL_PASS_RATE, gain.mean)
         return summary
 
     def _pass_rate(self, number: int) -> Interval:
@@ -187,17 +187,19 @@ class Rounds:
             step=2 * number + 1,
             watch=Stopwatch(),
         )
-        rates = {group[0].task_id: sum(_passed(one) for one in group) / len(group) for group in groups}
+        rates = {
+            group[0].task_id: sum(_is_kept(episode) for episode in group) / len(group) for group in groups
+        }
         self._learner.memory["rates"] = [*self._learner.memory["rates"], rates]
         return pass_rate_interval(list(rates.values()), seed=self._workspace.job.seed)
 
     def _figures(self, number: int, rate: Interval, figures: dict[str, Any]) -> dict[str, Any]:
         gain = self._last_gain
         if gain is not None:
-            figures |= _named("gain", gain)
+            figures |= _interval_figures("gain", gain)
         grown = "" if gain is None else f", odds x {gain.mean:.2f}"
         self._workspace.log(f"round {number}: {rate.mean:.1%} of held-out answers right{grown}")
-        return {**_named("pass_rate", rate), **figures}
+        return {**_interval_figures("pass_rate", rate), **figures}
 
     def _all_traces(self, number: int) -> list[Any]:
         paths = [self._traces / f"round-{earlier:03d}.jsonl" for earlier in range(1, number + 1)]
@@ -207,33 +209,33 @@ class Rounds:
         """Answers by a label other than the reward (right, wrong or unknown), and how many of each passed."""
         by_id = {task.task_id: task for task in tasks}
         counts: Counter[str] = Counter()
-        for one in (one for group in groups for one in group if not one.failure):
+        for one in (episode for group in groups for episode in group if not episode.failure):
             label = self._label(by_id[one.task_id], one)
             counts[label] += 1
-            counts[f"{label} kept"] += _passed(one)
+            counts[f"{label} kept"] += _is_kept(one)
         return counts
 
     def _label(self, task: Task, episode: Episode) -> str:
         if GOLD in episode.metrics:
-            return "right" if episode.metrics[GOLD] >= CORRECT else "wrong"
+            return "right" if episode.metrics[GOLD] >= PASS_REWARD else "wrong"
         opinion = getattr(self._player.environment, "is_right", lambda task, transcript: None)
         answer = Transcript(episode.text, not episode.truncated)
         return {True: "right", False: "wrong", None: "unknown"}[opinion(task, answer)]
 
 
-def _passed(episode: Episode) -> bool:
-    """Whether the answer is kept: right by its reward, and not truncated."""
-    return episode.reward is not None and episode.reward >= CORRECT and not episode.truncated
+def _is_kept(episode: Episode) -> bool:
+    """Return whether the answer is kept: right by its reward, and not truncated."""
+    return episode.reward is not None and episode.reward >= PASS_REWARD and not episode.truncated
 
 
-def _traces(groups: Groups, provenance: Provenance) -> list[TraceRecord]:
-    """The most likely passing answer of each group, without duplicates."""
-    best = (most_likely([one for one in group if _passed(one)]) for group in groups)
+def _best_records(groups: Groups, provenance: Provenance) -> list[TraceRecord]:
+    """Return the most likely passing answer of each group, without duplicates."""
+    best = (most_likely([episode for episode in group if _is_kept(episode)]) for group in groups)
     records: dict[str, TraceRecord] = {}
     for record in (to_record(one, provenance) for one in best if one is not None):
         records.setdefault(record.digest, record)
     return list(records.values())
 
 
-def _named(name: str, interval: Interval) -> dict[str, float]:
+def _interval_figures(name: str, interval: Interval) -> dict[str, float]:
     return {name: interval.mean, f"{name}_low": interval.low, f"{name}_high": interval.high}

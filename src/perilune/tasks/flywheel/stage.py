@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from perilune.bundle.job import Job
 from perilune.tasks.flywheel.spec import FlywheelSpec
-from perilune.tasks.stage.memory_plan import CacheRoom, model_config, stage_memory
+from perilune.tasks.stage.memory_plan import CacheSettings, model_config, plan_stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 
 
@@ -18,12 +18,12 @@ class Flywheel(Stage[FlywheelSpec]):
 
     def describe(self, spec: FlywheelSpec, job: Job) -> Mapping[str, object]:
         answers = spec.tasks * spec.samples
-        memory = stage_memory(
+        memory = plan_stage_memory(
             model_config(job),
             samples=answers,
             max_tokens=spec.max_tokens,
             token_budget=spec.token_budget,
-            cache=CacheRoom(job.resources.device, spec.precision),
+            cache=CacheSettings(job.resources.device, spec.precision),
             learner=spec,
         )
         return {

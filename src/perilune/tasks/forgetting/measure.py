@@ -35,14 +35,14 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.forgetting.settings import ForgettingSettings
-from perilune.tasks.stage.outcomes import passed
+from perilune.tasks.stage.outcomes import is_correct
 from perilune.verifiers import Scorer
 from perilune.watchdog import Watchdog
 
 DIGEST = "sha256:0e03ab53ba6523a2abf4454f3955c14c33cd996c7c534123bce559de1ee011ed"
-CONTEXT = 16  # first tokens of a passage, which are not scored
+CONTEXT_TOKENS = 16  # first tokens of a passage, which are not scored
 SLOTS = 32  # samples in flight
-LONGEST = 512  # tokens of a sample that there is room for in every slot
+SLOT_TOKENS = 512  # tokens of a sample that there is room for in every slot
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Passage:
     size: int
 
 
-def english() -> str:
-    """The text: 24 passages of this package's documentation, as they were when the text was made.
+def read_english() -> str:
+    """Return the text: 24 passages of this package's documentation, as they were when the text was made.
 
     Raises:
         ValueError: when the file is not the one whose digest is recorded here.
@@ -85,7 +85,7 @@ def measure_forgetting(
 ) -> dict[str, Any]:
     """Measure the checkpoints in the folders `before` and `after`; return the figures for the summary."""
     began = time.monotonic()
-    _require_room(after, device)
+    _check_memory(after, device)
     own = dict(workspace.job.environment)
     sections = settings.sections(own)
     trained = _Measurement(workspace, settings, after, device)
@@ -112,12 +112,12 @@ def measure_forgetting(
     return found | {"seconds": time.monotonic() - began}
 
 
-def _require_room(folder: Path, device: torch.device) -> None:
+def _check_memory(folder: Path, device: torch.device) -> None:
     """Refuse to load a second model that may not fit beside the one that was trained."""
     if device.type != "cpu":
         return
     config = DecoderConfig.from_hf(read_json(folder / "config.json"), where=str(folder))
-    plan = plan_memory(config, sampling=(SLOTS, min(LONGEST, config.max_position_embeddings)))
+    plan = plan_memory(config, sampling=(SLOTS, min(SLOT_TOKENS, config.max_position_embeddings)))
     needed = plan.persistent["engine"] + plan.persistent["cache"] + plan.transient["sampling"]
     free = psutil.virtual_memory().available
     if needed > free:
@@ -145,7 +145,7 @@ class _Measurement:
         decoder, own = open_checkpoint(folder, device)
         self.tokenizer = tokenizer or own
         config = decoder.config
-        room = SLOTS * min(LONGEST, config.max_position_embeddings)
+        room = SLOTS * min(SLOT_TOKENS, config.max_position_embeddings)
         self.engine = Engine(
             decoder, slots=SLOTS, cache_tokens=room, score_tokens=4096, tokenizer=self.tokenizer
         )
@@ -157,9 +157,9 @@ class _Measurement:
         """Score the passages, and answer the tasks of the environments."""
         nats = {}
         with Watchdog("scoring of English text") as waiting:
-            for one in self.passages:
-                (scores,) = self.engine.score([one.context], [one.scored])
-                nats[one.name] = -float(scores.sum(dtype="float64"))
+            for passage in self.passages:
+                (scores,) = self.engine.score([passage.context], [passage.scored])
+                nats[passage.name] = -float(scores.sum(dtype="float64"))
                 waiting.progress()
         passes: dict[str, dict[str, float]] = {}
         for section in sections:
@@ -167,26 +167,26 @@ class _Measurement:
             environment = make_environment(section)
             for episode in self.answers(section, environment):
                 if not episode.failure:
-                    rates.setdefault(episode.task_id, []).append(passed(episode))
+                    rates.setdefault(episode.task_id, []).append(is_correct(episode))
             passes[environment.id] = {task: sum(found) / len(found) for task, found in rates.items()}
         return Checkpoint(nats, passes)
 
     def answers(self, section: Mapping[str, Any], environment: Environment) -> list[Episode]:
-        """Sampled and scored answers to held-out tasks of the environment that `section` describes."""
+        """Return sampled and scored answers to held-out tasks of the section's environment."""
         settings, seed = self._settings, self._workspace.job.seed
         tasks = list(islice(environment.tasks("heldout", seed), settings.tasks))
         with Scorer(section) as scorer:
             worker = RolloutWorker(self.engine, self.tokenizer, scorer, environment, seed)
             params = SamplingParams(settings.max_tokens, 1.0, self._ends)
             groups = worker.play(tasks, samples=settings.samples, params=params, step=0, watch=Stopwatch())
-        return [one for group in groups for one in group]
+        return [episode for group in groups for episode in group]
 
 
 def _passages(tokenizer: Tokenizer, count: int) -> list[Passage]:
     found = []
-    for index, text in enumerate(english().strip().split("\n\n")[:count]):
+    for index, text in enumerate(read_english().strip().split("\n\n")[:count]):
         tokens = tokenizer.encode(text)
-        context, scored = tokens[:CONTEXT], tokens[CONTEXT:]
+        context, scored = tokens[:CONTEXT_TOKENS], tokens[CONTEXT_TOKENS:]
         found.append(Passage(str(index), context, scored, len(tokenizer.decode(scored).encode())))
     return found
 
@@ -194,10 +194,10 @@ def _passages(tokenizer: Tokenizer, count: int) -> list[Passage]:
 def _text_figures(
     passages: Sequence[Passage], earlier: Checkpoint, later: Checkpoint, seed: int
 ) -> dict[str, Any]:
-    """Perplexity per token and bits per byte before and after; the change is paired by passage."""
-    size, tokens = sum(one.size for one in passages), sum(len(one.scored) for one in passages)
+    """Return the perplexity per token and bits per byte before and after; the change is paired by passage."""
+    size, tokens = sum(passage.size for passage in passages), sum(len(passage.scored) for passage in passages)
     bits = [
-        {one.name: found.nats[one.name] / math.log(2) / one.size for one in passages}
+        {passage.name: found.nats[passage.name] / math.log(2) / passage.size for passage in passages}
         for found in (earlier, later)
     ]
     nats = [math.fsum(found.nats.values()) for found in (earlier, later)]
@@ -235,13 +235,14 @@ def _kl_figures(answers: Sequence[Episode], start: Engine, seed: int) -> dict[st
     """
     with Watchdog("scoring of the policy's answers"):
         scores = start.score(
-            [one.prompt_ids.tolist() for one in answers], [one.token_ids.tolist() for one in answers]
+            [answer.prompt_ids.tolist() for answer in answers],
+            [answer.token_ids.tolist() for answer in answers],
         )
     gaps = [
-        float((one.logprobs - score)[one.loss_mask].sum(dtype="float64"))
-        for one, score in zip(answers, scores, strict=True)
+        float((answer.logprobs - score)[answer.loss_mask].sum(dtype="float64"))
+        for answer, score in zip(answers, scores, strict=True)
     ]
-    tokens = sum(int(one.loss_mask.sum()) for one in answers)
+    tokens = sum(int(answer.loss_mask.sum()) for answer in answers)
     return {
         "answers": len(answers),
         "per_answer": bootstrap_problems(gaps, seed=seed)._asdict(),

@@ -25,12 +25,12 @@ class ForgettingSettings(Frozen):
     max_tokens: int = Field(64, ge=1, description="maximum tokens of these answers")
 
     def sections(self, own: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The sections of the environments that differ from `own`, that of the recipe, if it has one.
+        """Return the sections of the environments that differ from `own`, that of the recipe, if it has one.
 
         Raises:
             RequestError: when an environment is unknown.
         """
-        found = [section_of(name) for name in self.environments] if self.tasks else []
+        found = [environment_section(name) for name in self.environments] if self.tasks else []
         trained = make_environment(own).id if own else ""
         return [section for section in found if make_environment(section).id != trained]
 
@@ -38,15 +38,16 @@ class ForgettingSettings(Frozen):
         parts = [f"{self.passages} passages of English text"] if self.passages else []
         if self.tasks:
             others = (
-                ", ".join(make_environment(one).id for one in self.sections(own)) or "no other environment"
+                ", ".join(make_environment(section).id for section in self.sections(own))
+                or "no other environment"
             )
             kl = "; KL to the start" if own else ""
             parts.append(f"{self.tasks} tasks x {self.samples} of {others}{kl}")
         return ", ".join(parts) or "nothing"
 
 
-def section_of(name: str) -> dict[str, Any]:
-    """The environment section of an id with its family, such as reasoning_gym/chain_sum.
+def environment_section(name: str) -> dict[str, Any]:
+    """Return the environment section of an id with its family, such as reasoning_gym/chain_sum.
 
     Where right answers are known, examples show their form: else a model that was never trained there would
     be scored 0 before and after.

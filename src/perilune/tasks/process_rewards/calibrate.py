@@ -43,10 +43,10 @@ def run(workspace: Workspace, spec: CalibrateSpec) -> dict[str, Any]:
         valued = time.perf_counter()
         rewards = process.continuation_rewards(segmented, 0, spec.continuations)
         played = time.perf_counter()
-    episodes = [one for group in groups for one in group]
+    episodes = [episode for group in groups for episode in group]
     answers = [
-        CalibratedAnswer(one.task.task_id, cheap, outcomes)
-        for one, cheap, outcomes in zip(segmented, values, rewards, strict=True)
+        CalibratedAnswer(segment.task.task_id, cheap, outcomes)
+        for segment, cheap, outcomes in zip(segmented, values, rewards, strict=True)
         if cheap is not None and not np.isnan(outcomes).any()
     ]
     if not answers:

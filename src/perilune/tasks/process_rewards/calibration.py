@@ -36,7 +36,7 @@ class CalibratedAnswer:
 
 
 def calibration_summary(answers: Sequence[CalibratedAnswer], seed: int) -> dict[str, Any]:
-    """The statistics of a calibration; intervals are over tasks.
+    """Return the statistics of a calibration; intervals are over tasks.
 
     Returns:
         `values`: agreement of the values of all prefixes. `differences`: agreement of the process rewards of
@@ -55,13 +55,13 @@ def calibration_summary(answers: Sequence[CalibratedAnswer], seed: int) -> dict[
 
 
 def calibration_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics for metrics.jsonl: the correlations that could be computed."""
+    """Return the metrics for metrics.jsonl: the correlations that could be computed."""
     intervals = {name: summary[name]["spearman"] for name in ("values", "differences")}
     return {f"spearman_{name}": one["mean"] for name, one in intervals.items() if one is not None}
 
 
 def describe_calibration(summary: Mapping[str, Any]) -> list[str]:
-    """The result in sentences."""
+    """Return the result in sentences."""
     names = {"values": "values of prefixes", "differences": "process rewards of segments"}
     sentences = []
     for name, what in names.items():
@@ -85,15 +85,15 @@ def _agreement(answers: Sequence[CalibratedAnswer], seed: int, *, differences: b
         return np.diff(figures) if differences else figures
 
     by_task: dict[str, list[tuple[Figures, Figures]]] = defaultdict(list)
-    for one in answers:
-        by_task[one.task_id].append((of(one.values), of(one.played)))
+    for answer in answers:
+        by_task[answer.task_id].append((of(answer.values), of(answer.played)))
     pairs = [
         (np.concatenate([a for a, _ in parts]), np.concatenate([b for _, b in parts]))
         for parts in by_task.values()
     ]
     correlation = spearman_over_problems(pairs, seed=seed)
     halves = [
-        np.concatenate([np.zeros(0), *(of(one.rewards[:, side::2].mean(axis=1)) for one in answers)])
+        np.concatenate([np.zeros(0), *(of(answer.rewards[:, side::2].mean(axis=1)) for answer in answers)])
         for side in (0, 1)
     ]
     return {
@@ -105,8 +105,8 @@ def _agreement(answers: Sequence[CalibratedAnswer], seed: int, *, differences: b
 
 def _by_place(answers: Sequence[CalibratedAnswer]) -> list[dict[str, Any]]:
     rows = []
-    for place in range(min(MOST_PLACES, max((len(one.values) for one in answers), default=0))):
-        longer = [one for one in answers if len(one.values) > place]
+    for place in range(min(MOST_PLACES, max((len(answer.values) for answer in answers), default=0))):
+        longer = [answer for answer in answers if len(answer.values) > place]
         values = np.array([one.values[place] for one in longer])
         played = np.array([one.played[place] for one in longer])
         rows.append(
@@ -124,8 +124,8 @@ def _by_place(answers: Sequence[CalibratedAnswer]) -> list[dict[str, Any]]:
 def _reliability(answers: Sequence[CalibratedAnswer]) -> list[dict[str, float]]:
     if not answers:
         return []
-    values = np.concatenate([one.values for one in answers])
-    played = np.concatenate([one.played for one in answers])
+    values = np.concatenate([answer.values for answer in answers])
+    played = np.concatenate([answer.played for answer in answers])
     order = np.argsort(values, kind="stable")
     return [
         {"count": len(part), "value": float(values[part].mean()), "played": float(played[part].mean())}
@@ -135,5 +135,5 @@ def _reliability(answers: Sequence[CalibratedAnswer]) -> list[dict[str, float]]:
 
 
 def _standard_error(answers: Sequence[CalibratedAnswer]) -> float | None:
-    errors = [one.rewards.std(axis=1) / math.sqrt(one.rewards.shape[1]) for one in answers]
+    errors = [answer.rewards.std(axis=1) / math.sqrt(answer.rewards.shape[1]) for answer in answers]
     return float(np.concatenate(errors).mean()) if errors else None

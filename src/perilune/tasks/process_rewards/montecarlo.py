@@ -25,14 +25,16 @@ class Prefix:
 def score_continuations(
     rollouts: RolloutWorker, prefixes: Sequence[Prefix], count: int, params: SamplingParams, step: int
 ) -> list[NDArray[np.float64]]:
-    """The rewards float64[count] of `count` continuations of each prefix, NaN for failures.
+    """Return the rewards float64[count] of `count` continuations of each prefix, NaN for failures.
 
     An answer has at most `params.max_tokens` tokens, with those of its prefix. Equal prefixes are continued
     once. The random numbers differ from those of all episodes.
     """
     if not prefixes:
         return []
-    keys = [(one.task.task_id, one.prompt_ids.tobytes(), one.token_ids.tobytes()) for one in prefixes]
+    keys = [
+        (prefix.task.task_id, prefix.prompt_ids.tobytes(), prefix.token_ids.tobytes()) for prefix in prefixes
+    ]
     distinct = dict(zip(keys, prefixes, strict=True))
     longest = params.max_tokens - min(len(one.token_ids) for one in distinct.values())
     seed = int.from_bytes(hashlib.blake2b(f"montecarlo/{rollouts.seed}".encode(), digest_size=7).digest())

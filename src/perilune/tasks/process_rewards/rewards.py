@@ -98,29 +98,30 @@ class ProcessRewards:
         return groups if self.settings is None else self.reward(tasks, groups, step, watch)
 
     def reward(self, tasks: Sequence[Task], groups: Groups, step: int, watch: Stopwatch) -> Groups:
-        """The groups of these tasks, with process rewards for the episodes that can have them."""
+        """Return the groups of these tasks, with process rewards for the episodes that can have them."""
         assert self.settings is not None
         began = time.perf_counter()
         segmented = self.segment(tasks, groups)
         weight = self.settings.weight if self.settings.role == "reward" else 1.0
         rewards = {
-            one.episode.episode_id: step_rewards(one, weight * potentials)
-            for one, potentials in zip(segmented, self.potentials(segmented, step), strict=True)
+            segment.episode.episode_id: step_rewards(segment, weight * potentials)
+            for segment, potentials in zip(segmented, self.potentials(segmented, step), strict=True)
             if potentials is not None
         }
         watch.process_rewards += time.perf_counter() - began
         return [
-            tuple(replace(one, step_rewards=rewards.get(one.episode_id)) for one in group) for group in groups
+            tuple(replace(episode, step_rewards=rewards.get(episode.episode_id)) for episode in group)
+            for group in groups
         ]
 
     def segment(self, tasks: Sequence[Task], groups: Groups) -> list[SegmentedEpisode]:
         """Cut the scored episodes into segments."""
         by_id = {task.task_id: (task, reference_answer(self.rollouts.environment, task)) for task in tasks}
         return [
-            self._segment(*by_id[one.task_id], one)
+            self._segment(*by_id[episode.task_id], episode)
             for group in groups
-            for one in group
-            if not one.failure and one.loss_mask.any()
+            for episode in group
+            if not episode.failure and episode.loss_mask.any()
         ]
 
     def potentials(self, segmented: Sequence[SegmentedEpisode], step: int) -> list[Values | None]:
@@ -135,7 +136,7 @@ class ProcessRewards:
         self, segmented: Sequence[SegmentedEpisode], settings: AnswerValues
     ) -> list[Values | None]:
         """Phi from the likelihood of the right answer; None if there is none, or too long or guessable."""
-        probes = [self._probe(one, settings) for one in segmented]
+        probes = [self._probe(segment, settings) for segment in segmented]
         possible = [probe for probe in probes if probe is not None]
         temperature = self.sampling.temperature
         with Watchdog("process rewards"):
@@ -149,13 +150,13 @@ class ProcessRewards:
     ) -> list[Values]:
         """Rewards of `count` continuations of each prefix, float64[prefixes, count], NaN for failures."""
         prefixes = [
-            Prefix(one.task, one.episode.prompt_ids, one.episode.token_ids[:length])
-            for one in segmented
-            for length in one.prefixes
+            Prefix(segment.task, segment.episode.prompt_ids, segment.episode.token_ids[:length])
+            for segment in segmented
+            for length in segment.prefixes
         ]
         params = self.sampling.params(self.decoder.config.eos_token_ids)
         rewards = iter(score_continuations(self.rollouts, prefixes, count, params, step))
-        return [np.array([next(rewards) for _ in one.prefixes]) for one in segmented]
+        return [np.array([next(rewards) for _ in segment.prefixes]) for segment in segmented]
 
     def _segment(self, task: Task, stated: ReferenceAnswer | None, episode: Episode) -> SegmentedEpisode:
         pieces = [self._bytes[token] or b"" for token in episode.token_ids.tolist()]
@@ -185,7 +186,7 @@ class ProcessRewards:
 
 @lru_cache(maxsize=1024)
 def _endings(tokenizer: Tokenizer, lead: str, forms: tuple[str, ...]) -> list[tuple[list[int], int]]:
-    """The tokens of lead and answer together, and how many are the answer's, for each form of the answer.
+    """Return for each form of the answer the tokens of lead and answer, and the answer's token count.
 
     A token with parts of both belongs to the answer.
     """
@@ -194,7 +195,7 @@ def _endings(tokenizer: Tokenizer, lead: str, forms: tuple[str, ...]) -> list[tu
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """The number of tokens that both start with."""
+    """Return the number of tokens that both start with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -209,7 +210,7 @@ def potential(values: Values, settings: AnswerValues) -> Values | None:
 
 
 def prefix_means(rewards: Values) -> Values | None:
-    """The mean reward of each prefix; None if all continuations of one failed."""
+    """Return the mean reward of each prefix; None if all continuations of one failed."""
     if np.isnan(rewards).all(axis=1).any():
         return None
     return np.asarray(np.nanmean(rewards, axis=1))
@@ -227,7 +228,7 @@ def step_rewards(segmented: SegmentedEpisode, potentials: Values) -> NDArray[np.
 
 
 def _with_own_tokens(cuts: Sequence[int], mask: NDArray[np.bool_]) -> list[int]:
-    """The cuts that leave a token of the policy in every segment."""
+    """Return the cuts that leave a token of the policy in every segment."""
     kept: list[int] = []
     for cut in cuts:
         if mask[kept[-1] if kept else 0 : cut].any() and mask[cut:].any():

@@ -26,7 +26,7 @@ class CalibrateSpec(SamplingSpec):
     token_budget: int = Field(4096, ge=1, description="maximum tokens of a forward pass; limits memory")
 
     @model_validator(mode="after")
-    def _cheap(self) -> CalibrateSpec:
+    def _check_process_rewards(self) -> CalibrateSpec:
         if self.process_rewards is None or self.process_rewards.name != "answer":
             raise ValueError("calibrate takes process_rewards: answer, or a section with that name")
         return self

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from perilune.bundle.job import Job
 from perilune.tasks.process_rewards.spec import CalibrateSpec
-from perilune.tasks.stage.memory_plan import CacheRoom, model_config, stage_memory
+from perilune.tasks.stage.memory_plan import CacheSettings, model_config, plan_stage_memory
 from perilune.tasks.stage.stage import Stage
 
 
@@ -20,11 +20,11 @@ class Calibrate(Stage[CalibrateSpec]):
     def describe(self, spec: CalibrateSpec, job: Job) -> Mapping[str, object]:
         answers = spec.tasks * spec.samples
         most = spec.process_rewards.segments.most if spec.process_rewards else 0
-        memory = stage_memory(
+        memory = plan_stage_memory(
             model_config(job),
             samples=answers,
             max_tokens=spec.max_tokens,
-            cache=CacheRoom(job.resources.device),
+            cache=CacheSettings(job.resources.device),
         )
         return {
             "answers": f"{spec.tasks} held-out tasks x {spec.samples} = {answers:,}",

@@ -1,6 +1,6 @@
 """Auxiliary rewards: reward terms that are added to the reward with weights that fall to 0 during training.
 
-They pay early for behaviour that a policy would not find by the reward alone, and at the end nothing but the
+They reward behaviour that a policy would not find from the reward alone. At the end of training only the
 reward counts. Source: PARL's terms parallel and finish (Kimi K2.5, arXiv 2602.02276), whose schedule is not
 published; here it is linear.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # both import torch or pyarrow, and every reader of a recipe 
 
 
 class AuxiliaryRewards(Frozen):
-    """Terms of the environment that are added to the reward, and how long."""
+    """The reward terms to add, their weights, and how long."""
 
     weights: dict[str, float] = Field(
         min_length=1, description="weight of each reward term of the environment at the first step"
@@ -34,7 +34,7 @@ class AuxiliaryRewards(Frozen):
     )
 
     def scale(self, step: int, steps: int) -> float:
-        """The factor of the weights at a step (from 1) of a run of `steps`."""
+        """Return the factor of the weights at a step (from 1) of a run of `steps`."""
         return max(0.0, 1 - (step - 1) / (self.until * steps))
 
     def describe(self) -> str:
@@ -42,18 +42,18 @@ class AuxiliaryRewards(Frozen):
         return f"{terms}, falling to 0 over {self.until:.0%} of the steps"
 
     def add(self, groups: Groups, step: int, steps: int) -> Groups:
-        """The groups with the rewards of a step; the metric "gold" keeps the reward without these terms.
+        """Return the groups with a step's auxiliary rewards; the metric "gold" keeps the original reward.
 
-        An episode that a limit ended may lack a term, which then counts 0.
+        A term that an episode lacks, for example because a limit ended it, counts 0.
 
         Raises:
             RequestError: naming a term that no scored episode of the step has.
         """
-        self._require_terms([one for group in groups for one in group if one.reward is not None])
+        self._require_terms([episode for group in groups for episode in group if episode.reward is not None])
         scale = self.scale(step, steps)
-        return [tuple(self._added(one, scale) for one in group) for group in groups]
+        return [tuple(self._add_terms(episode, scale) for episode in group) for group in groups]
 
-    def _added(self, episode: Episode, scale: float) -> Episode:
+    def _add_terms(self, episode: Episode, scale: float) -> Episode:
         if episode.reward is None:
             return episode
         terms = episode.reward_terms
@@ -62,7 +62,7 @@ class AuxiliaryRewards(Frozen):
         return replace(episode, reward=episode.reward + scale * extra, metrics=metrics)
 
     def _require_terms(self, episodes: Sequence[Episode]) -> None:
-        known = {name for one in episodes for name in one.reward_terms}
+        known = {name for episode in episodes for name in episode.reward_terms}
         for name in self.weights.keys() - known if known else ():
             raise RequestError(
                 f"no episode has the reward term '{name}'",

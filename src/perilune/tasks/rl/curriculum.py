@@ -1,4 +1,4 @@
-"""A curriculum by pass rate: it draws tasks more often where some answers are right and some are wrong.
+"""A curriculum by pass rate: prefers tasks with both right and wrong answers.
 
 Each step takes `candidates` times as many tasks from the stream as it needs, and draws among them without
 replacement. The probability of a task grows with the expected variance p (1 - p) of its answers, where p is
@@ -22,10 +22,10 @@ from perilune.learn.off_policy import effective_share
 from perilune.learn.weights import Component, WeightedGroup
 from perilune.rollout.groups import Groups
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
-from perilune.tasks.stage.outcomes import passed
+from perilune.tasks.stage.outcomes import is_correct
 
 PROBABILITY = "sampling_probability"  # metric of an episode: inclusion probability of its task in the draw
-FORGOTTEN = 0.01  # answers below which a stratum counts as never seen
+MIN_STRATUM_ANSWERS = 0.01  # answers below which a stratum counts as never seen
 
 Array = NDArray[np.float64]
 
@@ -34,11 +34,11 @@ class Curriculum:
     """Draws tasks, and counts the answers of their strata.
 
     Attributes:
-        settings: how it draws.
+        settings: the settings of the draw.
 
     Args:
-        seed: of the run; a draw depends on it, the step and the counts alone.
-        counts: for each stratum the right and all answers, decayed. Saved in checkpoints, and changed here.
+        seed: the run's seed; a draw depends only on the seed, the step and the counts.
+        counts: for each stratum the decayed numbers of right and of all answers. Updated in place.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Curriculum:
         weights = np.array([self._weight(self._stratum(task)) for task in pool])
         probabilities = inclusion_probabilities(weights, count)
         random = np.random.default_rng([self._seed, *key])
-        order = random.permutation(len(pool))  # in a periodic order, systematic draws would be alike
+        order = random.permutation(len(pool))  # in a periodic order, systematic draws would repeat
         chosen = order[systematic_sample(probabilities[order], random.random())]
         return [(pool[index], float(probabilities[index])) for index in sorted(chosen)]
 
@@ -73,11 +73,11 @@ class Curriculum:
         for count in self._counts.values():
             count[:] = [value * self.settings.decay for value in count]
         for group in groups:
-            scored = [one for one in group if not one.failure]
+            scored = [episode for episode in group if not episode.failure]
             count = self._counts.setdefault(self._stratum(tasks[group[0].task_id]), [0.0, 0.0])
-            count[0] += sum(map(passed, scored))
+            count[0] += sum(map(is_correct, scored))
             count[1] += len(scored)
-        for stratum in [name for name, (_, n) in self._counts.items() if n < FORGOTTEN]:
+        for stratum in [name for name, (_, n) in self._counts.items() if n < MIN_STRATUM_ANSWERS]:
             del self._counts[stratum]
 
     def _stratum(self, task: Task) -> str:
@@ -111,7 +111,7 @@ def inclusion_probabilities(weights: Array, count: int) -> Array:
 
 
 def systematic_sample(probabilities: Array, start: float) -> list[int]:
-    """Indices drawn without replacement, each with its inclusion probability (Madow 1949).
+    """Return the indices drawn without replacement, each with its inclusion probability (Madow 1949).
 
     Args:
         probabilities: at most 1 each; their sum is the number of indices.
@@ -122,15 +122,15 @@ def systematic_sample(probabilities: Array, start: float) -> list[int]:
     return [int(index) for index in np.flatnonzero(np.diff(np.floor(np.append(0.0, ends) - start)))]
 
 
-def with_probability(groups: Groups, probabilities: Mapping[str, float]) -> Groups:
-    """The groups with the inclusion probability of their task as a metric of each episode."""
+def add_probabilities(groups: Groups, probabilities: Mapping[str, float]) -> Groups:
+    """Return the groups with the inclusion probability of their task as a metric of each episode."""
     return [
-        tuple(replace(one, metrics={**one.metrics, PROBABILITY: probabilities[one.task_id]}) for one in group)
+        tuple(replace(e, metrics={**e.metrics, PROBABILITY: probabilities[e.task_id]}) for e in group)
         for group in groups
     ]
 
 
-def uniform_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
+def uniform_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     """`uniform/...`: reward and pass rate of a uniform draw, and the effective share of groups.
 
     Means over groups, weighted by the inverse of their probabilities (Hajek's estimator). Empty without a
@@ -138,11 +138,11 @@ def uniform_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     """
     weights, rewards, rates = [], [], []
     for group in groups:
-        scored = [one for one in group if one.reward is not None]
+        scored = [episode for episode in group if episode.reward is not None]
         if scored and PROBABILITY in scored[0].metrics:
             weights.append(1 / scored[0].metrics[PROBABILITY])
-            rewards.append(math.fsum(one.reward or 0.0 for one in scored) / len(scored))
-            rates.append(sum(map(passed, scored)) / len(scored))
+            rewards.append(math.fsum(episode.reward or 0.0 for episode in scored) / len(scored))
+            rates.append(sum(map(is_correct, scored)) / len(scored))
     if not weights:
         return {}
     return {
@@ -152,29 +152,31 @@ def uniform_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     }
 
 
-def importance_weighted(
+def apply_importance_weights(
     groups: Sequence[WeightedGroup], settings: CurriculumSettings | None
 ) -> list[WeightedGroup]:
-    """The groups with loss weights of the uniform objective: each divided by its probability, relative to
-    that of a uniform draw.
+    """Return the groups with loss weights of the uniform objective.
+
+    The weights are divided by the task's probability, relative to that of a uniform draw.
     """
     if settings is None or not settings.importance_weight:
         return list(groups)
     return [
-        _scaled(group, 1 / (settings.candidates * group.episodes[0].metrics[PROBABILITY])) for group in groups
+        _scale_group(group, 1 / (settings.candidates * group.episodes[0].metrics[PROBABILITY]))
+        for group in groups
     ]
 
 
-def _scaled(group: WeightedGroup, factor: float) -> WeightedGroup:
+def _scale_group(group: WeightedGroup, factor: float) -> WeightedGroup:
     changed: dict[str, Any] = {
-        name: _times(part, factor)
+        name: _scale_component(part, factor)
         for name in ("policy_gradient", "cross_entropy", "reference_kl", "entropy")
         if (part := getattr(group, name)) is not None
     }
     if group.value is not None:
-        changed["value"] = replace(group.value, component=_times(group.value.component, factor))
+        changed["value"] = replace(group.value, component=_scale_component(group.value.component, factor))
     return replace(group, **changed)
 
 
-def _times(part: Component, factor: float) -> Component:
+def _scale_component(part: Component, factor: float) -> Component:
     return Component(tuple(np.float32(factor) * one for one in part.weights), part.counts)

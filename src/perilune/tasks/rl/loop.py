@@ -1,4 +1,8 @@
-"""The loop of reinforcement learning: each step publishes weights, samples groups, trains and records."""
+"""The loop of reinforcement learning.
+
+Each step publishes the learner's weights to the engine, samples groups of episodes, updates the policy, and
+records metrics and episodes.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -14,13 +18,13 @@ from perilune.rollout.timing import Stopwatch
 from perilune.tasks.checks.gold_watch import GoldWatch
 from perilune.tasks.checks.preflight import run_preflight
 from perilune.tasks.rl.asynchronous.sampler import AsynchronousSampler
-from perilune.tasks.rl.metrics import Recorder
+from perilune.tasks.rl.metrics import StepRecorder
 from perilune.tasks.rl.opponents import NoOpponents
 from perilune.tasks.rl.sampling import GroupSampler, GroupSource
 from perilune.tasks.rl.spec import RLSpec
-from perilune.tasks.rl.update import PolicyUpdates
+from perilune.tasks.rl.update import PolicyUpdater
+from perilune.tasks.stage.custom_metrics import CustomMetrics
 from perilune.tasks.stage.memory_plan import memory_figures
-from perilune.tasks.stage.own_metrics import OwnMetrics
 from perilune.tasks.stage.player import Player, open_player
 from perilune.tasks.stage.policy import load_reference
 from perilune.tasks.stage.publishing import Publisher
@@ -40,8 +44,11 @@ def run(
     """Train the policy and return the stage's summary.
 
     Args:
-        make_opponents: makes the opponents of the policy; none by default.
-        stop_without_signal: stop the run when nearly all groups have had equal rewards for many steps.
+        make_opponents: returns the opponents of the policy; by default there are none.
+        stop_without_signal: stop the run after many steps in which nearly all groups had equal rewards.
+
+    Raises:
+        WorkFailedError: when a check fails, or the run has no signal to learn from.
     """
     with ExitStack() as stack:
         opened = stack.enter_context(
@@ -54,65 +61,74 @@ def run(
                 backend=spec.engine.runner() if spec.engine else None,
             )
         )
-        sub_agents = open_sub_agents(
-            workspace, opened.policy, opened.device, opened.longest, trained=spec.train_sub_agents
+        rollouts = replace(
+            opened.rollouts,
+            learned_reward=_load_learned_reward(spec, opened),
+            sub_agents=open_sub_agents(
+                workspace,
+                opened.policy,
+                opened.device,
+                opened.max_episode_tokens,
+                trained=spec.train_sub_agents,
+            ),
         )
-        rollouts = replace(opened.rollouts, learned=_reward_model(spec, opened), sub_agents=sub_agents)
         player = replace(opened, rollouts=rollouts)
         policy, device = player.policy, player.device
-        load_start = partial(load_reference, workspace, device, policy, spec)
-        reference = load_start() if spec.uses_reference else None
-        learner = _learner(spec, player)
+        load_initial_policy = partial(load_reference, workspace, device, policy, spec)
+        reference = load_initial_policy() if spec.uses_reference else None
+        learner = _make_learner(spec, player)
         opponents = make_opponents(player, learner)
-        loop = TrainingLoop(workspace, learner, spec, policy, rollouts=player.rollouts)
-        run_preflight(workspace, spec, policy.decoder.config, device, loop.first)
+        loop = TrainingLoop(workspace, learner, spec, policy, rollouts=rollouts)
+        run_preflight(workspace, spec, policy.decoder.config, device, loop.completed_steps)
 
-        source = stack.enter_context(closing(_source(spec, player, opponents, learner)))
+        source = stack.enter_context(closing(_make_source(spec, player, opponents, learner)))
         publisher = Publisher(player.engine, learner, reference)
         publisher.published |= source.versions
-        updates = PolicyUpdates(
+        updater = PolicyUpdater(
             spec,
             learner,
             reference,
-            longest=player.longest,
+            max_episode_tokens=player.max_episode_tokens,
             draws_are_known=getattr(player.environment, "players", 1) == 1,
         )
-        start = None if opponents.moves_reference else reference
-        gold = GoldWatch(workspace, lambda: start or load_start(), spec.temperature, spec.token_budget)
-        own = OwnMetrics(spec.metrics, workspace.log)
-        recorder = Recorder(workspace, gold, own, stop_without_signal=stop_without_signal)
+        initial_policy = None if opponents.updates_reference else reference
+        gold = GoldWatch(
+            workspace, lambda: initial_policy or load_initial_policy(), spec.temperature, spec.token_budget
+        )
+        custom = CustomMetrics(spec.metrics, workspace.log)
+        recorder = StepRecorder(workspace, gold, custom, stop_without_signal=stop_without_signal)
 
-        def step(done: int, watch: Stopwatch) -> StepReport:
+        def step(completed: int, watch: Stopwatch) -> StepReport:
+            number = completed + 1
             publisher.publish()
-            groups = publisher.check_versions(source.sample(done + 1, watch))
-            of_source = source.figures(groups)
-            if opponents.move_reference(reference):
+            groups = publisher.check_versions(source.sample(number, watch))
+            if opponents.update_reference(reference):
                 publisher.accept_reference()
             with watch.time_learning():
-                weighted, figures = updates.make(groups, done)
-            figures = {**figures, **of_source, "epoch": source.epoch}
+                weighted, metrics = updater.update(groups, completed)
+            metrics = {**metrics, **source.metrics(groups), "epoch": source.epoch}
             if spec.auxiliary_rewards:
-                figures["auxiliary_scale"] = spec.auxiliary_rewards.scale(done + 1, spec.steps)
-            figures = opponents.after(done + 1, weighted, figures)
-            return recorder.record(done + 1, weighted, figures, watch, source.timing())
+                metrics["auxiliary_scale"] = spec.auxiliary_rewards.scale(number, spec.steps)
+            metrics = opponents.after_step(number, weighted, metrics)
+            return recorder.record(number, weighted, metrics, watch, source.timings())
 
-        loop.run(step, source.remember)
+        loop.run(step, source.save_progress)
     assert player.memory is not None
     return {
-        **loop.finish(policy, opponents.write),
+        **loop.finish(policy, opponents.save_final),
         **opponents.summary(),
         **recorder.summary(spec.algorithm, spec.samples),
         "memory": memory_figures(player.memory, device),
     }
 
 
-def _source(spec: RLSpec, player: Player, opponents: NoOpponents, learner: Learner) -> GroupSource:
+def _make_source(spec: RLSpec, player: Player, opponents: NoOpponents, learner: Learner) -> GroupSource:
     if spec.asynchronous is None:
         return GroupSampler(spec, player, opponents.rollouts, learner.memory)
     return AsynchronousSampler(spec, player, learner)
 
 
-def _learner(spec: RLSpec, player: Player) -> Learner:
+def _make_learner(spec: RLSpec, player: Player) -> Learner:
     decoder, critic = player.policy.decoder, None
     if "values" in spec.algorithm.needs:
         critic = Critic(decoder.config.hidden_size).to(player.device)
@@ -125,7 +141,7 @@ def _learner(spec: RLSpec, player: Player) -> Learner:
     )
 
 
-def _reward_model(spec: RLSpec, player: Player) -> LearnedReward | None:
+def _load_learned_reward(spec: RLSpec, player: Player) -> LearnedReward | None:
     workspace = player.workspace
     if not workspace.has_input("reward_model"):
         return None

@@ -1,4 +1,4 @@
-"""Metrics and episodes of each RL step, and the stop of a run without signal."""
+"""Records the metrics and episodes of each RL step, and stops a run without signal."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,31 +18,36 @@ from perilune.rollout.timing import Stopwatch
 from perilune.tasks.checks.answer_form import FormWatch
 from perilune.tasks.checks.collapse import CollapseWatch
 from perilune.tasks.checks.gold_watch import GoldWatch
-from perilune.tasks.checks.little_learned import little_learned
-from perilune.tasks.rl.curriculum import uniform_figures
+from perilune.tasks.checks.little_learned import little_learned_warning
+from perilune.tasks.rl.curriculum import uniform_metrics
+from perilune.tasks.stage.custom_metrics import CustomMetrics
 from perilune.tasks.stage.outcomes import environment_figures, outcome_figures
-from perilune.tasks.stage.own_metrics import OwnMetrics
-from perilune.tasks.stage.training import StepReport, first_and_last
+from perilune.tasks.stage.training import StepReport, mean_first_and_last
 
-DEAD_LIMIT = 0.95  # share of dead groups above which a step has no signal
-DEAD_PATIENCE = 20  # consecutive steps without signal after which the run stops
+MAX_DEAD_SHARE = 0.95  # share of dead groups (all rewards equal) above which a step has no signal
+MAX_DEAD_STEPS = 20  # consecutive steps without signal after which the run stops
 
 
-class Recorder:
+class StepRecorder:
     """Computes the metrics of each step, writes its episodes, and stops a run without signal.
 
     Create it after `TrainingLoop`: it reads the metrics of earlier attempts. Pass rates and rewards are means
     over all scored episodes of players, including those of dead groups.
 
     Args:
-        own: metrics of the user.
-        stop_without_signal: stop after `DEAD_PATIENCE` steps in which nearly all groups were dead.
+        custom: metrics that the recipe names.
+        stop_without_signal: stop after `MAX_DEAD_STEPS` steps in which nearly all groups were dead.
     """
 
     def __init__(
-        self, workspace: Workspace, gold: GoldWatch, own: OwnMetrics, *, stop_without_signal: bool = True
+        self,
+        workspace: Workspace,
+        gold: GoldWatch,
+        custom: CustomMetrics,
+        *,
+        stop_without_signal: bool = True,
     ) -> None:
-        self._workspace, self._own = workspace, own
+        self._workspace, self._custom = workspace, custom
         self._stop_without_signal = stop_without_signal
         self._gold = gold
         self._dead_in_a_row = 0
@@ -58,9 +63,9 @@ class Recorder:
         self,
         step: int,
         groups: Sequence[WeightedGroup],
-        figures: Mapping[str, float],
+        metrics: Mapping[str, float],
         watch: Stopwatch,
-        timing: Mapping[str, float] = MappingProxyType({}),
+        timings: Mapping[str, float] = MappingProxyType({}),
     ) -> StepReport:
         """Write the episodes of a step and return its metrics; empty in processes other than the first.
 
@@ -69,10 +74,10 @@ class Recorder:
         """
         if not self._workspace.leads:
             return StepReport({})
-        everything, groups = groups, [one for one in groups if not one.episodes[0].is_sub_agent]
-        episodes = [one for group in groups for one in group.episodes]
+        all_groups, groups = groups, [group for group in groups if not group.episodes[0].is_sub_agent]
+        episodes = [episode for group in groups for episode in group.episodes]
         outcomes = outcome_figures(episodes, f"step {step}")
-        rewards = [one.reward for one in episodes if one.reward is not None]
+        rewards = [episode.reward for episode in episodes if episode.reward is not None]
         mean = outcomes["reward"]
         dead = sum(group.dead for group in groups) / len(groups)
         line: dict[str, Any] = {
@@ -81,30 +86,30 @@ class Recorder:
             "groups": len(groups),
             "dead_groups": dead,
             **step_figures(groups),
-            **figures,
+            **metrics,
             **self._gold.observe(step, [group.episodes for group in groups]),
-            **term_means(episodes),
+            **reward_term_means(episodes),
             **environment_figures([group.episodes for group in groups]),
-            **{f"own/{name}": value for name, value in self._own.figures(episodes).items()},
-            **uniform_figures([group.episodes for group in groups]),
-            "collapse_alarm": self._watch_collapse(step, mean, dead),
+            **{f"own/{name}": value for name, value in self._custom.figures(episodes).items()},
+            **uniform_metrics([group.episodes for group in groups]),
+            "collapse_alarm": self._collapse_alarm(step, mean, dead),
         }
         if warning := self._form.observe(line):
             self._workspace.log(f"warning: step {step}: {warning}")
             self._workspace.event("rare_form", step=step)
-        write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", with_advantages(everything))
+        write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", add_advantages(all_groups))
         shown = {name: line[name] for name in ("reward", "pass_rate", "length")}
         shown["tokens_per_second"] = watch.figures()["tokens_per_second"]
-        return StepReport(line, shown, timing, self._without_signal(step, dead))
+        return StepReport(line, shown, timings, self._no_signal_error(step, dead))
 
-    def _watch_collapse(self, step: int, reward: float, dead: float) -> float:
+    def _collapse_alarm(self, step: int, reward: float, dead: float) -> float:
         if changed := self._collapse.observe(step, reward, dead):
             self._workspace.log(f"{'warning: ' if self._collapse.alarm else ''}step {step}: {changed}")
             self._workspace.event("collapse" if self._collapse.alarm else "recovery", step=step)
         return float(self._collapse.alarm)
 
     def _warnings(self, lines: Sequence[Mapping[str, Any]], samples: int) -> dict[str, list[str]]:
-        """Warnings to show first in the summary of a finished run."""
+        """Return the warnings to show first in the summary of a finished run."""
         warnings = [self._form.warning] if self._form.warning else []
         watch = self._collapse
         if watch.since is not None:
@@ -113,16 +118,16 @@ class Recorder:
                 f"the reward collapsed by step {watch.since} and {end}: {watch.mean:.3g} at the end,"
                 f" {watch.best:.3g} at its best"
             )
-        if self._stop_without_signal and not warnings and lines:  # a player against itself gains nothing
-            warnings += filter(None, [little_learned(lines, lines[-1]["groups"] * samples)])
+        if self._stop_without_signal and not warnings and lines:  # self-play has no reward to gain
+            warnings += filter(None, [little_learned_warning(lines, lines[-1]["groups"] * samples)])
         return {"warnings": warnings} if warnings else {}
 
-    def _without_signal(self, step: int, dead: float) -> WorkFailedError | None:
+    def _no_signal_error(self, step: int, dead: float) -> WorkFailedError | None:
         self._count_dead(dead)
-        if not self._stop_without_signal or self._dead_in_a_row < DEAD_PATIENCE:
+        if not self._stop_without_signal or self._dead_in_a_row < MAX_DEAD_STEPS:
             return None
         return WorkFailedError(
-            f"more than {DEAD_LIMIT:.0%} of groups had equal rewards for {DEAD_PATIENCE} steps:"
+            f"more than {MAX_DEAD_SHARE:.0%} of groups had equal rewards for {MAX_DEAD_STEPS} steps:"
             " there is nothing to learn from",
             where=f"step {step}",
             remedy=self._form.warning
@@ -131,10 +136,10 @@ class Recorder:
         )
 
     def _count_dead(self, dead: float) -> None:
-        self._dead_in_a_row = self._dead_in_a_row + 1 if dead > DEAD_LIMIT else 0
+        self._dead_in_a_row = self._dead_in_a_row + 1 if dead > MAX_DEAD_SHARE else 0
 
     def summary(self, algorithm: Algorithm, samples: int) -> dict[str, Any]:
-        """First and last metrics, and the estimator's implicit objective if it compares within groups."""
+        """Return first and last metrics, and the implicit objective of an algorithm that compares groups."""
         if not self._workspace.leads:
             return {}
         lines = self._workspace.step_metrics()
@@ -143,26 +148,26 @@ class Recorder:
         return {
             "algorithm": algorithm.name,
             **self._warnings(lines, samples),
-            **first_and_last(lines, ("reward", "pass_rate", "length")),
+            **mean_first_and_last(lines, ("reward", "pass_rate", "length")),
             "logprob_gap_max": max(gaps, default=0.0),
             "failures": sum(line["failures"] for line in lines),
-            "length_dynamics": lengths_over(self._workspace),
+            "length_dynamics": compare_lengths(self._workspace),
             "implicit_objective": [list(point) for point in curve],
             **self._gold.summary(),
         }
 
 
-def term_means(episodes: Sequence[Episode]) -> dict[str, float]:
-    """`term/NAME`: mean of each reward term over the episodes that have it."""
+def reward_term_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Return `term/NAME`: the mean of each reward term over the episodes that have it."""
     terms: dict[str, list[float]] = {}
-    for one in episodes:
-        for name, value in one.reward_terms.items():
+    for episode in episodes:
+        for name, value in episode.reward_terms.items():
             terms.setdefault(f"term/{name}", []).append(value)
     return {name: math.fsum(values) / len(values) for name, values in sorted(terms.items())}
 
 
-def lengths_over(workspace: Workspace) -> dict[str, Any]:
-    """`length_dynamics` between the first and the last few steps with stored episodes."""
+def compare_lengths(workspace: Workspace) -> dict[str, Any]:
+    """Return `length_dynamics` between the first and the last steps with stored episodes, at most 5 each."""
     files = sorted(workspace.episodes.glob("step-*.parquet"))
     edge = max(1, min(5, len(files) // 2))
     before, after = (
@@ -171,14 +176,14 @@ def lengths_over(workspace: Workspace) -> dict[str, Any]:
     return length_dynamics(before, after)
 
 
-def with_advantages(groups: Sequence[WeightedGroup]) -> list[Episode]:
-    """The episodes in order, with their advantages as a metric."""
+def add_advantages(groups: Sequence[WeightedGroup]) -> list[Episode]:
+    """Return the episodes in order, with their advantages as a metric."""
     episodes = []
     for group in groups:
-        for index, one in enumerate(group.episodes):
+        for index, episode in enumerate(group.episodes):
             advantage = None if group.advantages is None else float(group.advantages[index])
             if advantage is None or math.isnan(advantage):
-                episodes.append(one)
+                episodes.append(episode)
             else:
-                episodes.append(replace(one, metrics={**one.metrics, "advantage": advantage}))
+                episodes.append(replace(episode, metrics={**episode.metrics, "advantage": advantage}))
     return episodes

@@ -1,4 +1,4 @@
-"""The opponents of an RL stage without any, and the interface that a league overrides."""
+"""The default opponents of an RL stage: none. A league overrides the methods."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,32 +12,32 @@ from perilune.rollout.worker import RolloutWorker
 
 
 class NoOpponents:
-    """The policy is every player. `perilune.tasks.selfplay.league.League` overrides these methods.
+    """No opponents: the policy plays every player. `perilune.tasks.selfplay.league.League` overrides this.
 
     Attributes:
         rollouts: the worker that samples the stage's episodes.
-        moves_reference: whether the reference policy changes during the stage.
+        updates_reference: whether the reference policy changes during the stage.
     """
 
-    moves_reference = False
+    updates_reference = False
 
     def __init__(self, rollouts: RolloutWorker) -> None:
         self.rollouts = rollouts
 
-    def after(
-        self, step: int, groups: Sequence[WeightedGroup], figures: dict[str, float]
+    def after_step(
+        self, step: int, groups: Sequence[WeightedGroup], metrics: dict[str, float]
     ) -> dict[str, float]:
-        """Called after each step's update; returns the step's metrics, possibly with more of them."""
-        return figures
+        """Return the step's metrics, possibly with more of them. Called after each step's update."""
+        return metrics
 
-    def move_reference(self, reference: Decoder | None) -> bool:
-        """Called before each step's update; returns whether it changed the reference policy."""
+    def update_reference(self, reference: Decoder | None) -> bool:
+        """Update the reference policy, and return whether it changed. Called before each step's update."""
         return False
 
-    def write(self, path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
+    def save_final(self, path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
         """Write the stage's final policy."""
         save_policy(path, decoder, tokenizer)
 
     def summary(self) -> Mapping[str, Any]:
-        """Further entries of the stage's summary."""
+        """Return further entries of the stage's summary."""
         return {}

@@ -14,15 +14,15 @@ from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.process_rewards.rewards import ProcessRewards
 from perilune.tasks.rl.spec import RLSpec
-from perilune.tasks.rl.task_draw import Drawn, TaskDraw
+from perilune.tasks.rl.task_sampler import DrawnTask, TaskSampler
 from perilune.tasks.stage.player import Player
 
 
 class GroupSource(ABC):
-    """Where the loop gets its groups from.
+    """A source of the groups to train on.
 
     Attributes:
-        versions: checksums of the versions that sampled the groups of an earlier attempt.
+        versions: checksums of the weights that sampled groups in an earlier attempt, by policy version.
     """
 
     versions: Mapping[int, str] = {}
@@ -34,22 +34,22 @@ class GroupSource(ABC):
 
     @abstractmethod
     def sample(self, step: int, watch: Stopwatch) -> Groups:
-        """The groups of a step (from 1).
+        """Return the groups of a step (counted from 1).
 
         Raises:
             WorkFailedError: when sampling fails, or a task repeats within an epoch.
         """
 
-    def figures(self, groups: Groups) -> Mapping[str, float]:
-        """Reproducible figures of the groups, for metrics.jsonl."""
+    def metrics(self, groups: Groups) -> Mapping[str, float]:
+        """Return reproducible metrics of the groups, for metrics.jsonl."""
         return {}
 
-    def timing(self) -> Mapping[str, float]:
-        """Figures of the last step, for timings.jsonl."""
+    def timings(self) -> Mapping[str, float]:
+        """Return timings of the last step, for timings.jsonl."""
         return {}
 
-    def remember(self) -> None:  # noqa: B027 - most sources need nothing
-        """Put what a resumed run needs into the learner's memory, before a checkpoint."""
+    def save_progress(self) -> None:  # noqa: B027 - optional
+        """Store the state for a resumed run in the learner's memory; called before each checkpoint."""
 
     def close(self) -> None:  # noqa: B027
         """Release processes and files."""
@@ -60,31 +60,31 @@ class GroupSampler(GroupSource):
 
     Args:
         rollouts: samples the episodes, possibly with opponents.
-        memory: of the learner: the position in the training tasks, and the counts of the curriculum.
+        memory: the learner's memory; keeps the position in the training tasks and the curriculum's counts.
     """
 
     def __init__(self, spec: RLSpec, player: Player, rollouts: RolloutWorker, memory: dict[str, Any]) -> None:
         self._spec, self._player = spec, player
-        self._draw = TaskDraw(spec.curriculum, player, memory)
+        self._tasks = TaskSampler(spec.curriculum, player, memory)
         self._process_rewards = ProcessRewards(
             spec.process_rewards, player.policy.decoder, rollouts, spec, spec.token_budget
         )
 
     @property
     def epoch(self) -> int:
-        return self._draw.epoch
+        return self._tasks.epoch
 
     def sample(self, step: int, watch: Stopwatch) -> Groups:
-        """Sample the groups of a step, and refill dead groups if the algorithm does so."""
+        """Sample the groups of a step; replace dead groups if the algorithm does so."""
         spec, player = self._spec, self._player
         auxiliary = spec.auxiliary_rewards
-        drawn: list[Drawn] = []
+        drawn_tasks: list[DrawnTask] = []
 
         def play(count: int, first: int) -> Groups:
-            chosen = self._draw.take(count, step, first)
-            drawn.extend(chosen)
+            drawn = self._tasks.take(count, step, first)
+            drawn_tasks.extend(drawn)
             groups = self._process_rewards.play(
-                [task for task, _ in chosen],
+                [task for task, _ in drawn],
                 samples=spec.samples,
                 params=spec.params(player.policy.stop_token_ids),
                 step=step,
@@ -94,5 +94,5 @@ class GroupSampler(GroupSource):
             return groups if auxiliary is None else auxiliary.add(groups, step, spec.steps)
 
         groups = play_until_live(play, spec.prompts, spec.algorithm.refills)
-        self._draw.check(groups, step)
-        return self._draw.observe(drawn, groups)
+        self._tasks.check(groups, step)
+        return self._tasks.observe(drawn_tasks, groups)

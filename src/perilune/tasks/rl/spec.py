@@ -15,9 +15,15 @@ from perilune.tasks.forgetting.spec import ForgettingSpec
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings, default_corrections
 from perilune.tasks.rl.auxiliary_rewards import AuxiliaryRewards
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
+from perilune.tasks.stage.custom_metrics import CustomMetricsField
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
-from perilune.tasks.stage.memory_plan import OTHER_PROCESSES, SENT, CacheRoom, StageMemory, stage_memory
-from perilune.tasks.stage.own_metrics import OwnMetricsField
+from perilune.tasks.stage.memory_plan import (
+    OTHER_PROCESSES,
+    WEIGHTS_COPY,
+    CacheSettings,
+    StageMemory,
+    plan_stage_memory,
+)
 from perilune.tasks.stage.sampling import OpenVinoField, RecordingSpec
 
 
@@ -41,7 +47,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
     process_rewards: ProcessRewardField = Field(
         None, description="process rewards: a name, or a section with a name and options"
     )
-    metrics: OwnMetricsField = Field({}, description="metrics of your own by name, each a function")
+    metrics: CustomMetricsField = Field({}, description="metrics of your own by name, each a function")
     curriculum: CurriculumSettings | None = Field(
         None, description="draw tasks by their pass rate; {} uses the defaults"
     )
@@ -66,40 +72,42 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
 
     @property
     def uses_reference(self) -> bool:
-        """Whether training needs the policy that it started from."""
+        """True if training needs the policy that it started from."""
         return self.kl > 0 or "deviation" in self.algorithm.needs
 
     @property
-    def most_samples(self) -> int:
+    def max_samples(self) -> int:
         """Most answers that are sampled together, in training or evaluation."""
         evaluated = self.eval.tasks * self.eval.samples if self.eval else 0
         return max(self.prompts * self.samples, evaluated)
 
     def memory_plan(self, config: DecoderConfig, longest: int, device: str) -> StageMemory:
-        """The memory plan for episodes of at most `longest` tokens after the prompt."""
-        cache = CacheRoom(device, self.precision)
-        plan = stage_memory(
+        """Return the memory plan for episodes of at most `longest` tokens after the prompt."""
+        cache = CacheSettings(device, self.precision)
+        plan = plan_stage_memory(
             config,
-            samples=self.most_samples,
+            samples=self.max_samples,
             max_tokens=longest,
             token_budget=self.token_budget,
             reference=self.uses_reference,
             learner=self,
             cache=cache,
         )
-        sampling = stage_memory(config, samples=self.prompts * self.samples, max_tokens=longest, cache=cache)
+        sampling = plan_stage_memory(
+            config, samples=self.prompts * self.samples, max_tokens=longest, cache=cache
+        )
         if self.sub_agent_checkpoint is not None:
             plan = replace(plan, persistent={**plan.persistent, "sub-agents": sampling.total})
         if self.asynchronous is None:
             return plan
         here = self.asynchronous.workers if self.asynchronous.ray is None else 0
         held = {**plan.persistent, OTHER_PROCESSES: here * sampling.total}
-        if self.asynchronous.keeps_sent(self):
-            held[SENT] = plan.persistent["weights"] // 2
+        if self.asynchronous.keeps_weights_copy(self):
+            held[WEIGHTS_COPY] = plan.persistent["weights"] // 2
         return replace(plan, persistent=held)
 
     @model_validator(mode="after")
-    def _corrects_old_tokens(self) -> RLSpec:
+    def _set_default_corrections(self) -> RLSpec:
         """Asynchronous training has off-policy corrections, unless the recipe sets its own.
 
         A validator that runs before the fields would turn off the rules of JSON: a list could not be a tuple.
@@ -111,7 +119,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self.model_copy(update={"off_policy": corrections})
 
     @model_validator(mode="after")
-    def _can_be_asynchronous(self) -> RLSpec:
+    def _check_asynchronous(self) -> RLSpec:
         if self.asynchronous is None:
             return self
         if self.algorithm.refills:
@@ -129,7 +137,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _trains_sub_agents(self) -> RLSpec:
+    def _check_sub_agents(self) -> RLSpec:
         conflicts = {
             "sub_agent_checkpoint": self.sub_agent_checkpoint is not None,
             "reward_model": self.reward_model is not None,
@@ -143,7 +151,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _large_enough(self) -> RLSpec:
+    def _check_group_size(self) -> RLSpec:
         least = self.algorithm.least_samples
         if self.samples < least:
             raise ValueError(
@@ -152,7 +160,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _keeps_the_objective(self) -> RLSpec:
+    def _check_curriculum(self) -> RLSpec:
         if self.curriculum and self.curriculum.importance_weight and self.algorithm.refills:
             raise ValueError(
                 "curriculum.importance_weight restores the uniform objective, and"
@@ -161,7 +169,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _takes_the_kl(self) -> RLSpec:
+    def _check_kl_estimator(self) -> RLSpec:
         if not self.kl or self.kl_estimator != "k1_reward":
             return self
         conflict = ""
@@ -177,7 +185,7 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
-    def _takes_process_rewards(self) -> RLSpec:
+    def _check_process_rewards(self) -> RLSpec:
         if self.process_rewards is None:
             return self
         if self.algorithm.takes_step_rewards != (self.process_rewards.role == "reward"):

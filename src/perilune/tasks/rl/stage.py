@@ -10,8 +10,8 @@ from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm
 from perilune.plural import plural
 from perilune.tasks.rl.spec import RLSpec
-from perilune.tasks.stage.memory_plan import model_config, planned_tokens
-from perilune.tasks.stage.own_metrics import OwnMetrics
+from perilune.tasks.stage.custom_metrics import CustomMetrics
+from perilune.tasks.stage.memory_plan import model_config, planned_episode_tokens
 from perilune.tasks.stage.stage import Stage, training_plan
 
 Spec = TypeVar("Spec", bound=RLSpec)
@@ -42,8 +42,8 @@ class ReinforcementStage(Stage[Spec]):
                 remedy="set train_sub_agents: true",
             )
         if spec.asynchronous is not None:
-            _require_asynchronous(job)
-        OwnMetrics(spec.metrics)  # refuses functions that cannot be loaded
+            _check_asynchronous(job)
+        CustomMetrics(spec.metrics)  # refuses functions that cannot be loaded
         config = model_config(job)
         if spec.routing_replay and config.experts is None:
             raise RequestError(
@@ -51,7 +51,7 @@ class ReinforcementStage(Stage[Spec]):
                 where=f"stages.{job.stage}.routing_replay",
                 remedy="remove routing_replay, or train a mixture of experts",
             )
-        longest = planned_tokens(job.environment, spec.max_tokens, config)
+        longest = planned_episode_tokens(job.environment, spec.max_tokens, config)
         episodes = spec.steps * spec.prompts * spec.samples
         most = spec.algorithm.refills
         refills = f", and dead groups refilled up to {most} times a step" if most else ""
@@ -59,7 +59,7 @@ class ReinforcementStage(Stage[Spec]):
         return {
             "episodes": f"{asked} x {spec.samples} = {episodes:,}{refills}",
             "tokens at most": f"{episodes * (1 + most) * longest:,}",
-            "algorithm": f"{_describe(spec.algorithm)}; updates per step:"
+            "algorithm": f"{_describe_algorithm(spec.algorithm)}; updates per step:"
             f" {spec.updates_per_batch * spec.epochs_per_batch}; kl {spec.kl:g}",
             **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
             **({"engine": f"OpenVINO on {spec.engine.device}"} if spec.engine else {}),
@@ -80,7 +80,7 @@ class RL(ReinforcementStage[RLSpec]):
     parallel = True
 
 
-def _require_asynchronous(job: Job) -> None:
+def _check_asynchronous(job: Job) -> None:
     """Check that the job's rollouts can run in processes of their own."""
     where = f"stages.{job.stage}.asynchronous"
     if job.resources.processes > 1:
@@ -98,7 +98,7 @@ def _require_asynchronous(job: Job) -> None:
         )
 
 
-def _describe(algorithm: Algorithm) -> str:
+def _describe_algorithm(algorithm: Algorithm) -> str:
     """Name and options."""
     options = algorithm.model_dump(exclude={"name"}, exclude_none=True)
     listed = ", ".join(f"{name} {value}" for name, value in options.items())

@@ -21,38 +21,38 @@ from perilune.learn.signals import SignalModels, compute_signals
 from perilune.learn.trainer import Learner, add_reference_logprobs
 from perilune.learn.weights import WeightedGroup
 from perilune.models.decoder import Decoder
-from perilune.rollout.dynamic_sampling import kept
+from perilune.rollout.dynamic_sampling import select_groups
 from perilune.rollout.groups import Groups
 from perilune.tasks.checks.logprobs import LogprobChecker
 from perilune.tasks.checks.optimizer import OptimizerChecker
-from perilune.tasks.rl.curriculum import importance_weighted
+from perilune.tasks.rl.curriculum import apply_importance_weights
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.stage.rounding import is_exact
 from perilune.watchdog import STALL_SECONDS, Watchdog
 
-TRUNCATED = OffPolicySettings(proximal="learner", weight="truncate")
-"""Truncated importance sampling: the default where rounding separates sampler and learner."""
-ON_CPU, ON_ACCELERATOR = 1.0, 0.02  # seconds a token: longer than training takes on any useful machine
-PATIENCE = 20  # a step may take this many times as long a token as the slowest one before it
+TRUNCATED_WEIGHTS = OffPolicySettings(proximal="learner", weight="truncate")
+"""Truncated importance sampling: the default when sampler and learner round differently."""
+CPU_TOKEN_LIMIT_S, GPU_TOKEN_LIMIT_S = 1.0, 0.02  # more than training takes per token
+MAX_SLOWDOWN = 20  # largest time per token, relative to the slowest step before
 
 
-def deadline(tokens: int, most: float, slowest: float | None) -> float:
-    """Seconds after which a step that trains on `tokens` tokens counts as stalled.
+def stall_timeout(tokens: int, limit: float, slowest: float | None) -> float:
+    """Return the seconds after which a step that trains on `tokens` tokens counts as stalled.
 
     Args:
-        most: seconds a token that no step exceeds.
-        slowest: seconds a token of the slowest step so far; None before the first.
+        limit: most seconds per token of any step.
+        slowest: seconds per token of the slowest step so far; None before the first.
     """
-    return STALL_SECONDS + tokens * (most if slowest is None else min(most, PATIENCE * slowest))
+    return STALL_SECONDS + tokens * (limit if slowest is None else min(limit, MAX_SLOWDOWN * slowest))
 
 
-def off_policy_of(spec: RLSpec, exact: bool) -> OffPolicySettings:
-    """The corrections of a run; `exact` if engine and learner give the same bits."""
-    return spec.off_policy or (OffPolicySettings() if exact else TRUNCATED)
+def off_policy_settings(spec: RLSpec, exact: bool) -> OffPolicySettings:
+    """Return the off-policy corrections of a run; `exact` if engine and learner give the same bits."""
+    return spec.off_policy or (OffPolicySettings() if exact else TRUNCATED_WEIGHTS)
 
 
-def signals_of(spec: RLSpec, off_policy: OffPolicySettings) -> set[Signal]:
-    """The values of each token that are computed before the updates of a step, by a forward pass each."""
+def required_signals(spec: RLSpec, off_policy: OffPolicySettings) -> set[Signal]:
+    """Return the per-token signals that a step needs before its updates; each takes a forward pass."""
     names: set[Signal] = {*spec.algorithm.needs}
     if off_policy.needs_logprobs:
         names.add("logprobs")
@@ -61,12 +61,12 @@ def signals_of(spec: RLSpec, off_policy: OffPolicySettings) -> set[Signal]:
     return names
 
 
-class PolicyUpdates:
-    """Computes token weights and makes the updates of a run, with its checks.
+class PolicyUpdater:
+    """Computes token weights and updates the policy, with the checks of each step.
 
     Args:
-        reference: the policy before training, if the spec uses it.
-        longest: most tokens of an episode; `max_tokens` by default.
+        reference: the policy before training; None if the spec doesn't use it.
+        max_episode_tokens: most tokens of an episode; `max_tokens` by default.
         draws_are_known: see `LogprobChecker`.
     """
 
@@ -76,20 +76,20 @@ class PolicyUpdates:
         learner: Learner,
         reference: Decoder | None,
         *,
-        longest: int | None = None,
+        max_episode_tokens: int | None = None,
         draws_are_known: bool = False,
     ) -> None:
         self._spec, self._learner, self._reference = spec, learner, reference
         exact = is_exact(learner.decoder)
-        self._most = ON_CPU if exact else ON_ACCELERATOR
-        self._slowest: float | None = None
-        self._off_policy = off_policy_of(spec, exact)
-        self._longest = longest or spec.max_tokens
+        self._token_limit_s = CPU_TOKEN_LIMIT_S if exact else GPU_TOKEN_LIMIT_S
+        self._slowest_token_s: float | None = None
+        self._off_policy = off_policy_settings(spec, exact)
+        self._max_episode_tokens = max_episode_tokens or spec.max_tokens
         self._logprobs = LogprobChecker(learner, spec.temperature, draws_are_known)
         self._optimizer = OptimizerChecker(learner, spec, getattr(spec.algorithm, "critic_lr", None))
 
-    def make(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
-        """Make the updates of a step from its groups.
+    def update(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
+        """Update the policy on the groups of a step.
 
         Args:
             step: number of completed steps.
@@ -98,21 +98,23 @@ class PolicyUpdates:
             WorkFailedError: when a check finds the step wrong.
 
         Returns:
-            all weighted groups, with those that no update used, and the metrics of the updates.
+            all weighted groups, including those that no update used, and the metrics of the updates.
         """
-        tokens = sum(len(one.prompt_ids) + len(one.token_ids) for group in groups for one in group)
+        tokens = sum(
+            len(episode.prompt_ids) + len(episode.token_ids) for group in groups for episode in group
+        )
         began = time.monotonic()
-        with Watchdog("learning", deadline(tokens, self._most, self._slowest)):
-            made = self._make(groups, step)
-        self._slowest = max(self._slowest or 0.0, (time.monotonic() - began) / max(tokens, 1))
-        return made
+        with Watchdog("learning", stall_timeout(tokens, self._token_limit_s, self._slowest_token_s)):
+            result = self._update(groups, step)
+        self._slowest_token_s = max(self._slowest_token_s or 0.0, (time.monotonic() - began) / max(tokens, 1))
+        return result
 
-    def _make(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
+    def _update(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:
         spec, learner = self._spec, self._learner
         algorithm, off_policy = spec.algorithm, self._off_policy
         self._logprobs.check_sampler(groups, step)
         signals = compute_signals(
-            signals_of(spec, off_policy),
+            required_signals(spec, off_policy),
             groups,
             SignalModels(learner.decoder, self._reference, learner.critic),
             token_budget=spec.token_budget,
@@ -120,13 +122,13 @@ class PolicyUpdates:
             ranks=learner.ranks,
         )
         memory = learner.memory.setdefault("algorithm", {})
-        context = StepContext(self._longest, spec.kl, spec.kl_estimator, step, signals, memory)
+        context = StepContext(self._max_episode_tokens, spec.kl, spec.kl_estimator, step, signals, memory)
         weighted = weight_groups(algorithm, groups, context)
         centred = algorithm.centred and algorithm.compares == "group"
         check_weights(weighted, centred=centred, sparse=algorithm.sparse)
         weighted = apply_process_rewards(weighted, algorithm, context, spec.process_rewards)
-        weighted = importance_weighted(weighted, spec.curriculum)
-        used = kept(weighted, spec.prompts, algorithm.refills)
+        weighted = apply_importance_weights(weighted, spec.curriculum)
+        used = select_groups(weighted, spec.prompts, algorithm.refills)
         corrected, measured = correct_weights(used, signals.get("logprobs", {}), off_policy, learner.version)
         lr = learning_rate(spec, step, spec.steps) * learning_rate_scale(measured, off_policy)
         updates = []
@@ -137,30 +139,36 @@ class PolicyUpdates:
             if self._reference is not None and spec.kl:
                 batches = add_reference_logprobs(batches, self._reference, learner.ranks)
                 self._logprobs.check_reference(batches, self._reference, groups, step)
-                reference_logprobs |= reference_by_episode(batches)
-            figures = learner.forward_backward(batches)
-            self._logprobs.check_learner(figures, batches, [group.episodes for group in part], step)
-            with self._optimizer.watched(lr):
-                figures |= learner.optim_step(lr)
-            updates.append(figures)
+                reference_logprobs |= reference_logprobs_by_episode(batches)
+            metrics = learner.forward_backward(batches)
+            self._logprobs.check_learner(metrics, batches, [group.episodes for group in part], step)
+            with self._optimizer.check_update(lr):
+                metrics |= learner.optim_step(lr)
+            updates.append(metrics)
         corrections = {f"off_policy/{name}": value for name, value in measured.items()}
-        weighted = [add_reference_to_pairs(group, reference_logprobs) for group in weighted]
+        weighted = [record_reference_logprobs(group, reference_logprobs) for group in weighted]
         return weighted, merge_updates(updates) | corrections | {"groups_learned": float(len(used))}
 
 
-def reference_by_episode(batches: Sequence[PackedBatch]) -> dict[str, NDArray[np.float32]]:
-    """Log-probs of the learned tokens under the reference, by id of the episode, where they are known."""
-    known = [(one, one.reference_logprobs) for one in batches if one.reference_logprobs is not None]
-    return {name: own for one, logprobs in known for name, own in one.split_by_episode(logprobs)}
+def reference_logprobs_by_episode(batches: Sequence[PackedBatch]) -> dict[str, NDArray[np.float32]]:
+    """Return the reference's log-probs of learned tokens by episode id, for batches that have them."""
+    return {
+        name: logprobs
+        for batch in batches
+        if batch.reference_logprobs is not None
+        for name, logprobs in batch.split_by_episode(batch.reference_logprobs)
+    }
 
 
-def add_reference_to_pairs(group: WeightedGroup, known: Mapping[str, NDArray[np.float32]]) -> WeightedGroup:
-    """The group with `reference_logprobs` in its episodes, where they are known."""
+def record_reference_logprobs(
+    group: WeightedGroup, known: Mapping[str, NDArray[np.float32]]
+) -> WeightedGroup:
+    """Return the group with `reference_logprobs` in each episode whose id is in `known`."""
 
-    def recorded(episode: Episode) -> Episode:
+    def add(episode: Episode) -> Episode:
         own = known.get(episode.episode_id)
         return (
             episode if own is None else replace(episode, reference_logprobs=scatter_to_sampled(episode, own))
         )
 
-    return replace(group, episodes=tuple(map(recorded, group.episodes)))
+    return replace(group, episodes=tuple(map(add, group.episodes)))

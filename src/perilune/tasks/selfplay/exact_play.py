@@ -16,7 +16,7 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.text.turns import encode_continuation
 
 TOKEN_BUDGET = 4096  # tokens of a forward pass
-AT_ONCE = 512  # decisions whose moves are packed together
+DECISION_BATCH = 512  # decisions whose moves are packed together
 
 
 def exact_figures(
@@ -30,8 +30,8 @@ def exact_figures(
     moves = move_probabilities(game.decisions, decoder, tokenizer, temperature)
     legal = [math.fsum(chances) for chances in moves]
     policy = {
-        one.name: [chance / total if total else 1 / len(chances) for chance in chances]
-        for one, chances, total in zip(game.decisions, moves, legal, strict=True)
+        decision.name: [chance / total if total else 1 / len(chances) for chance in chances]
+        for decision, chances, total in zip(game.decisions, moves, legal, strict=True)
     }
     illegal = 1 - math.fsum(legal) / len(legal)
     return {"exploitability": game.exploitability(policy), "illegal_mass": max(illegal, 0.0)}
@@ -59,21 +59,21 @@ def move_probabilities(
 ) -> list[list[float]]:
     """For each decision, the probability of each move: of its tokens and the end of the turn."""
     probabilities: list[list[float]] = []
-    for start in range(0, len(decisions), AT_ONCE):
-        part = decisions[start : start + AT_ONCE]
-        groups = [_moves(index, one, tokenizer) for index, one in enumerate(part)]
+    for start in range(0, len(decisions), DECISION_BATCH):
+        part = decisions[start : start + DECISION_BATCH]
+        groups = [_move_episodes(index, one, tokenizer) for index, one in enumerate(part)]
         models = SignalModels(decoder)
         signals = compute_signals(
             {"logprobs"}, groups, models, token_budget=TOKEN_BUDGET, temperature=temperature
         )["logprobs"]
         for group in groups:
-            sums = [float(signals[one.episode_id].astype(np.float64).sum()) for one in group]
+            sums = [float(signals[episode.episode_id].astype(np.float64).sum()) for episode in group]
             probabilities.append([math.exp(logprob) for logprob in sums])
     return probabilities
 
 
 def tokens_so_far(tokenizer: Tokenizer, decision: Decision) -> list[int]:
-    """The tokens before a decision, appended turn by turn as in an episode."""
+    """Return the tokens before a decision, appended turn by turn as in an episode."""
     messages = decision.messages
     first = next((n for n, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
     opening = messages[:first]
@@ -84,8 +84,8 @@ def tokens_so_far(tokenizer: Tokenizer, decision: Decision) -> list[int]:
     return tokens
 
 
-def _moves(index: int, decision: Decision, tokenizer: Tokenizer) -> list[Episode]:
-    """One episode for each move; they share one prompt, which is computed once."""
+def _move_episodes(index: int, decision: Decision, tokenizer: Tokenizer) -> list[Episode]:
+    """Return one episode for each move; they share one prompt, which is computed once."""
     context = np.asarray(tokens_so_far(tokenizer, decision), np.int32)
     return [
         Episode(

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from perilune.data.episode import Episode
 
-WINDOW = 8  # steps in a mean
-MOST_SPOILT = 0.25  # largest normal share of games that end by an illegal move, or are cut off
-MORE_SPOILT = 1.25  # largest normal ratio of this share to that over the first steps
-LEAST_ENTROPY = 0.02  # smallest normal ratio of the entropy to that over the first steps
-ONE_OPENING = 1.05  # effective number of first moves below which the policy has only one
-NARROW = ("entropy", "openings")  # signs that a policy has settled, which need not be bad
+WINDOW_STEPS = 8  # steps in a mean
+MAX_SPOILT_SHARE = 0.25  # largest normal share of games that end by an illegal move, or are cut off
+MAX_SPOILT_RATIO = 1.25  # largest normal ratio of this share to that over the first steps
+MIN_ENTROPY_RATIO = 0.02  # smallest normal ratio of the entropy to that over the first steps
+MIN_OPENINGS = 1.05  # effective number of first moves below which the policy has only one
+NARROWING_SIGNS = ("entropy", "openings")  # signs that a policy has settled, which need not be bad
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,33 +24,33 @@ class Alarm:
 
     @property
     def is_collapse(self) -> bool:
-        """Whether the policy has become worse, and not only narrower."""
-        return self.name not in NARROW
+        """True if the policy has become worse, and not only narrower."""
+        return self.name not in NARROWING_SIGNS
 
 
 def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Metrics of a step's games, from the players' episodes without those of sub-agents.
+    """Return the metrics of a step's games, from the players' episodes without those of sub-agents.
 
     Returns:
         `illegal`, the share that ended by an illegal move, if the environment reports it; `unfinished`, the
         share that was cut off; `drawn`, the share of draws; `turns`, the mean turns of a player; `openings`,
         exp of the entropy of the first player's first move; `seat/N/reward` and `seat/N/won` of each player.
     """
-    judged = [one for one in episodes if one.reward is not None]
+    judged = [episode for episode in episodes if episode.reward is not None]
     figures: dict[str, float] = {}
-    metrics = [one.metrics for one in judged]
+    metrics = [episode.metrics for episode in judged]
     with_agents = [{"turns": one["total_steps"]} if "total_steps" in one else one for one in metrics]
     for name, lines in (("illegal", metrics), ("turns", with_agents)):
         if (mean := _mean(lines, name)) is not None:
             figures[name] = mean
     if judged:
-        figures["unfinished"] = sum(one.truncated for one in judged) / len(judged)
-        figures["drawn"] = sum(one.reward == 0 for one in judged) / len(judged)
-    first = [_first_move(one) for one in judged if one.player == 0]
+        figures["unfinished"] = sum(episode.truncated for episode in judged) / len(judged)
+        figures["drawn"] = sum(episode.reward == 0 for episode in judged) / len(judged)
+    first = [_first_move(episode) for episode in judged if episode.player == 0]
     if first:
         figures["openings"] = effective_number(Counter(first))
-    for player in sorted({one.player for one in judged}):
-        own = [one.reward or 0.0 for one in judged if one.player == player]
+    for player in sorted({episode.player for episode in judged}):
+        own = [episode.reward or 0.0 for episode in judged if episode.player == player]
         figures[f"seat/{player}/reward"] = math.fsum(own) / len(own)
         figures[f"seat/{player}/won"] = sum(reward > 0 for reward in own) / len(own)
     return figures
@@ -62,7 +62,7 @@ def effective_number(counts: Mapping[str, int]) -> float:
     return math.exp(-math.fsum(n / total * math.log(n / total) for n in counts.values() if n))
 
 
-def alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()) -> list[Alarm]:
+def find_alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()) -> list[Alarm]:
     """Signs of a collapse in the last steps of `lines`, the metrics of all steps.
 
     | sign | over the last 8 steps |
@@ -79,18 +79,18 @@ def alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()) -> 
     signs = []
     if weaker:
         signs.append(Alarm("weaker", f"clearly worse than the initial policy against {' and '.join(weaker)}"))
-    if len(lines) < WINDOW:
+    if len(lines) < WINDOW_STEPS:
         return signs
     for name in ("illegal", "unfinished"):
-        first, last = _mean(lines[:WINDOW], name), _mean(lines[-WINDOW:], name)
-        if first is not None and last is not None and last > max(MOST_SPOILT, MORE_SPOILT * first):
+        first, last = _mean(lines[:WINDOW_STEPS], name), _mean(lines[-WINDOW_STEPS:], name)
+        if first is not None and last is not None and last > max(MAX_SPOILT_SHARE, MAX_SPOILT_RATIO * first):
             how = "ended by an illegal move" if name == "illegal" else "were cut off"
             signs.append(Alarm(name, f"{last:.0%} of games {how}"))
-    first, last = _mean(lines[:WINDOW], "entropy"), _mean(lines[-WINDOW:], "entropy")
-    if first and last is not None and last < LEAST_ENTROPY * first:
+    first, last = _mean(lines[:WINDOW_STEPS], "entropy"), _mean(lines[-WINDOW_STEPS:], "entropy")
+    if first and last is not None and last < MIN_ENTROPY_RATIO * first:
         signs.append(Alarm("entropy", f"entropy fell from {first:.2g} to {last:.2g} nats"))
-    first, last = _mean(lines[:WINDOW], "openings"), _mean(lines[-WINDOW:], "openings")
-    if first and last and last < ONE_OPENING < first:
+    first, last = _mean(lines[:WINDOW_STEPS], "openings"), _mean(lines[-WINDOW_STEPS:], "openings")
+    if first and last and last < MIN_OPENINGS < first:
         signs.append(Alarm("openings", f"one first move is left of {first:.1f}"))
     return signs
 

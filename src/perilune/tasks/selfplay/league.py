@@ -21,7 +21,7 @@ from perilune.models.adapters.files import save_policy
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.rl.opponents import NoOpponents
-from perilune.tasks.selfplay.health import alarms, game_figures
+from perilune.tasks.selfplay.health import find_alarms, game_figures
 from perilune.tasks.selfplay.matches import MatchEvaluator, Standings
 from perilune.tasks.selfplay.snapshots import Snapshots
 from perilune.tasks.selfplay.spec import SelfPlaySpec
@@ -54,7 +54,7 @@ class League(NoOpponents):
         self._learner, self._snapshots, self._evaluator = learner, snapshots, evaluator
         self._lines: list[Mapping[str, float]] | None = None
         self._magnet: int | None = None  # the member that the reference is a copy of, in this attempt
-        self.moves_reference = spec.league.magnet == "newest"
+        self.updates_reference = spec.league.magnet == "newest"
         super().__init__(replace(evaluator.rollouts, opponents=self))
 
     @property
@@ -82,8 +82,8 @@ class League(NoOpponents):
         self._met = self._draw(step)
         self._load(self._met)
 
-    def players_of(self, key: tuple[int, int, int], players: int) -> Collection[int]:
-        """All players but one in a share of the tasks, drawn for each task; else none."""
+    def opponent_players(self, key: tuple[int, int, int], players: int) -> Collection[int]:
+        """Return all players but one in a share of the tasks, drawn for each task; else none."""
         random = np.random.default_rng(key)
         if random.random() >= self._settings.share:
             return ()
@@ -95,17 +95,17 @@ class League(NoOpponents):
         members = sorted({frozen[0], self._record["champion"], *frozen[-self._settings.size :]})
         weights = np.ones(len(members))
         if self._settings.choice == "prioritised":
-            weights = np.array([(1 - self._record["points"][str(one)]) ** 2 + 1e-3 for one in members])
+            weights = np.array([(1 - self._record["points"][str(member)]) ** 2 + 1e-3 for member in members])
         random = np.random.default_rng([self._workspace.job.seed, step])
         return int(random.choice(members, p=weights / weights.sum()))
 
     def _load(self, step: int) -> Engine:
         return self._snapshots.load(step, self._record["members"][str(step)])
 
-    def move_reference(self, reference: Decoder | None) -> bool:
+    def update_reference(self, reference: Decoder | None) -> bool:
         """With `magnet: newest`, make the reference a copy of the newest member."""
         newest = max(map(int, self._record["members"]))
-        if reference is None or not self.moves_reference or newest == self._magnet:
+        if reference is None or not self.updates_reference or newest == self._magnet:
             return False
         self._snapshots.copy(newest, self._record["members"][str(newest)], reference)
         self._magnet = newest
@@ -113,12 +113,12 @@ class League(NoOpponents):
 
     # -- after each step ---------------------------------------------------------------------------------
 
-    def after(
+    def after_step(
         self, step: int, groups: Sequence[WeightedGroup], figures: dict[str, float]
     ) -> dict[str, float]:
         """Add the metrics of the step's games; at regular steps, add the policy to the league."""
-        groups = [one for one in groups if not one.episodes[0].is_sub_agent]
-        episodes = [one for group in groups for one in group.episodes]
+        groups = [group for group in groups if not group.episodes[0].is_sub_agent]
+        episodes = [episode for group in groups for episode in group.episodes]
         figures = {**figures, **game_figures(episodes), "met": float(self._met), **self._points(groups)}
         if step % self._settings.every == 0 or step == self._spec.steps:
             figures |= self._add_member(step)
@@ -126,13 +126,13 @@ class League(NoOpponents):
         return figures
 
     def _points(self, groups: Sequence[WeightedGroup]) -> dict[str, float]:
-        """The mean points against the member of this step, which prioritised choices depend on."""
+        """Return the mean points against the member of this step, which prioritised choices depend on."""
         returns = [
-            one.reward
+            episode.reward
             for group in groups
             if self._has_opponents(group)
-            for one in group.episodes
-            if one.reward is not None
+            for episode in group.episodes
+            if episode.reward is not None
         ]
         if not returns:
             return {}
@@ -144,7 +144,7 @@ class League(NoOpponents):
     def _has_opponents(self, group: WeightedGroup) -> bool:
         step, index = map(int, group.episodes[0].group_id.split("/")[:2])
         players = getattr(self.rollouts.environment, "players", 1)
-        return bool(self.players_of((self._workspace.job.seed, step, index), players))
+        return bool(self.opponent_players((self._workspace.job.seed, step, index), players))
 
     def _add_member(self, step: int) -> dict[str, float]:
         """Add the current policy to the league, evaluate it, and return its metrics."""
@@ -152,9 +152,9 @@ class League(NoOpponents):
         with Watchdog("judging", 3600.0):
             Publisher(evaluator.engine, self._learner).publish()
             digest = self._snapshots.save(step, self._learner.decoder)
-            returns = {name: evaluator.against_named(name) for name in self._settings.against}
+            returns = {name: evaluator.play_named(name) for name in self._settings.against}
             for one in sorted({0, record["champion"]}) if step else ():
-                returns[f"step {one}"] = evaluator.against(self._load(one))
+                returns[f"step {one}"] = evaluator.play_policy(self._load(one))
             figures = standings.add(step, returns, evaluator.exact(self._learner.decoder))
         record["members"][str(step)], record["points"][str(step)] = digest, 0.5
         worse = standings.reasons_to_reject(step, record["champion"]) if step else []
@@ -171,7 +171,7 @@ class League(NoOpponents):
             self._lines = list(self._workspace.step_metrics())
         self._lines.append(line)
         recorded = self._record["alarms"]
-        for alarm in alarms(self._lines, self._standings.weaker()):
+        for alarm in find_alarms(self._lines, self._standings.opponents_lost_to()):
             active = [one for one in recorded if one["name"] == alarm.name and one["until"] == step - 1]
             if active:
                 active[0]["until"] = step
@@ -184,7 +184,7 @@ class League(NoOpponents):
 
     # -- at the end --------------------------------------------------------------------------------------
 
-    def write(self, path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
+    def save_final(self, path: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
         """Write the champion instead of the latest policy."""
         self._load(self._record["champion"])
         save_policy(path, self._snapshots.decoder, tokenizer)

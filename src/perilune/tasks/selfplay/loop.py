@@ -21,7 +21,7 @@ def run(workspace: Workspace, spec: SelfPlaySpec) -> dict[str, Any]:
     def make_league(player: Player, learner: Learner) -> League:
         job = workspace.job
         frozen = load_policy(workspace, player.device, spec)
-        engine = make_engine(frozen.decoder, player.longest, frozen.tokenizer)
+        engine = make_engine(frozen.decoder, player.max_episode_tokens, frozen.tokenizer)
         evaluator = MatchEvaluator(
             player.rollouts,
             job.environment,

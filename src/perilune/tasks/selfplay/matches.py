@@ -50,12 +50,12 @@ class MatchEvaluator:
         assert isinstance(self.rollouts.engine, Engine)
         return self.rollouts.engine
 
-    def against(self, engine: SamplingBackend) -> Returns:
-        """The returns of a match against a policy that samples with `engine`."""
+    def play_policy(self, engine: SamplingBackend) -> Returns:
+        """Return the returns of a match against a policy that samples with `engine`."""
         return self._play(replace(self.rollouts, opponents=FixedOpponents(engine)))
 
-    def against_named(self, name: str) -> Returns:
-        """The returns of a match against a player of the environment."""
+    def play_named(self, name: str) -> Returns:
+        """Return the returns of a match against a player of the environment."""
         section = {**self.section, "opponent": name}
         with Scorer(section) as scorer:
             rollouts = replace(self.rollouts, scorer=scorer, environment=make_environment(section))
@@ -68,9 +68,15 @@ class MatchEvaluator:
         return exact_figures(self.game, decoder, self.rollouts.tokenizer, self.params.temperature)
 
     def _play(self, rollouts: RolloutWorker) -> Returns:
-        rollouts = replace(rollouts, learned=None, sub_agents=replace(rollouts.sub_agents, trained=False))
+        rollouts = replace(
+            rollouts, learned_reward=None, sub_agents=replace(rollouts.sub_agents, trained=False)
+        )
         groups = rollouts.play(self.tasks, samples=1, params=self.params, step=MATCH_STEP, watch=Stopwatch())
-        return {one.group_id.split("/")[1]: one.reward for (one,) in groups if one.reward is not None}
+        return {
+            episode.group_id.split("/")[1]: episode.reward
+            for (episode,) in groups
+            if episode.reward is not None
+        }
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ class Standings:
     seed: int
 
     def largest_return(self, returns: Sequence[float] = ()) -> float:
-        """The largest absolute return so far, with `returns`: the value of a win."""
+        """Return the largest absolute return so far, with `returns`: the value of a win."""
         self.record["most"] = max([self.record.get("most", 0.0), *map(abs, returns)])
         return float(self.record["most"])
 
@@ -96,16 +102,16 @@ class Standings:
         figures = dict(exact)
         for name, match in returns.items():
             self.largest_return(list(match.values()))
-            figures |= _with_bounds(f"against/{name}", self._mean(match))
+            figures |= _interval_figures(f"against/{name}", self._mean(match))
             self.record.setdefault("matches", []).append([f"step {step}", name, list(match.values())])
         if rating := self.ratings().get(f"step {step}"):
-            figures |= _with_bounds("elo", rating)
+            figures |= _interval_figures("elo", rating)
         self.record.setdefault("judgements", []).append({"step": step, **figures})
         self.record.setdefault("returns", {})[str(step)] = {name: dict(one) for name, one in returns.items()}
         return figures
 
     def reasons_to_reject(self, step: int, champion: int) -> list[str]:
-        """Why the member of `step` is worse than the champion; without reasons it becomes the champion.
+        """Return why the member of `step` is worse than the champion; empty if it becomes the champion.
 
         If exploitability can be computed, it decides, together with the mass of illegal moves. Else the
         member must not clearly lose its match against the champion, and must not get clearly lower returns
@@ -125,8 +131,8 @@ class Standings:
             f"lower return against {name} than step {champion}" for name in worse
         ]
 
-    def weaker(self) -> list[str]:
-        """The opponents against which the newest member clearly plays worse than the initial policy."""
+    def opponents_lost_to(self) -> list[str]:
+        """Return the opponents against which the newest member clearly plays worse than the first one."""
         step = self.record["judgements"][-1]["step"]
         if step == 0:
             return []
@@ -134,14 +140,14 @@ class Standings:
         return self._worse_against(step, 0) + ["the initial policy"] * lost
 
     def ratings(self) -> dict[str, Interval]:
-        """Elo of all members and players, relative to `random` if it plays, else to the initial policy."""
+        """Return Elo ratings, relative to `random` if it plays, else to the initial policy."""
         played = [one for one in self.record.get("matches", ()) if one[2]]
         win = self.largest_return()
         matches = [Match(first, second, points_of(returns, win)) for first, second, returns in played]
         return ratings(matches, "random" if "random" in self.named else "step 0", seed=self.seed)
 
     def summary(self) -> dict[str, Any]:
-        """All evaluations in order, ratings and matches."""
+        """Return all evaluations in order, ratings and matches."""
         return {
             "judgements": self.record["judgements"],
             "ratings": {name: one._asdict() for name, one in self.ratings().items()},
@@ -152,7 +158,7 @@ class Standings:
         return next(dict(one) for one in self.record["judgements"] if one["step"] == step)
 
     def _worse_against(self, step: int, other: int) -> list[str]:
-        """The named players against which one member got clearly less than another in the same games."""
+        """Return the named players against which `step` got clearly less than `other` in the same games."""
         now, then = (self.record["returns"][str(one)] for one in (step, other))
         worse = []
         for name in self.named:
@@ -166,7 +172,7 @@ class Standings:
         return bootstrap_problems(list(returns.values()), seed=self.seed)
 
 
-def _with_bounds(name: str, interval: Interval) -> dict[str, float]:
+def _interval_figures(name: str, interval: Interval) -> dict[str, float]:
     return {name: interval.mean, f"{name}/low": interval.low, f"{name}/high": interval.high}
 
 

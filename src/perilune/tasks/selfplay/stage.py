@@ -22,7 +22,7 @@ class SelfPlay(ReinforcementStage[SelfPlaySpec]):
     spec = SelfPlaySpec
 
     def describe(self, spec: SelfPlaySpec, job: Job) -> Mapping[str, object]:
-        """The plan of rl, with the league.
+        """Return the plan of rl, with the league.
 
         Raises:
             RequestError: when the environment has one player, or lacks a player in `league.against`.

@@ -32,7 +32,7 @@ from perilune.tasks.speech.fitting import Fit
 from perilune.tasks.speech.specs import CodecSpec
 from perilune.tasks.speech.utterances import SpokenText, read_utterances
 from perilune.tasks.stage.policy import prepare_device
-from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final
+from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final_checkpoint
 
 _HOP = 160  # samples between spectra, 10 ms
 _HALVINGS = (2, 2, 2)  # 100 spectra a second to 12.5 frames, as Qwen3-TTS has
@@ -44,7 +44,7 @@ _MEL, _PREDICTED = 2.0, 1.0  # weights of the losses beside the spectra's 1
 
 
 def codec_config(spec: CodecSpec) -> CodecConfig:
-    """The shape of the decoder: frames of 80 ms at 16 kHz."""
+    """Return the shape of the decoder: frames of 80 ms at 16 kHz."""
     return CodecConfig(
         codebooks=spec.codebooks,
         codebook_size=spec.codebook_size,
@@ -92,7 +92,7 @@ class Codec(nn.Module):
         samples = torch.cat(shifted)[: _FRAMES * frame]
         self.encoder.fit(samples)
         fit_codebooks(self.decoder.quantizer, self.encoder(samples[None])[0], random)
-        mean = _log(_own_spectra(audio[None])).mean((0, 1))
+        mean = _log(_target_spectra(audio[None])).mean((0, 1))
         self.vocoder.out.bias[: len(mean)] = mean
 
 
@@ -100,11 +100,11 @@ def run(workspace: Workspace, spec: CodecSpec) -> dict[str, Any]:
     """Fit the codec and return the stage's summary."""
     prepare_device(workspace)
     config, seed = codec_config(spec), workspace.job.seed
-    audio = _end_to_end(read_utterances(workspace.input("data"), "train"), config.frame)
+    audio = _concatenate(read_utterances(workspace.input("data"), "train"), config.frame)
     codec = Codec(config)
     fit = Fit(codec, spec.learning, spec.steps, seed)
     loop = TrainingLoop(workspace, fit, spec)
-    if loop.first == 0:
+    if loop.completed_steps == 0:
         codec.fit_encoder(audio, fit.generator(spec.steps))
 
     def step(done: int, watch: Stopwatch) -> StepReport:
@@ -115,13 +115,13 @@ def run(workspace: Workspace, spec: CodecSpec) -> dict[str, Any]:
         return StepReport({**figures, "grad_norm": norm}, {"mel": figures["mel"]})
 
     loop.run(step)
-    write_final(workspace, fit, spec.steps, lambda directory: save_codec(directory, codec))
+    write_final_checkpoint(workspace, fit, spec.steps, lambda directory: save_codec(directory, codec))
     lines = workspace.metrics()
     return {
         "kind": "codec",
         "steps": spec.steps,
-        "parameters": sum(one.numel() for one in codec.parameters()),
-        "decoder_parameters": sum(one.numel() for one in codec.decoder.parameters()),
+        "parameters": sum(parameter.numel() for parameter in codec.parameters()),
+        "decoder_parameters": sum(parameter.numel() for parameter in codec.decoder.parameters()),
         "frames_per_second": 1 / config.frame_seconds,
         "bits_per_second": spec.codebooks * float(np.log2(spec.codebook_size)) / config.frame_seconds,
         "mel": lines[-1]["mel"],
@@ -130,7 +130,7 @@ def run(workspace: Workspace, spec: CodecSpec) -> dict[str, Any]:
 
 
 def codec_losses(codec: Codec, samples: Tensor) -> dict[str, Tensor]:
-    """Weighted losses of the reconstruction of float[B, N] samples."""
+    """Return the weighted losses of the reconstruction of float[B, N] samples."""
     decoder, vocoder = codec.decoder, codec.vocoder
     with torch.no_grad():
         latents = decoder.quantizer(quantize(decoder.quantizer, codec.encoder(samples)))
@@ -141,19 +141,19 @@ def codec_losses(codec: Codec, samples: Tensor) -> dict[str, Tensor]:
     return {
         "mel": _MEL * (mel[0] - mel[1]).abs().mean(),
         "spectra": torch.stack([_distance(heard, samples, *one) for one in _WINDOWS]).sum(),
-        "magnitudes": _PREDICTED * (_log(predicted.exp()) - _log(_own_spectra(samples))).abs().mean(),
+        "magnitudes": _PREDICTED * (_log(predicted.exp()) - _log(_target_spectra(samples))).abs().mean(),
     }
 
 
 def _distance(heard: Tensor, samples: Tensor, window: int, hop: int) -> Tensor:
-    """Mean of log distance and spectral convergence (Yamamoto et al., arXiv 1910.11480)."""
+    """Return the mean of log distance and spectral convergence (Yamamoto et al., arXiv 1910.11480)."""
     ours, target = magnitudes(heard, window, hop), magnitudes(samples, window, hop)
     convergence = (ours - target).norm() / target.norm().clamp(min=FLOOR)
     return ((_log(ours) - _log(target)).abs().mean() + convergence) / 2  # type: ignore[no-any-return]
 
 
-def _own_spectra(samples: Tensor) -> Tensor:
-    """Magnitudes of the samples in the windows of the spectral vocoder's steps."""
+def _target_spectra(samples: Tensor) -> Tensor:
+    """Return the magnitudes of the samples in the windows of the spectral vocoder's steps."""
     window = OVERLAP * _HOP
     spectra = torch.stft(
         F.pad(samples, (0, window - _HOP)),
@@ -170,9 +170,9 @@ def _log(magnitude: Tensor) -> Tensor:
     return (magnitude + FLOOR).log()
 
 
-def _end_to_end(utterances: list[SpokenText], frame: int) -> Tensor:
+def _concatenate(utterances: list[SpokenText], frame: int) -> Tensor:
     """float[N], the utterances end to end, each padded to whole frames."""
-    spoken = (torch.from_numpy(one.samples) for one in utterances)
+    spoken = (torch.from_numpy(utterance.samples) for utterance in utterances)
     return torch.cat([F.pad(one, (0, -len(one) % frame)) for one in spoken])
 
 
@@ -184,7 +184,7 @@ def _crops(audio: Tensor, spec: CodecSpec, frame: int, random: torch.Generator) 
 
 
 def _used_codes(codec: Codec, audio: Tensor) -> list[float]:
-    """Perplexity of each codebook's codes, at most its size."""
+    """Return the perplexity of each codebook's codes, at most its size."""
     with torch.no_grad():
         codes = quantize(codec.decoder.quantizer, codec.encoder(audio[None])[0])
     shares = [torch.bincount(column).double() / len(column) for column in codes.T]

@@ -32,7 +32,7 @@ class Fit:
         self.optimizer = AdamW(trained, beta2=_BETA2, weight_decay=0.0, grad_clip=_GRAD_CLIP)
 
     def generator(self, step: int) -> torch.Generator:
-        """The source of the draws of a step."""
+        """Return the source of the draws of a step."""
         return torch.Generator().manual_seed((self._seed << 24) + step)
 
     def update(self, loss: Tensor, step: int) -> float:

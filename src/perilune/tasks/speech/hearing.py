@@ -43,19 +43,19 @@ def run(workspace: Workspace, spec: HearingSpec) -> dict[str, Any]:
     model = load_speech_model(folder)
     said = read_utterances(workspace.input("data"), "heldout")[: spec.utterances]
     audio = {
-        "teacher": [one.samples for one in said],
+        "teacher": [utterance.samples for utterance in said],
         "codec": _through_codec(load_encoder(folder, model), model, said),
-        "voice": Speaker(model).say([Utterance(one.text) for one in said], workspace.job.seed),
+        "voice": Speaker(model).say([Utterance(utterance.text) for utterance in said], workspace.job.seed),
     }
     spoken = watch.elapsed
     vocabularies = ["own words", "language model"] if spec.language_model else ["own words"]
     rows: list[dict[str, Any]] = []
-    for kind in sorted({one.kind for one in said}):
+    for kind in sorted({utterance.kind for utterance in said}):
         for vocabulary in vocabularies:
             recogniser = Recogniser(words_of([kind]) if vocabulary == "own words" else ())
-            for i, one in enumerate(said):
-                if one.kind == kind:
-                    rows += _heard(i, one, vocabulary, recogniser, audio)
+            for i, utterance in enumerate(said):
+                if utterance.kind == kind:
+                    rows += _transcribe(i, utterance, vocabulary, recogniser, audio)
                     workspace.progress(len(rows), 3 * len(said) * len(vocabularies), "utterances")
     write_json_lines(workspace.root / "artifacts" / "heard.jsonl", rows)
     rates = _rates(rows, workspace.job.seed)
@@ -66,7 +66,7 @@ def run(workspace: Workspace, spec: HearingSpec) -> dict[str, Any]:
 
 
 def load_encoder(folder: Path, model: SpeechModel) -> CodecEncoder:
-    """The codec encoder that `speech_voice` keeps beside the decoder.
+    """Return the codec encoder that `speech_voice` keeps beside the decoder.
 
     Raises:
         RequestError: when the folder has none, or one of another shape.
@@ -84,17 +84,17 @@ def _through_codec(encoder: CodecEncoder, model: SpeechModel, said: Sequence[Spo
     def both_ways(samples: Tensor) -> Tensor:
         return model.codec(encode(encoder, model.codec, samples)[None])[0]  # type: ignore[no-any-return]
 
-    return [both_ways(torch.from_numpy(one.samples)).numpy() for one in said]
+    return [both_ways(torch.from_numpy(utterance.samples)).numpy() for utterance in said]
 
 
-def _heard(
+def _transcribe(
     index: int,
     one: SpokenText,
     vocabulary: str,
     recogniser: Recogniser,
     audio: Mapping[str, Sequence[Samples]],
 ) -> list[dict[str, Any]]:
-    """One row for each speaker."""
+    """Return one row for each speaker."""
     words = one.text.split()
     rows = []
     for speaker, clips in audio.items():
@@ -114,7 +114,7 @@ def _heard(
 
 
 def _rates(rows: Sequence[Mapping[str, Any]], seed: int) -> dict[str, dict[str, float]]:
-    """Word error rates by "kind, vocabulary, speaker", with intervals over resampled utterances."""
+    """Return word error rates by "kind, vocabulary, speaker", with intervals over utterances."""
     rates = {}
     for name in dict.fromkeys(map(_group, rows)):
         own = [row for row in rows if _group(row) == name]

@@ -24,7 +24,7 @@ class Utterances(Stage[UtterancesSpec]):
 
         texts = f"{spec.train} to train on, {spec.held_out} held out: {', '.join(spec.kinds)}"
         teacher = f"espeak-ng {spec.voice}, {spec.speed} words a minute"
-        return {"texts": texts, "teacher": teacher, **_missing(require_espeak)}
+        return {"texts": texts, "teacher": teacher, **_missing_program(require_espeak)}
 
 
 class SpeechCodec(Stage[CodecSpec]):
@@ -81,11 +81,11 @@ class SpeechEvaluation(Stage[HearingSpec]):
 
         count = "all" if spec.utterances is None else str(spec.utterances)
         said = f"{count} held out, each by teacher, codec and voice"
-        return {"utterances": said, **_missing(require_recogniser)}
+        return {"utterances": said, **_missing_program(require_recogniser)}
 
 
-def _missing(require: Callable[[], None]) -> dict[str, str]:
-    """A warning if this machine lacks a program. Another machine may run the stage, so it is no error."""
+def _missing_program(require: Callable[[], None]) -> dict[str, str]:
+    """Return a warning if this machine lacks a program; another machine may run the stage."""
     try:
         require()
     except RequestError as error:

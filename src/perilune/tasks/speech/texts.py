@@ -44,11 +44,11 @@ def draw_texts(kinds: Sequence[Kind], split: Split, count: int, seed: int) -> li
     Raises:
         RequestError: when a kind has too few texts.
     """
-    per_kind = [_of_kind(kind, split, -(-count // len(kinds)), seed) for kind in kinds]
+    per_kind = [_draw_kind(kind, split, -(-count // len(kinds)), seed) for kind in kinds]
     return [text for texts in zip(*per_kind, strict=True) for text in texts][:count]
 
 
-def _of_kind(kind: Kind, split: Split, count: int, seed: int) -> list[str]:
+def _draw_kind(kind: Kind, split: Split, count: int, seed: int) -> list[str]:
     texts = [text for _, text in islice(new_draws(split, _draws(kind, seed)), count)]
     if len(texts) < count:
         raise RequestError(
@@ -65,12 +65,12 @@ def _draws(kind: Kind, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def words_of(kinds: Sequence[Kind]) -> list[str]:
-    """All words of the texts of `kinds`."""
+    """Return all words of the texts of `kinds`."""
     return sorted({word for kind in kinds for part in _WORDS[kind] for word in part.split()})
 
 
-def kinds_of(text: str) -> Kind:
-    """The first kind whose vocabulary has all words of `text`."""
+def kind_of(text: str) -> Kind:
+    """Return the first kind whose vocabulary has all words of `text`."""
     fitting = (kind for kind in get_args(Kind) if set(text.split()) <= set(words_of([kind])))
     return next(fitting)
 

@@ -18,7 +18,7 @@ from perilune.speech.espeak import synthesise_text
 from perilune.speech.recogniser import SAMPLE_RATE
 from perilune.speech.stream import Samples
 from perilune.tasks.speech.specs import Kind, UtterancesSpec
-from perilune.tasks.speech.texts import draw_texts, kinds_of
+from perilune.tasks.speech.texts import draw_texts, kind_of
 
 _LINES, _AUDIO = "utterances.jsonl", "audio.npy"
 _PEAK = 0.7
@@ -59,7 +59,7 @@ def run(workspace: Workspace, spec: UtterancesSpec) -> dict[str, Any]:
     write_json_lines(
         folder / _LINES,
         [
-            {"text": text, "kind": kinds_of(text), "split": split, "start": int(start), "samples": len(one)}
+            {"text": text, "kind": kind_of(text), "split": split, "start": int(start), "samples": len(one)}
             for (split, text), start, one in zip(texts, starts[:-1], audio, strict=True)
         ],
     )
@@ -74,7 +74,7 @@ def run(workspace: Workspace, spec: UtterancesSpec) -> dict[str, Any]:
 
 
 def read_utterances(folder: Path, split: Split) -> list[SpokenText]:
-    """The utterances of a split.
+    """Return the utterances of a split.
 
     Raises:
         RequestError: when a file is missing or malformed.

@@ -31,7 +31,7 @@ from perilune.tasks.speech.fitting import Fit
 from perilune.tasks.speech.specs import VoiceSpec
 from perilune.tasks.speech.utterances import SpokenText, read_utterances
 from perilune.tasks.stage.policy import prepare_device
-from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final
+from perilune.tasks.stage.training import StepReport, TrainingLoop, write_final_checkpoint
 
 _HEAD_DIM = 32
 _MARKS = 7  # number of special codec tokens, after the codes
@@ -56,7 +56,7 @@ def run(workspace: Workspace, spec: VoiceSpec) -> dict[str, Any]:
     codec, seed = load_codec(workspace.input("codec")), workspace.job.seed
     utterances = read_utterances(workspace.input("data"), "train")
     examples = encode_examples(codec, utterances, spec.shifts)
-    tokenizer = Tokenizer.trained([_ROLE, _ROLE, *(one.text for one in examples)], _VOCABULARY)
+    tokenizer = Tokenizer.trained([_ROLE, _ROLE, *(example.text for example in examples)], _VOCABULARY)
     talker = Talker(voice_config(spec, codec.decoder.config, tokenizer))
     talker.initialize(seed)
     fit = Fit(talker, spec.learning, spec.steps, seed)
@@ -80,42 +80,44 @@ def run(workspace: Workspace, spec: VoiceSpec) -> dict[str, Any]:
     )
     model = SpeechModel(talker, codec.decoder, tokenizer, sampling)
     encoder = codec.encoder.state_dict()
-    write_final(workspace, fit, spec.steps, lambda folder: save_speech_model(folder, model, encoder))
+    write_final_checkpoint(
+        workspace, fit, spec.steps, lambda folder: save_speech_model(folder, model, encoder)
+    )
     last = workspace.metrics()[-1]
     return {
         "kind": "voice",
         "steps": spec.steps,
-        "parameters": sum(one.numel() for one in talker.parameters()),
-        "predictor_parameters": sum(one.numel() for one in talker.predictor.parameters()),
+        "parameters": sum(parameter.numel() for parameter in talker.parameters()),
+        "predictor_parameters": sum(parameter.numel() for parameter in talker.predictor.parameters()),
         "text_tokens": tokenizer.vocab_size,
         **{name: last[name] for name in ("first_code_loss", "other_codes_loss")},
     }
 
 
 def encode_examples(codec: Codec, utterances: Sequence[SpokenText], shifts: int) -> list[Example]:
-    """The codes of each utterance after silences of 0, 1/n, ... (n-1)/n of a frame, n = `shifts`.
+    """Return the codes of each utterance after silences of 0, 1/n, ... (n-1)/n of a frame, n = `shifts`.
 
     Without the silences, the first word would always begin at the start of a frame.
     """
     frame = codec.decoder.config.frame
     return [
         Example(
-            one.text,
+            utterance.text,
             [
                 encode(
                     codec.encoder,
                     codec.decoder,
-                    F.pad(torch.from_numpy(one.samples), (shift * frame // shifts, 0)),
+                    F.pad(torch.from_numpy(utterance.samples), (shift * frame // shifts, 0)),
                 )
                 for shift in range(shifts)
             ],
         )
-        for one in utterances
+        for utterance in utterances
     ]
 
 
 def voice_config(spec: VoiceSpec, codec: CodecConfig, tokenizer: Tokenizer) -> SpeechConfig:
-    """The shape of the voice, in the family of Qwen3-TTS."""
+    """Return the shape of the voice, in the family of Qwen3-TTS."""
     codes, words = codec.codebook_size, tokenizer.vocab_size
     return SpeechConfig(
         talker=_decoder(spec.width, spec.layers, codes + _MARKS),
@@ -146,7 +148,7 @@ def _decoder(width: int, layers: int, vocabulary: int) -> DecoderConfig:
 
 
 def _draw(examples: Sequence[Example], count: int, random: torch.Generator) -> list[tuple[str, Tensor]]:
-    """Random texts, each with the codes of a random shift."""
+    """Return random texts, each with the codes of a random shift."""
     chosen = torch.randint(len(examples), (count,), generator=random).tolist()
     shifts = torch.randint(len(examples[0].codes), (count,), generator=random).tolist()
     return [(examples[i].text, examples[i].codes[shift]) for i, shift in zip(chosen, shifts, strict=True)]
@@ -177,7 +179,7 @@ class _Tables:
 def voice_losses(
     talker: Talker, tokenizer: Tokenizer, batch: Sequence[tuple[str, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Mean cross-entropies in nats of the first codes (and ends), and of the other codes."""
+    """Return the mean cross-entropies in nats of the first codes (and ends), and of the other codes."""
     eos = torch.tensor([talker.config.marks.eos])
     inputs, targets, drawn_from, lengths = [], [], [], []
     at, tables = 0, _Tables.of(talker)

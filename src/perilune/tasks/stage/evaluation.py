@@ -33,7 +33,13 @@ from perilune.metrics.proportion import pass_rate_interval
 from perilune.rollout.sub_agents import SubAgents
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
-from perilune.tasks.stage.evaluation_settings import DATA, EVAL, HELDOUT, EvaluatedSpec, EvaluationSettings
+from perilune.tasks.stage.evaluation_settings import (
+    DATA_SET,
+    EVAL_PREFIX,
+    HELDOUT_SET,
+    EvaluatedSpec,
+    EvaluationSettings,
+)
 from perilune.tasks.stage.memory_plan import make_engine
 from perilune.tasks.stage.outcomes import evaluation_summary
 from perilune.tasks.stage.policy import Policy, heldout_tasks
@@ -72,25 +78,25 @@ class HeldOutEvaluation:
         self.seconds = 0.0
 
     def is_due(self, step: int) -> bool:
-        """Whether an evaluation follows `step` steps."""
+        """Return whether an evaluation follows `step` steps."""
         return step % self._settings.every == 0 or step == self._steps
 
     def measure(self, step: int) -> dict[str, float]:
-        """The metrics of an evaluation after `step` steps; `seconds` is then the time that it took."""
+        """Return the metrics of an evaluation after `step` steps; `seconds` is then the time that it took."""
         began = time.perf_counter()
         figures: dict[str, float] = {}
         if self._publisher is not None:
             self._publisher.publish()
         for one in self._sets:
-            figures |= self._play(one, step)
+            figures |= self._evaluate_set(one, step)
         if self._data is not None:
             values = self._data()
-            figures |= self._with_intervals(DATA, values)
-            self._workspace.evaluation(step, DATA, values)
+            figures |= self._with_intervals(DATA_SET, values)
+            self._workspace.evaluation(step, DATA_SET, values)
         self.seconds = time.perf_counter() - began
         return figures
 
-    def _play(self, held: TaskSet, step: int) -> dict[str, float]:
+    def _evaluate_set(self, held: TaskSet, step: int) -> dict[str, float]:
         groups = held.rollouts.play(
             held.tasks, samples=self._settings.samples, params=self._params, step=0, watch=Stopwatch()
         )
@@ -105,15 +111,17 @@ class HeldOutEvaluation:
         figures = self._with_intervals(held.name, values)
         for part, own in found.get("by_environment", {}).items():
             if "pass@1" in own:  # a part without a scored answer has none
-                figures |= _bounds(f"{held.name}/environment/{part}/pass@1", Interval(**own["pass@1"]))
-        return figures | {f"{EVAL}{held.name}/{name}": value for name, value in more.items()}
+                figures |= _interval_metrics(
+                    f"{held.name}/environment/{part}/pass@1", Interval(**own["pass@1"])
+                )
+        return figures | {f"{EVAL_PREFIX}{held.name}/{name}": value for name, value in more.items()}
 
     def _with_intervals(self, name: str, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         figures: dict[str, float] = {}
         for figure, by_example in values.items():
             mean = pass_rate_interval if figure in ("pass@1", "accuracy") else bootstrap_problems
             found = mean(list(by_example.values()), seed=self._workspace.job.seed)
-            figures |= _bounds(f"{name}/{figure}", found)
+            figures |= _interval_metrics(f"{name}/{figure}", found)
         return figures
 
 
@@ -143,14 +151,14 @@ def open_evaluation(
     publisher, sets = None, []
     with ExitStack() as stack:
         if sections:
-            engine = _engine(spec, policy, job, rollouts)
+            engine = _evaluation_engine(spec, policy, job, rollouts)
             publisher = Publisher(engine, learner)
         for name, section in sections.items():
             if rollouts is not None and section == job.environment:
                 scorer = rollouts.scorer
             else:
                 scorer = stack.enter_context(Scorer(section))
-            environment = _environment(section)
+            environment = _one_player_environment(section)
             worker = RolloutWorker(
                 engine,
                 policy.tokenizer,
@@ -166,16 +174,18 @@ def open_evaluation(
         yield HeldOutEvaluation(workspace, spec, sets, params, publisher=publisher, data=data)
 
 
-def _engine(spec: EvaluatedSpec, policy: Policy, job: Job, rollouts: RolloutWorker | None) -> Engine:
-    """The stage's engine; a stage that doesn't sample gets one for its evaluations."""
+def _evaluation_engine(
+    spec: EvaluatedSpec, policy: Policy, job: Job, rollouts: RolloutWorker | None
+) -> Engine:
+    """Return the stage's engine; a stage that doesn't sample gets one for its evaluations."""
     if rollouts is None:
-        longest = spec.evaluation_room(job, policy.decoder.config)["max_tokens"]
+        longest = spec.evaluation_memory(job, policy.decoder.config)["max_tokens"]
         return make_engine(policy.decoder, longest, policy.tokenizer)
     assert isinstance(rollouts.engine, Engine)
     return rollouts.engine
 
 
-def _environment(section: Mapping[str, Any]) -> Environment:
+def _one_player_environment(section: Mapping[str, Any]) -> Environment:
     environment = make_environment(section)
     if getattr(environment, "players", 1) > 1:
         raise RequestError(
@@ -186,7 +196,7 @@ def _environment(section: Mapping[str, Any]) -> Environment:
     return environment
 
 
-class EvaluationRecord:
+class EvaluationHistory:
     """What follows from the evaluations so far, which are in the workspace's metrics.
 
     Attributes:
@@ -203,7 +213,7 @@ class EvaluationRecord:
     def _read(self, lines: Sequence[Mapping[str, Any]]) -> None:
         found = list_evaluations(lines, self.figure)
         self.best = best_evaluation(lines, self.figure)
-        self.latest = {self.figure.removeprefix(EVAL): found[-1][1].mean} if found else {}
+        self.latest = {self.figure.removeprefix(EVAL_PREFIX): found[-1][1].mean} if found else {}
 
     def observe(self, step: int) -> bool:
         """Log an evaluation that has been recorded, and the gap to training at the first step that has it.
@@ -214,24 +224,27 @@ class EvaluationRecord:
         lines = self._workspace.metrics()
         self._read(lines)
         shown = [
-            f"{name}: {figure} {_shown(figure, found[-1][1])}"
-            for name, figure in self._figures(lines)
-            if (found := list_evaluations(lines, f"{EVAL}{name}/{figure}"))
+            f"{name}: {figure} {_format_interval(figure, found[-1][1])}"
+            for name, figure in self._set_figures(lines)
+            if (found := list_evaluations(lines, f"{EVAL_PREFIX}{name}/{figure}"))
         ]
         self._workspace.log(f"step {step}: held out: {'; '.join(shown)}")
-        warning, before = self._gap(lines), self._gap([line for line in lines if line["step"] < step])
+        warning, before = (
+            self._gap_warning(lines),
+            self._gap_warning([line for line in lines if line["step"] < step]),
+        )
         if warning and not before:
             self._workspace.log(f"warning: step {step}: {warning}")
             self._workspace.event("held_out_gap", step=step)
         since, patience = evaluations_since_best(lines, self.figure), self._settings.stop_after
         if patience is None or since < patience:
             return False
-        self._workspace.log(f"step {step}: stopped: {self._why(since)}")
+        self._workspace.log(f"step {step}: stopped: {self._stop_reason(since)}")
         self._workspace.event("stopped_early", step=step)
         return True
 
     def summary(self, steps: int, planned: int) -> dict[str, Any]:
-        """The curve with training beside it, the change since the start, and warnings.
+        """Return the curve with training beside it, the change since the start, and warnings.
 
         Args:
             steps: the last step.
@@ -239,8 +252,8 @@ class EvaluationRecord:
         """
         lines, values = self._workspace.metrics(), self._workspace.evaluations()
         changes: dict[str, Any] = {}
-        warnings = [one for one in [self._gap(lines)] if one]
-        for name, figure in self._figures(lines):
+        warnings = [one for one in [self._gap_warning(lines)] if one]
+        for name, figure in self._set_figures(lines):
             change = change_between(
                 values, name, figure, before=0, after=steps, seed=self._workspace.job.seed
             )
@@ -255,53 +268,59 @@ class EvaluationRecord:
             "output": self._settings.output,
             "curve": self._curve(lines),
             "sets": changes,
-            "stopped": self._why(since) if steps < planned else None,
+            "stopped": self._stop_reason(since) if steps < planned else None,
             "warnings": warnings,
         }
 
-    def _why(self, since: int) -> str:
-        figure = self.figure.removeprefix(EVAL)
+    def _stop_reason(self, since: int) -> str:
+        figure = self.figure.removeprefix(EVAL_PREFIX)
         return f"{since} evaluations in a row were not better than that of step {self.best} by {figure}"
 
-    def _figures(self, lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """The sets, each with the figure that describes it."""
+    def _set_figures(self, lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+        """Return the sets, each with the figure that describes it."""
         names = [*self._settings.sections(self._workspace.job.environment)]
         held = [(name, "pass@1") for name in names]
-        if any(f"{EVAL}{DATA}/loss" in line for line in lines[:1]):
-            held.append((DATA, "loss"))
+        if any(f"{EVAL_PREFIX}{DATA_SET}/loss" in line for line in lines[:1]):
+            held.append((DATA_SET, "loss"))
         return held
 
-    def _gap(self, lines: Sequence[Mapping[str, Any]]) -> str:
-        return gap_warning(lines, f"{EVAL}{HELDOUT}/pass@1", self._settings.tasks)
+    def _gap_warning(self, lines: Sequence[Mapping[str, Any]]) -> str:
+        return gap_warning(lines, f"{EVAL_PREFIX}{HELDOUT_SET}/pass@1", self._settings.tasks)
 
     def _curve(self, lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         curve: list[dict[str, Any]] = []
         for step, _ in list_evaluations(lines, self.figure):
             before = curve[-1]["step"] if curve else step
-            row: dict[str, Any] = {"step": step, "training": _document(training_rate(lines, before, step))}
-            for name, figure in self._figures(lines):
-                found = dict(list_evaluations(lines, f"{EVAL}{name}/{figure}"))
-                row[name] = _document(found.get(step))
+            row: dict[str, Any] = {
+                "step": step,
+                "training": _interval_json(training_rate(lines, before, step)),
+            }
+            for name, figure in self._set_figures(lines):
+                found = dict(list_evaluations(lines, f"{EVAL_PREFIX}{name}/{figure}"))
+                row[name] = _interval_json(found.get(step))
             curve.append(row)
         return curve
 
 
-def _bounds(figure: str, found: Interval) -> dict[str, float]:
-    """The metrics of a figure: its mean and the bounds of its interval."""
-    key = f"{EVAL}{figure}"
+def _interval_metrics(figure: str, found: Interval) -> dict[str, float]:
+    """Return the metrics of a figure: its mean and the bounds of its interval."""
+    key = f"{EVAL_PREFIX}{figure}"
     return {key: found.mean, f"{key}/low": found.low, f"{key}/high": found.high}
 
 
-def _document(interval: Interval | None) -> dict[str, float] | None:
+def _interval_json(interval: Interval | None) -> dict[str, float] | None:
     return interval and interval._asdict()
 
 
-def _shown(figure: str, interval: Interval) -> str:
+def _format_interval(figure: str, interval: Interval) -> str:
     form = ".1%" if figure == "pass@1" else ".4g"
     return f"{interval.mean:{form}} ({interval.low:{form}} to {interval.high:{form}})"
 
 
 def _mean_rewards(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """The mean reward of each task's scored answers."""
-    rewards = {group[0].task_id: [one.reward for one in group if one.reward is not None] for group in groups}
+    """Return the mean reward of each task's scored answers."""
+    rewards = {
+        group[0].task_id: [episode.reward for episode in group if episode.reward is not None]
+        for group in groups
+    }
     return {task: sum(found) / len(found) for task, found in rewards.items() if found}

@@ -14,19 +14,19 @@ from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.plural import plural
-from perilune.tasks.stage.memory_plan import planned_tokens
+from perilune.tasks.stage.memory_plan import planned_episode_tokens
 from perilune.tasks.stage.retention import TrainingSpec
 from perilune.tasks.stage.sampling import SamplingSpec
 
-HELDOUT = "heldout"  # the set of the recipe's own environment
-DATA = "data"  # the examples that a stage on data holds out
-EVAL = "eval/"  # prefix of the metrics
+HELDOUT_SET = "heldout"  # the set of the recipe's own environment
+DATA_SET = "data"  # the examples that a stage on data holds out
+EVAL_PREFIX = "eval/"  # prefix of the metrics
 
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
 
 
 class EvaluationSettings(Frozen):
-    """What is evaluated during training, and what follows from it."""
+    """Held-out evaluation during training, and the use of its results."""
 
     every: int = Field(
         10, ge=1, description="steps between evaluations; one more before the first step and after the last"
@@ -56,33 +56,33 @@ class EvaluationSettings(Frozen):
 
     @field_validator("sets")
     @classmethod
-    def _own_names(cls, sets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        if taken := {DATA, "training"} & sets.keys():
+    def _check_set_names(cls, sets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        if taken := {DATA_SET, "training"} & sets.keys():
             raise ValueError(f"a set cannot be called '{min(taken)}': that is another curve")
         return sets
 
     def sections(self, environment: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The environment section of each set, with the rewards of `environment`, the recipe's section."""
+        """Return the environment section of each set, with the rewards of the recipe's `environment`."""
         if not self.tasks:
             return {}
         rewards = {REWARDS: environment[REWARDS]} if REWARDS in environment else {}
-        sections = {HELDOUT: dict(environment)} if environment else {}
+        sections = {HELDOUT_SET: dict(environment)} if environment else {}
         for name, keys in self.sets.items():
             sections[name] = {**({} if "id" in keys else environment), **rewards, **keys}
         return sections
 
     def figure(self, environment: Mapping[str, Any]) -> str:
-        """The metric of the best checkpoint."""
+        """Return the metric of the best checkpoint."""
         first = next(iter(self.sections(environment)), None)
-        return EVAL + (self.best or (f"{first}/pass@1" if first else f"{DATA}/loss"))
+        return EVAL_PREFIX + (self.best or (f"{first}/pass@1" if first else f"{DATA_SET}/loss"))
 
     def steps(self, steps: int) -> list[int]:
-        """The steps after which a run of `steps` steps is evaluated; 0 is before the first."""
+        """Return the steps after which a run of `steps` steps is evaluated; 0 is before the first."""
         return [*range(0, steps, self.every), steps]
 
 
-class EvaluationRoom(TypedDict, total=False):
-    """What evaluations add to `stage_memory`: their answers, and the tokens of the longest episode."""
+class EvaluationMemory(TypedDict, total=False):
+    """Arguments of `plan_stage_memory` for evaluations: answers, and tokens of the longest episode."""
 
     samples: int
     max_tokens: int
@@ -96,7 +96,7 @@ class EvaluatedSpec(TrainingSpec):
     )
 
     @model_validator(mode="after")
-    def _one_best(self) -> EvaluatedSpec:
+    def _check_best(self) -> EvaluatedSpec:
         if self.eval is not None and self.keep.best is not None:
             raise ValueError("eval keeps the best checkpoint by eval.best; remove keep.best")
         return self
@@ -110,14 +110,14 @@ class EvaluatedSpec(TrainingSpec):
         defaults = SamplingSpec.defaults(job.task, {}, job.model, job.resources.device)
         return own or int(defaults["max_tokens"].value)
 
-    def evaluation_room(self, job: Job, config: DecoderConfig) -> EvaluationRoom:
-        """The room that evaluations need; empty without tasks."""
+    def evaluation_memory(self, job: Job, config: DecoderConfig) -> EvaluationMemory:
+        """Return the memory arguments for evaluations; empty without tasks."""
         sections = {} if self.eval is None else self.eval.sections(job.environment)
         if self.eval is None or not sections:
             return {}
         turn = self.evaluation_tokens(job)
-        longest = max(planned_tokens(section, turn, config) for section in sections.values())
-        return EvaluationRoom(samples=self.eval.tasks * self.eval.samples, max_tokens=longest)
+        longest = max(planned_episode_tokens(section, turn, config) for section in sections.values())
+        return EvaluationMemory(samples=self.eval.tasks * self.eval.samples, max_tokens=longest)
 
     def check_evaluation(self, job: Job) -> None:
         """Check that the figure of the best checkpoint is measured.
@@ -127,9 +127,9 @@ class EvaluatedSpec(TrainingSpec):
         """
         if self.eval is None:
             return
-        figure = self.eval.figure(job.environment).removeprefix(EVAL)
+        figure = self.eval.figure(job.environment).removeprefix(EVAL_PREFIX)
         name, sections = figure.split("/")[0], self.eval.sections(job.environment)
-        held = [DATA] if getattr(self, "validation", 0) else []
+        held = [DATA_SET] if getattr(self, "validation", 0) else []
         if name not in (*sections, *held):
             known = ", ".join([*sections, *held])
             raise RequestError(
@@ -142,7 +142,7 @@ class EvaluatedSpec(TrainingSpec):
             )
 
     def describe_evaluation(self, job: Job) -> dict[str, str]:
-        """The line of the plan."""
+        """Return the line of the plan."""
         if self.eval is None:
             return {}
         self.check_evaluation(job)
@@ -155,7 +155,7 @@ class EvaluatedSpec(TrainingSpec):
                 f"{plural(settings.tasks, 'task')} x {settings.samples} of {', '.join(sections)}:"
                 f" {plural(answers, 'answer')}"
             )
-        figure = settings.figure(job.environment).removeprefix(EVAL)
+        figure = settings.figure(job.environment).removeprefix(EVAL_PREFIX)
         parts.append(f"best by {figure}; output: the {settings.output} checkpoint")
         if settings.stop_after:
             parts.append(f"stops after {settings.stop_after} evaluations without a new best")

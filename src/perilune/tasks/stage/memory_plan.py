@@ -27,7 +27,7 @@ from perilune.models.memory import (
     get_model_card,
     plan_memory,
 )
-from perilune.rollout.limits import episode_tokens
+from perilune.rollout.limits import max_episode_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from perilune.models.narrow import Precision
     from perilune.models.text.tokenizer import Tokenizer
 
-BYTE_TOKENS = 258  # of `Tokenizer.byte_level`
-LEAST_BUDGET = 64  # tokens; a step with fewer is mostly overhead
-SLOTS = 256  # most samples in flight
-CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # most memory for their keys and values
-OTHER_PROCESSES = "rollout processes"  # part of a plan that the stage's own process does not hold
-SENT = "sent weights"  # part of a plan: the copy of the weights that rollout processes have
-PROMPT_TOKENS = 256  # assumed length of a prompt: the plan doesn't read the tasks
-EXPECTED_SHARE = {"cpu": 1, "cuda": 4}  # the longest answer divided by the expected one
+BYTE_VOCABULARY_SIZE = 258  # of `Tokenizer.byte_level`
+MIN_TOKEN_BUDGET = 64  # tokens; a step with fewer is mostly overhead
+MAX_SLOTS = 256  # samples in flight
+MAX_CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # keys and values of the samples in flight
+OTHER_PROCESSES = "rollout processes"  # part of a plan: memory outside the stage's own process
+WEIGHTS_COPY = "sent weights"  # part of a plan: a copy of the weights sent to rollout processes
+ASSUMED_PROMPT_TOKENS = 256  # the plan doesn't read the tasks
+LENGTH_RATIO = {"cpu": 1, "cuda": 4}  # the longest answer divided by the expected one
 
 
 def model_config(job: Job) -> DecoderConfig:
-    """The configuration of the recipe's model, shared by all its checkpoints; reads no weights.
+    """Return the configuration of the recipe's model, shared by all its checkpoints; reads no weights.
 
     Raises:
         RequestError: when config.json is missing, malformed or describes a model that is not implemented.
@@ -62,23 +62,23 @@ def section_config(model: Mapping[str, Any]) -> DecoderConfig:
     """As `model_config`, from the recipe's model section."""
     if model.get("preset"):
         preset = PRESETS[model["preset"]]
-        sizes = {"bytes": BYTE_TOKENS, "bpe": model.get("vocab_size")}
+        sizes = {"bytes": BYTE_VOCABULARY_SIZE, "bpe": model.get("vocab_size")}
         return preset.replace(vocab_size=sizes.get(model.get("tokenizer") or "") or preset.vocab_size)
     file = Path(model["path"]) / "config.json"
     return DecoderConfig.from_hf(read_json(file), where=str(file))
 
 
-def planned_tokens(section: Mapping[str, Any], max_tokens: int, config: DecoderConfig | None) -> int:
-    """`episode_tokens` for the environment of a recipe, limited by the model's positions if it is known."""
-    tokens = episode_tokens(make_environment(section), episode_settings(section), max_tokens)
+def planned_episode_tokens(section: Mapping[str, Any], max_tokens: int, config: DecoderConfig | None) -> int:
+    """Return `max_episode_tokens` of the recipe's environment, limited by the model's positions if known."""
+    tokens = max_episode_tokens(make_environment(section), episode_settings(section), max_tokens)
     if config is None or tokens <= max_tokens:
         return tokens
     return max(max_tokens, min(tokens, config.max_position_embeddings - 1))
 
 
 @dataclass(frozen=True, slots=True)
-class CacheRoom:
-    """The device of a stage and the precision of its products: what its cache and its training take.
+class CacheSettings:
+    """The device and precision of a stage, which determine the size of its cache.
 
     Attributes:
         device: "cuda"; everything else counts as "cpu".
@@ -100,8 +100,8 @@ class CacheRoom:
 
     @property
     def bytes(self) -> int:
-        """The most memory that the cache may take."""
-        return CACHE_BYTES[self.kind]
+        """The most bytes of the cache."""
+        return MAX_CACHE_BYTES[self.kind]
 
     @property
     def item_bytes(self) -> int:
@@ -109,19 +109,19 @@ class CacheRoom:
         return 2 if self.kind == "cuda" and self.precision == "bfloat16" else 4
 
 
-def slots_for(config: DecoderConfig, max_tokens: int, room: CacheRoom) -> int:
-    """The most samples in flight: as many of the expected length as fit.
+def max_slots(config: DecoderConfig, max_tokens: int, room: CacheSettings) -> int:
+    """Return the most samples in flight: as many of the expected length as fit.
 
     On a CPU the expected length is the longest. On a GPU it is a quarter of it; when longer samples fill the
     cache, the latest ones wait and are computed again. The number depends on the recipe and not on the free
     memory, so that a run can be repeated.
     """
-    length = _length(config, max_tokens // EXPECTED_SHARE[room.kind])
+    length = _sample_tokens(config, max_tokens // LENGTH_RATIO[room.kind])
 
     def needed(count: int) -> int:
         return cache_bytes(config, count, length, room.item_bytes)
 
-    return max(1, bisect_right(range(1, SLOTS + 1), room.bytes, key=needed))
+    return max(1, bisect_right(range(1, MAX_SLOTS + 1), room.bytes, key=needed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +139,8 @@ class StageMemory(MemoryPlan):
     slots: int = 0
 
     def fitting(self, available: int) -> str:
-        """How to fit into `available` bytes: a lower token budget, or settings that save more."""
-        budgets = range(LEAST_BUDGET, self.token_budget)
+        """Return how to fit into `available` bytes: a lower token budget, or settings that save more."""
+        budgets = range(MIN_TOKEN_BUDGET, self.token_budget)
         fits = bisect_right(budgets, available, key=lambda budget: self.replan(budget).total)
         if fits:
             return f"lower token_budget to {budgets[fits - 1]}"
@@ -155,17 +155,17 @@ class EngineSize(TypedDict):
 
 
 def engine_size(
-    config: DecoderConfig, max_tokens: int, room: CacheRoom, samples: int | None = None
+    config: DecoderConfig, max_tokens: int, room: CacheSettings, samples: int | None = None
 ) -> EngineSize:
-    """Room for the samples of the planned length, as far as it fits, and for one of the model's full length.
+    """Return the engine size for samples of the planned length, with room for one of full length if possible.
 
     A prompt longer than planned leaves less room for other samples.
 
     Args:
         samples: most samples that the stage has at a time; None if unknown.
     """
-    slots = min(slots_for(config, max_tokens, room), samples or SLOTS)
-    one = -(-_length(config, max_tokens) // BLOCK)
+    slots = min(max_slots(config, max_tokens, room), samples or MAX_SLOTS)
+    one = -(-_sample_tokens(config, max_tokens) // BLOCK)
     wanted = max(slots * one, -(-config.max_position_embeddings // BLOCK))
 
     def needed(count: int) -> int:
@@ -187,12 +187,12 @@ def make_engine(
     record_routes: bool = False,
     backend: OpenVino | None = None,
 ) -> Engine:
-    """An engine for episodes of at most `max_tokens` after the prompt, on the decoder's device.
+    """Return an engine for episodes of at most `max_tokens` after the prompt, on the decoder's device.
 
     Args:
         tokenizer: for stop texts.
         samples: most samples that the stage has at a time; None if unknown.
-        backend: what computes the steps, by default Perilune.
+        backend: computes the steps; None for Perilune's own runner.
 
     Raises:
         RequestError: when the backend cannot compute the model, or `record_routes` is set for a model whose
@@ -201,7 +201,7 @@ def make_engine(
     from perilune.engine.engine import Engine
     from perilune.engine.select_runner import fastest_runner
 
-    room = CacheRoom(next(decoder.parameters()).device.type, decoder.precision)
+    room = CacheSettings(next(decoder.parameters()).device.type, decoder.precision)
     size = engine_size(decoder.config, max_tokens, room, samples)
     engine = Engine(decoder, tokenizer=tokenizer, runner=backend or fastest_runner, **size)
     if record_routes:
@@ -209,7 +209,7 @@ def make_engine(
     return engine
 
 
-def stage_memory(
+def plan_stage_memory(
     config: DecoderConfig,
     *,
     samples: int = 0,
@@ -217,12 +217,12 @@ def stage_memory(
     token_budget: int = 0,
     reference: bool = False,
     learner: LearnerSettings | None = None,
-    cache: CacheRoom = CacheRoom(),
+    cache: CacheSettings = CacheSettings(),
 ) -> StageMemory:
-    """The memory plan of a stage that samples, trains, or both.
+    """Return the memory plan of a stage that samples, trains, or both.
 
-    An answer with its prompt is assumed to be as long as the model allows, but at most `PROMPT_TOKENS` longer
-    than `max_tokens`.
+    The plan assumes that prompt and answer together have `ASSUMED_PROMPT_TOKENS` + `max_tokens` tokens, or as
+    many as the model has positions if these are fewer.
 
     Args:
         samples: answers sampled together; 0 for a stage that doesn't sample.
@@ -236,8 +236,8 @@ def stage_memory(
     require_prompt_room(config, max_tokens)
     if learner is not None and learner.lora is not None:
         learner.lora.check(config)
-    length = _length(config, max_tokens)
-    slots = min(samples, slots_for(config, max_tokens, cache))
+    length = _sample_tokens(config, max_tokens)
+    slots = min(samples, max_slots(config, max_tokens, cache))
 
     def planned(budget: int) -> MemoryPlan:
         plan = plan_memory(
@@ -248,17 +248,22 @@ def stage_memory(
             savings=_savings(config, learner),
             gpu=cache.gpu,
         )
-        return _on_gpu(plan, config, max_tokens, cache, slots) if cache.kind == "cuda" and samples else plan
+        return (
+            _add_gpu_engine(plan, config, max_tokens, cache, slots)
+            if cache.kind == "cuda" and samples
+            else plan
+        )
 
     plan = planned(token_budget)
     return StageMemory(plan.persistent, plan.transient, token_budget, planned, slots)
 
 
-def _on_gpu(
-    plan: MemoryPlan, config: DecoderConfig, max_tokens: int, room: CacheRoom, slots: int
+def _add_gpu_engine(
+    plan: MemoryPlan, config: DecoderConfig, max_tokens: int, room: CacheSettings, slots: int
 ) -> MemoryPlan:
-    """The plan with the engine that a GPU has: a cache of `engine_size`, allocated whole at the start, and
-    matrices in the precision of products. (On a CPU, pages of the cache that nothing touches take no memory.)
+    """Return the plan with a GPU's engine: a preallocated cache, and matrices in the precision of products.
+
+    On a CPU, untouched pages of the cache take no memory.
     """
     blocks = 1 + engine_size(config, max_tokens, room, slots)["cache_tokens"] // BLOCK
     held = {**plan.persistent, "cache": blocks_bytes(config, blocks, slots, room.item_bytes)}
@@ -269,12 +274,14 @@ def _on_gpu(
     return replace(plan, persistent=held)
 
 
-def sampling_memory(job: Job, max_tokens: int, samples: int, precision: Precision = "float32") -> StageMemory:
-    """The memory plan of a stage that samples `samples` answers in the recipe's environment."""
+def plan_sampling_memory(
+    job: Job, max_tokens: int, samples: int, precision: Precision = "float32"
+) -> StageMemory:
+    """Return the memory plan of a stage that samples `samples` answers in the recipe's environment."""
     config = model_config(job)
-    longest = planned_tokens(job.environment, max_tokens, config)
-    cache = CacheRoom(job.resources.device, precision)
-    return stage_memory(config, samples=samples, max_tokens=longest, cache=cache)
+    max_episode_tokens = planned_episode_tokens(job.environment, max_tokens, config)
+    cache = CacheSettings(job.resources.device, precision)
+    return plan_stage_memory(config, samples=samples, max_tokens=max_episode_tokens, cache=cache)
 
 
 def _savings(config: DecoderConfig, learner: LearnerSettings | None) -> MemorySavings:
@@ -286,8 +293,8 @@ def _savings(config: DecoderConfig, learner: LearnerSettings | None) -> MemorySa
     return MemorySavings(adapter, base, learner.activation_checkpointing)
 
 
-def _length(config: DecoderConfig, max_tokens: int) -> int:
-    return min(PROMPT_TOKENS + max_tokens, config.max_position_embeddings)
+def _sample_tokens(config: DecoderConfig, max_tokens: int) -> int:
+    return min(ASSUMED_PROMPT_TOKENS + max_tokens, config.max_position_embeddings)
 
 
 def require_prompt_room(config: DecoderConfig, max_tokens: int) -> None:
@@ -306,7 +313,7 @@ def require_prompt_room(config: DecoderConfig, max_tokens: int) -> None:
 
 
 def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
-    """The planned and the peak bytes, of resident memory or of the GPU.
+    """Return the planned and the peak bytes, of resident memory or of the GPU.
 
     Both are of this process alone. The peak depends on the machine and its load, so comparisons of runs
     ignore it.
@@ -317,11 +324,11 @@ def memory_figures(plan: MemoryPlan, device: torch.device) -> dict[str, int]:
 
         on_device = planned - plan.persistent["process"]
         return {"planned_bytes": on_device, "peak_bytes": torch.cuda.max_memory_allocated(device)}
-    return {"planned_bytes": planned, "peak_bytes": peak_resident()}
+    return {"planned_bytes": planned, "peak_bytes": peak_resident_bytes()}
 
 
-def peak_resident() -> int:
-    """Peak resident size of this process, in bytes."""
+def peak_resident_bytes() -> int:
+    """Return the peak resident size of this process, in bytes."""
     if sys.platform == "linux":  # getrusage would include the peak of the parent before exec
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

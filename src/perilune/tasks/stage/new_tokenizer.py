@@ -17,12 +17,12 @@ MODEL = "model"  # value of a key that takes the model of the recipe
 
 
 def is_trained(model: Mapping[str, Any]) -> bool:
-    """Whether the tokenizer of the recipe's model is trained on data."""
+    """Return whether the tokenizer of the recipe's model is trained on data."""
     return model.get("tokenizer") == BPE
 
 
 def new_tokenizer(model: Mapping[str, Any], data: Path | None) -> Tokenizer:
-    """The tokenizer of a new model.
+    """Return the tokenizer of a new model.
 
     Args:
         model: the recipe's model section.

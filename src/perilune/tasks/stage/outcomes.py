@@ -11,18 +11,18 @@ from perilune.environments.core.rewards import GOLD
 from perilune.errors import WorkFailedError
 from perilune.metrics.pass_at_k import pass_at_k
 from perilune.metrics.proportion import pass_rate_interval, wilson_interval
-from perilune.rollout.failures import failure_figures
+from perilune.rollout.failures import count_failures
 from perilune.tasks.checks.answer_form import form_share
 
-CORRECT = 1.0  # a reward of at least this counts as a pass
-LEAST_SHARE = 0.9  # share of tasks with k scored answers below which pass@k is not reported
-STRATEGY = "strategy/"
+PASS_REWARD = 1.0  # a reward of at least this counts as a pass
+MIN_TASK_SHARE = 0.9  # share of tasks with k scored answers below which pass@k is not reported
+STRATEGY_PREFIX = "strategy/"
 
 
 def evaluation_summary(
     environment: str, groups: Sequence[Sequence[Episode]], greedy: Sequence[Episode], seed: int
 ) -> dict[str, Any]:
-    """The summary of an evaluation, without times.
+    """Return the summary of an evaluation, without times.
 
     Episodes whose verifier failed count neither as right nor as wrong. Tasks without a scored answer are
     counted apart, and tasks with fewer than k scored answers are left out of pass@k.
@@ -30,30 +30,30 @@ def evaluation_summary(
     Raises:
         WorkFailedError: when no answer was scored.
     """
-    counts = [(group[0].task_id, *_count(group)) for group in groups]
+    counts = [(group[0].task_id, *_count_correct(group)) for group in groups]
     judged = [(task_id, n, c) for task_id, n, c in counts if n]
     if not judged:
-        first = next(one.failure for group in groups for one in group if one.failure)
+        first = next(episode.failure for group in groups for episode in group if episode.failure)
         raise WorkFailedError(f"the verifier scored no answer; the first failure: {first}", where=environment)
     most = max(n for _, n, _ in judged)
-    samples = [one for group in groups for one in group]
-    scored_greedy = [float(passed(one)) for one in greedy if not one.failure]
+    samples = [episode for group in groups for episode in group]
+    scored_greedy = [float(is_correct(one)) for one in greedy if not one.failure]
     return {
         "kind": "evaluation",
         "environment": environment,
         "tasks": len(judged),
         "samples": most,
-        **_passes([(n, c) for _, n, c in judged], seed),
+        **_pass_at_k_figures([(n, c) for _, n, c in judged], seed),
         "greedy": pass_rate_interval(scored_greedy, seed=seed)._asdict() if scored_greedy else None,
         "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
-        "truncated": sum(one.truncated for one in samples) / len(samples),
+        "truncated": sum(episode.truncated for episode in samples) / len(samples),
         **({} if (share := form_share(samples)) is None else {"format": share}),
         **({"live_groups": _live_share(groups)} if most > 1 else {}),
-        **failure_figures([*samples, *greedy]),
+        **count_failures([*samples, *greedy]),
         "tasks_without_verdict": len(counts) - len(judged),
         "by_difficulty": _by_difficulty(groups),
         **({"by_environment": parts} if (parts := _by_environment(groups, seed)) else {}),
-        "strategies": strategies(samples),
+        "strategies": strategy_figures(samples),
         "correct_per_task": judged,
     }
 
@@ -64,9 +64,9 @@ def environment_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]
     Empty without a mixture. A part whose episodes all failed has no reward and no pass rate.
     """
     figures: dict[str, float] = {}
-    for part, own in by_part(groups).items():
-        rewards = [one.reward for group in own for one in group if one.reward is not None]
-        right = sum(passed(one) for group in own for one in group)
+    for part, own in groups_by_part(groups).items():
+        rewards = [episode.reward for group in own for episode in group if episode.reward is not None]
+        right = sum(is_correct(episode) for group in own for episode in group)
         means = (
             {"reward": math.fsum(rewards) / len(rewards), "pass_rate": right / len(rewards)}
             if rewards
@@ -80,8 +80,8 @@ def environment_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]
     return figures
 
 
-def by_part(groups: Sequence[Sequence[Episode]]) -> dict[str, list[Sequence[Episode]]]:
-    """The groups of each part of a mixture by its name; empty for other environments."""
+def groups_by_part(groups: Sequence[Sequence[Episode]]) -> dict[str, list[Sequence[Episode]]]:
+    """Return the groups of each part of a mixture by its name; empty for other environments."""
     parts: dict[str, list[Sequence[Episode]]] = defaultdict(list)
     for group in groups:
         mixture, _, part = group[0].environment.partition("/")
@@ -91,43 +91,43 @@ def by_part(groups: Sequence[Sequence[Episode]]) -> dict[str, list[Sequence[Epis
 
 
 def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
-    """Mean reward, pass rate, failures, length and strategies of episodes.
+    """Return the mean reward, pass rate, failures, length and strategies of episodes.
 
     Raises:
         WorkFailedError: when no episode was scored.
     """
-    rewards = [one.reward for one in episodes if one.reward is not None]
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
     if not rewards:
         first = episodes[0].failure
         raise WorkFailedError(f"the verifier scored no episode; the first failure: {first}", where=where)
     figures: dict[str, Any] = {
         "reward": math.fsum(rewards) / len(rewards),
-        "pass_rate": sum(map(passed, episodes)) / len(rewards),
-        **failure_figures(episodes),
-        "length": sum(one.sampled for one in episodes) / len(episodes),
-        "truncated": sum(one.truncated for one in episodes) / len(episodes),
+        "pass_rate": sum(map(is_correct, episodes)) / len(rewards),
+        **count_failures(episodes),
+        "length": sum(episode.sampled for episode in episodes) / len(episodes),
+        "truncated": sum(episode.truncated for episode in episodes) / len(episodes),
     }
-    for name, strategy in strategies(episodes).items():
+    for name, strategy in strategy_figures(episodes).items():
         figures[f"strategy/{name}"] = strategy["share"]
         figures[f"accuracy/{name}"] = strategy["accuracy"]
     return figures
 
 
-def strategies(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
-    """Share and accuracy of each strategy that the environment recognised."""
+def strategy_figures(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+    """Return the share and accuracy of each strategy that the environment recognised."""
     results_of: dict[str, list[bool]] = defaultdict(list)
-    judged = [one for one in episodes if not one.failure]
-    for one in judged:
-        for name, value in one.metrics.items():
-            if name.startswith(STRATEGY) and value > 0:
-                results_of[name.removeprefix(STRATEGY)].append(passed(one))
+    judged = [episode for episode in episodes if not episode.failure]
+    for episode in judged:
+        for name, value in episode.metrics.items():
+            if name.startswith(STRATEGY_PREFIX) and value > 0:
+                results_of[name.removeprefix(STRATEGY_PREFIX)].append(is_correct(episode))
     return {
         name: {"share": len(results) / len(judged), "accuracy": sum(results) / len(results)}
         for name, results in sorted(results_of.items())
     }
 
 
-def _passes(counts: Sequence[tuple[int, int]], seed: int) -> dict[str, dict[str, float]]:
+def _pass_at_k_figures(counts: Sequence[tuple[int, int]], seed: int) -> dict[str, dict[str, float]]:
     """pass@k with its interval, for each k that enough tasks have samples for.
 
     Args:
@@ -136,40 +136,44 @@ def _passes(counts: Sequence[tuple[int, int]], seed: int) -> dict[str, dict[str,
     passes = {}
     for k in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         values = [pass_at_k(n, c, k) for n, c in counts if n >= k]
-        if values and len(values) >= LEAST_SHARE * len(counts):
+        if values and len(values) >= MIN_TASK_SHARE * len(counts):
             passes[f"pass@{k}"] = pass_rate_interval(values, seed=seed)._asdict()
     return passes
 
 
 def _by_environment(groups: Sequence[Sequence[Episode]], seed: int) -> dict[str, dict[str, Any]]:
-    """The figures of each part of a mixture; empty for other environments."""
+    """Return the figures of each part of a mixture; empty for other environments."""
     figures = {}
-    for part, own in by_part(groups).items():
-        counts = [count for group in own if (count := _count(group))[0]]
-        figures[part] = {"tasks": len(counts), **_passes(counts, seed), "live_groups": _live_share(own)}
+    for part, own in groups_by_part(groups).items():
+        counts = [count for group in own if (count := _count_correct(group))[0]]
+        figures[part] = {
+            "tasks": len(counts),
+            **_pass_at_k_figures(counts, seed),
+            "live_groups": _live_share(own),
+        }
     return figures
 
 
 def _live_share(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
     """Share of groups whose rewards differ, and which reinforcement learning can therefore learn from."""
-    rewards = [{one.reward for one in group if one.reward is not None} for group in groups]
+    rewards = [{episode.reward for episode in group if episode.reward is not None} for group in groups]
     return wilson_interval(sum(len(one) > 1 for one in rewards), len(rewards))._asdict()
 
 
-def _count(group: Sequence[Episode]) -> tuple[int, int]:
-    judged = [one for one in group if not one.failure]
-    return len(judged), sum(passed(one) for one in judged)
+def _count_correct(group: Sequence[Episode]) -> tuple[int, int]:
+    judged = [episode for episode in group if not episode.failure]
+    return len(judged), sum(is_correct(episode) for episode in judged)
 
 
-def passed(episode: Episode) -> bool:
-    """Whether an episode counts as right, by its gold score if it has one, else by its reward."""
-    return episode.reward is not None and episode.metrics.get(GOLD, episode.reward) >= CORRECT
+def is_correct(episode: Episode) -> bool:
+    """Return whether an episode counts as right, by its gold score if it has one, else by its reward."""
+    return episode.reward is not None and episode.metrics.get(GOLD, episode.reward) >= PASS_REWARD
 
 
 def _by_difficulty(groups: Sequence[Sequence[Episode]]) -> list[dict[str, float]]:
     rates: dict[float, list[float]] = defaultdict(list)
     for group in groups:
-        n, c = _count(group)
+        n, c = _count_correct(group)
         if n and "difficulty" in group[0].metrics:
             rates[group[0].metrics["difficulty"]].append(c / n)
     return [

@@ -18,7 +18,12 @@ from perilune.models.config.decoder_config import DecoderConfig
 from perilune.rollout.groups import Groups
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
-from perilune.tasks.stage.memory_plan import StageMemory, make_engine, planned_tokens, require_prompt_room
+from perilune.tasks.stage.memory_plan import (
+    StageMemory,
+    make_engine,
+    planned_episode_tokens,
+    require_prompt_room,
+)
 from perilune.tasks.stage.policy import Policy, join_ranks, load_policy, prepare_device
 from perilune.tasks.stage.training_tasks import TrainingTasks
 from perilune.verifiers import Scorer
@@ -41,7 +46,7 @@ class Player:
     engine: Engine
     rollouts: RolloutWorker
     max_tokens: int
-    longest: int
+    max_episode_tokens: int
     memory: StageMemory | None = None
 
     def training_tasks(self, skip: int = 0) -> TrainingTasks:
@@ -109,14 +114,14 @@ def open_player(
         config = policy.decoder.config
         require_prompt_room(config, max_tokens)
         environment = make_environment(workspace.job.environment)
-        longest = planned_tokens(workspace.job.environment, max_tokens, config)
+        max_episode_tokens = planned_episode_tokens(workspace.job.environment, max_tokens, config)
         planned = None
         if memory is not None:
-            planned = require_memory(memory(config, longest, device.type), workspace.job.resources)
+            planned = require_memory(memory(config, max_episode_tokens, device.type), workspace.job.resources)
         samples = None if planned is None else planned.slots
         engine = make_engine(
             policy.decoder,
-            longest,
+            max_episode_tokens,
             policy.tokenizer,
             samples=samples,
             record_routes=record_routes,
@@ -126,4 +131,6 @@ def open_player(
         rollouts = RolloutWorker(
             engine, policy.tokenizer, scorer, environment, workspace.job.seed, ranks=ranks
         )
-        yield Player(workspace, device, policy, environment, engine, rollouts, max_tokens, longest, planned)
+        yield Player(
+            workspace, device, policy, environment, engine, rollouts, max_tokens, max_episode_tokens, planned
+        )

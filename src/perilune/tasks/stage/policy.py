@@ -22,7 +22,7 @@ from perilune.models.text.template_facts import with_recipe_template
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.new_tokenizer import is_trained, new_tokenizer
 
-MODEL = "model"  # the input with the weights of the recipe's model section
+MODEL_INPUT = "model"  # the input with the weights of the recipe's model section
 
 
 @dataclass(frozen=True)
@@ -119,21 +119,21 @@ def load_policy(
 def load_reference(
     workspace: Workspace, device: torch.device, policy: Policy, settings: LearnerSettings
 ) -> Decoder:
-    """The policy before training: the base of an adapter, else the stage's policy loaded a second time."""
+    """Return the policy before training: the base of an adapter, else a second copy of the policy."""
     if settings.lora is not None:
         return without_adapter(policy.decoder)
     return load_policy(workspace, device, settings).decoder
 
 
 def load_recipe_model(workspace: Workspace, device: torch.device, base: BaseKind = "float32") -> Policy:
-    """The model of the recipe's `model` section: a Hugging Face folder, or a new preset from the seed.
+    """Return the model of the recipe's `model` section: a Hugging Face folder, or a new preset from the seed.
 
     Args:
         base: storage type of the frozen matrices under an adapter.
     """
     model = workspace.job.model
-    if workspace.has_input(MODEL):
-        decoder, tokenizer = load_checkpoint(workspace.input(MODEL), device, base=base)
+    if workspace.has_input(MODEL_INPUT):
+        decoder, tokenizer = load_checkpoint(workspace.input(MODEL_INPUT), device, base=base)
     else:
         tokenizer = new_tokenizer(model, workspace.input("data") if workspace.has_input("data") else None)
         if is_trained(model):
@@ -150,7 +150,7 @@ def load_recipe_model(workspace: Workspace, device: torch.device, base: BaseKind
 
 
 def heldout_tasks(environment: Environment, count: int, seed: int) -> list[Task]:
-    """The first `count` held-out tasks, which depend on the environment and the seed alone.
+    """Return the first `count` held-out tasks, which depend on the environment and the seed alone.
 
     Raises:
         RequestError: when the environment has fewer. Repeating tasks would make intervals too narrow.

@@ -17,10 +17,12 @@ from perilune.rollout.groups import Groups
 from perilune.tasks.stage.rounding import plain_rounding, rounding_of
 
 Tokens = NDArray[np.int64]
-RANDOM = "it has dropout or another random layer, so the policy that learns is not the one that samples"
-WITHOUT_ADAPTER = "the base weights alone: the adapter did not reach the engine"
-_ROWS = 128  # rows of logits at a time
-_PROBE = 16  # tokens scored to compare the engine's weights with the learner's
+RANDOM_LAYER_HINT = (
+    "it has dropout or another random layer, so the policy that learns is not the one that samples"
+)
+MISSING_ADAPTER_HINT = "the base weights alone: the adapter did not reach the engine"
+_LOGIT_ROWS = 128  # rows of logits at a time
+_PROBE_TOKENS = 16  # tokens scored to compare the engine's weights with the learner's
 
 
 class Publisher:
@@ -41,7 +43,7 @@ class Publisher:
         self.published: dict[int, str] = {}
         self._engine, self._learner, self._reference = engine, learner, reference
         self._expected = self._start = None if reference is None else checksum(reference.state_dict())
-        ids = np.arange(_PROBE + 1) * 7919 % learner.decoder.config.vocab_size
+        ids = np.arange(_PROBE_TOKENS + 1) * 7919 % learner.decoder.config.vocab_size
         self._probe = ids[: learner.decoder.config.max_position_embeddings]
         self._check_reference()
 
@@ -80,15 +82,17 @@ class Publisher:
         rounding = plain_rounding(decoder)
         gaps = self._probe_gaps(decoder)
         if not rounding.allows(gaps):
-            if is_random(decoder, self._probe):
-                raise self._error(f"the learner's forward pass gives other log-probs each time: {RANDOM}")
+            if is_nondeterministic(decoder, self._probe):
+                raise self._error(
+                    f"the learner's forward pass gives other log-probs each time: {RANDOM_LAYER_HINT}"
+                )
             alone = bool(adapter_pairs(decoder)) and rounding.allows(
                 self._probe_gaps(without_adapter(decoder))
             )
             raise self._error(
-                f"on {_PROBE} fixed tokens engine and learner differ by {np.abs(gaps).max():.3g} nats:"
+                f"on {_PROBE_TOKENS} fixed tokens engine and learner differ by {np.abs(gaps).max():.3g} nats:"
                 f" the engine took version {version} and computes with"
-                f" {WITHOUT_ADAPTER if alone else 'other weights'}"
+                f" {MISSING_ADAPTER_HINT if alone else 'other weights'}"
             )
         if self._reference is not None and checksum(self._reference.state_dict()) != self._expected:
             raise self._error("the reference policy has changed: it is being trained")
@@ -102,7 +106,7 @@ class Publisher:
         Raises:
             WorkFailedError: naming the first episode with another version.
         """
-        for episode in (one for group in groups for one in group):
+        for episode in (episode for group in groups for episode in group):
             unknown = {*np.unique(episode.policy_version[episode.loss_mask]).tolist()} - self.published.keys()
             if unknown:
                 raise WorkFailedError(
@@ -119,8 +123,8 @@ class Publisher:
         return from_decoder.cpu().double().numpy() - from_engine
 
 
-def is_random(decoder: Decoder, ids: Tokens) -> bool:
-    """Whether two forward passes over int64[T] tokens differ by more than rounding."""
+def is_nondeterministic(decoder: Decoder, ids: Tokens) -> bool:
+    """Return whether two forward passes over int64[T] tokens differ by more than rounding."""
     one, other = (plain_logprobs(decoder, ids, len(ids) - 1, 1.0) for _ in range(2))
     return not rounding_of(decoder).allows((one - other).cpu().double().numpy())
 
@@ -145,7 +149,7 @@ def plain_scores(  # noqa: PLR0917
     shares the decoder's layers with the code that it checks. Logits are computed for some rows at a time.
 
     Args:
-        whole: how many of the first distributions to return; at most `count` and `_ROWS`.
+        whole: how many of the first distributions to return; at most `count` and `_LOGIT_ROWS`.
     """
     device = next(decoder.parameters()).device
     tokens = torch.as_tensor(np.asarray(ids, np.int64), device=device)
@@ -154,7 +158,9 @@ def plain_scores(  # noqa: PLR0917
     states, targets = states[-count - 1 : -1], tokens[-count:]
     chosen: list[Tensor] = []
     first = states.new_empty(0)
-    for some, of_some in zip(torch.split(states, _ROWS), torch.split(targets, _ROWS), strict=True):
+    for some, of_some in zip(
+        torch.split(states, _LOGIT_ROWS), torch.split(targets, _LOGIT_ROWS), strict=True
+    ):
         logprobs = (decoder.logits(some).float() / (temperature or 1.0)).log_softmax(-1)
         if not chosen:
             first = logprobs[:whole].clone()

@@ -16,7 +16,7 @@ from perilune.models.memory import MemoryPlan
 from perilune.plural import plural
 from perilune.tasks.stage.defaults import ModelDefaults
 
-STEP = "step-"
+STEP_PREFIX = "step-"
 FINAL = "final"
 BEST = "best"
 
@@ -44,13 +44,15 @@ class TrainingSpec(ModelDefaults):
 
 
 def step_directory(workspace: Workspace, step: int) -> Path:
-    """The directory of the checkpoint after `step` steps."""
-    return workspace.checkpoints / f"{STEP}{step:06d}"
+    """Return the directory of the checkpoint after `step` steps."""
+    return workspace.checkpoints / f"{STEP_PREFIX}{step:06d}"
 
 
 def saved_steps(workspace: Workspace) -> list[int]:
-    """The steps that have a checkpoint, in order."""
-    return sorted(int(path.name.removeprefix(STEP)) for path in workspace.checkpoints.glob(f"{STEP}*"))
+    """Return the steps that have a checkpoint, in order."""
+    return sorted(
+        int(path.name.removeprefix(STEP_PREFIX)) for path in workspace.checkpoints.glob(f"{STEP_PREFIX}*")
+    )
 
 
 def remove_checkpoint(directory: Path) -> None:
@@ -60,7 +62,7 @@ def remove_checkpoint(directory: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def prune(workspace: Workspace, spec: TrainingSpec, *, saved_elsewhere: int = 0) -> None:
+def prune_checkpoints(workspace: Workspace, spec: TrainingSpec, *, saved_elsewhere: int = 0) -> None:
     """Remove the checkpoints of steps that the spec doesn't keep.
 
     Args:
@@ -74,21 +76,20 @@ def prune(workspace: Workspace, spec: TrainingSpec, *, saved_elsewhere: int = 0)
             remove_checkpoint(step_directory(workspace, step))
 
 
-def best_figure(workspace: Workspace, spec: TrainingSpec) -> str | None:
-    """The metric of the best checkpoint: that of the evaluations, or `keep.best`."""
+def best_metric(workspace: Workspace, spec: TrainingSpec) -> str | None:
+    """Return the metric of the best checkpoint: that of the evaluations, or `keep.best`."""
     evaluation = getattr(spec, "eval", None)
     return spec.keep.best if evaluation is None else evaluation.figure(workspace.job.environment)
 
 
-def metric_before(workspace: Workspace, spec: TrainingSpec, step: int) -> Interval | None:
-    """The figure of the evaluation at a checkpoint; without `eval`, the mean of the metric `keep.best` over
-    the last `save_every` steps before it.
+def metric_at(workspace: Workspace, spec: TrainingSpec, step: int) -> Interval | None:
+    """Return the evaluation's metric at a checkpoint, or without `eval` the mean of `keep.best`.
 
-    The interval of the mean comes from resampling the steps. None when no step has the metric.
+    The mean is over the last `save_every` steps, its interval from resampling them. None without the metric.
     """
     from perilune.metrics.bootstrap import bootstrap_problems
 
-    figure = best_figure(workspace, spec)
+    figure = best_metric(workspace, spec)
     if figure is not None and spec.keep.best is None:
         return dict(list_evaluations(workspace.metrics(), figure)).get(step)
     values = [
@@ -100,30 +101,30 @@ def metric_before(workspace: Workspace, spec: TrainingSpec, step: int) -> Interv
 
 
 def best_step(workspace: Workspace, spec: TrainingSpec, steps: Sequence[int]) -> int | None:
-    """The best of the steps by `best_figure`, the earlier of equals; None without the metric."""
-    figure = best_figure(workspace, spec)
+    """Return the best of the steps by `best_metric`, the earlier of equals; None without the metric."""
+    figure = best_metric(workspace, spec)
     if figure is None:
         return None
     sign = 1 if figure.endswith(LOWER_IS_BETTER) else -1
-    means = [(sign * mean.mean, step) for step in steps if (mean := metric_before(workspace, spec, step))]
+    means = [(sign * mean.mean, step) for step in steps if (mean := metric_at(workspace, spec, step))]
     return min(means)[1] if means else None
 
 
 def best_summary(workspace: Workspace, spec: TrainingSpec, steps: int) -> dict[str, Any]:
-    """`best`: the metric, and its intervals at the best and the last step; empty without `best_figure`.
+    """`best`: the metric, and its intervals at the best and the last step; empty without `best_metric`.
 
     When the intervals overlap, the best checkpoint may be no better than the last.
 
     Args:
         steps: the last step.
     """
-    figure = best_figure(workspace, spec)
+    figure = best_metric(workspace, spec)
     if figure is None:
         return {}
     step = best_step(workspace, spec, [*saved_steps(workspace), steps])
-    last = metric_before(workspace, spec, steps)
-    best = None if step is None else metric_before(workspace, spec, step)
-    is_final = step == steps or hands_on_best(spec)
+    last = metric_at(workspace, spec, steps)
+    best = None if step is None else metric_at(workspace, spec, step)
+    is_final = step == steps or outputs_best(spec)
     return {
         "best": {
             "figure": figure,
@@ -135,14 +136,14 @@ def best_summary(workspace: Workspace, spec: TrainingSpec, steps: int) -> dict[s
     }
 
 
-def hands_on_best(spec: TrainingSpec) -> bool:
-    """Whether the final checkpoint is the best one and not the last."""
+def outputs_best(spec: TrainingSpec) -> bool:
+    """Return whether the final checkpoint is the best one and not the last."""
     evaluation = getattr(spec, "eval", None)
     return evaluation is not None and evaluation.output == "best"
 
 
 def describe_retention(spec: TrainingSpec, memory: MemoryPlan) -> str:
-    """The line of a stage's plan about checkpoints: which it keeps, and the most disk space they take.
+    """Return the line of a stage's plan about checkpoints: which it keeps, and the most disk space they take.
 
     A checkpoint holds the weights and AdamW's two moments. One more exists while it is written.
     """
@@ -154,8 +155,8 @@ def describe_retention(spec: TrainingSpec, memory: MemoryPlan) -> str:
     return f"every {plural(spec.save_every, 'step')}; {kept}{best} kept, about {most / 1e6:,.0f} MB at most"
 
 
-def disk_bytes(workspace: Workspace, exclude: Path | None = None) -> int:
-    """Bytes of all checkpoints on disk, without the directory `exclude`."""
+def checkpoint_bytes(workspace: Workspace, exclude: Path | None = None) -> int:
+    """Return the bytes of all checkpoints on disk, without the directory `exclude`."""
     return sum(
         path.stat().st_size
         for path in workspace.checkpoints.rglob("*")

@@ -31,15 +31,15 @@ class Rounding:
     missed: float = 0.0
 
     def allows(self, differences: NDArray[np.float64]) -> bool:
-        """Whether differences float64[N], sampler minus learner, count as rounding. NaN does not."""
+        """Return whether differences float64[N], sampler minus learner, count as rounding. NaN does not."""
         if not len(differences):
             return True
         sizes = np.abs(differences)
         k3 = np.expm1(-differences) + differences
-        return self.permits(float(sizes.max()), float(sizes.mean()), float(k3.mean()))
+        return self.allows_statistics(float(sizes.max()), float(sizes.mean()), float(k3.mean()))
 
-    def permits(self, largest: float, mean: float, kl: float) -> bool:
-        """The same for figures over many tokens."""
+    def allows_statistics(self, largest: float, mean: float, kl: float) -> bool:
+        """Return the same for figures over many tokens."""
         return largest <= self.largest and mean <= self.mean and kl <= self.kl
 
     @property
@@ -59,7 +59,7 @@ _ROUNDING = {
     ("bfloat16", "cpu"): Rounding(0.02),
     ("bfloat16", "cuda"): Rounding(math.inf, mean=0.05, kl=0.01, missed=0.1),
 }
-_PLAIN = 1e-3  # least bound for a comparison with `plain_logprobs`, which sums in another order
+_MIN_PLAIN_BOUND = 1e-3  # least bound for a comparison with `plain_logprobs`, which sums in another order
 
 
 def rounding_of(decoder: Decoder) -> Rounding:
@@ -70,11 +70,11 @@ def rounding_of(decoder: Decoder) -> Rounding:
 
 
 def is_exact(decoder: Decoder) -> bool:
-    """Whether engine and learner give the same bits: on a CPU."""
+    """Return whether engine and learner give the same bits: on a CPU."""
     return next(decoder.parameters()).device.type == "cpu"
 
 
 def plain_rounding(decoder: Decoder) -> Rounding:
     """`rounding_of` for a comparison with `plain_logprobs`."""
     rounding = rounding_of(decoder)
-    return rounding if rounding.largest >= _PLAIN else Rounding(_PLAIN)
+    return rounding if rounding.largest >= _MIN_PLAIN_BOUND else Rounding(_MIN_PLAIN_BOUND)

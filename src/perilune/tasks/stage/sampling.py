@@ -31,7 +31,7 @@ class SamplingSpec(ModelDefaults):
     temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs use it too")
 
     def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
-        """The engine's sampling parameters; `greedy` sets the temperature to 0."""
+        """Return the engine's sampling parameters; `greedy` sets the temperature to 0."""
         from perilune.engine.request import SamplingParams
 
         return SamplingParams(self.max_tokens, 0.0 if greedy else self.temperature, stop_token_ids)
@@ -86,13 +86,13 @@ class OpenVinoSpec(Frozen):
     )
 
     def runner(self) -> OpenVino:
-        """The settings as the engine takes them."""
+        """Return the settings as the engine takes them."""
         from perilune.engine.openvino_runner import OpenVino
 
         return OpenVino(**self.model_dump(exclude={"name"}))
 
 
-def _server_by_default(value: Any) -> Any:
+def _default_to_server(value: Any) -> Any:
     """Name a section without a name `server`."""
     return {"name": "server", **value} if isinstance(value, dict) else value
 
@@ -102,7 +102,7 @@ OpenVinoField = Annotated[OpenVinoSpec | None, NameOrSection(("openvino",))]
 
 EngineField = Annotated[
     Annotated[ServerSpec | OpenVinoSpec | None, Field(discriminator="name")],
-    BeforeValidator(_server_by_default),
+    BeforeValidator(_default_to_server),
     NameOrSection(("openvino",)),
 ]
 """Type of a field that also takes a server: `openvino`, or `{url: ...}`."""
@@ -155,7 +155,7 @@ def open_server(spec: ServerSpec, workspace: Workspace) -> RemoteEngine:
 
 
 def remote_sampler(engine: RemoteEngine, workspace: Workspace) -> Sampler:
-    """The server with the checkpoint's tokenizer; reads no weights."""
+    """Return the server with the checkpoint's tokenizer; reads no weights."""
     from perilune.models.checkpoints.folder import CheckpointFolder
     from perilune.models.text.template_facts import with_recipe_template
     from perilune.models.text.tokenizer import Tokenizer

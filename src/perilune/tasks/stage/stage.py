@@ -23,7 +23,7 @@ from perilune.tasks.stage.memory_plan import StageMemory
 from perilune.tasks.stage.new_tokenizer import require_data
 from perilune.tasks.stage.retention import TrainingSpec, describe_retention
 
-RATE_RANGE = 50.0  # factor by which a learning rate may differ from the default without a warning
+LR_WARNING_FACTOR = 50.0  # factor by which a learning rate may differ from the default without a warning
 
 Spec = TypeVar("Spec", bound=BaseModel)
 
@@ -64,11 +64,11 @@ class Stage(ABC, Generic[Spec]):
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Validate the spec, run the stage, and return its summary."""
-        job = with_own_model(workspace)
+        job = use_bundled_model(workspace)
         spec = read_spec(self.spec, job)
         if isinstance(spec, OptimizerSettings):
             workspace.log(f"learning rate: {_describe_learning_rate(spec, job)}")
-            if warning := _rate_warning(spec, job):
+            if warning := _lr_warning(spec, job):
                 workspace.log(f"warning: {warning}")
         for name, line in describe_defaults(spec, job).items():
             workspace.log(f"{name}: {line}")
@@ -105,8 +105,8 @@ def read_spec(kind: type[Spec], job: Job) -> Spec:
     return kind.model_validate(complete_spec(kind, job.task, job.spec, job.model, job.resources.device))
 
 
-def with_own_model(workspace: Workspace) -> Job:
-    """The job with the path of its model in the bundle: the weights of the recipe, or a stage's checkpoint.
+def use_bundled_model(workspace: Workspace) -> Job:
+    """Return the job with its model's path in the bundle: the recipe's weights, or a stage's checkpoint.
 
     The path in the recipe exists only on the machine that submitted the run.
     """
@@ -118,12 +118,12 @@ def with_own_model(workspace: Workspace) -> Job:
 
 
 def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
-    """The fields whose default depends on a pretrained model, with the reason for each; `lr` is apart."""
+    """Describe the fields whose default depends on a pretrained model; `lr` is described separately."""
     if not isinstance(spec, ModelDefaults) or not is_pretrained(job.model):
         return {}
     found = defaults_of(spec, job)
     lines = {
-        name: f"{getattr(spec, name):g}; {_reason(name, spec, found)}"
+        name: f"{getattr(spec, name):g}; {_default_reason(name, spec, found)}"
         for name in found
         if name not in ("lr", "forgetting")
     }
@@ -133,21 +133,21 @@ def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
 
 
 def defaults_of(spec: ModelDefaults, job: Job) -> dict[str, Default]:
-    """The defaults of a stage's fields that depend on the model and the device."""
+    """Return the defaults of a stage's fields that depend on the model and the device."""
     return spec.defaults(job.task, job.spec, job.model, job.resources.device)
 
 
-def _reason(name: str, spec: BaseModel, defaults: Mapping[str, Default]) -> str:
-    """Why a field has its value: the reason for the default, or the recipe."""
+def _default_reason(name: str, spec: BaseModel, defaults: Mapping[str, Default]) -> str:
+    """Return why a field has its value: the reason for the default, or the recipe."""
     default = defaults[name]
     return default.reason if getattr(spec, name) == default.value else "set in the recipe"
 
 
 def training_plan(spec: OptimizerSettings, job: Job, memory: StageMemory) -> dict[str, object]:
-    """The last lines of a training stage's plan: learning rate, checkpoints, adapter, memory."""
+    """Return the last lines of a training stage's plan: learning rate, checkpoints, adapter, memory."""
     return {
         "learning rate": _describe_learning_rate(spec, job),
-        **({"warning": warning} if (warning := _rate_warning(spec, job)) else {}),
+        **({"warning": warning} if (warning := _lr_warning(spec, job)) else {}),
         "checkpoints": describe_retention(cast(TrainingSpec, spec), memory),
         **_describe_evaluation(spec, job),
         **(spec.describe_learning() if isinstance(spec, LearnerSettings) else {}),
@@ -159,10 +159,10 @@ def _describe_evaluation(spec: BaseModel, job: Job) -> dict[str, str]:
     return spec.describe_evaluation(job) if isinstance(spec, EvaluatedSpec) else {}
 
 
-def _rate_warning(spec: OptimizerSettings, job: Job) -> str:
-    """Says that the learning rate is far from the default for this task and model, or ""."""
+def _lr_warning(spec: OptimizerSettings, job: Job) -> str:
+    """Return a warning if the learning rate is far from the default for this task and model, else ""."""
     default = defaults_of(cast(ModelDefaults, spec), job)["lr"].value
-    if not default or default / RATE_RANGE <= spec.peak_lr <= default * RATE_RANGE:
+    if not default or default / LR_WARNING_FACTOR <= spec.peak_lr <= default * LR_WARNING_FACTOR:
         return ""
     far = spec.peak_lr / default
     effect = (
@@ -175,7 +175,7 @@ def _rate_warning(spec: OptimizerSettings, job: Job) -> str:
 
 
 def _describe_learning_rate(spec: OptimizerSettings, job: Job) -> str:
-    """The schedule, with the reason for its peak rate."""
+    """Return the schedule, with the reason for its peak rate."""
     defaults = defaults_of(cast(ModelDefaults, spec), job)
     steps = cast(TrainingSpec, spec).steps * getattr(spec, "updates", 1)
-    return f"{spec.describe_schedule(steps)}; {_reason('lr', spec, defaults)}"
+    return f"{spec.describe_schedule(steps)}; {_default_reason('lr', spec, defaults)}"

@@ -9,13 +9,13 @@ from perilune.rollout.sub_agents import SubAgents
 from perilune.tasks.stage.memory_plan import make_engine
 from perilune.tasks.stage.policy import Policy
 
-FIELD = "sub_agent_checkpoint"
+CHECKPOINT_FIELD = "sub_agent_checkpoint"
 
 
 def open_sub_agents(
     workspace: Workspace, policy: Policy, device: torch.device, longest: int, *, trained: bool = False
 ) -> SubAgents:
-    """An engine with the weights of `sub_agent_checkpoint`; the policy's own if the stage names none.
+    """Return an engine with the weights of `sub_agent_checkpoint`; the policy's own if the stage names none.
 
     Args:
         device: of the policy. Its parameters do not tell it while they are on disk.
@@ -25,13 +25,13 @@ def open_sub_agents(
     Raises:
         RequestError: when the checkpoint has another vocabulary than the policy.
     """
-    if not workspace.has_input(FIELD):
+    if not workspace.has_input(CHECKPOINT_FIELD):
         return SubAgents(trained=trained)
-    decoder, tokenizer = open_checkpoint(workspace.input(FIELD), device)
+    decoder, tokenizer = open_checkpoint(workspace.input(CHECKPOINT_FIELD), device)
     if not tokenizer.has_same_tokens(policy.tokenizer):
         raise RequestError(
             "the checkpoint of the sub-agents has another tokenizer than the policy",
-            where=f"stages.{workspace.job.stage}.{FIELD}",
+            where=f"stages.{workspace.job.stage}.{CHECKPOINT_FIELD}",
             remedy="name a stage that trained the same model",
         )
     return SubAgents(make_engine(decoder, longest, tokenizer), trained)

@@ -6,11 +6,11 @@ from dataclasses import replace
 from perilune.environments.core.protocol import Task
 
 
-def prepend_system(messages: Sequence[Mapping[str, str]], system: str) -> list[Mapping[str, str]]:
-    """The messages after the system message `system`, if it is not empty."""
+def prepend_system_message(messages: Sequence[Mapping[str, str]], system: str) -> list[Mapping[str, str]]:
+    """Return the messages after the system message `system`, if it is not empty."""
     return [{"role": "system", "content": system}, *messages] if system else list(messages)
 
 
-def with_system(tasks: Sequence[Task], system: str) -> list[Task]:
-    """The tasks with `system` before their prompts. Their scores do not depend on it."""
-    return [replace(task, prompt=tuple(prepend_system(task.prompt, system))) for task in tasks]
+def add_system_message(tasks: Sequence[Task], system: str) -> list[Task]:
+    """Return the tasks with `system` before their prompts. Their scores do not depend on it."""
+    return [replace(task, prompt=tuple(prepend_system_message(task.prompt, system))) for task in tasks]

@@ -22,7 +22,7 @@ from perilune.models.text.tokenizer import Tokenizer
 from perilune.rollout.timing import Stopwatch
 from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.forgetting.settings import ForgettingSettings
-from perilune.tasks.stage.evaluation import EvaluationRecord, HeldOutData, HeldOutEvaluation, open_evaluation
+from perilune.tasks.stage.evaluation import EvaluationHistory, HeldOutData, HeldOutEvaluation, open_evaluation
 from perilune.tasks.stage.evaluation_settings import EvaluatedSpec
 from perilune.tasks.stage.policy import Policy
 from perilune.tasks.stage.retention import (
@@ -31,9 +31,9 @@ from perilune.tasks.stage.retention import (
     TrainingSpec,
     best_step,
     best_summary,
-    disk_bytes,
-    hands_on_best,
-    prune,
+    checkpoint_bytes,
+    outputs_best,
+    prune_checkpoints,
     remove_checkpoint,
     saved_steps,
     step_directory,
@@ -98,10 +98,10 @@ class TrainingLoop:
         self._watch = Stopwatch()
         if isinstance(learner, Learner) and getattr(spec, "restore_optimizer", False):
             _restore_optimizer(workspace, learner)
-        self.first = resume(workspace, learner)
-        self._record: EvaluationRecord | None = None
+        self.completed_steps = resume(workspace, learner)
+        self._history: EvaluationHistory | None = None
         if isinstance(spec, EvaluatedSpec) and spec.eval is not None:
-            self._record = EvaluationRecord(workspace, spec.eval)
+            self._history = EvaluationHistory(workspace, spec.eval)
 
     def run(
         self,
@@ -121,9 +121,9 @@ class TrainingLoop:
         workspace, spec = self._workspace, self._spec
         self._before_save = before_save
         with self._open_evaluation() as evaluation:
-            if evaluation is not None and self.first == 0:
+            if evaluation is not None and self.completed_steps == 0:
                 self._evaluate_start(evaluation)
-            for done in range(self.first, spec.steps):
+            for done in range(self.completed_steps, spec.steps):
                 watch = Stopwatch()
                 report = step(done, watch)
                 if report is None:
@@ -135,8 +135,8 @@ class TrainingLoop:
                     timing["evaluation"] = evaluation.seconds
                 workspace.metric(done + 1, **report.metrics, **held_out)
                 workspace.timing(done + 1, **timing)
-                stopped = bool(held_out) and self._record is not None and self._record.observe(done + 1)
-                latest = {} if self._record is None else self._record.latest
+                stopped = bool(held_out) and self._history is not None and self._history.observe(done + 1)
+                latest = {} if self._history is None else self._history.latest
                 workspace.progress(done + 1, spec.steps, "steps", **report.progress, **latest)
                 if report.failure is not None:
                     raise report.failure
@@ -146,7 +146,7 @@ class TrainingLoop:
 
     def _open_evaluation(self) -> AbstractContextManager[HeldOutEvaluation | None]:
         spec, learner = self._spec, self._learner
-        if self._record is None or self.first >= spec.steps:
+        if self._history is None or self.completed_steps >= spec.steps:
             return nullcontext()
         assert isinstance(spec, EvaluatedSpec) and isinstance(learner, Learner) and self._policy is not None
         return open_evaluation(
@@ -155,10 +155,10 @@ class TrainingLoop:
 
     def _evaluate_start(self, evaluation: HeldOutEvaluation) -> None:
         """Evaluate the policy before the first step, as step 0."""
-        assert self._record is not None
+        assert self._history is not None
         self._workspace.rewind(-1)
         self._workspace.metric(0, **evaluation.measure(0))
-        self._record.observe(0)
+        self._history.observe(0)
         self._save_when_due(0)
 
     def _save_when_due(self, step: int) -> None:
@@ -168,7 +168,7 @@ class TrainingLoop:
         """
         workspace, spec = self._workspace, self._spec
         is_due = step > 0 and step % spec.save_every == 0
-        is_best = self._record is not None and self._record.best == step
+        is_best = self._history is not None and self._history.best == step
         if step >= spec.steps or not (is_due or is_best):
             return
         with Watchdog("checkpoint"):
@@ -176,8 +176,8 @@ class TrainingLoop:
             self._learner.save_state(step_directory(workspace, step), {"step": step})
         if not workspace.leads:
             return
-        prune(workspace, spec)
-        held = disk_bytes(workspace)
+        prune_checkpoints(workspace, spec)
+        held = checkpoint_bytes(workspace)
         workspace.event("checkpoint", step=step, disk_bytes=held)
         workspace.log(f"checkpoint of step {step}; all checkpoints take {held / 1e6:,.1f} MB")
         if spec.keep.best and best_step(workspace, spec, [step]) is None:
@@ -196,12 +196,12 @@ class TrainingLoop:
             the first entries of a training summary; only "seconds" in processes other than the first.
         """
         assert isinstance(self._learner, Learner)
-        finished = _finish(self._workspace, policy, self._learner, self._spec, write)
-        if self._record is not None and self._workspace.leads:
-            finished["held_out"] = self._record.summary(finished["steps"], self._spec.steps)
-        return finished | self._forgetting(policy) | {"seconds": self._watch.elapsed}
+        finished = _write_results(self._workspace, policy, self._learner, self._spec, write)
+        if self._history is not None and self._workspace.leads:
+            finished["held_out"] = self._history.summary(finished["steps"], self._spec.steps)
+        return finished | self._measure_forgetting(policy) | {"seconds": self._watch.elapsed}
 
-    def _forgetting(self, policy: Policy) -> dict[str, Any]:
+    def _measure_forgetting(self, policy: Policy) -> dict[str, Any]:
         """Forgetting of the trained model, if the recipe measures it. A failure does not fail the stage."""
         workspace = self._workspace
         settings = getattr(self._spec, "forgetting", False)
@@ -224,7 +224,7 @@ def resume(workspace: Workspace, learner: Resumable) -> int:
 
     Removes incomplete and damaged checkpoints, and the metrics of later steps.
     """
-    directory = _checkpoint_to_resume(workspace) if workspace.leads else None
+    directory = _find_resume_checkpoint(workspace) if workspace.leads else None
     name = learner.ranks.broadcast("checkpoint to resume", "" if directory is None else str(directory))
     step = int(learner.load_state(Path(name))["step"]) if name else 0
     if workspace.leads:
@@ -238,7 +238,7 @@ def resume(workspace: Workspace, learner: Resumable) -> int:
     return step
 
 
-def _checkpoint_to_resume(workspace: Workspace) -> Path | None:
+def _find_resume_checkpoint(workspace: Workspace) -> Path | None:
     for unfinished in workspace.checkpoints.glob(".*"):
         shutil.rmtree(unfinished)
     final = workspace.checkpoints / FINAL
@@ -251,7 +251,9 @@ def _checkpoint_to_resume(workspace: Workspace) -> Path | None:
     return directory
 
 
-def write_final(workspace: Workspace, learner: Resumable, steps: int, write: Callable[[Path], None]) -> None:
+def write_final_checkpoint(
+    workspace: Workspace, learner: Resumable, steps: int, write: Callable[[Path], None]
+) -> None:
     """Write the final checkpoint and the learner's state beside it, unless an earlier attempt did.
 
     Args:
@@ -267,7 +269,7 @@ def write_final(workspace: Workspace, learner: Resumable, steps: int, write: Cal
         _commit(partial, workspace.checkpoints / FINAL)
 
 
-def _finish(
+def _write_results(
     workspace: Workspace,
     policy: Policy,
     learner: Learner,
@@ -285,19 +287,19 @@ def _finish(
         if best == last or (workspace.checkpoints / BEST).exists():
             best = None
         chosen = learner.ranks.broadcast("best step", "" if best is None else str(best))
-        if chosen and hands_on_best(spec):
+        if chosen and outputs_best(spec):
             learner.load_state(step_directory(workspace, int(chosen)))
-        write_final(workspace, learner, spec.steps, write_policy)
-        if chosen and not hands_on_best(spec):
+        write_final_checkpoint(workspace, learner, spec.steps, write_policy)
+        if chosen and not outputs_best(spec):
             learner.load_state(step_directory(workspace, int(chosen)))
-        if best is not None and not hands_on_best(spec):
+        if best is not None and not outputs_best(spec):
             partial = workspace.checkpoints / f".{BEST}.partial"
             write_policy(partial)
             _commit(partial, workspace.checkpoints / BEST)
     learner.ranks.check_same("last version", str(learner.version))
     if not workspace.leads:
         return {}
-    prune(workspace, spec, saved_elsewhere=1)
+    prune_checkpoints(workspace, spec, saved_elsewhere=1)
     dropped = None if spec.keep.optimizer else state
     if dropped is not None:
         workspace.delete_at_end(dropped)
@@ -309,14 +311,14 @@ def _finish(
         "kind": "training",
         "steps": last,
         "parameters": parameters,
-        "trained_parameters": sum(one.numel() for one in trainable(policy.decoder).values()),
-        "disk_bytes": disk_bytes(workspace, dropped),
+        "trained_parameters": sum(parameter.numel() for parameter in trainable(policy.decoder).values()),
+        "disk_bytes": checkpoint_bytes(workspace, dropped),
         **chosen_best,
     }
 
 
 def _last_step(workspace: Workspace, spec: TrainingSpec) -> int:
-    """The last step: an evaluation may have ended the stage before `steps`."""
+    """Return the last step: an evaluation may have ended the stage before `steps`."""
     lines = workspace.metrics() if getattr(spec, "eval", None) else []
     return int(lines[-1]["step"]) if lines else spec.steps
 
@@ -327,8 +329,8 @@ def _commit(partial: Path, target: Path) -> None:
     fsync_directory(target.parent)
 
 
-def first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
-    """Means of the named metrics over the first and the last steps, and the number of tokens trained on.
+def mean_first_and_last(lines: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, Any]:
+    """Return means of the named metrics over the first and last steps, and the number of trained tokens.
 
     Args:
         lines: the lines of `Workspace.step_metrics`.

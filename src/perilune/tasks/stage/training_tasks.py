@@ -32,7 +32,7 @@ class TrainingTasks:
         self._stream = islice(stream, skip, None)
 
     def take(self, size: int) -> list[Task]:
-        """The next `size` tasks.
+        """Return the next `size` tasks.
 
         Raises:
             RequestError: when the environment has no training tasks.

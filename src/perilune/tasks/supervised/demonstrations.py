@@ -72,12 +72,12 @@ class Demonstrations:
         return len(self._trained)
 
     def batch(self, step: int, size: int) -> list[Episode]:
-        """The episodes of optimizer step `step` (from 0)."""
+        """Return the episodes of optimizer step `step` (from 0)."""
         indices = batch_indices(self.seed, step, size, len(self))
         return [self.episode(self._trained[index]) for index in indices]
 
     def episode(self, index: int) -> Episode:
-        """One row as an episode that no policy sampled; its id is its place in the file."""
+        """Return one row as an episode that no policy sampled; its id is its place in the file."""
         start, end = self._ends[index], self._ends[index + 1]
         first = start + self._prompts[index]
         place = self._places[index]
@@ -94,7 +94,7 @@ class Demonstrations:
 
 
 def batch_indices(seed: int, step: int, size: int, total: int) -> list[int]:
-    """The indices among `total` rows of the batch of step `step`; each epoch is a new permutation."""
+    """Return the indices among `total` rows of the batch of step `step`; each epoch is a new permutation."""
     epochs, within = np.divmod(np.arange(step * size, (step + 1) * size), total)
     orders = {
         epoch: np.random.default_rng([seed, int(epoch)]).permutation(total) for epoch in np.unique(epochs)

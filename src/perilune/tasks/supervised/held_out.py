@@ -16,7 +16,7 @@ Values = dict[str, dict[str, float]]
 
 def episode_values(decoder: Decoder, episodes: Sequence[Episode], token_budget: int) -> Values:
     """`loss`: the mean cross-entropy of each episode's learned tokens in nats."""
-    numbers = {one.episode_id: str(number) for number, one in enumerate(episodes)}
+    numbers = {episode.episode_id: str(number) for number, episode in enumerate(episodes)}
     losses: dict[str, float] = {}
     for batch, logprobs in _scored(decoder, pack_each(episodes, token_budget)):
         counts = torch.bincount(batch.episode_of)
@@ -48,7 +48,7 @@ def pair_values(
 
 
 def _scored(decoder: Decoder, batches: Sequence[PackedBatch]) -> Iterator[tuple[PackedBatch, Tensor]]:
-    """The batches with the log-probs of their learned tokens, on the CPU."""
+    """Yield the batches with the log-probs of their learned tokens, on the CPU."""
     for batch in batches:
         logprobs = token_logprobs(decoder, batch)
         yield batch.to(torch.device("cpu")), logprobs.cpu()

@@ -19,9 +19,9 @@ from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.models.decoder import Decoder
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.stage.memory_plan import CacheRoom, memory_figures, stage_memory
+from perilune.tasks.stage.memory_plan import CacheSettings, memory_figures, plan_stage_memory
 from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
-from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
+from perilune.tasks.stage.training import StepReport, TrainingLoop, mean_first_and_last
 from perilune.tasks.supervised.held_out import pair_values
 from perilune.tasks.supervised.preference_data import PreferenceData
 from perilune.tasks.supervised.specs import PreferenceSpec
@@ -36,10 +36,10 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, spec)
     config = policy.decoder.config
-    room = spec.evaluation_room(workspace.job, config)
-    cache = CacheRoom(device.type, spec.precision)
+    room = spec.evaluation_memory(workspace.job, config)
+    cache = CacheSettings(device.type, spec.precision)
     memory = require_memory(
-        stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room),
+        plan_stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room),
         workspace.job.resources,
     )
     reader = spec.reader(policy.tokenizer, config)
@@ -89,7 +89,7 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         "data": reader.figures(),
         **reader.noted(),
         "validation_pairs": len(data.validation),
-        **first_and_last(lines, ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")),
+        **mean_first_and_last(lines, ("loss", "accuracy", "margin", "chosen_shift", "chosen_nll")),
         "validation": {name: value for name, value in lines[-1].items() if name.startswith("validation_")},
         "collapse_step": alarm.step,
         "memory": memory_figures(memory, device),

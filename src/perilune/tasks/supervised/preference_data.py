@@ -55,7 +55,7 @@ class PreferenceData:
         return cls(train, held, seed)
 
     def batch(self, step: int, size: int) -> list[Pair]:
-        """The pairs of optimizer step `step` (from 0)."""
+        """Return the pairs of optimizer step `step` (from 0)."""
         return [self.train[index] for index in batch_indices(self.seed, step, size, len(self.train))]
 
 

@@ -11,9 +11,9 @@ from perilune.learn.trainer import Learner
 from perilune.metrics.proportion import pass_rate_interval
 from perilune.models.reward_model import RewardModel, load_reward_model, save_reward_model
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.stage.memory_plan import CacheRoom, memory_figures, stage_memory
+from perilune.tasks.stage.memory_plan import CacheSettings, memory_figures, plan_stage_memory
 from perilune.tasks.stage.policy import Policy, join_ranks, load_policy, prepare_device
-from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
+from perilune.tasks.stage.training import StepReport, TrainingLoop, mean_first_and_last
 from perilune.tasks.supervised.preference_data import PreferenceData
 from perilune.tasks.supervised.specs import RewardModelSpec
 
@@ -26,7 +26,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
         model, _ = load_reward_model(workspace.input("refresh"), device)
     else:
         model = RewardModel.from_decoder(policy.decoder)
-    needed = stage_memory(model.config, token_budget=spec.token_budget, cache=CacheRoom(device.type))
+    needed = plan_stage_memory(model.config, token_budget=spec.token_budget, cache=CacheSettings(device.type))
     memory = require_memory(needed, workspace.job.resources)
     paths = [workspace.input(name) for name in ("data", "replay") if workspace.has_input(name)]
     reader = spec.reader(policy.tokenizer, model.config)
@@ -66,7 +66,7 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
         "data": reader.figures(),
         **reader.noted(),
         "validation_pairs": len(data.validation),
-        **first_and_last(workspace.step_metrics(), ("loss", "accuracy", "margin")),
+        **mean_first_and_last(workspace.step_metrics(), ("loss", "accuracy", "margin")),
         "accuracy_before": before["accuracy"],
         "validation": held_out,
         "memory": memory_figures(memory, device),

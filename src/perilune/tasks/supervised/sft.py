@@ -10,9 +10,9 @@ from perilune.learn.batch import pack
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.rollout.timing import Stopwatch
-from perilune.tasks.stage.memory_plan import CacheRoom, memory_figures, stage_memory
+from perilune.tasks.stage.memory_plan import CacheSettings, memory_figures, plan_stage_memory
 from perilune.tasks.stage.policy import join_ranks, load_policy, prepare_device
-from perilune.tasks.stage.training import StepReport, TrainingLoop, first_and_last
+from perilune.tasks.stage.training import StepReport, TrainingLoop, mean_first_and_last
 from perilune.tasks.supervised.demonstrations import Demonstrations
 from perilune.tasks.supervised.held_out import episode_values
 from perilune.tasks.supervised.specs import SFTSpec
@@ -23,10 +23,10 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
     device = prepare_device(workspace)
     policy = load_policy(workspace, device, spec)
     config = policy.decoder.config
-    room = spec.evaluation_room(workspace.job, config)
-    cache = CacheRoom(device.type, spec.precision)
+    room = spec.evaluation_memory(workspace.job, config)
+    cache = CacheSettings(device.type, spec.precision)
     memory = require_memory(
-        stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room),
+        plan_stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room),
         workspace.job.resources,
     )
     learner = Learner(policy.decoder, spec, ranks=join_ranks(workspace, device, policy.decoder))
@@ -57,6 +57,6 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
         **({"validation_traces": len(held)} if held else {}),
         "data": reader.figures(),
         **reader.noted(),
-        **first_and_last(workspace.step_metrics(), ("loss",)),
+        **mean_first_and_last(workspace.step_metrics(), ("loss",)),
         "memory": memory_figures(memory, device),
     }

@@ -34,7 +34,7 @@ class RowSpec(Frozen):
     )
 
     def reader(self, tokenizer: Tokenizer, config: DecoderConfig) -> RowReader:
-        """A reader of rows with these settings, for a model."""
+        """Return a reader of rows with these settings, for a model."""
         from perilune.tasks.supervised.tokens import RowReader
 
         return RowReader(tokenizer, config.max_position_embeddings, self.max_length, self.too_long)
@@ -59,7 +59,7 @@ class SFTSpec(EvaluatedSpec, LearnerSettings, ForgettingSpec, RowSpec):
     )
 
     @model_validator(mode="after")
-    def _validation_is_measured(self) -> SFTSpec:
+    def _check_validation(self) -> SFTSpec:
         if self.validation and self.eval is None:
             raise ValueError("validation holds traces out for evaluations; set eval too, or validation to 0")
         return self
@@ -80,7 +80,7 @@ class PairTrainingSpec(TrainingSpec, OptimizerSettings, RowSpec):
 
     @field_validator("too_long")
     @classmethod
-    def _answers_stay_whole(cls, too_long: str) -> str:
+    def _check_too_long(cls, too_long: str) -> str:
         if too_long == "truncate":
             raise ValueError("a truncated answer would teach truncation; use drop")
         return too_long

@@ -6,7 +6,7 @@ from pathlib import Path
 from perilune.bundle.job import Job
 from perilune.bundle.plugin import file_fields
 from perilune.plural import plural
-from perilune.tasks.stage.memory_plan import CacheRoom, StageMemory, model_config, stage_memory
+from perilune.tasks.stage.memory_plan import CacheSettings, StageMemory, model_config, plan_stage_memory
 from perilune.tasks.stage.stage import Stage, training_plan
 from perilune.tasks.supervised.specs import PairTrainingSpec, PreferenceSpec, RewardModelSpec, SFTSpec
 
@@ -22,9 +22,9 @@ class SFT(Stage[SFTSpec]):
     needs_environment = False
 
     def describe(self, spec: SFTSpec, job: Job) -> Mapping[str, object]:
-        memory = _memory(spec, job)
-        own = _own_data(spec, job)
-        return {**own, "traces seen": _examples(spec), **training_plan(spec, job, memory)}
+        memory = _plan_memory(spec, job)
+        own = _describe_data(spec, job)
+        return {**own, "traces seen": _describe_examples(spec), **training_plan(spec, job, memory)}
 
 
 class Preference(Stage[PreferenceSpec]):
@@ -38,10 +38,10 @@ class Preference(Stage[PreferenceSpec]):
     needs_environment = False
 
     def describe(self, spec: PreferenceSpec, job: Job) -> Mapping[str, object]:
-        memory = _memory(spec, job)
+        memory = _plan_memory(spec, job)
         return {
-            **_own_data(spec, job),
-            "pairs seen": _examples(spec),
+            **_describe_data(spec, job),
+            "pairs seen": _describe_examples(spec),
             "loss": f"{spec.loss}, beta {spec.beta:g}, the reference scored once",
             **training_plan(spec, job, memory),
         }
@@ -58,14 +58,14 @@ class RewardModelStage(Stage[RewardModelSpec]):
     needs_environment = False
 
     def describe(self, spec: RewardModelSpec, job: Job) -> Mapping[str, object]:
-        memory = stage_memory(
-            model_config(job), token_budget=spec.token_budget, cache=CacheRoom(job.resources.device)
+        memory = plan_stage_memory(
+            model_config(job), token_budget=spec.token_budget, cache=CacheSettings(job.resources.device)
         )
-        own = _own_data(spec, job)
-        return {**own, "pairs seen": _examples(spec), **training_plan(spec, job, memory)}
+        own = _describe_data(spec, job)
+        return {**own, "pairs seen": _describe_examples(spec), **training_plan(spec, job, memory)}
 
 
-def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
+def _describe_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
     """What is in the user's own files; empty for a stage that trains on another stage's output."""
     lines: dict[str, object] = {}
     for name, path in file_fields(type(spec), job.spec).items():
@@ -88,14 +88,14 @@ def _own_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
     return lines
 
 
-def _memory(spec: SFTSpec | PreferenceSpec, job: Job) -> StageMemory:
+def _plan_memory(spec: SFTSpec | PreferenceSpec, job: Job) -> StageMemory:
     config = model_config(job)
-    room = spec.evaluation_room(job, config)
-    cache = CacheRoom(job.resources.device, spec.precision)
-    return stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room)
+    room = spec.evaluation_memory(job, config)
+    cache = CacheSettings(job.resources.device, spec.precision)
+    return plan_stage_memory(config, token_budget=spec.token_budget, learner=spec, cache=cache, **room)
 
 
-def _examples(spec: SFTSpec | PairTrainingSpec) -> str:
+def _describe_examples(spec: SFTSpec | PairTrainingSpec) -> str:
     return f"{plural(spec.steps, 'step')} x {spec.batch_size} = {spec.steps * spec.batch_size:,}"
 
 

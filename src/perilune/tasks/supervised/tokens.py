@@ -78,7 +78,7 @@ class RowReader:
     _refused: list[tuple[str, int]] = field(default_factory=list)  # place and length
 
     def demonstrations(self, source: Iterable[Row]) -> Iterator[tuple[Row, Example, Tokens]]:
-        """The examples of an sft stage.
+        """Yield the examples of an sft stage.
 
         Raises:
             RequestError: naming file and line, for a malformed row and one that the tokenizer cannot encode;
@@ -97,7 +97,7 @@ class RowReader:
         self._refuse_long_rows()
 
     def comparisons(self, source: Iterable[Row]) -> Iterator[tuple[Row, Comparison, Tokens, Tokens]]:
-        """The pairs of a stage that trains on preferences. They are never truncated.
+        """Yield the pairs of a stage that trains on preferences. They are never truncated.
 
         Raises:
             RequestError: as `demonstrations`, and when the prompt is empty.
@@ -155,29 +155,29 @@ class RowReader:
         return min(self.max_length or self.positions, self.positions)
 
     def figures(self) -> dict[str, int]:
-        """The counts, for a stage's summary."""
+        """Return the counts, for a stage's summary."""
         names = ("rows", "dropped", "truncated", "tokens", "learned", "longest")
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> str:
-        """The counts in words."""
+        """Return the counts in words."""
         rare = [f"{count:,} {name}" for name in ("dropped", "truncated") if (count := getattr(self, name))]
         parts = [_rows(self.rows), *rare, f"{self.tokens:,} tokens, {self.learned:,} with loss"]
         return f"{', '.join(parts)}; the longest has {self.longest:,} of {self.limit:,}"
 
     def warnings(self) -> list[str]:
-        """A sentence for each kind of row that teaches nothing."""
+        """Return a sentence for each kind of row that teaches nothing."""
         return [
             f"{what} in {len(places):,} of {_rows(self.rows)}, first {Path(places[0]).name}"
             for what, places in self.useless.items()
         ]
 
     def noted(self) -> dict[str, list[str]]:
-        """The warnings for a stage's summary; empty without warnings."""
+        """Return the warnings for a stage's summary; empty without warnings."""
         return {"warnings": found} if (found := self.warnings()) else {}
 
     def _fitting(self, row: Row, tokens: Tokens) -> Tokens | None:
-        """The row as it is used; None if it is left out."""
+        """Return the row as it is used; None if it is left out."""
         if len(tokens) <= self.limit:
             return tokens
         if self.too_long == "error":
@@ -217,7 +217,7 @@ def _rows(count: int) -> str:
 
 
 def uneven_split(rows: int, held: int, validation: float, where: str) -> RequestError:
-    """The error for a split whose one side is empty."""
+    """Return the error for a split whose one side is empty."""
     return RequestError(
         f"validation: {validation:g} holds out {held} of {_rows(rows)} and leaves {rows - held} to train on",
         where=where,
@@ -226,14 +226,14 @@ def uneven_split(rows: int, held: int, validation: float, where: str) -> Request
 
 
 def split_name(example: Example, tokens: Tokens) -> str:
-    """The name by which rows are held out together: of their prompt, or of a whole text without one."""
+    """Return the name by which rows are held out together: of the prompt, or of a text without one."""
     is_text = isinstance(example, PlainText) and not example.prompt
     ids = [*tokens.prompt_ids, *tokens.token_ids] if is_text else tokens.prompt_ids
     return sha256_bytes(np.asarray(ids, np.int32).tobytes())
 
 
 def has_empty_answer(example: Example) -> bool:
-    """Whether an answer that is trained on has no text."""
+    """Return whether an answer that is trained on has no text."""
     if isinstance(example, PlainText):
         return not example.completion.strip()
     answers = [turn for turn in example.turns if turn["role"] == "assistant" and not turn.get("tool_calls")]
@@ -241,25 +241,25 @@ def has_empty_answer(example: Example) -> bool:
 
 
 def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """The rows in lists. Tokenizing rows together takes a tenth of the time."""
+    """Yield the rows in lists. Tokenizing rows together takes a tenth of the time."""
     remaining = iter(rows)
     while chunk := list(islice(remaining, CHUNK)):
         yield chunk
 
 
 def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example], places: Sequence[str]) -> list[Tokens]:
-    """The tokens of examples.
+    """Return the tokens of examples.
 
     Raises:
         RequestError: naming the place of the first example that the tokenizer or the chat template cannot
             encode, or of which no token would be learned.
     """
     try:
-        chats = [_chat(tokenizer, one) for one in examples if isinstance(one, Conversation)]
+        chats = [_chat(tokenizer, example) for example in examples if isinstance(example, Conversation)]
         written = iter(encode_conversations(tokenizer, chats))
         encoded = [
-            next(written) if isinstance(one, Conversation) else _plain_text(tokenizer, one)
-            for one in examples
+            next(written) if isinstance(example, Conversation) else _plain_text(tokenizer, example)
+            for example in examples
         ]
     except RequestError as error:
         if len(examples) == 1:
@@ -287,7 +287,7 @@ def _plain_text(tokenizer: Tokenizer, example: PlainText) -> tuple[list[int], li
 def _chat(
     tokenizer: Tokenizer, example: Conversation
 ) -> tuple[Sequence[Message], Sequence[Message], Mapping[str, Any]]:
-    """The conversation as the chat template can write it."""
+    """Return the conversation as the chat template can write it."""
     opening, turns = example.opening, example.turns
     if "tools" in example.variables and not is_in_template(tokenizer, "tools"):
         raise RequestError(

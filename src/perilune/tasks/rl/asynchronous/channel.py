@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PROCESS = "perilune.tasks.rl.asynchronous.process"
-FILES = ("weights", "file", "snapshot")  # keys of a message that name a file
+PROCESS_MODULE = "perilune.tasks.rl.asynchronous.process"
+FILE_KEYS = ("weights", "file", "snapshot")  # keys of a message that name a file
 
 Message = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ class Channel(ABC):
 
     @abstractmethod
     def messages(self) -> Iterator[Message]:
-        """The messages of the process until it ends, each after the file that it names has arrived."""
+        """Return the messages of the process until it ends, each after the file that it names has arrived."""
 
     @abstractmethod
     def close(self) -> str:
@@ -45,7 +45,7 @@ class LocalChannel(Channel):
 
     def __init__(self, bundle: Path, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", PROCESS, str(bundle), str(folder)],
+            [sys.executable, "-m", PROCESS_MODULE, str(bundle), str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -65,7 +65,7 @@ class LocalChannel(Channel):
         return map(json.loads, self.lines())
 
     def lines(self) -> Iterator[bytes]:
-        """The messages as JSON."""
+        """Return the messages as JSON."""
         assert self._process.stdout is not None
         return iter(self._process.stdout)
 

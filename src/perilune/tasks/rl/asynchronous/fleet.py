@@ -1,4 +1,4 @@
-"""The rollout processes of a stage: started, fed with weights and groups, and replaced when one dies.
+"""Starts the rollout processes of a stage, sends them weights and groups, and replaces those that die.
 
 A process that dies loses its episodes in progress. Their groups begin again in the other processes or in its
 replacement.
@@ -30,9 +30,9 @@ from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.weights.delta import ChangeFinder, Update, WeightWriter
 from perilune.weights.precision import engine_dtypes
 
-STARTS = 3  # losses in a row, without a finished group, after which the stage fails
-MEMORY = Path("/dev/shm")  # noqa: S108 - weights in memory, if there is room
-KEPT_VERSIONS = 2  # the current version, and the one before that a process may still read
+MAX_LOSSES_IN_A_ROW = 3  # without a finished group; then the stage fails
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - preferred folder for weights
+KEPT_VERSIONS = 2  # the current version, and the previous one, which a process may still read
 
 Key = tuple[int, int]
 
@@ -50,13 +50,13 @@ class _Process:
 
     Attributes:
         groups: the groups that it plays, with their messages.
-        holds: version of its weights, -1 before the first.
+        version: of its weights; -1 before the first.
     """
 
     number: int
     channel: Channel
     groups: dict[Key, Mapping[str, Any]] = field(default_factory=dict)
-    holds: int = -1
+    version: int = -1
 
 
 class Fleet:
@@ -67,18 +67,18 @@ class Fleet:
 
     Attributes:
         finished: finished groups that no step has trained on yet, by key.
-        losses: processes that died so far.
-        lag: seconds between the last publication and the moment when all processes held it.
-        writing: seconds that it took to write the last update.
+        lost_processes: number of processes that died so far.
+        publish_lag_s: seconds until all processes had loaded the last publication.
+        write_s: seconds to write the last update.
     """
 
     def __init__(self, workspace: Workspace, settings: AsynchronousSettings, weights: int) -> None:
         self.finished: dict[Key, Finished] = {}
-        self.losses = 0
-        self.lag = self.writing = 0.0
+        self.lost_processes = 0
+        self.publish_lag_s = self.write_s = 0.0
         self._workspace = workspace
         self._folder = tempfile.TemporaryDirectory(
-            prefix=f"rollouts-{os.getpid()}-", dir=_folder(workspace, weights)
+            prefix=f"rollouts-{os.getpid()}-", dir=_choose_folder(workspace, weights)
         )
         folder = Path(self._folder.name)
         self._open: Callable[[], Channel] = (
@@ -87,7 +87,9 @@ class Fleet:
             else RayCluster(settings.ray, settings.workers, workspace.root, folder).open
         )
         self._writer = WeightWriter(settings.weights)
-        self._updates: list[tuple[Update, dict[str, Any]]] = []  # those that a new process needs, in order
+        self._updates: list[
+            tuple[Update, dict[str, Any]]
+        ] = []  # the updates that a new process needs, in order
         self._published = 0.0
         self._lost_in_a_row = 0
         self._messages: SimpleQueue[tuple[_Process, Mapping[str, Any] | None]] = SimpleQueue()
@@ -95,19 +97,19 @@ class Fleet:
         self._processes = [self._start(number) for number in range(settings.workers)]
 
     def close(self) -> None:
-        for one in self._processes:
-            one.channel.close()
+        for process in self._processes:
+            process.channel.close()
         self._folder.cleanup()
 
     # -- messages to the processes -------------------------------------------------------------------------
 
     def publish(self, decoder: Decoder, version: int, changed: ChangeFinder | None) -> None:
-        """Send the decoder's weights to all processes, which swap between two tokens.
+        """Send the decoder's weights to all processes, which load them between two tokens.
 
         The first update has all tensors, later ones only those that are trained, in the engines' precision.
 
         Args:
-            changed: finds the values that changed since the last version; without it all are sent.
+            changed: finds the values that changed since the last version; None sends all.
         """
         began = time.monotonic()
         dtypes, state = engine_dtypes(decoder), decoder.state_dict()
@@ -120,14 +122,14 @@ class Fleet:
         needed = [(one, its) for one, its in self._updates if not update.replaces(one)]
         self._updates = [*needed, (update, message)]
         self._published = time.monotonic()
-        self.writing = self._published - began
-        for one in self._processes:
-            one.channel.send(message)
+        self.write_s = self._published - began
+        for process in self._processes:
+            process.channel.send(message)
         self._remove_old_weights()
 
     @property
-    def sent(self) -> Update:
-        """The last update."""
+    def last_update(self) -> Update:
+        """The last published update."""
         return self._updates[-1][0]
 
     def _remove_old_weights(self) -> None:
@@ -137,13 +139,13 @@ class Fleet:
             old.unlink()
 
     def admit(self, message: Mapping[str, Any]) -> None:
-        """Have the process with the fewest groups play one more."""
+        """Send a group to the process with the fewest groups."""
         one = min(self._processes, key=lambda process: (len(process.groups), process.number))
         one.groups[tuple(message["key"])] = message
         one.channel.send({"admit": message})
 
     def snapshot(self) -> dict[Key, Any]:
-        """The turns sampled so far of all groups in flight, by key."""
+        """Return the turns sampled so far of all groups in flight, by key."""
         recorded: dict[Key, Any] = {}
         for one in list(self._processes):
             name = f"snapshot-{one.number}.json"
@@ -156,8 +158,8 @@ class Fleet:
                     recorded[tuple(group["key"])] = group["samples"]
         return {key: value for key, value in recorded.items() if key not in self.finished}
 
-    def settle(self, number: int) -> None:
-        """Wait until all processes are idle: they need new weights or groups to continue."""
+    def wait_until_idle(self, number: int) -> None:
+        """Wait until all processes are idle, so that they need new weights or groups to continue."""
         for one in list(self._processes):
             one.channel.send({"settle": number})
             self._answers = []
@@ -169,9 +171,9 @@ class Fleet:
     # -- messages from the processes -----------------------------------------------------------------------
 
     @property
-    def holds(self) -> int:
+    def oldest_version(self) -> int:
         """The oldest version that a process samples with."""
-        return min(one.holds for one in self._processes)
+        return min(process.version for process in self._processes)
 
     def receive(self) -> None:
         """Wait for one message and handle it.
@@ -192,9 +194,9 @@ class Fleet:
             path.unlink()
             self._lost_in_a_row = 0
         elif "holds" in message:
-            process.holds = message["holds"]
-            if self._updates and self.holds == self.sent.version:
-                self.lag = time.monotonic() - self._published
+            process.version = message["holds"]
+            if self._updates and self.oldest_version == self.last_update.version:
+                self.publish_lag_s = time.monotonic() - self._published
         elif "failed" in message:
             raise WorkFailedError(f"a rollout process failed: {message['failed']}")
         else:
@@ -214,11 +216,11 @@ class Fleet:
 
     def _replace(self, process: _Process) -> None:
         end = process.channel.close()
-        self.losses += 1
+        self.lost_processes += 1
         self._lost_in_a_row += 1
-        if self._lost_in_a_row >= STARTS:
+        if self._lost_in_a_row >= MAX_LOSSES_IN_A_ROW:
             raise ProcessLostError(
-                f"a rollout process ended with {end}, {STARTS} times without a finished group",
+                f"a rollout process ended with {end}, {MAX_LOSSES_IN_A_ROW} times without a finished group",
                 remedy="see the log above; if memory ran out, lower `prompts`, `max_tokens` or `workers`",
             )
         groups = list(process.groups.values())
@@ -231,8 +233,8 @@ class Fleet:
             self.admit({**message, "recorded": None})
 
 
-def _folder(workspace: Workspace, weights: int) -> Path:
-    """Shared memory if it has room for all versions that are kept, else the run's own folder."""
+def _choose_folder(workspace: Workspace, weights: int) -> Path:
+    """Return shared memory if it has room for all kept versions, else the run's own folder."""
     needed = 2 * (KEPT_VERSIONS + 1) * weights
-    in_memory = MEMORY.is_dir() and shutil.disk_usage(MEMORY).free >= needed
-    return MEMORY if in_memory else workspace.runtime
+    in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed
+    return SHARED_MEMORY if in_memory else workspace.runtime

@@ -48,7 +48,7 @@ class RolloutProcess:
         params = spec.params(player.policy.stop_token_ids)
         self._rollouts = ContinuousRollouts(player.rollouts, params, spec.samples, self._deliver)
         self._reader = WeightReader(engine_dtypes(player.policy.decoder))
-        self._loaded = Event()  # set while no update waits to be loaded
+        self._loaded = Event()  # set when no update waits to be loaded
         self._loaded.set()
         self._samples = spec.samples
         self._settle: int | None = None
@@ -66,7 +66,7 @@ class RolloutProcess:
         for line in sys.stdin.buffer:
             message = json.loads(line)
             self._rollouts.post(
-                self._prepared(message) if "weights" in message else partial(self._handle, message)
+                self._read_weights(message) if "weights" in message else partial(self._handle, message)
             )
         shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
@@ -79,8 +79,8 @@ class RolloutProcess:
         else:
             self._settle = message["settle"]
 
-    def _prepared(self, message: Mapping[str, Any]) -> Callable[[], None]:
-        """Read and check an update while the engine samples; returns what loads it."""
+    def _read_weights(self, message: Mapping[str, Any]) -> Callable[[], None]:
+        """Read and check an update while the engine samples; return the event that loads it."""
         self._loaded.wait()
         try:
             state = self._reader.read(
@@ -89,7 +89,7 @@ class RolloutProcess:
         except FileNotFoundError:
             return lambda: None  # a newer version has replaced it, and its message follows
         except PeriluneError as error:
-            return partial(_fail, error)
+            return partial(_raise, error)
         self._loaded.clear()
         return partial(self._load, state, message)
 
@@ -124,7 +124,7 @@ class RolloutProcess:
         step, index = group.key
         path = self._folder / f"{step}-{index}.arrow"
         write_atomic(path, groups_to_bytes(groups))
-        version_runs = group.played_version_runs(self._samples)
+        version_runs = group.finished_version_runs(self._samples)
         self._send({"group": group.key, "file": path.name, "version_runs": version_runs})
 
     def _snapshot(self, name: str) -> None:
@@ -136,7 +136,7 @@ class RolloutProcess:
         self._send({"snapshot": name})
 
 
-def _fail(error: Exception) -> None:
+def _raise(error: Exception) -> None:
     raise error
 
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import extract_archive, write_atomic
-from perilune.tasks.rl.asynchronous.channel import FILES, Channel, LocalChannel, Message
+from perilune.tasks.rl.asynchronous.channel import FILE_KEYS, Channel, LocalChannel, Message
 from perilune.tasks.rl.asynchronous.settings import RaySettings
 
-LEFT_BEHIND = ("artifacts", "runtime")  # parts of a bundle that a rollout process does not need
-OUT = "out"  # Ray's concurrency group of `receive`, which may wait while `send` runs
+EXCLUDED_PARTS = ("artifacts", "runtime")  # parts of a bundle that a rollout process does not need
+RECEIVE_GROUP = "out"  # Ray's concurrency group of `receive`, which may wait while `send` runs
 
 
 class RayCluster:
@@ -39,11 +39,11 @@ class RayCluster:
 
     def __init__(self, settings: RaySettings, workers: int, bundle: Path, folder: Path) -> None:
         self._settings, self._folder = settings, folder
-        self._ray = _connected(settings)
-        self._require(workers)
-        self._bundle = self._ray.put(_packed(bundle))
+        self._ray = _connect(settings)
+        self._require_resources(workers)
+        self._bundle = self._ray.put(_pack_bundle(bundle))
 
-    def _require(self, workers: int) -> None:
+    def _require_resources(self, workers: int) -> None:
         there = self._ray.cluster_resources()
         for name, each in (("CPU", self._settings.cpus), ("GPU", self._settings.gpus)):
             if there.get(name, 0) < workers * each:
@@ -60,9 +60,9 @@ class RayCluster:
             num_cpus=self._settings.cpus,
             num_gpus=self._settings.gpus,
             scheduling_strategy="SPREAD",
-            concurrency_groups={OUT: 1},
+            concurrency_groups={RECEIVE_GROUP: 1},
         )(_Actor)
-        return RayChannel(self._ray, actor.remote(self._bundle, _versions()), self._folder)
+        return RayChannel(self._ray, actor.remote(self._bundle, _package_versions()), self._folder)
 
 
 class RayChannel(Channel):
@@ -80,7 +80,9 @@ class RayChannel(Channel):
     def messages(self) -> Iterator[Message]:
         while True:
             try:
-                line, content = self._ray.get(self._actor.receive.options(concurrency_group=OUT).remote())
+                line, content = self._ray.get(
+                    self._actor.receive.options(concurrency_group=RECEIVE_GROUP).remote()
+                )
             except self._ray.exceptions.RayError as error:
                 self._end = shorten(str(error).strip().splitlines()[-1], 160)
                 return
@@ -88,7 +90,7 @@ class RayChannel(Channel):
                 self._end = "an unknown exit code"
                 return
             message = json.loads(line)
-            if (name := _file_of(message)) is not None:
+            if (name := _named_file(message)) is not None:
                 write_atomic(self._folder / Path(name).name, content)
             yield message
 
@@ -106,14 +108,14 @@ class _Actor:
     """
 
     def __init__(self, bundle: bytes, versions: Mapping[str, str]) -> None:
-        if (own := _versions()) != versions:
+        if (own := _package_versions()) != versions:
             different = sorted(name for name in versions if own.get(name) != versions[name])
             raise RuntimeError(f"this node has other versions than the learner of: {', '.join(different)}")
         self._folder = Path(tempfile.mkdtemp(prefix="rollouts-"))  # the process removes it in the end
         root = self._folder / "bundle"
         with tarfile.open(fileobj=io.BytesIO(bundle)) as archive:
             extract_archive(archive, root)
-        for name in LEFT_BEHIND:
+        for name in EXCLUDED_PARTS:
             (root / name).mkdir(exist_ok=True)
         self._channel = LocalChannel(root, self._folder)
         self._lines = self._channel.lines()
@@ -121,17 +123,17 @@ class _Actor:
     def send(self, line: bytes, content: bytes | None) -> None:
         """Pass on a message, and the file of weights that it names."""
         if content is not None:
-            write_atomic(self._folder / str(_file_of(json.loads(line))), content)
+            write_atomic(self._folder / str(_named_file(json.loads(line))), content)
         self._channel.send_line(line)
 
     def receive(self) -> tuple[bytes, bytes]:
-        """The next message of the process, and the file that it names; empty once the process has ended."""
+        """Return the process's next message and the file that it names; empty after the process has ended."""
         line = next(self._lines, b"")
         message = json.loads(line) if line else {}
         for loaded in self._folder.glob("weights-*"):
             if int(loaded.stem.rpartition("-")[2]) <= message.get("holds", -1):
                 loaded.unlink()  # later updates do not need the file
-        name = _file_of(message)
+        name = _named_file(message)
         if name is None:
             return line, b""
         path = self._folder / name
@@ -140,17 +142,17 @@ class _Actor:
         return line, content
 
 
-def _versions() -> dict[str, str]:
-    """Versions of the packages that decide which tokens are sampled."""
+def _package_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide which tokens are sampled."""
     return {name: version(name) for name in ("perilune", "torch", "numpy")}
 
 
-def _file_of(message: Message) -> str | None:
-    return next((message[key] for key in FILES if key in message), None)
+def _named_file(message: Message) -> str | None:
+    return next((message[key] for key in FILE_KEYS if key in message), None)
 
 
-def _connected(settings: RaySettings) -> Any:
-    """The `ray` module, connected to the cluster."""
+def _connect(settings: RaySettings) -> Any:
+    """Return the `ray` module, connected to the cluster."""
     try:
         import ray
     except ImportError:
@@ -171,11 +173,11 @@ def _connected(settings: RaySettings) -> Any:
     return ray
 
 
-def _packed(bundle: Path) -> bytes:
-    """What a rollout process needs of a bundle, as a tar archive. Links are followed."""
+def _pack_bundle(bundle: Path) -> bytes:
+    """Return a tar archive of the parts of a bundle that a rollout process needs; follows links."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", dereference=True) as archive:
         for part in sorted(bundle.iterdir()):
-            if part.name not in LEFT_BEHIND:
+            if part.name not in EXCLUDED_PARTS:
                 archive.add(part, part.name)
     return stream.getvalue()

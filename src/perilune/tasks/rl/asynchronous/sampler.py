@@ -1,11 +1,11 @@
-"""The rollout side of asynchronous training, as the learner sees it.
+"""The learner's interface to the rollout processes of asynchronous training.
 
 Groups are numbered in the order of their tasks. A group is admitted while
 
     admitted < (completed steps + staleness + 1) * prompts
 
-and a step trains on the finished groups that were admitted first. No group is dropped for its age: that
-would remove long episodes (docs/results/pacing.md).
+and a step trains on the finished groups that were admitted first. Old groups are not dropped: that would
+remove long episodes (docs/results/pacing.md).
 """
 
 import base64
@@ -18,8 +18,8 @@ import numpy as np
 from perilune.bundle.workspace import SCHEDULE
 from perilune.environments.core.protocol import Task
 from perilune.learn.trainer import Learner
-from perilune.rollout.failures import require_few_failures
-from perilune.rollout.groups import Groups, groups_from_bytes, groups_to_bytes
+from perilune.rollout.failures import check_failure_limit
+from perilune.rollout.groups import Groups, flatten, groups_from_bytes, groups_to_bytes
 from perilune.rollout.timing import Stopwatch
 from perilune.tasks.process_rewards.rewards import ProcessRewards
 from perilune.tasks.rl.asynchronous.fleet import Finished, Fleet, Key
@@ -27,44 +27,44 @@ from perilune.tasks.rl.asynchronous.schedule import Batch, log_batch, read_sched
 from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.tasks.rl.sampling import GroupSource
 from perilune.tasks.rl.spec import RLSpec
-from perilune.tasks.rl.task_draw import Drawn, TaskDraw
+from perilune.tasks.rl.task_sampler import DrawnTask, TaskSampler
 from perilune.tasks.stage.player import Player
 from perilune.verifiers.scorer import fields
 from perilune.watchdog import Watchdog
 from perilune.weights.delta import BoundsComparison, ChangeFinder, CopyComparison
 
-MEMORY = "asynchronous"  # key of the learner's memory
-OLDEST = 100  # times (staleness + 1): no token of a group in flight is older
+MEMORY_KEY = "asynchronous"  # key of the learner's memory
+MAX_TOKEN_AGE = 100  # times (staleness + 1): no token of a group in flight is older
 
 
-def may_admit(settings: AsynchronousSettings, prompts: int, completed: int, steps: int) -> int:
-    """The number of groups that may have been admitted after `completed` of `steps` steps."""
+def admission_limit(settings: AsynchronousSettings, prompts: int, completed: int, steps: int) -> int:
+    """Return the number of groups that may have been admitted after `completed` of `steps` steps."""
     return prompts * min(completed + settings.staleness + 1, steps)
 
 
 class AsynchronousSampler(GroupSource):
-    """`sample` returns groups that rollout processes have finished.
+    """A group source whose groups are sampled by rollout processes.
 
     Args:
-        learner: its weights are published; its memory keeps what a resumed run needs.
+        learner: publishes its weights; its memory keeps the state for a resumed run.
     """
 
     def __init__(self, spec: RLSpec, player: Player, learner: Learner) -> None:
         assert spec.asynchronous is not None
         self._spec, self._settings, self._player, self._learner = spec, spec.asynchronous, player, learner
         self._workspace = player.workspace
-        known: dict[str, Any] = learner.memory.get(MEMORY, {})
+        known: dict[str, Any] = learner.memory.get(MEMORY_KEY, {})
         self.versions: dict[int, str] = {
             int(version): one for version, one in known.get("versions", {}).items()
         }
         self._published: int | None = None
         self._sent = CopyComparison()
         self._admitted: int = known.get("admitted", 0)
-        self._waiting: dict[int, Drawn] = {  # tasks of admitted groups, by number
+        self._waiting: dict[int, DrawnTask] = {  # tasks of admitted groups, by number
             int(number): (Task(**task), probability)
             for number, (task, probability) in known.get("waiting", {}).items()
         }
-        self._draw = TaskDraw(spec.curriculum, player, learner.memory)
+        self._tasks = TaskSampler(spec.curriculum, player, learner.memory)
         self._recorded: Mapping[str, Any] = known.get("recorded", {})
         schedule = self._workspace.runtime / SCHEDULE
         self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
@@ -83,7 +83,7 @@ class AsynchronousSampler(GroupSource):
 
     @property
     def epoch(self) -> int:
-        return self._draw.epoch
+        return self._tasks.epoch
 
     def close(self) -> None:
         self._fleet.close()
@@ -91,49 +91,51 @@ class AsynchronousSampler(GroupSource):
     def sample(self, step: int, watch: Stopwatch) -> Groups:
         """Publish the learner's weights, admit groups, and wait for those of a step."""
         self._publish()
-        self._admit(may_admit(self._settings, self._spec.prompts, step - 1, self._spec.steps))
+        self._admit(admission_limit(self._settings, self._spec.prompts, step - 1, self._spec.steps))
         began = watch.elapsed
         batch = self._take(step)
         watch.sampling += watch.elapsed - began
         groups = [group for _, finished in batch.values() for group in finished.groups]
-        episodes = [one for group in groups for one in group]
-        watch.tokens += sum(int(one.loss_mask.sum()) for one in episodes)
-        require_few_failures(episodes, self._player.rollouts.scorer.settings, f"step {step}")
+        episodes = flatten(groups)
+        watch.tokens += sum(int(episode.loss_mask.sum()) for episode in episodes)
+        check_failure_limit(episodes, self._player.rollouts.scorer.settings, f"step {step}")
         version_runs = {number: finished.version_runs for number, (_, finished) in batch.items()}
         log_batch(self._workspace.artifacts / SCHEDULE, step, version_runs)
-        if (learned := self._player.rollouts.learned) is not None:
-            groups = learned.rescore(groups)
+        if (learned_reward := self._player.rollouts.learned_reward) is not None:
+            groups = learned_reward.rescore(groups)
         if self._process_rewards.settings is not None:
             tasks = [task for (task, _), _ in batch.values()]
             groups = self._process_rewards.reward(tasks, groups, step, watch)
         if (auxiliary := self._spec.auxiliary_rewards) is not None:
             groups = auxiliary.add(groups, step, self._spec.steps)
-        return self._draw.observe([drawn for drawn, _ in batch.values()], groups)
+        return self._tasks.observe([drawn for drawn, _ in batch.values()], groups)
 
-    def figures(self, groups: Groups) -> dict[str, float]:
-        """The share of episodes that several versions sampled."""
-        versions = [np.unique(one.policy_version[one.loss_mask]) for group in groups for one in group]
+    def metrics(self, groups: Groups) -> dict[str, float]:
+        """Return the share of episodes that several versions sampled."""
+        versions = [
+            np.unique(episode.policy_version[episode.loss_mask]) for group in groups for episode in group
+        ]
         return {"mixed_versions": sum(len(one) > 1 for one in versions) / max(len(versions), 1)}
 
-    def timing(self) -> dict[str, float]:
-        """The size and times of the last update, groups ready for the next step, and lost processes."""
+    def timings(self) -> dict[str, float]:
+        """Return size and times of the last update, and the numbers of ready groups and lost processes."""
         return {
-            "publish_lag": self._fleet.lag,
-            "weights_bytes": float(self._fleet.sent.bytes),
-            "weights_changed": self._fleet.sent.changed,
-            "weights_seconds": self._fleet.writing,
+            "publish_lag": self._fleet.publish_lag_s,
+            "weights_bytes": float(self._fleet.last_update.bytes),
+            "weights_changed": self._fleet.last_update.changed,
+            "weights_seconds": self._fleet.write_s,
             "groups_ready": float(len(self._fleet.finished)),
-            "rollout_processes_lost": float(self._fleet.losses),
+            "rollout_processes_lost": float(self._fleet.lost_processes),
         }
 
-    def remember(self) -> None:
-        """Put what a resumed run needs into the learner's memory: groups that no step has trained on."""
+    def save_progress(self) -> None:
+        """Store the groups that no step has trained on in the learner's memory, for a resumed run."""
         recorded = self._fleet.snapshot()
         finished = {
             str(self._number(key)): (base64.b64encode(groups_to_bytes(groups)).decode(), version_runs)
             for key, (groups, version_runs) in self._fleet.finished.items()
         }
-        self._learner.memory[MEMORY] = {
+        self._learner.memory[MEMORY_KEY] = {
             "admitted": self._admitted,
             "waiting": {
                 str(number): (fields(task), probability)
@@ -155,7 +157,7 @@ class AsynchronousSampler(GroupSource):
         self._published = version
 
     def _changed(self, version: int) -> ChangeFinder | None:
-        """What finds the values that changed since the last publication."""
+        """Return the method to find the values that changed since the last publication; None to send all."""
         if self._settings.keep_sent:
             return self._sent
         one_update = self._published is not None and version == self._published + 1
@@ -166,7 +168,7 @@ class AsynchronousSampler(GroupSource):
     def _admit(self, most: int) -> None:
         while self._admitted < most:
             step, _ = self._key(self._admitted)
-            for drawn in self._draw.take(self._spec.prompts, step):
+            for drawn in self._tasks.take(self._spec.prompts, step):
                 self._waiting[self._admitted] = drawn
                 self._send(self._admitted)
                 self._admitted += 1
@@ -188,11 +190,11 @@ class AsynchronousSampler(GroupSource):
 
     # -- batches ---------------------------------------------------------------------------------------------
 
-    def _take(self, step: int) -> dict[int, tuple[Drawn, Finished]]:
-        """The task and the finished group of each of the step's group numbers, in the order of admission."""
+    def _take(self, step: int) -> dict[int, tuple[DrawnTask, Finished]]:
+        """Wait for the step's groups; return the task and the finished group by group number."""
         with Watchdog("rollouts") as wait:
             if self._schedule is not None:
-                self._fleet.settle(step)
+                self._fleet.wait_until_idle(step)
                 numbers = list(self._schedule[step])
             else:
                 while len(self._fleet.finished) < self._spec.prompts:
@@ -205,12 +207,12 @@ class AsynchronousSampler(GroupSource):
         }
 
     def _recent_versions(self) -> dict[int, str]:
-        """The versions that may have sampled a token of a group in flight."""
-        oldest = max(self.versions, default=0) - OLDEST * (self._settings.staleness + 1)
+        """Return the versions that may have sampled a token of a group in flight."""
+        oldest = max(self.versions, default=0) - MAX_TOKEN_AGE * (self._settings.staleness + 1)
         return {version: one for version, one in self.versions.items() if version >= oldest}
 
     def _key(self, number: int) -> Key:
-        """The step and index whose random numbers a group uses: those it would have without staleness."""
+        """Return the (step, index) key of a group's random numbers: the same as without staleness."""
         return number // self._spec.prompts + 1, number % self._spec.prompts
 
     def _number(self, key: Key) -> int:

@@ -24,7 +24,7 @@ def log_batch(path: Path, step: int, batch: Batch) -> None:
 
 
 def read_schedule(path: Path) -> dict[int, Batch]:
-    """The batches by step.
+    """Return the batches by step.
 
     Raises:
         RequestError: when the file is not a schedule log.

@@ -44,8 +44,8 @@ class AsynchronousSettings(Frozen):
         " update instead, which needs no copy and takes longer",
     )
 
-    def keeps_sent(self, learner: LearnerSettings) -> bool:
-        """Whether the learner keeps a bfloat16 copy of its weights to find those that changed."""
+    def keeps_weights_copy(self, learner: LearnerSettings) -> bool:
+        """Return whether the learner keeps a bfloat16 copy of its weights to find those that changed."""
         narrow = learner.precision == "bfloat16" and learner.lora is None
         return self.keep_sent and self.weights != "full" and narrow
 

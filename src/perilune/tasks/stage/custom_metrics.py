@@ -18,13 +18,13 @@ from perilune.extensions import METRIC_GROUP, CodeFile, CodeReference, load_exte
 if TYPE_CHECKING:
     from perilune.data.episode import Episode
 
-OwnMetric = Callable[[Sequence["Episode"]], float | None]
-OwnMetricsField = Annotated[
+CustomMetric = Callable[[Sequence["Episode"]], float | None]
+CustomMetricsField = Annotated[
     dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str | CodeFile], CodeReference(many=True)
 ]
 
 
-class OwnMetrics:
+class CustomMetrics:
     """The metrics that a stage names.
 
     Args:
@@ -41,7 +41,7 @@ class OwnMetrics:
         self._failed: set[str] = set()
 
     def figures(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """The value of each metric that returns a finite number. A metric that fails is left out."""
+        """Return the value of each metric that returns a finite number. A metric that fails is left out."""
         found = {}
         for name, function in self._functions.items():
             try:
@@ -58,7 +58,7 @@ class OwnMetrics:
         return found
 
 
-def _load(name: str, named: str | CodeFile) -> OwnMetric:
+def _load(name: str, named: str | CodeFile) -> CustomMetric:
     reference, source = (named, None) if isinstance(named, str) else (named.name, named.source)
     where = f"metrics.{name}"
     function = load_extension(reference, source, METRIC_GROUP, where)

@@ -11,7 +11,7 @@ from typing import Any
 from perilune.rollout.rollout import Rollout
 
 
-class CacheRoom:
+class CacheAdmission:
     """Decides whether another group may begin, from the tokens of the groups in play.
 
     The expected size of a group is the mean of the finished groups, or its own size once that is larger.
@@ -27,9 +27,9 @@ class CacheRoom:
         self._finished = self._finished_tokens = 0
 
     def has_room(self, most: int) -> bool:
-        """Whether a group of at most `most` tokens may begin. The first always may."""
+        """Return whether a group of at most `most` tokens may begin. The first always may."""
         expected = self._finished_tokens / self._finished if self._finished else most
-        load = sum(max(expected, size(group.values())) for group in self._playing.values())
+        load = sum(max(expected, group_tokens(group.values())) for group in self._playing.values())
         return not self._playing or load + expected <= self._tokens
 
     def begin(self, key: Any, group: Mapping[int, Rollout]) -> None:
@@ -40,11 +40,14 @@ class CacheRoom:
         """Stop counting a group, and expect the next to be of a similar size."""
         if (group := self._playing.pop(key, None)) is not None:
             self._finished += 1
-            self._finished_tokens += size(group.values())
+            self._finished_tokens += group_tokens(group.values())
 
 
-def size(group: Collection[Rollout]) -> int:
-    """Tokens of a group in the cache. Its samples share their prompts."""
-    own = sum(len(one.token_ids) for rollout in group for one in rollout.trajectories)
-    shared = max((sum(len(one.prompt_ids) for one in rollout.trajectories) for rollout in group), default=0)
+def group_tokens(group: Collection[Rollout]) -> int:
+    """Return the tokens of a group in the cache. Its samples share their prompts."""
+    own = sum(len(trajectory.token_ids) for rollout in group for trajectory in rollout.trajectories)
+    shared = max(
+        (sum(len(trajectory.prompt_ids) for trajectory in rollout.trajectories) for rollout in group),
+        default=0,
+    )
     return own + shared

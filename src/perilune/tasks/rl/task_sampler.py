@@ -1,23 +1,23 @@
-"""Draws the training tasks of a run: in their order, or by a curriculum."""
+"""Selects the training tasks of a run: in the environment's order, or by a curriculum."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from perilune.environments.core.protocol import Task
 from perilune.rollout.groups import Groups
-from perilune.tasks.rl.curriculum import Curriculum, with_probability
+from perilune.tasks.rl.curriculum import Curriculum, add_probabilities
 from perilune.tasks.rl.curriculum_settings import CurriculumSettings
 from perilune.tasks.stage.player import Player
 
-Drawn = tuple[Task, float]
-"""A task, and its inclusion probability in its draw."""
+DrawnTask = tuple[Task, float]
+"""A task, and the probability with which the step includes it."""
 
 
-class TaskDraw:
-    """The tasks of the next groups.
+class TaskSampler:
+    """Supplies the tasks of each step.
 
     Args:
-        memory: of the learner: the position in the training tasks, and the counts of the curriculum.
+        memory: the learner's memory; keeps the position in the training tasks and the curriculum's counts.
     """
 
     def __init__(self, settings: CurriculumSettings | None, player: Player, memory: dict[str, Any]) -> None:
@@ -32,11 +32,11 @@ class TaskDraw:
     def epoch(self) -> int:
         return self._tasks.epoch
 
-    def take(self, count: int, step: int, first: int = 0) -> list[Drawn]:
-        """The next tasks.
+    def take(self, count: int, step: int, first: int = 0) -> list[DrawnTask]:
+        """Return the next `count` tasks.
 
         Args:
-            first: number of tasks drawn for the step before.
+            first: number of tasks already taken for this step.
         """
         if self._curriculum is None:
             drawn = [(task, 1.0) for task in self._tasks.take(count)]
@@ -47,7 +47,7 @@ class TaskDraw:
         return drawn
 
     def check(self, groups: Groups, step: int) -> None:
-        """Check that the groups of a synchronous step repeat no task. A curriculum may skip tasks.
+        """Check that the groups of a synchronous step repeat no task; a curriculum is not checked.
 
         Raises:
             WorkFailedError: when a task repeats within an epoch.
@@ -55,10 +55,10 @@ class TaskDraw:
         if self._curriculum is None:
             self._tasks.check(groups, step)
 
-    def observe(self, drawn: Sequence[Drawn], groups: Groups) -> Groups:
-        """Tell the curriculum the results of a step; the groups with the probabilities of their tasks."""
+    def observe(self, drawn: Sequence[DrawnTask], groups: Groups) -> Groups:
+        """Update the curriculum with the results of a step, and return the groups with task probabilities."""
         if self._curriculum is None:
             return groups
-        of_players = [group for group in groups if not group[0].is_sub_agent]
-        self._curriculum.observe({task.task_id: task for task, _ in drawn}, of_players)
-        return with_probability(groups, {task.task_id: probability for task, probability in drawn})
+        player_groups = [group for group in groups if not group[0].is_sub_agent]
+        self._curriculum.observe({task.task_id: task for task, _ in drawn}, player_groups)
+        return add_probabilities(groups, {task.task_id: probability for task, probability in drawn})
