@@ -61,24 +61,13 @@ def run(
                 backend=spec.engine.runner() if spec.engine else None,
             )
         )
-        rollouts = replace(
-            opened.rollouts,
-            learned_reward=_load_learned_reward(spec, opened),
-            sub_agents=open_sub_agents(
-                workspace,
-                opened.policy,
-                opened.device,
-                opened.max_episode_tokens,
-                trained=spec.train_sub_agents,
-            ),
-        )
-        player = replace(opened, rollouts=rollouts)
+        player = _extend_rollouts(spec, opened)
         policy, device = player.policy, player.device
         load_initial_policy = partial(load_reference, workspace, device, policy, spec)
         reference = load_initial_policy() if spec.uses_reference else None
         learner = _make_learner(spec, player)
         opponents = make_opponents(player, learner)
-        loop = TrainingLoop(workspace, learner, spec, policy, rollouts=rollouts)
+        loop = TrainingLoop(workspace, learner, spec, policy, rollouts=player.rollouts)
         run_preflight(workspace, spec, policy.decoder.config, device, loop.completed_steps)
 
         source = stack.enter_context(closing(_make_source(spec, player, opponents, learner)))
@@ -120,6 +109,21 @@ def run(
         **recorder.summary(spec.algorithm, spec.samples),
         "memory": memory_figures(player.memory, device),
     }
+
+
+def _extend_rollouts(spec: RLSpec, player: Player) -> Player:
+    """Return the player with the stage's reward model and sub-agents, if it has them."""
+    sub_agents = open_sub_agents(
+        player.workspace,
+        player.policy,
+        player.device,
+        player.max_episode_tokens,
+        trained=spec.train_sub_agents,
+    )
+    learned_reward = _load_learned_reward(spec, player)
+    return replace(
+        player, rollouts=replace(player.rollouts, learned_reward=learned_reward, sub_agents=sub_agents)
+    )
 
 
 def _make_source(spec: RLSpec, player: Player, opponents: NoOpponents, learner: Learner) -> GroupSource:
