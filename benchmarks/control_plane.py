@@ -25,7 +25,7 @@ from typing import Any
 
 from sqlalchemy import insert
 
-from perilune.bundle.freeze import attempt_copy, freeze
+from perilune.bundle.freeze import copy_for_attempt, freeze
 from perilune.bundle.job import Job, Resources
 from perilune.bundle.machine import describe_machine
 from perilune.control.queries.lookup import find_run, latest_experiments, stage_statuses
@@ -150,7 +150,7 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
 
         def submit_one() -> None:
             def copied(destination: Path) -> str:
-                attempt_copy(bundle, destination)
+                copy_for_attempt(bundle, destination)
                 return digest
 
             run = submit_stage(

@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from perilune.bundle.compare import compare_artifacts
-from perilune.bundle.freeze import attempt_copy
+from perilune.bundle.freeze import copy_for_attempt
 from perilune.bundle.workspace import SCHEDULE
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines, sha256_file
@@ -103,7 +103,7 @@ def next_attempt(bundle: Path, first: Path, folder: Path, previous: Path | None)
     """A copy of the bundle with the schedule log and the outputs of the attempt before."""
     attempt = folder / str(0 if previous is None else int(previous.name) + 1)
     folder.mkdir(exist_ok=True)
-    attempt_copy(bundle, attempt)
+    copy_for_attempt(bundle, attempt)
     shutil.copyfile(first / "artifacts" / SCHEDULE, attempt / "runtime" / SCHEDULE)
     if previous is not None:
         restore_outputs(previous / "artifacts", attempt / "artifacts")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bundle_cases import make_inputs, make_job
 
-from perilune.bundle.freeze import attempt_copy, freeze
+from perilune.bundle.freeze import copy_for_attempt, freeze
 from perilune.bundle.job import Job
 
 
@@ -41,7 +41,7 @@ def make_attempt(pristine: Path, tmp_path: Path) -> Callable[[str], Path]:
     """Makes an attempt's copy of the bundle, by name."""
 
     def make(name: str) -> Path:
-        attempt_copy(pristine, tmp_path / name)
+        copy_for_attempt(pristine, tmp_path / name)
         return tmp_path / name
 
     return make

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import perilune
 from perilune.bundle import storage
 from perilune.bundle.digest import bundle_digest, contents_digest, recorded_digest, source_files
-from perilune.bundle.freeze import attempt_copy, freeze
+from perilune.bundle.freeze import copy_for_attempt, freeze
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.verify import verify
 from perilune.bundle.workspace import Workspace
@@ -205,7 +205,7 @@ def test_bundle_is_unchanged_by_later_edit_of_source(
     large: bool, job: Job, inputs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if large:
-        monkeypatch.setattr(storage, "SHARE_FROM", 0)
+        monkeypatch.setattr(storage, "LINK_BYTES", 0)
     freeze(job, inputs, tmp_path / "b")
     with inputs["data"].open("a") as file:
         file.write("more\n")
@@ -215,15 +215,15 @@ def test_bundle_is_unchanged_by_later_edit_of_source(
 def test_attempt_copy_hard_links_large_read_only_files(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "SHARE_FROM", 1000)
-    attempt_copy(bundle, tmp_path / "attempt")
+    monkeypatch.setattr(storage, "LINK_BYTES", 1000)
+    copy_for_attempt(bundle, tmp_path / "attempt")
     large, small = Path("inputs/checkpoint/model.safetensors"), Path("inputs/checkpoint/config.json")
     assert (tmp_path / "attempt" / large).samefile(bundle / large)
     assert not (tmp_path / "attempt" / small).samefile(bundle / small)
 
 
 def test_place_copies_writable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "SHARE_FROM", 0)
+    monkeypatch.setattr(storage, "LINK_BYTES", 0)
     (tmp_path / "source").write_text("x")
     (tmp_path / "source").chmod(0o644)
     storage.place(tmp_path / "source", tmp_path / "target", 0o644)
@@ -299,7 +299,7 @@ def test_freeze_searches_only_for_secrets_named_in_job(
 
 
 def test_attempt_copy_is_independent_of_bundle(pristine: Path, tmp_path: Path) -> None:
-    attempt_copy(pristine, tmp_path / "attempts" / "1")
+    copy_for_attempt(pristine, tmp_path / "attempts" / "1")
     attempt = tmp_path / "attempts" / "1"
     assert verify(attempt, recorded_digest(pristine)) == []
     (attempt / "artifacts" / "note").write_text("mine")
@@ -313,14 +313,14 @@ def test_attempt_copy_rejects_damaged_bundle(bundle: Path, tmp_path: Path) -> No
     damaged.write_text("other")
     damaged.chmod(0o444)
     with pytest.raises(RequestError, match="inputs/data has changed"):
-        attempt_copy(bundle, tmp_path / "attempt")
+        copy_for_attempt(bundle, tmp_path / "attempt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
 
 
 def test_attempt_copy_rejects_existing_destination(pristine: Path, tmp_path: Path) -> None:
-    attempt_copy(pristine, tmp_path / "1")
+    copy_for_attempt(pristine, tmp_path / "1")
     with pytest.raises(RequestError, match="the destination exists"):
-        attempt_copy(pristine, tmp_path / "1")
+        copy_for_attempt(pristine, tmp_path / "1")
 
 
 def test_freeze_takes_less_than_3_cpu_seconds(job: Job, inputs: dict[str, Path], tmp_path: Path) -> None:

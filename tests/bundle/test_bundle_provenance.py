@@ -124,7 +124,7 @@ def test_precheck_saves_patch_of_dirty_checkout(checkout: Path, bundle: Path) ->
 
 
 def test_precheck_limits_patch_size(checkout: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(provenance, "PATCH_LIMIT", 1000)
+    monkeypatch.setattr(provenance, "MAX_PATCH_BYTES", 1000)
     (checkout / "src" / "perilune" / "__init__.py").write_text("# changed\n" * 100_000)
     facts = record_precheck(Workspace(bundle))["git"]["patch"]
     assert (facts["size"], facts["whole"]) == (1000, False)

@@ -14,10 +14,10 @@ from bundle_cases import make_inputs, make_job
 
 from perilune.bundle import storage
 from perilune.bundle.archive import pack, unpack
-from perilune.bundle.freeze import attempt_copy, freeze
+from perilune.bundle.freeze import copy_for_attempt, freeze
 from perilune.bundle.manifest import write_manifest
 from perilune.bundle.shared_files import SharedFiles
-from perilune.bundle.storage import place, storage_errors
+from perilune.bundle.storage import copy_file, storage_errors
 from perilune.bundle.verify import verify
 from perilune.errors import RequestError
 from perilune.files import sha256_file
@@ -56,7 +56,7 @@ def test_place_falls_back_to_user_space_when_copy_file_range_fails(
     monkeypatch.setattr(os, "copy_file_range", stops, raising=False)
     content = bytes(range(256)) * 3
     (tmp_path / "source").write_bytes(content)
-    place(tmp_path / "source", tmp_path / "target", 0o444)
+    copy_file(tmp_path / "source", tmp_path / "target", 0o444)
     assert (tmp_path / "target").read_bytes() == content
     assert (tmp_path / "target").stat().st_mode & 0o777 == 0o444
 
@@ -72,7 +72,7 @@ def test_commands_leave_no_files_at_file_size_limit(
     pack(pristine, tmp_path / "packed.tar.gz")
     actions: dict[str, Callable[[], object]] = {
         "freeze": lambda: freeze(make_job(), inputs, target / "b"),
-        "attempt": lambda: attempt_copy(pristine, target / "b"),
+        "attempt": lambda: copy_for_attempt(pristine, target / "b"),
         "pack": lambda: pack(pristine, target / "b.tar.gz"),
         "unpack": lambda: unpack(tmp_path / "packed.tar.gz", target / "b"),
     }
@@ -100,7 +100,7 @@ def test_commands_leave_no_files_on_full_disk(
     pack(pristine, tmp_path / "packed.tar.gz")
     actions: list[Callable[[], object]] = [
         lambda: freeze(make_job(), inputs, small_disk / "b"),
-        lambda: attempt_copy(pristine, small_disk / "b"),
+        lambda: copy_for_attempt(pristine, small_disk / "b"),
         lambda: unpack(tmp_path / "packed.tar.gz", small_disk / "b"),
     ]
     for action in actions:
@@ -112,7 +112,7 @@ def test_commands_leave_no_files_on_full_disk(
 def test_freeze_copies_shared_files_across_file_systems(
     tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "SHARE_FROM", 1000)  # bytes
+    monkeypatch.setattr(storage, "LINK_BYTES", 1000)  # bytes
     home, inputs = tmp_path / "home", make_inputs(tmp_path / "sources")
     home.mkdir()
     (home / "inputs").symlink_to(small_disk)

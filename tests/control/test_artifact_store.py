@@ -67,7 +67,9 @@ def test_interrupted_push_resumes_and_pull_names_damaged_file(
     total = sum(path.stat().st_size for path in control.directory(run).rglob("*") if path.is_file())
     assert 0 < store.push(control, run) < total
     store.pull(run.id, tmp_path / "back")
-    assert list(attestation_problems(Evidence.exported(tmp_path / "back", control.home.keys / PUBLIC))) == []
+    assert (
+        list(attestation_problems(Evidence.from_export(tmp_path / "back", control.home.keys / PUBLIC))) == []
+    )
     index = json.loads((tmp_path / "share" / "runs" / f"{run.id}.json").read_bytes())
     digest = index["files"]["bundle/artifacts/data/total.json"]["sha256"]
     damaged = tmp_path / "share" / "sha256" / digest[:2] / digest

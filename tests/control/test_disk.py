@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from perilune.bundle import storage
 from perilune.bundle.attested import REMOVED, Evidence, attestation_problems
-from perilune.bundle.envelope import PUBLIC, SigningKey, verified_statement
+from perilune.bundle.envelope import PUBLIC, SigningKey, verify_statement
 from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import verify
 from perilune.control.evidence.disk import _is_replaced, find_removable
@@ -70,7 +70,8 @@ def test_gc_killed_at_any_point_leaves_files_complete_or_deleted(
     assert [type(event) for event in carry_out(control, plan)] == [StageReused]
     export(control, run, tmp_path / "handed")
     assert (
-        list(attestation_problems(Evidence.exported(tmp_path / "handed", control.home.keys / PUBLIC))) == []
+        list(attestation_problems(Evidence.from_export(tmp_path / "handed", control.home.keys / PUBLIC)))
+        == []
     )
     assert collect_evidence(control, run.id)
     code, out, _ = perilune("bundle", "verify", str(second))
@@ -81,7 +82,7 @@ def test_gc_killed_at_any_point_leaves_files_complete_or_deleted(
     }
 
     # Every other missing file is an error, and only the home's key may sign the list of deleted files.
-    statement = verified_statement(second / REMOVED, control.home.keys / PUBLIC)
+    statement = verify_statement(second / REMOVED, control.home.keys / PUBLIC)
     total = second / "artifacts" / "data" / "total.json"
     kept = total.read_bytes()
     total.unlink()
@@ -156,7 +157,7 @@ def test_runs_share_one_model_copy_separate_from_the_users_folder(
     control: Control, tmp_path: Path, perilune: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three runs start from one folder with a large read-only file; then the user edits that file."""
-    monkeypatch.setattr(storage, "SHARE_FROM", 1000)  # bytes
+    monkeypatch.setattr(storage, "LINK_BYTES", 1000)  # bytes
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "weights").write_bytes(b"1" * 5000)

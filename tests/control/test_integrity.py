@@ -13,7 +13,7 @@ import pytest
 from drill_cases import Command, carry_out, drill_plan
 
 from perilune.bundle.attested import REMOVED, Evidence, attestation_problems
-from perilune.bundle.envelope import PUBLIC, SignatureError, SigningKey, verified_statement
+from perilune.bundle.envelope import PUBLIC, SignatureError, SigningKey, verify_statement
 from perilune.bundle.statements import removal_statement
 from perilune.control.evidence.verification import VERIFIED_FILE, export, find_record_problem
 from perilune.control.runs.experiments import Control
@@ -22,14 +22,14 @@ from perilune.files import read_json
 
 
 @pytest.fixture
-def exported(control: Control, tmp_path: Path) -> Path:
+def from_export(control: Control, tmp_path: Path) -> Path:
     (event, *_) = carry_out(control, drill_plan("one", steps=1))
     export(control, control.run(event.run_id), tmp_path / "handed", crate=True)
     return tmp_path / "handed"
 
 
 def problems(folder: Path, key: Path | None = None) -> list[str]:
-    return list(attestation_problems(Evidence.exported(folder, key or folder / PUBLIC)))
+    return list(attestation_problems(Evidence.from_export(folder, key or folder / PUBLIC)))
 
 
 def rewrite(path: Path, data: bytes) -> None:
@@ -116,7 +116,7 @@ def test_signed_statement_without_required_fields_is_named(
     control: Control, exported: Path, name: str
 ) -> None:
     path = exported / "attestations" / name
-    whole = verified_statement(path, exported / PUBLIC)
+    whole = verify_statement(path, exported / PUBLIC)
     for statement in (
         whole | {"predicate": {}},
         whole | {"predicate": 1},
@@ -129,7 +129,7 @@ def test_signed_statement_without_required_fields_is_named(
 def test_export_signed_again_with_another_key_is_rejected(exported: Path, tmp_path: Path) -> None:
     stranger = SigningKey(tmp_path / "stranger")
     for path in (exported / "attestations").iterdir():
-        path.write_bytes(stranger.sign(verified_statement(path, exported / PUBLIC)))
+        path.write_bytes(stranger.sign(verify_statement(path, exported / PUBLIC)))
     trusted = tmp_path / "trusted.pub"
     shutil.copy(exported / PUBLIC, trusted)
     shutil.copy(stranger.public, exported / PUBLIC)
@@ -232,7 +232,7 @@ def test_concurrent_key_creation_keeps_one_key(tmp_path: Path) -> None:
     for number, key in enumerate(made):
         path = tmp_path / f"{number}.json"
         path.write_bytes(key.sign({"_type": "https://in-toto.io/Statement/v1"}))
-        assert verified_statement(path, made[0].public)
+        assert verify_statement(path, made[0].public)
     assert sorted(path.name for path in (tmp_path / "keys").iterdir()) == ["controller.key", "controller.pub"]
 
 
@@ -243,9 +243,9 @@ def test_invalid_keys_and_statements_are_refused(tmp_path: Path) -> None:
     key = SigningKey(tmp_path / "good")
     (tmp_path / "signed").write_bytes(key.sign({"_type": "something else"}))
     with pytest.raises(SignatureError, match="holds no in-toto statement"):
-        verified_statement(tmp_path / "signed", key.public)
+        verify_statement(tmp_path / "signed", key.public)
     with pytest.raises(RequestError, match="not an Ed25519 public key"):
-        verified_statement(tmp_path / "signed", tmp_path / "controller.key")
+        verify_statement(tmp_path / "signed", tmp_path / "controller.key")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(SignatureError, match="not a regular file"):
-        verified_statement(tmp_path / "pipe", key.public)
+        verify_statement(tmp_path / "pipe", key.public)

@@ -17,7 +17,7 @@ from task_cases import DIGITS, EVALUATE, RL, SFT, episodes, figures_of, metrics,
 
 from perilune.bundle import storage
 from perilune.bundle.compare import compare_artifacts
-from perilune.bundle.freeze import attempt_copy
+from perilune.bundle.freeze import copy_for_attempt
 from perilune.control.record.home import Home
 from perilune.control.runs.experiments import Control, advance, open_experiment, plan_stages
 from perilune.control.runs.planner import RetryPolicy
@@ -72,7 +72,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     resumed = []
     killed = 0
     with closing(control.store), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "SHARE_FROM", 1000)  # bytes; this model is small
+        patch.setattr(storage, "LINK_BYTES", 1000)  # bytes; this model is small
         for event in advance(control, open_experiment(control, recipe), plan_stages(recipe), poll=0.02):
             assert not isinstance(event, StageFailed), event
             if isinstance(event, StageProgress) and event.stage == "rl" and not killed:
@@ -131,7 +131,7 @@ def test_every_stage_writes_its_output(story: Story) -> None:
 def test_killed_rl_stage_resumes_exactly(story: Story, tmp_path: Path) -> None:
     assert len(story.resumed) == 1
     again = tmp_path / "again"
-    attempt_copy(story.bundles["rl"], again)
+    copy_for_attempt(story.bundles["rl"], again)
     assert compare_artifacts(story.attempts["rl"], run_in(again)) == []
 
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from perilune.bundle.digest import source_files
-from perilune.bundle.storage import built_beside, publish, storage_errors
+from perilune.bundle.storage import build_directory, publish, storage_errors
 from perilune.bundle.verify import require_verified
 from perilune.errors import RequestError
 from perilune.files import is_inside_root, open_regular
 
 _CHUNK = 1 << 20  # bytes read at a time; a larger header is an attack
-_LONGEST_PATH = 1024  # characters
-_RATIO = 100  # bytes that each byte of an archive may unpack to, in addition to ...
-_ANYWAY = 1 << 28  # ... these bytes, which every archive may
+_MAX_PATH_CHARS = 1024  # characters
+_MAX_RATIO = 100  # unpacked bytes for each byte of an archive
+_BASE_BYTES = 1 << 28  # unpacked bytes that are allowed in addition
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class ArchiveLimits:
     bytes: int = 1 << 41
 
     def of(self, archive: Path) -> ArchiveLimits:
-        """The limits for one archive, which depend on its size."""
-        return replace(self, bytes=min(self.bytes, _ANYWAY + _RATIO * archive.stat().st_size))
+        """Return the limits for one archive, which depend on its size."""
+        return replace(self, bytes=min(self.bytes, _BASE_BYTES + _MAX_RATIO * archive.stat().st_size))
 
 
 def pack(bundle: Path, archive: Path) -> None:
@@ -49,7 +49,7 @@ def pack(bundle: Path, archive: Path) -> None:
     require_verified(bundle)
     if archive.exists():
         raise RequestError("the file exists already", where=str(archive), remedy="choose another name")
-    with storage_errors("pack the bundle", archive), built_beside(archive) as building:
+    with storage_errors("pack the bundle", archive), build_directory(archive) as building:
         whole = building / archive.name
         with (
             whole.open("xb") as file,
@@ -78,13 +78,13 @@ def unpack(
     """
     if not archive.exists():
         raise RequestError("no such file", where=str(archive))
-    with storage_errors("unpack the bundle", destination), built_beside(destination) as building:
+    with storage_errors("unpack the bundle", destination), build_directory(destination) as building:
         try:
             bounds = (limits or ArchiveLimits()).of(archive)
             if _checked_size(archive, bounds) > shutil.disk_usage(building).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(building))
             with open_regular(archive) as file, gzip.GzipFile(fileobj=file) as packed:
-                _extract(_Bounded(packed, bounds), building, bounds)
+                _extract(_BoundedStream(packed, bounds), building, bounds)
         except RequestError as error:
             raise RequestError(
                 error.what, where=str(archive), remedy="get the archive from a source that you trust"
@@ -99,7 +99,7 @@ def unpack(
         publish(building, destination)
 
 
-class _Bounded(io.RawIOBase):
+class _BoundedStream(io.RawIOBase):
     """A decompressed stream that raises an error before memory or disk are full."""
 
     def __init__(self, stream: gzip.GzipFile, limits: ArchiveLimits) -> None:
@@ -126,13 +126,13 @@ class _Bounded(io.RawIOBase):
             raise RequestError("the archive unpacks to more than the limit")
 
 
-def _extract(stream: _Bounded, root: Path, limits: ArchiveLimits) -> None:
+def _extract(stream: _BoundedStream, root: Path, limits: ArchiveLimits) -> None:
     total = 0
     with tarfile.open(fileobj=stream, mode="r:") as tar:
         for number, member in enumerate(tar, start=1):
             total += member.size
             _check_member(member, number, total, limits)
-            path = root / _safe(member)
+            path = root / _safe_path(member)
             if member.isdir():
                 path.mkdir(parents=True, exist_ok=True)
                 continue
@@ -150,7 +150,7 @@ def _checked_size(archive: Path, limits: ArchiveLimits) -> int:
     """Check all headers before anything is written, and return the bytes that they declare."""
     with open_regular(archive) as file, gzip.GzipFile(fileobj=file) as packed:
         total = 0
-        with tarfile.open(fileobj=_Bounded(packed, limits), mode="r:") as tar:
+        with tarfile.open(fileobj=_BoundedStream(packed, limits), mode="r:") as tar:
             for number, member in enumerate(tar, start=1):
                 total += member.size
                 _check_member(member, number, total, limits)
@@ -158,19 +158,19 @@ def _checked_size(archive: Path, limits: ArchiveLimits) -> int:
 
 
 def _check_member(member: tarfile.TarInfo, number: int, total: int, limits: ArchiveLimits) -> None:
-    _safe(member)
+    _safe_path(member)
     if number > limits.files:
         raise RequestError(f"the archive has more than {limits.files} members")
     if member.size < 0 or member.size > limits.file_bytes or total > limits.bytes:
         raise RequestError(f"{member.name!r} exceeds the limit of the archive, {limits.bytes:,} bytes")
 
 
-def _safe(member: tarfile.TarInfo) -> PurePosixPath:
-    """The relative path of a member, if it is safe to unpack."""
+def _safe_path(member: tarfile.TarInfo) -> PurePosixPath:
+    """Return the relative path of a member, if it is safe to unpack."""
     name = member.name
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE) or member.issparse():
         raise RequestError(f"{name!r} is a link or a special file; a bundle has none")
-    if len(name) > _LONGEST_PATH or not name.isprintable() or "\\" in name or not is_inside_root(name):
+    if len(name) > _MAX_PATH_CHARS or not name.isprintable() or "\\" in name or not is_inside_root(name):
         raise RequestError(f"{name[:200]!r} is not a plain relative path")
     return PurePosixPath(name)
 

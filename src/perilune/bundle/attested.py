@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from perilune.bundle.digest import OBSERVED, walk
-from perilune.bundle.envelope import SignatureError, verified_statement
+from perilune.bundle.envelope import SignatureError, verify_statement
 from perilune.bundle.statements import (
     BUNDLE_PREDICATE,
     REMOVAL_PREDICATE,
     RESULT_PREDICATE,
     UNATTESTED,
-    mode_of,
+    format_mode,
 )
-from perilune.bundle.verify import attested_hashes, verify
+from perilune.bundle.verify import manifest_hashes, verify
 from perilune.files import sha256_file
 
 REMOVED = "runtime/removed.json"  # in the folder of an attempt
@@ -45,7 +45,7 @@ class Evidence:
         bundle: the attempt's copy of the bundle.
         submitted, result: envelopes of the two statements.
         key: the public key.
-        run: the run that the statements must be about; None accepts any one run.
+        run: the run that the statements must be about; None accepts any run.
     """
 
     bundle: Path
@@ -55,8 +55,8 @@ class Evidence:
     run: str | None = None
 
     @classmethod
-    def exported(cls, folder: Path, key: Path) -> Evidence:
-        """The evidence in a folder that `perilune export` made."""
+    def from_export(cls, folder: Path, key: Path) -> Evidence:
+        """Return the evidence in a folder that `perilune export` made."""
         statements = folder / "attestations"
         return cls(folder / "bundle", statements / BUNDLE_STATEMENT, statements / RESULT_STATEMENT, key)
 
@@ -75,33 +75,33 @@ def attestation_problems(evidence: Evidence) -> Iterator[str]:
     Raises:
         RequestError: when the key or the bundle cannot be read.
     """
-    promised, run = None, evidence.run
+    expected_digest, run = None, evidence.run
     try:
-        promised, about = _submitted(evidence)
+        expected_digest, about = _read_bundle_statement(evidence)
         run = run or about
-        yield from _about(evidence.submitted, about, run)
+        yield from _check_run(evidence.submitted, about, run)
     except SignatureError as error:
         yield f"{evidence.submitted.name} {error.what}"
     invocation, subjects = None, None
     try:
-        invocation, subjects = _result(evidence)
-        yield from _about(evidence.result, invocation.partition("/")[0], run)
+        invocation, subjects = _read_result_statement(evidence)
+        yield from _check_run(evidence.result, invocation.partition("/")[0], run)
     except SignatureError as error:
         yield f"{evidence.result.name} {error.what}"
     removed: frozenset[str] = frozenset()
     try:
-        removed = removed_files(evidence.bundle, evidence.key, invocation)
+        removed = read_removals(evidence.bundle, evidence.key, invocation)
     except SignatureError as error:
         yield f"{REMOVED} {error.what}"
-    differences = verify(evidence.bundle, promised, removed)
+    differences = verify(evidence.bundle, expected_digest, removed)
     yield from map(str, differences)
     if subjects is not None:
-        yield from _differing(evidence.bundle, subjects, {one.path for one in differences})
+        yield from _result_differences(evidence.bundle, subjects, {one.path for one in differences})
 
 
-def _differing(bundle: Path, subjects: Sequence[Subject], known: Collection[str]) -> Iterator[str]:
-    """Differences of artifacts and runtime files from a result; `known` differ from the manifest."""
-    hashes = attested_hashes(bundle) | dict.fromkeys(known, "")
+def _result_differences(bundle: Path, subjects: Sequence[Subject], known: Collection[str]) -> Iterator[str]:
+    """Yield differences of artifacts and runtime files from a result; `known` differ from the manifest."""
+    hashes = manifest_hashes(bundle) | dict.fromkeys(known, "")
     present = {
         f"{folder}/{path}": status
         for folder in OBSERVED
@@ -114,7 +114,7 @@ def _differing(bundle: Path, subjects: Sequence[Subject], known: Collection[str]
         found = hashes.get(name) or (sha256_file(bundle / name) if plain and name not in hashes else "")
         if found != sha256:
             yield f"{name} is not what was attested"
-        elif status is not None and mode not in (None, now := mode_of(status)):
+        elif status is not None and mode not in (None, now := format_mode(status)):
             yield f"{name} has another mode: {now}"
     attested = {subject.name for subject in subjects} | UNATTESTED
     if "runtime/claim.json" in attested:  # older results attested only a part of runtime/
@@ -122,16 +122,16 @@ def _differing(bundle: Path, subjects: Sequence[Subject], known: Collection[str]
             yield f"{name} was not there when the result was attested"
 
 
-def _submitted(evidence: Evidence) -> tuple[str, str]:
-    """The digest of the submitted bundle, and the run that it was submitted for."""
-    with _well_formed(evidence.submitted):
+def _read_bundle_statement(evidence: Evidence) -> tuple[str, str]:
+    """Return the digest of the submitted bundle, and the run that it was submitted for."""
+    with _require_fields(evidence.submitted):
         predicate = read_statement(evidence.submitted, evidence.key, BUNDLE_PREDICATE)["predicate"]
         return str(predicate["bundleDigest"]), str(predicate["run"])
 
 
-def _result(evidence: Evidence) -> tuple[str, list[Subject]]:
-    """The attempt of a result as RUN/NUMBER, and its files."""
-    with _well_formed(evidence.result):
+def _read_result_statement(evidence: Evidence) -> tuple[str, list[Subject]]:
+    """Return the attempt of a result as RUN/NUMBER, and its files."""
+    with _require_fields(evidence.result):
         statement = read_statement(evidence.result, evidence.key, RESULT_PREDICATE)
         subjects = [
             Subject(str(one["name"]), str(one["digest"]["sha256"]), one.get("annotations", {}).get("mode"))
@@ -141,7 +141,7 @@ def _result(evidence: Evidence) -> tuple[str, list[Subject]]:
 
 
 @contextmanager
-def _well_formed(envelope: Path) -> Iterator[None]:
+def _require_fields(envelope: Path) -> Iterator[None]:
     """Refuse a signed statement without the fields that the block reads."""
     try:
         yield
@@ -149,8 +149,8 @@ def _well_formed(envelope: Path) -> Iterator[None]:
         raise SignatureError("lacks fields of such a statement", where=str(envelope)) from None
 
 
-def stated_removals(bundle: Path) -> frozenset[str]:
-    """Like `removed_files`, without checking the signature; empty when the file is unreadable."""
+def read_unverified_removals(bundle: Path) -> frozenset[str]:
+    """Read the removed artifacts without checking the signature; empty when the file is unreadable."""
     try:
         payload = json.loads((bundle / REMOVED).read_bytes())["payload"]
         subjects = json.loads(base64.b64decode(payload, validate=True))["subject"]
@@ -159,8 +159,8 @@ def stated_removals(bundle: Path) -> frozenset[str]:
         return frozenset()
 
 
-def removed_files(bundle: Path, key: Path, invocation: str | None = None) -> frozenset[str]:
-    """The artifacts of an attempt that were deleted on purpose, as paths in the bundle.
+def read_removals(bundle: Path, key: Path, invocation: str | None = None) -> frozenset[str]:
+    """Return the artifacts of an attempt that were deleted on purpose, as paths in the bundle.
 
     Args:
         invocation: the attempt that the statement must be about, as RUN/NUMBER; None accepts any.
@@ -171,7 +171,7 @@ def removed_files(bundle: Path, key: Path, invocation: str | None = None) -> fro
     path = bundle / REMOVED
     if not path.exists():
         return frozenset()
-    with _well_formed(path):
+    with _require_fields(path):
         statement = read_statement(path, key, REMOVAL_PREDICATE)
         about = str(statement["predicate"]["invocationId"])
         names = frozenset(str(subject["name"]) for subject in statement["subject"])
@@ -180,13 +180,13 @@ def removed_files(bundle: Path, key: Path, invocation: str | None = None) -> fro
     return names
 
 
-def _about(envelope: Path, about: str, run: str | None) -> Iterator[str]:
+def _check_run(envelope: Path, about: str, run: str | None) -> Iterator[str]:
     if run not in {None, about}:
         yield f"{envelope.name} is about another run ({about})"
 
 
 def read_statement(envelope: Path, key: Path, predicate: str) -> dict[str, Any]:
-    """The statement in an envelope.
+    """Return the statement in an envelope.
 
     Args:
         predicate: the type of statement that it must be.
@@ -194,7 +194,7 @@ def read_statement(envelope: Path, key: Path, predicate: str) -> dict[str, Any]:
     Raises:
         SignatureError: when it is not signed with `key`, or states something else.
     """
-    statement = verified_statement(envelope, key)
+    statement = verify_statement(envelope, key)
     if statement.get("predicateType") != predicate:
         raise SignatureError(
             f"attests something else ({statement.get('predicateType')})", where=str(envelope)

@@ -1,8 +1,8 @@
 """Compares two runs.
 
 `compare_runs` lists the differences in recipe, code, packages, machine, inputs and results.
-`compare_artifacts` decides whether a run was reproduced: computed files must be identical byte for byte;
-times, hardware figures and logs may differ.
+`compare_artifacts` decides whether a run was reproduced: computed files must be identical byte for byte.
+Times, hardware measurements and logs may differ.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from perilune.bundle.digest import source_files
+from perilune.bundle.inspection import read_object
 from perilune.bundle.verify import Difference
 from perilune.bundle.wheel import wheel_members
 from perilune.errors import RequestError
 from perilune.files import read_json, read_json_lines, sha256_file
 
-# Under artifacts/. Timings and observations of the machine are not results. A reward audit is none either,
-# because some of its findings are missed deadlines.
-_NOT_COMPARED = {
+# Files under artifacts/ with timings or facts about the machine. A reward audit contains missed deadlines.
+_EXCLUDED = {
     *("timings.jsonl", "hardware.jsonl", "precheck.json"),
     *("source.patch", "manifest.json", "reward_audit.json"),
 }
-_MEASURED = {"seconds", "tokens_per_second", "peak_bytes"}  # keys of summary.json
+_MEASURED_KEYS = {"seconds", "tokens_per_second", "peak_bytes"}  # keys of summary.json
 _COMPARED_BY_KEY = {"summary.json", "black_box.json"}
 _ABSENT = "absent"
-_LONGEST_SHOWN = 100  # characters of a list or mapping that are printed
+_MAX_CHARS = 100  # characters of a list or mapping that are printed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +41,14 @@ class Change:
 
     def __str__(self) -> str:
         a, b = self.a, self.b
-        if isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and len(str(a)) > _LONGEST_SHOWN:
+        if isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and len(str(a)) > _MAX_CHARS:
             return f"{self.key}: {sum(x != y for x, y in zip(a, b, strict=True))} of {len(a)} values differ"
-        return f"{self.key}: {_abbreviated(a)} -> {_abbreviated(b)}"
+        return f"{self.key}: {_abbreviate(a)} -> {_abbreviate(b)}"
 
 
-def _abbreviated(value: Any) -> str:
-    """A value on one line; long values as their size."""
-    if isinstance(value, list | dict) and len(str(value)) > _LONGEST_SHOWN:
+def _abbreviate(value: Any) -> str:
+    """Return a value on one line; long values as their size."""
+    if isinstance(value, list | dict) and len(str(value)) > _MAX_CHARS:
         return f"{len(value)} {'entries' if isinstance(value, dict) else 'values'}"
     if isinstance(value, float):
         return f"{value:.6g}"
@@ -68,7 +68,7 @@ class RunDiff:
     timings: tuple[Change, ...]
 
     def parts(self) -> dict[str, tuple[Change, ...]]:
-        """The changes by the name of their part."""
+        """Return the changes by the name of their part."""
         return {
             "recipe": self.recipe,
             "code": self.code,
@@ -80,7 +80,7 @@ class RunDiff:
         }
 
     def document(self) -> dict[str, Any]:
-        """The differences as JSON."""
+        """Return the differences as JSON."""
         return asdict(self)
 
 
@@ -99,16 +99,19 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
     return RunDiff(
         recipe=part(lambda run: {key: run.job[key] for key in run.job if key != "inputs"}),
         code=(*part(_scripts), *part(_checkout)),
-        packages=(*part(_packages), *_contents(one, other)),
+        packages=(*part(_packages), *_package_contents(one, other)),
         machine=part(_machine),
         inputs=part(lambda run: {given["name"]: given["digest"] for given in run.job.get("inputs", [])}),
-        results=(*_first_metric(a, b), *(change for change in summary if not _is_measured(change))),
+        results=(
+            *_metric_difference(a, b),
+            *(change for change in summary if not _is_measured(change)),
+        ),
         timings=tuple(change for change in summary if _is_measured(change)),
     )
 
 
 def compare_artifacts(a: Path, b: Path) -> list[Difference]:
-    """The differences between the computed files of two attempts; empty if the second reproduces the first.
+    """Return the differences between the computed files of two attempts; empty if they are equal.
 
     Compares metrics.jsonl, episodes, data sets and the final checkpoint byte for byte, and summary.json and
     black_box.json key by key, without times and memory. Does not compare intermediate checkpoints: which of
@@ -132,7 +135,7 @@ def compare_artifacts(a: Path, b: Path) -> list[Difference]:
         elif relative in _COMPARED_BY_KEY:
             differences += _document_difference(name, first[relative], second[relative])
         elif (was := sha256_file(first[relative])) != (now := sha256_file(second[relative])):
-            figures = _first_metric(a, b) if relative == "metrics.jsonl" else ()
+            figures = _metric_difference(a, b) if relative == "metrics.jsonl" else ()
             if figures:
                 differences += [Difference(name, "changed", str(c.a), str(c.b), c.key) for c in figures]
             else:
@@ -141,14 +144,14 @@ def compare_artifacts(a: Path, b: Path) -> list[Difference]:
 
 
 def _results(attempt: Path) -> dict[str, Path]:
-    """Artifacts that every run of the same bundle reproduces, by path under artifacts/."""
+    """Return artifacts that every run of the same bundle reproduces, by path under artifacts/."""
     artifacts = attempt / "artifacts"
     if not artifacts.is_dir():
         raise RequestError("nothing to compare: no artifacts", where=str(attempt))
     return {
         relative: path
         for relative, path in source_files(artifacts)
-        if relative not in _NOT_COMPARED
+        if relative not in _EXCLUDED
         and not relative.endswith(".log")
         and not relative.startswith("checkpoints/step-")
     }
@@ -161,11 +164,11 @@ def _document_difference(name: str, a: Path, b: Path) -> Iterator[Difference]:
 
 
 def _is_measured(change: Change) -> bool:
-    return change.key.rpartition(".")[2] in _MEASURED
+    return change.key.rpartition(".")[2] in _MEASURED_KEYS
 
 
-def _first_metric(a: Path, b: Path) -> tuple[Change, ...]:
-    """The first step and key at which the metrics of two runs differ."""
+def _metric_difference(a: Path, b: Path) -> tuple[Change, ...]:
+    """Return the first step and key at which the metrics of two runs differ."""
     rows = zip_longest(*(read_json_lines(path / "artifacts" / "metrics.jsonl") for path in (a, b)))
     for one, other in rows:
         if one == other:
@@ -192,12 +195,12 @@ class _RunFiles:
     def read(cls, root: Path) -> _RunFiles:
         artifacts = root / "artifacts"
         optional = [artifacts / "precheck.json", artifacts / "summary.json"]
-        found = [_document(path) if path.exists() else {} for path in optional]
-        return cls(root, _document(root / "job.json"), *found)
+        found = [read_object(path) if path.exists() else {} for path in optional]
+        return cls(root, read_object(root / "job.json"), *found)
 
 
 def _scripts(run: _RunFiles) -> dict[str, Any]:
-    """The digest of each frozen script, each line of the lock, and checksums of the wheel's source files."""
+    """Return digests of the frozen scripts, the lines of the lock, and checksums of the wheel's files."""
     scripts: dict[str, Any] = {}
     for name, path in source_files(run.root / "scripts"):
         wheel = name.endswith(".whl")
@@ -212,7 +215,7 @@ def _scripts(run: _RunFiles) -> dict[str, Any]:
 
 
 def _checkout(run: _RunFiles) -> dict[str, Any]:
-    """The state of the git checkout, and code that ran but was not in the bundle."""
+    """Return the state of the git checkout, and code that ran but was not in the bundle."""
     git = run.precheck.get("git") or {}
     state = {key: git.get(key) for key in ("commit", "dirty")}
     state["patch"] = (git.get("patch") or {}).get("sha256")
@@ -220,7 +223,7 @@ def _checkout(run: _RunFiles) -> dict[str, Any]:
 
 
 def _packages(run: _RunFiles) -> dict[str, str]:
-    """The version of each loaded distribution, and the file of modules that belong to no distribution."""
+    """Return the version of each loaded distribution, and the file of each other module."""
     found = {}
     for name, facts in run.precheck.get("packages", {}).items():
         if facts.get("distribution"):
@@ -231,17 +234,17 @@ def _packages(run: _RunFiles) -> dict[str, str]:
     return found
 
 
-def _contents(one: _RunFiles, other: _RunFiles) -> Iterator[Change]:
-    """Distributions with the same version but different files, by the digests of their records."""
-    a, b = (_by_distribution(run) for run in (one, other))
+def _package_contents(one: _RunFiles, other: _RunFiles) -> Iterator[Change]:
+    """Yield distributions with the same version but different files, by the digests of their records."""
+    a, b = (_distribution_digests(run) for run in (one, other))
     for name in sorted(a.keys() & b.keys()):
         (version, was), (other_version, now) = a[name], b[name]
         if version == other_version and was and now and was != now:
             yield Change(f"{name} {version}, installed files", f"sha256 {was}", f"sha256 {now}")
 
 
-def _by_distribution(run: _RunFiles) -> dict[str, tuple[Any, Any]]:
-    """Version and digest of each loaded distribution; runs of older versions have no digest."""
+def _distribution_digests(run: _RunFiles) -> dict[str, tuple[Any, Any]]:
+    """Return version and digest of each loaded distribution; runs of older versions have no digest."""
     facts = run.precheck.get("packages", {}).values()
     return {one["distribution"]: (one["version"], one.get("record")) for one in facts if one["distribution"]}
 
@@ -251,7 +254,7 @@ def _machine(run: _RunFiles) -> dict[str, Any]:
 
 
 def _changes(a: Any, b: Any, prefix: str = "") -> tuple[Change, ...]:
-    """Differences between the leaves of two JSON values; keys are joined with dots, lists compared whole."""
+    """Return differences between the leaves of two JSON values, with dotted keys. Lists are leaves."""
     if a == b:
         return ()
     if isinstance(a, dict) and isinstance(b, dict):
@@ -264,10 +267,3 @@ def _changes(a: Any, b: Any, prefix: str = "") -> tuple[Change, ...]:
                 found += _changes(a[key], b[key], name)
         return tuple(found)
     return (Change(prefix, a, b),)
-
-
-def _document(path: Path) -> dict[str, Any]:
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise RequestError("not a JSON object", where=str(path))
-    return value

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from perilune.bundle.attested import Evidence
 from perilune.bundle.digest import walk
-from perilune.bundle.envelope import PUBLIC, verified_statement
+from perilune.bundle.envelope import PUBLIC, verify_statement
 from perilune.errors import RequestError
 from perilune.files import read_json, sha256_file, write_atomic
 
@@ -33,8 +33,8 @@ def describe(folder: Path) -> None:
         raise RequestError(
             "--ro-crate needs the package rocrate", remedy="pip install 'perilune[archive]'"
         ) from None
-    evidence = Evidence.exported(folder, folder / PUBLIC)
-    details = verified_statement(evidence.result, evidence.key)["predicate"]["runDetails"]
+    evidence = Evidence.from_export(folder, folder / PUBLIC)
+    details = verify_statement(evidence.result, evidence.key)["predicate"]["runDetails"]
     metadata, version = details["metadata"], details["builder"]["version"]["perilune"]
     job = read_json(folder / "bundle" / "job.json")
     title = f"{job['stage']}: {job['task']}, seed {job['seed']}"
@@ -72,7 +72,7 @@ def describe(folder: Path) -> None:
 
 
 def _part(name: str) -> str:
-    """The part of the bundle that an exported file belongs to."""
+    """Return the part of the bundle that an exported file belongs to."""
     top, _, rest = name.partition("/")
     return rest.partition("/")[0] if top == "bundle" else ""
 

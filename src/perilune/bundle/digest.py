@@ -26,7 +26,7 @@ class Entry:
     mode: str
 
     def document(self) -> dict[str, Any]:
-        """The entry as in bundle.json."""
+        """Return the entry as in bundle.json."""
         return {"path": self.path, "size": self.size, "sha256": self.sha256, "mode": self.mode}
 
 
@@ -36,8 +36,8 @@ def walk(root: Path, prefix: str = "", skip: Collection[str] = ()) -> Iterator[t
     Never follows links. Entries of a directory are in order of their names.
 
     Args:
-        prefix: of the paths.
-        skip: names in `root` that are left out.
+        prefix: the beginning of the paths.
+        skip: names in `root` to omit.
 
     Raises:
         RequestError: when a name is not UTF-8.
@@ -57,18 +57,18 @@ def walk(root: Path, prefix: str = "", skip: Collection[str] = ()) -> Iterator[t
             yield path, child.stat(follow_symlinks=False)
 
 
-def describe(path: Path, relative: str, status: os.stat_result) -> Entry:
-    """The entry of the regular file at `path`."""
+def make_entry(path: Path, relative: str, status: os.stat_result) -> Entry:
+    """Return the entry of the regular file at `path`."""
     return Entry(relative, status.st_size, sha256_file(path), f"{stat.S_IMODE(status.st_mode):04o}")
 
 
 def entries_digest(entries: Iterable[Entry]) -> str:
-    """SHA-256 of the canonical JSON of `entries`, sorted by path."""
+    """Return SHA-256 of the canonical JSON of `entries`, sorted by path."""
     return sha256_bytes(canonical_json([entry.document() for entry in sorted(entries)]))
 
 
 def frozen_entries(bundle: Path) -> list[Entry]:
-    """Entries of the frozen files of a bundle as they are on disk now, sorted by path.
+    """Return entries of the frozen files of a bundle as they are on disk now, sorted by path.
 
     Raises:
         RequestError: when an entry is neither a file nor a directory, or `job.json` is missing.
@@ -81,24 +81,24 @@ def frozen_entries(bundle: Path) -> list[Entry]:
             continue
         if not stat.S_ISREG(status.st_mode):
             raise RequestError("a bundle may only contain plain files", where=str(bundle / relative))
-        entries.append(describe(bundle / relative, relative, status))
+        entries.append(make_entry(bundle / relative, relative, status))
     return sorted(entries)
 
 
 def bundle_digest(bundle: Path) -> str:
-    """The digest of a bundle, computed from its files and not read from bundle.json."""
+    """Return the digest of a bundle, computed from its files and not read from bundle.json."""
     return entries_digest(frozen_entries(bundle))
 
 
 def bundle_document(entries: Collection[Entry]) -> bytes:
-    """The bytes of bundle.json: the frozen entries and their digest."""
+    """Return the bytes of bundle.json: the frozen entries and their digest."""
     files = [entry.document() for entry in sorted(entries)]
     document = {"schema_version": SCHEMA_VERSION, "digest": entries_digest(entries), "files": files}
     return canonical_json(document) + b"\n"
 
 
 def recorded_digest(bundle: Path) -> str:
-    """The digest in bundle.json, which `verify` checks.
+    """Return the digest in bundle.json, which `verify` checks.
 
     Raises:
         RequestError: when bundle.json is missing or damaged.
@@ -111,7 +111,7 @@ def recorded_digest(bundle: Path) -> str:
 
 
 def source_files(source: Path) -> list[tuple[str, Path]]:
-    """The plain files of an input, sorted: pairs of relative path and file; (".", source) if it is a file.
+    """Return sorted (relative path, file) pairs of the files of an input; (".", source) if it is a file.
 
     Follows links inside `source`, and links from a snapshot in a Hugging Face cache (`snapshots/REVISION`) to
     its `blobs` folder.
@@ -146,5 +146,5 @@ def source_files(source: Path) -> list[tuple[str, Path]]:
 
 
 def contents_digest(contents: Iterable[tuple[str, str]]) -> str:
-    """SHA-256 over (relative path, hex SHA-256) pairs."""
+    """Return SHA-256 over (relative path, hex SHA-256) pairs."""
     return sha256_bytes(canonical_json(sorted(list(pair) for pair in contents)))

@@ -52,7 +52,7 @@ class SigningKey:
         self.public = folder / PUBLIC
 
     def sign(self, statement: Mapping[str, Any]) -> bytes:
-        """The DSSE envelope of a statement, as JSON."""
+        """Return the DSSE envelope of a statement, as JSON."""
         from securesystemslib.dsse import Envelope
         from securesystemslib.signer import CryptoSigner
 
@@ -61,7 +61,7 @@ class SigningKey:
         return canonical_json(envelope.to_dict()) + b"\n"
 
 
-def verified_statement(envelope: Path, key: Path) -> dict[str, Any]:
+def verify_statement(envelope: Path, key: Path) -> dict[str, Any]:
     """Check the signature of an envelope and return its statement.
 
     Args:
@@ -75,7 +75,7 @@ def verified_statement(envelope: Path, key: Path) -> dict[str, Any]:
     from securesystemslib.dsse import Envelope
     from securesystemslib.exceptions import Error
 
-    expected = read_public(key)
+    expected = read_public_key(key)
     try:
         signed = Envelope.from_dict(json.loads(read_regular(envelope)))
         signed.verify([expected], 1)
@@ -98,8 +98,8 @@ def verified_statement(envelope: Path, key: Path) -> dict[str, Any]:
     return dict(statement)
 
 
-def read_public(path: Path) -> SSlibKey:
-    """The public key in a PEM file.
+def read_public_key(path: Path) -> SSlibKey:
+    """Return the public key in a PEM file.
 
     Raises:
         RequestError: when the file is not an Ed25519 public key.

@@ -17,9 +17,9 @@ from perilune.bundle.digest import (
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.remote.runner import OPTIMIZER
 from perilune.bundle.scripts import write_scripts
-from perilune.bundle.secret_sources import learn_secrets
+from perilune.bundle.secret_sources import register_secrets
 from perilune.bundle.shared_files import SharedFiles
-from perilune.bundle.storage import READ_ONLY, built_beside, place, publish, storage_errors
+from perilune.bundle.storage import READ_ONLY, build_directory, copy_file, publish, storage_errors
 from perilune.bundle.verify import require_verified, verify
 from perilune.errors import RequestError
 from perilune.files import canonical_json, sha256_file
@@ -47,15 +47,14 @@ def freeze(job: Job, inputs: Mapping[str, Path], destination: Path, shared: Shar
     if references.keys() != inputs.keys():
         odd = ", ".join(sorted(references.keys() ^ inputs.keys()))
         raise RequestError(f"the job and the given inputs differ in: {odd}", where=f"stage {job.stage}")
-    with storage_errors("freeze the bundle", destination), built_beside(destination) as building:
+    with storage_errors("freeze the bundle", destination), build_directory(destination) as building:
         for directory in ("inputs", "scripts", *OBSERVED):
             (building / directory).mkdir()
-        digests = {
-            name: _stage(_needed(job, references[name], source), building / references[name].path, shared)
-            for name, source in sorted(inputs.items())
-        }
-        for name, digest in digests.items():
-            _require_promised(references[name], digest, inputs[name])
+        digests = {}
+        for name, source in sorted(inputs.items()):
+            files = _input_files(job, references[name], source)
+            digests[name] = _add_input(files, building / references[name].path, shared)
+            _check_input_digest(references[name], digests[name], source)
         staged = tuple(ref.model_copy(update={"digest": digests[ref.name]}) for ref in job.inputs)
         _write(building / "job.json", job_document(job.model_copy(update={"inputs": staged})))
         write_scripts(job, building / "scripts")
@@ -66,11 +65,11 @@ def freeze(job: Job, inputs: Mapping[str, Path], destination: Path, shared: Shar
         try:
             publish(building, destination)
         except FileExistsError:
-            _require_same(destination, digest)
+            _require_identical(destination, digest)
     return digest
 
 
-def attempt_copy(bundle: Path, destination: Path) -> None:
+def copy_for_attempt(bundle: Path, destination: Path) -> None:
     """Copy a frozen bundle to `destination` for an attempt, with empty folders runtime/ and artifacts/.
 
     Raises:
@@ -80,19 +79,19 @@ def attempt_copy(bundle: Path, destination: Path) -> None:
     digest = recorded_digest(bundle)
     if not all((bundle / name).exists() for name in FROZEN):
         require_verified(bundle, digest)  # names what is missing
-    with storage_errors("copy the bundle", destination), built_beside(destination) as building:
+    with storage_errors("copy the bundle", destination), build_directory(destination) as building:
         for directory in ("inputs", "scripts", *OBSERVED):
             (building / directory).mkdir()
         for name in (*FROZEN, BUNDLE_FILE):
             for relative, source in source_files(bundle / name):
                 target = building / name if relative == "." else building / name / relative
-                place(source, target, source.stat().st_mode & 0o777, link=True)
+                copy_file(source, target, source.stat().st_mode & 0o777, link=True)
         require_verified(building, digest)
         publish(building, destination)
 
 
 def job_document(job: Job) -> bytes:
-    """The bytes of job.json."""
+    """Return the bytes of job.json."""
     try:
         return canonical_json(job.model_dump(mode="json")) + b"\n"
     except ValueError as error:
@@ -101,8 +100,8 @@ def job_document(job: Job) -> bytes:
         ) from None
 
 
-def _needed(job: Job, reference: InputReference, source: Path) -> list[tuple[str, Path]]:
-    """The files of an input. The optimizer's state in a checkpoint is only for a stage that restores it."""
+def _input_files(job: Job, reference: InputReference, source: Path) -> list[tuple[str, Path]]:
+    """Return the files of an input, without the optimizer's state unless the stage restores it."""
     files = source_files(source)
     if reference.kind == "checkpoint" and not (reference.digest or job.spec.get("restore_optimizer")):
         files = [file for file in files if not file[0].startswith(f"{OPTIMIZER}/")]
@@ -111,20 +110,20 @@ def _needed(job: Job, reference: InputReference, source: Path) -> list[tuple[str
     return files
 
 
-def _stage(files: Sequence[tuple[str, Path]], target: Path, shared: SharedFiles | None) -> str:
+def _add_input(files: Sequence[tuple[str, Path]], target: Path, shared: SharedFiles | None) -> str:
     """Copy or link the files of one input into the bundle; return their digest."""
     contents = []
     for relative, path in files:
         copy = target if relative == "." else target / relative
         if shared is None:
-            place(path, copy, READ_ONLY)
+            copy_file(path, copy, READ_ONLY)
         else:
-            shared.stage(path, copy)
+            shared.add_input(path, copy)
         contents.append((relative, sha256_file(copy)))
     return contents_digest(contents)
 
 
-def _require_promised(reference: InputReference, digest: str, source: Path) -> None:
+def _check_input_digest(reference: InputReference, digest: str, source: Path) -> None:
     if reference.digest and digest != reference.digest:
         raise RequestError(
             f"the input is not the one the job names: its digest is {digest}, not {reference.digest}",
@@ -138,7 +137,7 @@ def _write(path: Path, data: bytes) -> None:
     path.chmod(READ_ONLY)
 
 
-def _require_same(destination: Path, digest: str) -> None:
+def _require_identical(destination: Path, digest: str) -> None:
     """Accept an identical bundle at `destination`; refuse anything else."""
     if not destination.is_dir() or verify(destination, digest):
         raise RequestError(
@@ -148,7 +147,7 @@ def _require_same(destination: Path, digest: str) -> None:
 
 def _refuse_secrets(job: Job, building: Path) -> None:
     """Refuse to freeze a file that contains the value of one of the job's secrets."""
-    learn_secrets(job.secrets)
+    register_secrets(job.secrets)
     for relative, path in source_files(building):
         with path.open("rb") as file:
             found = KNOWN_SECRETS.find_secret(file)

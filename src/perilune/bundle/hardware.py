@@ -90,7 +90,7 @@ class HardwareSampler:
         return True
 
     def sample(self) -> dict[str, Any]:
-        """One line of figures; sizes in bytes, utilisation in percent, `time` in seconds since the epoch.
+        """Measure all values: sizes in bytes, utilisation in percent, `time` in seconds since the epoch.
 
         cpu_percent (all cores, 0 to 100), cpu_per_core, load (1, 5, 15 minutes), memory_used,
         memory_total, swap_used, disk_free (where the file lies), disk_read and disk_write (since boot),
@@ -210,7 +210,7 @@ class _Gpus:
             self._nvml.nvmlShutdown()
 
 
-def _alive(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -224,7 +224,7 @@ def main(arguments: list[str]) -> int:
     """Sample until the watched process ends."""
     path, pid = Path(arguments[0]), int(arguments[1])
     with HardwareSampler(path, pid):
-        while _alive(pid):
+        while _is_alive(pid):
             time.sleep(0.5)
     return 0
 

@@ -23,7 +23,7 @@ def inspect(bundle: Path) -> dict[str, Any]:
         RequestError: when `bundle` is not a bundle, or its documents are damaged.
     """
     job = read_job(bundle)
-    inputs = [{**reference.model_dump(), **_extent(bundle / reference.path)} for reference in job.inputs]
+    inputs = [{**reference.model_dump(), **_count_files(bundle / reference.path)} for reference in job.inputs]
     entries = frozen_entries(bundle)
     result = bundle / "runtime" / "result.json"
     return {
@@ -38,15 +38,15 @@ def inspect(bundle: Path) -> dict[str, Any]:
         "inputs": inputs,
         "frozen": {"files": len(entries), "bytes": sum(entry.size for entry in entries)},
         "artifacts": {
-            **_extent(bundle / "artifacts"),
+            **_count_files(bundle / "artifacts"),
             "manifest": (bundle / "artifacts" / MANIFEST).is_file(),
         },
-        "result": _object(result) if result.is_file() else None,
+        "result": read_object(result) if result.is_file() else None,
     }
 
 
 def read_job(bundle: Path) -> Job:
-    """The job of a bundle.
+    """Return the job of a bundle.
 
     Raises:
         RequestError: when job.json is missing, malformed or has another schema; names the key.
@@ -65,15 +65,20 @@ def read_job(bundle: Path) -> Job:
         ) from None
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        RequestError: when the file is missing or damaged, or has another JSON value.
+    """
     document = read_json(path)
     if not isinstance(document, dict):
         raise RequestError("not a JSON object", where=str(path), remedy="fetch the bundle again")
     return document
 
 
-def _extent(path: Path) -> dict[str, int]:
-    """The number of files at or below `path` and their bytes."""
+def _count_files(path: Path) -> dict[str, int]:
+    """Return the number of files at or below `path` and their bytes."""
     if not path.exists():
         return {"files": 0, "bytes": 0}
     files = source_files(path)

@@ -99,7 +99,7 @@ class Job(Frozen):
     secrets: tuple[str, ...] = ()
 
     def at(self, root: Path) -> Job:
-        """The job with absolute paths to the files of its environments in the bundle at `root`."""
+        """Return the job with absolute paths to the files of its environments in the bundle at `root`."""
         parts = {"environment": self.environment, "spec": self.spec}
         for reference in self.inputs:
             if reference.kind == "tasks":

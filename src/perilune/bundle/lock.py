@@ -12,13 +12,13 @@ from perilune.bundle.wheel import NAME
 from perilune.errors import WorkFailedError
 from perilune.files import sha256_bytes
 
-# What an installer writes into the folder of the metadata, beside the files of the wheel.
-_BY_THE_INSTALLER = {"INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_url.json", "uv_cache.json"}
+# Files that an installer adds to the .dist-info folder.
+_INSTALLER_FILES = {"INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_url.json", "uv_cache.json"}
 
 
 @cache
 def requirements_lock(task: str) -> str:
-    """Lines "name==version  # record sha256:DIGEST" for installed distributions.
+    """Return lines "name==version  # record sha256:DIGEST" for installed distributions.
 
     Lists the dependencies of perilune and of the plugin that owns `task`. Follows the declared dependencies
     whose markers apply here, and only requested extras. Omits Perilune, which the bundle contains as a wheel.
@@ -27,29 +27,29 @@ def requirements_lock(task: str) -> str:
     Raises:
         WorkFailedError: when a declared dependency is not installed.
     """
-    waiting = [(NAME, frozenset[str]()), *((owner, frozenset[str]()) for owner in _owners(task))]
+    waiting = [(NAME, frozenset[str]()), *((owner, frozenset[str]()) for owner in _plugin_owners(task))]
     seen: set[tuple[str, frozenset[str]]] = set()
     locked: dict[str, str] = {}
     while waiting:
         name, extras = waiting.pop()
-        if (_normal(name), extras) in seen:
+        if (_normalize(name), extras) in seen:
             continue
-        seen.add((_normal(name), extras))
-        locked[_normal(name)] = _locked(_find(name))
-        waiting += _needs(name, extras)
-    del locked[_normal(NAME)]
+        seen.add((_normalize(name), extras))
+        locked[_normalize(name)] = _version_and_digest(_find_distribution(name))
+        waiting += _requirements(name, extras)
+    del locked[_normalize(NAME)]
     return "".join(f"{name}=={found}\n" for name, found in sorted(locked.items()))
 
 
 @cache
 def record_digest(installed: Distribution) -> str | None:
-    """SHA-256 over the paths and hashes in the RECORD of an installed distribution.
+    """Return SHA-256 over the paths and hashes in the RECORD of an installed distribution.
 
-    Left out is what an installer generates: bytecode, scripts (their first line names the interpreter) and
-    its notes in the .dist-info folder. Two installations of one wheel therefore agree, and wheels with one
-    version number and different files do not. RECORD holds the hashes at the time of the installation, so an
-    edit of an installed file does not show. None without hashes: an editable installation, or a package of
-    the system.
+    Files that an installer generates are omitted: bytecode, scripts (their first line names the interpreter)
+    and its notes in the .dist-info folder. Two installations of one wheel therefore have the same digest, and
+    wheels with one version number and different files have different digests. RECORD has the hashes at the
+    time of the installation, so edits of installed files do not change the digest. Returns None without
+    hashes, for an editable installation or a system package.
 
     Source: packaging.python.org/specifications/recording-installed-packages.
     """
@@ -65,14 +65,14 @@ def _is_from_wheel(path: str) -> bool:
     # Plain strings: torch alone has ten thousand files, and every stage checks them.
     folders, _, name = path.rpartition("/")
     folder = folders.rpartition("/")[2]
-    if folder.endswith(".dist-info") and name in _BY_THE_INSTALLER:
+    if folder.endswith(".dist-info") and name in _INSTALLER_FILES:
         return False
     outside = path.startswith("../")
     return not name.endswith(".pyc") and not (outside and folder in {"bin", "Scripts"})
 
 
 def editable_root(installed: Distribution) -> Path | None:
-    """The folder that an editable installation runs from; None for others."""
+    """Return the folder that an editable installation runs from; None for others."""
     text = installed.read_text("direct_url.json")
     if text is None:
         return None
@@ -82,19 +82,19 @@ def editable_root(installed: Distribution) -> Path | None:
     return Path(str(origin["url"]).removeprefix("file://"))
 
 
-def _locked(installed: Distribution) -> str:
+def _version_and_digest(installed: Distribution) -> str:
     digest = record_digest(installed)
     return installed.version + (f"  # record sha256:{digest}" if digest else "")
 
 
-def _owners(task: str) -> list[str]:
-    """Distributions that register the task plugin called `task`."""
+def _plugin_owners(task: str) -> list[str]:
+    """Return distributions that register the task plugin called `task`."""
     points = entry_points(group=PLUGIN_GROUP, name=task)
     return [point.dist.name for point in points if point.dist is not None]
 
 
 @cache
-def _find(name: str) -> Distribution:
+def _find_distribution(name: str) -> Distribution:
     try:
         return distribution(name)
     except PackageNotFoundError:
@@ -104,12 +104,12 @@ def _find(name: str) -> Distribution:
 
 
 @cache
-def _needs(name: str, extras: frozenset[str]) -> list[tuple[str, frozenset[str]]]:
-    """The requirements of a distribution on this machine, with the given extras."""
+def _requirements(name: str, extras: frozenset[str]) -> list[tuple[str, frozenset[str]]]:
+    """Return the requirements of a distribution on this machine, with the given extras."""
     from packaging.requirements import Requirement
 
     needs = []
-    for text in _find(name).requires or []:
+    for text in _find_distribution(name).requires or []:
         need = Requirement(text)
         holds = need.marker is None or any(
             need.marker.evaluate({"extra": extra}) for extra in (extras or {""})
@@ -119,5 +119,5 @@ def _needs(name: str, extras: frozenset[str]) -> list[tuple[str, frozenset[str]]
     return needs
 
 
-def _normal(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()

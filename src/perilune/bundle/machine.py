@@ -85,7 +85,7 @@ class ControlGroupLimits:
 
 
 def describe_machine() -> dict[str, Any]:
-    """The result of `observe_machine` as JSON."""
+    """Return the result of `observe_machine` as JSON."""
     facts: dict[str, Any] = json.loads(json.dumps(asdict(observe_machine())))
     return facts
 
@@ -154,13 +154,13 @@ def require_device(resources: Resources) -> None:
 
 
 def usable_threads() -> int:
-    """The useful number of threads: usable cores rounded down, at least 1."""
+    """Return the useful number of threads: usable cores rounded down, at least 1."""
     processor = observe_machine().processor
     return max(1, int(min(processor.usable_cores, processor.physical_cores)))
 
 
 def control_group_limits(root: Path = Path("/")) -> ControlGroupLimits:
-    """The lowest core and memory limits of this process's control groups, version 1 or 2.
+    """Return the lowest core and memory limits of this process's control groups, version 1 or 2.
 
     Limits may be set on the group or on any of its ancestors. In a container, the path in /proc/self/cgroup
     may exist only on the host; the mounted root is then used.
@@ -249,7 +249,7 @@ def _nvidia_gpus() -> Iterator[Gpu]:
 
 
 def _read(path: Path) -> str:
-    """The text of the file; "" if it cannot be read."""
+    """Return the text of the file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -4,7 +4,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from perilune.bundle.digest import describe, walk
+from perilune.bundle.digest import make_entry, walk
 from perilune.bundle.storage import storage_errors
 from perilune.errors import RequestError, WorkFailedError
 from perilune.files import canonical_json, read_json, sha256_bytes, write_atomic
@@ -32,7 +32,7 @@ def write_manifest(bundle: Path) -> str:
                     where=str(artifacts / relative),
                     remedy="make the task write a plain file",
                 )
-            entry = describe(artifacts / relative, relative, status)
+            entry = make_entry(artifacts / relative, relative, status)
             files[relative] = {"size": entry.size, "sha256": entry.sha256}
         data = manifest_bytes(files)
         write_atomic(artifacts / MANIFEST, data)
@@ -40,7 +40,7 @@ def write_manifest(bundle: Path) -> str:
 
 
 def output_bytes(bundle: Path) -> int:
-    """Size of all artifacts in an attempt's manifest, in bytes; 0 without a manifest."""
+    """Return size of all artifacts in an attempt's manifest, in bytes; 0 without a manifest."""
     try:
         listed = read_json(bundle / "artifacts" / MANIFEST)
         return sum(int(entry["size"]) for entry in listed["files"].values())
@@ -49,5 +49,5 @@ def output_bytes(bundle: Path) -> int:
 
 
 def manifest_bytes(files: dict[str, Any]) -> bytes:
-    """The bytes of a manifest over `files`: {path: {"size", "sha256"}}."""
+    """Return the bytes of a manifest over `files`: {path: {"size", "sha256"}}."""
     return canonical_json({"schema_version": SCHEMA_VERSION, "files": files}) + b"\n"

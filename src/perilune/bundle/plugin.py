@@ -64,7 +64,7 @@ class MemoryNeed(Protocol):
         ...
 
     def fitting(self, available: int) -> str:
-        """A change of keys that makes the stage fit into `available` bytes; "" if none is known."""
+        """Return a change of keys that makes the stage fit into `available` bytes; "" if none is known."""
         ...
 
 
@@ -88,7 +88,7 @@ class TaskPlugin(Protocol):
     output: str
 
     def plan(self, job: Job) -> Mapping[str, object]:
-        """Values derived from the job (batch sizes, steps, tokens, memory) by name.
+        """Return values derived from the job (batch sizes, steps, tokens, memory) by name.
 
         Called before any work starts, without the inputs. A `MemoryNeed` is compared with the memory of the
         machine that runs the stage.
@@ -105,7 +105,7 @@ class TaskPlugin(Protocol):
 
 @cache
 def plugin_names() -> tuple[str, ...]:
-    """Names of all installed task plugins, sorted."""
+    """Return names of all installed task plugins, sorted."""
     return tuple(sorted({point.name for point in entry_points(group=PLUGIN_GROUP)}))
 
 
@@ -124,7 +124,7 @@ def load_plugin(name: str) -> TaskPlugin:
 
 
 def is_parallel(plugin: TaskPlugin) -> bool:
-    """Whether several processes can run the task together."""
+    """Return whether several processes can run the task together."""
     return bool(getattr(plugin, "parallel", False))
 
 
@@ -135,19 +135,19 @@ def resources_of(plugin: TaskPlugin, resources: Resources) -> Resources:
 
 
 def uses_model(plugin: TaskPlugin) -> bool:
-    """Whether the task uses the model and the environment of the recipe."""
+    """Return whether the task uses the model and the environment of the recipe."""
     return not getattr(plugin, "standalone", False)
 
 
 def uses_environment(plugin: TaskPlugin) -> bool:
-    """Whether the task cannot run without the environment of the recipe."""
+    """Return whether the task cannot run without the environment of the recipe."""
     return uses_model(plugin) and getattr(plugin, "needs_environment", True)
 
 
 def complete_spec(
     kind: type[BaseModel], task: str, spec: Mapping[str, Any], model: Mapping[str, Any], device: str
 ) -> dict[str, Any]:
-    """The keys of a stage, completed by the class method `complete` of `kind` if there is one.
+    """Return the keys of a stage, completed by the class method `complete` of `kind` if there is one.
 
     `complete` fills in defaults that depend on the model section and the device of the recipe
     (`by_model_fields`).
@@ -157,12 +157,12 @@ def complete_spec(
 
 
 def by_model_fields(spec: type[BaseModel]) -> list[str]:
-    """Fields of `spec` whose default depends on the model: None in a loaded recipe that does not set them."""
+    """Return fields of `spec` whose default depends on the model; None in a loaded recipe means unset."""
     return [name for name in getattr(spec, "by_model", ()) if name in spec.model_fields]
 
 
 def path_fields(spec: type[BaseModel]) -> list[str]:
-    """Fields of `spec` that name files, folders or URLs."""
+    """Return fields of `spec` that name files, folders or URLs."""
     return [
         name
         for name, info in spec.model_fields.items()
@@ -171,7 +171,7 @@ def path_fields(spec: type[BaseModel]) -> list[str]:
 
 
 def code_fields(spec: type[BaseModel]) -> dict[str, CodeReference]:
-    """Fields of `spec` that name code of the user, with the mark of each."""
+    """Return fields of `spec` that name code of the user, with the mark of each."""
     return {
         name: mark
         for name, info in spec.model_fields.items()
@@ -181,7 +181,7 @@ def code_fields(spec: type[BaseModel]) -> dict[str, CodeReference]:
 
 
 def environment_fields(spec: type[BaseModel]) -> list[str]:
-    """Fields of `spec` that map names to sections of environments; those in a section are dotted."""
+    """Return fields of `spec` that map names to sections of environments; those in a section are dotted."""
     found = []
     for name, info in spec.model_fields.items():
         if any(isinstance(mark, ChangesEnvironment) for mark in info.metadata):
@@ -193,18 +193,18 @@ def environment_fields(spec: type[BaseModel]) -> list[str]:
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:
-    """Fields of `spec` that name an earlier stage, with the kind of output that each takes."""
+    """Return fields of `spec` that name an earlier stage, with the kind of output that each takes."""
     return {name: mark.kind for name, mark in _consumed(spec)}
 
 
 def file_fields(spec: type[BaseModel], values: Mapping[str, Any]) -> dict[str, str]:
-    """The fields in `values` that name a file or folder of the user in place of a stage, with their paths."""
+    """Return the paths in `values` that stand in place of a stage, by field."""
     given = {name: values.get(name) for name, mark in _consumed(spec) if mark.files}
     return {name: value for name, value in given.items() if isinstance(value, str) and is_path(value)}
 
 
 def is_path(name: str) -> bool:
-    """Whether a value that may name a stage is a path: it has a dot or a slash, which no stage's name has."""
+    """Return whether a value is a path rather than the name of a stage, which has no dot or slash."""
     return "." in name or "/" in name
 
 

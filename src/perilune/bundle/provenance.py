@@ -14,15 +14,15 @@ from typing import Any
 import perilune
 from perilune.bundle.lock import editable_root, record_digest
 from perilune.bundle.machine import describe_machine
-from perilune.bundle.secret_sources import learn_secrets
+from perilune.bundle.secret_sources import register_secrets
 from perilune.bundle.wheel import differing_files
 from perilune.bundle.workspace import Workspace
 from perilune.files import sha256_bytes, write_atomic, write_json
 from perilune.redaction import KNOWN_SECRETS
 
-PATCH_LIMIT = 1 << 20  # largest recorded patch of a dirty checkout, in bytes
+MAX_PATCH_BYTES = 1 << 20  # largest recorded patch of a dirty checkout, in bytes
 _UNTRACKED_LIMIT = 100  # names
-_GIT_DEADLINE = 20  # seconds
+_GIT_TIMEOUT_S = 20  # seconds
 
 
 def record_precheck(workspace: Workspace) -> dict[str, Any]:
@@ -38,8 +38,8 @@ def record_precheck(workspace: Workspace) -> dict[str, Any]:
     wheels = sorted((workspace.root / "scripts").glob("*.whl"))
     facts["code"] = {"differs_from_bundle": [name for wheel in wheels for name in differing_files(wheel)]}
     if facts["git"] is not None and facts["git"]["dirty"]:
-        patch, whole = _patch(Path(facts["git"]["checkout"]))
-        learn_secrets(workspace.job.secrets)
+        patch, whole = _make_patch(Path(facts["git"]["checkout"]))
+        register_secrets(workspace.job.secrets)
         patch = KNOWN_SECRETS.redact(patch)
         facts["git"]["patch"] = {"sha256": sha256_bytes(patch), "size": len(patch), "whole": whole}
         write_atomic(workspace.artifacts / "source.patch", patch)
@@ -69,30 +69,30 @@ def precheck() -> dict[str, Any]:
             "hash_randomization": bool(sys.flags.hash_randomization),
         },
         "packages": loaded_packages(),
-        "torch": _torch(sys.modules.get("torch")),
-        "kernels": _kernels(sys.modules.get("perilune.models.native.build")),
+        "torch": _describe_torch(sys.modules.get("torch")),
+        "kernels": _describe_kernels(sys.modules.get("perilune.models.native.build")),
         "machine": describe_machine(),
-        "git": _git(Path(perilune.__path__[0]).resolve()),
+        "git": _describe_git(Path(perilune.__path__[0]).resolve()),
         "environment": sorted(os.environ),
     }
 
 
 def loaded_packages() -> dict[str, dict[str, Any]]:
-    """Loaded top-level modules outside the standard library.
+    """Return loaded top-level modules outside the standard library.
 
     By name: {file, distribution, version, editable, record}.
     """
     modules = {}
     for name, module in sys.modules.copy().items():
         own = name in sys.stdlib_module_names or name.startswith(("__", "_sysconfigdata"))
-        file = _file(module)
+        file = _module_file(module)
         if "." not in name and not own and file:
             modules[name] = file
     return {name: {"file": file, **_ownership(name, Path(file))} for name, file in sorted(modules.items())}
 
 
-def _file(module: ModuleType) -> str:
-    """The file or folder of a module; "" if it has none."""
+def _module_file(module: ModuleType) -> str:
+    """Return the file or folder of a module; "" if it has none."""
     file = getattr(module, "__file__", None)
     if file:
         return str(file)
@@ -102,7 +102,7 @@ def _file(module: ModuleType) -> str:
 
 @cache
 def _owners() -> dict[str, list[Distribution]]:
-    """Installed distributions by the modules they provide, in the order of sys.path."""
+    """Return installed distributions by the modules they provide, in the order of sys.path."""
     owners: dict[str, list[Distribution]] = {}
     for installed in distributions():
         for name in _top_level(installed):
@@ -111,7 +111,7 @@ def _owners() -> dict[str, list[Distribution]]:
 
 
 def _top_level(installed: Distribution) -> set[str]:
-    """The top-level modules of a distribution."""
+    """Return the top-level modules of a distribution."""
     text = installed.read_text("top_level.txt")
     if text:
         return set(text.split())
@@ -131,11 +131,11 @@ def _top_level(installed: Distribution) -> set[str]:
 
 @cache
 def _ownership(name: str, file: Path) -> dict[str, Any]:
-    """The distribution that contains the file of a module."""
+    """Return the distribution that contains the file of a module."""
     for installed in _owners().get(name, []):
         editable = editable_root(installed)
         home = editable or Path(str(installed.locate_file("")))
-        if _inside(file, home):
+        if _is_inside(file, home):
             return {
                 "distribution": installed.name,
                 "version": installed.version,
@@ -145,11 +145,11 @@ def _ownership(name: str, file: Path) -> dict[str, Any]:
     return {"distribution": None, "version": None, "editable": False, "record": None}
 
 
-def _inside(file: Path, home: Path) -> bool:
+def _is_inside(file: Path, home: Path) -> bool:
     return file.is_relative_to(home) or file.resolve().is_relative_to(home.resolve())
 
 
-def _torch(torch: Any) -> dict[str, Any] | None:
+def _describe_torch(torch: Any) -> dict[str, Any] | None:
     if torch is None:
         return None
     return {
@@ -166,16 +166,16 @@ def _torch(torch: Any) -> dict[str, Any] | None:
     }
 
 
-def _kernels(build: Any) -> dict[str, Any] | None:
+def _describe_kernels(build: Any) -> dict[str, Any] | None:
     if build is None:
         return None
     kernels = build.native()
     return {"loaded": kernels.library is not None, "reason": kernels.reason}
 
 
-def _git(package: Path) -> dict[str, Any] | None:
-    """The commit and state of the checkout that the package runs from."""
-    checkout = _checkout(package)
+def _describe_git(package: Path) -> dict[str, Any] | None:
+    """Return the commit and state of the checkout that the package runs from."""
+    checkout = _find_checkout(package)
     status = checkout and _run_git(Path(checkout), "status", "--porcelain=v2", "--branch")
     if not status:
         return None
@@ -192,24 +192,24 @@ def _git(package: Path) -> dict[str, Any] | None:
 
 
 @cache
-def _checkout(package: Path) -> str | None:
-    """The root of the checkout that tracks the files of the package, or None."""
+def _find_checkout(package: Path) -> str | None:
+    """Return the root of the checkout that tracks the files of the package, or None."""
     if _run_git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     root = _run_git(package, "rev-parse", "--show-toplevel")
     return root.strip() if root else None
 
 
-def _patch(checkout: Path) -> tuple[bytes, bool]:
-    """Tracked changes against HEAD, cut at `PATCH_LIMIT` bytes, and whether the patch is complete."""
+def _make_patch(checkout: Path) -> tuple[bytes, bool]:
+    """Return tracked changes against HEAD, at most `MAX_PATCH_BYTES`, and whether they are complete."""
     command = [*_GIT, "-C", str(checkout), "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_git_environment()
     ) as git:
         assert git.stdout is not None
-        patch = git.stdout.read(PATCH_LIMIT + 1)
+        patch = git.stdout.read(MAX_PATCH_BYTES + 1)
         git.kill()  # the rest of its output is not needed
-    return patch[:PATCH_LIMIT], len(patch) <= PATCH_LIMIT
+    return patch[:MAX_PATCH_BYTES], len(patch) <= MAX_PATCH_BYTES
 
 
 # Do not take the index lock, and do not run a program from the repository's settings.
@@ -217,14 +217,14 @@ _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 
 
 def _run_git(directory: Path, *arguments: str) -> str | None:
-    """The output of git, or None if git is missing or fails."""
+    """Return the output of git, or None if git is missing or fails."""
     try:
         done = subprocess.run(
             [*_GIT, "-C", str(directory), *arguments],
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_GIT_DEADLINE,
+            timeout=_GIT_TIMEOUT_S,
             check=False,
             env=_git_environment(),
         )
@@ -234,5 +234,5 @@ def _run_git(directory: Path, *arguments: str) -> str | None:
 
 
 def _git_environment() -> Mapping[str, str]:
-    """The environment without GIT_* variables, because those of a hook point to another repository."""
+    """Return the environment without GIT_* variables, because those of a hook point to another repository."""
     return {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

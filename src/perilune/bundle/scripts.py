@@ -15,7 +15,7 @@ EXECUTABLE = 0o555
 
 @cache
 def remote_source(name: str) -> bytes:
-    """The source of `name` in perilune/bundle/remote, which runs on machines without perilune."""
+    """Return the source of `name` in perilune/bundle/remote, which runs on machines without perilune."""
     return (files("perilune.bundle") / "remote" / name).read_bytes()
 
 

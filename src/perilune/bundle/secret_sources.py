@@ -30,8 +30,8 @@ from perilune.files import home_directory, write_atomic
 from perilune.frozen import Frozen
 from perilune.redaction import MIN_SECRET_LENGTH, register_secret
 
-FILE = "secrets.yaml"
-MOST_BYTES = 1 << 16  # of a file with a secret
+SECRETS_FILE = "secrets.yaml"
+MAX_BYTES = 1 << 16  # of a file with a secret
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -49,7 +49,7 @@ class SecretSource(Frozen):
         return self
 
     def value(self, name: str) -> str | None:
-        """The value of the secret `name`, or None.
+        """Return the value of the secret `name`, or None.
 
         Raises:
             RequestError: when its file or the keyring cannot be read.
@@ -70,7 +70,7 @@ _SOURCES = TypeAdapter(dict[Name, SecretSource])
 
 
 def secret_value(name: str) -> str | None:
-    """The value of a secret, or None. From now on this process redacts it in everything that it writes.
+    """Return the value of a secret, or None. This process then redacts it in everything that it writes.
 
     Raises:
         RequestError: when secrets.yaml is wrong, or a source cannot be read.
@@ -83,7 +83,7 @@ def secret_value(name: str) -> str | None:
     return value or None
 
 
-def learn_secrets(names: Iterable[str]) -> None:
+def register_secrets(names: Iterable[str]) -> None:
     """Redact the values of these secrets in everything that this process writes.
 
     Raises:
@@ -99,7 +99,7 @@ def learn_secrets(names: Iterable[str]) -> None:
 
 
 def require_secret(name: str, where: str) -> str:
-    """The value of a secret that the stage `where` needs.
+    """Return the value of a secret that the stage `where` needs.
 
     Raises:
         RequestError: when it has no value here.
@@ -115,12 +115,12 @@ def require_secret(name: str, where: str) -> str:
 
 
 def sources_file() -> Path:
-    """The path of secrets.yaml."""
-    return home_directory() / FILE
+    """Return the path of secrets.yaml."""
+    return home_directory() / SECRETS_FILE
 
 
 def read_sources() -> dict[str, SecretSource]:
-    """The sources in secrets.yaml by secret; empty without that file.
+    """Return the sources in secrets.yaml by secret; empty without that file.
 
     Raises:
         RequestError: when the file is wrong. The message shows no value, because it may be a secret.
@@ -153,7 +153,7 @@ def write_sources(sources: dict[str, SecretSource]) -> None:
     write_atomic(sources_file(), yaml.safe_dump(document, sort_keys=True))
 
 
-def keep_in_keyring(service: str, name: str, value: str) -> None:
+def store_in_keyring(service: str, name: str, value: str) -> None:
     """Store a value in the keyring of the operating system.
 
     Raises:
@@ -182,15 +182,15 @@ def _from_keyring(service: str, name: str) -> str | None:
 def _from_file(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+            data = file.read(MAX_BYTES + 1)
         text = data.decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(
             f"the file of a secret cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
             where=str(path),
         ) from None
-    if len(data) > MOST_BYTES:
-        raise RequestError(f"the file of a secret has more than {MOST_BYTES:,} bytes", where=str(path))
+    if len(data) > MAX_BYTES:
+        raise RequestError(f"the file of a secret has more than {MAX_BYTES:,} bytes", where=str(path))
     return text or None
 
 

@@ -23,22 +23,22 @@ class SharedFiles:
 
     home: Path
 
-    def stage(self, source: Path, target: Path) -> None:
+    def add_input(self, source: Path, target: Path) -> None:
         """Put an input into a bundle that is being built: by a hard link where the home has the file."""
         own = source.resolve().is_relative_to((self.home / "runs").resolve())  # the output of a stage
         size = source.stat().st_size
-        if own or size < storage.SHARE_FROM or not self._link(source, size, target):
-            storage.place(source, target, storage.READ_ONLY, link=own)
+        if own or size < storage.LINK_BYTES or not self._link(source, size, target):
+            storage.copy_file(source, target, storage.READ_ONLY, link=own)
 
     def _link(self, source: Path, size: int, target: Path) -> bool:
         try:
             if not any(path.stat().st_size == size for path in (self.home / INPUTS).glob("*")):
                 return False
-            kept = self.home / INPUTS / sha256_file(source)
-            if not _is_whole(kept):
+            shared_copy = self.home / INPUTS / sha256_file(source)
+            if not _is_valid(shared_copy):
                 return False
             target.parent.mkdir(parents=True, exist_ok=True)
-            os.link(kept, target)
+            os.link(shared_copy, target)
         except OSError:  # a file system without links, or the copy has just been removed
             return False
         return True
@@ -54,35 +54,35 @@ class SharedFiles:
             path, digest = bundle / entry["path"], entry["sha256"]
             if folder == "scripts" and name.endswith(".whl"):
                 _share(path, self.home / WHEELS / digest)
-            elif folder == "inputs" and entry["size"] >= storage.SHARE_FROM and path.stat().st_nlink == 1:
+            elif folder == "inputs" and entry["size"] >= storage.LINK_BYTES and path.stat().st_nlink == 1:
                 _share(path, self.home / INPUTS / digest)
 
     def remove_unused(self) -> None:
         """Remove the copies that no bundle has a link to."""
         for folder in (WHEELS, INPUTS):
-            for kept in (self.home / folder).glob("*"):
+            for shared_copy in (self.home / folder).glob("*"):
                 with contextlib.suppress(FileNotFoundError):
-                    if kept.stat().st_nlink == 1:
-                        kept.unlink()
+                    if shared_copy.stat().st_nlink == 1:
+                        shared_copy.unlink()
 
 
-def _share(path: Path, kept: Path) -> None:
-    """Make `path` and the shared copy `kept` one file."""
-    kept.parent.mkdir(exist_ok=True)
+def _share(path: Path, shared_copy: Path) -> None:
+    """Make `path` and the shared copy `shared_copy` one file."""
+    shared_copy.parent.mkdir(exist_ok=True)
     link = path.with_name(f".{path.name}.tmp")
     with contextlib.suppress(OSError):  # a file system without links, or the copy has just been removed
-        if not _is_whole(kept):
-            kept.unlink(missing_ok=True)
-            os.link(path, kept)
+        if not _is_valid(shared_copy):
+            shared_copy.unlink(missing_ok=True)
+            os.link(path, shared_copy)
         else:
-            os.link(kept, link)
+            os.link(shared_copy, link)
             link.replace(path)
 
 
-def _is_whole(kept: Path) -> bool:
-    """Whether the copy is there, has the contents it is named by, and nobody may write to it."""
+def _is_valid(shared_copy: Path) -> bool:
+    """Return whether the copy is there, has the contents it is named by, and nobody may write to it."""
     try:
-        mode = stat.S_IMODE(kept.stat().st_mode)
-        return mode == storage.READ_ONLY and sha256_file(kept) == kept.name
+        mode = stat.S_IMODE(shared_copy.stat().st_mode)
+        return mode == storage.READ_ONLY and sha256_file(shared_copy) == shared_copy.name
     except FileNotFoundError:
         return False

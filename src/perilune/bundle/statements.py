@@ -35,7 +35,7 @@ def bundle_statement(bundle: Path, run: str, submitted: float) -> dict[str, Any]
         "predicate": {
             "bundleDigest": recorded_digest(bundle),
             "run": run,
-            "submittedOn": timestamp(submitted),
+            "submittedOn": format_timestamp(submitted),
         },
     }
 
@@ -56,7 +56,7 @@ def result_statement(attempt: Path, run: str, number: int, started: float, finis
         "_type": STATEMENT_TYPE,
         "subject": [
             _subject(name, sha256, _present_mode(attempt / name))
-            for name, sha256 in sorted((artifacts | _runtime(attempt)).items())
+            for name, sha256 in sorted((artifacts | _runtime_hashes(attempt)).items())
         ],
         "predicateType": RESULT_PREDICATE,
         "predicate": {
@@ -70,8 +70,8 @@ def result_statement(attempt: Path, run: str, number: int, started: float, finis
                 "builder": {"id": "urn:perilune:controller", "version": {"perilune": perilune.__version__}},
                 "metadata": {
                     "invocationId": f"{run}/{number}",
-                    "startedOn": timestamp(started),
-                    "finishedOn": timestamp(finished),
+                    "startedOn": format_timestamp(started),
+                    "finishedOn": format_timestamp(finished),
                 },
             },
         },
@@ -90,27 +90,27 @@ def removal_statement(files: Mapping[str, str], run: str, number: int, removed: 
         "_type": STATEMENT_TYPE,
         "subject": [_subject(name, sha256) for name, sha256 in sorted(files.items())],
         "predicateType": REMOVAL_PREDICATE,
-        "predicate": {"invocationId": f"{run}/{number}", "removedOn": timestamp(removed)},
+        "predicate": {"invocationId": f"{run}/{number}", "removedOn": format_timestamp(removed)},
     }
 
 
-def timestamp(seconds: float) -> str:
-    """Unix seconds as RFC 3339 in UTC."""
+def format_timestamp(seconds: float) -> str:
+    """Return Unix seconds as RFC 3339 in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def mode_of(status: os.stat_result) -> str:
-    """Permission bits, as four octal digits."""
+def format_mode(status: os.stat_result) -> str:
+    """Return permission bits, as four octal digits."""
     return f"{stat.S_IMODE(status.st_mode):04o}"
 
 
 def _present_mode(path: Path) -> str:
-    """The mode of an artifact; "" if it stayed on the attempt's machine."""
-    return mode_of(path.lstat()) if path.exists() else ""
+    """Return the mode of an artifact; "" if it stayed on the attempt's machine."""
+    return format_mode(path.lstat()) if path.exists() else ""
 
 
-def _runtime(attempt: Path) -> dict[str, str]:
-    """SHA-256 of the files in runtime/, by path in the bundle."""
+def _runtime_hashes(attempt: Path) -> dict[str, str]:
+    """Return SHA-256 of the files in runtime/, by path in the bundle."""
     return {
         f"runtime/{path}": sha256_file(attempt / "runtime" / path)
         for path, status in walk(attempt / "runtime")

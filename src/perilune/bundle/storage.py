@@ -13,12 +13,12 @@ from perilune.errors import RequestError
 from perilune.files import fsync_directory
 
 READ_ONLY = 0o444
-SHARE_FROM = 16 << 20  # bytes from which a read-only file is hard-linked instead of copied
+LINK_BYTES = 16 << 20  # bytes from which a read-only file is hard-linked instead of copied
 
-_FREE = "free some space (`perilune gc`), or choose another disk with PERILUNE_HOME"
+_FREE_SPACE = "free some space (`perilune gc`), or choose another disk with PERILUNE_HOME"
 _REMEDIES = {
-    errno.ENOSPC: ("the disk is full", _FREE),
-    errno.EDQUOT: ("the disk quota is used up", _FREE),
+    errno.ENOSPC: ("the disk is full", _FREE_SPACE),
+    errno.EDQUOT: ("the disk quota is used up", _FREE_SPACE),
     errno.EFBIG: ("a file grew past the size limit of this process", "raise `ulimit -f`"),
     errno.EACCES: ("no permission", "check the owner and mode, or choose another folder with PERILUNE_HOME"),
     errno.EPERM: ("not permitted", "check the owner and mode, or choose another folder with PERILUNE_HOME"),
@@ -34,7 +34,7 @@ _UNSUPPORTED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno
 
 
 @contextmanager
-def storage_errors(doing: str, path: Path) -> Iterator[None]:
+def storage_errors(action: str, path: Path) -> Iterator[None]:
     """Turn an `OSError` in the block into a `RequestError` with a remedy."""
     try:
         yield
@@ -43,11 +43,11 @@ def storage_errors(doing: str, path: Path) -> Iterator[None]:
         reason, remedy = _REMEDIES.get(error.errno or 0, unknown)
         name = error.filename2 or error.filename  # of a rename, the target
         where = name if isinstance(name, str) else str(path)
-        raise RequestError(f"cannot {doing}: {reason}", where=where, remedy=remedy) from error
+        raise RequestError(f"cannot {action}: {reason}", where=where, remedy=remedy) from error
 
 
 @contextmanager
-def built_beside(destination: Path) -> Iterator[Path]:
+def build_directory(destination: Path) -> Iterator[Path]:
     """Yield a new directory next to `destination`, which is deleted when the block ends.
 
     The block renames the complete directory to `destination`, so readers never see an incomplete one.
@@ -63,13 +63,13 @@ def built_beside(destination: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def new_folder(doing: str, destination: Path) -> Iterator[Path]:
+def new_folder(action: str, destination: Path) -> Iterator[Path]:
     """Yield a folder to fill, which is renamed to `destination` when the block succeeds.
 
     Raises:
         RequestError: when `destination` exists or cannot be written.
     """
-    with storage_errors(doing, destination), built_beside(destination) as building:
+    with storage_errors(action, destination), build_directory(destination) as building:
         yield building
         try:
             publish(building, destination)
@@ -105,22 +105,22 @@ def remove_tree(path: Path) -> None:
 
 
 def make_read_only(path: Path) -> None:
-    """Make a file or all files in a folder read-only, so that `place` can hard-link large files."""
+    """Make a file or all files in a folder read-only, so that `copy_file` can hard-link large files."""
     for file in (path, *path.rglob("*")):
         if file.is_file() and not file.is_symlink():
             file.chmod(READ_ONLY)
 
 
-def place(source: Path, target: Path, mode: int, *, link: bool = False) -> None:
+def copy_file(source: Path, target: Path, mode: int, *, link: bool = False) -> None:
     """Copy `source` to `target` with permission bits `mode`.
 
     A later change of `source` must not affect `target`, so the bytes are copied (copy-on-write if the file
-    system supports it). With `link`, a large read-only file with the same mode is hard-linked: for our own
-    files, never for those of a user.
+    system supports it). With `link`, a large read-only file with the same mode is hard-linked. Use it for
+    Perilune's own files only, because users may edit theirs.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     status = source.stat()
-    if link and status.st_size >= SHARE_FROM and stat.S_IMODE(status.st_mode) == mode and not mode & 0o222:
+    if link and status.st_size >= LINK_BYTES and stat.S_IMODE(status.st_mode) == mode and not mode & 0o222:
         try:
             os.link(source, target)
         except OSError:  # another file system, or links are not allowed: copy instead

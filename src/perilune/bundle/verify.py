@@ -13,8 +13,8 @@ from perilune.bundle.digest import (
     OBSERVED,
     Entry,
     bundle_document,
-    describe,
     entries_digest,
+    make_entry,
     walk,
 )
 from perilune.bundle.manifest import MANIFEST, manifest_bytes
@@ -27,9 +27,9 @@ Kind = Literal["changed", "missing", "extra", "mode", "type"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One file that differs: its path in the bundle, how it differs, and the expected and actual values.
+    """A file that differs: its path in the bundle, the kind of difference, and expected and actual values.
 
-    `place` is the place in the file if it is known: "metrics at step 20, reward".
+    `place` is the position in the file if it is known: "metrics at step 20, reward".
     """
 
     path: str
@@ -41,10 +41,10 @@ class Difference:
     def __str__(self) -> str:
         place = f" ({self.place})" if self.place else ""
         detail = f": expected {self.expected}, found {self.actual}" if self.expected and self.actual else ""
-        return f"{self.path} {_WORDS[self.kind]}{place}{detail}"
+        return f"{self.path} {_DESCRIPTIONS[self.kind]}{place}{detail}"
 
 
-_WORDS = {
+_DESCRIPTIONS = {
     "changed": "has changed",
     "missing": "is missing",
     "extra": "was not there when the bundle was made",
@@ -71,7 +71,7 @@ def verify(bundle: Path, expected: str | None = None, removed: Collection[str] =
     if not bundle.is_dir():
         raise RequestError("not a bundle", where=str(bundle), remedy="the folder that contains job.json")
     with storage_errors("read the bundle", bundle):
-        found = [*_frozen(bundle, expected), *_observed(bundle)]
+        found = [*_frozen_differences(bundle, expected), *_artifact_differences(bundle)]
     return [one for one in found if one.kind != "missing" or one.path not in removed]
 
 
@@ -91,24 +91,24 @@ def require_verified(bundle: Path, expected: str | None = None, removed: Collect
         )
 
 
-def _frozen(bundle: Path, expected: str | None) -> Iterator[Difference]:
+def _frozen_differences(bundle: Path, expected: str | None) -> Iterator[Difference]:
     try:
         data = (bundle / BUNDLE_FILE).read_bytes()
     except FileNotFoundError:
         yield Difference(BUNDLE_FILE, "missing")
         return
-    recorded = _recorded(data)
+    recorded = _parse_entries(data)
     if recorded is None:
         yield Difference(BUNDLE_FILE, "changed")
         return
     digest = entries_digest(recorded.values())
     if expected is not None and digest != expected:
         yield Difference(BUNDLE_FILE, "changed", expected, digest)
-    yield from _compare(bundle, recorded, _present(bundle))
+    yield from _compare(bundle, recorded, _list_present(bundle))
 
 
-def _recorded(data: bytes) -> dict[str, Entry] | None:
-    """The entries of bundle.json, or None when its bytes are not exactly what freezing writes."""
+def _parse_entries(data: bytes) -> dict[str, Entry] | None:
+    """Return the entries of bundle.json, or None when its bytes are not exactly what freezing writes."""
     try:
         document = json.loads(data)
         entries = [Entry(**file) for file in document["files"]]
@@ -118,10 +118,10 @@ def _recorded(data: bytes) -> dict[str, Entry] | None:
     return {entry.path: entry for entry in entries} if whole else None
 
 
-def _present(bundle: Path) -> dict[str, Any]:
-    """lstat of the frozen files, and of anything that does not belong in a bundle.
+def _list_present(bundle: Path) -> dict[str, Any]:
+    """Return lstat of the frozen files, and of anything that does not belong in a bundle.
 
-    A running task changes the other folders while they are looked at.
+    The other folders are skipped, because a running task changes them.
     """
     return {
         path: status
@@ -141,25 +141,25 @@ def _compare(bundle: Path, recorded: dict[str, Entry], present: dict[str, Any]) 
         elif not stat.S_ISREG(present[path].st_mode):
             yield Difference(path, "type")
         else:
-            was, now = recorded[path], describe(bundle / path, path, present[path])
+            was, now = recorded[path], make_entry(bundle / path, path, present[path])
             if (was.size, was.sha256) != (now.size, now.sha256):
                 yield Difference(path, "changed", f"sha256 {was.sha256}", now.sha256)
             elif was.mode != now.mode:
                 yield Difference(path, "mode", was.mode, now.mode)
 
 
-def _observed(bundle: Path) -> Iterator[Difference]:
-    """Differences of artifacts/ from its manifest, and of the manifest from runtime/result.json."""
+def _artifact_differences(bundle: Path) -> Iterator[Difference]:
+    """Yield differences of artifacts/ from its manifest, and of the manifest from runtime/result.json."""
     path = bundle / "artifacts" / MANIFEST
     name = f"artifacts/{MANIFEST}"
     result = bundle / "runtime" / "result.json"
-    promised = _promised_digest(result) if result.exists() else None
+    expected_digest = _expected_manifest_digest(result) if result.exists() else None
     if not path.exists():
-        if promised is not None:
+        if expected_digest is not None:
             yield Difference(name, "missing")
         return
-    if promised is not None and sha256_file(path) != promised:
-        yield Difference(name, "changed", f"sha256 {promised}", sha256_file(path))
+    if expected_digest is not None and sha256_file(path) != expected_digest:
+        yield Difference(name, "changed", f"sha256 {expected_digest}", sha256_file(path))
     files = _manifest_files(path)
     if files is None:
         yield Difference(name, "changed")
@@ -167,7 +167,7 @@ def _observed(bundle: Path) -> Iterator[Difference]:
     yield from _compare_artifacts(bundle / "artifacts", files)
 
 
-def _promised_digest(result: Path) -> str | None:
+def _expected_manifest_digest(result: Path) -> str | None:
     try:
         document = json.loads(result.read_bytes())
         digest = document["manifest_digest"]
@@ -176,17 +176,17 @@ def _promised_digest(result: Path) -> str | None:
     return digest if digest is None else str(digest)
 
 
-def attested_hashes(bundle: Path) -> dict[str, str]:
-    """SHA-256 of each artifact by its path in the bundle, from the manifest; empty if that is invalid."""
+def manifest_hashes(bundle: Path) -> dict[str, str]:
+    """Return SHA-256 of each artifact by its path in the bundle; empty if the manifest is invalid."""
     path = bundle / "artifacts" / MANIFEST
     files = _manifest_files(path) if path.is_file() else None
     return {f"artifacts/{name}": str(file["sha256"]) for name, file in (files or {}).items()}
 
 
-def hashes_of(bundle: Path) -> dict[str, str]:
-    """SHA-256 of the frozen files and artifacts by path, from bundle.json and the manifest."""
-    frozen = _recorded((bundle / BUNDLE_FILE).read_bytes()) or {}
-    return {path: entry.sha256 for path, entry in frozen.items()} | attested_hashes(bundle)
+def frozen_and_artifact_hashes(bundle: Path) -> dict[str, str]:
+    """Return SHA-256 of the frozen files and artifacts by path, from bundle.json and the manifest."""
+    frozen = _parse_entries((bundle / BUNDLE_FILE).read_bytes()) or {}
+    return {path: entry.sha256 for path, entry in frozen.items()} | manifest_hashes(bundle)
 
 
 def _manifest_files(path: Path) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ import perilune
 from perilune.errors import WorkFailedError
 
 NAME = "perilune"
-_MOMENT = (1980, 1, 1, 0, 0, 0)  # the earliest timestamp of zip files
+_TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # the earliest timestamp of zip files
 _REGULAR_FILE = 0o100644 << 16
 
 
@@ -49,7 +49,7 @@ def build_wheel() -> tuple[str, bytes]:
 
 
 def differing_files(wheel: Path) -> list[str]:
-    """Files that differ between the running package and `wheel`, or exist only in one of them.
+    """Return files that differ between the running package and `wheel`, or exist only in one of them.
 
     Raises:
         WorkFailedError: when `wheel` is not a wheel.
@@ -60,7 +60,7 @@ def differing_files(wheel: Path) -> list[str]:
 
 
 def wheel_members(wheel: Path) -> dict[str, int]:
-    """The CRC-32 of each member, from the zip directory.
+    """Return the CRC-32 of each member, from the zip directory.
 
     Raises:
         WorkFailedError: when `wheel` is not a wheel.
@@ -73,7 +73,7 @@ def wheel_members(wheel: Path) -> dict[str, int]:
 
 
 def package_files() -> dict[str, bytes]:
-    """All files of the package by relative path, without caches and hidden files."""
+    """Return all files of the package by relative path, without caches and hidden files."""
     root = _package()
     found = {}
     for folder, folders, names in os.walk(root):
@@ -117,7 +117,7 @@ def _archive(files: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(files):
-            member = zipfile.ZipInfo(name, date_time=_MOMENT)
+            member = zipfile.ZipInfo(name, date_time=_TIMESTAMP)
             member.create_system = 3  # Unix, on every platform
             member.external_attr = _REGULAR_FILE
             archive.writestr(member, files[name])

@@ -51,7 +51,7 @@ class Workspace:
         self._only_for_resuming: list[Path] = []
 
     def input(self, name: str) -> Path:
-        """The path of the input that the key `name` of the stage consumes.
+        """Return the path of the input that the key `name` of the stage consumes.
 
         Raises:
             KeyError: when the job has no such input.
@@ -62,11 +62,11 @@ class Workspace:
         raise KeyError(name)
 
     def has_input(self, name: str) -> bool:
-        """Whether the key `name` consumes an earlier stage, and not the model section."""
+        """Return whether the key `name` consumes an earlier stage, and not the model section."""
         return any(reference.name == name for reference in self.job.inputs)
 
     def starting_checkpoint(self) -> Path | None:
-        """The folder of the weights that the stage starts from: an earlier stage's, or the recipe's model."""
+        """Return the folder of the initial weights: those of an earlier stage or of the recipe's model."""
         return next((self.input(name) for name in ("checkpoint", "model") if self.has_input(name)), None)
 
     def delete_at_end(self, path: Path) -> None:
@@ -86,7 +86,7 @@ class Workspace:
         append_json_line(self.artifacts / "metrics.jsonl", {"step": step, **figures})
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All lines that `metric` wrote, including those of earlier attempts."""
+        """Return all lines that `metric` wrote, including those of earlier attempts."""
         return list(read_json_lines(self.artifacts / "metrics.jsonl"))
 
     def step_metrics(self) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ class Workspace:
         append_json_line(self.artifacts / EVALUATIONS, {"step": step, "set": name, **values})
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """All lines that `evaluation` wrote, including those of earlier attempts."""
+        """Return all lines that `evaluation` wrote, including those of earlier attempts."""
         return list(read_json_lines(self.artifacts / EVALUATIONS))
 
     def timing(self, step: int, **seconds: float) -> None:
@@ -182,5 +182,5 @@ class FollowerWorkspace(Workspace):
 
 
 def summary_document(summary: Mapping[str, Any]) -> bytes:
-    """The bytes of artifacts/summary.json."""
+    """Return the bytes of artifacts/summary.json."""
     return canonical_json(summary) + b"\n"

@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from perilune.bundle.job import Job
-from perilune.bundle.secret_sources import learn_secrets
+from perilune.bundle.secret_sources import register_secrets
 from perilune.errors import RequestError
 from perilune.execution.log import write_whole_log
 from perilune.execution.output import LogPump
@@ -117,7 +117,7 @@ class Ranks:
             RequestError: a secret of the job is not set on this machine.
         """
         count = self._job.resources.processes
-        learn_secrets(self._job.secrets)
+        register_secrets(self._job.secrets)
         environment = make_task_environment(self._job, self._mark)
         if self._node.count > 1:
             environment |= self._node.variables() | find_interface_variables(self._node.address)

@@ -15,7 +15,7 @@ from types import FrameType
 
 from perilune.bundle.plugin import TaskPlugin, is_parallel, load_plugin
 from perilune.bundle.provenance import record_precheck
-from perilune.bundle.secret_sources import learn_secrets
+from perilune.bundle.secret_sources import register_secrets
 from perilune.bundle.workspace import SUMMARY, FollowerWorkspace, Workspace
 from perilune.errors import PeriluneError, RequestError, WorkFailedError
 from perilune.execution.processes import die_with_parent
@@ -39,7 +39,7 @@ def run_task(bundle: Path) -> None:
     """
     if _rank() > 0:
         follower = FollowerWorkspace(bundle)
-        learn_secrets(follower.job.secrets)
+        register_secrets(follower.job.secrets)
         plugin = load_plugin(follower.job.task)
         if not is_parallel(plugin):
             raise RequestError(f"the task {plugin.name} runs in one process", remedy="start one")
@@ -47,7 +47,7 @@ def run_task(bundle: Path) -> None:
             plugin.run(follower)
         return
     workspace = Workspace(bundle)
-    learn_secrets(workspace.job.secrets)
+    register_secrets(workspace.job.secrets)
     plugin = load_plugin(workspace.job.task)
     record_precheck(workspace)  # now, because the task may be killed
     if not was_finished(workspace, plugin):

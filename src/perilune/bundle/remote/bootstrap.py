@@ -34,8 +34,8 @@ def main() -> int:
     (wheel,) = SCRIPTS.glob("perilune-*.whl")
 
     if os.environ.get("PERILUNE_INSTALLED"):
-        wrong = [line for line in requirements if installed(line.partition("==")[0]) != plain(line)]
-        wrong += differing(wheel)
+        wrong = [line for line in requirements if installed(line.partition("==")[0]) != unlabelled(line)]
+        wrong += differing_files(wheel)
         if wrong:
             more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             return fail(f"{sys.executable} lacks packages that the bundle needs: {wrong[0]}{more}", 2)
@@ -66,21 +66,22 @@ def home() -> Path:
 
 
 def installed(name: str) -> str:
-    """The lock line of the installed package `name`; "" if it is not installed."""
+    """Return the lock line of the installed package `name`; "" if it is not installed."""
     try:
         found = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return ""
     said = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
-    return plain(f"{name}=={said[1] if said else found.version}")  # `version` parses all metadata, slowly
+    version = said[1] if said else found.version  # `version` parses all metadata, slowly
+    return unlabelled(f"{name}=={version}")
 
 
-def plain(line: str) -> str:
+def unlabelled(line: str) -> str:
     return re.sub(r"\+.*", "", line) if os.environ.get("PERILUNE_ANY_BUILD") else line
 
 
-def differing(wheel: Path) -> list[str]:
-    """Files of the installed Perilune that differ from the wheel."""
+def differing_files(wheel: Path) -> list[str]:
+    """Return files of the installed Perilune that differ from the wheel."""
     spec = util.find_spec("perilune")
     if spec is None or spec.origin is None:
         return [wheel.name]

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from perilune.bundle.remote.runner import (
-    STATES,
+    STATE_PREFIX,
     Attempt,
     RefusedError,
-    finished,
+    is_finished,
+    is_running,
     main,
     read_json,
-    runs,
     sync_directory,
     write_durably,
 )
-from perilune.bundle.remote.store import SMALL, Store, digest_of, open_plain, plain_size
+from perilune.bundle.remote.store import SMALL_BYTES, Store, compute_digest, open_plain, plain_size
 
 
 def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """
     with attempt.lock():
         claim = attempt.claim()
-        if claim is not None and runs(attempt, claim) is not False:
+        if claim is not None and is_running(attempt, claim) is not False:
             raise RefusedError("the attempt still runs")
         known = read_json(attempt.held)
         if known is None:
@@ -50,18 +50,18 @@ def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
                 return {"held": None}
             if not options.lost and (attempt.result() or {"cause": "none"})["cause"] == "":
                 return {"held": []}
-            known = {"files": described(attempt.files)}
+            known = {"files": list_checkpoint_files(attempt.files)}
             if known["files"]:
                 write_durably(attempt.held, json.dumps(known).encode())
                 sync_directory(attempt.run)
         store = Store(attempt.run.parent / "store.sha256", options.share)
         for path, size, sha256, _ in known["files"]:
-            move(attempt.files / path, size, sha256, store)
+            move_to_store(attempt.files / path, size, sha256, store)
         sync_directory(store.folder)
         return {"held": known["files"]}
 
 
-def move(source: Path, size: int, sha256: str, store: Store) -> bool:
+def move_to_store(source: Path, size: int, sha256: str, store: Store) -> bool:
     """Move a file of this size to the store; False if it is not there, or the store has its content."""
     missing = plain_size(source) == size and plain_size(store.entry(sha256)) != size
     if missing:
@@ -80,40 +80,40 @@ def keep_outputs(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any
             return {"kept": 0}
         store = Store(attempt.run.parent / "store.sha256", options.share)
         kept = 0
-        for source, size, sha256 in outputs(attempt.files / "artifacts"):
-            if kept + size <= store.most:
-                kept += size * move(source, size, sha256, store)
+        for source, size, sha256 in list_outputs(attempt.files / "artifacts"):
+            if kept + size <= store.max_bytes:
+                kept += size * move_to_store(source, size, sha256, store)
         sync_directory(store.folder)
         return {"kept": kept}
 
 
-def outputs(artifacts: Path) -> Iterator[tuple[Path, int, str]]:
+def list_outputs(artifacts: Path) -> Iterator[tuple[Path, int, str]]:
     """Path, size and SHA-256 of the large files in the manifest, without checkpoints for resuming.
 
-    A task could have written the manifest: it may name anything, in any form.
+    The manifest is untrusted, because a task could have written it.
     """
     root = Path(os.path.realpath(str(artifacts)))
     with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):  # malformed
         for path, entry in sorted((read_json(root / "manifest.json") or {})["files"].items()):
             source, size, sha256 = root / path, int(entry["size"]), str(entry["sha256"])
             inside = os.path.realpath(str(source)) == str(source) and root in source.parents
-            resuming = f"artifacts/{path}".startswith(STATES)
-            if inside and not resuming and size > SMALL and re.fullmatch("[0-9a-f]{64}", sha256):
+            resuming = f"artifacts/{path}".startswith(STATE_PREFIX)
+            if inside and not resuming and size > SMALL_BYTES and re.fullmatch("[0-9a-f]{64}", sha256):
                 yield source, size, sha256
 
 
-def described(root: Path) -> list[list[Any]]:
+def list_checkpoint_files(root: Path) -> list[list[Any]]:
     """Path, size, SHA-256 and mode of each plain file of the complete checkpoints."""
     found = []
-    for folder, folders, names in os.walk(str(root / STATES.rpartition("/")[0])):
-        folders[:] = [name for name in folders if finished(name)]
+    for folder, folders, names in os.walk(str(root / STATE_PREFIX.rpartition("/")[0])):
+        folders[:] = [name for name in folders if is_finished(name)]
         for path in (Path(folder, name) for name in names):
             relative = path.relative_to(root).as_posix()
             status = path.lstat()
-            if relative.startswith(STATES) and stat.S_ISREG(status.st_mode):
+            if relative.startswith(STATE_PREFIX) and stat.S_ISREG(status.st_mode):
                 with open_plain(path, os.O_RDONLY) as file:
                     mode = f"{stat.S_IMODE(status.st_mode):04o}"
-                    found.append([relative, status.st_size, digest_of(file), mode])
+                    found.append([relative, status.st_size, compute_digest(file), mode])
     return sorted(found)
 
 

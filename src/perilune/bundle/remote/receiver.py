@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from perilune.bundle.remote.runner import BLOCK, Attempt, RefusedError, main, sync_directory
-from perilune.bundle.remote.store import SMALL, Store, copy
+from perilune.bundle.remote.store import SMALL_BYTES, Store, copy
 
-HELD = 1 << 24  # bytes of small contents that a call holds in memory; more go through the store
-LINE = 1 << 26  # maximum bytes of a line of JSON
-STALLED = 60  # seconds without a byte after which the connection counts as broken
+MAX_HELD_BYTES = 1 << 24  # bytes of small contents that a call holds in memory; more go through the store
+MAX_LINE_BYTES = 1 << 26  # maximum bytes of a line of JSON
+STALL_TIMEOUT_S = 60  # seconds without a byte after which the connection counts as broken
 
 
 class File(NamedTuple):
@@ -46,20 +46,20 @@ class File(NamedTuple):
 def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """Receive contents. Once none is missing, create the attempt's files and check them."""
     stream = Incoming(sys.stdin.buffer)
-    files, origins = listed(stream.line(), options)
+    files, origins = parse_file_list(stream.line(), options)
     sizes = {file.sha256: file.size for file in files}
-    refuse_begun(attempt)
+    refuse_if_started(attempt)
     store = Store(attempt.run.parent / "store.sha256", options.share)
     try:
         store.make_room(sizes)
-        held = take(stream, sizes, store)
+        held = receive_contents(stream, sizes, store)
         download(origins, sizes, store, held)
         if store.missing(sizes, held):  # contents in memory are lost with this call
             return {"missing": store.missing(sizes, {}), "busy": not store.lock()}
     finally:
         store.unlock()
     with attempt.lock():
-        refuse_begun(attempt)
+        refuse_if_started(attempt)
         if not assemble(attempt, files, store, held):
             return {"missing": store.missing(sizes, {}), "busy": False}
     store.shrink()
@@ -67,12 +67,12 @@ def receive(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     return {"received": options.tree}
 
 
-def refuse_begun(attempt: Attempt) -> None:
+def refuse_if_started(attempt: Attempt) -> None:
     if attempt.claimed_epochs()[-1:] >= [attempt.epoch]:
         raise RefusedError("this attempt or a newer one has started on this machine")
 
 
-def listed(line: bytes, options: argparse.Namespace) -> tuple[list[File], dict[str, str]]:
+def parse_file_list(line: bytes, options: argparse.Namespace) -> tuple[list[File], dict[str, str]]:
     """Parse and check the list of files: plain relative paths, each once, within the announced size.
 
     Also returns the URLs of contents.
@@ -102,7 +102,7 @@ def listed(line: bytes, options: argparse.Namespace) -> tuple[list[File], dict[s
 
 
 def entries_digest(files: list[File]) -> str:
-    """SHA-256 over path, size, content and mode of every file, as the sender computes it."""
+    """Return SHA-256 over path, size, content and mode of every file, as the sender computes it."""
     text = json.dumps(
         [file._asdict() for file in files], sort_keys=True, separators=(",", ":"), ensure_ascii=False
     )
@@ -110,19 +110,19 @@ def entries_digest(files: list[File]) -> str:
 
 
 class Incoming:
-    """Reads stdin. After `STALLED` seconds without a byte it raises, so that the call releases its locks."""
+    """Reads stdin. Raises after `STALL_TIMEOUT_S` seconds without a byte, so that locks are released."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.stream = stream
 
     def line(self) -> bytes:
-        """The next line; b"" if the connection broke within it."""
+        """Return the next line; b"" if the connection broke within it."""
         with stall_timer():
-            line = self.stream.readline(LINE)
+            line = self.stream.readline(MAX_LINE_BYTES)
         return line if line.endswith(b"\n") else b""
 
     def pieces(self, length: int) -> Iterator[bytes]:
-        """The next `length` bytes in pieces; fewer if the connection broke."""
+        """Yield the next `length` bytes in pieces; fewer if the connection broke."""
         while length > 0:
             with stall_timer():
                 piece = self.stream.read1(min(BLOCK, length))  # type: ignore[attr-defined]
@@ -134,17 +134,17 @@ class Incoming:
 
 @contextlib.contextmanager
 def stall_timer() -> Iterator[None]:
-    signal.signal(signal.SIGALRM, stalled)
-    signal.alarm(STALLED)
+    signal.signal(signal.SIGALRM, raise_stalled)
+    signal.alarm(STALL_TIMEOUT_S)
     yield
     signal.alarm(0)
 
 
-def stalled(number: int, frame: Any) -> None:
-    raise RefusedError(f"no data for {STALLED} s", "stalled")
+def raise_stalled(number: int, frame: Any) -> None:
+    raise RefusedError(f"no data for {STALL_TIMEOUT_S} s", "stalled")
 
 
-def take(stream: Incoming, sizes: dict[str, int], store: Store) -> dict[str, bytes]:
+def receive_contents(stream: Incoming, sizes: dict[str, int], store: Store) -> dict[str, bytes]:
     """Receive contents until there are no more, or another call is sending; returns the small ones."""
     held: dict[str, bytes] = {}
     while line := stream.line():
@@ -155,7 +155,7 @@ def take(stream: Incoming, sizes: dict[str, int], store: Store) -> dict[str, byt
             fits = False
         if not fits:
             raise RefusedError("a received content is damaged", "damaged")
-        if sizes[sha256] <= SMALL and sum(map(len, held.values())) + length <= HELD:
+        if sizes[sha256] <= SMALL_BYTES and sum(map(len, held.values())) + length <= MAX_HELD_BYTES:
             content = b"".join(stream.pieces(length))
             if hashlib.sha256(content).hexdigest() == sha256:
                 held[sha256] = content
@@ -176,18 +176,18 @@ def download(origins: dict[str, str], sizes: dict[str, int], store: Store, held:
             continue
         request = urllib.request.Request(origins[sha256], headers={"Range": f"bytes={done}-"})  # noqa: S310
         try:
-            with urllib.request.urlopen(request, timeout=STALLED) as answer:  # noqa: S310
+            with urllib.request.urlopen(request, timeout=STALL_TIMEOUT_S) as answer:  # noqa: S310
                 begin = done if answer.status == http.client.PARTIAL_CONTENT else 0
-                store.append(sha256, sizes[sha256], begin, downloaded(answer, sizes[sha256] - begin))
+                store.append(sha256, sizes[sha256], begin, read_pieces(answer, sizes[sha256] - begin))
         except (OSError, ValueError, http.client.HTTPException) as error:
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
                 raise
         if store.entry(sha256).exists():
-            store.verified(sha256)  # otherwise it is deleted, and sent
+            store.verify(sha256)  # otherwise it is deleted, and sent
 
 
-def downloaded(answer: Any, length: int) -> Iterator[bytes]:
-    """At most `length` bytes of an HTTP answer, in pieces."""
+def read_pieces(answer: Any, length: int) -> Iterator[bytes]:
+    """Yield at most `length` bytes of an HTTP answer, in pieces."""
     while length > 0:
         piece = answer.read(min(BLOCK, length))
         if not piece:
@@ -222,8 +222,8 @@ def assemble(attempt: Attempt, files: list[File], store: Store, held: dict[str, 
 def fill(root: Path, files: list[File], store: Store, held: dict[str, bytes]) -> bool:
     """Write every file, from memory or from the store; False if a content in the store is wrong."""
     sizes = {file.sha256: file.size for file in files if file.sha256 not in held}
-    stays = store.has_room_for(sizes)
-    if not stays and [sha256 for sha256 in sizes if not store.verified(sha256)]:
+    stays_on_machine = store.has_room_for(sizes)
+    if not stays_on_machine and [sha256 for sha256 in sizes if not store.verify(sha256)]:
         return False
     placed: dict[str, Path] = {}
     for file in files:
@@ -234,9 +234,9 @@ def fill(root: Path, files: list[File], store: Store, held: dict[str, bytes]) ->
         elif file.sha256 in placed:
             with placed[file.sha256].open("rb") as source:
                 copy(source, path)
-        elif not stays:
+        elif not stays_on_machine:
             store.entry(file.sha256).rename(path)
-        elif not store.copied(file.sha256, path):
+        elif not store.copy_verified(file.sha256, path):
             continue
         placed[file.sha256] = path
     if len(placed) < len({file.sha256 for file in files}):

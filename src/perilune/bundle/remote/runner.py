@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 REFUSED = 3  # exit code of a rejected request
 BLOCK, PIECE, TAIL = 1 << 20, 1 << 16, 1 << 12  # bytes
-POLL = 0.1  # seconds
-EXIT_MARGIN = 15.0  # seconds after its grace period in which a stopping worker hashes its artifacts
+POLL_INTERVAL_S = 0.1  # seconds
+EXIT_MARGIN_S = 15.0  # seconds after its grace period in which a stopping worker hashes its artifacts
 HOLDER = "PERILUNE_HOLDER"  # variable: ID and start time of the process whose end must end the attempt
 MARK, WORKER_MARK = "PERILUNE_ATTEMPT", "PERILUNE_CLAIM"
 SUBREAPER, DEATH_SIGNAL = 36, 1  # of prctl(2)
 GROWING = (".log", ".jsonl")  # files that are only appended to
-CLIENT_PATIENCE = 10.0  # seconds until Docker's or Podman's client counts as not answering
+CLIENT_TIMEOUT_S = 10.0  # seconds until Docker's or Podman's client counts as not answering
 ENVIRONMENTS = ".environments"  # in the workspace: one folder of environments per container image
-LAST = ("artifacts/manifest.json", "runtime/result.json")  # sent after all files that they list
-UNITS = "artifacts/checkpoints/"  # each folder in it is written and sent as a whole
-STATES = f"{UNITS}step-"  # checkpoints that only resuming needs
+LAST_FILES = ("artifacts/manifest.json", "runtime/result.json")  # sent after all files that they list
+CHECKPOINTS_PREFIX = "artifacts/checkpoints/"  # each folder in it is written and sent as a whole
+STATE_PREFIX = f"{CHECKPOINTS_PREFIX}step-"  # checkpoints that only resuming needs
 OPTIMIZER = "optimizer"  # folder in a checkpoint: the state of the optimizer
 
 
@@ -88,11 +88,11 @@ class Attempt:
         return Attempt(str(self.workspace), self.run.name, epoch, self.container)
 
     def claim(self) -> dict[str, Any] | None:
-        """The claim on this epoch."""
+        """Return the claim on this epoch."""
         return read_json(self.run / f"claim.{self.epoch}.json")
 
     def claimed_epochs(self) -> list[int]:
-        """All epochs of the run that were claimed on this machine."""
+        """Return all epochs of the run that were claimed on this machine."""
         names = (path.name.split(".") for path in self.run.glob("claim.*.json"))
         return sorted(int(name[1]) for name in names if len(name) == 3)
 
@@ -122,13 +122,13 @@ class Attempt:
                 self.contact.write_text(os.urandom(4).hex())
 
     def result(self) -> dict[str, Any] | None:
-        """The verdict on this epoch."""
+        """Return the verdict on this epoch."""
         found = read_json(self.runtime / "result.json")
         return found if found and found.get("epoch") == self.epoch else None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock of the run: only one verb at a time changes a run."""
+        """Hold the lock of the run, so that only one verb at a time changes it."""
         self.run.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (self.run / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -186,7 +186,7 @@ def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     attempt.touch()
     have = json.loads(sys.stdin.buffer.read())
     claim = attempt.claim()
-    lives = False if claim is None else runs(attempt, claim)
+    lives = False if claim is None else is_running(attempt, claim)
     result = attempt.result() if lives is False else None
     beat = read_json(attempt.runtime / "heartbeat.json") or {}
     seen = {
@@ -211,7 +211,7 @@ def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     with attempt.lock():
         if attempt.claim() is None:
             attempt.write_claim(os.getpid())
-            return {"stopped": forgotten_is_gone(attempt)}
+            return {"stopped": has_no_container(attempt)}
     return {"stopped": end(attempt, options.grace)}
 
 
@@ -221,7 +221,7 @@ def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 
     with attempt.lock():
         claim = attempt.claim()
-        if claim is not None and runs(attempt, claim) is not False:
+        if claim is not None and is_running(attempt, claim) is not False:
             raise RefusedError("it still runs")
         for path in [attempt.files, *attempt.run.glob("tmp.*")]:
             if path.exists():
@@ -239,17 +239,17 @@ def pull(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[st
     """Write frames (a line of JSON, then the bytes that it announces) up to a limit, in order of urgency.
 
     `have` describes the data that the control plane has: {"files": {path: [inode, mtime, bytes, tail]},
-    "units": [names], "limit": n, "folders": [requested folders], "bring": see `stays`}. With `last`, all
-    artifacts are sent, and manifest and result at the end.
+    "units": [names], "limit": n, "folders": [requested folders], "bring": see `stays_on_machine`}. With
+    `last`, all artifacts are sent, and manifest and result at the end.
     """
     room, more = int(have["limit"]), False
     units: dict[str, dict[str, int]] = {}
     bring = have.get("bring", "all")
-    for path, status in offered(root, have["folders"], last):
-        if stays(path, bring) or (bring != "all" and not last and is_unfinished(root, path)):
+    for path, status in list_files(root, have["folders"], last):
+        if stays_on_machine(path, bring) or (bring != "all" and not last and is_unfinished(root, path)):
             continue
         if is_in_unit(path):
-            name, _, inside = path[len(UNITS) :].partition("/")
+            name, _, inside = path[len(CHECKPOINTS_PREFIX) :].partition("/")
             units.setdefault(name, {})[inside] = status.st_size
             if name in have["units"]:
                 continue
@@ -262,48 +262,50 @@ def pull(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[st
     return {"end": True, "more": more, "units": units}
 
 
-def offered(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str, os.stat_result]]:
-    """Regular files in order of urgency, without temporary ones; with `last`, all artifacts."""
+def list_files(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield regular files in order of urgency, without temporary ones; with `last`, all artifacts."""
     found = []
     for top in (one for one in ("runtime", "artifacts") if one in wanted):
         every = last and top == "artifacts"
         for folder, folders, names in os.walk(str(root / top)):
-            folders[:] = [name for name in folders if every or finished(name)]
-            for name in (name for name in names if every or finished(name)):
+            folders[:] = [name for name in folders if every or is_finished(name)]
+            for name in (name for name in names if every or is_finished(name)):
                 path = os.path.join(folder, name)
                 with contextlib.suppress(FileNotFoundError):
                     status = os.lstat(path)
                     relative = os.path.relpath(path, str(root))
-                    if stat.S_ISREG(status.st_mode) and (last or relative not in LAST):
-                        found.append((urgency(root, relative, status), relative, status))
+                    if stat.S_ISREG(status.st_mode) and (last or relative not in LAST_FILES):
+                        found.append((transfer_order(root, relative, status), relative, status))
     return ((relative, status) for _, relative, status in sorted(found, key=lambda one: one[:2]))
 
 
-def stays(path: str, bring: str) -> bool:
-    """Whether a file stays on its machine. `all` brings everything; `final` brings no checkpoint that only
-    resuming needs; `metrics` brings no checkpoint."""
+def stays_on_machine(path: str, bring: str) -> bool:
+    """Return whether a file stays on its machine.
+
+    `bring`: "all" transfers everything, "final" no checkpoints for resuming, "metrics" no checkpoints.
+    """
     if bring == "all" or not is_in_unit(path):
         return False
-    return bring == "metrics" or path.startswith(STATES)
+    return bring == "metrics" or path.startswith(STATE_PREFIX)
 
 
 def is_in_unit(path: str) -> bool:
-    return path.startswith(UNITS) and path.count("/") > 2
+    return path.startswith(CHECKPOINTS_PREFIX) and path.count("/") > 2
 
 
 def is_unfinished(root: Path, path: str) -> bool:
-    """Whether a file is in a checkpoint whose optimizer state the task may still delete at its end."""
+    """Return whether a file is in a checkpoint whose optimizer state the task may still delete at its end."""
     return is_in_unit(path) and (root.joinpath(*path.split("/")[:3]) / OPTIMIZER).is_dir()
 
 
-def finished(name: str) -> bool:
+def is_finished(name: str) -> bool:
     return not name.startswith(".") and not name.endswith((".tmp", ".lock"))
 
 
-def urgency(root: Path, path: str, status: os.stat_result) -> tuple[int, float]:
+def transfer_order(root: Path, path: str, status: os.stat_result) -> tuple[int, float]:
     """Sort key: logs and verdicts, small artifacts, checkpoints from the newest, large files, then LAST."""
-    if path in LAST:
-        return 4 + LAST.index(path), 0.0
+    if path in LAST_FILES:
+        return 4 + LAST_FILES.index(path), 0.0
     if path.startswith("runtime/"):
         return 0, 0.0
     if is_in_unit(path):
@@ -312,24 +314,24 @@ def urgency(root: Path, path: str, status: os.stat_result) -> tuple[int, float]:
     return (1, 0.0) if status.st_size < BLOCK else (3, 0.0)
 
 
-def grows(path: str) -> bool:
-    """Whether a file is only appended to, by its name."""
+def grows_only(path: str) -> bool:
+    """Return whether a file is only appended to, by its name."""
     name = path.rpartition("/")[2]
     return name.endswith(GROWING) or name.startswith("runtime.log")
 
 
 def first_new_byte(source: Path, status: os.stat_result, have: list[Any] | None) -> int | None:
-    """The first byte to send; None if the control plane has the whole file."""
+    """Return the first byte to send; None if the control plane has the whole file."""
     if have is None or have[0] != status.st_ino or have[2] > status.st_size:
         return 0
     changed = have[1] != status.st_mtime_ns
-    if changed and not (grows(source.name) and have[3] == tail_digest(source, have[2])):
+    if changed and not (grows_only(source.name) and have[3] == tail_digest(source, have[2])):
         return 0
     return None if have[2] == status.st_size else int(have[2])
 
 
 def tail_digest(source: Path, end: int) -> str:
-    """SHA-256 of the bytes before `end`, because an inode number may be reused for other contents."""
+    """Return SHA-256 of the bytes before `end`, because an inode number may be reused for other contents."""
     with contextlib.suppress(OSError), source.open("rb") as file:
         file.seek(max(0, end - TAIL))
         return hashlib.sha256(file.read(min(end, TAIL))).hexdigest()
@@ -345,7 +347,8 @@ def send(out: BinaryIO, source: Path, path: str, begin: int, room: int) -> int:
         while sent < room:
             data = file.read(max(0, min(BLOCK, max(room - sent, PIECE), status.st_size - begin - sent)))
             now = os.fstat(file.fileno())
-            if not grows(path) and (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
+            changed = (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns)
+            if changed and not grows_only(path):
                 break
             header = {
                 "path": path,
@@ -373,7 +376,7 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
     import subprocess
 
     signal.setitimer(
-        signal.ITIMER_REAL, options.lifetime + options.grace + 2 * EXIT_MARGIN
+        signal.ITIMER_REAL, options.lifetime + options.grace + 2 * EXIT_MARGIN_S
     )  # ends this process even if it hangs
     began = time.monotonic()
     asked: list[int] = []
@@ -389,7 +392,7 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
     entrypoint, printed = begin(attempt, environment, values["secrets"])
     seen, seen_at, cause, why = modified(attempt.contact), began, "", ""
     while entrypoint.poll() is None and not cause:
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
         now = time.monotonic()
         if modified(attempt.contact) != seen:
             seen, seen_at = modified(attempt.contact), now
@@ -405,18 +408,18 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
         with contextlib.suppress(ProcessLookupError):
             entrypoint.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            entrypoint.wait(options.grace + EXIT_MARGIN if held() else 0.0)
+            entrypoint.wait(options.grace + EXIT_MARGIN_S if held() else 0.0)
     status = entrypoint.poll()
     if attempt.container:
         entrypoint.kill()
         status = 128 - status if status is not None and status > 128 else status
-        if not cause and attempt.result() is None and ended_for_memory(attempt):
+        if not cause and attempt.result() is None and ran_out_of_memory(attempt):
             cause, why = "out_of_memory", "the kernel killed its container because it ran out of memory"
-        gone(attempt)
+        end_and_confirm(attempt)
     end_marked(attempt, claim)
     status = entrypoint.wait() if status is None else status
-    printed.join(EXIT_MARGIN)
-    conclude(attempt, status, cause, why, time.monotonic() - began)
+    printed.join(EXIT_MARGIN_S)
+    write_verdict(attempt, status, cause, why, time.monotonic() - began)
 
 
 def begin(
@@ -452,7 +455,7 @@ def begin(
 
 
 def stream(attempt: Attempt, secrets: dict[str, str]) -> Any:
-    """A filter that replaces the values of `secrets` in a stream of text; the bundle's redaction.py."""
+    """Return a filter from the bundle's redaction.py that replaces the values of `secrets` in text."""
     import runpy
 
     redaction = runpy.run_path(str(attempt.runner.with_name("redaction.py")))
@@ -476,8 +479,8 @@ def copy(pipe: Any, redacted: Any) -> None:
             return
 
 
-def conclude(attempt: Attempt, status: int, cause: str, why: str, seconds: float) -> None:
-    """Write a verdict if the worker wrote none, or add why the worker was stopped."""
+def write_verdict(attempt: Attempt, status: int, cause: str, why: str, seconds: float) -> None:
+    """Write a verdict if the worker wrote none, or add the reason for stopping it."""
     verdict = attempt.result()
     if verdict is None:
         worker = read_json(attempt.runtime / "claim.json") or {}
@@ -485,7 +488,7 @@ def conclude(attempt: Attempt, status: int, cause: str, why: str, seconds: float
             cause, why = "runner_died", "the worker died without a result"
         elif not cause:
             cause = "request_error" if status in (2, 126, 127) else "start_failed"
-            why = f"the worker did not start: {last_words(attempt.runtime / 'worker.log')}"
+            why = f"the worker did not start: {read_log_end(attempt.runtime / 'worker.log')}"
             if status in (126, 127):  # exit codes of a shell for a missing program
                 why += "\n  try: install that program on the machine, or name another Python in the template"
         verdict = {
@@ -504,7 +507,7 @@ def conclude(attempt: Attempt, status: int, cause: str, why: str, seconds: float
     sync_directory(attempt.runtime)
 
 
-def last_words(log: Path, size: int = 2000) -> str:
+def read_log_end(log: Path, size: int = 2000) -> str:
     with contextlib.suppress(OSError):
         text = log.read_bytes()[-size:].decode("utf-8", "replace").strip()
         return "\n".join(text.splitlines()[-3:])
@@ -549,7 +552,8 @@ def launch(attempt: Attempt, options: argparse.Namespace) -> None:
         sys.exit(made.returncode)
     container = made.stdout.decode().split()[-1]
     try:
-        image_id = ask(attempt, "inspect", "--format", "{{.Image}}", container).strip().rpartition(":")[2]
+        answer = run_docker(attempt, "inspect", "--format", "{{.Image}}", container)
+        image_id = answer.strip().rpartition(":")[2]
     except RefusedError as error:
         sys.exit(str(error))
     facts = {"program": program, "image": image, "image_id": f"sha256:{image_id}", "container": container}
@@ -578,17 +582,17 @@ def inside(attempt: Attempt, options: argparse.Namespace) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == entrypoint.pid:
             sys.exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
-        if not pid and select.select([0], [], [], POLL)[0] and not os.read(0, 1):
+        if not pid and select.select([0], [], [], POLL_INTERVAL_S)[0] and not os.read(0, 1):
             sys.exit(128 + signal.SIGKILL)
 
 
 def labels_of(attempt: Attempt) -> dict[str, str]:
-    """The labels by which the attempt's containers are found, even without other records."""
+    """Return the labels by which the attempt's containers are found, even without other records."""
     return {"perilune.run": str(attempt.run), "perilune.epoch": str(attempt.epoch)}
 
 
 def containers(attempt: Attempt, *, every: bool = False) -> list[str]:
-    """The attempt's containers, running or not; with `every`, those of all attempts of its run.
+    """Return the attempt's containers, running or not; with `every`, those of all attempts of its run.
 
     Raises:
         RefusedError: if Docker or Podman does not answer.
@@ -599,7 +603,7 @@ def containers(attempt: Attempt, *, every: bool = False) -> list[str]:
     for name, value in labels_of(attempt).items():
         if not every or name == "perilune.run":
             command += ["--filter", f"label={name}={value}"]
-    return ask(attempt, *command).split()
+    return run_docker(attempt, *command).split()
 
 
 def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
@@ -608,7 +612,7 @@ def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
     Raises:
         RefusedError: if Docker or Podman does not answer.
     """
-    until = time.monotonic() + EXIT_MARGIN
+    until = time.monotonic() + EXIT_MARGIN_S
     while True:
         left = containers(attempt, every=every)
         if not left or time.monotonic() > until:
@@ -619,20 +623,20 @@ def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
                 ["rm", "--force", one],
             ):  # with `rm` alone Podman waits for the stop
                 with contextlib.suppress(RefusedError):
-                    ask(attempt, *command)
-        time.sleep(POLL)
+                    run_docker(attempt, *command)
+        time.sleep(POLL_INTERVAL_S)
 
 
-def forgotten_is_gone(attempt: Attempt) -> bool:
-    """Whether an attempt that was never claimed, or whose claim was lost, has no container."""
+def has_no_container(attempt: Attempt) -> bool:
+    """Return whether an attempt that was never claimed, or whose claim was lost, has no container."""
     try:
         left = containers(attempt)
     except RefusedError:
         return True  # no record says that there ever was one
-    return not left or gone(attempt)
+    return not left or end_and_confirm(attempt)
 
 
-def gone(attempt: Attempt) -> bool:
+def end_and_confirm(attempt: Attempt) -> bool:
     """End the attempt's containers; returns whether Docker or Podman confirms that none is left."""
     try:
         return end_containers(attempt)
@@ -640,18 +644,18 @@ def gone(attempt: Attempt) -> bool:
         return False
 
 
-def ended_for_memory(attempt: Attempt) -> bool:
-    """Whether the attempt's container ran out of memory, as far as Docker or Podman reports it."""
+def ran_out_of_memory(attempt: Attempt) -> bool:
+    """Return whether the attempt's container ran out of memory, as far as Docker or Podman reports it."""
     try:
         return any(
-            ask(attempt, "inspect", "--format", "{{.State.OOMKilled}}", one).strip() == "true"
+            run_docker(attempt, "inspect", "--format", "{{.State.OOMKilled}}", one).strip() == "true"
             for one in containers(attempt)
         )
     except RefusedError:
         return False
 
 
-def ask(attempt: Attempt, *command: str) -> str:
+def run_docker(attempt: Attempt, *command: str) -> str:
     """Run a command of Docker or Podman and return its output.
 
     Raises:
@@ -665,7 +669,7 @@ def ask(attempt: Attempt, *command: str) -> str:
             [program, *command],
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=CLIENT_PATIENCE,
+            timeout=CLIENT_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -679,13 +683,13 @@ def ask(attempt: Attempt, *command: str) -> str:
 # Processes.
 
 
-def runs(attempt: Attempt, claim: dict[str, Any]) -> bool | None:
-    """Whether the attempt's keeper or its container lives; None if unknown.
+def is_running(attempt: Attempt, claim: dict[str, Any]) -> bool | None:
+    """Return whether the attempt's keeper or its container lives; None if unknown.
 
     If the keeper has died, its container is ended, because no other process enforces its limits.
     """
-    lives = alive(claim)
-    return None if lives is False and not gone(attempt) else lives
+    lives = is_alive(claim)
+    return None if lives is False and not end_and_confirm(attempt) else lives
 
 
 def end(attempt: Attempt, grace: float) -> bool:
@@ -693,14 +697,14 @@ def end(attempt: Attempt, grace: float) -> bool:
     claim = attempt.claim()
     if claim is None:
         return True
-    if alive(claim):
-        for number, patience in ((signal.SIGTERM, grace + EXIT_MARGIN), (signal.SIGKILL, EXIT_MARGIN)):
+    if is_alive(claim):
+        for number, patience in ((signal.SIGTERM, grace + EXIT_MARGIN_S), (signal.SIGKILL, EXIT_MARGIN_S)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(claim["pid"], number)
             until = time.monotonic() + patience
-            while alive(claim) and time.monotonic() < until:
-                time.sleep(POLL)
-    return runs(attempt, claim) is False and end_marked(attempt, claim)
+            while is_alive(claim) and time.monotonic() < until:
+                time.sleep(POLL_INTERVAL_S)
+    return is_running(attempt, claim) is False and end_marked(attempt, claim)
 
 
 def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
@@ -709,7 +713,7 @@ def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
     worker = read_json(attempt.runtime / "claim.json")
     if worker is not None:
         marks.add(f"{WORKER_MARK}={worker['nonce']}".encode())
-    until = time.monotonic() + EXIT_MARGIN
+    until = time.monotonic() + EXIT_MARGIN_S
     while True:
         left = [pid for pid in processes() if marks & environment_of(pid) and starttime(pid)]
         if not left or time.monotonic() > until:
@@ -720,7 +724,7 @@ def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:  # reap orphans, because this process is their subreaper
                 pass
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def processes() -> list[int]:
@@ -734,9 +738,11 @@ def environment_of(pid: int) -> set[bytes]:
         return set()
 
 
-def alive(claim: dict[str, Any]) -> bool | None:
-    """Whether the process that claimed lives (not another one with a reused ID); None if it is invisible,
-    because it is in another PID namespace."""
+def is_alive(claim: dict[str, Any]) -> bool | None:
+    """Return whether the process of the claim lives, not another one with its ID.
+
+    Returns None for a process in another PID namespace, which is invisible.
+    """
     if claim["boot_id"] != boot_id():
         return False
     if claim["host"] != host_id():
@@ -754,7 +760,7 @@ def starttime(pid: int) -> int | None:
 
 
 def held() -> bool:
-    """Whether the process that holds the machine, if there is one, still lives."""
+    """Return whether the process that holds the machine, if there is one, still lives."""
     pid, _, began = os.environ.get(HOLDER, "").partition(" ")
     return not pid or str(starttime(int(pid))) == began
 

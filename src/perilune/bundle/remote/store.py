@@ -23,8 +23,8 @@ from typing import BinaryIO
 
 from perilune.bundle.remote.runner import BLOCK, RefusedError
 
-SMALL = 1 << 12  # bytes; sending a content up to this size again is faster than asking for it
-UNUSED = 30 * 86400.0  # seconds after which an unused content is deleted
+SMALL_BYTES = 1 << 12  # bytes; sending a content up to this size again is faster than asking for it
+MAX_UNUSED_S = 30 * 86400.0  # seconds after which an unused content is deleted
 FICLONE = 0x40049409  # of ioctl_ficlone(2)
 
 
@@ -39,7 +39,7 @@ class Store:
         self.folder = folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         disk = os.statvfs(str(folder))
-        self.most = int(share * disk.f_blocks * disk.f_frsize)
+        self.max_bytes = int(share * disk.f_blocks * disk.f_frsize)
         self.held: BinaryIO | None = None
 
     def lock(self) -> bool:
@@ -66,7 +66,7 @@ class Store:
         return self.folder / f"{sha256}.partial"
 
     def missing(self, sizes: dict[str, int], held: dict[str, bytes]) -> dict[str, int]:
-        """The contents that are neither in the store nor in `held`, with the bytes received so far."""
+        """Return the contents that are neither in the store nor in `held`, with the bytes received so far."""
         return {
             sha256: max(0, min(size, plain_size(self.partial(sha256))))
             for sha256, size in sizes.items()
@@ -94,15 +94,15 @@ class Store:
         if whole:
             partial.rename(self.entry(sha256))
 
-    def verified(self, sha256: str) -> bool:
-        """Whether an entry has the digest in its name; a wrong entry is deleted."""
-        return self.copied(sha256, None)
+    def verify(self, sha256: str) -> bool:
+        """Return whether an entry has the digest in its name; a wrong entry is deleted."""
+        return self.copy_verified(sha256, None)
 
-    def copied(self, sha256: str, target: Path | None) -> bool:
+    def copy_verified(self, sha256: str, target: Path | None) -> bool:
         """Copy an entry to `target`; False, and the entry is deleted, if its digest is wrong."""
         try:
             with open_plain(self.entry(sha256), os.O_RDONLY) as source:
-                if (digest_of(source) if target is None else copy(source, target)) == sha256:
+                if (compute_digest(source) if target is None else copy(source, target)) == sha256:
                     os.utime(str(self.entry(sha256)))
                     return True
         except OSError as error:
@@ -114,37 +114,37 @@ class Store:
     def make_room(self, sizes: dict[str, int]) -> None:
         """Delete contents that this attempt does not need, the oldest first, until its own contents fit."""
         needed = sum(sizes[sha256] - here for sha256, here in self.missing(sizes, {}).items())
-        for path, _ in self.oldest_first():
-            if self.free() >= needed:
+        for path, _ in self.list_oldest_first():
+            if self.free_bytes() >= needed:
                 break
             if path.name.partition(".")[0] not in sizes:
-                self.drop(path)
-        if self.free() < needed:
+                self.delete(path)
+        if self.free_bytes() < needed:
             raise RefusedError(
-                f"its disk is full: {needed:,} bytes are needed, {self.free():,} are free", "disk_full"
+                f"its disk is full: {needed:,} bytes are needed, {self.free_bytes():,} are free", "disk_full"
             )
 
     def has_room_for(self, sizes: dict[str, int]) -> bool:
-        """Whether the contents of an attempt may stay in the store and be copied, instead of moved."""
+        """Return whether the contents of an attempt may stay in the store and be copied, instead of moved."""
         needed = sum(sizes.values())
-        return needed <= self.most and needed <= self.free()
+        return needed <= self.max_bytes and needed <= self.free_bytes()
 
     def shrink(self) -> None:
         """Delete contents that were not used for long, and the oldest ones beyond the store's share."""
-        found = self.oldest_first()
+        found = self.list_oldest_first()
         total = sum(status.st_size for _, status in found)
         for path, status in found:
-            if total > self.most or time.time() - status.st_mtime > UNUSED:
-                self.drop(path)
+            if total > self.max_bytes or time.time() - status.st_mtime > MAX_UNUSED_S:
+                self.delete(path)
                 total -= status.st_size
 
-    def drop(self, path: Path) -> None:
+    def delete(self, path: Path) -> None:
         """Delete a content, unless another call may be receiving it."""
         if not path.suffix or self.lock():
             discard(path)
 
-    def oldest_first(self) -> list[tuple[Path, os.stat_result]]:
-        """All contents, sorted by the time of their last use."""
+    def list_oldest_first(self) -> list[tuple[Path, os.stat_result]]:
+        """Return all contents, sorted by the time of their last use."""
         found = []
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
@@ -152,7 +152,7 @@ class Store:
                     found.append((path, path.lstat()))
         return sorted(found, key=lambda one: one[1].st_mtime)
 
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         disk = os.statvfs(str(self.folder))
         return (
             disk.f_bavail * disk.f_frsize if disk.f_blocks else sys.maxsize
@@ -171,13 +171,13 @@ def copy(source: BinaryIO, path: Path) -> str:
                 target.write(block)
             found = digest.hexdigest()
         else:
-            found = digest_of(target)
+            found = compute_digest(target)
         target.flush()
         os.fsync(target.fileno())
     return found
 
 
-def digest_of(file: BinaryIO) -> str:
+def compute_digest(file: BinaryIO) -> str:
     digest = hashlib.sha256()
     for block in iter(lambda: file.read(BLOCK), b""):
         digest.update(block)
@@ -194,7 +194,7 @@ def open_plain(path: Path, flags: int) -> BinaryIO:
 
 
 def plain_size(path: Path) -> int:
-    """Size of a regular file in bytes; -1 if there is none."""
+    """Return size of a regular file in bytes; -1 if there is none."""
     with contextlib.suppress(FileNotFoundError):
         status = path.lstat()
         if stat.S_ISREG(status.st_mode):

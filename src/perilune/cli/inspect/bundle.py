@@ -35,11 +35,11 @@ def verify(
     Artifacts that runtime/removed.json lists, because `perilune gc` deleted them, may be missing. To check
     the signature of that list, run `perilune verify`.
     """
-    from perilune.bundle.attested import stated_removals
+    from perilune.bundle.attested import read_unverified_removals
     from perilune.bundle.verify import verify as differences_of
 
     path = bundle_folder(bundle)
-    removed = stated_removals(path)
+    removed = read_unverified_removals(path)
     differences = differences_of(path, digest, removed)
     if as_json:
         found = [asdict(difference) for difference in differences]

@@ -65,7 +65,7 @@ def _folder(folder: Path, key: Path | None) -> dict[str, list[str]]:
     from perilune.bundle.attested import Evidence, attestation_problems
     from perilune.bundle.envelope import PUBLIC
 
-    return {str(folder): list(attestation_problems(Evidence.exported(folder, key or folder / PUBLIC)))}
+    return {str(folder): list(attestation_problems(Evidence.from_export(folder, key or folder / PUBLIC)))}
 
 
 def _home(reference: str | None) -> dict[str, list[str]]:

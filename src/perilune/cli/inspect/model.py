@@ -121,7 +121,7 @@ def export(
     import shutil
 
     from perilune.bundle.digest import source_files
-    from perilune.bundle.storage import built_beside
+    from perilune.bundle.storage import build_directory
 
     if out.exists():
         raise RequestError("exists already", where=str(out), remedy="give another name, or delete it")
@@ -132,7 +132,7 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         export_gguf(folder, out, dtype)
     else:
-        with built_beside(out) as building:
+        with build_directory(out) as building:
             for name, file in source_files(folder):
                 (building / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, building / name)

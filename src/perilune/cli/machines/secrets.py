@@ -54,7 +54,7 @@ def set_secret(
     """Set where the value of a secret is read from."""
     from pydantic import ValidationError
 
-    from perilune.bundle.secret_sources import SecretSource, keep_in_keyring, read_sources, write_sources
+    from perilune.bundle.secret_sources import SecretSource, read_sources, store_in_keyring, write_sources
 
     sources = read_sources()
     try:
@@ -68,7 +68,7 @@ def set_secret(
     if not name.isidentifier() or not name.isascii():
         raise RequestError(f"'{name}' is not a valid name", remedy="use letters, digits and _")
     if keyring:
-        keep_in_keyring(service, name, _asked(name))
+        store_in_keyring(service, name, _asked(name))
     write_sources({**sources, name: source})
     echo(f"{name}: {source}")
 

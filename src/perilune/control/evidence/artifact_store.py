@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.digest import walk
 from perilune.bundle.storage import new_folder
-from perilune.bundle.verify import hashes_of
+from perilune.bundle.verify import frozen_and_artifact_hashes
 from perilune.control.evidence.verification import export
 from perilune.control.record.store import Run
 from perilune.control.runs.experiments import Control
@@ -90,7 +90,7 @@ class ArtifactStore:
         with control.home.scratch() as scratch:
             folder = scratch / "export"
             export(control, run, folder)
-            files = dict(_list_entries(folder, hashes_of(folder / "bundle")))
+            files = dict(_list_entries(folder, frozen_and_artifact_hashes(folder / "bundle")))
             sent = sum(self._transfer_each(lambda name: self._upload(folder / name, files[name]), files))
             index = canonical_json({"run": run.id, "stage": run.stage, "files": files})
             with self._store_errors():

@@ -3,9 +3,9 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from perilune.bundle.remote.runner import stays
+from perilune.bundle.remote.runner import stays_on_machine
 from perilune.bundle.storage import storage_errors
-from perilune.bundle.verify import attested_hashes
+from perilune.bundle.verify import manifest_hashes
 from perilune.execution.log import last_lines
 from perilune.execution.placements.mirror import Bring
 from perilune.execution.verdict import Verdict
@@ -35,8 +35,8 @@ def unfetched_files(attempt: Path, bring: Bring) -> dict[str, str]:
     """Return the SHA-256 of the artifacts that stayed on the attempt's machine, by path in the bundle."""
     return {
         path: sha256
-        for path, sha256 in attested_hashes(attempt).items()
-        if stays(path, bring) and not (attempt / path).exists()
+        for path, sha256 in manifest_hashes(attempt).items()
+        if stays_on_machine(path, bring) and not (attempt / path).exists()
     }
 
 

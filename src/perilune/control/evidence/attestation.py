@@ -8,11 +8,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from perilune.bundle.attested import BUNDLE_STATEMENT, REMOVED, RESULT_STATEMENT, Evidence, removed_files
+from perilune.bundle.attested import BUNDLE_STATEMENT, REMOVED, RESULT_STATEMENT, Evidence, read_removals
 from perilune.bundle.envelope import PUBLIC, SigningKey
 from perilune.bundle.statements import bundle_statement, removal_statement, result_statement
 from perilune.bundle.storage import make_read_only, storage_errors
-from perilune.bundle.verify import attested_hashes
+from perilune.bundle.verify import manifest_hashes
 from perilune.control.record.home import Home
 from perilune.control.record.store import Attempt
 from perilune.errors import PeriluneError
@@ -58,7 +58,7 @@ def attest_removal(home: Home, run_id: str, number: int, files: Mapping[str, str
         files: path in the bundle to SHA-256. Files that were removed before stay in the statement.
     """
     attempt = home.attempt(run_id, number)
-    known = {**attested_hashes(attempt), **files}
+    known = {**manifest_hashes(attempt), **files}
     removed = {name: known[name] for name in removed_artifacts(home, run_id, number) | files.keys()}
     _write_signed(attempt / REMOVED, home, removal_statement(removed, run_id, number, time.time()))
 
@@ -66,7 +66,7 @@ def attest_removal(home: Home, run_id: str, number: int, files: Mapping[str, str
 def removed_artifacts(home: Home, run_id: str, number: int) -> frozenset[str]:
     """Return the artifacts of an attempt that this home has signed as removed deliberately."""
     try:
-        return removed_files(home.attempt(run_id, number), home.keys / PUBLIC, f"{run_id}/{number}")
+        return read_removals(home.attempt(run_id, number), home.keys / PUBLIC, f"{run_id}/{number}")
     except PeriluneError:
         return frozenset()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from sqlalchemy import select
 
 from perilune.bundle.shared_files import INPUTS, WHEELS
-from perilune.bundle.verify import attested_hashes
+from perilune.bundle.verify import manifest_hashes
 from perilune.control.evidence.attestation import attest_removal
 from perilune.control.record.faults import kill_point
 from perilune.control.record.home import Home, locked
@@ -190,7 +190,7 @@ def _find_intermediate(control: Control) -> Iterator[Removable]:
 def _remove_checkpoints(control: Control, item: Removable) -> bool:
     """Sign the removal first, because the files are part of the evidence."""
     below = tuple(f"{CHECKPOINTS_FOLDER}/{name}/" for name in item.names)
-    hashes = attested_hashes(control.home.attempt(item.run_id, item.epoch))
+    hashes = manifest_hashes(control.home.attempt(item.run_id, item.epoch))
     files = {name: sha256 for name, sha256 in hashes.items() if name.startswith(below)}
     with locked(control.home.run(item.run_id)) as mine:
         if not mine or not files:

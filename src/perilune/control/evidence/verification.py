@@ -10,7 +10,7 @@ from perilune.bundle.attested import BUNDLE_STATEMENT, RESULT_STATEMENT, attesta
 from perilune.bundle.crate import describe
 from perilune.bundle.digest import recorded_digest
 from perilune.bundle.envelope import PUBLIC
-from perilune.bundle.storage import new_folder, place
+from perilune.bundle.storage import copy_file, new_folder
 from perilune.bundle.verify import verify
 from perilune.control.evidence.attestation import evidence_paths
 from perilune.control.record.database import REPAIR_REMEDY, DamagedError
@@ -119,12 +119,12 @@ def export(control: Control, run: Run, destination: Path, *, crate: bool = False
         for source in evidence.bundle.rglob("*"):  # just verified
             if source.is_file():
                 target = building / "bundle" / source.relative_to(evidence.bundle)
-                place(source, target, source.stat().st_mode & 0o777)
+                copy_file(source, target, source.stat().st_mode & 0o777)
         for source, name in (
             (evidence.submitted, f"attestations/{BUNDLE_STATEMENT}"),
             (evidence.result, f"attestations/{RESULT_STATEMENT}"),
             (evidence.key, PUBLIC),
         ):
-            place(source, building / name, 0o644)
+            copy_file(source, building / name, 0o644)
         if crate:
             describe(building)

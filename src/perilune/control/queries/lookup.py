@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
-from perilune.bundle.verify import attested_hashes
+from perilune.bundle.verify import manifest_hashes
 from perilune.control.machines.budget import MachineUse, machine_uses
 from perilune.control.record.store import Attempt, EarlierUse, Event, Experiment, Machine, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
@@ -388,7 +388,7 @@ def _is_attested(control: Control, run: Run) -> bool:
     """Return whether the summary of a succeeded run is the one that its manifest lists."""
     path = control.directory(run) / SUMMARY_FILE
     found = sha256_file(path) if path.is_file() else None
-    return found == attested_hashes(control.directory(run)).get(SUMMARY_FILE)
+    return found == manifest_hashes(control.directory(run)).get(SUMMARY_FILE)
 
 
 def _read_container(control: Control, attempt: Attempt) -> dict[str, str] | None:

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from perilune.bundle.attested import RESULT_STATEMENT
 from perilune.bundle.digest import recorded_digest
-from perilune.bundle.envelope import PUBLIC, verified_statement
+from perilune.bundle.envelope import PUBLIC, verify_statement
 from perilune.control.evidence.attempt_evidence import find_evidence_problem
 from perilune.control.evidence.attestation import ATTESTATIONS_FOLDER, removed_artifacts
 from perilune.control.evidence.verification import find_damage, find_unrecorded_runs
@@ -218,7 +218,7 @@ def _is_committed(home: Home, run: Run, number: int, verdict: Verdict) -> bool:
     if not verdict.succeeded or not statement.exists():
         return False
     try:
-        verified_statement(statement, home.keys / PUBLIC)
+        verify_statement(statement, home.keys / PUBLIC)
         return not find_evidence_problem(
             home.attempt(run.id, number), verdict, removed_artifacts(home, run.id, number)
         )

@@ -16,8 +16,8 @@ from sqlalchemy import select
 from perilune.bundle.freeze import freeze
 from perilune.bundle.job import InputReference, Job
 from perilune.bundle.plugin import consumed_fields, load_plugin
-from perilune.bundle.remote.runner import stays
-from perilune.bundle.secret_sources import learn_secrets
+from perilune.bundle.remote.runner import stays_on_machine
+from perilune.bundle.secret_sources import register_secrets
 from perilune.bundle.shared_files import SharedFiles
 from perilune.control.evidence.attempt_evidence import find_evidence_problem
 from perilune.control.evidence.attestation import removed_artifacts
@@ -114,7 +114,9 @@ def plan_stages(recipe: Recipe, template: Template | None = None) -> list[StageP
     tasks = {stage.name: stage.task for stage in recipe.stages}
     for stage in recipe.stages:
         for source in stage.consumes.values():
-            left = source in tasks and stays(f"{load_plugin(tasks[source]).output}/", where.effective_bring)
+            left = source in tasks and stays_on_machine(
+                f"{load_plugin(tasks[source]).output}/", where.effective_bring
+            )
             if left and where.is_remote:
                 raise RequestError(
                     f"stage {stage.name} takes the checkpoint of stage {source}, which stays on its machine",
@@ -131,7 +133,7 @@ def open_experiment(control: Control, recipe: Recipe, overrides: Sequence[str] =
     Args:
         overrides: those that the recipe was loaded with; a new experiment records them, for listings.
     """
-    learn_secrets(recipe.secrets)
+    register_secrets(recipe.secrets)
     document = recipe.model_dump(mode="json")
     stages = [(stage.name, stage.task) for stage in recipe.stages]
     return register_experiment(control, recipe.name, document, stages, overrides)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perilune.bundle.compare import Change, compare_artifacts, compare_runs
-from perilune.bundle.freeze import attempt_copy
+from perilune.bundle.freeze import copy_for_attempt
 from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import Difference, require_verified
 from perilune.bundle.workspace import SCHEDULE
@@ -54,7 +54,7 @@ def reproduce_run(control: Control, run_id: str) -> Iterator[StageEvent]:
     first = control.directory(run)
     require_verified(first, run.bundle_digest, removed_artifacts(control.home, run_id, run.current_epoch))
     again = control.home.run(run_id) / "reproductions" / new_ulid()
-    attempt_copy(control.home.bundle(run_id), again)
+    copy_for_attempt(control.home.bundle(run_id), again)
     if (schedule := first / "artifacts" / SCHEDULE).exists():
         shutil.copyfile(schedule, again / "runtime" / SCHEDULE)  # an asynchronous run follows it
     with (again / "runtime" / "worker.log").open("wb") as log:

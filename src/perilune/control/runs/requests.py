@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from perilune.bundle.digest import recorded_digest
-from perilune.bundle.freeze import attempt_copy
-from perilune.bundle.storage import new_folder, place
+from perilune.bundle.freeze import copy_for_attempt
+from perilune.bundle.storage import copy_file, new_folder
 from perilune.bundle.verify import verify
 from perilune.control.evidence.attempt_evidence import worker_output
 from perilune.control.evidence.attestation import removed_artifacts
@@ -161,7 +161,7 @@ def retry_run(control: Control, run_id: str) -> Run:
     submission = Submission(run.experiment_id, run.stage, run.task, retry_of=run_id, template=template)
 
     def copy(destination: Path) -> str:
-        attempt_copy(control.home.bundle(run_id), destination)
+        copy_for_attempt(control.home.bundle(run_id), destination)
         return recorded_digest(destination)
 
     return submit_stage(control.home, control.store, submission, copy, control.is_intact)
@@ -221,5 +221,5 @@ def collect_evidence(control: Control, run_id: str, destination: Path | None = N
     if destination is not None:
         with new_folder("copy the evidence", destination) as building:
             for file in files:
-                place(attempt / file, building / file, (attempt / file).stat().st_mode & 0o777)
+                copy_file(attempt / file, building / file, (attempt / file).stat().st_mode & 0o777)
     return files

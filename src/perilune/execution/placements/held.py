@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.bundle.digest import Entry
-from perilune.bundle.remote.runner import STATES
+from perilune.bundle.remote.runner import STATE_PREFIX
 from perilune.execution.placements.upload import Upload
 from perilune.files import canonical_json, is_inside_root, read_json, read_json_lines, write_atomic
 
@@ -25,7 +25,7 @@ def parse_held(listed: Any) -> list[Entry]:
     """
     entries = [Entry(str(path), int(size), str(sha), str(mode)) for path, size, sha, mode in listed]
     for entry in entries:
-        if not is_inside_root(entry.path) or not entry.path.startswith(STATES) or entry.size < 0:
+        if not is_inside_root(entry.path) or not entry.path.startswith(STATE_PREFIX) or entry.size < 0:
             raise ValueError(f"the machine lists {entry.path[:200]!r}, which is not in a checkpoint")
         if not re.fullmatch("[0-9a-f]{64}", entry.sha256) or not re.fullmatch("[0-7]{4}", entry.mode):
             raise ValueError(f"the machine lists {entry.path[:200]!r} with a malformed digest or mode")
@@ -58,7 +58,7 @@ def find_restart_reason(previous: Path | None, upload: Upload) -> str:
     if events is None or not events.exists():
         return ""
     steps = [line.get("step") for line in read_json_lines(events) if line.get("kind") == CHECKPOINT]
-    if not steps or any(entry.path.startswith(STATES) for entry in upload.entries):
+    if not steps or any(entry.path.startswith(STATE_PREFIX) for entry in upload.entries):
         return ""
     return (
         f"the attempt starts from the beginning, because the checkpoint of step {steps[-1]} was only on the"

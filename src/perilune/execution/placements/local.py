@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from perilune.bundle.freeze import attempt_copy
+from perilune.bundle.freeze import copy_for_attempt
 from perilune.bundle.storage import remove_tree, storage_errors
 from perilune.errors import RequestError
 from perilune.execution.claim import Claim, hold_claim
@@ -128,7 +128,7 @@ def create_working_copy(
         for stale in (directory, *directory.parent.glob(f".{directory.name}.*.tmp")):
             if stale.exists():
                 remove_tree(stale)
-        attempt_copy(bundle, directory)
+        copy_for_attempt(bundle, directory)
         if previous is not None:
             restore_outputs(previous / "artifacts", directory / "artifacts")
         write_json(directory / "runtime" / "run.json", order)

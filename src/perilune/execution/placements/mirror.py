@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from perilune.bundle.remote.runner import stays
+from perilune.bundle.remote.runner import stays_on_machine
 from perilune.bundle.storage import storage_errors
 from perilune.errors import WorkFailedError
 from perilune.execution.hosts.protocol import HostRefusedError
@@ -141,7 +141,7 @@ class Mirror:
         wrong = []
         for relative, entry in listed.items():
             path = self.directory / _validate_path(f"artifacts/{relative}")
-            if stays(f"artifacts/{relative}", self.bring) and not path.exists():
+            if stays_on_machine(f"artifacts/{relative}", self.bring) and not path.exists():
                 continue
             whole = path.is_file() and path.stat().st_size == entry["size"]
             if not whole or sha256_file(path) != entry["sha256"]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from perilune.bundle.digest import Entry
-from perilune.bundle.remote.store import SMALL
+from perilune.bundle.remote.store import SMALL_BYTES
 from perilune.files import read_json
 
 HUB_URL = "https://huggingface.co"
@@ -33,7 +33,7 @@ def find_origins(directory: Path, entries: Sequence[Entry], hub: str) -> dict[st
     return {
         entry.sha256: f"{hub.rstrip('/')}/{repository}/resolve/{commit}/{quote(entry.path[len(MODEL) :])}"
         for entry in entries
-        if entry.path.startswith(MODEL) and entry.size > SMALL
+        if entry.path.startswith(MODEL) and entry.size > SMALL_BYTES
     }
 
 

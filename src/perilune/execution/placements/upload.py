@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from perilune.bundle.digest import BUNDLE_FILE, Entry, describe, entries_digest, walk
-from perilune.bundle.remote.store import SMALL
+from perilune.bundle.digest import BUNDLE_FILE, Entry, entries_digest, make_entry, walk
+from perilune.bundle.remote.store import SMALL_BYTES
 from perilune.errors import RequestError
 from perilune.execution.placements.origins import find_origins
 from perilune.files import canonical_json, read_json, write_atomic
@@ -58,7 +58,7 @@ class Upload:
         found, room = {}, UNREQUESTED_BYTES
         for sha256, size in sorted(self._sizes.items(), key=lambda one: one[1]):
             room -= size
-            if size <= SMALL and room >= 0 and sha256 in self._sources:
+            if size <= SMALL_BYTES and room >= 0 and sha256 in self._sources:
                 found[sha256] = 0
         return found
 
@@ -155,7 +155,7 @@ def _list_entries(directory: Path) -> Iterator[Entry]:
     frozen = {file["path"]: Entry(**file) for file in read_json(directory / BUNDLE_FILE)["files"]}
     for relative, status in walk(directory):
         if stat.S_ISREG(status.st_mode):
-            yield frozen.get(relative) or describe(directory / relative, relative, status)
+            yield frozen.get(relative) or make_entry(directory / relative, relative, status)
 
 
 def _entry_fields(entry: Entry) -> list[Any]:

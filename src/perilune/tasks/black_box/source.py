@@ -7,7 +7,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from perilune.bundle.storage import built_beside, publish, storage_errors
+from perilune.bundle.storage import build_directory, publish, storage_errors
 from perilune.errors import RequestError
 from perilune.files import extract_archive
 from perilune.tasks.black_box.environment import cache
@@ -50,7 +50,7 @@ def fetch_source(source: str, commit: str | None) -> Path:
     if here is not None:
         _refuse_changes(here)
     if not kept.is_dir():
-        with storage_errors("keep the repository's files", kept), built_beside(kept) as building:
+        with storage_errors("keep the repository's files", kept), build_directory(kept) as building:
             _check_out(source if here is None else str(here), commit, building)
             publish(building, kept)
     return kept

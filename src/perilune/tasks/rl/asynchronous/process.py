@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perilune.bundle.secret_sources import learn_secrets
+from perilune.bundle.secret_sources import register_secrets
 from perilune.bundle.workspace import FollowerWorkspace
 from perilune.environments.core.protocol import Task
 from perilune.errors import REPORT_BUG, PeriluneError, WorkFailedError
@@ -150,7 +150,7 @@ def main() -> None:
         answers.flush()
 
     workspace = FollowerWorkspace(Path(sys.argv[1]).absolute())
-    learn_secrets(workspace.job.secrets)
+    register_secrets(workspace.job.secrets)
     spec = RLSpec.model_validate(workspace.job.spec)
     assert spec.asynchronous is not None
     environments = spec.asynchronous.environments
