@@ -222,11 +222,11 @@ def test_attempt_copy_hard_links_large_read_only_files(
     assert not (tmp_path / "attempt" / small).samefile(bundle / small)
 
 
-def test_place_copies_writable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_file_copies_writable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "LINK_BYTES", 0)
     (tmp_path / "source").write_text("x")
     (tmp_path / "source").chmod(0o644)
-    storage.place(tmp_path / "source", tmp_path / "target", 0o644)
+    storage.copy_file(tmp_path / "source", tmp_path / "target", 0o644)
     assert not (tmp_path / "target").samefile(tmp_path / "source")
 
 

@@ -81,9 +81,8 @@ class AdaptedProjections:
         self._rows: list[tuple[int, Tensor]] = []
         self._numbers: set[int] = set()
         self._like = decoder.model.norm.weight
-        self._projections: list[
-            tuple[list[str], _AdaptedProjection]
-        ] = []  # with the names of their linear maps
+        # With the names of their linear maps.
+        self._projections: list[tuple[list[str], _AdaptedProjection]] = []
         names = {id(module): name for name, module in decoder.named_modules()}
         for module in decoder.modules():
             for attribute, value in list(vars(module).items()):

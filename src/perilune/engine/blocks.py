@@ -56,10 +56,7 @@ class BlockPool:
         return self.count - 1 - self.num_available
 
     def allocate(self, count: int) -> Blocks:
-        """Return `count` free blocks with one reference each; the caller has checked `num_free`.
-
-        Their content is arbitrary.
-        """
+        """Return `count` blocks of arbitrary content with one reference each; caller checks `num_free`."""
         assert count <= len(self._free), "more blocks were taken than are free"
         start = len(self._free) - count
         blocks = np.array(self._free[start:][::-1], dtype=np.int32)

@@ -163,10 +163,7 @@ class PagedCache:
         return sum(part.nbytes for part in self._parts)
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, layers: Sequence[int]) -> list[Tensor]:
-        """Return zeros [blocks, *shape] for each of `layers`, and an empty tensor for the other layers.
-
-        The layers of one block table share a tensor.
-        """
+        """Allocate zeros [blocks, *shape] for each of `layers`, in one tensor per table; empty for others."""
         if not layers:
             return []
         tables = [self.table_of[layer] for layer in layers]

@@ -41,9 +41,7 @@ def compute_embeddings(
     config, like = current.decoder.config, current.cache
     windows = len(config.distinct_windows)
     blocks = np.tile(np.arange(1, max_blocks + 1, dtype=np.int32), (windows, 1))
-    limits = StepLimits(
-        tokens=_CHUNK_TOKENS, blocks=max_blocks, rows=_CHUNK_TOKENS, chunk_tokens=_CHUNK_TOKENS
-    )
+    limits = StepLimits(_CHUNK_TOKENS, max_blocks, _CHUNK_TOKENS, _CHUNK_TOKENS)
     cache = PagedCache(config, [max_blocks + 1] * windows, like.dtype, like.device)
     for batch in split_batches(pairs, limits):
         sums = torch.zeros(0)

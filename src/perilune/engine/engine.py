@@ -43,9 +43,9 @@ from perilune.engine.scoring import (
     PromptLogprobs,
     ScoringPair,
     StepLimits,
-    compute_top_logprobs,
     make_steps,
     split_batches,
+    top_tokens,
 )
 from perilune.engine.select_runner import fastest_runner, is_split_invariant
 from perilune.engine.sequences import Entry, Rows, Sequences
@@ -287,9 +287,7 @@ class Engine:
             while request_id in self._outputs.entries:
                 deltas = self.step()
                 self._outputs.pending = [delta for delta in deltas if delta.request_id != request_id]
-                for delta in deltas:
-                    if delta.request_id != request_id:
-                        continue
+                for delta in (delta for delta in deltas if delta.request_id == request_id):
                     if delta.failure is not None:
                         raise delta.failure
                     yield delta
@@ -434,7 +432,7 @@ class Engine:
                     logits = self._runner.run(step)
                     target_ids = torch.from_numpy(targets).to(logits.device)
                     logprobs.append(token_logprobs(logits, target_ids, temperature)[0].cpu().numpy())
-                    likely += compute_top_logprobs(logits, top) if top else ()
+                    likely += top_tokens(logits, top) if top else ()
             finally:
                 self._pools.free_temporary(blocks)
             joined = np.concatenate(logprobs)
@@ -549,9 +547,7 @@ class Engine:
         self.prepare_adapters()
 
     def remove_adapter(self, name: str) -> None:
-        """Remove an adapter. Requests that use it keep it.
-
-        Its memory is freed at the next change of adapters after the last of these requests has ended.
+        """Remove an adapter. Requests that use it keep it until they end.
 
         Raises:
             RequestError: when there is none of this name.
@@ -640,10 +636,7 @@ class Engine:
         self._runner.clear()
 
     def _stop_speculating(self) -> None:
-        """Turn speculation off and clear the cache, so that the step is repeated without draft tokens.
-
-        A non-finite result of a draft token may have spoiled the others.
-        """
+        """Turn speculation off and clear the cache, because draft tokens may have spoiled other results."""
         _log.warning("speculation is off: the model's results are not finite, perhaps for a draft token")
         self._scheduler.speculation = None
         self._clear_cache()
@@ -675,9 +668,9 @@ class Engine:
             return self._runner.run(step.batch)
         began = perf_counter()
         logits = self._runner.run(step.batch)
-        prefilled = sum(count for _, count in step.chunks)
-        decoded = len(step.batch.token_ids) - prefilled
-        self._offload.record_compute_time(prefilled, decoded, perf_counter() - began)
+        prefills = sum(count for _, count in step.chunks)
+        decodes = len(step.batch.token_ids) - prefills
+        self._offload.record_compute_time(prefills, decodes, perf_counter() - began)
         return logits
 
     def _drop_failed(self) -> None:

@@ -52,12 +52,10 @@ class NativeStep:
             *(array.ctypes.data for array in self._arrays),
             self._tables.ctypes.data,
             self.logits.data_ptr(),
-            RouteMemory() if routes is None else _describe_routes(routes),
+            RouteMemory()
+            if routes is None
+            else RouteMemory(routes.experts.data_ptr(), routes.table, routes.dtype.itemsize, routes.layers),
         )
-
-
-def _describe_routes(routes: RouteStore) -> RouteMemory:
-    return RouteMemory(routes.experts.data_ptr(), routes.table, routes.dtype.itemsize, routes.layers)
 
 
 class NativePagedAttention:

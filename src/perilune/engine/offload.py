@@ -150,10 +150,7 @@ class OffloadStore:
             self._move_to_disk(next(iter(self._in_memory)))
 
     def read(self, index: int, digests: Sequence[bytes]) -> list[Bytes] | None:
-        """Return the content of stored blocks of pool `index`.
-
-        Returns None and deletes the block if a checksum is wrong.
-        """
+        """Read stored blocks of pool `index`; None if a checksum is wrong, whose block is deleted."""
         began = perf_counter()
         contents = [self._read_block((index, digest)) for digest in digests]
         found = [content for content in contents if content is not None]

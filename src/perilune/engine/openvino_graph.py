@@ -63,10 +63,8 @@ class PagedGraph:
                 script = torch.jit.trace(  # type: ignore[no-untyped-call]
                     _make_step(traced, names), _example_inputs(traced, names), check_trace=False
                 )
-            placeholder = ConversionExtension(
-                _PLACEHOLDER, lambda node: [_make_paged_attention(node, config)]
-            )
-            self._model = ov.convert_model(script, extension=[placeholder])
+            convert = ConversionExtension(_PLACEHOLDER, lambda node: [_paged_attention(node, config)])
+            self._model = ov.convert_model(script, extension=[convert])
         except (RuntimeError, TypeError, ValueError) as error:
             raise conversion_error(str(error).strip().partition("\n")[0]) from error
         for port, name in zip(self._model.inputs, names, strict=True):
@@ -244,7 +242,7 @@ def _define_placeholder() -> None:
     _library.append(library)
 
 
-def _make_paged_attention(node: Any, config: DecoderConfig) -> Any:
+def _paged_attention(node: Any, config: DecoderConfig) -> Any:
     """OpenVINO's paged attention for a placeholder, with all optional features off."""
     from openvino import opset13
     from openvino.op import _PagedAttentionExtension as PagedAttention

@@ -133,18 +133,16 @@ class PrefixTree:
         return [int(window_start(window, np.array(computed), self.block_size)) for window in self.windows]
 
     def acquire_prefix(self, digests: Sequence[bytes]) -> Blocks:
-        """Return the blocks int32[W, C] of the longest cached prefix, and add a reference to each.
-
-        Columns outside a window hold the null block.
-        """
+        """Add a reference to each block int32[W, C] of the longest cached prefix; null outside a window."""
         self._pin_fork(digests)
         path = [self._nodes.get(digest) for digest in digests]
         missing = self._find_missing(path)
         known = self._longest_usable(missing)
-        loaded = (
-            None if self.store is None else self._load_offloaded(self.store, digests, path, missing, known)
-        )
-        return self._reference_path(path[:known], missing) if loaded is None else loaded
+        if self.store is not None:
+            loaded = self._load_offloaded(self.store, digests, path, missing, known)
+            if loaded is not None:
+                return loaded
+        return self._reference_path(path[:known], missing)
 
     def _load_offloaded(
         self,
@@ -154,19 +152,12 @@ class PrefixTree:
         missing: Sequence[Sequence[bool]],
         known: int,
     ) -> Blocks | None:
-        """Extend the prefix of `known` columns with offloaded blocks, as `acquire_prefix` returns it.
-
-        Returns None if the store has no more blocks, or loading them is slower than computing them.
-        """
-        length = self._longest_usable(
-            [
-                [
-                    absent and (index, digest) not in store
-                    for absent, digest in zip(columns, digests, strict=True)
-                ]
-                for index, columns in enumerate(missing)
-            ]
-        )
+        """Extend the prefix of `known` columns with offloaded blocks; None if that is impossible or slow."""
+        unavailable = [
+            [absent and (index, key) not in store for absent, key in zip(columns, digests, strict=True)]
+            for index, columns in enumerate(missing)
+        ]
+        length = self._longest_usable(unavailable)
         wanted = [
             [column for column in range(start, length) if absent[column]]
             for start, absent in zip(self.window_starts(length * self.block_size), missing, strict=True)

@@ -405,9 +405,8 @@ class Scheduler:
         """Add the full blocks of `row` to the prefix cache."""
         if self.sequences.stale[row]:
             return
-        self.pools.insert(
-            self.sequences.table(row), self._block_digests(row, int(self.sequences.computed[row]))
-        )
+        digests = self._block_digests(row, int(self.sequences.computed[row]))
+        self.pools.insert(self.sequences.table(row), digests)
 
     def allocate_temporarily(self, count: int) -> Blocks:
         """Allocate int32[W, count] blocks for scoring, which frees them before the next step."""

@@ -117,7 +117,7 @@ def make_steps(
         yield step, np.concatenate(targets)
 
 
-def compute_top_logprobs(logits: Tensor, count: int) -> TopLogprobs:
+def top_tokens(logits: Tensor, count: int) -> TopLogprobs:
     """Return the `count` most likely tokens of each row of logits float[R, V], with their log-probs."""
     best = logits.topk(min(count, logits.shape[1])).indices
     ranks = [token_logprobs(logits, tokens.contiguous())[0] for tokens in best.unbind(dim=1)]

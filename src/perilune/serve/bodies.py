@@ -229,7 +229,7 @@ def check_repeatable(document: Any) -> Any:
 
 
 Document = Annotated[dict[str, Any], BeforeValidator(check_size)]
-RepeatableDocument = Annotated[dict[str, Any], BeforeValidator(check_repeatable)]
+Repeatable = Annotated[dict[str, Any], BeforeValidator(check_repeatable)]
 
 
 def _is_one_of(value: Any, ones: tuple[Any, ...]) -> bool:

@@ -72,9 +72,8 @@ class AnswerConstraints:
             raise RequestError(f"the constraint is longer than {_MAX_CHARS:,} characters", where=where)
         constraints = self._constraints  # outside `try`: its errors do not concern the schema
         try:
-            return self._compiled(
-                self._start_rules(beginning) + rules, structured.grammar if structured else None
-            )
+            rules = self._start_rules(beginning) + rules
+            return self._compiled(rules, structured.grammar if structured else None)
         except RequestError as error:
             if structured and structured.regex:
                 constraints.regex(structured.regex)  # its error has the position in the expression
@@ -84,9 +83,8 @@ class AnswerConstraints:
         """Return the rules before the rule of the answer."""
         if beginning != "channels":
             return _START_RULES[beginning]
-        analysis, final = map(
-            self._text_rule, ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
-        )
+        analysis = self._text_rule("<|channel|>analysis<|message|>")
+        final = self._text_rule("<|channel|>final<|message|>")
         end = self._text_rule("<|end|><|start|>assistant")
         return f"start: ({analysis} THOUGHT {end})? {final} answer\nTHOUGHT: /(.|\\n)*/\n"
 
@@ -109,9 +107,8 @@ class AnswerConstraints:
             )
         opening, before, between, after, separator, closing = map(self._text_rule, form.spelling)
         more = f"({separator} call){{0,{limit - 1}}}" if limit > 1 else ""
-        calls = [
-            f'{before} "{name}" {between} {_json_rule(schema)} {after}' for name, schema in schemas.items()
-        ]
+        items = schemas.items()
+        calls = [f'{before} "{name}" {between} {_json_rule(schema)} {after}' for name, schema in items]
         return f"answer: {opening} call {more} {closing}\ncall: " + "\n  | ".join(calls)
 
     def _tag_rules(self, tag: StructuralTag) -> str:

@@ -137,11 +137,8 @@ class PartsReader:
         while self._buffer:
             start = self._format.find_call(self._buffer, at_start=self._at_start)
             before = self._buffer[:start]
-            found = (
-                self._format.parse(self._buffer[start:], self._brackets)
-                if start < len(self._buffer)
-                else None
-            )
+            rest = self._buffer[start:]
+            found = self._format.parse(rest, self._brackets) if rest else None
             if found is None:
                 # White space before a call belongs to it.
                 content = self._buffer if last else before.rstrip()

@@ -13,7 +13,7 @@ from pydantic import Discriminator as ByFunction
 from perilune.serve.bodies import (
     Body,
     Document,
-    RepeatableDocument,
+    Repeatable,
     RequestBody,
     require_part_types,
     validate_body,
@@ -118,7 +118,7 @@ class _Function(Body):
     type: Literal["function"]
     name: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     description: str | None = None
-    parameters: RepeatableDocument | None = None
+    parameters: Repeatable | None = None
     strict: bool | None = None  # only `tool_choice` constrains arguments
 
 
@@ -140,7 +140,7 @@ class _Format(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str = "answer"
     description: str | None = None
-    schema_: RepeatableDocument | None = Field(None, alias="schema")
+    schema_: Repeatable | None = Field(None, alias="schema")
     strict: bool | None = None
 
 

@@ -251,9 +251,8 @@ class Service:
                 answer.beginning = self._detect_beginning(body, prompts[0])
             constraint = None
             if body.is_constrained:
-                constraint = await self.lanes.schema(
-                    lambda: self._constraints.make_constraint(body, answer.beginning)
-                )
+                compile_schema = partial(self._constraints.make_constraint, body, answer.beginning)
+                constraint = await self.lanes.schema(compile_schema)
             await self.gate.enter()
             requests = self._requests(body, prompts, max_tokens, top_logprobs, constraint)
             return await self.thread.submit(requests, per_token=body.stream)

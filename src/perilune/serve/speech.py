@@ -44,9 +44,7 @@ class SpeechMetrics(Metrics):
         super().__init__()
         by_load = partial(Histogram, labelnames=["streams"], registry=self.registry)
         self._first_code = by_load(
-            "perilune_speech_first_code_seconds",
-            "Seconds to the talker's first code",
-            buckets=BUCKETS_S,
+            "perilune_speech_first_code_seconds", "Seconds to the talker's first code", buckets=BUCKETS_S
         )
         self._first_audio = by_load(
             "perilune_speech_first_audio_seconds", "Seconds to the first samples", buckets=BUCKETS_S

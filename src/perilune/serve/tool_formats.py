@@ -497,11 +497,9 @@ class Harmony(ToolFormat):
 
     def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
         call = self._call.match(text)
-        return (
-            None
-            if call is None
-            else ParsedText(call.end(), _canonical_calls([(call[1], _parse_json(call[2]))]))
-        )
+        if call is None:
+            return None
+        return ParsedText(call.end(), _canonical_calls([(call[1], _parse_json(call[2]))]))
 
     def format_calls(self, calls: Sequence[ToolCall]) -> str:
         return "<|start|>assistant".join(
