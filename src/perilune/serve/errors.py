@@ -83,7 +83,8 @@ async def handle_library_error(request: Request, error: Exception) -> JSONRespon
     """Return the response to an error of the library."""
     assert isinstance(error, PeriluneError)
     status = http_status(error)
-    return JSONResponse(error_document(status, with_remedy(error), error.where or None), status)
+    param = None if "/" in error.where else error.where or None  # a file of the server is no argument
+    return JSONResponse(error_document(status, with_remedy(error), param), status)
 
 
 def http_status(error: PeriluneError) -> int:
