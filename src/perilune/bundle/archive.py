@@ -32,7 +32,7 @@ class ArchiveLimits:
     file_bytes: int = 1 << 40
     bytes: int = 1 << 41
 
-    def of(self, archive: Path) -> ArchiveLimits:
+    def for_archive(self, archive: Path) -> ArchiveLimits:
         """Return the limits for one archive, which depend on its size."""
         return replace(self, bytes=min(self.bytes, _BASE_BYTES + _MAX_RATIO * archive.stat().st_size))
 
@@ -80,7 +80,7 @@ def unpack(
         raise RequestError("no such file", where=str(archive))
     with storage_errors("unpack the bundle", destination), build_directory(destination) as building:
         try:
-            bounds = (limits or ArchiveLimits()).of(archive)
+            bounds = (limits or ArchiveLimits()).for_archive(archive)
             if _checked_size(archive, bounds) > shutil.disk_usage(building).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(building))
             with open_regular(archive) as file, gzip.GzipFile(fileobj=file) as packed:

@@ -96,7 +96,8 @@ def attestation_problems(evidence: Evidence) -> Iterator[str]:
     differences = verify(evidence.bundle, expected_digest, removed)
     yield from map(str, differences)
     if subjects is not None:
-        yield from _result_differences(evidence.bundle, subjects, {one.path for one in differences})
+        known = {difference.path for difference in differences}
+        yield from _result_differences(evidence.bundle, subjects, known)
 
 
 def _result_differences(bundle: Path, subjects: Sequence[Subject], known: Collection[str]) -> Iterator[str]:

@@ -90,22 +90,19 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
     Raises:
         RequestError: when a folder is not a bundle, or one of its documents is damaged.
     """
-    one, other = _RunFiles.read(a), _RunFiles.read(b)
+    first, second = _RunFiles.read(a), _RunFiles.read(b)
 
     def part(view: Callable[[_RunFiles], Any]) -> tuple[Change, ...]:
-        return _changes(view(one), view(other))
+        return _changes(view(first), view(second))
 
     summary = part(lambda run: run.summary)
     return RunDiff(
         recipe=part(lambda run: {key: run.job[key] for key in run.job if key != "inputs"}),
         code=(*part(_scripts), *part(_checkout)),
-        packages=(*part(_packages), *_package_contents(one, other)),
+        packages=(*part(_packages), *_package_contents(first, second)),
         machine=part(_machine),
         inputs=part(lambda run: {given["name"]: given["digest"] for given in run.job.get("inputs", [])}),
-        results=(
-            *_metric_difference(a, b),
-            *(change for change in summary if not _is_measured(change)),
-        ),
+        results=(*_metric_difference(a, b), *(change for change in summary if not _is_measured(change))),
         timings=tuple(change for change in summary if _is_measured(change)),
     )
 
@@ -234,9 +231,9 @@ def _packages(run: _RunFiles) -> dict[str, str]:
     return found
 
 
-def _package_contents(one: _RunFiles, other: _RunFiles) -> Iterator[Change]:
+def _package_contents(first: _RunFiles, second: _RunFiles) -> Iterator[Change]:
     """Yield distributions with the same version but different files, by the digests of their records."""
-    a, b = (_distribution_digests(run) for run in (one, other))
+    a, b = (_distribution_digests(run) for run in (first, second))
     for name in sorted(a.keys() & b.keys()):
         (version, was), (other_version, now) = a[name], b[name]
         if version == other_version and was and now and was != now:

@@ -43,7 +43,7 @@ def walk(root: Path, prefix: str = "", skip: Collection[str] = ()) -> Iterator[t
         RequestError: when a name is not UTF-8.
     """
     with os.scandir(root) as entries:
-        children = sorted((one for one in entries if one.name not in skip), key=lambda one: one.name)
+        children = sorted((item for item in entries if item.name not in skip), key=lambda item: item.name)
     for child in children:
         try:
             child.name.encode()

@@ -66,11 +66,7 @@ def read_job(bundle: Path) -> Job:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        RequestError: when the file is missing or damaged, or has another JSON value.
-    """
+    """Read a JSON object. Raises RequestError for a missing or damaged file, or another JSON value."""
     document = read_json(path)
     if not isinstance(document, dict):
         raise RequestError("not a JSON object", where=str(path), remedy="fetch the bundle again")

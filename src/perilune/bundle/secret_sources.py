@@ -17,13 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated
 
-from pydantic import (
-    Field,
-    StringConstraints,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 
 from perilune.errors import RequestError
 from perilune.files import home_directory, write_atomic

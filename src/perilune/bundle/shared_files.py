@@ -19,7 +19,7 @@ WHEELS, INPUTS = "wheels", "inputs"  # folders in the home
 
 @dataclass(frozen=True, slots=True)
 class SharedFiles:
-    """What bundles of the home at `home` link to: its shared copies, and the outputs of its stages."""
+    """The files that bundles of a home link to: its shared copies, and the outputs of its stages."""
 
     home: Path
 

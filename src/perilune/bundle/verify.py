@@ -71,8 +71,8 @@ def verify(bundle: Path, expected: str | None = None, removed: Collection[str] =
     if not bundle.is_dir():
         raise RequestError("not a bundle", where=str(bundle), remedy="the folder that contains job.json")
     with storage_errors("read the bundle", bundle):
-        found = [*_frozen_differences(bundle, expected), *_artifact_differences(bundle)]
-    return [one for one in found if one.kind != "missing" or one.path not in removed]
+        differences = [*_frozen_differences(bundle, expected), *_artifact_differences(bundle)]
+    return [diff for diff in differences if diff.kind != "missing" or diff.path not in removed]
 
 
 def require_verified(bundle: Path, expected: str | None = None, removed: Collection[str] = ()) -> None:

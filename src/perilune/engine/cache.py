@@ -129,7 +129,8 @@ class PagedCache:
         """Return the content uint8[C, bytes] of the blocks int32[C] of window `index`."""
         at = torch.from_numpy(blocks).long().to(self.device)
         parts = (part[:, at].transpose(0, 1) for part in self._window_parts(index))
-        return torch.cat([_as_bytes(part) for part in parts], dim=1).cpu().numpy()
+        as_bytes = [part.contiguous().view(len(part), -1).view(torch.uint8) for part in parts]
+        return torch.cat(as_bytes, dim=1).cpu().numpy()
 
     def write(self, index: int, blocks: Blocks, content: NDArray[np.uint8]) -> None:
         """Overwrite the blocks int32[C] of window `index` with the content that `read` returned."""
@@ -176,11 +177,6 @@ class PagedCache:
         of_layer = {layer: next(of_table[self.table_of[layer]]) for layer in layers}
         none = torch.empty(0, dtype=dtype, device=self.device)
         return [of_layer.get(layer, none) for layer in range(len(self.table_of))]
-
-
-def _as_bytes(part: Tensor) -> Tensor:
-    """View [C, ...] as uint8[C, bytes]."""
-    return part.contiguous().view(len(part), -1).view(torch.uint8)
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,7 +76,9 @@ class GraphRunner(TorchRunner):
             decoder, num_blocks, None if cache is None else getattr(torch, cache), weights=weights
         )
         if experts is None and self._device.type == "cuda":
-            experts = _triton_product()
+            from perilune.models.triton_experts import grouped_product
+
+            experts = grouped_product
         if experts is not None:
             for module in self.decoder.modules():
                 if isinstance(module, MixtureOfExperts):
@@ -104,12 +106,6 @@ class GraphRunner(TorchRunner):
         if not batch.decodes:
             return super()._attention(batch, rows)
         return MixedAttention(self.cache, batch, rows, self._attend)
-
-
-def _triton_product() -> GroupedProduct:
-    from perilune.models.triton_experts import grouped_product
-
-    return grouped_product
 
 
 def supports(config: DecoderConfig) -> bool:

@@ -176,8 +176,8 @@ class OpenVinoRunner:
             return
         ov, (_, *sizes) = import_openvino(), cache.shape
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            one, other = (ov.RemoteTensor(cache, [at, 0, 0, 0], [at + 1, *sizes]) for at in (source, target))
-            one.copy_to(other)
+            parts = (ov.RemoteTensor(cache, [i, 0, 0, 0], [i + 1, *sizes]) for i in (source, target))
+            next(parts).copy_to(next(parts))
 
     def clear(self) -> None:
         for cache in self._caches.values():

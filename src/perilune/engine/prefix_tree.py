@@ -138,13 +138,10 @@ class PrefixTree:
         path = [self._nodes.get(digest) for digest in digests]
         missing = self._find_missing(path)
         known = self._longest_usable(missing)
-        if self.store is not None:
-            loaded = self._load_offloaded(self.store, digests, path, missing, known)
-            if loaded is not None:
-                return loaded
-        return self._reference_path(path[:known], missing)
+        loaded = None if self.store is None else self._load_stored(self.store, digests, path, missing, known)
+        return self._reference_path(path[:known], missing) if loaded is None else loaded
 
-    def _load_offloaded(
+    def _load_stored(
         self,
         store: OffloadStore,
         digests: Sequence[bytes],

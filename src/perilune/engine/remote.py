@@ -122,9 +122,10 @@ class RemoteEngine:
         answer = self._request("POST", self._dialect.path, body)
         try:
             completions = self._dialect.parse(answer, n)
-            for one in completions:
-                if not 1 <= len(one.token_ids) <= params.max_tokens:
-                    raise MalformedError(f"a sample has {len(one.token_ids)} tokens of {params.max_tokens}")
+            for completion in completions:
+                count = len(completion.token_ids)
+                if not 1 <= count <= params.max_tokens:
+                    raise MalformedError(f"a sample has {count} tokens of {params.max_tokens}")
         except MalformedError as error:
             raise malformed_answer(error, self.url) from None
         return completions

@@ -40,7 +40,7 @@ _RANGES = {
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample a completion.
+    """Options for sampling a completion.
 
     The logits are changed in this order: repetition, frequency and presence penalty, bias, minimum length,
     constraint, temperature, top-k, top-p, min-p. Log-probs are under the resulting distribution.
@@ -125,7 +125,7 @@ class Prompt:
 
 
 class InputEmbeddings(Protocol):
-    """The decoder's inputs for one request, where its tokens alone do not determine them."""
+    """The decoder's inputs for one request whose tokens alone do not determine them."""
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return float[stop - start, d], the inputs of these positions of prompt and sample."""

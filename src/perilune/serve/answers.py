@@ -193,7 +193,7 @@ class CompletionAnswer:
         fields: dict[str, Any] = {"content": parts.content}
         if parts.reasoning:
             fields["reasoning_content"] = parts.reasoning
-        if calls := [self._call_fields(index, one) for kind, one in parts.items if kind in _CALL_KINDS]:
+        if calls := [self._call_fields(index, part) for kind, part in parts.items if kind in _CALL_KINDS]:
             fields["content"] = parts.content or None
             fields["tool_calls"] = calls
         if self._calls[index] and choice["finish_reason"] == "stop" and not self.names_function:
@@ -249,7 +249,8 @@ class CompletionAnswer:
         if delta.top_logprobs:
             drawn = zip(delta.token_ids, delta.logprobs, strict=True)
             rows = zip(delta.top_logprobs, drawn, strict=True)
-            top = [{self._formatter.text(one): lp for one, lp in (*row, sampled)} for row, sampled in rows]
+            text = self._formatter.text
+            top = [{text(token): logprob for token, logprob in (*row, sampled)} for row, sampled in rows]
         return {
             "tokens": tokens,
             "token_logprobs": delta.logprobs,

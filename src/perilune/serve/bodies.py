@@ -102,7 +102,7 @@ def _unknown_argument(argument: str) -> str:
     return f"unrecognised argument: {shorten(argument)}"
 
 
-def check_values(document: Any, most: int, max_depth: int) -> None:
+def check_values(document: Any, max_values: int, max_depth: int) -> None:
     """Check that a JSON value has at most `most` values and `max_depth` levels, in time O(`most`).
 
     Raises:
@@ -114,11 +114,11 @@ def check_values(document: Any, most: int, max_depth: int) -> None:
         if not isinstance(value, dict | list):
             continue
         seen += len(value)
-        if seen > most:
-            raise ValueError(f"more than {most:,} values")
+        if seen > max_values:
+            raise ValueError(f"more than {max_values:,} values")
         if depth > max_depth:
             raise ValueError(f"nested deeper than {max_depth} levels")
-        waiting += [(one, depth + 1) for one in (value.values() if isinstance(value, dict) else value)]
+        waiting += [(child, depth + 1) for child in (value.values() if isinstance(value, dict) else value)]
 
 
 def _parse(data: bytes) -> Any:
@@ -232,5 +232,5 @@ Document = Annotated[dict[str, Any], BeforeValidator(check_size)]
 Repeatable = Annotated[dict[str, Any], BeforeValidator(check_repeatable)]
 
 
-def _is_one_of(value: Any, ones: tuple[Any, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in ones)  # True is not 1
+def _is_one_of(value: Any, others: tuple[Any, ...]) -> bool:
+    return any(type(value) is type(other) and value == other for other in others)  # True is not 1

@@ -63,7 +63,7 @@ class AnswerConstraints:
             rules = "answer: @answer"
         elif structured and structured.structural_tag:
             tag = structured.structural_tag
-            schemas = {repr(one.begin): one.schema_ for one in tag.structures}
+            schemas = {repr(structure.begin): structure.schema_ for structure in tag.structures}
             rules = self._tag_rules(tag)
         else:
             schemas = {"the schema": body.schema_document or {}}

@@ -47,17 +47,17 @@ class Parts:
     @property
     def reasoning(self) -> str:
         """All reasoning."""
-        return "".join(one for kind, one in self.items if kind == "reasoning" and isinstance(one, str))
+        return "".join(text for kind, text in self.items if kind == "reasoning" and isinstance(text, str))
 
     @property
     def content(self) -> str:
         """All content."""
-        return "".join(one for kind, one in self.items if kind == "content" and isinstance(one, str))
+        return "".join(text for kind, text in self.items if kind == "content" and isinstance(text, str))
 
     @property
     def calls(self) -> list[ToolCall]:
         """All calls that begin in these parts."""
-        return [one for _, one in self.items if isinstance(one, tuple)]
+        return [call for _, call in self.items if isinstance(call, tuple)]
 
 
 class Reader(Protocol):

@@ -99,15 +99,15 @@ class ResponseAnswer:
                 self._add_text("content", delta.text, rows)
         else:
             self._reader = self._reader or self._make_reader(beginning=self.beginning)
-            for kind, one in self._reader.feed(delta.text, last=last).items:
-                if isinstance(one, tuple):
-                    self._begin_call_item(*one)
+            for kind, part in self._reader.feed(delta.text, last=last).items:
+                if isinstance(part, tuple):
+                    self._begin_call_item(*part)
                 elif kind == "arguments":
-                    self._add_arguments(one)
+                    self._add_arguments(part)
                 elif kind == "end":
                     self._end_item("completed")
                 else:
-                    self._add_text(kind, one, [])  # type: ignore[arg-type]
+                    self._add_text(kind, part, [])  # type: ignore[arg-type]
         if last:
             self._status = "completed" if delta.finish_reason == "stop" else "incomplete"
             if not self._output:

@@ -10,21 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StringConstraints, Tag
 from pydantic import Discriminator as ByFunction
 
-from perilune.serve.bodies import (
-    Body,
-    Document,
-    Repeatable,
-    RequestBody,
-    require_part_types,
-    validate_body,
-)
-from perilune.serve.schema import (
-    MAX_LOGPROBS,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    ChatBody,
-    Effort,
-)
+from perilune.serve.bodies import Body, Document, Repeatable, RequestBody, require_part_types, validate_body
+from perilune.serve.schema import MAX_LOGPROBS, MAX_MESSAGES, MAX_TOOLS, ChatBody, Effort
 
 Status = Literal["in_progress", "completed", "incomplete"]
 _Id = Annotated[str, StringConstraints(min_length=1, max_length=256)]

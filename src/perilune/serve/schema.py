@@ -137,7 +137,7 @@ class StructuralTag(Body):
 
     def trigger(self, structure: TagStructure) -> str | None:
         """Return the trigger of a structure, with which it begins."""
-        return next((one for one in self.triggers if structure.begin.startswith(one)), None)
+        return next((trigger for trigger in self.triggers if structure.begin.startswith(trigger)), None)
 
 
 class ResponseFormat(Body):
@@ -161,7 +161,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(RequestBody):
-    """What the answers must match, as in vLLM: exactly one of the arguments."""
+    """The constraint on answers, as in vLLM: exactly one of the arguments."""
 
     unsupported = UNSUPPORTED_STRUCTURES
 
@@ -401,7 +401,7 @@ class Message(RequestBody):
     def characters(self) -> int:
         """The length of all texts in it."""
         calls = [call.function for call in self.tool_calls or ()]
-        return len(self.role) + len(self.text) + sum(len(one.name) + len(one.arguments) for one in calls)
+        return len(self.role) + len(self.text) + sum(len(call.name) + len(call.arguments) for call in calls)
 
     def document(self, calls_as_text: ToolFormat | None) -> dict[str, Any]:
         """Return the message as chat templates expect it; `calls_as_text` is the format for calls as text."""
@@ -416,7 +416,7 @@ class Message(RequestBody):
 
 
 class PromptOptions(Body):
-    """How a conversation becomes a prompt.
+    """Options for rendering a conversation as a prompt.
 
     Attributes:
         tools: functions that the model may call.

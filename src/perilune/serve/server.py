@@ -137,8 +137,8 @@ def _make_service(settings: Settings, notify: Callable[[str], None]) -> tuple[Se
             "offload_disk_failures": engine.offloaded.disk_failures,
         }
 
-    most = settings.slots + settings.max_queue
-    service = Service(model, EngineThread(engine), engine.prompt_logprobs, most, gauges)
+    max_samples = settings.slots + settings.max_queue
+    service = Service(model, EngineThread(engine), engine.prompt_logprobs, max_samples, gauges)
     routers = [text_routes(service), response_routes(service, Conversations())]
     return service, [*routers, *_make_optional_routes(settings, engine, loaded, service)]
 

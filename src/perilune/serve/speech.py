@@ -162,7 +162,8 @@ class SpeechService:
         data = b"".join(map(encode_pcm, samples))
         assert complete
         if body.response_format == "pcm":
-            return Response(data, media_type="audio/pcm", headers=self._rate_header)
+            headers = {"X-Sample-Rate": str(self.speaker.config.codec.sample_rate)}
+            return Response(data, media_type="audio/pcm", headers=headers)
         return Response(self._header(len(data)) + data, media_type="audio/wav")
 
     async def _collect(self, stream: Stream) -> list[Samples]:
@@ -196,10 +197,6 @@ class SpeechService:
     def _close(self, stream: Stream, began: float) -> None:
         stream.abort()
         self.metrics.record_finished(began, prompt=len(stream.requests[0].token_ids), completion=0, cached=0)
-
-    @property
-    def _rate_header(self) -> dict[str, str]:
-        return {"X-Sample-Rate": str(self.speaker.config.codec.sample_rate)}
 
     def _header(self, size: int | None) -> bytes:
         return wav_header(self.speaker.config.codec.sample_rate, size)

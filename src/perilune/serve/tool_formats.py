@@ -312,7 +312,7 @@ class Mistral(ToolFormat):
         if end < 0:  # a mark before the place is not tried again, so that the time is linear
             return ParsedText(-end)
         value = _parse_json(text[head.end() : end])
-        calls = [(head[1], value)] if head[1] else [_call_fields(one, "arguments") for one in _list(value)]
+        calls = [(head[1], value)] if head[1] else [_call_fields(item, "arguments") for item in _list(value)]
         return ParsedText(end, _canonical_calls(calls))
 
     def format_calls(self, calls: Sequence[ToolCall]) -> str:
@@ -531,7 +531,7 @@ _DETECTED = (NamedMistral(), *FORMATS.values())
 
 def detect_format(template: str | None) -> ToolFormat:
     """Return the format of a chat template; Hermes if it shows none."""
-    return next((one for one in _DETECTED if one.matches_template(template or "")), FORMATS["hermes"])
+    return next((form for form in _DETECTED if form.matches_template(template or "")), FORMATS["hermes"])
 
 
 def _find_mark(text: str, mark: str) -> int:
@@ -545,9 +545,9 @@ def _find_mark(text: str, mark: str) -> int:
 
 def _parse_json(text: str) -> Any:
     """Parse a JSON text; None if it is malformed. Floats beyond 64 bits become the largest float."""
-    most = sys.float_info.max
+    largest = sys.float_info.max
     try:
-        return json.loads(text, parse_float=lambda number: max(min(float(number), most), -most))
+        return json.loads(text, parse_float=lambda number: max(min(float(number), largest), -largest))
     except (ValueError, RecursionError):
         return None
 

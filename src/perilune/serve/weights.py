@@ -85,7 +85,7 @@ class WeightUpdates:
             name: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)}
             for name, one in state.items()
         }
-        self._max_update_bytes = sum(one.nbytes for one in state.values()) + _UPDATE_OVERHEAD_BYTES
+        self._max_update_bytes = sum(tensor.nbytes for tensor in state.values()) + _UPDATE_OVERHEAD_BYTES
         self._lock, self._weights_lock = asyncio.Lock(), weights_lock
 
     @property

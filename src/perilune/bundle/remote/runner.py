@@ -265,7 +265,7 @@ def pull(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[st
 def list_files(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str, os.stat_result]]:
     """Yield regular files in order of urgency, without temporary ones; with `last`, all artifacts."""
     found = []
-    for top in (one for one in ("runtime", "artifacts") if one in wanted):
+    for top in (name for name in ("runtime", "artifacts") if name in wanted):
         every = last and top == "artifacts"
         for folder, folders, names in os.walk(str(root / top)):
             folders[:] = [name for name in folders if every or is_finished(name)]
@@ -617,11 +617,9 @@ def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
         left = containers(attempt, every=every)
         if not left or time.monotonic() > until:
             return not left
-        for one in left:
-            for command in (
-                ["kill", one],
-                ["rm", "--force", one],
-            ):  # with `rm` alone Podman waits for the stop
+        for container in left:
+            # With `rm` alone Podman waits for the stop.
+            for command in (["kill", container], ["rm", "--force", container]):
                 with contextlib.suppress(RefusedError):
                     run_docker(attempt, *command)
         time.sleep(POLL_INTERVAL_S)
