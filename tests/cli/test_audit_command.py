@@ -139,7 +139,7 @@ def test_factory_environment_needs_a_function(tmp_path, here, monkeypatch):
 def test_plan_lists_unaudited_rewards_once(monkeypatch, capsys):
     graded = {"environment": "tools", "grade": "A", "time": 0, "worst": ""}
     rows = [{"environment": name, "grade": None} for name in ("calculator", "jsonl")] + [graded]
-    monkeypatch.setattr("perilune.cli.data.audit.grades_of", lambda _: rows)
+    monkeypatch.setattr("perilune.cli.data.audit.load_grades", lambda _: rows)
     print_grades(None, "perilune environments audit mix.yaml")
     assert capsys.readouterr().out.splitlines() == [
         "  reward   tools: grade A on 1970-01-01: no findings",

@@ -13,7 +13,7 @@ from cli_cases import SCRIPT, environment
 
 from perilune import __version__
 from perilune.cli import reference
-from perilune.cli.commands import COMMANDS, PANELS, with_program
+from perilune.cli.commands import COMMANDS, PANELS, use_program_command
 from perilune.cli.main import load_command
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_printed_commands_work_as_printed(perilune, tmp_path: Path, active: bool
     remedy = run(f"{called} show nothing")[1].partition("try: ")[2].strip()
     assert run(remedy)[0] == f"no runs yet; try: {shown} quickstart\n"
     # Other text stays unchanged.
-    assert with_program("perilune is installed; see perilune.yaml and x/perilune runs") == (
+    assert use_program_command("perilune is installed; see perilune.yaml and x/perilune runs") == (
         "perilune is installed; see perilune.yaml and x/perilune runs"
     )
 

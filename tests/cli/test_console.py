@@ -4,8 +4,8 @@ import io
 
 import pytest
 
-from perilune.cli.console import LiveBars, PlainLines, figure, figures_text, stage_progress
-from perilune.cli.units import duration
+from perilune.cli.console import LiveBars, PlainLines, format_metric, format_metrics, make_stage_progress
+from perilune.cli.units import format_duration
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ from perilune.cli.units import duration
     ],
 )
 def test_figure_formats_name_and_value(name: str, value: float, text: str) -> None:
-    assert figure(name, value) == text
+    assert format_metric(name, value) == text
 
 
 def test_figures_text_lists_important_figures_first() -> None:
-    text = figures_text({"length": 5.0, "tokens_per_second": 10.0, "pass_rate": 0.5, "reward": 0.5})
+    text = format_metrics({"length": 5.0, "tokens_per_second": 10.0, "pass_rate": 0.5, "reward": 0.5})
     assert text == "reward 0.5, pass rate 50.0%, 10 tokens/s, length 5"
 
 
@@ -32,7 +32,7 @@ def test_figures_text_lists_important_figures_first() -> None:
     ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (61, "1:01"), (3725, "1:02:05")]
 )
 def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 class Clock:
@@ -49,11 +49,11 @@ def test_plain_lines_print_figures_and_time_left_every_interval(monkeypatch: pyt
     monkeypatch.setattr("perilune.cli.console.time", clock)
     out = io.StringIO()
     with PlainLines(out, interval=5.0) as view:
-        view.started("rl", "stage 1 of 2")
+        view.start("rl", "stage 1 of 2")
         for done in range(1, 13):
             clock.now += 1.0
-            view.progressed("rl", done, 60, "steps", {"reward": 0.5})
-        view.ended("rl", "done", "0:12")
+            view.update("rl", done, 60, "steps", {"reward": 0.5})
+        view.end("rl", "done", "0:12")
     assert out.getvalue().splitlines() == [
         "[rl] started, stage 1 of 2",
         "[rl] 5/60 steps, reward 0.5, 0:55 left",
@@ -68,9 +68,9 @@ def test_time_left_ignores_progress_made_before_a_resume(monkeypatch: pytest.Mon
     monkeypatch.setattr("perilune.cli.console.time", clock)
     out = io.StringIO()
     view = PlainLines(out, interval=0.0)
-    view.progressed("rl", 50, 60, "steps", {})
+    view.update("rl", 50, 60, "steps", {})
     clock.now += 2.0
-    view.progressed("rl", 51, 60, "steps", {})
+    view.update("rl", 51, 60, "steps", {})
     assert out.getvalue().splitlines()[-1] == "[rl] 51/60 steps, 0:18 left"
 
 
@@ -82,8 +82,8 @@ class Terminal(io.StringIO):
 
 
 def test_stage_progress_uses_bars_on_terminals_and_lines_elsewhere() -> None:
-    assert isinstance(stage_progress(Terminal()), LiveBars)
-    assert isinstance(stage_progress(io.StringIO()), PlainLines)
+    assert isinstance(make_stage_progress(Terminal()), LiveBars)
+    assert isinstance(make_stage_progress(io.StringIO()), PlainLines)
 
 
 def test_live_bars_show_each_stage_once_with_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +91,11 @@ def test_live_bars_show_each_stage_once_with_its_outcome(monkeypatch: pytest.Mon
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     with LiveBars(out) as view:
-        view.ended("traces", "reused", "finished before")
-        view.started("rl", "stage 2 of 2")
-        view.progressed("rl", 30, 60, "steps", {"reward": 0.5})
-        view.say("[rl] attempt 2 takes over")
-        view.ended("rl", "failed", "out_of_memory")
+        view.end("traces", "reused", "finished before")
+        view.start("rl", "stage 2 of 2")
+        view.update("rl", 30, 60, "steps", {"reward": 0.5})
+        view.print("[rl] attempt 2 takes over")
+        view.end("rl", "failed", "out_of_memory")
     last = out.getvalue().rpartition("takes over")[2]
     assert "attempt 2 takes over" in out.getvalue()
     assert "finished before" in last
@@ -109,12 +109,12 @@ def test_progress_escapes_markup_and_terminal_sequences(monkeypatch: pytest.Monk
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
     with LiveBars(out) as view:
-        view.started("rl", "")
-        view.progressed("rl", 1, 2, "[/bold]", {"a [/] b\x1b]0;x\x07": 0.5})
-        view.say("[red]\x1b[2J")
+        view.start("rl", "")
+        view.update("rl", 1, 2, "[/bold]", {"a [/] b\x1b]0;x\x07": 0.5})
+        view.print("[red]\x1b[2J")
     assert "[/bold]" in out.getvalue() and "a [/] b\\x1b]0;x\\x07 0.5" in out.getvalue()
     assert "[red]\\x1b[2J" in out.getvalue()
     assert "\x1b]" not in out.getvalue() and "\x1b[2J" not in out.getvalue()
     lines = io.StringIO()
-    PlainLines(lines).say("\x1b[2J")
+    PlainLines(lines).print("\x1b[2J")
     assert lines.getvalue() == "\\x1b[2J\n"

@@ -9,12 +9,26 @@ from typing import Any
 import pytest
 
 from perilune.cli.start import calibration as calibration_module
-from perilune.cli.start.calibration import Calibration, Overhead, Speed, _line, load, save
-from perilune.cli.train.estimate import Estimate, compared, estimate, keep_estimate, kept_estimate, total
-from perilune.cli.train.lengths import Expected, _as_before
+from perilune.cli.start.calibration import (
+    Calibration,
+    Overhead,
+    Speed,
+    _fit_line,
+    load_calibration,
+    save_calibrations,
+)
+from perilune.cli.train.estimate import (
+    Estimate,
+    compare_with_estimate,
+    estimate,
+    load_estimate,
+    save_estimate,
+    sum_estimates,
+)
+from perilune.cli.train.lengths import ExpectedLengths, _use_last_run
 from perilune.cli.train.plan import print_estimate
 from perilune.cli.train.trial import Lengths, lengths_of_rows
-from perilune.cli.train.work import work_of
+from perilune.cli.train.work import count_work
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.templates import Template
 from perilune.data.sources import Row
@@ -71,7 +85,7 @@ def load_pens_recipe(folder: Path) -> Recipe:
 
 def test_work_of_counts_tokens_turns_and_passes(tmp_path: Path) -> None:
     recipe = load_pens_recipe(tmp_path)
-    work = work_of(build_job(recipe, recipe.stage("rl")), LENGTHS, live=0.5)
+    work = count_work(build_job(recipe, recipe.stage("rl")), LENGTHS, live=0.5)
     assert work is not None
     rollouts, judged = 5 * 16, 2 * 16  # 5 steps, and evaluations before and after
     assert work["sampled"] == (rollouts + judged) * 3
@@ -81,13 +95,13 @@ def test_work_of_counts_tokens_turns_and_passes(tmp_path: Path) -> None:
     assert work["reinforced"] == 0.5 * (5 * 4 * 8 + rollouts * 5)
     assert work["forward"] == (5 + 2) * 4 * 8 + (rollouts + judged) * (2 + 16)  # prompts, observations
 
-    sft = work_of(build_job(recipe, recipe.stage("sft")), LENGTHS, rows=8)
+    sft = count_work(build_job(recipe, recipe.stage("sft")), LENGTHS, rows=8)
     assert sft == {"update": 10, "learned": 10 * 4 * 13, "row": 8, "forward": 0}
 
 
 def test_line_fits_two_sizes() -> None:
-    assert _line((10, 30), lambda size: 2.0 + 0.5 * size) == pytest.approx((2.0, 0.5))
-    constant, slope = _line((10, 30), lambda size: 5.0 - 0.1 * size)  # noise
+    assert _fit_line((10, 30), lambda size: 2.0 + 0.5 * size) == pytest.approx((2.0, 0.5))
+    constant, slope = _fit_line((10, 30), lambda size: 5.0 - 0.1 * size)  # noise
     assert 0 < slope < 1e-6 and constant == pytest.approx(4.0)
 
 
@@ -107,9 +121,9 @@ def test_estimate_has_a_range_when_lengths_may_change(
     control, recipe = Control(), load_pens_recipe(tmp_path)
     assert estimate(control, recipe, {}) == {}
     kept = calibration(sampled=1.0, start=100.0)
-    save(control.home.root, [kept])
-    assert load(control.home.root, "1") == kept
-    assert load(control.home.root, "cuda") is None
+    save_calibrations(control.home.root, [kept])
+    assert load_calibration(control.home.root, "1") == kept
+    assert load_calibration(control.home.root, "cuda") is None
 
     found = estimate(control, recipe, {})
     assert found.keys() == {"traces", "sft", "untrained", "rl", "after"}
@@ -123,7 +137,7 @@ def test_estimate_has_a_range_when_lengths_may_change(
     assert found["after"].low == pytest.approx(100.0 + 12 * (rl.low - 100) / 112, rel=0.02)
     memory = found["sft"].memory
     assert memory is not None and 300 << 20 < memory < 340 << 20
-    every = total(found)
+    every = sum_estimates(found)
     assert every.seconds == pytest.approx(sum(one.seconds for one in found.values()))
 
 
@@ -135,7 +149,7 @@ def test_estimate_uses_lengths_of_own_data_files(tmp_path: Path, monkeypatch: py
     for name, lines in (("rows", rows), ("pairs", pairs)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     control = Control()
-    save(control.home.root, [calibration(learned=1.0)])
+    save_calibrations(control.home.root, [calibration(learned=1.0)])
     found = estimate(control, load_recipe(tmp_path / "own.yaml"), {})
     assert found["sft"].seconds == pytest.approx(10 * 2 * (4 + 20), abs=0.1)
     reference = 40 * (2.75 + 10 + 20) / 3  # a forward pass over all pairs
@@ -160,19 +174,19 @@ def test_estimate_takes_lengths_from_a_finished_run(tmp_path: Path, monkeypatch:
     steps = [{"step": number, "length": 6.0, "tokens": 24} for number in (1, 2)]
     lines = [{"step": 0, "eval/heldout/pass@1": 0.5}, *steps]
     (artifacts / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("perilune.cli.train.lengths.finished_run", lambda *_: tmp_path)
+    monkeypatch.setattr("perilune.cli.train.lengths.find_finished_run", lambda *_: tmp_path)
     control: Any = SimpleNamespace()
-    found = _as_before(control, "pens", job, Expected(LENGTHS, LENGTHS, (0.5, 1.0)))
+    found = _use_last_run(control, "pens", job, ExpectedLengths(LENGTHS, LENGTHS, (0.5, 1.0)))
     assert (found.low, found.low.sampled, found.low.fed, found.low.longest) == (found.high, 6.0, 8.0, 8.0)
     assert found.live == (0.25, 0.25)  # training used 24 of 4 x 4 x 6 tokens
 
 
 def test_compared_reports_estimation_errors_of_a_finished_stage(tmp_path: Path) -> None:
     summary = {"memory": {"planned_bytes": 2 << 30, "peak_bytes": 1 << 30}}
-    assert compared(None, 120.0, summary) == {"memory": "planned 2.00 GiB, peak 1.00 GiB (-50%)"}
-    assert kept_estimate(tmp_path) == {}
-    keep_estimate(tmp_path, {"rl": Estimate(100.0, 90.0, 110.0, 1 << 30, "")})
-    assert compared(kept_estimate(tmp_path)["rl"], 120.0, summary) == {
+    assert compare_with_estimate(None, 120.0, summary) == {"memory": "planned 2.00 GiB, peak 1.00 GiB (-50%)"}
+    assert load_estimate(tmp_path) == {}
+    save_estimate(tmp_path, {"rl": Estimate(100.0, 90.0, 110.0, 1 << 30, "")})
+    assert compare_with_estimate(load_estimate(tmp_path)["rl"], 120.0, summary) == {
         "time": "estimated 100 s, took 120 s (+20%)",
         "memory": "estimated 1.00 GiB, peak 1.00 GiB (+0%)",
     }
@@ -203,7 +217,7 @@ def test_calibration_recipe_is_valid_and_its_rewards_differ(tmp_path: Path) -> N
     stages = {stage.name: stage.task for stage in recipe.stages}
     assert stages.pop("many") == "evaluate" and all(name == task for name, task in stages.items())
     answers = [(one.spec["samples"] + 1) * one.spec["tasks"] for one in recipe.stages[-2:]]
-    assert tuple(answers) == calibration_module.ANSWERS
+    assert tuple(answers) == calibration_module.ANSWER_COUNTS
     environment = make_environment(calibration_module.SECTION)
     task = next(environment.tasks("train", 0))
     scores = [environment.score(task, Transcript(text)) for text in ("1", "a", "b")]
@@ -212,6 +226,10 @@ def test_calibration_recipe_is_valid_and_its_rewards_differ(tmp_path: Path) -> N
 
 def test_calibration_measures_steps_of_a_real_model() -> None:
     model = new_model("tiny", Tokenizer.characters(), seed=0)
-    for measure in (calibration_module._decode, calibration_module._update, calibration_module._reinforce):
+    for measure in (
+        calibration_module._decode_seconds,
+        calibration_module._update_seconds,
+        calibration_module._rl_seconds,
+    ):
         small, large = (measure(model, 0.0, time.process_time, size) for size in (192, 1536))
         assert 0 < small < large

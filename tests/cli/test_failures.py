@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from perilune.bundle.job import Resources
-from perilune.cli.failures import explain
+from perilune.cli.failures import report_failure
 from perilune.errors import RequestError, WorkFailedError
 
 
@@ -41,7 +41,7 @@ from perilune.errors import RequestError, WorkFailedError
 def test_explain_prints_one_message_for_expected_errors(
     error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert explain(error, debug=False) == code
+    assert report_failure(error, debug=False) == code
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(said)
@@ -55,7 +55,7 @@ def test_explain_saves_traceback_of_unexpected_error(
     try:
         raise ZeroDivisionError("division by zero")
     except ZeroDivisionError as error:
-        assert explain(error, debug=False) == 1
+        assert report_failure(error, debug=False) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: unexpected ZeroDivisionError: division by zero\n")
     saved = Path(re.search(r"the traceback is in (\S+);", err)[1])
@@ -70,7 +70,7 @@ def test_explain_treats_validation_error_as_request_error(
 ) -> None:
     with pytest.raises(ValidationError) as caught:
         Resources.model_validate({"device": "gpu", "threads": -1})
-    assert explain(caught.value, debug=False) == 2
+    assert report_failure(caught.value, debug=False) == 2
     err = capsys.readouterr().err
     assert err == "error: Resources: device: Input should be 'auto', 'cpu' or 'cuda' (and 1 more)\n"
 
@@ -79,7 +79,7 @@ def test_debug_prints_the_traceback_and_saves_none(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert explain(ValueError("odd"), debug=True) == 1
+    assert report_failure(ValueError("odd"), debug=True) == 1
     assert "ValueError: odd" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

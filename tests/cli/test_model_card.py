@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perilune.cli.inspect.cache_curve import curve_lines, curve_svg
-from perilune.cli.units import count, flops, size
+from perilune.cli.units import format_count, format_flops, format_size
 from perilune.models.card.document import curve_tokens
 from perilune.models.card.from_config import model_card
 from perilune.models.memory import plan_memory
@@ -115,11 +115,11 @@ def test_model_card_refuses_invalid_config(perilune, tmp_path: Path) -> None:
 
 
 def test_count_flops_and_size_format_units() -> None:
-    assert [count(value) for value in (12, 596_049_920, 30.5e9, 1.04e12)] == [
+    assert [format_count(value) for value in (12, 596_049_920, 30.5e9, 1.04e12)] == [
         "12", "596.0 million", "30.5 billion", "1.0 trillion",
     ]  # fmt: skip
-    assert [flops(value) for value in (12, 3.6e9, 2e15)] == ["12 FLOP", "3.6 GFLOP", "2.0 PFLOP"]
-    assert [size(value) for value in (1023, 1024, 3 << 40)] == ["1023 B", "1.0 KiB", "3.0 TiB"]
+    assert [format_flops(value) for value in (12, 3.6e9, 2e15)] == ["12 FLOP", "3.6 GFLOP", "2.0 PFLOP"]
+    assert [format_size(value) for value in (1023, 1024, 3 << 40)] == ["1023 B", "1.0 KiB", "3.0 TiB"]
 
 
 def test_curve_of_one_point_and_flat_curve_are_drawn() -> None:

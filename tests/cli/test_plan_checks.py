@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perilune.cli.train.plan import derive
+from perilune.cli.train.plan import derive_plans
 from perilune.cli.train.plan_checks import check_weights
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
@@ -58,7 +58,9 @@ def load_pens_recipe(tmp_path: Path, **changes: Any) -> Recipe:
 
 
 def test_plan_of_valid_recipe_has_no_warning(tmp_path: Path) -> None:
-    lines = [name for stage in derive(load_pens_recipe(tmp_path), check=True) for name in stage["derived"]]
+    lines = [
+        name for stage in derive_plans(load_pens_recipe(tmp_path), check=True) for name in stage["derived"]
+    ]
     assert not [name for name in lines if "warning" in name]
 
 
@@ -78,20 +80,20 @@ def test_plan_refuses_too_many_tasks_and_unknown_names(
 ) -> None:
     recipe = load_pens_recipe(tmp_path, **changes)
     with pytest.raises(RequestError, match=message) as found:
-        derive(recipe, check=True)
+        derive_plans(recipe, check=True)
     assert re.match(where, found.value.where)
 
 
 def test_run_checks_held_out_tasks_before_the_first_stage(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="held-out tasks, and the stage needs 500"):
-        derive(load_pens_recipe(tmp_path, tasks=500))
+        derive_plans(load_pens_recipe(tmp_path, tasks=500))
 
 
 def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
     text = 'name: broken\nmodel: {preset: tiny}\nenvironment: {id: "broken.py:Broken"}\nstages:\n'
     (tmp_path / "broken.yaml").write_text(text + "  - {name: rl, task: rl, checkpoint: model, steps: 5}\n")
-    (rl,) = derive(load_recipe(tmp_path / "broken.yaml"), check=True)
+    (rl,) = derive_plans(load_recipe(tmp_path / "broken.yaml"), check=True)
     said = "broken.py:Broken fails to score the answer '0' to its first task: scorer raised KeyError"
     assert rl["derived"]["warning 1"].startswith(said)
 
@@ -102,7 +104,7 @@ def test_plan_warns_of_repeated_ids_and_long_prompts(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(source)
     text = 'name: broken\nmodel: {preset: tiny}\nenvironment: {id: "broken.py:Broken"}\nstages:\n'
     (tmp_path / "broken.yaml").write_text(text + "  - {name: rl, task: rl, checkpoint: model, steps: 5}\n")
-    (rl,) = derive(load_recipe(tmp_path / "broken.yaml"), check=True)
+    (rl,) = derive_plans(load_recipe(tmp_path / "broken.yaml"), check=True)
     assert "2 of the first 2 training tasks" in rl["derived"]["warning 1"]
     assert "'same' has 5,0" in rl["derived"]["warning 2"]
 
@@ -112,7 +114,7 @@ def test_plan_refuses_absent_device(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
     with pytest.raises(RequestError, match="this machine has none"):
-        derive(load_pens_recipe(tmp_path, device="cuda"))
+        derive_plans(load_pens_recipe(tmp_path, device="cuda"))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_plan_refuses_absent_device(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [("1.0", "lr 1 is 333 times the default of 0.003"), ("1.0e-5", "lr 1e-05 is 1/300 of the default")],
 )
 def test_plan_warns_about_unusual_learning_rate(tmp_path: Path, lr: str, text: str) -> None:
-    stages = {stage["name"]: stage["derived"] for stage in derive(load_pens_recipe(tmp_path, lr=lr))}
+    stages = {stage["name"]: stage["derived"] for stage in derive_plans(load_pens_recipe(tmp_path, lr=lr))}
     assert stages["sft"]["warning"].startswith(text)
     assert "warning" not in stages["rl"]
 
@@ -157,9 +159,9 @@ def edit(file: Path, **keys: Any) -> None:
     ],
 )
 def test_run_refuses_unusable_weights_before_it_begins(folder: Path, damage: Any, what: str) -> None:
-    derive(load_recipe(folder.parent / "mine.yaml"))
+    derive_plans(load_recipe(folder.parent / "mine.yaml"))
     check_weights.cache_clear()
     damage(folder)
     with pytest.raises(RequestError, match=what) as caught:
-        derive(load_recipe(folder.parent / "mine.yaml"))
+        derive_plans(load_recipe(folder.parent / "mine.yaml"))
     assert caught.value.where.startswith(f"stages.sft: {folder}")

@@ -25,9 +25,9 @@ def test_upload_progress_sums_machines_until_a_task_reports(tmp_path: Path) -> N
 def test_time_left_restarts_when_the_unit_changes() -> None:
     out = io.StringIO()
     view = PlainLines(out, interval=0.0)
-    view.started("sft", "")
-    view.progressed("sft", 10**9, 10**9, "bytes sent", {})
+    view.start("sft", "")
+    view.update("sft", 10**9, 10**9, "bytes sent", {})
     for done in (0, 5):
         time.sleep(0.01)
-        view.progressed("sft", done, 10, "steps", {})
+        view.update("sft", done, 10, "steps", {})
     assert out.getvalue().splitlines()[-1].endswith("left")

@@ -9,7 +9,7 @@ import pytest
 from drill_cases import Command, carry_out, drill_bundle, drill_plan, family, hanging, wait_for, worker_of
 
 from perilune.bundle.manifest import write_manifest
-from perilune.cli.inspect.run_table import doubts
+from perilune.cli.inspect.run_table import describe_doubts
 from perilune.control.queries.lookup import find_run
 from perilune.control.runs.experiments import Control
 from perilune.control.runs.progress import StageFinished
@@ -209,6 +209,6 @@ def test_reconcile_names_edited_event(perilune: Command, control: Control) -> No
 
 
 def test_doubts_omits_unreachable_after_proven_stop() -> None:
-    assert doubts("running", "unreachable", "none") == ", unreachable"
-    assert doubts("lost", "unreachable", "pending") == ", not proven to have stopped"
-    assert doubts("lost", "unreachable", "done") == ""
+    assert describe_doubts("running", "unreachable", "none") == ", unreachable"
+    assert describe_doubts("lost", "unreachable", "pending") == ", not proven to have stopped"
+    assert describe_doubts("lost", "unreachable", "done") == ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from perilune.cli.data.environments import MOST_COUNTED, app
+from perilune.cli.data.environments import MAX_COUNTED_TASKS, app
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 
@@ -102,7 +102,7 @@ def test_show_and_sample_work_for_environment_in_local_file(
     assert "def score" not in shown and "tasks:" not in shown
     assert "  heldout tasks: 1\n" in run("show", "echo.py:Echo", "--set", "numbers=2", "--count")
     counted = json.loads(run("show", "calculator", "--count", "--json"))["tasks"]
-    assert counted["train"] == MOST_COUNTED
+    assert counted["train"] == MAX_COUNTED_TASKS
     assert "answer  7   scores 1.0" in run("sample", "echo.py:Echo", "-n", "1")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from judge_server import judging, obedient, section, sound
 
-from perilune.cli.data.audit import environments_of
+from perilune.cli.data.audit import distinct_environments
 from perilune.environments import make_environment
 from perilune.environments.core.protocol import Failure, Score, Transcript
 from perilune.errors import RequestError
@@ -106,5 +106,5 @@ def test_audit_of_recipe_uses_judge_environment(server: Any, tmp_path: Any) -> N
     }
     file = tmp_path / "judged.yaml"
     file.write_text(yaml.safe_dump(recipe))
-    (audited,) = environments_of(load_recipe(str(file), ()))
+    (audited,) = distinct_environments(load_recipe(str(file), ()))
     assert audited["id"] == "judge" and audited["tasks"]["id"] == "reasoning_gym"

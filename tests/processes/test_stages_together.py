@@ -16,7 +16,7 @@ from perilune.bundle.compare import compare_artifacts
 from perilune.bundle.freeze import freeze
 from perilune.bundle.plugin import load_plugin
 from perilune.bundle.workspace import FollowerWorkspace
-from perilune.cli.train.plan import derive
+from perilune.cli.train.plan import derive_plans
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import sha256_file
 from perilune.recipe.load import bundled_recipe, load_recipe
@@ -66,7 +66,7 @@ def test_only_parallel_stages_get_several_processes() -> None:
     recipe = load_recipe(bundled_recipe("quickstart"), ["resources.processes=2"])
     given = {stage.name: build_job(recipe, stage).resources.processes for stage in recipe.stages}
     assert given == {"traces": 1, "base": 1, "sft": 2, "after_sft": 1, "rl": 2, "after_rl": 1}
-    plan = {stage["name"]: stage["derived"].get("processes") for stage in derive(recipe)}
+    plan = {stage["name"]: stage["derived"].get("processes") for stage in derive_plans(recipe)}
     assert plan["rl"] == "2, each with that memory"
     assert plan["traces"] is None
 

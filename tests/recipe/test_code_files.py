@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from perilune.bundle.plugin import load_plugin
-from perilune.cli.train.plan import derive
+from perilune.cli.train.plan import derive_plans
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import build_job
@@ -146,7 +146,7 @@ def test_environment_file_is_frozen_as_text(tmp_path: Path) -> None:
     loaded = load_recipe(recipe(tmp_path, environment={"id": "world.py:Echo", "words": 5}))
     assert loaded.environment["source"] == ENVIRONMENT and loaded.environment["words"] == 5
     (tmp_path / "world.py").unlink()  # the frozen text must be enough from here on
-    assert derive(loaded)[0]["name"] == "rl"
+    assert derive_plans(loaded)[0]["name"] == "rl"
     job = build_job(loaded, loaded.stages[0])
     assert job.environment["id"] == "world.py:Echo" and str(tmp_path) not in job.model_dump_json()
 
@@ -155,14 +155,14 @@ def test_environment_file_can_be_part_of_a_mixture(tmp_path: Path) -> None:
     parts = {"own": {"id": "world.py:Echo"}, "sums": SUMS}
     loaded = load_recipe(recipe(tmp_path, environment={"id": "mixture", "parts": parts}))
     assert loaded.environment["parts"]["own"]["source"] == ENVIRONMENT
-    derive(loaded)
+    derive_plans(loaded)
 
 
 @pytest.mark.parametrize("written", ["method.py:Plain", {"name": "method.py:Plain", "margin": 0.25}])
 def test_algorithm_file_is_frozen_as_text(tmp_path: Path, written: Any) -> None:
     loaded = load_recipe(recipe(tmp_path, {**RL, "algorithm": written}))
     (tmp_path / "method.py").unlink()
-    derive(loaded)
+    derive_plans(loaded)
     spec = load_plugin("rl").spec.model_validate(build_job(loaded, loaded.stages[0]).spec)
     assert spec.algorithm.name == "plain"  # type: ignore[attr-defined]
     section = spec.model_dump(mode="json")["algorithm"]
@@ -174,19 +174,19 @@ def test_algorithm_file_is_frozen_as_text(tmp_path: Path, written: Any) -> None:
 def test_teacher_and_metric_files_are_frozen_as_text(tmp_path: Path) -> None:
     loaded = load_recipe(recipe(tmp_path, COLLECT, environment={"id": "world.py:Echo"}))
     assert loaded.stages[0].spec["teacher"] == {"name": "teacher.py:Parrot", "source": TEACHER}
-    assert derive(loaded)[0]["derived"]["teacher"] == "parrot (100% once)"
+    assert derive_plans(loaded)[0]["derived"]["teacher"] == "parrot (100% once)"
     loaded = load_recipe(recipe(tmp_path, {**RL, "metrics": {"length": "figure.py:mean_length"}}))
     assert loaded.stages[0].spec["metrics"] == {"length": {"name": "figure.py:mean_length", "source": METRIC}}
-    derive(loaded)
+    derive_plans(loaded)
 
 
 def test_plan_accepts_a_working_reward_function(tmp_path: Path) -> None:
-    derive(load_recipe(recipe(tmp_path, rewards={"half": {"function": "pay.py:half"}})))
+    derive_plans(load_recipe(recipe(tmp_path, rewards={"half": {"function": "pay.py:half"}})))
 
 
 def test_reward_function_may_be_a_variable_in_a_file_with_bom(tmp_path: Path) -> None:
     (tmp_path / "pay.py").write_text("\ufeff" + REWARD, encoding="utf-8")
-    derive(load_recipe(recipe(tmp_path, rewards={"made": {"function": "pay.py:made"}})))
+    derive_plans(load_recipe(recipe(tmp_path, rewards={"made": {"function": "pay.py:made"}})))
 
 
 @pytest.mark.parametrize(
@@ -198,11 +198,13 @@ def test_reward_function_may_be_a_variable_in_a_file_with_bom(tmp_path: Path) ->
 )
 def test_plan_warns_when_a_reward_function_fails_on_an_answer(tmp_path: Path, name: str, reason: str) -> None:
     loaded = load_recipe(recipe(tmp_path, rewards={"r": {"function": f"pay.py:{name}"}}))
-    (stage,) = derive(loaded, check=True)
+    (stage,) = derive_plans(loaded, check=True)
     assert stage["derived"]["warning 1"].endswith(
         f"fails to score the answer '0' to its first task: {reason}"
     )
-    (stage,) = derive(load_recipe(recipe(tmp_path, rewards={"r": {"function": "pay.py:half"}})), check=True)
+    (stage,) = derive_plans(
+        load_recipe(recipe(tmp_path, rewards={"r": {"function": "pay.py:half"}})), check=True
+    )
     assert "warning 1" not in stage["derived"]
 
 
@@ -231,7 +233,7 @@ def test_broken_code_file_gives_one_error_without_traceback(
     tmp_path: Path, key: str, file: str, what: str
 ) -> None:
     with pytest.raises(RequestError, match=what) as caught:
-        derive(load_recipe(recipe(tmp_path, **KEYS[key](file))))
+        derive_plans(load_recipe(recipe(tmp_path, **KEYS[key](file))))
     assert file.partition(".")[0] in str(caught.value) and "Traceback" not in str(caught.value)
     if file.startswith("lost"):
         assert "install that package" in str(caught.value)
@@ -261,7 +263,7 @@ def test_broken_code_file_gives_one_error_without_traceback(
 )
 def test_wrong_signature_is_refused(tmp_path: Path, key: str, file: str, what: str) -> None:
     with pytest.raises(RequestError, match=what):
-        derive(load_recipe(recipe(tmp_path, **KEYS[key](file))), check=True)
+        derive_plans(load_recipe(recipe(tmp_path, **KEYS[key](file))), check=True)
 
 
 def test_unknown_algorithm_option_error_lists_the_options(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perilune.cli.train.plan import derive, print_plan
+from perilune.cli.train.plan import derive_plans, print_plan
 from perilune.errors import RequestError
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.recipe.load import bundled_recipes, load_recipe
@@ -99,7 +99,7 @@ def test_non_ascii_answers_of_an_environment_select_bytes(tmp_path: Path) -> Non
     assert tokenizer(recipe) == "bytes"
     expected = "characters has no token for 'Α' in capitals, training task 1, message of the assistant"
     assert find_foreign_character(recipe) == expected
-    print_plan(recipe, derive(recipe), out := StringIO())
+    print_plan(recipe, derive_plans(recipe), out := StringIO())
     assert f"tokenizer: bytes; {expected}" in out.getvalue()
 
 
@@ -135,8 +135,8 @@ def test_plan_refuses_a_model_whose_tokenizer_lacks_characters(tmp_path: Path) -
     rows = [*ROWS, {"prompt": "ναι;", "answer": "ναι"}]
     recipe = loaded(tmp_path, rows, "{path: mine}")
     with pytest.raises(RequestError, match=r"no token for 'ν' in .*rows.jsonl:61"):
-        derive(recipe, check=True)
-    derive(loaded(tmp_path, ROWS, "{path: mine}"), check=True)
+        derive_plans(recipe, check=True)
+    derive_plans(loaded(tmp_path, ROWS, "{path: mine}"), check=True)
 
 
 def test_first_turn_of_a_multi_turn_environment_is_checked(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_plan_checks_more_tasks_than_loading(tmp_path: Path) -> None:
     recipe = loaded(tmp_path, ROWS, environment="{id: 'capitals.py:Capitals'}")
     assert tokenizer(recipe) is None
     with pytest.raises(RequestError, match="no token for 'Α' in capitals, training task 21"):
-        derive(recipe, check=True)
+        derive_plans(recipe, check=True)
 
 
 def test_plan_refuses_teacher_answers_that_the_tokenizer_lacks(tmp_path: Path) -> None:
@@ -171,14 +171,14 @@ def test_plan_refuses_teacher_answers_that_the_tokenizer_lacks(tmp_path: Path) -
     loaded(tmp_path, ROWS)
     recipe = load_recipe(tmp_path / "own.yaml", [f"traces.teacher={tmp_path}/teacher.py:Cheerful"])
     with pytest.raises(RequestError, match="no token for '✓' in the teacher's answers") as caught:
-        derive(recipe, check=True)
+        derive_plans(recipe, check=True)
     assert "bytes" in caught.value.remedy
 
 
 def test_bpe_is_refused_in_stages_without_data(tmp_path: Path) -> None:
     bpe = "{preset: tiny, tokenizer: bpe}"
     recipe = loaded(tmp_path, ROWS, bpe)
-    derive(recipe)
+    derive_plans(recipe)
     assert recipe.model is not None and recipe.model.vocab_size == 2048
     text = (tmp_path / "own.yaml").read_text()
     for stage in (
@@ -187,7 +187,7 @@ def test_bpe_is_refused_in_stages_without_data(tmp_path: Path) -> None:
     ):
         (tmp_path / "own.yaml").write_text(f"{text}  - {stage}\n")
         with pytest.raises(RequestError, match="this stage has none") as caught:
-            derive(load_recipe(tmp_path / "own.yaml"))
+            derive_plans(load_recipe(tmp_path / "own.yaml"))
         assert caught.value.where == "stages.new: model.tokenizer"
 
 

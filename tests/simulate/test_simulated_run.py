@@ -199,7 +199,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_simulate_needs_a_calibration_of_this_machine(recipe: str) -> None:
-    from perilune.cli.start.calibrate import place_of
+    from perilune.cli.start.calibrate import describe_machine
     from perilune.control.record.home import Home
     from perilune.recipe.load import load_recipe
     from perilune.simulate.times import engine_digest, model_digest
@@ -211,7 +211,9 @@ def test_simulate_needs_a_calibration_of_this_machine(recipe: str) -> None:
     model = load_recipe(recipe, []).model
     assert model is not None
     digest = model_digest(model.model_dump())
-    save_coefficients(Home.open().root, Calibrated(TIMES, digest, place_of("1"), engine_digest(), 0.0, 0.1))
+    save_coefficients(
+        Home.open().root, Calibrated(TIMES, digest, describe_machine("1"), engine_digest(), 0.0, 0.1)
+    )
     ran = CliRunner().invoke(app, ["simulate", recipe])
     assert ran.exit_code == 0, ran.output
     assert "synchronous" in ran.output and "assumed lognormal" in ran.output

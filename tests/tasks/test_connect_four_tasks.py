@@ -6,7 +6,7 @@ import pytest
 import yaml
 from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
 
-from perilune.cli.train.plan import derive
+from perilune.cli.train.plan import derive_plans
 from perilune.errors import RequestError
 from perilune.execution.placements.local import restore_outputs
 from perilune.files import read_json_lines, sha256_file
@@ -81,7 +81,7 @@ STAGES = [
 def test_connect_four_recipe_needs_no_model(tmp_path: Path) -> None:
     found = load_recipe(recipe(tmp_path, stages=STAGES))
     assert found.model is None
-    assert [stage["name"] for stage in derive(found)] == ["player", "judged"]
+    assert [stage["name"] for stage in derive_plans(found)] == ["player", "judged"]
 
 
 def test_other_stages_beside_connect_four_need_a_model(tmp_path: Path) -> None:

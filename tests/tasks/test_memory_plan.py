@@ -10,7 +10,7 @@ from task_cases import make_job
 
 from perilune.bundle import machine
 from perilune.bundle.plugin import MemoryNeed, load_plugin
-from perilune.cli.train.plan import derive
+from perilune.cli.train.plan import derive_plans
 from perilune.engine.blocks import blocks_for
 from perilune.engine.cache import PagedCache
 from perilune.errors import RequestError
@@ -186,7 +186,7 @@ def test_derive_refuses_a_stage_that_does_not_fit(
     small = dataclasses.replace(observed, memory=machine.Memory(8 << 30, 8 << 30), gpus=())
     monkeypatch.setattr(machine, "observe_machine", lambda: small)
     with pytest.raises(RequestError, match=r"^stages\.rl: memory: the stage needs about"):
-        derive(load_recipe(path))
+        derive_plans(load_recipe(path))
 
 
 def test_samples_in_flight_fit_the_cache() -> None:

@@ -11,7 +11,7 @@ from task_cases import make_bundle, make_job, metrics, run_in, run_task, summary
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.workspace import Workspace
-from perilune.cli.train.plan import derive
+from perilune.cli.train.plan import derive_plans
 from perilune.errors import RequestError
 from perilune.files import sha256_file
 from perilune.models.checkpoints.loading import load_checkpoint
@@ -80,7 +80,7 @@ def test_byte_tokenizer_is_chosen_for_non_ascii_data(tmp_path: Path) -> None:
         load_recipe(path, ["model.tokenizer=characters"])
     loaded = load_recipe(path)
     assert loaded == load_recipe(path, ["model.tokenizer=bytes"]).model_copy(update={"model": loaded.model})
-    derive(loaded)
+    derive_plans(loaded)
     job, files = stage_files(build_job(loaded, loaded.stage("own")))
     freeze(job, files, tmp_path / "bundle")
     bundle = run_in(tmp_path / "bundle")
@@ -96,7 +96,7 @@ def test_bpe_is_trained_on_the_file_and_saved_in_the_checkpoint(tmp_path: Path) 
     write_rows(tmp_path / "chats.jsonl", rows)
     path = recipe(tmp_path, "sft", "chats.jsonl")
     loaded = load_recipe(path, ["model.tokenizer=bpe", "model.vocab_size=512", "own.steps=40"])
-    (planned,) = derive(loaded)
+    (planned,) = derive_plans(loaded)
     job, files = stage_files(build_job(loaded, loaded.stage("own")))
     digests = []
     for name in ("first", "second"):
@@ -147,18 +147,18 @@ def test_every_file_format_trains_the_same_model(tmp_path: Path) -> None:
 
 def test_plan_counts_rows_and_epochs(tmp_path: Path) -> None:
     write_rows(tmp_path / "chats.jsonl", CHATS)
-    (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl")))
+    (stage,) = derive_plans(load_recipe(recipe(tmp_path, "sft", "chats.jsonl")))
     assert stage["derived"]["data"].startswith("chats.jsonl: 12 rows, ")
     assert stage["derived"]["data"].endswith("0.7 epochs")
     write_rows(tmp_path / "pairs.jsonl", PAIRS)
-    (stage,) = derive(load_recipe(recipe(tmp_path, "preference", "pairs.jsonl")))
+    (stage,) = derive_plans(load_recipe(recipe(tmp_path, "preference", "pairs.jsonl")))
     assert stage["derived"]["data"].startswith("pairs.jsonl: 12 rows, ")
 
 
 def test_plan_counts_epochs_of_training_rows_only(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "chats.jsonl", CHATS)
     evaluated = ["own.validation=0.4", "own.eval={every: 1, tasks: 0}", "own.batch_size=12", "own.steps=2"]
-    (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), evaluated))
+    (stage,) = derive_plans(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), evaluated))
     reader = tokens.RowReader(Tokenizer.characters(), 512)
     trained = len(Demonstrations([path], reader, seed=0, validation=0.4))
     said = f"; {12 - trained} of 12 rows held out; {24 / trained:.1f} epochs of the rest"
@@ -178,7 +178,7 @@ def test_texts_are_held_out_individually(tmp_path: Path) -> None:
 
 def test_plan_warns_about_empty_answers_and_high_rates(tmp_path: Path) -> None:
     write_rows(tmp_path / "chats.jsonl", [*CHATS, {"prompt": "1+1=", "completion": ""}])
-    (stage,) = derive(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), ["own.lr=1.0"]))
+    (stage,) = derive_plans(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), ["own.lr=1.0"]))
     assert stage["derived"]["data warning"] == "an empty answer in 1 of 13 rows, first chats.jsonl:13"
     assert "times the default" in stage["derived"]["warning"]
 
@@ -189,11 +189,11 @@ def test_plan_of_a_large_file_samples_tokens_and_checks_every_row(
     monkeypatch.setattr(tokens, "MOST_CHECKED", 5)
     path = write_rows(tmp_path / "chats.jsonl", CHATS)
     loaded = load_recipe(recipe(tmp_path, "sft", "chats.jsonl"))
-    (stage,) = derive(loaded)
+    (stage,) = derive_plans(loaded)
     assert stage["derived"]["data"].startswith("chats.jsonl: 12 rows; the first 5 rows, ")
     write_rows(path, [*CHATS, {"messages": []}])
     with pytest.raises(RequestError) as caught:
-        derive(loaded)
+        derive_plans(loaded)
     assert caught.value.where == f"stages.own: {path}:13"
 
 

@@ -1,4 +1,4 @@
-"""What commands share: their common arguments, and how they open the state of a home."""
+"""Arguments that commands share, and functions that open the state of a home."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from perilune.control.record.store import Run
     from perilune.control.runs.experiments import Control
 
-COMPLETED = 5  # experiments whose runs the shell completes
+MAX_COMPLETED_EXPERIMENTS = 5  # experiments whose runs the shell completes
 RUN_HELP = "Run id or its first characters, EXPERIMENT/STAGE, or a stage of the latest experiment."
 
 WHERE_HELP = (
@@ -29,12 +29,12 @@ WHERE_HELP = (
 )
 
 
-def run_names(incomplete: str) -> list[tuple[str, str]]:
-    """Completions for the shell: stages of the latest experiment, EXPERIMENT/STAGE, and run ids."""
+def complete_run_names(incomplete: str) -> list[tuple[str, str]]:
+    """Return shell completions: stages of the latest experiment, EXPERIMENT/STAGE, and run ids."""
     from perilune.control.queries.lookup import latest_experiments, stage_statuses
 
     control = open_control(refresh=False)
-    latest = latest_experiments(control, COMPLETED)
+    latest = latest_experiments(control, MAX_COMPLETED_EXPERIMENTS)
     stages = [one for one in stage_statuses(control, latest) if one.run_id]
     names = [(one.name, one.state) for one in stages if one.experiment_id == latest[0]]
     names += [(f"{one.experiment}/{one.name}", one.state) for one in stages]
@@ -43,14 +43,14 @@ def run_names(incomplete: str) -> list[tuple[str, str]]:
 
 
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=run_names, show_default=False)
+    str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run_names, show_default=False)
 ]
 RunOrExperiment = Annotated[
     str,
     typer.Argument(
         metavar="RUN|EXPERIMENT",
         help=f"{RUN_HELP} Or an experiment: its name, or the first characters of its id.",
-        autocompletion=run_names,
+        autocompletion=complete_run_names,
         show_default=False,
     ),
 ]
@@ -60,7 +60,7 @@ CheckpointArgument = Annotated[
         metavar="CHECKPOINT",
         help="A Hugging Face folder, a GGUF file, a model from `perilune model fetch`, or a run that "
         "made a checkpoint: its id, or EXPERIMENT/STAGE.",
-        autocompletion=run_names,
+        autocompletion=complete_run_names,
         show_default=False,
     ),
 ]
@@ -93,8 +93,8 @@ def open_run(reference: str) -> tuple[Control, Run]:
     return control, find_run(control, reference)
 
 
-def command_group(help: str) -> typer.Typer:
-    """A command with subcommands, which its module adds."""
+def make_command_group(help: str) -> typer.Typer:
+    """Make a command whose module adds subcommands."""
     group = typer.Typer(
         help=help,
         no_args_is_help=True,
@@ -118,12 +118,12 @@ def open_control(*, refresh: bool = True) -> Control:
 
 def refresh_state(control: Control) -> None:
     """Check the state of live runs for a few seconds; warn on stderr about those that do not answer."""
-    if doubt := refreshed(control):
+    if doubt := try_refresh(control):
         echo(f"warning: {doubt}", err=True)
 
 
-def refreshed(control: Control) -> str:
-    """Check the state of live runs for a few seconds; returns why some state may be old, or ""."""
+def try_refresh(control: Control) -> str:
+    """Check the state of live runs for a few seconds; returns a warning if some state may be old, else ""."""
     from perilune.control.queries.quick_refresh import quick_refresh
 
     try:
@@ -140,20 +140,20 @@ def refreshed(control: Control) -> str:
     )
 
 
-def run_summary(run: Run) -> dict[str, Any]:
-    """The fields of a run that commands print as JSON."""
+def summarize_run(run: Run) -> dict[str, Any]:
+    """Return the fields of a run that commands print as JSON."""
     names = ("id", "stage", "state", "cause", "message", "retry_of")
     return {name: getattr(run, name) for name in names} | {"attempts": run.current_epoch}
 
 
-def reason(fields: dict[str, Any]) -> str:
-    """Why a run or an attempt is in its state, in parentheses on one line; "" without a cause."""
+def format_reason(fields: dict[str, Any]) -> str:
+    """Format the cause of a state in parentheses on one line; "" without a cause."""
     first = fields["message"].partition("\n")[0]
     return f" ({fields['cause']}: {first})" if fields["cause"] else ""
 
 
-def bundle_folder(target: str) -> Path:
-    """The folder of a bundle that is given by its path, or of the latest attempt of a run."""
+def find_bundle(target: str) -> Path:
+    """Find a bundle by its path, or as the folder of the latest attempt of a run."""
     given = Path(target).expanduser()
     if given.exists() or target.startswith((".", "/")):
         return given
@@ -164,8 +164,8 @@ def bundle_folder(target: str) -> Path:
     return control.directory(find_run(control, target))
 
 
-def options_of(settings: type[DataclassInstance]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command with `**options` the options that annotate the fields of a dataclass."""
+def add_options(settings: type[DataclassInstance]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the annotated fields of a dataclass as options to a command with `**options`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         given = signature(command, eval_str=True).parameters.values()
@@ -182,8 +182,8 @@ def options_of(settings: type[DataclassInstance]) -> Callable[[Callable[..., Non
     return decorate
 
 
-def checkpoint_folder(checkpoint: str) -> Path:
-    """The folder of a checkpoint that is given by its path, its name in the home or its run.
+def find_checkpoint(checkpoint: str) -> Path:
+    """Find the folder of a checkpoint by its path, its name in the home or its run.
 
     Raises:
         RequestError: when `checkpoint` is none of these, or the run has no checkpoint.

@@ -26,26 +26,26 @@ PANELS: dict[str, dict[str, Command]] = {
 }
 COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
 
-NAME = "perilune"
-_PRINTED = re.compile(rf"(?<![\w./-]){NAME}(?= (?:{'|'.join(COMMANDS)}|--help)\b)")
+PROGRAM_NAME = "perilune"
+_COMMAND_PATTERN = re.compile(rf"(?<![\w./-]){PROGRAM_NAME}(?= (?:{'|'.join(COMMANDS)}|--help)\b)")
 
 
-def program() -> str:
-    """The words that call this program from the user's shell.
+def program_command() -> str:
+    """Return the command that starts this program from the user's shell.
 
     `perilune` if the shell finds this executable on PATH, else the path that it was called by, for example
     `.venv/bin/perilune` in an environment that is not active.
     """
     called = Path(sys.argv[0])
-    if called.name != NAME or not called.exists():
-        return NAME
-    found = shutil.which(NAME)
+    if called.name != PROGRAM_NAME or not called.exists():
+        return PROGRAM_NAME
+    found = shutil.which(PROGRAM_NAME)
     if found is not None and Path(found).samefile(called):
-        return NAME
+        return PROGRAM_NAME
     return shlex.quote(sys.argv[0])
 
 
-def with_program(text: str) -> str:
-    """`text` with `program()` in place of `perilune` in each command, so that users can paste the command."""
-    name = program()
-    return text if name == NAME else _PRINTED.sub(lambda _: name, text)
+def use_program_command(text: str) -> str:
+    """Replace `perilune` in each command in `text` by `program_command()`, so that users can paste it."""
+    name = program_command()
+    return text if name == PROGRAM_NAME else _COMMAND_PATTERN.sub(lambda _: name, text)

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self, TextIO
 
-from perilune.cli.output import shown
-from perilune.cli.units import duration
+from perilune.cli.output import format_for_terminal
+from perilune.cli.units import format_duration
 from perilune.terminal import escape_control
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
-LINE_INTERVAL = 5.0  # seconds between two lines about one stage without a terminal
-LEADING = ("reward", "pass_rate", "pass@1", "loss", "tokens_per_second")  # metrics that come first
+LINE_INTERVAL_S = 5.0  # seconds between two lines about one stage without a terminal
+LEADING_METRICS = ("reward", "pass_rate", "pass@1", "loss", "tokens_per_second")  # metrics that come first
 
 
 class StageProgress(Protocol):
@@ -31,27 +31,27 @@ class StageProgress(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def started(self, stage: str, note: str) -> None:
-        """The run of a stage begins; `note` names the run."""
+    def start(self, stage: str, note: str) -> None:
+        """Show that a stage starts; `note` names its run."""
 
-    def progressed(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
-        """A stage has done `done` of `total` units of its work."""
+    def update(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
+        """Show that a stage has done `done` of `total` units of its work."""
 
-    def ended(self, stage: str, mark: str, note: str) -> None:
-        """A stage has ended: `mark` is one of "done", "reused", "failed"."""
+    def end(self, stage: str, mark: str, note: str) -> None:
+        """Show that a stage has ended: `mark` is one of "done", "reused", "failed"."""
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         """Print a message."""
 
 
-def stage_progress(out: TextIO | None = None) -> StageProgress:
-    """Live bars if `out` (default stderr) is a terminal, else plain lines."""
+def make_stage_progress(out: TextIO | None = None) -> StageProgress:
+    """Return live bars if `out` (default stderr) is a terminal, else plain lines."""
     chosen = out or sys.stderr
     return LiveBars(chosen) if chosen.isatty() else PlainLines(chosen)
 
 
-def figure(name: str, value: float) -> str:
-    """One metric with its unit: ("tokens_per_second", 1234.5) is "1,234 tokens/s"."""
+def format_metric(name: str, value: float) -> str:
+    """Format a metric with its unit: ("tokens_per_second", 1234.5) is "1,234 tokens/s"."""
     if name.endswith("_per_second"):
         return f"{value:,.0f} {name.removesuffix('_per_second')}/s"
     label = name.replace("_", " ")
@@ -60,17 +60,17 @@ def figure(name: str, value: float) -> str:
     return f"{label} {value:,.3g}" if abs(value) < 1000 else f"{label} {value:,.0f}"
 
 
-def figures_text(figures: Mapping[str, float], separator: str = ", ") -> str:
-    """All metrics as text, the most important first."""
-    order = {name: place for place, name in enumerate(LEADING)}
+def format_metrics(figures: Mapping[str, float], separator: str = ", ") -> str:
+    """Format all metrics, the most important first."""
+    order = {name: place for place, name in enumerate(LEADING_METRICS)}
     names = sorted(figures, key=lambda name: order.get(name, len(order)))
-    return escape_control(separator.join(figure(name, figures[name]) for name in names))
+    return escape_control(separator.join(format_metric(name, figures[name]) for name in names))
 
 
 class PlainLines:
     """Lines for a log file: the start, the metrics every few seconds, the end."""
 
-    def __init__(self, out: TextIO, interval: float = LINE_INTERVAL) -> None:
+    def __init__(self, out: TextIO, interval: float = LINE_INTERVAL_S) -> None:
         self._out = out
         self._interval = interval
         self._first: dict[
@@ -84,30 +84,30 @@ class PlainLines:
     def __exit__(self, *_: object) -> None:
         return
 
-    def started(self, stage: str, note: str) -> None:
+    def start(self, stage: str, note: str) -> None:
         """Write that the stage starts."""
         self._last[stage] = time.monotonic()
-        self.say(f"[{stage}] started{f', {note}' if note else ''}")
+        self.print(f"[{stage}] started{f', {note}' if note else ''}")
 
-    def progressed(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
+    def update(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
         """Write the metrics, at most every few seconds."""
         now = time.monotonic()
         began, first = self._first.setdefault((stage, unit), (now, done))
         if now - self._last.get(stage, now) < self._interval:
             return
         self._last[stage] = now
-        parts = [f"{done:,}/{total:,} {unit}", *([figures_text(figures)] if figures else [])]
+        parts = [f"{done:,}/{total:,} {unit}", *([format_metrics(figures)] if figures else [])]
         if done > first:
-            parts.append(f"{duration((now - began) / (done - first) * (total - done))} left")
-        self.say(f"[{stage}] {', '.join(parts)}")
+            parts.append(f"{format_duration((now - began) / (done - first) * (total - done))} left")
+        self.print(f"[{stage}] {', '.join(parts)}")
 
-    def ended(self, stage: str, mark: str, note: str) -> None:
+    def end(self, stage: str, mark: str, note: str) -> None:
         """Write how the stage ended."""
-        self.say(f"[{stage}] {mark}{f', {note}' if note else ''}")
+        self.print(f"[{stage}] {mark}{f', {note}' if note else ''}")
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         """Write one line."""
-        self._out.write(shown(message) + "\n")
+        self._out.write(format_for_terminal(message) + "\n")
         self._out.flush()
 
 
@@ -137,21 +137,21 @@ class LiveBars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def started(self, stage: str, note: str) -> None:
+    def start(self, stage: str, note: str) -> None:
         """Add the stage's bar."""
         self._bar(stage)
 
-    def progressed(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
+    def update(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
         """Move the stage's bar."""
         self._progress.update(
             self._bar(stage),
             completed=done,
             total=total,
             count=f"{done:,}/{total:,} {unit}",
-            figures=figures_text(figures, "  "),
+            figures=format_metrics(figures, "  "),
         )
 
-    def ended(self, stage: str, mark: str, note: str) -> None:
+    def end(self, stage: str, mark: str, note: str) -> None:
         """Stop the stage's bar and mark it."""
         bar = self._bar(stage)
         signs = {"done": "[green]✓", "reused": "[cyan]=", "failed": "[red]✗"}
@@ -163,9 +163,9 @@ class LiveBars:
             self._progress.update(bar, figures=note)
         self._progress.stop_task(bar)
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         """Write a line above the bars."""
-        self._progress.console.print(shown(message), markup=False, highlight=False)
+        self._progress.console.print(format_for_terminal(message), markup=False, highlight=False)
 
     def _bar(self, stage: str) -> TaskID:
         if stage not in self._bars:

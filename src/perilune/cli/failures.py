@@ -8,17 +8,17 @@ import time
 import traceback
 from pathlib import Path
 
-from perilune.cli.output import shown
+from perilune.cli.output import format_for_terminal
 from perilune.errors import PeriluneError, RequestError
 from perilune.redaction import redact_text
 
-STORAGE_ERRORS = (
+STORAGE_ERRNOS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS),
     *(errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR),
 )
 
 
-def explain(error: BaseException, *, debug: bool) -> int:
+def report_failure(error: BaseException, *, debug: bool) -> int:
     """Print `error` to stderr and return the exit code."""
     if isinstance(error, BrokenPipeError):
         _detach_stdout()
@@ -26,26 +26,26 @@ def explain(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
-        _say("error: interrupted")
+        _print_error("error: interrupted")
         return 2
-    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         error = _storage_error(error)
     if "pydantic" in sys.modules:
         error = _validation_error(error)
     if isinstance(error, PeriluneError):
-        _say(f"error: {error}")
+        _print_error(f"error: {error}")
         return error.exit_code
     saved = "" if debug else f"\n  the traceback is in {_save_traceback(error)}; --debug prints it"
-    _say(f"error: unexpected {type(error).__name__}: {error}{saved}")
+    _print_error(f"error: unexpected {type(error).__name__}: {error}{saved}")
     return 1
 
 
-def flush() -> int:
+def flush_stdout() -> int:
     """Flush stdout; returns the exit code if that fails, else 0."""
     try:
         sys.stdout.flush()
     except OSError as error:
-        code = explain(error, debug=False)
+        code = report_failure(error, debug=False)
         _detach_stdout()  # otherwise the interpreter flushes again and prints its own error
         return code
     return 0
@@ -57,12 +57,12 @@ def _storage_error(error: OSError) -> PeriluneError:
     try:
         with storage_errors("continue", Path("a file or standard output")):
             raise error
-    except PeriluneError as explained:
-        return explained
+    except PeriluneError as explain_target:
+        return explain_target
 
 
 def _validation_error(error: BaseException) -> BaseException:
-    """A validation error of pydantic as a `RequestError` that names the model and the key."""
+    """Return a validation error of pydantic as a `RequestError` that names the model and the key."""
     from pydantic import ValidationError
 
     if not isinstance(error, ValidationError):
@@ -73,8 +73,8 @@ def _validation_error(error: BaseException) -> BaseException:
     return RequestError(f"{first['msg']}{more}", where=f"{error.title}: {key}" if key else error.title)
 
 
-def _say(message: str) -> None:
-    sys.stderr.write(shown(message) + "\n")
+def _print_error(message: str) -> None:
+    sys.stderr.write(format_for_terminal(message) + "\n")
 
 
 def _save_traceback(error: BaseException) -> Path:

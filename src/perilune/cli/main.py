@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from perilune.cli.commands import COMMANDS, NAME, PANELS, program, with_program
-from perilune.cli.failures import explain, flush
+from perilune.cli.commands import COMMANDS, PANELS, PROGRAM_NAME, program_command, use_program_command
+from perilune.cli.failures import flush_stdout, report_failure
 from perilune.errors import RequestError
 from perilune.garbage import reduce_garbage_collection
 from perilune.redaction import redact_output
@@ -27,11 +27,11 @@ class LazyGroup(TyperGroup):
     """A group that knows its commands by name and imports a command when it is invoked."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Names of all commands, in the order of the table."""
+        """Return the names of all commands, in the order of the table."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A placeholder with the command's name and help line; `resolve_command` loads the real command."""
+        """Return a placeholder with name and help line; `resolve_command` loads the real command."""
         if cmd_name not in COMMANDS:
             return None
         return TyperCommand(cmd_name, help=COMMANDS[cmd_name][1], callback=lambda: None)
@@ -78,7 +78,7 @@ def load_command(name: str) -> Any:
         single.command(name, context_settings=HELP_OPTIONS)(loaded)
         command = typer.main.get_command(single)
     for one in (command, *getattr(command, "commands", {}).values()):
-        one.help, one.epilog = with_program(one.help or ""), with_program(one.epilog or "")
+        one.help, one.epilog = use_program_command(one.help or ""), use_program_command(one.epilog or "")
         paragraph = " ".join(one.help.partition("\n\n")[0].split())
         one.short_help = paragraph.partition(". ")[0]  # the whole sentence, which the parser would cut
     return command
@@ -99,7 +99,7 @@ def _version(requested: bool) -> None:
     if requested:
         from perilune import __version__
 
-        typer.echo(f"{NAME} {__version__}")
+        typer.echo(f"{PROGRAM_NAME} {__version__}")
         raise typer.Exit
 
 
@@ -122,11 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = [argument for argument in given if argument != "--debug"]
     with redact_output():
         try:
-            typer.main.get_command(app).main(given, prog_name=program())
+            typer.main.get_command(app).main(given, prog_name=program_command())
         except SystemExit as leaving:
-            sys.exit(leaving.code or flush())
+            sys.exit(leaving.code or flush_stdout())
         except BaseException as error:
-            sys.exit(explain(error, debug=debug))
+            sys.exit(report_failure(error, debug=debug))
 
 
 if __name__ == "__main__":

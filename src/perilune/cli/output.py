@@ -1,4 +1,4 @@
-"""What commands print on stdout: text that cannot control the terminal, and JSON."""
+"""Output of commands: text that cannot control the terminal, tables and JSON."""
 
 import json
 import shutil
@@ -8,18 +8,18 @@ from typing import Any
 
 import typer
 
-from perilune.cli.commands import with_program
+from perilune.cli.commands import use_program_command
 from perilune.terminal import escape_control
 
 
-def shown(text: str) -> str:
-    """`text` as the terminal gets it: control characters escaped, commands with the path of this program."""
-    return with_program(escape_control(text))
+def format_for_terminal(text: str) -> str:
+    """Escape control characters in `text`, and show commands with the path of this program."""
+    return use_program_command(escape_control(text))
 
 
 def echo(text: str, *, err: bool = False) -> None:
     """Print one or more lines. They may contain text of a model, a task or a file."""
-    typer.echo(shown(text), err=err)
+    typer.echo(format_for_terminal(text), err=err)
 
 
 def write(text: str) -> None:
@@ -28,8 +28,8 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def wrapped(text: str, indent: int = 11) -> str:
-    """`text` wrapped to the width of the terminal with a hanging indent; unchanged without a terminal."""
+def wrap_text(text: str, indent: int = 11) -> str:
+    """Wrap `text` to the width of the terminal with a hanging indent; unchanged without a terminal."""
     if not sys.stdout.isatty():
         return text
     width, hang = shutil.get_terminal_size().columns, " " * indent
@@ -37,15 +37,15 @@ def wrapped(text: str, indent: int = 11) -> str:
 
 
 def interval_markup(mean: float, low: float, high: float) -> str:
-    """Rich markup for a share with its interval."""
+    """Return rich markup for a share with its interval."""
     return f"{mean:.1%} [dim]({100 * low:.1f} to {100 * high:.1f})[/]"
 
 
 def as_markup(text: str) -> str:
-    """Rich markup that shows `text` literally."""
+    """Return rich markup that shows `text` literally."""
     from rich.markup import escape
 
-    return escape(shown(text))
+    return escape(format_for_terminal(text))
 
 
 def print_json(document: Any) -> None:
@@ -53,8 +53,8 @@ def print_json(document: Any) -> None:
     typer.echo(json.dumps(document, indent=2, default=str))
 
 
-def ruled_table(*columns: str, left: int = 1) -> Any:
-    """A rich table with a line below its head. The first `left` columns are texts, the others figures."""
+def make_table(*columns: str, left: int = 1) -> Any:
+    """Make a rich table with a rule below its head. The first `left` columns are text, the others figures."""
     from rich import box
     from rich.table import Table
 
@@ -64,8 +64,8 @@ def ruled_table(*columns: str, left: int = 1) -> Any:
     return table
 
 
-def table_console(width: int = 160) -> Any:
-    """A rich console for tables on stdout, `width` columns wide where stdout is no terminal."""
+def make_console(width: int = 160) -> Any:
+    """Make a rich console for tables on stdout, `width` columns wide where stdout is no terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -9,7 +9,7 @@ from perilune.cli.main import load_command
 
 
 def render_markdown() -> str:
-    """The reference page of the command line."""
+    """Return the reference page of the command line."""
     lines = [
         "# Command line",
         "",
@@ -22,11 +22,11 @@ def render_markdown() -> str:
     for panel, commands in PANELS.items():
         lines += ["", f"## {panel}"]
         for name in commands:
-            lines += _section(f"perilune {name}", load_command(name), level=3)
+            lines += _render_command(f"perilune {name}", load_command(name), level=3)
     return "\n".join(lines) + "\n"
 
 
-def _section(path: str, command: Any, level: int) -> Iterator[str]:
+def _render_command(path: str, command: Any, level: int) -> Iterator[str]:
     children = getattr(command, "commands", {})
     yield from ("", f"{'#' * level} {path}")
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
@@ -36,9 +36,9 @@ def _section(path: str, command: Any, level: int) -> Iterator[str]:
         yield from ("", *_console(epilog))
     if children:
         for name, child in children.items():
-            yield from _section(f"{path} {name}", child, level + 1)
+            yield from _render_command(f"{path} {name}", child, level + 1)
         return
-    rows = [row for parameter in command.params if (row := _row(parameter))]
+    rows = [row for parameter in command.params if (row := _render_option(parameter))]
     if rows:
         yield from ("", "| | |", "|---|---|", *rows)
 
@@ -47,17 +47,19 @@ def _console(*lines: str) -> list[str]:
     return ["```console", *lines, "```"]
 
 
-def _row(parameter: Any) -> str:
+def _render_option(parameter: Any) -> str:
     if parameter.name == "help" or getattr(parameter, "hidden", False):
         return ""
     if parameter.param_type_name == "argument":
-        shown = parameter.metavar or parameter.name.upper()
+        names = parameter.metavar or parameter.name.upper()
     else:
         value = "" if parameter.is_flag else f" {parameter.metavar or 'VALUE'}"
-        shown = ", ".join(parameter.opts) + value
+        names = ", ".join(parameter.opts) + value
     default = parameter.default
-    told = default not in (None, False, (), [], "") and not callable(default) and not parameter.required
-    return f"| `{shown}` | {parameter.help or ''}{f' Default: `{default}`.' if told else ''} |"
+    has_default = (
+        default not in (None, False, (), [], "") and not callable(default) and not parameter.required
+    )
+    return f"| `{names}` | {parameter.help or ''}{f' Default: `{default}`.' if has_default else ''} |"
 
 
 if __name__ == "__main__":

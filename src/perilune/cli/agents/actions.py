@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
-LIFETIME = 900.0  # seconds of a token
+TOKEN_LIFETIME_S = 900.0  # seconds of a token
 MOST_TOKENS = 100
 
 RecipeName = Annotated[
@@ -45,7 +45,7 @@ class Actor:
 
     control: Control
     recipes: Path
-    _promised: dict[str, tuple[str, float]] = field(default_factory=dict)
+    _issued: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     @property
     def tools(self) -> tuple[Callable[..., dict[str, Any]], ...]:
@@ -64,7 +64,7 @@ class Actor:
         Returns a `token` with which `run` starts exactly this.
         """
         *_, document = self._plan(recipe, overrides, template, template_overrides, check=True)
-        return {"token": self._promise(_digest(document)), **document}
+        return {"token": self._issue_token(_plan_digest(document)), **document}
 
     def run(
         self,
@@ -80,7 +80,7 @@ class Actor:
         if not token:
             return self.plan(recipe, overrides, template, template_overrides)
         loaded, where, document = self._plan(recipe, overrides, template, template_overrides, check=False)
-        self._redeem(token, _digest(document), "the recipe, its inputs or the template")
+        self._redeem_token(token, _plan_digest(document), "the recipe, its inputs or the template")
         started, first = start_detached(self.control, loaded, overrides, where)
         return started if first else {**started, "note": "every stage finished before; nothing was started"}
 
@@ -88,8 +88,8 @@ class Actor:
         self, target: Annotated[str, Field(description="A run or an experiment.")], token: Token = ""
     ) -> dict[str, Any]:
         """Stop a run or an experiment. Without `token`: what would stop and a token, and nothing stops."""
-        from perilune.cli.arguments import run_summary
-        from perilune.cli.train.lifecycle import stop, stopped_document
+        from perilune.cli.arguments import summarize_run
+        from perilune.cli.train.lifecycle import stop_target, stopped_document
         from perilune.control.queries.lookup import find_run_or_experiment
         from perilune.control.record.store import Run
         from perilune.control.record.transitions import RunState
@@ -98,30 +98,30 @@ class Actor:
         found = find_run_or_experiment(self.control, target)
         with self.control.store.snapshot() as session:
             live = [found] if isinstance(found, Run) else live_runs(session, found.id)
-            stopping = [run_summary(one) for one in live if not RunState(one.state).is_terminal]
+            stopping = [summarize_run(one) for one in live if not RunState(one.state).is_terminal]
         if not stopping:
             raise RequestError("no run is running", where=target)
         digest = sha256_bytes(canonical_json({"cancel": found.id, "runs": stopping}))
         if not token:
-            return {"would_stop": stopping, "token": self._promise(digest)}
-        self._redeem(token, digest, "what would be stopped")
-        return stopped_document(found, stop(self.control, found))
+            return {"would_stop": stopping, "token": self._issue_token(digest)}
+        self._redeem_token(token, digest, "what would be stopped")
+        return stopped_document(found, stop_target(self.control, found))
 
     def _plan(
         self, name: str, overrides: list[str], template: str, changes: list[str], *, check: bool
     ) -> tuple[Recipe, Template | None, dict[str, Any]]:
-        from perilune.cli.train.run import derive_here, destination, plan_document
+        from perilune.cli.train.run import derive_with_estimates, parse_destination, plan_document
         from perilune.control.queries.forecast import forecast_submission
         from perilune.control.runs.experiments import plan_stages
         from perilune.recipe.load import load_recipe
 
-        where = destination(template or None, changes).template
-        recipe = load_recipe(self._allowed(name), overrides)
-        derived, estimated = derive_here(recipe, where, check=check)
+        where = parse_destination(template or None, changes).template
+        recipe = load_recipe(self._allowed_recipe(name), overrides)
+        derived, estimated = derive_with_estimates(recipe, where, check=check)
         ahead = forecast_submission(self.control, plan_stages(recipe, where), where)
         return recipe, where, plan_document(recipe, derived, where, estimated, ahead)
 
-    def _allowed(self, name: str) -> str | Path:
+    def _allowed_recipe(self, name: str) -> str | Path:
         """The recipe to load: a bundled one, or a YAML file in the folder of recipes."""
         from perilune.recipe.load import bundled_recipe, bundled_recipes
 
@@ -136,15 +136,15 @@ class Actor:
             )
         return path
 
-    def _promise(self, digest: str) -> str:
+    def _issue_token(self, digest: str) -> str:
         token = secrets.token_urlsafe(9)
-        while len(self._promised) >= MOST_TOKENS:
-            del self._promised[next(iter(self._promised))]
-        self._promised[token] = digest, time.monotonic() + LIFETIME
+        while len(self._issued) >= MOST_TOKENS:
+            del self._issued[next(iter(self._issued))]
+        self._issued[token] = digest, time.monotonic() + TOKEN_LIFETIME_S
         return token
 
-    def _redeem(self, token: str, digest: str, what: str) -> None:
-        promised, until = self._promised.pop(token, ("", 0.0))
+    def _redeem_token(self, token: str, digest: str, what: str) -> None:
+        promised, until = self._issued.pop(token, ("", 0.0))
         problem = "" if promised == digest else f"{what} changed after the token was given"
         if time.monotonic() > until:
             problem = "the token is unknown, used or expired"
@@ -153,7 +153,7 @@ class Actor:
             raise RequestError(problem, where="token", remedy=remedy)
 
 
-def _digest(document: dict[str, Any]) -> str:
+def _plan_digest(document: dict[str, Any]) -> str:
     """The digest of what a plan would run: recipe, template, and the bundles that are known."""
     stages = [(one["name"], one["digest"]) for one in document["forecast"]["stages"]]
     return sha256_bytes(

@@ -1,4 +1,4 @@
-"""What a tool returns: JSON of bounded size, in which text from outside is marked and harmless to display."""
+"""Results of tools: JSON of bounded size, in which untrusted text is marked and harmless to display."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from perilune.errors import RequestError
 from perilune.redaction import redact_document
 from perilune.terminal import escape_control
 
-MOST = 16_000  # characters of a result, about 5,000 tokens
-LADDER = (  # items of a list or an object, and characters of a text, until a result fits
+MAX_RESULT_CHARACTERS = 16_000  # characters of a result, about 5,000 tokens
+SIZE_LIMITS = (  # items of a list or an object, and characters of a text, until a result fits
     *((500, 8000), (200, 4000), (100, 2000), (50, 1000), (20, 500)),
     *((10, 300), (5, 200), (3, 100), (2, 60), (1, 40)),
 )
-MOST_COPIED = 30 * MOST  # characters to copy before a result counts as too large
-MOST_LEFT_OUT = 12  # places to name
-OUTSIDE = frozenset(
+MAX_COPIED_CHARACTERS = 30 * MAX_RESULT_CHARACTERS  # characters to copy before a result counts as too large
+MAX_LEFT_OUT_NOTES = 12  # places to name
+UNTRUSTED_KEYS = frozenset(
     {"because", "conditions", "events", "failure", "message", "messages", "problem", "text", "warnings"}
 )
 """Keys whose values may contain text of models, datasets, programs or users."""
@@ -27,22 +27,22 @@ OUTSIDE = frozenset(
 _INVISIBLE = re.compile("[\u00ad\u200b-\u200f\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff]")
 
 
-def marked(value: Any) -> Any:
-    """`value` with each value of the keys `OUTSIDE` below a key "untrusted"."""
+def mark_untrusted(value: Any) -> Any:
+    """Copy `value`, with each value of the keys `UNTRUSTED_KEYS` below a key "untrusted"."""
     if isinstance(value, Mapping):
         return {
             str(key): {"untrusted": one}
-            if key in OUTSIDE and one
+            if key in UNTRUSTED_KEYS and one
             else one
             if key == "untrusted"
-            else marked(one)
+            else mark_untrusted(one)
             for key, one in value.items()
         }
-    return [marked(one) for one in value] if isinstance(value, list | tuple) else value
+    return [mark_untrusted(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def render(document: Any, part: Sequence[str] = (), offset: int = 0) -> str:
-    """The JSON text of a document, or of a part of it, in at most about `MOST` characters.
+    """Render a document, or a part of it, as JSON text of at most about `MAX_RESULT_CHARACTERS` characters.
 
     The last items of the longest outer list are left out until the result fits. Where that is not enough,
     inner lists, objects and texts are cut, too. "left_out" says where, from which offset, and how much there
@@ -55,24 +55,26 @@ def render(document: Any, part: Sequence[str] = (), offset: int = 0) -> str:
     Raises:
         RequestError: when there is no such part.
     """
-    found, is_untrusted = _at(redact_document(document), part)
-    for items, characters in LADDER:
-        cut = _Cut(items, characters)
+    found, is_untrusted = _find_part(redact_document(document), part)
+    for items, characters in SIZE_LIMITS:
+        cut = _Truncator(items, characters)
         try:
             shown = cut.value(found, tuple(part), offset)
         except OverflowError:
             continue
         if part or offset:
             shown = {"part": list(part), "offset": offset, "untrusted" if is_untrusted else "value": shown}
-        if len(text := _json(shown, cut.left_out)) <= MOST or (text := _shortened(shown, cut, len(text))):
+        if len(text := _render_json(shown, cut.left_out)) <= MAX_RESULT_CHARACTERS or (
+            text := _shorten(shown, cut, len(text))
+        ):
             break
     return text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be sent
 
 
-def _at(document: Any, part: Sequence[str]) -> tuple[Any, bool]:
-    """The part of a document, and whether it is untrusted."""
+def _find_part(document: Any, part: Sequence[str]) -> tuple[Any, bool]:
+    """Return the part of a document, and whether it is untrusted."""
     is_untrusted = False
-    for place, key in enumerate(part):
+    for index, key in enumerate(part):
         if isinstance(document, Mapping) and key in document:
             document = document[key]
         elif isinstance(document, list | tuple) and key.isdecimal() and int(key) < len(document):
@@ -83,47 +85,47 @@ def _at(document: Any, part: Sequence[str]) -> tuple[Any, bool]:
                 there = f"it has {', '.join(map(str, document))}"
             elif isinstance(document, list | tuple):
                 there = f"it has {len(document)} items"
-            raise RequestError(f"no part '{key}'", where=f"part {list(part[:place])}", remedy=there)
+            raise RequestError(f"no part '{key}'", where=f"part {list(part[:index])}", remedy=there)
         is_untrusted = is_untrusted or key == "untrusted"
         if (
             isinstance(document, Mapping)
             and document.keys() == {"untrusted"}
-            and "untrusted" not in part[place:]
+            and "untrusted" not in part[index:]
         ):
             document, is_untrusted = document["untrusted"], True
     return document, is_untrusted
 
 
-def _json(shown: Any, left_out: Sequence[Mapping[str, Any]]) -> str:
+def _render_json(shown: Any, left_out: Sequence[Mapping[str, Any]]) -> str:
     if left_out:
-        more = len(left_out) - MOST_LEFT_OUT
-        named = [*left_out[:MOST_LEFT_OUT], *([{"more_places": more}] if more > 0 else [])]
+        more = len(left_out) - MAX_LEFT_OUT_NOTES
+        named = [*left_out[:MAX_LEFT_OUT_NOTES], *([{"more_places": more}] if more > 0 else [])]
         shown = {**shown, "left_out": named}
     return json.dumps(shown, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
 
 
-def _shortened(shown: dict[str, Any], cut: _Cut, size: int) -> str:
-    """The result without the last items of its largest outer list; "" if one item is too large."""
-    outer = {len(_json(one, ())): (one, path, start, whole) for one, path, start, whole in cut.outer}
+def _shorten(shown: dict[str, Any], cut: _Truncator, size: int) -> str:
+    """Render the result without the last items of its largest outer list; "" if one item is too large."""
+    outer = {len(_render_json(one, ())): (one, path, start, whole) for one, path, start, whole in cut.outer}
     if not outer:
         return ""
     largest, path, start, whole = outer[max(outer)]
-    while len(largest) > 1 and size > MOST - 200:  # the note about what is left out
-        size -= len(_json(largest.pop(), ())) + 1
+    while len(largest) > 1 and size > MAX_RESULT_CHARACTERS - 200:  # the note about what is left out
+        size -= len(_render_json(largest.pop(), ())) + 1
     note = {"part": list(path), "offset": start + len(largest), "of": whole}
     cut.left_out = [one for one in cut.left_out if _is_shown(one["part"], note)]
-    text = _json(shown, [note, *cut.left_out])
-    return text if len(text) <= MOST else ""
+    text = _render_json(shown, [note, *cut.left_out])
+    return text if len(text) <= MAX_RESULT_CHARACTERS else ""
 
 
 def _is_shown(part: Sequence[str], note: Mapping[str, Any]) -> bool:
-    """Whether a place is still in a result from whose list the items after `note` were left out."""
+    """Return whether a part is still in a result whose list was cut at `note`."""
     depth = len(note["part"])
     within = list(part[:depth]) == note["part"]
     return not within or (len(part) > depth and int(part[depth]) < note["offset"])
 
 
-class _Cut:
+class _Truncator:
     """Copies a value with at most `items` entries of each list and object, and `characters` of each text."""
 
     def __init__(self, items: int, characters: int) -> None:
@@ -137,43 +139,43 @@ class _Cut:
 
     def value(self, value: Any, path: tuple[str, ...], offset: int = 0) -> Any:
         if isinstance(value, str):
-            some = self._some(value, path, offset, self._characters)
+            some = self._take_slice(value, path, offset, self._characters)
             self._copied += len(some)
-            if self._copied > MOST_COPIED:
+            if self._copied > MAX_COPIED_CHARACTERS:
                 raise OverflowError
-            return _harmless(some)
+            return _escape_invisible(some)
         if isinstance(value, Mapping):
-            keys = self._some(list(value), path, offset, 2 * self._items)
-            return {_harmless(str(key)): self.value(value[key], (*path, str(key))) for key in keys}
+            keys = self._take_slice(list(value), path, offset, 2 * self._items)
+            return {_escape_invisible(str(key)): self.value(value[key], (*path, str(key))) for key in keys}
         if isinstance(value, list | tuple):
-            return self._list(value, path, offset)
+            return self._copy_list(value, path, offset)
         if isinstance(value, float):
-            return _short(value)
+            return _round_number(value)
         return value
 
-    def _list(self, value: Sequence[Any], path: tuple[str, ...], offset: int) -> list[Any]:
-        some = self._some(value, path, offset, self._items)
+    def _copy_list(self, value: Sequence[Any], path: tuple[str, ...], offset: int) -> list[Any]:
+        some = self._take_slice(value, path, offset, self._items)
         self._depth += 1
-        copy = [self.value(one, (*path, str(place))) for place, one in enumerate(some, offset)]
+        copy = [self.value(one, (*path, str(index))) for index, one in enumerate(some, offset)]
         self._depth -= 1
         if not self._depth:
             self.outer.append((copy, path, offset, len(value)))
         return copy
 
-    def _some(self, value: Any, path: tuple[str, ...], offset: int, most: int) -> Any:
+    def _take_slice(self, value: Any, path: tuple[str, ...], offset: int, most: int) -> Any:
         shown = value[offset : offset + most]
         if offset + len(shown) < len(value):
             self.left_out.append({"part": list(path), "offset": offset + len(shown), "of": len(value)})
         return shown
 
 
-def _short(value: float) -> float | None:
-    """Seven significant digits; times since 1970 keep theirs."""
+def _round_number(value: float) -> float | None:
+    """Round to seven significant digits; times since 1970 keep theirs."""
     if not math.isfinite(value):
         return None
     return float(f"{value:.7g}") if abs(value) < 1e6 else value
 
 
-def _harmless(text: str) -> str:
-    """`text` with control characters and characters that people do not see in written form."""
+def _escape_invisible(text: str) -> str:
+    """Escape control characters and invisible characters."""
     return _INVISIBLE.sub(lambda found: f"\\u{{{ord(found[0]):x}}}", escape_control(text))

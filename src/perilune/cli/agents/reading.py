@@ -13,11 +13,11 @@ from perilune.control.runs.experiments import Control
 from perilune.errors import RequestError
 
 Target = Annotated[str, Field(description=RUN_HELP)]
-NOT_LISTED = frozenset(  # fields of a stage that all stages of an experiment share, or that `show` has
+OMITTED_FIELDS = frozenset(  # fields of a stage that all stages of an experiment share, or that `show` has
     {"experiment_id", "experiment", "overrides", "submitted", "requested", "created", "reachability"}
     | {"cleanup", "attempt_dir", "bundle_digest", "conditions"}
 )
-MOST_EPISODES = 500  # of a result; the counts are of all
+MAX_EPISODES = 500  # of a result; the counts are of all
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Reader:
         last: Annotated[int, Field(ge=1, description="Number of experiments, the latest first.")] = 20,
     ) -> dict[str, Any]:
         """List experiments and their stages: state, cause of a failure, and final figures with intervals."""
-        from perilune.cli.inspect.runs import listed_runs, runs_document
+        from perilune.cli.inspect.runs import runs_document, select_runs
 
-        statuses, more = listed_runs(self.control, experiment or None, last)
+        statuses, more = select_runs(self.control, experiment or None, last)
         document = runs_document(self.control, statuses, more)
         rows = groupby(document["runs"], key=lambda row: row["experiment_id"])
         listed = [_experiment(list(stages)) for _, stages in rows]
@@ -67,9 +67,9 @@ class Reader:
         self, target: Annotated[str, Field(description=f"{RUN_HELP} Or an experiment.")]
     ) -> dict[str, Any]:
         """Why a run is in its state (for a failed run: why it failed), what happens next, what to do."""
-        from perilune.cli.inspect.history import explained, explanation_document
+        from perilune.cli.inspect.history import explain_target, explanation_document
 
-        return explanation_document(*explained(self.control, target))
+        return explanation_document(*explain_target(self.control, target))
 
     def compare(
         self,
@@ -86,9 +86,9 @@ class Reader:
         Experiments that differ only in their seed are one arm. `conclusion` states what the paired test over
         seeds shows; with fewer than three common seeds no claim is made.
         """
-        from perilune.cli.inspect.compare import compared, comparison_document
+        from perilune.cli.inspect.compare import compare_targets, comparison_document
 
-        return comparison_document(compared(self.control, targets, metric or None, baseline))
+        return comparison_document(compare_targets(self.control, targets, metric or None, baseline))
 
     def curves(
         self,
@@ -146,7 +146,7 @@ class Reader:
                 read += len(episodes)
                 yield from filter(condition, episodes)
 
-        figures = _figures(fitting())
+        figures = _summarize_episodes(fitting())
         return {"run": run, "set": set_name or "all", "read": read, **figures}
 
     def logs(
@@ -184,7 +184,7 @@ class Reader:
         return Attempt(Path(self.control.directory(find_run(self.control, run))))
 
 
-def _figures(episodes: Iterator[Any]) -> dict[str, Any]:
+def _summarize_episodes(episodes: Iterator[Any]) -> dict[str, Any]:
     """Counts of episodes, and the first of them."""
     count = truncated = failed = tokens = 0
     rewards: list[float] = []
@@ -195,7 +195,7 @@ def _figures(episodes: Iterator[Any]) -> dict[str, Any]:
         failed += bool(one.failure)
         tokens += one.sampled
         rewards += [] if one.reward is None else [one.reward]
-        if len(rows) < MOST_EPISODES:
+        if len(rows) < MAX_EPISODES:
             rows.append(_row(one))
     return {
         "fitting": count,
@@ -240,7 +240,7 @@ def _stage(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a stage that a list needs: its identity, its numbers, and its measures with intervals."""
     found = {}
     for name, value in row.items():
-        if name in NOT_LISTED or value is None or value == "":
+        if name in OMITTED_FIELDS or value is None or value == "":
             continue
         is_measure = isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}
         if is_measure or not isinstance(value, Mapping | list | tuple):

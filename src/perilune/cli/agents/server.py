@@ -16,9 +16,9 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 
 import perilune
 from perilune.cli.agents.actions import Actor
-from perilune.cli.agents.output import marked, render
+from perilune.cli.agents.output import mark_untrusted, render
 from perilune.cli.agents.reading import Reader
-from perilune.cli.arguments import refreshed
+from perilune.cli.arguments import try_refresh
 from perilune.errors import PeriluneError
 from perilune.redaction import redact_text
 from perilune.terminal import escape_control
@@ -49,7 +49,7 @@ PAGING: Mapping[str, Any] = {
         "description": "Items or characters of the part to skip.",
     },
 }
-ACTS = frozenset({"plan", "run", "cancel"})  # planning loads the code that a recipe names
+ACTING_TOOLS = frozenset({"plan", "run", "cancel"})  # planning loads the code that a recipe names
 Call = Callable[..., dict[str, Any]]
 
 
@@ -71,33 +71,33 @@ class Tools:
         self._lock = anyio.Lock()
 
     def list(self) -> list[Tool]:
-        """The descriptions of the tools."""
+        """Return the descriptions of the tools."""
         return [self._describe(name) for name in self._calls]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:
         """Call a tool in a thread. A failure is a result that says what to do."""
         async with self._lock:
-            text, failed = await anyio.to_thread.run_sync(self._answer, name, dict(arguments))
+            text, failed = await anyio.to_thread.run_sync(self._call_safely, name, dict(arguments))
         return CallToolResult(content=[TextContent(type="text", text=text)], isError=failed)
 
-    def _answer(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+    def _call_safely(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         try:
-            return self._result(name, arguments), False
+            return self._call_tool(name, arguments), False
         except ValidationError as error:
-            return self._refusal(name, error), True
+            return self._describe_argument_error(name, error), True
         except PeriluneError as error:
             return escape_control(redact_text(str(error))), True
         except Exception as error:
             sys.stderr.write(redact_text(traceback.format_exc()))
             return escape_control(redact_text(f"unexpected {type(error).__name__}: {error}")), True
 
-    def _result(self, name: str, arguments: dict[str, Any]) -> str:
+    def _call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in self._calls:
             raise PeriluneError(f"no tool is called '{name}'", remedy=f"one of: {', '.join(self._calls)}")
         given = {key: arguments.pop(key) for key in PAGING if key in arguments}
         page = TypeAdapter(Page).validate_python(given)
-        doubt = refreshed(self._control)
-        document = marked(self._calls[name](**arguments))
+        doubt = try_refresh(self._control)
+        document = mark_untrusted(self._calls[name](**arguments))
         if doubt and not page.part:
             document = {"warning": doubt, **document}
         return render(document, page.part, page.offset)
@@ -111,11 +111,11 @@ class Tools:
             description=cleandoc(call.__doc__),
             inputSchema=schema,
             annotations=ToolAnnotations(
-                readOnlyHint=name not in ACTS, destructiveHint=name == "cancel", openWorldHint=False
+                readOnlyHint=name not in ACTING_TOOLS, destructiveHint=name == "cancel", openWorldHint=False
             ),
         )
 
-    def _refusal(self, name: str, error: ValidationError) -> str:
+    def _describe_argument_error(self, name: str, error: ValidationError) -> str:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
         known = ", ".join(self._describe(name).inputSchema["properties"])
@@ -138,7 +138,7 @@ def serve(tools: Tools) -> None:
 
 
 async def _serve(server: Server[Any, Any]) -> None:
-    given, sent = _own_streams()
+    given, sent = _reserve_standard_streams()
     with (
         os.fdopen(given, encoding="utf-8", errors="replace") as requests,
         os.fdopen(sent, "w", encoding="utf-8") as answers,
@@ -147,8 +147,8 @@ async def _serve(server: Server[Any, Any]) -> None:
             await server.run(reads, writes, server.create_initialization_options())
 
 
-def _own_streams() -> tuple[int, int]:
-    """Standard input and output for the protocol alone: what else is written to stdout goes to stderr."""
+def _reserve_standard_streams() -> tuple[int, int]:
+    """Reserve standard input and output for the protocol; other output to stdout goes to stderr."""
     given, sent = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

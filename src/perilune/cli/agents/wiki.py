@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, command_group, open_control
+from perilune.cli.arguments import Json, make_command_group, open_control
 from perilune.cli.output import echo, print_json, write
 from perilune.errors import RequestError, WorkFailedError
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
     from perilune.wiki.build import BuildResult, Wiki
 
-app = command_group("Compile a wiki of all runs, check it, and search it.")
+app = make_command_group("Compile a wiki of all runs, check it, and search it.")
 Folder = Annotated[
     Path | None,
     typer.Option("--wiki", metavar="DIR", help="Folder of the wiki. Default: $PERILUNE_HOME/wiki."),
 ]
-MOST_SHOWN = 20  # changes and pages that are listed
+MAX_SHOWN = 20  # changes and pages that are listed
 
 
 @app.command()
@@ -44,7 +44,7 @@ def build(
     """
     from perilune.wiki.build import compile_wiki
 
-    home, folder = _opened(wiki)
+    home, folder = _open_wiki(wiki)
     built = compile_wiki(folder, folder.facts(home), overwrite=overwrite)
     if as_json:
         from dataclasses import asdict
@@ -71,7 +71,7 @@ def lint(wiki: Folder = None, as_json: Json = False) -> None:
 
     from perilune.wiki.lint import lint_wiki as check
 
-    home, folder = _opened(wiki)
+    home, folder = _open_wiki(wiki)
     pages = folder.built_pages()
     found = check(pages, folder.facts(home, verify=True))
     if as_json:
@@ -100,7 +100,7 @@ def search(
     """
     from perilune.wiki.search import search_wiki
 
-    found = search_wiki(_opened(wiki)[1], question, most)
+    found = search_wiki(_open_wiki(wiki)[1], question, most)
     if as_json:
         fields = ("page", "heading", "text")
         rows = [{name: getattr(one, name) for name in fields} | {"score": score} for one, score in found]
@@ -139,9 +139,9 @@ def ask(
     from perilune.wiki import search as searching
     from perilune.wiki.markdown import make_slug, neutralise
 
-    folder = _opened(wiki)[1]
+    folder = _open_wiki(wiki)[1]
     found = [one for one, _ in searching.search_wiki(folder, question)]
-    text = "\n\n".join(f"[{place}] {one.text}" for place, one in enumerate(found, 1))
+    text = "\n\n".join(f"[{index}] {one.text}" for index, one in enumerate(found, 1))
     body = "\n".join(f"* [{one.heading}](../{one.page}.md)" for one in found)
     unsupported: tuple[str, ...] = ()
     if url and found:
@@ -161,8 +161,8 @@ def ask(
         )
     else:
         write(f"{text or 'no passage fits'}\n")
-        for place, one in enumerate(found, 1):
-            echo(f"[{place}] {one.page}.md")
+        for index, one in enumerate(found, 1):
+            echo(f"[{index}] {one.page}.md")
     if unsupported:
         raise WorkFailedError(
             f"the answer has numbers that no passage contains: {', '.join(unsupported)}",
@@ -187,7 +187,7 @@ def slides(
     """
     from perilune.wiki.slides import render_slides as turned
 
-    opened = _opened(wiki)[1]
+    opened = _open_wiki(wiki)[1]
     pages, name = opened.built_pages(), page.removesuffix(".md")
     if name not in pages:
         from perilune.environments.core.registry import did_you_mean
@@ -196,7 +196,7 @@ def slides(
     write(turned(pages[name], (opened.root / name).parent))
 
 
-def _opened(root: Path | None) -> tuple[Control, Wiki]:
+def _open_wiki(root: Path | None) -> tuple[Control, Wiki]:
     from perilune.wiki.build import Wiki
 
     control = open_control()
@@ -204,13 +204,13 @@ def _opened(root: Path | None) -> tuple[Control, Wiki]:
 
 
 def _print_built(folder: Wiki, built: BuildResult) -> None:
-    for one in built.changed[:MOST_SHOWN]:
+    for one in built.changed[:MAX_SHOWN]:
         write(f"{one.page}.md: {one.query}: {one.before} -> {one.after}\n")
-    if len(built.changed) > MOST_SHOWN:
-        echo(f"and {len(built.changed) - MOST_SHOWN} more numbers changed")
-    for page, why in built.unanswered[:MOST_SHOWN]:
+    if len(built.changed) > MAX_SHOWN:
+        echo(f"and {len(built.changed) - MAX_SHOWN} more numbers changed")
+    for page, why in built.unanswered[:MAX_SHOWN]:
         write(f"{page}.md: no answer: {why}\n")
-    for page in built.kept[:MOST_SHOWN]:
+    for page in built.kept[:MAX_SHOWN]:
         write(f"{page}.md: not written: its generated text was edited by hand. Try: --overwrite\n")
     done = f"{built.pages} pages of {built.runs} runs, {built.written} written, {built.removed} removed"
     echo(f"{done}: {folder.root}")

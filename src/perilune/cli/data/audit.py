@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe
     from perilune.verifiers.audit import Audit, Example
 
-SHOWN = 60  # characters of an example in the table
+EXAMPLE_CHARACTERS = 60  # characters of an example in the table
 
 
 def audit_environments(
@@ -37,7 +37,7 @@ def audit_environments(
     home = Home.open()
     audits: list[Audit] = []
     for section in sections:
-        name = _name_of(section)
+        name = _environment_name(section)
 
         def print_line(what: str, name: str = name) -> None:
             echo(f"{name}: {what}", err=True)
@@ -50,7 +50,7 @@ def audit_environments(
             store_grade(
                 home,
                 section,
-                _files_of(section),
+                _environment_files(section),
                 audit.grade,
                 f"{worst.probe}: {worst.what}" if worst else "",
             )
@@ -71,24 +71,22 @@ def audit_environments(
         _show_grades(audits)
 
 
-def recipe_sections(name: str, changes: Sequence[str]) -> list[dict[str, Any]]:
-    """The distinct environments of a recipe's stages, with the recipe's rewards.
+def load_recipe_environments(name: str, changes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the distinct environments of a recipe's stages, with the recipe's rewards.
 
     Raises:
         RequestError: when the recipe is wrong, or has no environment.
     """
     from perilune.recipe.load import load_recipe
 
-    sections = environments_of(load_recipe(name, changes))
+    sections = distinct_environments(load_recipe(name, changes))
     if not sections:
         raise RequestError("the recipe has no environment, so it has no reward to audit", where=name)
     return sections
 
 
-def environments_of(recipe: Recipe) -> list[dict[str, Any]]:
-    """The distinct environment sections of the recipe's stages, as their jobs have them. The parts of a
-    mixture are sections of their own.
-    """
+def distinct_environments(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the distinct environment sections of a recipe's jobs; parts of a mixture are sections too."""
     from perilune.environments.core.registry import scoring_sections
     from perilune.recipe.schema import add_rewards
 
@@ -102,7 +100,7 @@ def environments_of(recipe: Recipe) -> list[dict[str, Any]]:
 
 def print_grades(recipe: Recipe, command: str) -> None:
     """Print the last audit of each reward of the recipe; `command` audits them."""
-    rows = grades_of(recipe)
+    rows = load_grades(recipe)
     for row in rows:
         if row["grade"] is not None:
             name = f"{row['environment']}: " if len(rows) > 1 else ""
@@ -114,28 +112,28 @@ def print_grades(recipe: Recipe, command: str) -> None:
         echo(f"  reward   not audited{names}: {command}")
 
 
-def grades_of(recipe: Recipe) -> list[dict[str, Any]]:
-    """The last audit of each reward of the recipe in this home; without one, its grade is None."""
+def load_grades(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the last audit of each reward of the recipe in this home; without one, its grade is None."""
     from perilune.control.evidence.reward_grades import read_grade
     from perilune.control.record.home import Home
 
     home = Home.open()
     return [
         {
-            "environment": _name_of(section),
-            **(read_grade(home, section, _files_of(section)) or {"grade": None}),
+            "environment": _environment_name(section),
+            **(read_grade(home, section, _environment_files(section)) or {"grade": None}),
         }
-        for section in environments_of(recipe)
+        for section in distinct_environments(recipe)
     ]
 
 
-def _files_of(section: Mapping[str, Any]) -> list[Path]:
+def _environment_files(section: Mapping[str, Any]) -> list[Path]:
     from perilune.environments.core.registry import file_fields
 
     return [Path(path) for path in file_fields(section).values()]
 
 
-def _name_of(section: Mapping[str, Any]) -> str:
+def _environment_name(section: Mapping[str, Any]) -> str:
     return "/".join(str(section[key]) for key in ("id", "task") if key in section)
 
 
@@ -211,7 +209,7 @@ def _show(audit: Audit, out: Path | None) -> None:
         return
     table = Table("grade", "probe", "finding", "tasks", "for example", "verdict")
     for finding in audit.findings:
-        example = (as_markup(_shown(finding.example)), as_markup(_verdict(finding.example)))
+        example = map(as_markup, (_format_example(finding.example), _format_verdict(finding.example)))
         table.add_row(finding.grade, finding.probe, finding.what, str(finding.tasks), *example)
     Console().print(table)
     if out is None:
@@ -220,16 +218,18 @@ def _show(audit: Audit, out: Path | None) -> None:
 
 def _show_grades(audits: list[Audit]) -> None:
     for audit in sorted(audits, key=lambda audit: audit.grade, reverse=True):
-        name = _name_of(audit.environment)
+        name = _environment_name(audit.environment)
         worst = f"{audit.findings[0].probe}: {audit.findings[0].what}" if audit.findings else ""
         echo(f"{audit.grade}  {name:45} {worst}")
 
 
-def _shown(example: Example) -> str:
+def _format_example(example: Example) -> str:
     text = repr(example.transcript.text)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(example.transcript.text):,} characters)"
+    if len(text) <= EXAMPLE_CHARACTERS:
+        return text
+    return f"{text[:EXAMPLE_CHARACTERS]}… ({len(example.transcript.text):,} characters)"
 
 
-def _verdict(example: Example) -> str:
+def _format_verdict(example: Example) -> str:
     verdict = example.verdict
-    return f"{verdict:.4g}" if isinstance(verdict, float) else verdict[:SHOWN]
+    return f"{verdict:.4g}" if isinstance(verdict, float) else verdict[:EXAMPLE_CHARACTERS]

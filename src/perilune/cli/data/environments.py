@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, SplitOption, checkpoint_folder, command_group
-from perilune.cli.data.audit import audit_environments, recipe_sections, replay
+from perilune.cli.arguments import Json, SplitOption, find_checkpoint, make_command_group
+from perilune.cli.data.audit import audit_environments, load_recipe_environments, replay
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
     from perilune.environments import Environment, Split, Task, Transcript
 
-app = command_group("List, show, sample, check and audit environments.")
+app = make_command_group("List, show, sample, check and audit environments.")
 
-MOST_COUNTED = 4096  # tasks of a split; an environment may have infinitely many
+MAX_COUNTED_TASKS = 4096  # tasks of a split; an environment may have infinitely many
 
 Name = Annotated[
     str,
@@ -87,7 +87,7 @@ def show(
     settings: Settings = [],  # noqa: B006  # typer reads the default and never changes it
     *,
     count: Annotated[
-        bool, typer.Option("--count", help=f"Count the tasks of each split, up to {MOST_COUNTED:,}.")
+        bool, typer.Option("--count", help=f"Count the tasks of each split, up to {MAX_COUNTED_TASKS:,}.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -101,7 +101,7 @@ def show(
         make_environment,
     )
 
-    section = section_of(name, settings)
+    section = environment_section(name, settings)
     model = environment_spec(section["id"], section.get("source"))
     fields: dict[str, dict[str, Any]] = {}
     for field, info in (model.model_fields if model else {}).items():
@@ -131,7 +131,7 @@ def show(
     for setting, value in config.items():
         echo(f"  config.{setting}: {json.dumps(value, default=str)}")
     for split, number in tasks.items():
-        echo(f"  {split} tasks: {number:,}{' or more' if number == MOST_COUNTED else ''}")
+        echo(f"  {split} tasks: {number:,}{' or more' if number == MAX_COUNTED_TASKS else ''}")
     for heading, lines in notes.items():
         echo(f"  {heading}")
         for what, line in lines.items():
@@ -171,8 +171,8 @@ def sample(
     if name.endswith((".yaml", ".yml")):
         section, tokenizer = recipe_source(name, settings)
     else:
-        section = section_of(name, settings)
-    tokenizer = Tokenizer.load(checkpoint_folder(model)) if model else tokenizer
+        section = environment_section(name, settings)
+    tokenizer = Tokenizer.load(find_checkpoint(model)) if model else tokenizer
     environment = make_environment(section)
     tasks = list(islice(environment.tasks(split, seed), count))
     rows = [
@@ -189,13 +189,13 @@ def sample(
         difficulty = "" if row["difficulty"] is None else f", difficulty {row['difficulty']:g}"
         echo(f"{row['task_id']}{difficulty}")
         if tokenizer is None:
-            echo(f"  prompt  {_indented(row['prompt'])}")
+            echo(f"  prompt  {_indent(row['prompt'])}")
         else:
             print_tokens(row)
         for message in row["turns"]:
-            echo(f"  {message['role']:9} {_indented(message['content'].rstrip())}")
+            echo(f"  {message['role']:9} {_indent(message['content'].rstrip())}")
         scores = "" if row["score"] is None else f"   scores {row['score']}"
-        echo(f"  answer  {_indented(row['answer'])}{scores}")
+        echo(f"  answer  {_indent(row['answer'])}{scores}")
 
 
 @app.command(epilog="Example: perilune environments check calculator")
@@ -210,7 +210,7 @@ def check(
     """Play an environment and check the rules that every environment must follow."""
     from perilune.verifiers.conformance import check_environment
 
-    report = check_environment(section_of(name, settings), tasks=tasks, seed=seed)
+    report = check_environment(environment_section(name, settings), tasks=tasks, seed=seed)
     if as_json:
         findings = [asdict(one) for one in report.findings]
         print_json({"name": name, "checked": report.checked, "findings": findings})
@@ -258,9 +258,9 @@ def audit(
     from perilune.recipe.load import bundled_recipes
 
     if name.endswith((".yaml", ".yml")) or (name in bundled_recipes() and name not in environment_ids()):
-        sections = recipe_sections(name, settings)
+        sections = load_recipe_environments(name, settings)
     else:
-        section = section_of(name, settings)
+        section = environment_section(name, settings)
         whole = "task" not in section and family_field(section["id"]) == "task"
         families = environment_families(section["id"]) if whole else ()
         sections = [section | {"task": family} for family in families] or [section]
@@ -290,21 +290,21 @@ def _row(environment: Environment, task: Task) -> dict[str, Any]:
 
 
 def _count_tasks(environment: Environment) -> dict[str, int]:
-    """The number of tasks of each split, at most `MOST_COUNTED`."""
+    """Count the tasks of each split, at most `MAX_COUNTED_TASKS`."""
     splits: tuple[Split, ...] = ("train", "heldout")
-    return {split: sum(1 for _ in islice(environment.tasks(split, 0), MOST_COUNTED)) for split in splits}
+    return {split: sum(1 for _ in islice(environment.tasks(split, 0), MAX_COUNTED_TASKS)) for split in splits}
 
 
 def _answer_in_data(task: Task) -> Transcript | None:
-    """The answer that the teacher `gold` writes, of an environment without a method `gold`."""
+    """Return the answer that the teacher `gold` writes, of an environment without a method `gold`."""
     from perilune.environments import Transcript
 
     answer = task.data.get("answer")
     return Transcript(answer) if isinstance(answer, str) else None
 
 
-def section_of(name: str, settings: list[str]) -> dict[str, Any]:
-    """The environment section that a name and `--set` options describe.
+def environment_section(name: str, settings: list[str]) -> dict[str, Any]:
+    """Return the environment section that a name and `--set` options describe.
 
     Raises:
         RequestError: when an option is malformed.
@@ -318,7 +318,7 @@ def section_of(name: str, settings: list[str]) -> dict[str, Any]:
     else:
         identifier, _, family = name.partition("/")
         own = {"id": identifier} | ({family_field(identifier): family} if family else {})
-    section = settings_of(settings, onto=own)
+    section = parse_settings(settings, onto=own)
     if "rewards" in section:
         from perilune.recipe.reward_files import load_reward_terms
 
@@ -326,10 +326,10 @@ def section_of(name: str, settings: list[str]) -> dict[str, Any]:
     return section
 
 
-def settings_of(
+def parse_settings(
     settings: list[str], option: str = "--set", onto: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Options such as `config.max_terms=2` as a section, merged into `onto`. Values are YAML, as in a recipe.
+    """Parse options such as `config.max_terms=2`, with YAML values, into a section merged into `onto`.
 
     Raises:
         RequestError: when one is not KEY=VALUE, or its value is not YAML.
@@ -355,5 +355,5 @@ def settings_of(
     return section
 
 
-def _indented(text: str | None) -> str:
+def _indent(text: str | None) -> str:
     return "(none stated)" if text is None else text.replace("\n", "\n          ")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import EnvironmentFields, Json, SplitOption, checkpoint_folder
-from perilune.cli.console import stage_progress
-from perilune.cli.data.environments import section_of, settings_of
+from perilune.cli.arguments import EnvironmentFields, Json, SplitOption, find_checkpoint
+from perilune.cli.console import make_stage_progress
+from perilune.cli.data.environments import environment_section, parse_settings
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
 
@@ -70,32 +70,32 @@ def generate(
     from perilune.recipe.reward_files import read_source_file
     from perilune.verifiers import Scorer
 
-    section = section_of(environment, settings)
+    section = environment_section(environment, settings)
     made = make_environment(section)
     with ExitStack() as stack:
         scorer = stack.enter_context(Scorer(section))
         generator: Generator
         if teacher:
-            extra = settings_of(options, "--option")
+            extra = parse_settings(options, "--option")
             code = read_source_file(teacher, Path.cwd(), "--teacher") if is_file_reference(teacher) else None
             named = teacher if code is None else CodeFile(name=teacher, source=code)
-            writer = make_teacher(named, settings_of(strategies, "--strategy"), extra)
+            writer = make_teacher(named, parse_settings(strategies, "--strategy"), extra)
             told = {"options": extra, **({} if code is None else {"code": code})}
             generator = TeacherGenerator(writer, made, scorer.score, seed, section=section, extra=told)
         else:
             from perilune.tasks.datasets.sampled import Sampled, Sampling  # needs torch
 
             sampling = Sampling(samples, max_tokens, temperature, seed)
-            generator = Sampled.open(checkpoint_folder(model), section, made, scorer, sampling)
-        view = stack.enter_context(stage_progress())
-        view.started("generate", "")
+            generator = Sampled.open(find_checkpoint(model), section, made, scorer, sampling)
+        view = stack.enter_context(make_stage_progress())
+        view.start("generate", "")
 
         def show(kept: int, rejected: int) -> None:
-            view.progressed("generate", kept, count, "records", {"rejected": rejected})
+            view.update("generate", kept, count, "records", {"rejected": rejected})
 
         target = generation.GenerationTarget(count, tasks, seed, split)
         totals = generation.generate_records(generator, made.tasks(split, seed), target, out, show)
-        view.ended("generate", "done", "")
+        view.end("generate", "done", "")
     _print_report({"environment": made.id, **totals}, out, as_json)
     if totals["rows"] < (count if tasks is None else 1):
         goal = f"{count} records were kept" if tasks is None else f"{totals['tasks']} tasks gave a record"

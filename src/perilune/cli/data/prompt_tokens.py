@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from perilune.environments import Environment, Task
     from perilune.models.text.tokenizer import Tokenizer
 
-LEAST_WIDTH = 60  # of printed tokens, in characters
+MIN_WIDTH = 60  # of printed tokens, in characters
 
 
 def recipe_source(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], Tokenizer | None]:
-    """The environment section of a recipe, with its rewards, and the tokenizer of its model, if it has one.
+    """Return the environment section of a recipe with its rewards, and its model's tokenizer, if any.
 
     Raises:
         RequestError: when the recipe is wrong or has no environment, or its tokenizer cannot be read.
@@ -38,7 +38,7 @@ def recipe_source(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], To
 
 
 def token_document(tokenizer: Tokenizer, environment: Environment, task: Task) -> dict[str, Any]:
-    """The tokens of the first prompt of a task, and the index at which the assistant's turn begins."""
+    """Return the tokens of the first prompt of a task, and the index at which the assistant's turn begins."""
     from perilune.models.text.template_facts import prompt_tokens
 
     session = environment.reset(task, 0)
@@ -66,16 +66,16 @@ def print_facts(facts: Mapping[str, str]) -> None:
 def print_tokens(row: Mapping[str, Any]) -> None:
     """Print the tokens of a prompt as ID:TEXT, with control tokens in brackets."""
     tokens, start = row["tokens"], row["assistant_turn"]
-    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns - 10)
+    width = max(MIN_WIDTH, shutil.get_terminal_size().columns - 10)
     echo(f"  {len(tokens)} tokens; the assistant's turn begins at token {start}, its text at {len(tokens)}")
     for part in (tokens[:start], tokens[start:]):
-        shown = [_shown(token) for token in part]
+        shown = [_format_token(token) for token in part]
         for line in textwrap.wrap(" ".join(shown), width, break_long_words=False, break_on_hyphens=False):
             echo(f"          {line}")
 
 
-def _shown(token: Mapping[str, Any]) -> str:
-    """A token on one line: spaces as ␣, line ends and other control characters escaped."""
+def _format_token(token: Mapping[str, Any]) -> str:
+    """Return a token on one line: spaces as ␣, line ends and other control characters escaped."""
     text = "".join(
         "␣" if one == " " else one if one.isprintable() else one.encode("unicode_escape").decode()
         for one in token["text"]

@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from perilune.cli.arguments import Json, command_group
-from perilune.cli.console import stage_progress
+from perilune.cli.arguments import Json, make_command_group
+from perilune.cli.console import make_stage_progress
 from perilune.cli.data.generate import generate
 from perilune.cli.output import echo, print_json
 
-BAR = 40  # characters
+BAR_WIDTH = 40  # characters
 
-app = command_group("Generate, inspect, filter and convert training data.")
+app = make_command_group("Generate, inspect, filter and convert training data.")
 
 app.command(
     epilog="Example: perilune data generate open_spiel --set game=hex --teacher open_spiel --out games"
@@ -48,16 +48,16 @@ def inspect(
             if name not in ("file", "kind", "rows", "histograms"):
                 echo(f"  {name.replace('_', ' '):18} {_words(value)}")
         for name, bars in figures["histograms"].items() if plot else ():
-            echo(f"  {name.replace('_', ' ')}:\n{_bars(bars)}")
+            echo(f"  {name.replace('_', ' ')}:\n{_format_bars(bars)}")
     for pair in report["shared_tasks"]:
         echo(f"{' and '.join(pair['files'])} have {pair['tasks']} tasks in common")
 
 
-def _bars(histogram: dict[str, list[float]]) -> str:
+def _format_bars(histogram: dict[str, list[float]]) -> str:
     edges, counts = histogram["edges"], histogram["counts"]
     most = max(counts)
     return "\n".join(
-        f"    {low:10.4g} to {high:<10.4g} {'█' * round(BAR * count / most):{BAR}} {count:,}"
+        f"    {low:10.4g} to {high:<10.4g} {'█' * round(BAR_WIDTH * count / most):{BAR_WIDTH}} {count:,}"
         for low, high, count in zip(edges, edges[1:], counts, strict=False)
     )
 
@@ -107,14 +107,14 @@ def filter_records(
         ngram=ngram,
         validation=validation,
     )
-    with stage_progress() as view:
-        view.started("filter", "")
+    with make_stage_progress() as view:
+        view.start("filter", "")
 
         def show(done: int, total: int, figures: Mapping[str, float]) -> None:
-            view.progressed("filter", done, total, "bytes", figures)
+            view.update("filter", done, total, "bytes", figures)
 
         report = filter_files(files, evaluation, settings, out, show)
-        view.ended("filter", "done", "")
+        view.end("filter", "done", "")
     if as_json:
         print_json(report)
         return

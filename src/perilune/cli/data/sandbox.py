@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, command_group
+from perilune.cli.arguments import Json, make_command_group
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
 
 if TYPE_CHECKING:
     from perilune.sandbox.audit import Finding, SandboxAudit
 
-app = command_group("Audit the sandbox that runs code written by a model.")
+app = make_command_group("Audit the sandbox that runs code written by a model.")
 
 SWITCHES = ("namespaces", "own_user", "landlock", "seccomp", "control_group")
 

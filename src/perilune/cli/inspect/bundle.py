@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, bundle_folder, command_group, run_names
+from perilune.cli.arguments import Json, complete_run_names, find_bundle, make_command_group
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 from perilune.plural import plural
 
-app = command_group("Freeze, verify and inspect bundles.")
+app = make_command_group("Freeze, verify and inspect bundles.")
 
 Bundle = Annotated[
     str,
     typer.Argument(
         metavar="PATH|RUN",
         help="A folder with job.json. Or a run: its id, EXPERIMENT/STAGE, or a stage of the last experiment.",
-        autocompletion=run_names,
+        autocompletion=complete_run_names,
     ),
 ]
 
@@ -38,7 +38,7 @@ def verify(
     from perilune.bundle.attested import read_unverified_removals
     from perilune.bundle.verify import verify as differences_of
 
-    path = bundle_folder(bundle)
+    path = find_bundle(bundle)
     removed = read_unverified_removals(path)
     differences = differences_of(path, digest, removed)
     if as_json:
@@ -61,7 +61,7 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
     """Show what a bundle runs, its inputs and its files."""
     from perilune.bundle.inspection import inspect as summary_of
 
-    summary = summary_of(bundle_folder(bundle))
+    summary = summary_of(find_bundle(bundle))
     if as_json:
         print_json(summary)
         return
@@ -127,7 +127,7 @@ def freeze(
 
 
 def _inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:
-    """The --input options as {field: path}, one for each field that the stage consumes."""
+    """Return the --input options as {field: path}, one for each field that the stage consumes."""
     inputs = {}
     for option in given:
         field, equals, path = option.partition("=")

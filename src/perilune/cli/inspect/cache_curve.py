@@ -5,21 +5,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from perilune.cli.units import size, tokens
+from perilune.cli.units import format_size, format_tokens
 
 WIDTH, HEIGHT = 60, 12  # characters of the plot in a terminal
 _EMPTY = " \u2800"  # the second character is the empty Braille pattern
 
 
 def curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The plot for a terminal."""
+    """Return the plot for a terminal."""
     import plotille
 
     figure = plotille.Figure()
     figure.width, figure.height, figure.origin = WIDTH, HEIGHT, False
     figure.x_label, figure.y_label = "tokens", "cache/token"
-    figure.x_ticks_fkt = lambda value, _: f"{tokens(2**value):>9}"
-    figure.y_ticks_fkt = lambda value, _: f"{size(2**value):>10}"
+    figure.x_ticks_fkt = lambda value, _: f"{format_tokens(2**value):>9}"
+    figure.y_ticks_fkt = lambda value, _: f"{format_size(2**value):>10}"
     places = [(math.log2(point["tokens"]), math.log2(point["cache_bytes_per_token"])) for point in curve]
     figure.set_x_limits(places[0][0], max(places[-1][0], places[0][0] + 1))
     figure.set_y_limits(*_bounds([y for _, y in places]))
@@ -28,7 +28,7 @@ def curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def curve_svg(curve: Sequence[Mapping[str, Any]], title: str) -> str:
-    """The plot as an SVG of 640 x 360 that takes its colours from the page around it."""
+    """Return the plot as an SVG of 640 x 360 that takes its colours from the page around it."""
     left, top, right, bottom = 80, 40, 620, 310
     points = [(math.log2(point["tokens"]), math.log2(point["cache_bytes_per_token"])) for point in curve]
     low, high = _bounds([y for _, y in points])
@@ -41,12 +41,12 @@ def curve_svg(curve: Sequence[Mapping[str, Any]], title: str) -> str:
         return round(bottom - (value - low) / (high - low) * (bottom - top), 1)
 
     marks = [
-        f'<text x="{x(place)}" y="{bottom + 20}" text-anchor="middle">{tokens(2**place)}</text>'
+        f'<text x="{x(place)}" y="{bottom + 20}" text-anchor="middle">{format_tokens(2**place)}</text>'
         for place in range(math.ceil(first), math.floor(last) + 1, 2)
     ]
     marks += [
         f'<path d="M{left} {y(place)}H{right}" stroke="currentColor" stroke-opacity="0.15"/>'
-        f'<text x="{left - 8}" y="{y(place) + 4}" text-anchor="end">{size(2**place)}</text>'
+        f'<text x="{left - 8}" y="{y(place) + 4}" text-anchor="end">{format_size(2**place)}</text>'
         for place in range(math.ceil(low), math.floor(high) + 1)
     ]
     line = " ".join(f"{x(a)},{y(b)}" for a, b in points)
@@ -65,6 +65,6 @@ def curve_svg(curve: Sequence[Mapping[str, Any]], title: str) -> str:
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:
-    """A range of whole numbers that contains all values and is not empty."""
+    """Return a range of whole numbers that contains all values and is not empty."""
     low, high = math.floor(min(values)), math.ceil(max(values))
     return low, max(high, low + 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import CheckpointArgument, checkpoint_folder
+from perilune.cli.arguments import CheckpointArgument, find_checkpoint
 from perilune.cli.output import echo, write
 from perilune.errors import RequestError
 
@@ -54,7 +54,7 @@ def chat(
     echo "What is 17 + 25?" | perilune chat ./my-model --max-tokens 64
     perilune chat words/sft --plain --separate < questions.txt
     """
-    conversation = _open(checkpoint_folder(checkpoint), adapter, chat_template, plain=plain)
+    conversation = _open(find_checkpoint(checkpoint), adapter, chat_template, plain=plain)
     conversation.temperature, conversation.max_tokens, conversation.seed = temperature, max_tokens, seed
     interactive = sys.stdin.isatty()
     if interactive:
@@ -164,7 +164,7 @@ def _open(folder: Path, adapter: Path | None, template: Path | None, *, plain: b
 
 
 def _lines(*, interactive: bool) -> Iterator[str]:
-    """Lines of stdin; in a terminal after a prompt, with editing and history."""
+    """Yield lines of stdin; in a terminal after a prompt, with editing and history."""
     if not interactive:
         yield from (line.rstrip("\n") for line in sys.stdin)
         return

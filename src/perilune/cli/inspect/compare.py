@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.arguments import Json, open_control
-from perilune.cli.output import as_markup, echo, print_json, ruled_table, table_console, wrapped
+from perilune.cli.output import as_markup, echo, make_console, make_table, print_json, wrap_text
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.control.queries.comparison import Arm, Comparison
     from perilune.control.runs.experiments import Control
 
-MOST_COLUMNS = 4  # settings that get a column of their own
+MAX_SETTING_COLUMNS = 4  # settings that get a column of their own
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 24
 
@@ -52,7 +52,7 @@ def compare(
     from perilune.ui.comparison import build_comparison
 
     control = open_control()
-    found = compared(control, targets, metric, baseline)
+    found = compare_targets(control, targets, metric, baseline)
     page = build_comparison(found, out) if out is not None else None
     if as_json:
         print_json(comparison_document(found) | ({"page": str(page)} if page else {}))
@@ -64,8 +64,10 @@ def compare(
             echo(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
 
 
-def compared(control: Control, targets: Sequence[str], metric: str | None, baseline: int) -> Comparison:
-    """The comparison of at least two experiments; `baseline` counts from 1."""
+def compare_targets(
+    control: Control, targets: Sequence[str], metric: str | None, baseline: int
+) -> Comparison:
+    """Return the comparison of at least two experiments; `baseline` counts from 1."""
     from perilune.control.queries.comparison import compare_experiments
 
     found = compare_experiments(control, targets, metric=metric, baseline=baseline - 1)
@@ -81,23 +83,23 @@ def print_comparison(found: Comparison) -> None:
     """Print the arms as a table, their curves, and what the figures show."""
     from perilune.control.queries.comparison import format_settings
 
-    console = table_console()
+    console = make_console()
     console.print(as_markup(f"{found.title}: {found.metric}"))
-    if len(found.keys) > MOST_COLUMNS:
+    if len(found.keys) > MAX_SETTING_COLUMNS:
         for key, *values in zip(found.keys, *map(format_settings, found.arms), strict=True):
             echo(f"  {key}: {' | '.join(values)}")
-    console.print(_table(found))
+    console.print(_arm_table(found))
     for line in _curves(found):
         echo(line)
     for note in found.notes:
-        echo(wrapped(f"* {note}", indent=2))
+        echo(wrap_text(f"* {note}", indent=2))
 
 
-def _table(found: Comparison) -> Any:
+def _arm_table(found: Comparison) -> Any:
     from perilune.control.queries.comparison import describe_difference, format_settings
 
-    keys = found.keys if len(found.keys) <= MOST_COLUMNS else ()
-    table = ruled_table("arm", left=0)
+    keys = found.keys if len(found.keys) <= MAX_SETTING_COLUMNS else ()
+    table = make_table("arm", left=0)
     for key in keys:
         table.add_column(as_markup(key), overflow="fold")
     for name in ("seeds", found.metric.rpartition(".")[2]):
@@ -112,13 +114,13 @@ def _table(found: Comparison) -> Any:
         if arm.difference is not None:
             difference = describe_difference(arm.difference, is_share=found.is_share)
         number = f"{place + 1}{'*' if place == found.best else ''}"
-        cells = (number, *settings, seeds, _figure(arm, found.is_share), difference)
+        cells = (number, *settings, seeds, _format_figure(arm, found.is_share), difference)
         table.add_row(*map(as_markup, cells))
     return table
 
 
-def _figure(arm: Arm, is_share: bool) -> str:
-    """The final figure with its interval, if it has one."""
+def _format_figure(arm: Arm, is_share: bool) -> str:
+    """Return the final figure with its interval, if it has one."""
     if arm.figure is None:
         return "–"
     mean, low, high = arm.figure
@@ -129,7 +131,7 @@ def _figure(arm: Arm, is_share: bool) -> str:
 
 
 def _curves(found: Comparison) -> list[str]:
-    """The first curve of the last stage that has one: a line of bars for each arm, on one scale."""
+    """Return the first curve of the last stage that has one: a line of bars for each arm, on one scale."""
     from perilune.ui.comparison import comparison_charts
 
     charts = comparison_charts(found)
@@ -139,11 +141,12 @@ def _curves(found: Comparison) -> list[str]:
     values = [value for curve in chart.curves for value in curve.mean]
     low, high = min(values), max(values)
     lines = [f"{chart.title} of {chart.stage}, from {low:.3g} to {high:.3g}:"]
-    return [*lines, *(f"  {curve.arm + 1:>3} {_bars(curve.mean, low, high)}" for curve in chart.curves)]
+    lines += (f"  {curve.arm + 1:>3} {_format_bars(curve.mean, low, high)}" for curve in chart.curves)
+    return lines
 
 
-def _bars(values: Sequence[float], low: float, high: float) -> str:
-    """Values as one line of block characters; neighbours are averaged to fit."""
+def _format_bars(values: Sequence[float], low: float, high: float) -> str:
+    """Return the values as one line of block characters; neighbours are averaged to fit."""
     width = min(CURVE_WIDTH, len(values))
     cuts = [round(place * len(values) / width) for place in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
@@ -152,7 +155,7 @@ def _bars(values: Sequence[float], low: float, high: float) -> str:
 
 
 def unbiased_command(control: Control, targets: Sequence[str], found: Comparison) -> str:
-    """The command that runs the best arm and the baseline of a sweep on new seeds; "" if there is none."""
+    """Return the command that runs the best arm and the baseline on new seeds; "" if there is none."""
     from perilune.control.runs.sweeps import find_sweep
 
     sweep = find_sweep(control, targets[0]) if len(targets) == 1 else None
@@ -178,7 +181,7 @@ def unbiased_command(control: Control, targets: Sequence[str], found: Comparison
 
 
 def comparison_document(found: Comparison) -> dict[str, Any]:
-    """The comparison as JSON, without curves."""
+    """Return the comparison as JSON, without curves."""
 
     def interval(value: Any) -> Any:
         if value is None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.arguments import RUN_HELP, Json, RunOrExperiment, open_control
-from perilune.cli.output import echo, print_json, wrapped
+from perilune.cli.output import echo, print_json, wrap_text
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -31,17 +31,17 @@ def explain(target: RunOrExperiment, as_json: Json = False) -> None:
     perilune explain rl
     perilune explain quickstart
     """
-    run, explanation = explained(open_control(), target)
+    run, explanation = explain_target(open_control(), target)
     if as_json:
         print_json(explanation_document(run, explanation))
         return
     echo(f"{run.stage}: {explanation.state}")
     for line in explanation_lines(explanation):
-        echo(wrapped(line) if not line.startswith("  try") else line)
+        echo(wrap_text(line) if not line.startswith("  try") else line)
 
 
-def explained(control: Control, target: str) -> tuple[Run, Explanation]:
-    """A run, or the run of the current stage of an experiment, and the explanation of its state."""
+def explain_target(control: Control, target: str) -> tuple[Run, Explanation]:
+    """Return a run, or the run of the current stage of an experiment, and the explanation of its state."""
     from perilune.control.queries.explanation import explain_run
     from perilune.control.queries.lookup import find_current_stage_run, find_run_or_experiment
     from perilune.control.record.store import Run
@@ -55,12 +55,12 @@ def explained(control: Control, target: str) -> tuple[Run, Explanation]:
 
 
 def explanation_document(run: Run, explanation: Explanation) -> dict[str, Any]:
-    """An explanation as JSON."""
+    """Return an explanation as JSON."""
     return {"run": run.id, "stage": run.stage} | asdict(explanation)
 
 
 def explanation_lines(explanation: Explanation) -> list[str]:
-    """An explanation as labelled lines: because, next, try."""
+    """Return an explanation as labelled lines: because, next, try."""
     lines = [f"  because  {fact}" for fact in explanation.because]
     return [*lines, f"  next     {explanation.next}", *(f"  try      {one}" for one in explanation.commands)]
 

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from perilune.cli.arguments import CheckpointArgument, Json, checkpoint_folder, command_group
+from perilune.cli.arguments import CheckpointArgument, Json, find_checkpoint, make_command_group
 from perilune.cli.inspect.gallery import gallery
 from perilune.cli.inspect.model_card import card
-from perilune.cli.output import as_markup, echo, print_json, table_console
-from perilune.cli.units import size
+from perilune.cli.output import as_markup, echo, make_console, print_json
+from perilune.cli.units import format_size
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.models.store import StoredModel
 
 
-app = command_group("Fetch, list, describe and export models.")
+app = make_command_group("Fetch, list, describe and export models.")
 
 
 @app.command()
@@ -60,7 +60,7 @@ def fetch(
         print_json(_document(model) | {"fetched": not known})
         return
     license_name = model.source.get("license")
-    echo(f"{model.name}: {'already fetched, ' if known else ''}{size(model.bytes)} in {model.folder}")
+    echo(f"{model.name}: {'already fetched, ' if known else ''}{format_size(model.bytes)} in {model.folder}")
     if license_name:
         echo(f"  licence: {license_name}, see {model.folder / 'LICENSE'}")
     echo(f"  in a recipe: model: {{path: {model.name}}}")
@@ -88,8 +88,8 @@ def list_models(as_json: Json = False) -> None:
         source = model.source
         origin = source.get("requirement") or source.get("repository") or source.get("file", "")
         digest = str(source.get("sha256") or source.get("commit", ""))[:12]
-        table.add_row(as_markup(model.name), size(model.bytes), as_markup(str(origin)), as_markup(digest))
-    table_console().print(table)
+        table.add_row(*map(as_markup, (model.name, format_size(model.bytes), str(origin), digest)))
+    make_console().print(table)
 
 
 @app.command(epilog="Example: perilune model rm smollm2-135m")
@@ -125,7 +125,7 @@ def export(
 
     if out.exists():
         raise RequestError("exists already", where=str(out), remedy="give another name, or delete it")
-    folder = checkpoint_folder(model)
+    folder = find_checkpoint(model)
     if out.suffix == ".gguf":
         from perilune.models.gguf.export import export_gguf
 

@@ -9,7 +9,7 @@ import typer
 from perilune.cli.arguments import Json
 from perilune.cli.inspect.cache_curve import curve_lines, curve_svg
 from perilune.cli.output import echo, print_json
-from perilune.cli.units import count, flops, size
+from perilune.cli.units import format_count, format_flops, format_size
 from perilune.errors import RequestError
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
@@ -60,11 +60,11 @@ def card(
 
 
 def card_text(document: Mapping[str, Any]) -> str:
-    """The card as text."""
+    """Return the card as text."""
     lines = [
-        f"{document['model_type']}: {count(document['parameters'])} parameters, "
-        f"{count(document['active_parameters'])} active for each token, "
-        f"{count(document['embedding_parameters'])} in the embedding and the head",
+        f"{document['model_type']}: {format_count(document['parameters'])} parameters, "
+        f"{format_count(document['active_parameters'])} active for each token, "
+        f"{format_count(document['embedding_parameters'])} in the embedding and the head",
         "",
         "layers",
         *(f"  {number:>4} x {kind}" for kind, number in document["kinds"].items()),
@@ -74,9 +74,9 @@ def card_text(document: Mapping[str, Any]) -> str:
     ]
     for point in document["curve"]:
         lines.append(
-            f"  {point['tokens']:>12,}  {size(point['cache_bytes_per_token']):>12}"
-            f"  {size(point['cache_bytes']):>12}  {flops(point['generation_flops']):>14}"
-            f"  {flops(point['training_flops_per_token']):>14}"
+            f"  {point['tokens']:>12,}  {format_size(point['cache_bytes_per_token']):>12}"
+            f"  {format_size(point['cache_bytes']):>12}  {format_flops(point['generation_flops']):>14}"
+            f"  {format_flops(point['training_flops_per_token']):>14}"
         )
     figures = [point["cache_bytes_per_token"] for point in document["curve"]]
     if max(figures) > 1.01 * min(figures):
@@ -85,15 +85,15 @@ def card_text(document: Mapping[str, Any]) -> str:
     lines += ["", f"memory for {memory['batch']:,} x {memory['tokens']:,} tokens"]
     for use in ("sampling", "training"):
         plan = memory[use]
-        persistent = ", ".join(f"{name} {size(value)}" for name, value in plan["persistent"].items())
-        transient = " or ".join(f"{name} {size(value)}" for name, value in plan["transient"].items())
-        lines.append(f"  {use:9} {size(plan['total'])}: {persistent}; temporarily {transient}")
+        persistent = ", ".join(f"{name} {format_size(value)}" for name, value in plan["persistent"].items())
+        transient = " or ".join(f"{name} {format_size(value)}" for name, value in plan["transient"].items())
+        lines.append(f"  {use:9} {format_size(plan['total'])}: {persistent}; temporarily {transient}")
     lines += [f"note: {note}" for note in document["notes"]]
     return "\n".join(lines)
 
 
 def config_file(path: str) -> Path:
-    """The config.json of a model that the user names.
+    """Return the config.json of a model that the user names.
 
     Raises:
         RequestError: when there is none.
@@ -112,7 +112,7 @@ def config_file(path: str) -> Path:
 
 
 def _dtype_of(raw: Any) -> str:
-    """The dtype in a config.json if we support it, else bfloat16."""
+    """Return the dtype in a config.json if we support it, else bfloat16."""
     inner = raw.get("text_config") if isinstance(raw, dict) else None
     for part in (raw, inner):
         named = part.get("dtype", part.get("torch_dtype")) if isinstance(part, dict) else None

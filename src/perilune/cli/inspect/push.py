@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import CheckpointArgument, Json, checkpoint_folder, require_packages
+from perilune.cli.arguments import CheckpointArgument, Json, find_checkpoint, require_packages
 from perilune.cli.output import echo, print_json
-from perilune.cli.units import size
+from perilune.cli.units import format_size
 from perilune.errors import RequestError
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="Address of the server, with or without /v1.")]
@@ -49,8 +49,8 @@ def push(
     token = None
     if token_env and not (token := os.environ.get(token_env)):
         raise RequestError(f"{token_env} is not set", where="--token-env")
-    folder = checkpoint_folder(checkpoint)
-    before = checkpoint_folder(base) if base else None
+    folder = find_checkpoint(checkpoint)
+    before = find_checkpoint(base) if base else None
     from perilune.weights.push import find_server
 
     shown = 0
@@ -59,12 +59,12 @@ def push(
         nonlocal shown
         if total >= 1 << 24 and 10 * sent // total > shown:  # a line for every tenth of a large file
             shown = 10 * sent // total
-            echo(f"sent {size(sent)} of {size(total)}", err=True)
+            echo(f"sent {format_size(sent)} of {format_size(total)}", err=True)
 
     pushed = find_server(url, token).push(folder, before, report)
     if as_json:
         print_json(asdict(pushed))
         return
     which = "" if pushed.version is None else f" version {pushed.version} of"
-    sent = f", {size(pushed.bytes)} sent" if pushed.bytes else ""
+    sent = f", {format_size(pushed.bytes)} sent" if pushed.bytes else ""
     echo(f"{pushed.server} at {url} has{which} the weights after {pushed.seconds:.1f} s{sent}")

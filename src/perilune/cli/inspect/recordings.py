@@ -62,7 +62,7 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
 
 
 def fitting_episodes(targets: Sequence[str], where: str) -> Iterator[tuple[Path, list[Episode]]]:
-    """The episodes that fulfil `where`, by file.
+    """Yield the episodes that fulfil `where`, by file.
 
     Raises:
         RequestError: when a target does not exist, or has no episodes that fulfil the condition.
@@ -77,7 +77,7 @@ def fitting_episodes(targets: Sequence[str], where: str) -> Iterator[tuple[Path,
 
 
 def _stages(targets: Sequence[str]) -> Iterator[tuple[StageView, Attempt, list[Path]]]:
-    """The stages of all targets that wrote episodes, with the files of their last attempt."""
+    """Yield the stages of all targets that wrote episodes, with the files of their last attempt."""
     for stage in (stage for target in targets for stage in view_target(target).stages):
         attempt = Attempt(stage.attempt_dir)
         greedy = attempt.greedy_file
@@ -127,7 +127,7 @@ def _origin(stage: StageView, attempt: Attempt, recorded: Recorded) -> Origin | 
 
 
 def _model_folder(job: Job, attempt: Attempt) -> Path | None:
-    """The folder of the weights that a stage starts from, or those that it made."""
+    """Return the folder of the weights that a stage starts from, or those that it made."""
     assert attempt.root is not None
     given = [attempt.root / one.path for one in job.inputs if one.name in ("checkpoint", "model")]
     folders = [one for one in (*given, *attempt.model_folders) if (one / "tokenizer.json").is_file()]

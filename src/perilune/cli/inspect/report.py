@@ -33,7 +33,7 @@ def report(
 
 
 def _compared(targets: Sequence[str], out: Path) -> Path | None:
-    """The page that compares several experiments, or the arms of one sweep; None for one experiment."""
+    """Build the page that compares experiments, or the arms of a sweep; None for one experiment."""
     from perilune.control.queries.comparison import compare_experiments
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import find_sweep

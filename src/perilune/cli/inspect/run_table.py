@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from perilune.cli.output import as_markup, table_console
-from perilune.cli.units import duration
+from perilune.cli.output import as_markup, make_console
+from perilune.cli.units import format_duration
 
 if TYPE_CHECKING:
     from perilune.control.queries.lookup import StageStatus
@@ -22,7 +22,7 @@ def print_runs(statuses: Sequence[StageStatus]) -> None:
     """Print stages in the given order, below their experiments."""
     from rich.table import Table
 
-    console = table_console()
+    console = make_console()
     names = max(len(status.name) for status in statuses)
     for _, stages in groupby(statuses, key=lambda status: status.experiment_id):
         members = list(stages)
@@ -34,15 +34,15 @@ def print_runs(statuses: Sequence[StageStatus]) -> None:
         table.add_column(min_width=26, no_wrap=True)
         for status in members:
             attempts = f"attempt {status.attempts}" if status.attempts > 1 else ""
-            outcome = ", ".join(part for part in (result(status), attempts) if part)
-            cells = (f"  {status.name}", state_text(status), _time(status.seconds), outcome)
+            outcome = ", ".join(part for part in (describe_result(status), attempts) if part)
+            cells = (f"  {status.name}", state_text(status), _format_time(status.seconds), outcome)
             table.add_row(*map(as_markup, cells), status.run_id)
-        console.print(as_markup(heading(members[0])))
+        console.print(as_markup(experiment_heading(members[0])))
         console.print(table)
 
 
-def heading(status: StageStatus) -> str:
-    """The experiment of a stage: name, date of submission, id and overrides, which tell its runs apart."""
+def experiment_heading(status: StageStatus) -> str:
+    """Describe the experiment of a stage: name, date of submission, id and overrides."""
     date = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.submitted))
     return "  ".join((status.experiment, date, status.experiment_id, *status.overrides))
 
@@ -69,12 +69,12 @@ class LiveStage:
         return min(1.0, float(self.progress["done"]) / float(self.progress["total"]))
 
     def cells(self) -> tuple[str, ...]:
-        """The texts of `COLUMNS`."""
+        """Return the texts of `COLUMNS`."""
         status, progress, left, metrics = self.status, "", "", ""
         if status.state == "active" and self.progress is not None and self.share is not None:
             progress = f"{_bar(self.share)} {self.progress['done']:,}/{self.progress['total']:,}"
             if self.seconds and 0 < self.share < 1:
-                left = duration(self.seconds / self.share - self.seconds)
+                left = format_duration(self.seconds / self.share - self.seconds)
             metrics = " ".join(f"{name} {value:.3g}" for name, value in self.progress["figures"].items())
         return (
             status.experiment,
@@ -83,20 +83,20 @@ class LiveStage:
             str(status.attempts or ""),
             progress,
             left,
-            metrics or result(status),
-            _time(self.seconds),
+            metrics or describe_result(status),
+            _format_time(self.seconds),
             status.run_id,
         )
 
     def document(self) -> dict[str, Any]:
-        """The stage as JSON."""
+        """Return the stage as JSON."""
         return self.status.document() | {"progress": self.progress, "elapsed": self.seconds}
 
 
 def live_stages(
     control: Control, experiments: int, *, now: float | None = None, refresh: bool = True
 ) -> list[LiveStage]:
-    """The stages of the latest experiments, the newest experiment first.
+    """Return the stages of the latest experiments, the newest experiment first.
 
     With `refresh`, first check the state of all live runs.
     """
@@ -124,7 +124,7 @@ def print_live(stages: Sequence[LiveStage]) -> None:
     """Print the live table once, under the names of experiments and without the ids of runs."""
     from rich.table import Table
 
-    console = table_console()
+    console = make_console()
     for _, group in groupby(stages, key=lambda stage: stage.status.experiment_id):
         members = list(group)
         table = Table(box=None, pad_edge=False, show_header=False)
@@ -133,19 +133,19 @@ def print_live(stages: Sequence[LiveStage]) -> None:
         for member in members:
             stage, *cells = map(as_markup, member.cells()[1:-1])
             table.add_row(f"  {stage}", *cells)
-        console.print(as_markup(heading(members[0].status)))
+        console.print(as_markup(experiment_heading(members[0].status)))
         console.print(table)
 
 
 def state_text(status: StageStatus) -> str:
-    """The state of a stage, with what is uncertain about it."""
-    return status.display_state + doubts(
+    """Describe the state of a stage, with any doubts about it."""
+    return status.display_state + describe_doubts(
         status.state, status.reachability, status.cleanup, bool(status.conditions)
     )
 
 
-def doubts(state: str, reachability: str, cleanup: str, error: bool = False) -> str:
-    """What is uncertain or unfinished about a state; `error` when the last pass over the run failed."""
+def describe_doubts(state: str, reachability: str, cleanup: str, error: bool = False) -> str:
+    """Describe what is uncertain about a state; `error` is whether the last pass over the run failed."""
     if error:
         return ", error"
     if cleanup == "pending":
@@ -153,11 +153,11 @@ def doubts(state: str, reachability: str, cleanup: str, error: bool = False) -> 
     return ", unreachable" if reachability == "unreachable" and cleanup != "done" else ""
 
 
-def result(status: StageStatus) -> str:
-    """The most important value of a stage's summary, or the cause of its failure."""
+def describe_result(status: StageStatus) -> str:
+    """Return the most important value of a stage's summary, or the cause of its failure."""
     score = status.summary.get("pass@1")
     if score:
-        return f"pass@1 {interval(score)}"
+        return f"pass@1 {format_interval(score)}"
     for figure in ("rows", "steps"):
         if figure in status.summary:
             held_out = status.summary.get("held_out")
@@ -167,20 +167,20 @@ def result(status: StageStatus) -> str:
 
 
 def _last_evaluation(held_out: Mapping[str, Any]) -> str:
-    """The last held-out figure of a training stage."""
+    """Return the last held-out figure of a training stage."""
     name, found = next(iter(held_out["sets"].items()))
     last = held_out["curve"][-1][name]
-    shown = interval(last) if found["figure"] == "pass@1" else f"{last['mean']:.4g}"
+    shown = format_interval(last) if found["figure"] == "pass@1" else f"{last['mean']:.4g}"
     return f"{name} {found['figure']} {shown}"
 
 
-def interval(value: Mapping[str, float]) -> str:
-    """A share with its interval: 41.0% (38.2% to 44.1%)."""
+def format_interval(value: Mapping[str, float]) -> str:
+    """Return a share with its interval: 41.0% (38.2% to 44.1%)."""
     return f"{value['mean']:.1%} ({value['low']:.1%} to {value['high']:.1%})"
 
 
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else duration(seconds)
+def _format_time(seconds: float | None) -> str:
+    return "" if seconds is None else format_duration(seconds)
 
 
 def _bar(share: float, width: int = 12) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, RunArgument, open_control, open_run, reason
-from perilune.cli.inspect.run_table import doubts, interval, print_runs
+from perilune.cli.arguments import Json, RunArgument, format_reason, open_control, open_run
+from perilune.cli.inspect.run_table import describe_doubts, format_interval, print_runs
 from perilune.cli.machines.rented import warn_about_cleanup
-from perilune.cli.output import echo, print_json, table_console, wrapped, write
+from perilune.cli.output import echo, make_console, print_json, wrap_text, write
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def runs(
         raise RequestError("two experiments are given", where=f"{name}, --experiment {experiment}")
     experiment = experiment or name
     control = open_control()
-    statuses, more = listed_runs(control, experiment, None if everything else last)
+    statuses, more = select_runs(control, experiment, None if everything else last)
     if as_json:
         print_json(runs_document(control, statuses, more))
     elif statuses:
@@ -57,8 +57,8 @@ def runs(
         echo("no runs yet; try: perilune quickstart")
 
 
-def listed_runs(control: Control, experiment: str | None, last: int | None) -> tuple[list[StageStatus], int]:
-    """The stages of one experiment, or of the `last` experiments (None: all), and how many are left out."""
+def select_runs(control: Control, experiment: str | None, last: int | None) -> tuple[list[StageStatus], int]:
+    """Return the stages of one experiment or of the `last` ones (None: all), and the number left out."""
     from perilune.control.queries.lookup import (
         count_experiments,
         find_experiment,
@@ -72,7 +72,7 @@ def listed_runs(control: Control, experiment: str | None, last: int | None) -> t
 
 
 def runs_document(control: Control, statuses: Sequence[StageStatus], more: int) -> dict[str, Any]:
-    """The list as JSON."""
+    """Return the list as JSON."""
     listed = [status.document() for status in statuses]
     return {"home": str(control.home.root), "runs": listed, "other_experiments": more}
 
@@ -84,7 +84,7 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     perilune show rl
     perilune show quickstart/rl --json
     """
-    from perilune.cli.train.estimate import compared, kept_estimate
+    from perilune.cli.train.estimate import compare_with_estimate, load_estimate
     from perilune.cli.train.results import print_forgetting, print_held_out
     from perilune.metrics.training import training_figures
 
@@ -94,36 +94,36 @@ def show(run: RunArgument, as_json: Json = False) -> None:
         print_json(document)
         return
     echo(f"run {document['id']}: stage {document['stage']} of {document['experiment']}")
-    echo(f"  state      {document['state']}{reason(document)}")
-    for line in _health(document["health"]):
-        echo(wrapped(f"  {line}", indent=13))
+    echo(f"  state      {document['state']}{format_reason(document)}")
+    for line in _health_lines(document["health"]):
+        echo(wrap_text(f"  {line}", indent=13))
     for condition in document["conditions"]:
         echo(f"  error      {condition['about']}: {condition['message']}")
     for attempt in document["attempts"]:
         where = f"{attempt['placement']}/{attempt['launcher']}"
-        doubt = doubts(attempt["state"], attempt["reachability"], attempt["cleanup"])
-        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubt}{reason(attempt)}")
+        doubt = describe_doubts(attempt["state"], attempt["reachability"], attempt["cleanup"])
+        echo(f"  attempt {attempt['number']}  {attempt['state']} on {where}{doubt}{format_reason(attempt)}")
         if attempt["container"]:
             echo(f"             image {attempt['container']['image_id']}")
     if document["retry_of"]:
         echo(f"  retry of   {document['retry_of']}")
     for warning in document["summary"].get("warnings") or ():
-        echo(wrapped(f"  warning    {warning}", indent=13))
-    for name, value in (_figures(document["summary"]) | training_figures(document["summary"])).items():
+        echo(wrap_text(f"  warning    {warning}", indent=13))
+    for name, value in (_summary_lines(document["summary"]) | training_figures(document["summary"])).items():
         echo(f"  {name:<22} {value}")
     took = document["ended"] and document["ended"] - document["created"]
-    estimated = kept_estimate(control.home.experiment(document["experiment_id"])).get(document["stage"])
-    for name, value in compared(estimated, took, document["summary"]).items():
+    estimated = load_estimate(control.home.experiment(document["experiment_id"])).get(document["stage"])
+    for name, value in compare_with_estimate(estimated, took, document["summary"]).items():
         echo(f"  {name:<22} {value}")
     for name, print_table in (("held_out", print_held_out), ("forgetting", print_forgetting)):
         if found := document["summary"].get(name):
-            print_table(table_console(), {"stage": document["stage"], **found})
+            print_table(make_console(), {"stage": document["stage"], **found})
     echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
     echo(f"  files      {document['directory']}")
 
 
 def show_document(control: Control, run: str) -> dict[str, Any]:
-    """Everything recorded about a run, and the verdict on its health, as JSON."""
+    """Return everything recorded about a run, and the verdict on its health, as JSON."""
     from perilune.control.queries.lookup import find_run, run_document
     from perilune.ui.attempt import Attempt
     from perilune.ui.health import assess_attempt
@@ -134,14 +134,14 @@ def show_document(control: Control, run: str) -> dict[str, Any]:
     return document | {"health": health.document()}
 
 
-def _health(found: Mapping[str, Any]) -> list[str]:
-    """The verdict, and what to do."""
+def _health_lines(found: Mapping[str, Any]) -> list[str]:
+    """Return the verdict, and what to do."""
     remedies = (one["remedy"] for one in found["findings"][:1])
     return [f"health     {found['line']}", *(f"           {one}" for one in remedies)]
 
 
-def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
-    """The values of a summary that fit on a line: numbers, texts, and measures with their interval."""
+def _summary_lines(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values of a summary that fit on a line: numbers, texts, and measures with their interval."""
     lines = {}
     for name, value in summary.items():
         if isinstance(value, float):
@@ -149,10 +149,10 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
         elif isinstance(value, int | str):
             lines[name] = f"{value:,}" if type(value) is int else str(value)
         elif isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}:
-            lines[name] = interval(value)
+            lines[name] = format_interval(value)
     for part, found in (summary.get("by_environment") or {}).items():
         if "pass@1" in found:  # a part without a scored answer has none
-            lines[f"pass@1 in {part}"] = interval(found["pass@1"])
+            lines[f"pass@1 in {part}"] = format_interval(found["pass@1"])
     return lines
 
 

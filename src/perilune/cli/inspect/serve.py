@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from perilune.cli.arguments import CheckpointArgument, checkpoint_folder, options_of, require_packages
+from perilune.cli.arguments import CheckpointArgument, add_options, find_checkpoint, require_packages
 from perilune.cli.output import echo
 from perilune.serve.settings import Settings
 
 
-@options_of(Settings)
+@add_options(Settings)
 def serve(checkpoint: CheckpointArgument, **options: Any) -> None:
     """Serve a checkpoint over OpenAI's HTTP API: /v1/chat/completions, /v1/completions, /v1/responses.
 
@@ -24,12 +24,12 @@ def serve(checkpoint: CheckpointArgument, **options: Any) -> None:
     perilune serve ./my-model --offload-memory 4 --offload-disk 20
     """
     require_packages("serve", "fastapi", "httptools", "prometheus_client", "uvicorn")
-    folder = checkpoint_folder(checkpoint)
+    folder = find_checkpoint(checkpoint)
     settings = Settings(folder, **options)
     settings = replace(
         settings,
         name=settings.name or (folder.name if Path(checkpoint).is_dir() else checkpoint),
-        draft=str(checkpoint_folder(settings.draft)) if settings.draft else "",
+        draft=str(find_checkpoint(settings.draft)) if settings.draft else "",
     )
     from perilune.serve.server import serve as run_server
 

@@ -14,7 +14,7 @@ from textual.worker import get_current_worker
 
 from perilune.cli.inspect.history import explanation_lines
 from perilune.cli.inspect.run_table import COLUMNS, LiveStage, live_stages
-from perilune.cli.output import shown
+from perilune.cli.output import format_for_terminal
 from perilune.control.queries.explanation import explain_run
 from perilune.control.runs.requests import request_cancel
 from perilune.errors import PeriluneError
@@ -58,7 +58,7 @@ class Screen(App[None]):
         self._confirm = ("", 0.0)  # the run to cancel, and when x was pressed
 
     def compose(self) -> ComposeResult:
-        """The parts, from top to bottom."""
+        """Return the parts, from top to bottom."""
         yield DataTable[Text](cursor_type="row", zebra_stripes=True)
         yield Static(id="below", markup=False)
         yield Footer()
@@ -102,7 +102,7 @@ class Screen(App[None]):
 
     @staticmethod
     def _under_cursor(row: LiveStage, before: LiveStage | None) -> bool:
-        """Whether the cursor goes to `row`: the run that was selected before, at first an active run."""
+        """Return whether the cursor goes to `row`: the run selected before, at first an active run."""
         return row.status.state == "active" if before is None else row.status.run_id == before.status.run_id
 
     def _cells(self, row: LiveStage) -> list[Text]:
@@ -122,7 +122,9 @@ class Screen(App[None]):
     def _show_details(self) -> None:
         row = self._selected
         self.query_one("#below", Static).update(
-            shown("no runs yet; try: perilune quickstart") if row is None else self._details(row)
+            format_for_terminal("no runs yet; try: perilune quickstart")
+            if row is None
+            else self._details(row)
         )
 
     def _details(self, row: LiveStage) -> str:
@@ -131,7 +133,7 @@ class Screen(App[None]):
             return f"{status.name} waits for earlier stages"
         if self._below == "why":
             lines = explanation_lines(explain_run(self._control, status.run_id))
-            return shown("\n".join(line.strip() for line in lines))
+            return format_for_terminal("\n".join(line.strip() for line in lines))
         text = log_tail(status.attempt_dir / "runtime", LOG_LINES) if status.attempt_dir else ""
         return escape_control(text) or "the log is empty"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from perilune.cli.arguments import WHERE_HELP, Json, command_group
+from perilune.cli.arguments import WHERE_HELP, Json, make_command_group
 from perilune.cli.inspect.traces_gate import SuiteArgument, SuitePart, gate_command
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError, WorkFailedError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perilune.traces.shrink import FailureCheck
     from perilune.traces.suite import Part, Suite
 
-app = command_group("Record episodes as cassettes, and run them as regression tests of the harness.")
+app = make_command_group("Record episodes as cassettes, and run them as regression tests of the harness.")
 app.command("gate", epilog="Example: perilune traces gate suite calculator/rl --against calculator/sft")(
     gate_command
 )
@@ -271,7 +271,7 @@ def shrink_command(
 
 
 def _differing(suite: Suite, baseline: Path, names: set[str]) -> dict[str, FailureCheck]:
-    """The cases that fail here, each with the test that another installation plays it differently."""
+    """Return the cases that fail here, each with the test that another installation plays it differently."""
     from perilune.traces.baseline import differs_in_installation
     from perilune.traces.gate import run_suite
 
@@ -355,9 +355,9 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
 
 
 def _engine(suite: Suite, checkpoint: str | None) -> tuple[Engine, str]:
-    """The engine of a checkpoint, and the checkpoint's digest."""
+    """Return the engine of a checkpoint, and the checkpoint's digest."""
     from perilune.bundle.digest import contents_digest, source_files
-    from perilune.cli.arguments import checkpoint_folder
+    from perilune.cli.arguments import find_checkpoint
     from perilune.files import sha256_file
     from perilune.models.checkpoints.stored import open_checkpoint
     from perilune.tasks.stage.memory_plan import make_engine
@@ -366,7 +366,7 @@ def _engine(suite: Suite, checkpoint: str | None) -> tuple[Engine, str]:
         raise RequestError(
             "sampling needs the weights of the model", where="--checkpoint", remedy="name a run or a folder"
         )
-    folder = checkpoint_folder(checkpoint)
+    folder = find_checkpoint(checkpoint)
     digest = contents_digest([(name, sha256_file(path)) for name, path in source_files(folder)])
     longest = max(one.tokens + one.sampling.max_tokens for one in suite.cassettes.values())
     decoder, tokenizer = open_checkpoint(folder)

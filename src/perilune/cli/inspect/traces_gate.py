@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from perilune.cli.arguments import AnswerTokens, CheckpointArgument, EvaluationSeed, Json, checkpoint_folder
+from perilune.cli.arguments import AnswerTokens, CheckpointArgument, EvaluationSeed, Json, find_checkpoint
 from perilune.cli.output import echo, print_json
 
 SuiteArgument = Annotated[Path, typer.Argument(metavar="SUITE", help="A folder that record or suite wrote.")]
@@ -37,7 +37,7 @@ def gate_command(
     It is worse if the 95% interval of the change in pass@1, paired by task, lies below -LOSS as a whole. The
     evaluations are runs like any other, and the same command reuses them.
     """
-    from perilune.cli.train.evaluate import evaluated
+    from perilune.cli.train.evaluate import run_evaluation
     from perilune.traces.environment import SuiteEnvironment, SuiteSpec
 
     environment = SuiteEnvironment(SuiteSpec(path=str(suite.absolute()), part=part))
@@ -50,7 +50,7 @@ def gate_command(
         "max_tokens": max_tokens or longest,
     }
     now, *others = (
-        evaluated(checkpoint_folder(name), section, fields, seed, name).summary
+        run_evaluation(find_checkpoint(name), section, fields, seed, name).summary
         for name in (checkpoint, *([against] if against else []))
     )
     found = _found(now, others[0] if others else None, seed)

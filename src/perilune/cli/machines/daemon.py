@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, open_control, reason, run_summary
+from perilune.cli.arguments import Json, format_reason, open_control, summarize_run
 from perilune.cli.machines.rented import warn_about_cleanup
 from perilune.cli.output import echo, print_json
 from perilune.errors import PeriluneError, RequestError
@@ -136,7 +136,7 @@ def reconcile(
             live = []
             echo(f"pass failed, trying again: {error}", err=True)
         if as_json:
-            print_json({"runs": [run_summary(run) for run in live]})
+            print_json({"runs": [summarize_run(run) for run in live]})
         else:
             for experiment, outcome in started:
                 print_progress(experiment, outcome)
@@ -164,7 +164,7 @@ def _print_changes(live: Iterable[Run], seen: dict[str, str]) -> None:
     """Print each run whose state differs from the one in `seen`, and update `seen`."""
     for run in live:
         if seen.get(run.id) != run.state:
-            echo(f"{run.id} {run.stage}: {run.state}{reason(run_summary(run))}")
+            echo(f"{run.id} {run.stage}: {run.state}{format_reason(summarize_run(run))}")
         seen[run.id] = run.state
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.arguments import Json, command_group, open_control
-from perilune.cli.output import as_markup, echo, print_json, table_console
-from perilune.cli.units import duration
+from perilune.cli.arguments import Json, make_command_group, open_control
+from perilune.cli.output import as_markup, echo, make_console, print_json
+from perilune.cli.units import format_duration
 from perilune.errors import RequestError
 from perilune.plural import plural
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from perilune.control.record.store import Machine
     from perilune.control.runs.experiments import Control
 
-app = command_group("List rented machines and terminate them.")
+app = make_command_group("List rented machines and terminate them.")
 MachineArgument = Annotated[
     str, typer.Argument(metavar="MACHINE", help="Its key, or the last characters of it.")
 ]
-NARROW = 110  # columns below which each machine takes two lines
+NARROW_COLUMNS = 110  # columns below which each machine takes two lines
 REAP_SECONDS = 1.0  # between two rounds of `machines reap --wait`
 
 
@@ -302,7 +302,7 @@ def warn_about_machines(control: Control) -> None:
 
 
 def document(machine: Machine) -> dict[str, Any]:
-    """A machine as JSON."""
+    """Return a machine as JSON."""
     from perilune.control.machines.budget import accrued_cost, max_total_cost
 
     columns = ("key", "provider", "kind", "run_id", "epoch", "state", "reason", "price", "lease", "remote_id")
@@ -346,7 +346,7 @@ def _find(fleet: Fleet, reference: str) -> Machine:
 def _print_table(machines: Sequence[Machine]) -> None:
     from rich.table import Table
 
-    console = table_console(width=200)
+    console = make_console(width=200)
     table = Table(box=None, pad_edge=False)
     for name in ("machine", "kind", "state", "age", "cost", "at most", "note"):
         table.add_column(name, no_wrap=name != "note")
@@ -355,7 +355,7 @@ def _print_table(machines: Sequence[Machine]) -> None:
         kind, age = f"{machine.provider}:{machine.kind}", _age(machine)
         costs = (f"{fields['cost']:.4g}", f"{fields['promised']:.4g}")
         notes = [*([machine.reason] if machine.reason else []), *fields["conditions"]]
-        if console.width >= NARROW:
+        if console.width >= NARROW_COLUMNS:
             row = (machine.key, kind, machine.state, age, *costs, "; ".join(notes))
             table.add_row(*map(as_markup, row))
         else:  # the key alone takes most of a line
@@ -366,4 +366,4 @@ def _print_table(machines: Sequence[Machine]) -> None:
 
 
 def _age(machine: Machine) -> str:
-    return duration((machine.ended or time.time()) - machine.created)
+    return format_duration((machine.ended or time.time()) - machine.created)

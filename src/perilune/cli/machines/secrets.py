@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, command_group
+from perilune.cli.arguments import Json, make_command_group
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
-app = command_group("Configure where secrets are read from. Values are never printed or stored.")
+app = make_command_group("Configure where secrets are read from. Values are never printed or stored.")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name in recipes: JUDGE_KEY.")]
 
 

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from perilune.cli.arguments import Json, command_group
+from perilune.cli.arguments import Json, make_command_group
 from perilune.cli.output import echo, print_json
 
-app = command_group("List, show and check templates, which say where and how runs execute.")
+app = make_command_group("List, show and check templates, which say where and how runs execute.")
 
 Name = Annotated[str, typer.Argument(metavar="ID", help="Name of a template, or the path of its file.")]
 

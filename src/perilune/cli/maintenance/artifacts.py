@@ -10,15 +10,15 @@ from perilune.cli.arguments import (
     RUN_HELP,
     Json,
     RunArgument,
-    command_group,
+    complete_run_names,
+    make_command_group,
     open_control,
     open_run,
-    run_names,
 )
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
-app = command_group("Store the artifacts of runs in remote storage: a folder or a bucket.")
+app = make_command_group("Store the artifacts of runs in remote storage: a folder or a bucket.")
 StoreOption = Annotated[
     str | None,
     typer.Option(
@@ -32,7 +32,7 @@ def push(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN", help=f"{RUN_HELP} Default: all succeeded runs.", autocompletion=run_names
+            metavar="RUN", help=f"{RUN_HELP} Default: all succeeded runs.", autocompletion=complete_run_names
         ),
     ] = None,
     store: StoreOption = None,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perilune.cli.arguments import Json, open_control
-from perilune.cli.output import as_markup, echo, print_json, table_console
-from perilune.cli.units import size
+from perilune.cli.output import as_markup, echo, make_console, print_json
+from perilune.cli.units import format_size
 from perilune.errors import RequestError
 from perilune.plural import plural
 
@@ -52,9 +52,9 @@ def gc(
     if not as_json:
         _print_uses(found)
         for name, count in beside.items():
-            echo(f"{size(count):>10}  {name}")
+            echo(f"{format_size(count):>10}  {name}")
         total = sum(use.bytes for use in found) + sum(beside.values())
-        echo(f"{size(total):>10}  total in {control.home.root}")
+        echo(f"{format_size(total):>10}  total in {control.home.root}")
     removed = list(remove_items(control, chosen)) if yes else []
     if as_json:
         print_json(
@@ -80,10 +80,10 @@ def _print_end(
     elif yes:
         left = len(chosen) - len(removed)
         used = f"; kept {left} that are in use" if left else ""
-        echo(f"deleted {size(sum(one.bytes for one in removed))}{used}")
+        echo(f"deleted {format_size(sum(one.bytes for one in removed))}{used}")
     else:
         option = " --checkpoints" if checkpoints else ""
-        echo(f"{size(sum(one.bytes for one in chosen))} can be deleted: perilune gc{option} --yes")
+        echo(f"{format_size(sum(one.bytes for one in chosen))} can be deleted: perilune gc{option} --yes")
 
 
 def _print_uses(found: Sequence[DiskUsage]) -> None:
@@ -97,9 +97,11 @@ def _print_uses(found: Sequence[DiskUsage]) -> None:
     for use in found:
         named = as_markup(f"{use.experiment}/{use.stage}")
         attempts = use.attempts + use.reproductions
-        table.add_row(named, use.run_id, size(use.bundle), size(attempts), size(use.checkpoints))
+        table.add_row(
+            named, use.run_id, format_size(use.bundle), format_size(attempts), format_size(use.checkpoints)
+        )
     if found:
-        table_console().print(table)
+        make_console().print(table)
 
 
 def _print_removable(chosen: Sequence[Removable]) -> None:
@@ -108,7 +110,7 @@ def _print_removable(chosen: Sequence[Removable]) -> None:
             "attempt": f"attempt {one.epoch} of {one.run_id}",
             "checkpoints": f"{plural(len(one.names), 'intermediate checkpoint')} of {one.run_id}",
         }.get(one.kind, f"environment {one.path.name}")
-        echo(f"{size(one.bytes):>10}  {what}\n            {one.why}")
+        echo(f"{format_size(one.bytes):>10}  {what}\n            {one.why}")
 
 
 def rm(
@@ -162,7 +164,7 @@ def rm(
 
 def _print_removal(removal: Removal, freed: int) -> None:
     runs = plural(len(removal.runs), "run")
-    echo(f"{removal.experiment.name} ({removal.experiment.id}): {runs}, {size(freed)}")
+    echo(f"{removal.experiment.name} ({removal.experiment.id}): {runs}, {format_size(freed)}")
     for run in removal.runs:
         echo(f"  remove {run.stage}, {run.state}, run {run.id}")
     for run_id, heir in removal.kept.items():

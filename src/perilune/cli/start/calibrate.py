@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe
     from perilune.simulate.times import Calibrated
 
-SECONDS = 20.0  # of the measurement of the engine
-LARGE = 20_000_000  # parameters from which the training steps are smaller
+ENGINE_SECONDS = 20.0  # of the measurement of the engine
+LARGE_MODEL = 20_000_000  # parameters from which the training steps are smaller
 SHAPES = ((4, 4, 8), (32, 8, 8), (16, 8, 48))  # tasks, samples, and most tokens of an answer
 SMALL_SHAPES = ((2, 2, 8), (8, 4, 8), (4, 4, 32))
 STEPS = 8
@@ -44,7 +44,7 @@ def calibrate(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a field, as in run.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="Time to measure the engine.")] = SECONDS,
+    seconds: Annotated[float, typer.Option(min=1, help="Time to measure the engine.")] = ENGINE_SECONDS,
     as_json: Json = False,
 ) -> None:
     """Measure the engine and the learner with a recipe's model, for `perilune simulate`.
@@ -64,7 +64,7 @@ def calibrate(
 
     loaded = load_recipe(recipe, overrides or [])
     with Console(stderr=True).status("Calibrating") as status:
-        found = measure(loaded, seconds, status.update)
+        found = measure_times(loaded, seconds, status.update)
     save_coefficients(Home.open().root, found)
     if as_json:
         print_json(asdict(found))
@@ -74,43 +74,45 @@ def calibrate(
     echo(f"To predict a run: perilune simulate {shlex.quote(recipe)}")
 
 
-def measure(recipe: Recipe, seconds: float, report: Callable[[str], None] = lambda text: None) -> Calibrated:
-    """The coefficients of the recipe's model on this machine.
+def measure_times(
+    recipe: Recipe, seconds: float, report: Callable[[str], None] = lambda text: None
+) -> Calibrated:
+    """Measure the coefficients of the recipe's model on this machine.
 
     Raises:
         RequestError: when the recipe has no language model.
         WorkFailedError: when the recipe that measures the learner fails.
     """
-    from perilune.cli.start.calibration import clock_of
-    from perilune.cli.train.estimate import device_of
+    from perilune.cli.start.calibration import device_clock
+    from perilune.cli.train.estimate import device_name
     from perilune.simulate.calibrate import measure_steps
     from perilune.simulate.times import Calibrated, MeasuredTimes, engine_digest, model_digest
 
     if recipe.model is None:
         raise RequestError("the recipe has no language model to calibrate", where=recipe.name)
-    device, section = device_of(recipe.resources), recipe.model.model_dump()
+    device, section = device_name(recipe.resources), recipe.model.model_dump()
     decoder = _decoder(section, device)
-    with clock_of(device) as clock:
+    with device_clock(device) as clock:
         step, error = measure_steps(decoder, seconds, clock, report)
-        publish = _publish(decoder, clock)
+        publish = _publish_seconds(decoder, clock)
     report("Measuring the learner with a small recipe")
     parameters = sum(one.numel() for one in decoder.parameters())
-    training = _training(recipe, SHAPES if parameters < LARGE else SMALL_SHAPES)
+    training = _measure_training(recipe, SHAPES if parameters < LARGE_MODEL else SMALL_SHAPES)
     times = MeasuredTimes(step=step, publish=publish, **training)
     return Calibrated(
-        times, model_digest(section), place_of(device), engine_digest(), round(time.time(), 3), error
+        times, model_digest(section), describe_machine(device), engine_digest(), round(time.time(), 3), error
     )
 
 
-def place_of(device: str) -> str:
-    """This machine and one of its devices (as `device_of` names it), in words."""
+def describe_machine(device: str) -> str:
+    """Describe this machine and one of its devices (as `device_name` returns it)."""
     from perilune.cli.start.calibration import machine_name
 
     return f"{machine_name()}, {device if device == 'cuda' else f'threads {device}'}"
 
 
 def _decoder(section: Mapping[str, Any], device: str) -> Decoder:
-    """A model of the recipe's shape with random weights, which take the same time."""
+    """Return a model of the recipe's shape with random weights, which take the same time."""
     from perilune.models.decoder import Decoder
     from perilune.tasks.stage.memory_plan import section_config
 
@@ -119,8 +121,8 @@ def _decoder(section: Mapping[str, Any], device: str) -> Decoder:
     return decoder.to("cuda") if device == "cuda" else decoder
 
 
-def _publish(decoder: Decoder, clock: Callable[[], float]) -> float:
-    """Seconds until an engine has taken new weights."""
+def _publish_seconds(decoder: Decoder, clock: Callable[[], float]) -> float:
+    """Return the seconds until an engine has taken new weights."""
     from perilune.engine.engine import Engine
 
     engine = Engine(decoder, slots=1)
@@ -130,8 +132,8 @@ def _publish(decoder: Decoder, clock: Callable[[], float]) -> float:
     return clock() - began
 
 
-def _training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
-    """The times of training, from RL stages of several shapes on small sums."""
+def _measure_training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+    """Return the times of training, from RL stages of several shapes on small sums."""
     from perilune.cli.start.calibration import SECTION, SUMS, run_on_sums
     from perilune.cli.train.trial import try_environment
     from perilune.models.text.template_facts import recipe_tokenizer
@@ -153,7 +155,7 @@ def _training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) -> dict[
 
 
 def describe(found: Calibrated) -> list[str]:
-    """The coefficients in words."""
+    """Describe the coefficients in lines of text."""
     times = found.times
     constant, token, episode = times.update
     fixed, each, whole = times.recording

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from perilune.models.config.decoder_config import DecoderConfig
     from perilune.models.decoder import Decoder
 
-FILE = "calibration.json"  # in the home
-ROWS = (8, 128)  # sequences of the measured decode steps
-TOKENS = (384, 1536)  # of the measured optimizer steps
+CALIBRATION_FILE = "calibration.json"  # in the home
+DECODE_ROWS = (8, 128)  # sequences of the measured decode steps
+UPDATE_TOKENS = (384, 1536)  # of the measured optimizer steps
 SAMPLES, LENGTH, PROMPT = 8, 24, 8  # episodes of a group, tokens of an answer and of a prompt
-PATIENCE = 3  # times the planned time, after which the last model is left out
+MAX_OVERRUN = 3  # times the planned time, after which the last model is left out
 NEGLIGIBLE = 1e-9  # seconds; a power law needs positive times
-ANSWERS = (4 * 4, 32 * 32)  # of the two evaluations of the recipe
+ANSWER_COUNTS = (4 * 4, 32 * 32)  # of the two evaluations of the recipe
 
 SUMS = "sums.py:Sums"
 RECIPE = f"""name: calibration
@@ -124,7 +124,7 @@ class Calibration:
     measured: float
 
     def seconds(self, kind: str, parameters: int) -> tuple[float, float]:
-        """The times of `kind` (a field of `Speed`) for a model: power laws through the two nearest sizes."""
+        """Interpolate the times of `kind` (a field of `Speed`) with power laws through the nearest sizes."""
         ordered = sorted(self.speeds, key=lambda one: abs(math.log(one.parameters / parameters)))[:2]
         low, high = sorted(ordered, key=lambda one: one.parameters)
         share = math.log(parameters / low.parameters) / math.log(high.parameters / low.parameters)
@@ -135,18 +135,18 @@ class Calibration:
         return constant, token
 
 
-def calibrate(devices: Sequence[str], seconds: float) -> list[Calibration]:
+def calibrate_devices(devices: Sequence[str], seconds: float) -> list[Calibration]:
     """Measure a small recipe, and each device ("cuda", or a number of threads) for a share of `seconds`."""
     overhead, found = measure_overhead(), []
     for device in devices:
-        with clock_of(device) as clock:
+        with device_clock(device) as clock:
             speeds = measure_speeds(device, seconds / len(devices), clock)
         found.append(Calibration(device, speeds, overhead, time.time()))
     return found
 
 
 @contextmanager
-def clock_of(device: str) -> Iterator[Callable[[], float]]:
+def device_clock(device: str) -> Iterator[Callable[[], float]]:
     """Let torch use the threads of a device, and yield the clock to measure it with."""
     import torch
 
@@ -161,27 +161,27 @@ def clock_of(device: str) -> Iterator[Callable[[], float]]:
 
 
 def measure_speeds(device: str, seconds: float, clock: Callable[[], float]) -> tuple[Speed, ...]:
-    """The speeds of models of three sizes."""
+    """Return the speeds of models of three sizes."""
     from perilune.models.checkpoints.loading import new_model
     from perilune.models.text.tokenizer import Tokenizer
 
-    models = [new_model(config, Tokenizer.characters(), seed=0) for config in _configs()]
+    models = [new_model(config, Tokenizer.characters(), seed=0) for config in _model_configs()]
     share = seconds / (6 * len(models))
     began, speeds = time.perf_counter(), list[Speed]()
     for model in models:
-        if len(speeds) > 1 and time.perf_counter() - began > PATIENCE * seconds:
+        if len(speeds) > 1 and time.perf_counter() - began > MAX_OVERRUN * seconds:
             break  # a busy machine; two sizes are enough for a power law
         model.to("cuda" if device == "cuda" else "cpu")
-        decode = _line(ROWS, partial(_decode, model, share, clock))
-        update = _line(TOKENS, partial(_update, model, share, clock))
-        reinforce = _line(TOKENS, partial(_reinforce, model, share, clock))
+        decode = _fit_line(DECODE_ROWS, partial(_decode_seconds, model, share, clock))
+        update = _fit_line(UPDATE_TOKENS, partial(_update_seconds, model, share, clock))
+        reinforce = _fit_line(UPDATE_TOKENS, partial(_rl_seconds, model, share, clock))
         parameters = sum(one.numel() for one in model.parameters())
         speeds.append(Speed(parameters, decode, update, reinforce))
     return tuple(speeds)
 
 
-def _configs() -> list[DecoderConfig]:
-    """Models of 0.3, 8 and 30 million parameters."""
+def _model_configs() -> list[DecoderConfig]:
+    """Return the models of 0.3, 8 and 30 million parameters."""
     from perilune.models.config.decoder_config import PRESETS
 
     small = PRESETS["small"].replace(num_kv_heads=2)
@@ -192,15 +192,15 @@ def _configs() -> list[DecoderConfig]:
     ]
 
 
-def _line(sizes: tuple[int, int], measure: Callable[[int], float]) -> tuple[float, float]:
-    """The constant and the slope of a time that grows with a size, through two sizes."""
+def _fit_line(sizes: tuple[int, int], measure: Callable[[int], float]) -> tuple[float, float]:
+    """Return the constant and the slope of a time that grows with a size, through two sizes."""
     low, high = map(measure, sizes)
     slope = max((high - low) / (sizes[1] - sizes[0]), NEGLIGIBLE)
     return max(low - slope * sizes[0], NEGLIGIBLE), slope
 
 
-def _decode(model: Decoder, seconds: float, clock: Callable[[], float], rows: int) -> float:
-    """Seconds of a decode step."""
+def _decode_seconds(model: Decoder, seconds: float, clock: Callable[[], float], rows: int) -> float:
+    """Return the seconds of a decode step."""
     from perilune.engine.throughput import measure_throughput
 
     found = measure_throughput(model, seconds=seconds, groups=rows // 8)
@@ -208,36 +208,36 @@ def _decode(model: Decoder, seconds: float, clock: Callable[[], float], rows: in
     return spent / (found.tokens / rows)
 
 
-def _update(model: Decoder, seconds: float, clock: Callable[[], float], tokens: int) -> float:
-    """Seconds of an optimizer step of supervised training: packing, forward and backward pass, update."""
+def _update_seconds(model: Decoder, seconds: float, clock: Callable[[], float], tokens: int) -> float:
+    """Measure an optimizer step of supervised training: packing, forward and backward pass, update."""
     from perilune.learn.algorithms import algorithm
     from perilune.learn.batch import pack
     from perilune.learn.trainer import Learner
 
-    episodes = [one for group in _groups(model, tokens) for one in group]
+    episodes = [one for group in _sample_groups(model, tokens) for one in group]
     learner, weigh = Learner(model), algorithm("sft")
 
     def step() -> None:
         learner.forward_backward(pack([weigh(episodes, max_tokens=0)], 4096))
         learner.optim_step(1e-5)
 
-    return _each(step, seconds, clock)
+    return _time_steps(step, seconds, clock)
 
 
-def _reinforce(model: Decoder, seconds: float, clock: Callable[[], float], tokens: int) -> float:
-    """Seconds of an optimizer step of GRPO, with its checks."""
+def _rl_seconds(model: Decoder, seconds: float, clock: Callable[[], float], tokens: int) -> float:
+    """Return the seconds of an optimizer step of GRPO, with its checks."""
     from perilune.learn.trainer import Learner
     from perilune.tasks.rl.spec import RLSpec
     from perilune.tasks.rl.update import PolicyUpdater
 
     spec = RLSpec(checkpoint="", lr=1e-5, prompts=tokens // (SAMPLES * LENGTH), samples=SAMPLES)
     updates = PolicyUpdater(spec, Learner(model, spec), None)
-    groups = _groups(model, tokens)
-    return _each(lambda: updates.update(groups, 1), seconds, clock)
+    groups = _sample_groups(model, tokens)
+    return _time_steps(lambda: updates.update(groups, 1), seconds, clock)
 
 
-def _groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
-    """Groups of sampled episodes that feed about so many tokens."""
+def _sample_groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
+    """Return the groups of sampled episodes that feed about so many tokens."""
     import numpy as np
 
     from perilune.data.episode import Episode
@@ -272,8 +272,8 @@ def _groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
     ]
 
 
-def _each(step: Callable[[], object], seconds: float, clock: Callable[[], float]) -> float:
-    """Seconds of each of the steps that fit into `seconds`."""
+def _time_steps(step: Callable[[], object], seconds: float, clock: Callable[[], float]) -> float:
+    """Return the seconds of each of the steps that fit into `seconds`."""
     step()  # allocates memory and chooses kernels
     began, until, steps = clock(), time.perf_counter() + seconds, 0
     while steps == 0 or time.perf_counter() < until:
@@ -291,12 +291,12 @@ def measure_overhead() -> Overhead:
     from perilune.metrics.training import STEP_PARTS
 
     with run_on_sums(RECIPE) as document:
-        scorer = _scorer_start(SECTION)
+        scorer = _scorer_start_seconds(SECTION)
         took = {stage["name"]: stage["seconds"] for stage in document["stages"]}
         memory = {stage["name"]: (stage["memory"] or {}).get("peak_bytes", 0) for stage in document["stages"]}
-        lines = {name: _timings(Path(bundle)) for name, bundle in document["bundles"].items()}
+        lines = {name: _read_timings(Path(bundle)) for name, bundle in document["bundles"].items()}
     (few,), (many,) = lines["evaluate"], lines.pop("many")
-    turn = (many["processor"] - few["processor"]) / (ANSWERS[1] - ANSWERS[0])
+    turn = (many["processor"] - few["processor"]) / (ANSWER_COUNTS[1] - ANSWER_COUNTS[0])
     lines["evaluate"] = []  # its few answers take no time
     steps = {name: sum(line[part] for line in found for part in STEP_PARTS) for name, found in lines.items()}
     stages = {name: took[name] - seconds for name, seconds in steps.items()}
@@ -307,7 +307,7 @@ def measure_overhead() -> Overhead:
 
 @contextmanager
 def run_on_sums(recipe: str) -> Iterator[dict[str, Any]]:
-    """Run a recipe on the environment `SUMS` in a home that lasts for the block; its `run --json`.
+    """Run a recipe on the environment `SUMS` in a temporary home, and yield the output of `run --json`.
 
     Raises:
         WorkFailedError: when the recipe fails.
@@ -325,41 +325,41 @@ def run_on_sums(recipe: str) -> Iterator[dict[str, Any]]:
         yield json.loads(done.stdout)
 
 
-def _scorer_start(section: Mapping[str, Any]) -> float:
-    """Processor seconds until the scorer's process of an environment has scored an answer."""
-    from perilune.cli.train.trial import scorer_seconds
+def _scorer_start_seconds(section: Mapping[str, Any]) -> float:
+    """Return the processor seconds until the scorer's process of an environment has scored an answer."""
+    from perilune.cli.train.trial import child_processor_seconds
     from perilune.environments import Transcript, make_environment
     from perilune.verifiers import Scorer
 
     task = next(make_environment(section).tasks("train", 0))
     with Scorer(section) as scorer:
         scorer.score([(task, Transcript("0"))])
-        return scorer_seconds()
+        return child_processor_seconds()
 
 
-def _timings(bundle: Path) -> list[dict[str, Any]]:
+def _read_timings(bundle: Path) -> list[dict[str, Any]]:
     path = bundle / "artifacts" / "timings.jsonl"
     return list(read_json_lines(path)) if path.exists() else []
 
 
 def machine_name() -> str:
-    """This machine as calibrations name it."""
+    """Return the name of this machine in calibrations."""
     from perilune.bundle.machine import observe_machine
 
     processor = observe_machine().processor
     return f"{platform.node()}: {processor.model}, {processor.usable_cores:g} cores"
 
 
-def save(home: Path, found: Sequence[Calibration]) -> None:
-    """Keep the calibrations of this machine in the home, those of other machines untouched."""
-    document = read_json_or_empty(home / FILE)
+def save_calibrations(home: Path, found: Sequence[Calibration]) -> None:
+    """Write the calibrations of this machine to the home; those of other machines stay."""
+    document = read_json_or_empty(home / CALIBRATION_FILE)
     document[machine_name()] = {one.device: asdict(one) for one in found}
-    write_json(home / FILE, document)
+    write_json(home / CALIBRATION_FILE, document)
 
 
-def load(home: Path, device: str) -> Calibration | None:
-    """The calibration of a device of this machine ("cuda", or a number of threads), or None."""
-    found = read_json_or_empty(home / FILE).get(machine_name(), {}).get(device)
+def load_calibration(home: Path, device: str) -> Calibration | None:
+    """Return the calibration of a device of this machine ("cuda", or a number of threads), or None."""
+    found = read_json_or_empty(home / CALIBRATION_FILE).get(machine_name(), {}).get(device)
     try:
         kinds = ("decode", "update", "reinforce")
         speeds = [Speed(one["parameters"], *(tuple(one[kind]) for kind in kinds)) for one in found["speeds"]]

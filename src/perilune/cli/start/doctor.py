@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.arguments import Json
-from perilune.cli.output import print_json, shown
+from perilune.cli.output import format_for_terminal, print_json
 from perilune.errors import RequestError, WorkFailedError
 from perilune.plural import plural
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from perilune.execution.readiness import Finding
 
 MEASUREMENT_SECONDS = 10.0  # of the sampling speed, and as many of the calibration of each device
-BUSY = 0.5  # load for each core from which the calibration is too slow
+BUSY_SHARE = 0.5  # load for each core from which the calibration is too slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def doctor(
 def _busy(load: float) -> str:
     from perilune.bundle.machine import usable_threads
 
-    if load < BUSY * usable_threads():
+    if load < BUSY_SHARE * usable_threads():
         return ""
     return f", but other programs were running (load {load:.1f}): measure again when the machine is idle"
 
@@ -107,13 +107,13 @@ def calibrate_home(diagnosis: Diagnosis, seconds: float) -> list[Calibration]:
     if not seconds or not diagnosis.usable:
         return []
     from perilune.bundle.machine import usable_threads
-    from perilune.cli.start.calibration import calibrate, save
+    from perilune.cli.start.calibration import calibrate_devices, save_calibrations
     from perilune.control.record.home import Home
 
     gpu = ["cuda"] if any(one.device == "cuda" for one in diagnosis.rollouts) else []
     devices = [*map(str, sorted({1, usable_threads()})), *gpu]
-    found = calibrate(devices, seconds * len(devices))
-    save(Home.open().root, found)
+    found = calibrate_devices(devices, seconds * len(devices))
+    save_calibrations(Home.open().root, found)
     return found
 
 
@@ -290,9 +290,12 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         for finding in sorted(remedies, key=lambda one: one.status != "missing"):
             # Not wrapped, so that the command can be pasted.
             console.print(
-                Text(f"  {finding.name}: "), Text(shown(finding.remedy), "cyan"), soft_wrap=True, sep=""
+                Text(f"  {finding.name}: "),
+                Text(format_for_terminal(finding.remedy), "cyan"),
+                soft_wrap=True,
+                sep="",
             )
     if diagnosis.usable:
-        console.print(shown("\nThis machine is ready: perilune quickstart"), style="green")
+        console.print(format_for_terminal("\nThis machine is ready: perilune quickstart"), style="green")
     else:
         console.print("\nThis machine is not ready yet.", style="bold red")

@@ -10,7 +10,7 @@ import typer
 
 from perilune.bundle.job import Preset
 from perilune.cli.arguments import EnvironmentFields
-from perilune.cli.data.environments import section_of
+from perilune.cli.data.environments import environment_section
 from perilune.cli.output import echo
 from perilune.errors import RequestError
 
@@ -153,7 +153,7 @@ def new(
         if chosen not in STAGES:
             raise RequestError(f"no task '{chosen}'", where="--task", remedy=f"one of: {', '.join(STAGES)}")
         parts = STAGES[chosen]
-    section = section_of(environment, settings) if environment else {}
+    section = environment_section(environment, settings) if environment else {}
     text = _recipe(name, model, section, parts)
     _check(text, path)
     path.write_text(text, encoding="utf-8")
@@ -161,7 +161,7 @@ def new(
 
 
 def _asked(given: str, option: str, question: str, default: str) -> str:
-    """The given value, else the answer to a prompt in the terminal."""
+    """Return the given value, else the answer to a prompt in the terminal."""
     if given:
         return given
     if not sys.stdin.isatty():
@@ -170,7 +170,7 @@ def _asked(given: str, option: str, question: str, default: str) -> str:
 
 
 def _own_parts(path: str, task: Task | None, *, is_new: bool) -> tuple[str, str, str]:
-    """The title, the stages and the training stage for the user's own data, as its first row has it."""
+    """Return the title, the stages and the training stage for the user's own data, from its first row."""
     from perilune.data.sources import read_first_row, read_rows
 
     guessed = "preference" if "chosen" in read_first_row(Path(path)).value else "sft"
@@ -189,7 +189,7 @@ def _own_parts(path: str, task: Task | None, *, is_new: bool) -> tuple[str, str,
 
 
 def _recipe(name: str, model: str, environment: dict[str, Any], parts: tuple[str, str, str]) -> str:
-    """The text of the recipe. A JSON value is also a YAML value."""
+    """Return the text of the recipe. A JSON value is also a YAML value."""
     title, stages, trained = parts
     source = f"preset: {model}  # a new model" if model in PRESETS else f"path: {json.dumps(model)}"
     rewards = environment.pop("rewards", None)
@@ -205,8 +205,8 @@ def _recipe(name: str, model: str, environment: dict[str, Any], parts: tuple[str
 
 def _check(text: str, path: Path) -> None:
     """Raise the error that `perilune run --plan` would raise."""
-    from perilune.cli.train.plan import derive
+    from perilune.cli.train.plan import derive_plans
     from perilune.recipe.resolve import resolve
     from perilune.recipe.source import parse_yaml
 
-    derive(resolve(parse_yaml(text, str(path)), path.parent))
+    derive_plans(resolve(parse_yaml(text, str(path)), path.parent))

@@ -5,7 +5,7 @@ It may be killed at any moment. A daemon or the next command then continues the 
 
 import sys
 
-from perilune.cli.failures import explain
+from perilune.cli.failures import report_failure
 from perilune.cli.train.run import run_experiment
 from perilune.control.queries.lookup import find_experiment
 from perilune.control.runs.experiments import Control
@@ -21,7 +21,7 @@ def main(experiment_id: str) -> int:
     try:
         run_experiment(control, experiment_id, recipe, template, command, asked=False)
     except BaseException as error:
-        return explain(error, debug=False)
+        return report_failure(error, debug=False)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""How long the stages of a recipe take on this machine, and their peak memory, estimated before they run.
+"""Estimates of the time and the peak memory of a recipe's stages on this machine, before they run.
 
 The work of a stage (`work`) depends on the lengths of its episodes (`lengths`). The calibration of this
 machine and a trial of the environment say how long each part of it takes.
@@ -14,31 +14,31 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.machine import usable_threads
 from perilune.bundle.plugin import file_fields, load_plugin
-from perilune.cli.start.calibration import Calibration, Overhead, load
-from perilune.cli.units import duration, size
+from perilune.cli.start.calibration import Calibration, Overhead, load_calibration
+from perilune.cli.units import format_duration, format_size
 from perilune.errors import RequestError
 from perilune.files import read_json, write_json
 from perilune.recipe.schema import build_job
 
 if TYPE_CHECKING:
     from perilune.bundle.job import Job, Resources
-    from perilune.cli.train.lengths import Expected
+    from perilune.cli.train.lengths import ExpectedLengths
     from perilune.cli.train.trial import Trial
     from perilune.cli.train.work import Work
     from perilune.control.runs.experiments import Control
     from perilune.models.text.tokenizer import Tokenizer
     from perilune.recipe.schema import Recipe
 
-FILE = "estimate.json"  # in the folder of an experiment
-FORWARD = 1 / 3  # time of a forward pass, in that of a training step
-LIKE = {  # whose overhead a stage has, if not that of its own kind
+ESTIMATE_FILE = "estimate.json"  # in the folder of an experiment
+FORWARD_SHARE = 1 / 3  # time of a forward pass, in that of a training step
+OVERHEAD_OF = {  # task whose measured overhead stands for that of another task
     **dict.fromkeys(("selfplay", "distill", "flywheel"), "rl"),
     **dict.fromkeys(("preference", "reward_model"), "sft"),
     **dict.fromkeys(("rejection_sampling", "pairs"), "evaluate"),
 }
 
 
-Tried = dict[str, "Trial | None"]
+TrialCache = dict[str, "Trial | None"]
 """Trials by environment, model and teacher; None for an environment that cannot be tried here."""
 
 
@@ -61,32 +61,34 @@ class Estimate:
     at_most: bool = False
 
     def __str__(self) -> str:
-        middle = f"at most {duration(self.high)}" if self.at_most else f"about {duration(self.seconds)}"
-        if not self.at_most and self.high > 1.1 * self.low:
-            middle += f" ({duration(self.low)} to {duration(self.high)})"
-        memory = "" if self.memory is None else f", {size(self.memory)} of memory"
+        middle = f"about {format_duration(self.seconds)}"
+        if self.at_most:
+            middle = f"at most {format_duration(self.high)}"
+        elif self.high > 1.1 * self.low:
+            middle += f" ({format_duration(self.low)} to {format_duration(self.high)})"
+        memory = "" if self.memory is None else f", {format_size(self.memory)} of memory"
         return f"{middle}{memory}" + (f"; {self.basis}" if self.basis else "")
 
 
-def device_of(resources: Resources) -> str:
-    """The device of a recipe, as calibrations name it: "cuda", or a number of threads."""
+def device_name(resources: Resources) -> str:
+    """Return the device of a recipe, as calibrations name it: "cuda", or a number of threads."""
     if resources.device == "cuda" or (resources.device == "auto" and Path("/dev/nvidia0").exists()):
         return "cuda"
     return str(resources.threads or usable_threads())
 
 
-def estimate(control: Control, recipe: Recipe, tried: Tried) -> dict[str, Estimate]:
-    """The estimate for each stage whose work can be counted.
+def estimate(control: Control, recipe: Recipe, trial_cache: TrialCache) -> dict[str, Estimate]:
+    """Return the estimate for each stage whose work can be counted.
 
     Empty without a calibration of the recipe's device, and without a language model.
 
     Args:
-        tried: trials of environments that were made before; new ones are added.
+        trial_cache: trials of environments that were made before; new ones are added.
     """
-    calibration = load(control.home.root, device_of(recipe.resources))
+    calibration = load_calibration(control.home.root, device_name(recipe.resources))
     if calibration is None or recipe.model is None:
         return {}
-    from perilune.cli.train.lengths import expected_lengths
+    from perilune.cli.train.lengths import estimate_lengths
     from perilune.models.memory import get_model_card
     from perilune.models.text.template_facts import recipe_tokenizer
     from perilune.tasks.stage.memory_plan import section_config
@@ -94,21 +96,21 @@ def estimate(control: Control, recipe: Recipe, tried: Tried) -> dict[str, Estima
     model = recipe.model.model_dump()
     parameters = get_model_card(section_config(model)).parameters
     tokenizer = recipe_tokenizer(model)
-    trials = trials_of(recipe, tokenizer, tried)
-    expected = expected_lengths(control, recipe, trials, tokenizer)
+    trials = run_trials(recipe, tokenizer, trial_cache)
+    expected = estimate_lengths(control, recipe, trials, tokenizer)
     found = {}
     for stage in recipe.stages:
         if stage.name in expected:
             job, trial = build_job(recipe, stage), trials.get(stage.name)
-            times = _times(calibration, parameters, trial, expected[stage.name])
-            one = _estimate(job, expected[stage.name], times, calibration.overhead)
+            times = _unit_seconds(calibration, parameters, trial, expected[stage.name])
+            one = _estimate_stage(job, expected[stage.name], times, calibration.overhead)
             if one is not None:
                 found[stage.name] = one
     return found
 
 
-def trials_of(recipe: Recipe, tokenizer: Tokenizer, tried: Tried) -> dict[str, Trial]:
-    """A trial of the environment of each stage; each environment is tried once with each teacher."""
+def run_trials(recipe: Recipe, tokenizer: Tokenizer, trial_cache: TrialCache) -> dict[str, Trial]:
+    """Try the environment of each stage, once for each pair of environment and teacher."""
     from perilune.cli.train.trial import try_environment
 
     jobs = {stage.name: build_job(recipe, stage) for stage in recipe.stages}
@@ -118,55 +120,55 @@ def trials_of(recipe: Recipe, tokenizer: Tokenizer, tried: Tried) -> dict[str, T
         if not job.environment:
             continue
         teacher = next((one for one in teachers if one.environment == job.environment), None)
-        asked = {} if teacher is None else {key: teacher.spec[key] for key in teacher.spec if key != "traces"}
-        key = repr((job.environment, job.model, asked))
-        if key not in tried:
+        fields = {key: value for key, value in teacher.spec.items() if key != "traces"} if teacher else {}
+        key = repr((job.environment, job.model, fields))
+        if key not in trial_cache:
             try:
-                tried[key] = try_environment(job.environment, job.seed, tokenizer, teacher)
+                trial_cache[key] = try_environment(job.environment, job.seed, tokenizer, teacher)
             except RequestError:  # its tasks cannot be read here
-                tried[key] = None
-        if (trial := tried[key]) is not None:
+                trial_cache[key] = None
+        if (trial := trial_cache[key]) is not None:
             found[name] = trial
     return found
 
 
-def _times(
-    calibration: Calibration, parameters: int, trial: Trial | None, expected: Expected
+def _unit_seconds(
+    calibration: Calibration, parameters: int, trial: Trial | None, expected: ExpectedLengths
 ) -> Mapping[str, float]:
-    """Seconds of each unit of work."""
+    """Return the seconds of each unit of work."""
     overhead = calibration.overhead
     times = {"turn": overhead.turn, "step": overhead.step, "row": expected.low.reading}
     for step, token in (("decode", "sampled"), ("update", "learned"), ("reinforce", "reinforced")):
         times[step], times[token] = calibration.seconds(step, parameters)
-    times["forward"] = FORWARD * times["learned"]
+    times["forward"] = FORWARD_SHARE * times["learned"]
     if trial is None:
         return times | dict.fromkeys(("task", "episode", "trace", "scorer"), 0.0)
     times |= {"task": trial.task, "episode": trial.episode, "trace": trial.trace}
     return times | {"scorer": max(0.0, trial.start - overhead.scorer)}
 
 
-def _estimate(
-    job: Job, expected: Expected, times: Mapping[str, float], overhead: Overhead
+def _estimate_stage(
+    job: Job, expected: ExpectedLengths, times: Mapping[str, float], overhead: Overhead
 ) -> Estimate | None:
-    from perilune.cli.train.work import work_of
+    from perilune.cli.train.work import count_work
 
-    start = overhead.stages.get(LIKE.get(job.task, job.task))
+    start = overhead.stages.get(OVERHEAD_OF.get(job.task, job.task))
     ends = list(zip((expected.low, expected.high), expected.live, strict=True))
-    works = [work_of(job, lengths, live=live, rows=expected.rows) for lengths, live in ends]
+    works = [count_work(job, lengths, live=live, rows=expected.rows) for lengths, live in ends]
     if start is None or None in works:
         return None
-    low, high = (start + _seconds(work, times) for work in works if work is not None)
+    low, high = (start + _sum_seconds(work, times) for work in works if work is not None)
     seconds = high if expected.at_most else (low + high) / 2
-    memory = _memory(job, expected, overhead.memory.get(LIKE.get(job.task, job.task), 0))
+    memory = _estimate_memory(job, expected, overhead.memory.get(OVERHEAD_OF.get(job.task, job.task), 0))
     return Estimate(seconds, low, high, memory, expected.basis, expected.at_most)
 
 
-def _seconds(work: Work, times: Mapping[str, float]) -> float:
+def _sum_seconds(work: Work, times: Mapping[str, float]) -> float:
     return sum(amount * times[name] for name, amount in work.items())
 
 
-def _memory(job: Job, expected: Expected, process: int) -> int | None:
-    """The peak with the expected lengths. The plan of the stage has room for the longest ones.
+def _estimate_memory(job: Job, expected: ExpectedLengths, process: int) -> int | None:
+    """Return the peak with the expected lengths. The plan of the stage has room for the longest ones.
 
     Args:
         process: bytes of a process of this kind with little work, as measured; 0 if it was not.
@@ -194,13 +196,13 @@ def _memory(job: Job, expected: Expected, process: int) -> int | None:
 
 
 def _without_files(job: Job) -> Job:
-    """The job with stages in place of the user's own files, which its plan then does not read again."""
+    """Replace the user's own files in a job by stages, so that its plan does not read them again."""
     files = file_fields(load_plugin(job.task).spec, job.spec)
     return job.model_copy(update={"spec": {**job.spec, **dict.fromkeys(files, "data")}})
 
 
-def total(found: Mapping[str, Estimate]) -> Estimate:
-    """The estimate for all stages, one after the other."""
+def sum_estimates(found: Mapping[str, Estimate]) -> Estimate:
+    """Return the estimate for all stages, one after the other."""
     every = list(found.values())
     memory = max((one.memory or 0 for one in every), default=0) or None
     seconds, low, high = (
@@ -210,27 +212,29 @@ def total(found: Mapping[str, Estimate]) -> Estimate:
 
 
 def estimate_document(found: Mapping[str, Estimate]) -> dict[str, Any]:
-    """The estimate as JSON: of all stages, and of each by its name."""
+    """Return the estimate as JSON: of all stages, and of each by its name."""
     stages = {name: asdict(one) for name, one in found.items()}
-    return {"total": asdict(total(found)), "stages": stages} if found else {}
+    return {"total": asdict(sum_estimates(found)), "stages": stages} if found else {}
 
 
-def keep_estimate(folder: Path, found: Mapping[str, Estimate]) -> None:
-    """Write the estimate of an experiment, to compare it with what happens."""
+def save_estimate(folder: Path, found: Mapping[str, Estimate]) -> None:
+    """Write the estimate of an experiment, to compare it with the result."""
     if found:
-        write_json(folder / FILE, {name: asdict(one) for name, one in found.items()})
+        write_json(folder / ESTIMATE_FILE, {name: asdict(one) for name, one in found.items()})
 
 
-def kept_estimate(folder: Path) -> dict[str, Estimate]:
-    """The estimate of an experiment by stage; empty without one."""
+def load_estimate(folder: Path) -> dict[str, Estimate]:
+    """Read the estimate of an experiment by stage; empty without one."""
     try:
-        return {name: Estimate(**one) for name, one in dict(read_json(folder / FILE)).items()}
+        return {name: Estimate(**one) for name, one in dict(read_json(folder / ESTIMATE_FILE)).items()}
     except (RequestError, OSError, TypeError):  # none, or of an earlier version
         return {}
 
 
-def compared(estimated: Estimate | None, seconds: float | None, summary: Mapping[str, Any]) -> dict[str, str]:
-    """The estimated time of a stage beside the real one, and its memory beside the peak, as lines."""
+def compare_with_estimate(
+    estimated: Estimate | None, seconds: float | None, summary: Mapping[str, Any]
+) -> dict[str, str]:
+    """Compare the estimated time and memory of a stage with the measured ones, as lines."""
     lines = {}
     if estimated is not None and seconds:
         off = f"{seconds / estimated.seconds - 1:+.0%}"

@@ -15,9 +15,9 @@ from perilune.cli.arguments import (
     CheckpointArgument,
     EnvironmentFields,
     EvaluationSeed,
-    checkpoint_folder,
+    find_checkpoint,
 )
-from perilune.cli.data.environments import section_of
+from perilune.cli.data.environments import environment_section
 from perilune.cli.train.run import JsonOption, run_stages
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def evaluate(
     perilune eval quickstart/rl --environment reasoning_gym/basic_arithmetic --set prompt=compact
     perilune eval ./my-model --environment calculator --tasks 64 --samples 4 --json
     """
-    from perilune.cli.train.plan import derive, print_plan
+    from perilune.cli.train.plan import derive_plans, print_plan
     from perilune.recipe.evaluation import make_evaluation_recipe
 
     fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens}
-    section = section_of(environment, settings)
-    recipe = make_evaluation_recipe(checkpoint_folder(checkpoint), section, fields, seed, called=checkpoint)
-    print_plan(recipe, derive(recipe), sys.stderr)
+    section = environment_section(environment, settings)
+    recipe = make_evaluation_recipe(find_checkpoint(checkpoint), section, fields, seed, called=checkpoint)
+    print_plan(recipe, derive_plans(recipe), sys.stderr)
     options = [part for setting in settings for part in ("--set", setting)]
     options += [
         part
@@ -66,7 +66,7 @@ def evaluate(
     run_stages(recipe, None, again, as_json=as_json)
 
 
-def evaluated(
+def run_evaluation(
     folder: Path, section: Mapping[str, Any], fields: Mapping[str, Any], seed: int, called: str
 ) -> StageStatus:
     """Run an evaluation, or reuse a finished one, without printing its results.
@@ -75,13 +75,13 @@ def evaluated(
         PeriluneError: when the environment is wrong, or the evaluation fails.
     """
     from perilune.cli.train.follow import follow
-    from perilune.cli.train.plan import derive
+    from perilune.cli.train.plan import derive_plans
     from perilune.control.queries.lookup import stage_statuses
     from perilune.control.runs.experiments import Control, open_experiment
     from perilune.recipe.evaluation import make_evaluation_recipe
 
     recipe = make_evaluation_recipe(folder, section, fields, seed, called=called)
-    derive(recipe)  # refuses what does not fit the machine
+    derive_plans(recipe)  # refuses what does not fit the machine
     control = Control()
     experiment = open_experiment(control, recipe)
     if (failure := follow(control, experiment, recipe)) is not None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from perilune.cli.console import StageProgress, stage_progress
+from perilune.cli.console import StageProgress, make_stage_progress
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
-from perilune.cli.units import duration
+from perilune.cli.units import format_duration
 from perilune.control.runs import progress as events
 from perilune.control.runs.experiments import advance, plan_stages
 from perilune.control.runs.requests import cancel_run, request_cancel, request_experiment_cancel
@@ -41,7 +41,7 @@ def follow(
     running: events.StageStarted | None = None
     failure: PeriluneError | None = None
     trackers = Trackers(control, recipe.tracking)
-    with stage_progress() as view:
+    with make_stage_progress() as view:
         try:
             plans = plan_stages(recipe, template)
             for event in advance(control, experiment, plans, template=template, new_submission=asked):
@@ -64,13 +64,13 @@ def follow(
 
 def _warn(view: StageProgress, trackers: Trackers, seconds: float = 0.0) -> None:
     for warning in trackers.warnings(seconds):
-        view.say(warning)
+        view.print(warning)
 
 
 def show_events(stream: Iterable[events.StageEvent]) -> events.StageEvent | None:
     """Show events on stderr as they arrive; returns the last one."""
     last: events.StageEvent | None = None
-    with stage_progress() as view:
+    with make_stage_progress() as view:
         for last in stream:
             show_event(last, view)
     return last
@@ -81,21 +81,22 @@ def show_event(event: events.StageEvent, view: StageProgress) -> None:
     match event:
         case events.StageStarted():
             verb = "joined" if event.attached else "run"
-            view.started(event.stage, f"stage {event.position} of {event.stages}, {verb} {event.run_id}")
+            view.start(event.stage, f"stage {event.position} of {event.stages}, {verb} {event.run_id}")
         case events.StageProgress():
-            view.progressed(event.stage, event.done, event.total, event.unit, event.figures)
+            view.update(event.stage, event.done, event.total, event.unit, event.figures)
         case events.StageResumed():
             why = event.message or event.cause
-            view.say(f"[{event.stage}] attempt {event.attempt} follows attempt {event.attempt - 1}: {why}")
+            view.print(f"[{event.stage}] attempt {event.attempt} follows attempt {event.attempt - 1}: {why}")
         case events.StageNotice():
-            view.say(f"[{event.stage}] attempt {event.attempt}: {event.message}")
+            view.print(f"[{event.stage}] attempt {event.attempt}: {event.message}")
         case events.StageReused():
-            view.ended(event.stage, "reused", f"finished before, run {event.run_id}")
+            view.end(event.stage, "reused", f"finished before, run {event.run_id}")
         case events.StageFinished():
             figures = describe_training(event.summary)
-            view.ended(event.stage, "done", duration(event.seconds) + (f"; {figures}" if figures else ""))
+            note = format_duration(event.seconds) + (f"; {figures}" if figures else "")
+            view.end(event.stage, "done", note)
         case events.StageFailed():
-            view.ended(event.stage, "failed", event.cause)
+            view.end(event.stage, "failed", event.cause)
 
 
 @contextmanager
@@ -112,7 +113,7 @@ def _interrupt(control: Control, experiment: str, running: events.StageStarted, 
     """Cancel the stage that this command started; leave a stage that it joined."""
     stage, run_id = running.stage, running.run_id
     if running.attached:
-        view.say(f"{stage} continues; to stop it: perilune cancel {run_id}")
+        view.print(f"{stage} continues; to stop it: perilune cancel {run_id}")
         return
     try:
         with interrupts_ignored():  # until the request is recorded
@@ -122,11 +123,11 @@ def _interrupt(control: Control, experiment: str, running: events.StageStarted, 
     except RequestError:
         return  # every stage has just ended
     try:
-        view.say(f"stopping {stage}; press Ctrl-C again to exit now")
+        view.print(f"stopping {stage}; press Ctrl-C again to exit now")
         with suppress(RequestError):  # it has just ended
             cancel_run(control, run_id)
-        view.ended(stage, "failed", "stopped")
-        view.say("stopped; the same command resumes from the last checkpoint")
+        view.end(stage, "failed", "stopped")
+        view.print("stopped; the same command resumes from the last checkpoint")
     except KeyboardInterrupt:
-        view.say(f"{stage} is still stopping; `perilune reconcile` completes it")
+        view.print(f"{stage} is still stopping; `perilune reconcile` completes it")
         raise

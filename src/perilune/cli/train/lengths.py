@@ -1,8 +1,8 @@
-"""How long the episodes of each stage of a recipe will be, from what is known before it runs.
+"""Expected lengths of the episodes of each stage of a recipe, before it runs.
 
-A finished run of the same stage tells it. Else a policy that imitates data writes answers as long as those.
-During reinforcement learning the lengths move, so there the estimate is a range. Where nothing is known,
-answers count as long as they may be.
+They are those of the last finished run of the same stage. Without one, a policy that imitates data writes
+answers of the lengths in the data. Lengths change during reinforcement learning, so there the estimate is a
+range. Without any information, answers have the maximum length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from sqlalchemy import select
 
 from perilune.bundle.plugin import file_fields, load_plugin
-from perilune.cli.train.trial import ROWS, Lengths, Trial, lengths_of_rows
+from perilune.cli.train.trial import MAX_ROWS, Lengths, Trial, lengths_of_rows
 from perilune.control.record.store import Experiment, Run
 from perilune.control.record.transitions import RunState
 from perilune.files import read_json, read_json_lines
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from perilune.models.text.tokenizer import Tokenizer
     from perilune.recipe.schema import Recipe, Stage
 
-LEARNING = ("rl", "selfplay", "distill", "flywheel")  # stages whose policy changes on its own answers
-PAIRED = ("preference", "reward_model")
-LEAST_LIVE = 0.25  # share of live groups at the low end of a range
+LEARNING_TASKS = ("rl", "selfplay", "distill", "flywheel")  # stages whose policy changes on its own answers
+PAIRED_TASKS = ("preference", "reward_model")
+MIN_LIVE_SHARE = 0.25  # share of live groups at the low end of a range
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What is expected of a stage, as the low and the high end of a range.
+class ExpectedLengths:
+    """The expected lengths of a stage, as the low and the high end of a range.
 
     Attributes:
         live: share of the groups that have a gradient.
@@ -53,70 +53,73 @@ class Expected:
     at_most: bool = False
 
 
-def expected_lengths(
+def estimate_lengths(
     control: Control, recipe: Recipe, trials: Mapping[str, Trial], tokenizer: Tokenizer
-) -> dict[str, Expected]:
-    """The lengths of each stage.
+) -> dict[str, ExpectedLengths]:
+    """Estimate the lengths of each stage.
 
     Args:
         trials: of the environment of each stage that has one.
     """
-    known: dict[str, Expected] = {}
+    known: dict[str, ExpectedLengths] = {}
     for stage in recipe.stages:
         job = build_job(recipe, stage)
-        found = _from_data(stage, job, known, tokenizer) or _of_policy(
+        found = _lengths_of_data(stage, job, known, tokenizer) or _lengths_of_policy(
             stage, job, known, trials.get(stage.name)
         )
         if found is not None:
-            known[stage.name] = _as_before(control, recipe.name, job, found)
+            known[stage.name] = _use_last_run(control, recipe.name, job, found)
     return known
 
 
-def _from_data(
-    stage: Stage, job: Job, known: Mapping[str, Expected], tokenizer: Tokenizer
-) -> Expected | None:
-    """What a stage that trains on data reads: rows of a stage, or of the user's own file."""
-    pairs = stage.task in PAIRED
+def _lengths_of_data(
+    stage: Stage, job: Job, known: Mapping[str, ExpectedLengths], tokenizer: Tokenizer
+) -> ExpectedLengths | None:
+    """Return the lengths of the rows that a stage trains on: of another stage, or of the user's file."""
+    pairs = stage.task in PAIRED_TASKS
     if not pairs and stage.task != "sft":
         return None
     for path in file_fields(load_plugin(stage.task).spec, job.spec).values():
         from perilune.data.sources import read_rows
 
         rows = read_rows(Path(path))
-        first = list(islice(rows, ROWS))
+        first = list(islice(rows, MAX_ROWS))
         lengths = lengths_of_rows(first, tokenizer, pairs=pairs)
         if lengths is None:
             return None
         count = len(first) + sum(1 for _ in rows)
-        return Expected(lengths, lengths, rows=count, basis=f"rows of {Path(path).name}")
+        return ExpectedLengths(lengths, lengths, rows=count, basis=f"rows of {Path(path).name}")
     source = known.get(stage.consumes.get("data", ""))
     return None if source is None else replace(source, live=(1.0, 1.0))
 
 
-def _of_policy(stage: Stage, job: Job, known: Mapping[str, Expected], trial: Trial | None) -> Expected | None:
-    """What a stage samples, or what a teacher writes."""
+def _lengths_of_policy(
+    stage: Stage, job: Job, known: Mapping[str, ExpectedLengths], trial: Trial | None
+) -> ExpectedLengths | None:
+    """Return the lengths of the answers that a stage samples or a teacher writes."""
     if trial is None:
         return None
     if stage.task == "collect":
-        lengths = trial.lengths
+        if (lengths := trial.lengths) is None:
+            return None
         basis = "answers as long as the teacher's"
-        return None if lengths is None else Expected(lengths, lengths, rows=job.spec["traces"], basis=basis)
+        return ExpectedLengths(lengths, lengths, rows=job.spec["traces"], basis=basis)
     source = known.get(stage.consumes.get("checkpoint", MODEL))
     most = float(job.spec.get("max_tokens") or 64)
     rows = job.spec.get("tasks", 0) * job.spec.get("pairs_per_task", 1)
     if source is None:
         limit = Lengths(trial.prompt, most, most, most)
-        return Expected(limit, limit, rows=rows, basis="answers as long as max_tokens", at_most=True)
-    low = _capped(replace(source.low, prompt=trial.prompt or source.low.prompt), most)
-    if stage.task not in LEARNING:
-        return replace(source, low=low, high=_capped(source.high, most), live=(1.0, 1.0), rows=rows)
+        return ExpectedLengths(limit, limit, rows=rows, basis="answers as long as max_tokens", at_most=True)
+    low = _cap_lengths(replace(source.low, prompt=trial.prompt or source.low.prompt), most)
+    if stage.task not in LEARNING_TASKS:
+        return replace(source, low=low, high=_cap_lengths(source.high, most), live=(1.0, 1.0), rows=rows)
     longer = source.high.longest / max(1.0, source.high.sampled)
     high = replace(low, fed=low.fed + low.sampled * (longer - 1), sampled=low.sampled * longer)
-    return replace(source, low=low, high=_capped(high, most), live=(LEAST_LIVE, 1.0), rows=rows)
+    return replace(source, low=low, high=_cap_lengths(high, most), live=(MIN_LIVE_SHARE, 1.0), rows=rows)
 
 
-def _capped(lengths: Lengths, most: float) -> Lengths:
-    """The lengths with at most `most` tokens in a turn."""
+def _cap_lengths(lengths: Lengths, most: float) -> Lengths:
+    """Cap the lengths at `most` tokens in a turn."""
     limit = most * lengths.turns
     cut = max(0.0, lengths.sampled - limit)
     return replace(
@@ -127,9 +130,9 @@ def _capped(lengths: Lengths, most: float) -> Lengths:
     )
 
 
-def _as_before(control: Control, recipe: str, job: Job, found: Expected) -> Expected:
-    """The lengths that the latest finished run of the same stage had in this home, if there is one."""
-    folder = finished_run(control, recipe, job)
+def _use_last_run(control: Control, recipe: str, job: Job, found: ExpectedLengths) -> ExpectedLengths:
+    """Replace the lengths by those of the latest finished run of the same stage, if there is one."""
+    folder = find_finished_run(control, recipe, job)
     if folder is None or "samples" not in job.spec:
         return found
     summary = read_json(folder / "artifacts" / "summary.json")
@@ -153,8 +156,8 @@ def _as_before(control: Control, recipe: str, job: Job, found: Expected) -> Expe
     )
 
 
-def finished_run(control: Control, recipe: str, job: Job) -> Path | None:
-    """The folder of the latest finished run of this stage with the same model, environment and limit."""
+def find_finished_run(control: Control, recipe: str, job: Job) -> Path | None:
+    """Find the folder of the latest finished run of this stage with the same model, environment and limit."""
     query = (
         select(Run)
         .join(Experiment, Experiment.id == Run.experiment_id)

@@ -12,10 +12,10 @@ from perilune.cli.arguments import (
     Json,
     RunArgument,
     RunOrExperiment,
+    format_reason,
     open_control,
     open_run,
-    reason,
-    run_summary,
+    summarize_run,
 )
 from perilune.cli.machines.daemon import print_progress
 from perilune.cli.machines.rented import warn_about_cleanup
@@ -67,11 +67,11 @@ def wait(
             break
         time.sleep(POLL_INTERVAL_S)
     if as_json:
-        print_json(({"experiment": found.id} if prefix else {}) | run_summary(run))
+        print_json(({"experiment": found.id} if prefix else {}) | summarize_run(run))
     else:
         then = "" if outcome in {None, run.state} else "; then it was cancelled"
         late = "" if outcome is not None else f", not ended after {timeout:g} s"
-        echo(f"{prefix}{run.stage}: {run.state}{reason(run_summary(run))}{then}{late}")
+        echo(f"{prefix}{run.stage}: {run.state}{format_reason(summarize_run(run))}{then}{late}")
     failed = 2 if run.cause in REQUEST_CAUSES else 1
     codes = {"succeeded": 0, "failed": failed, "cancelled": CANCELLED, None: TIMED_OUT}
     raise typer.Exit(codes[outcome])
@@ -110,7 +110,7 @@ def cancel(
 
     control = open_control()
     found = find_run_or_experiment(control, target)
-    stopped = stop(control, found, force=force)
+    stopped = stop_target(control, found, force=force)
     if as_json:
         print_json(stopped_document(found, stopped))
         return
@@ -126,7 +126,7 @@ def cancel(
     warn_about_cleanup(control)
 
 
-def stop(control: Control, found: Run | Experiment, *, force: bool = False) -> list[Run]:
+def stop_target(control: Control, found: Run | Experiment, *, force: bool = False) -> list[Run]:
     """Cancel a run or an experiment; returns the stopped runs in their final states."""
     from perilune.control.record.store import Run
     from perilune.control.runs.requests import cancel_experiment, cancel_run
@@ -137,10 +137,10 @@ def stop(control: Control, found: Run | Experiment, *, force: bool = False) -> l
 
 
 def stopped_document(found: Run | Experiment, stopped: Sequence[Run]) -> dict[str, Any]:
-    """What was cancelled, as JSON."""
+    """Return the cancelled runs as JSON."""
     from perilune.control.record.store import Run
 
-    summaries = [run_summary(run) for run in stopped]
+    summaries = [summarize_run(run) for run in stopped]
     return summaries[0] if isinstance(found, Run) else {"experiment": found.id, "runs": summaries}
 
 
@@ -169,9 +169,9 @@ def retry(
         show_events(follow_run(control, new.id))
         new = control.run(new.id)
     if as_json:
-        print_json(run_summary(new))
+        print_json(summarize_run(new))
     else:
-        echo(f"{new.stage}: {new.state}{reason(run_summary(new))}; run {new.id}")
+        echo(f"{new.stage}: {new.state}{format_reason(summarize_run(new))}; run {new.id}")
     if new.state in {"failed", "cancelled"}:
         raise typer.Exit(1)
 

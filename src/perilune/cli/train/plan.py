@@ -1,4 +1,4 @@
-"""What a recipe will do: derived from it before any work starts, and printed."""
+"""The plan of a recipe, derived before any work starts, and its printed form."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from perilune.bundle.machine import require_device, require_memory
 from perilune.bundle.plugin import MemoryNeed, load_plugin
-from perilune.cli.output import shown
+from perilune.cli.output import format_for_terminal
 from perilune.cli.train.plan_checks import check_heldout, check_job, check_texts, check_weights
-from perilune.cli.units import duration, size
+from perilune.cli.units import format_duration, format_size
 from perilune.errors import RequestError
 from perilune.recipe.schema import MODEL, build_job
 from perilune.recipe.tokenizers import find_foreign_character
@@ -20,15 +20,17 @@ if TYPE_CHECKING:
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
-BRINGS = {
+BRING_LABELS = {
     "metrics": "no checkpoint (bring: metrics)",
     "final": "final checkpoints (bring: final); those to resume from stay on the machine",
     "all": "all checkpoints, also those to resume from (bring: all)",
 }
 
 
-def derive(recipe: Recipe, template: Template | None = None, *, check: bool = False) -> list[dict[str, Any]]:
-    """What the plugin of each stage derives from its job, for the machine where it will run.
+def derive_plans(
+    recipe: Recipe, template: Template | None = None, *, check: bool = False
+) -> list[dict[str, Any]]:
+    """Return the values that the plugin of each stage derives from its job, for the target machine.
 
     Args:
         check: also do the checks that take seconds (`plan_checks`).
@@ -77,11 +79,11 @@ def _try_reward_functions(recipe: Recipe) -> None:
     Raises:
         RequestError: when a function cannot be loaded, or cannot be called with the columns of a task.
     """
-    from perilune.cli.data.audit import environments_of
+    from perilune.cli.data.audit import distinct_environments
     from perilune.environments.core.registry import REWARDS
     from perilune.environments.core.rewards import CANNOT_CALL
 
-    for section in environments_of(recipe):
+    for section in distinct_environments(recipe):
         if any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values()):
             from perilune.environments import Failure, Transcript, make_environment
             from perilune.verifiers import Scorer
@@ -114,12 +116,12 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
         taken = ", ".join(f"{field} from {source}" for field, source in stage["consumes"].items())
         lines.append(f"  {stage['name']}: {stage['task']}" + (f" ({taken})" if taken else ""))
         lines += [f"      {name:<{width}}  {value}" for name, value in stage["derived"].items()]
-    out.write(shown("\n".join(lines)) + "\n")
+    out.write(format_for_terminal("\n".join(lines)) + "\n")
     out.flush()
 
 
 def describe_tokenizer(recipe: Recipe) -> str | None:
-    """The tokenizer of a new model, and why it was chosen; None without a new model."""
+    """Return the tokenizer of a new model, and why it was chosen; None without a new model."""
     model = recipe.model
     if model is None or model.preset is None:
         return None
@@ -136,7 +138,7 @@ def print_estimate(
     recipe: Recipe, estimated: Mapping[str, Estimate], template: Template | None, out: TextIO
 ) -> None:
     """Print what all stages take together, or why that is unknown."""
-    from perilune.cli.train.estimate import total
+    from perilune.cli.train.estimate import sum_estimates
     from perilune.control.machines.leases import compute_cost
 
     if recipe.model is None:
@@ -144,13 +146,13 @@ def print_estimate(
     if estimated:
         missing = [stage.name for stage in recipe.stages if stage.name not in estimated]
         without = f"; not estimated: {', '.join(missing)}" if missing else ""
-        fact = f"{total(estimated)}{without}"
+        fact = f"{sum_estimates(estimated)}{without}"
     else:
         there = "" if template is None or template.placement.name == "local" else " there"
         fact = f"unknown: no calibration of this device. Run `perilune doctor`{there}"
-    out.write(shown(f"  {'time':<9}{fact}") + "\n")
+    out.write(format_for_terminal(f"  {'time':<9}{fact}") + "\n")
     if estimated and template is not None and template.price is not None:
-        every = total(estimated)
+        every = sum_estimates(estimated)
         low, middle, high = (
             compute_cost(template.price, one) for one in (every.low, every.seconds, every.high)
         )
@@ -172,10 +174,10 @@ def print_forecast(forecast: Forecast, out: TextIO) -> None:
     facts += [("secrets", _secret(name, problem)) for name, problem in forecast.secrets.items()]
     facts.append(("retries", _retries(forecast.retry)))
     facts += [("limits", line) for line in _limits(forecast.limits)]
-    facts += [("brings", BRINGS[forecast.bring])] if forecast.bring else []
+    facts += [("brings", BRING_LABELS[forecast.bring])] if forecast.bring else []
     previous = ""
     for label, fact in facts:
-        out.write(shown(f"  {label if label != previous else '':<9}{fact}") + "\n")
+        out.write(format_for_terminal(f"  {label if label != previous else '':<9}{fact}") + "\n")
         previous = label
     out.flush()
 
@@ -188,9 +190,9 @@ def _stage(stage: StageForecast) -> list[str]:
             return [f"{stage.name} is running: run {stage.run_id} is joined"]
         case "later":
             return [f"{stage.name} starts after {' and '.join(stage.after)}"]
-    parts = ", ".join(f"{name} {size(count)}" for name, count in stage.files.items())
+    parts = ", ".join(f"{name} {format_size(count)}" for name, count in stage.files.items())
     machines = f" to each of {stage.nodes} machines" if stage.nodes > 1 else ""
-    return [f"{stage.name} starts now; to copy{machines}: {size(stage.bytes)}", f"  {parts}"]
+    return [f"{stage.name} starts now; to copy{machines}: {format_size(stage.bytes)}", f"  {parts}"]
 
 
 def _cost(cost: CostForecast) -> list[str]:
@@ -198,7 +200,8 @@ def _cost(cost: CostForecast) -> list[str]:
         return [f"unknown: {cost.problem}"]
     lines = [
         f"{cost.per_hour:.4g} per machine and hour",
-        f"a machine is released after {duration(cost.seconds)} at the latest, which costs {cost.attempt:.4g}",
+        f"a machine is released after {format_duration(cost.seconds)} at the latest,"
+        f" which costs {cost.attempt:.4g}",
         f"all stages: {cost.stages:.4g} at most; {cost.retried:.4g} with every retry, not counting"
         " preemptions",
         f"{cost.left:.4g} of the daily cap of {cost.daily_cap:.4g} is left",
@@ -227,4 +230,6 @@ def _limits(limits: Mapping[str, Any]) -> list[str]:
         "on_box_stop_after": "it stops itself without contact for",
         "lost_after": "it counts as lost if unreachable for",
     }
-    return [f"{line} {duration(limits[key])}" for key, line in lines.items() if limits.get(key) is not None]
+    return [
+        f"{line} {format_duration(limits[key])}" for key, line in lines.items() if limits.get(key) is not None
+    ]

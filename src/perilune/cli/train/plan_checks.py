@@ -1,4 +1,4 @@
-"""What a recipe cannot do, found before any work starts.
+"""Checks that find impossible or doubtful recipes before any work starts.
 
 Every run counts its held-out tasks. The other checks ask teachers and score answers, which takes seconds, so
 only `perilune run --plan` does them.
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from perilune.environments.core.protocol import Outcome, Split, Task
     from perilune.recipe.schema import Recipe
 
-MOST_TASKS = 4096  # that are made to count them
-READ = 32  # training tasks whose characters are looked at
-LISTED = 256  # training tasks whose ids and lengths are compared
-TRIED = 8  # training tasks that a teacher is tried on
+MAX_COUNTED_TASKS = 4096  # that are made to count them
+TEXT_TASKS = 32  # training tasks whose characters are looked at
+COMPARED_TASKS = 256  # training tasks whose ids and lengths are compared
+TEACHER_TASKS = 8  # training tasks that a teacher is tried on
 
 
 def check_texts(recipe: Recipe) -> None:
@@ -43,13 +43,13 @@ def check_texts(recipe: Recipe) -> None:
     """
     if recipe.model is None or recipe.model.tokenizer in ("bytes", "bpe"):
         return
-    from perilune.cli.data.audit import environments_of
+    from perilune.cli.data.audit import distinct_environments
     from perilune.data.texts import find_missing_character, read_environment_texts
     from perilune.models.text.template_facts import recipe_tokenizer
 
     lacks = recipe_tokenizer(recipe.model.model_dump()).lacks
-    for section in environments_of(recipe):
-        _require_tokens(find_missing_character(read_environment_texts(section, READ), lacks))
+    for section in distinct_environments(recipe):
+        _require_tokens(find_missing_character(read_environment_texts(section, TEXT_TASKS), lacks))
 
 
 def _require_tokens(lacking: str | None) -> None:
@@ -81,22 +81,22 @@ def check_heldout(job: Job) -> None:
     Raises:
         RequestError: naming the key to lower.
     """
-    for key, section, count in () if _standalone(job) else _heldout(job):
+    for key, section, count in () if _is_standalone(job) else _heldout_needs(job):
         _require_tasks(key, section, "heldout", count, job.seed)
 
 
-def _standalone(job: Job) -> bool:
+def _is_standalone(job: Job) -> bool:
     return not job.environment or getattr(load_plugin(job.task), "standalone", False)
 
 
 def check_job(job: Job) -> list[str]:
-    """Warnings about the job of a stage.
+    """Return the warnings about the job of a stage.
 
     Raises:
         RequestError: when an environment has fewer training tasks than the stage needs, the teacher has no
             answer to any of the first tasks, or the environment lacks a reward term.
     """
-    if _standalone(job):
+    if _is_standalone(job):
         return []
     if job.task == "collect":
         _require_tasks("traces", job.environment, "train", job.spec["traces"], job.seed)
@@ -105,8 +105,8 @@ def check_job(job: Job) -> list[str]:
     return [*_task_warnings(job), *own]
 
 
-def _heldout(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
-    """The held-out tasks that the stage needs: the key of their number, the environment, the number."""
+def _heldout_needs(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
+    """Yield the held-out tasks that a stage needs: the key of their number, the environment, the number."""
     from perilune.tasks.stage.evaluation_settings import EvaluationSettings
 
     spec = job.spec
@@ -122,9 +122,9 @@ def _heldout(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 
 
 def _require_tasks(key: str, section: Mapping[str, Any], split: Split, count: int, seed: int) -> None:
-    """Refuse a stage that needs more tasks than there are, if there are fewer than `MOST_TASKS`."""
-    found = _tasks(canonical_json(section), split, seed, min(count, MOST_TASKS))
-    if found < min(count, MOST_TASKS):
+    """Refuse a stage that needs more tasks than there are, if there are fewer than `MAX_COUNTED_TASKS`."""
+    found = _count_tasks(canonical_json(section), split, seed, min(count, MAX_COUNTED_TASKS))
+    if found < min(count, MAX_COUNTED_TASKS):
         kind = "held-out" if split == "heldout" else "training"
         raise RequestError(
             f"{make_environment(section).id} has {found} {kind} tasks, and the stage needs {count}",
@@ -136,8 +136,8 @@ def _require_tasks(key: str, section: Mapping[str, Any], split: Split, count: in
 
 
 @cache
-def _tasks(section: bytes, split: Split, seed: int, most: int) -> int:
-    """The number of tasks of an environment, `most` at most. Stages often ask for the same."""
+def _count_tasks(section: bytes, split: Split, seed: int, most: int) -> int:
+    """Count the tasks of an environment, up to `most`. Cached, because stages often share them."""
     return sum(1 for _ in islice(make_environment(json.loads(section)).tasks(split, seed), most))
 
 
@@ -159,7 +159,7 @@ def _require_terms(job: Job) -> None:
 def _task_warnings(job: Job) -> Iterator[str]:
     """Look for training tasks with the same id, and for a prompt that leaves no room for an answer."""
     environment = make_environment(job.environment)
-    tasks = list(islice(environment.tasks("train", job.seed), LISTED))
+    tasks = list(islice(environment.tasks("train", job.seed), COMPARED_TASKS))
     repeated = [(count, one) for one, count in Counter(task.task_id for task in tasks).items() if count > 1]
     if repeated:
         count, one = max(repeated)
@@ -190,14 +190,14 @@ def _verifier_warnings(job: Job) -> Iterator[str]:
     for section in part_sections(job.environment).values() or (job.environment,):
         functions = any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values())
         if (functions or is_file_reference(section["id"])) and (
-            reason := _failure(canonical_json(section), job.seed)
+            reason := _scoring_failure(canonical_json(section), job.seed)
         ):
             yield f"{section['id']} fails to score the answer '0' to its first task: {reason}"
 
 
 @cache
-def _failure(section: bytes, seed: int) -> str:
-    """Why the first training task of an environment cannot be scored; "" if it can."""
+def _scoring_failure(section: bytes, seed: int) -> str:
+    """Return why the first training task of an environment cannot be scored; "" if it can."""
     from perilune.environments.core.protocol import Failure, Transcript
     from perilune.verifiers import Scorer
 
@@ -218,7 +218,7 @@ def _teacher_warnings(job: Job) -> Iterator[str]:
     teacher = make_teacher(spec.teacher, spec.strategies, spec.options)
     environment = make_environment(job.environment)
     prepare_teacher(teacher, environment)
-    tasks = list(islice(environment.tasks("train", job.seed), TRIED))
+    tasks = list(islice(environment.tasks("train", job.seed), TEACHER_TASKS))
     candidates = list(teacher.candidates(tasks, job.seed))
     if not candidates:
         raise RequestError(

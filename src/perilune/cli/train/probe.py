@@ -13,10 +13,10 @@ from perilune.cli.arguments import (
     CheckpointArgument,
     EnvironmentFields,
     EvaluationSeed,
-    checkpoint_folder,
+    find_checkpoint,
 )
-from perilune.cli.data.environments import section_of
-from perilune.cli.output import as_markup, echo, interval_markup, print_json, ruled_table, table_console
+from perilune.cli.data.environments import environment_section
+from perilune.cli.output import as_markup, echo, interval_markup, make_console, make_table, print_json
 from perilune.cli.train.run import JsonOption
 from perilune.errors import PeriluneError, WorkFailedError
 
@@ -56,14 +56,14 @@ def probe(
     perilune probe ./my-model -e reasoning_gym/chain_sum -e reasoning_gym/spell_backward
     perilune probe quickstart/sft -e calculator --tasks 32 --json
     """
-    folder = checkpoint_folder(checkpoint)
+    folder = find_checkpoint(checkpoint)
     fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens}
     found: list[tuple[Learnability, str]] = []
     failures: dict[str, PeriluneError] = {}
-    names = [name for given in environments for name in _families(given)]
+    names = [name for given in environments for name in _expand_families(given)]
     for name in dict.fromkeys(names):
         try:
-            found.append(_evaluate(folder, section_of(name, settings), fields, seed, checkpoint))
+            found.append(_evaluate(folder, environment_section(name, settings), fields, seed, checkpoint))
         except PeriluneError as error:
             failures[name] = error
             echo(f"{name}: {error}", err=True)
@@ -72,7 +72,7 @@ def probe(
     if as_json:
         print_json(_document(checkpoint, found, failures))
     elif found:
-        table_console().print(_table([one for one, _ in found]))
+        make_console().print(_table([one for one, _ in found]))
     if len(names) == len(failures) == 1:
         raise next(iter(failures.values()))
     if failures:
@@ -81,8 +81,8 @@ def probe(
         )
 
 
-def _families(name: str) -> Iterator[str]:
-    """The environment itself, or all its families if it has families and none is named."""
+def _expand_families(name: str) -> Iterator[str]:
+    """Yield the environment itself, or all its families if it has families and none is named."""
     from perilune.environments.core.registry import environment_families
 
     families = () if "/" in name else environment_families(name)
@@ -97,10 +97,10 @@ def _evaluate(
     Raises:
         PeriluneError: the environment is wrong, or the evaluation fails.
     """
-    from perilune.cli.train.evaluate import evaluated
+    from perilune.cli.train.evaluate import run_evaluation
     from perilune.metrics.learnability import assess_learnability
 
-    status = evaluated(folder, section, fields, seed, checkpoint)
+    status = run_evaluation(folder, section, fields, seed, checkpoint)
     return assess_learnability(status.summary), str(status.run_id)
 
 
@@ -123,7 +123,7 @@ def _document(
 
 def _table(rows: Sequence[Learnability]) -> Any:
     figures = ("pass@1", f"pass@{rows[0].k}", "live groups", "in form", "length", "cut off")
-    table = ruled_table("environment", *figures)
+    table = make_table("environment", *figures)
     table.add_column("verdict")
     for one in rows:
         form = "" if one.format is None else f"{one.format:.0%}"

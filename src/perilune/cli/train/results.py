@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from perilune.cli.output import as_markup, interval_markup, ruled_table, table_console
+from perilune.cli.output import as_markup, interval_markup, make_console, make_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from perilune.control.queries.lookup import StageStatus
     from perilune.recipe.schema import Recipe, Stage
 
-OMITTED = ("kind", "correct_per_task")  # of the summary of an evaluation; the run has them
-TRAINED = ("first", "last", "validation", "validation_pairs")  # of the summary of a training stage
+OMITTED_KEYS = ("kind", "correct_per_task")  # of the summary of an evaluation; the run has them
+TRAINING_KEYS = ("first", "last", "validation", "validation_pairs")  # of the summary of a training stage
 SUPERVISED = {"sft", "preference", "reward_model"}  # tasks that sample no answers
 
 
@@ -33,8 +33,8 @@ def results_document(
     report: Path | None,
     estimated: Mapping[str, Estimate] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """All results as one JSON document. `stages` are those of `recipe`, in the same order."""
-    from perilune.cli.train.estimate import compared
+    """Return all results as one JSON document. `stages` are those of `recipe`, in the same order."""
+    from perilune.cli.train.estimate import compare_with_estimate
 
     summaries = {one.name: one.summary for one in stages}
     return {
@@ -51,15 +51,15 @@ def results_document(
                 "seconds": one.seconds,
                 "estimated": asdict(estimated[one.name]) if one.name in estimated else None,
                 "memory": one.summary.get("memory"),
-                "compared": compared(estimated.get(one.name), one.seconds, one.summary),
+                "compared": compare_with_estimate(estimated.get(one.name), one.seconds, one.summary),
                 "warnings": list(one.summary.get("warnings") or ()),
             }
             for one in stages
         ],
         "evaluations": [
             {"stage": stage.name, "checkpoint": stage.consumes.get("checkpoint")}
-            | {key: value for key, value in summaries[stage.name].items() if key not in OMITTED}
-            | _change(recipe, stage, summaries)
+            | {key: value for key, value in summaries[stage.name].items() if key not in OMITTED_KEYS}
+            | _parent_change(recipe, stage, summaries)
             for stage in recipe.stages
             if _is_evaluation(summaries[stage.name])
         ],
@@ -72,7 +72,7 @@ def results_document(
             {"stage": one.name, **one.summary["forgetting"]} for one in stages if "forgetting" in one.summary
         ],
         "training": [
-            {"stage": one.name, **{key: one.summary[key] for key in TRAINED if key in one.summary}}
+            {"stage": one.name, **{key: one.summary[key] for key in TRAINING_KEYS if key in one.summary}}
             for one in stages
             if "last" in one.summary
         ],
@@ -87,14 +87,14 @@ def results_document(
 
 def print_results(document: Mapping[str, Any]) -> None:
     """Print the evaluations side by side, the changes between them, and where the files are."""
-    console = table_console()
+    console = make_console()
     evaluations = document["evaluations"]
     if evaluations:
-        console.print(_table(evaluations))
+        console.print(_evaluation_table(evaluations))
     for stage in document["stages"]:
         for warning in stage["warnings"]:
             console.print(as_markup(f"warning: {stage['name']}: {warning}"))
-    for sentence in (found for one in evaluations for found in _sentences(one)):
+    for sentence in (found for one in evaluations for found in _describe_changes(one)):
         console.print(sentence)
     _print_training(console, document)
     for one in document["held_out"]:
@@ -112,15 +112,15 @@ def print_results(document: Mapping[str, Any]) -> None:
             console.print(as_markup(f"  {label:<12} {path}"), soft_wrap=True)
 
 
-def next_steps(document: Mapping[str, Any], again: str) -> str:
-    """Commands to try next; `again` is the command that made the document."""
+def next_steps(document: Mapping[str, Any], rerun: str) -> str:
+    """List commands to try next; `rerun` is the command that made the document."""
     trained = next((one for one in document["stages"] if one["task"] == "rl"), document["stages"][-1])
     answered = document["evaluations"] or any(one["task"] not in SUPERVISED for one in document["stages"])
     lines = [
         ("read the model's answers" if answered else "see the curves", _open_command(document["report"])),
         *(("ask the model", command) for command in _chat_command(document)),
-        ("run with another seed", f"{again} --seed {document['seed'] + 1}"),
-        *(("repeat it over three seeds", command) for command in _sweep_command(document, again)),
+        ("run with another seed", f"{rerun} --seed {document['seed'] + 1}"),
+        *(("repeat it over three seeds", command) for command in _sweep_command(document, rerun)),
         ("reproduce it bit for bit", f"perilune reproduce {trained['run']}"),
         ("check the files", f"perilune bundle verify {trained['run']}"),
         *([("list more environments", "perilune environments list")] if answered else []),
@@ -129,7 +129,7 @@ def next_steps(document: Mapping[str, Any], again: str) -> str:
 
 
 def _chat_command(document: Mapping[str, Any]) -> Iterator[str]:
-    """The command that chats with the last trained model, if there is one."""
+    """Yield the command that chats with the last trained model, if there is one."""
     from perilune.bundle.plugin import load_plugin
 
     for stage in reversed(document["stages"]):
@@ -143,18 +143,18 @@ def _chat_command(document: Mapping[str, Any]) -> Iterator[str]:
             return
 
 
-def _sweep_command(document: Mapping[str, Any], again: str) -> Iterator[str]:
-    """The command that runs seeds 0 to 2 and compares them, if the recipe evaluates anything.
+def _sweep_command(document: Mapping[str, Any], rerun: str) -> Iterator[str]:
+    """Yield the command that runs seeds 0 to 2 and compares them, if the recipe evaluates anything.
 
     A sweep reads a value with a comma or two dots as several values.
     """
-    command, _, options = again.partition(" run ")
+    command, _, options = rerun.partition(" run ")
     if document["evaluations"] and options and "," not in options and ".." not in options:
         yield f"{command} sweep {options} --seeds 3"
 
 
 def _open_command(report: str) -> str:
-    """The command that opens the report here; its address where there is none."""
+    """Return the command that opens the report here; its address where there is none."""
     opener = next((name for name in ("xdg-open", "open") if shutil.which(name)), None)
     return f"file://{report}" if opener is None else f"{opener} {shlex.quote(report)}"
 
@@ -163,8 +163,10 @@ def _is_evaluation(summary: Mapping[str, Any]) -> bool:
     return summary.get("kind") == "evaluation"
 
 
-def _change(recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The gain in pass@1 over the checkpoint that training started from, if both were evaluated."""
+def _parent_change(
+    recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the gain in pass@1 over the checkpoint that training started from, if both were evaluated."""
     from perilune.metrics.bootstrap import paired_difference
     from perilune.metrics.lineage import find_parent_evaluation
 
@@ -189,35 +191,35 @@ def _change(recipe: Recipe, evaluation: Stage, summaries: Mapping[str, Mapping[s
 
 
 def _pass_rates(summary: Mapping[str, Any], k: int) -> dict[str, float]:
-    """The estimate of pass@k of each task with at least k scored answers."""
+    """Return the estimate of pass@k of each task with at least k scored answers."""
     from perilune.metrics.pass_at_k import pass_at_k
 
     rows = [row for row in summary["correct_per_task"] if row[1] >= k]
     return {task: right / n if k == 1 else pass_at_k(n, right, k) for task, n, right in rows}
 
 
-def _table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
-    """A table with one column for each evaluation."""
-    table = ruled_table("held-out tasks", *(one["stage"] for one in evaluations))
+def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
+    """Return a table with one column for each evaluation."""
+    table = make_table("held-out tasks", *(one["stage"] for one in evaluations))
 
     def row(label: str, cells: Sequence[str], *, end_section: bool = False) -> None:
         if any(cells):
             table.add_row(label, *cells, end_section=end_section)
 
     for measure in ("pass@1", "pass@8", "greedy"):
-        row(measure, [_interval(one.get(measure)) for one in evaluations])
+        row(measure, [_format_interval(one.get(measure)) for one in evaluations])
     for part in sorted({part for one in evaluations for part in one.get("by_environment") or ()}):
         found = [(one.get("by_environment") or {}).get(part) or {} for one in evaluations]
-        row(f"pass@1 in {as_markup(part)}", [_interval(figures.get("pass@1")) for figures in found])
-    row("in the expected form", [_number(one.get("format"), ".1%") for one in evaluations])
-    row("live groups", [_interval(one.get("live_groups")) for one in evaluations])
-    row("mean length", [_number(one["length"]["mean"], ".1f") for one in evaluations])
-    row("tokens/s", [_number(one.get("tokens_per_second"), ",.0f") for one in evaluations])
-    row("seconds", [_number(one.get("seconds"), ".1f") for one in evaluations], end_section=True)
+        row(f"pass@1 in {as_markup(part)}", [_format_interval(figures.get("pass@1")) for figures in found])
+    row("in the expected form", [_format_number(one.get("format"), ".1%") for one in evaluations])
+    row("live groups", [_format_interval(one.get("live_groups")) for one in evaluations])
+    row("mean length", [_format_number(one["length"]["mean"], ".1f") for one in evaluations])
+    row("tokens/s", [_format_number(one.get("tokens_per_second"), ",.0f") for one in evaluations])
+    row("seconds", [_format_number(one.get("seconds"), ".1f") for one in evaluations], end_section=True)
     names = sorted({name for one in evaluations for name in one.get("strategies") or ()})
     for name in names:
         found = [(one.get("strategies") or {}).get(name) for one in evaluations]
-        row(f"answers: {as_markup(name)}", [_strategy(one) for one in found])
+        row(f"answers: {as_markup(name)}", [_format_strategy(one) for one in found])
     return table
 
 
@@ -249,7 +251,7 @@ def print_held_out(console: Console, found: Mapping[str, Any]) -> None:
     from perilune.metrics.held_out import curve_notes, curve_rows
 
     head, *rows = curve_rows(found)
-    table = ruled_table(f"{found['stage']}: {head[0]}", *head[1:], left=0)
+    table = make_table(f"{found['stage']}: {head[0]}", *head[1:], left=0)
     for row in rows:
         table.add_row(*map(as_markup, row))
     console.print(table)
@@ -264,7 +266,7 @@ def print_forgetting(console: Console, found: Mapping[str, Any]) -> None:
     if "skipped" in found:
         console.print(as_markup(f"{found['stage']}: forgetting was not measured: {found['skipped']}"))
     else:
-        table = ruled_table(f"forgetting in {found['stage']}", "before", "after", "change")
+        table = make_table(f"forgetting in {found['stage']}", "before", "after", "change")
         for row in forgetting_rows(found):
             table.add_row(*map(as_markup, row))
         console.print(table)
@@ -272,28 +274,28 @@ def print_forgetting(console: Console, found: Mapping[str, Any]) -> None:
         console.print(as_markup(f"warning: {found['stage']}: {warning}"))
 
 
-def _strategy(value: Mapping[str, float] | None) -> str:
-    """Share of the answers, and the share of those that were right."""
+def _format_strategy(value: Mapping[str, float] | None) -> str:
+    """Return the share of the answers, and the share of those that were right."""
     return "" if value is None else f"{value['share']:.1%} [dim]({value['accuracy']:.1%} right)[/]"
 
 
-def _interval(value: Mapping[str, float] | None) -> str:
+def _format_interval(value: Mapping[str, float] | None) -> str:
     return "" if value is None else interval_markup(value["mean"], value["low"], value["high"])
 
 
-def _sentences(evaluation: Mapping[str, Any]) -> Iterator[str]:
-    """The change of pass@1, if it is known, and a clear fall of pass@8."""
+def _describe_changes(evaluation: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the change of pass@1, if it is known, and a clear fall of pass@8."""
     if change := evaluation.get("change"):
-        yield _sentence(evaluation["checkpoint"], change)
+        yield _describe_change(evaluation["checkpoint"], change)
         if (change.get("pass@8") or {"high": 0.0})["high"] < 0:
-            yield f"{_sentence(evaluation['checkpoint'], change, 'pass@8')}: it solves fewer of them"
+            yield f"{_describe_change(evaluation['checkpoint'], change, 'pass@8')}: it solves fewer of them"
     if then := evaluation.get("recorded"):
         change = {"against": "the recorded episodes", "tasks": then["tasks"], "pass@1": then["change"]}
-        yield _sentence(evaluation["checkpoint"] or "the model", change)
+        yield _describe_change(evaluation["checkpoint"] or "the model", change)
 
 
-def _sentence(checkpoint: str, change: Mapping[str, Any], measure: str = "pass@1") -> str:
-    """Whether training changed a measure, with the confidence interval."""
+def _describe_change(checkpoint: str, change: Mapping[str, Any], measure: str = "pass@1") -> str:
+    """Describe whether training changed a measure, with the confidence interval."""
     mean, low, high = (100 * change[measure][key] for key in ("mean", "low", "high"))
     tasks = f"against {change['against']} on the same {change['tasks']} tasks"
     if low > 0:
@@ -305,5 +307,5 @@ def _sentence(checkpoint: str, change: Mapping[str, Any], measure: str = "pass@1
     return f"{checkpoint}: no clear change of {measure} {interval} {tasks}{limit}"
 
 
-def _number(value: float | None, form: str) -> str:
+def _format_number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)

@@ -18,7 +18,7 @@ from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
-    from perilune.cli.train.estimate import Estimate, Tried
+    from perilune.cli.train.estimate import Estimate, TrialCache
     from perilune.control.queries.forecast import Forecast
     from perilune.control.queries.lookup import StageStatus
     from perilune.control.runs.experiments import Control
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
-GONE_SECONDS = 15.0  # to wait for proof that rented machines are gone
+TERMINATION_WAIT_S = 15.0  # to wait for proof that rented machines are gone
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
@@ -47,7 +47,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as o
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where runs go: a template (None for this machine), and the options that select it."""
+    """The target of runs: a template (None for this machine), and the options that select it."""
 
     template: Template | None = None
     options: tuple[str, ...] = ()
@@ -82,14 +82,14 @@ def run(
     perilune run mine.yaml --template box --plan
     perilune run mine.yaml --template box --detach
     """
-    where = destination(template, with_ or ())
+    where = parse_destination(template, with_ or ())
     command = shlex.join(["perilune", "run", recipe, *where.options])
     changes = overrides(set_, seed)
     run_recipe(recipe, changes, command, where=where, plan_only=plan, detach=detach, as_json=as_json)
 
 
-def destination(name: str | None, changes: Sequence[str]) -> Destination:
-    """Where the options `--template` and `--with` send runs."""
+def parse_destination(name: str | None, changes: Sequence[str]) -> Destination:
+    """Parse the options `--template` and `--with`."""
     if name is None:
         if changes:
             raise RequestError(
@@ -104,7 +104,7 @@ def destination(name: str | None, changes: Sequence[str]) -> Destination:
 
 
 def overrides(set_: Sequence[str] | None, seed: int | None) -> list[str]:
-    """The options `--set` and `--seed` as overrides of a recipe, the seed last."""
+    """Return the options `--set` and `--seed` as overrides of a recipe, the seed last."""
     return [*(set_ or ()), *([] if seed is None else [f"seed={seed}"])]
 
 
@@ -128,53 +128,53 @@ def run_recipe(
     from perilune.recipe.load import load_recipe
 
     recipe = load_recipe(name, changes)
-    derived, estimated = derive_here(recipe, where.template, check=plan_only)
+    derived, estimated = derive_with_estimates(recipe, where.template, check=plan_only)
     if not (plan_only and as_json):
         print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     if plan_only:
-        audit = _with_changes(shlex.join(["perilune", "environments", "audit", name]), changes)
+        audit = _add_overrides(shlex.join(["perilune", "environments", "audit", name]), changes)
         _print_forecast(recipe, derived, where.template, estimated, audit, as_json=as_json)
     elif detach:
-        _detach(recipe, changes, _with_changes(command, changes), where, as_json=as_json)
+        _detach(recipe, changes, _add_overrides(command, changes), where, as_json=as_json)
     else:
-        again = _with_changes(command, changes)
-        run_stages(recipe, where.template, again, changes, estimated=estimated, as_json=as_json)
+        rerun = _add_overrides(command, changes)
+        run_stages(recipe, where.template, rerun, changes, estimated=estimated, as_json=as_json)
 
 
-def derive_here(
+def derive_with_estimates(
     recipe: Recipe, template: Template | None, *, check: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Estimate]]:
-    """What each stage derives from its job, with the time that it is expected to take, and the estimates."""
-    from perilune.cli.train.plan import derive
+    """Return the derived values of each stage, with its expected time, and the estimates."""
+    from perilune.cli.train.plan import derive_plans
 
-    derived = derive(recipe, template, check=check)
-    estimated = estimate_here(recipe, template)
+    derived = derive_plans(recipe, template, check=check)
+    estimated = estimate_locally(recipe, template)
     for stage in derived:
         if stage["name"] in estimated:
             stage["derived"]["expected"] = str(estimated[stage["name"]])
     return derived, estimated
 
 
-def estimate_here(
-    recipe: Recipe, template: Template | None, tried: Tried | None = None
+def estimate_locally(
+    recipe: Recipe, template: Template | None, trial_cache: TrialCache | None = None
 ) -> dict[str, Estimate]:
-    """The estimate for each stage, if runs go to a process on this machine and it is calibrated.
+    """Return the estimate for each stage, if runs go to a process on this machine and it is calibrated.
 
     Args:
-        tried: trials of environments, to share them between recipes.
+        trial_cache: trials of environments, to share them between recipes.
     """
     from perilune.cli.train.estimate import estimate
     from perilune.control.runs.experiments import Control
 
     if template is not None and (template.placement.name != "local" or template.container is not None):
         return {}
-    return estimate(Control(), recipe, {} if tried is None else tried)
+    return estimate(Control(), recipe, {} if trial_cache is None else trial_cache)
 
 
 def run_stages(
     recipe: Recipe,
     template: Template | None,
-    again: str,
+    rerun: str,
     changes: Sequence[str] = (),
     *,
     estimated: Mapping[str, Estimate] = MappingProxyType({}),
@@ -183,11 +183,11 @@ def run_stages(
     """Run all stages of a recipe and print the results.
 
     Args:
-        again: the command line that runs it again.
+        rerun: the command line that runs it again.
         changes: the overrides that the recipe was loaded with.
         estimated: what is expected of the stages, to compare it with what happens.
     """
-    from perilune.cli.train.estimate import keep_estimate
+    from perilune.cli.train.estimate import save_estimate
     from perilune.control.runs.experiments import Control, open_experiment
     from perilune.models.native.build import missing_kernels_message, native
 
@@ -195,8 +195,8 @@ def run_stages(
         sys.stderr.write(f"{missing_kernels_message(native().reason)}\n")
     control = Control()
     experiment = open_experiment(control, recipe, changes)
-    keep_estimate(control.home.experiment(experiment), estimated)
-    run_experiment(control, experiment, recipe, template, again, as_json=as_json)
+    save_estimate(control.home.experiment(experiment), estimated)
+    run_experiment(control, experiment, recipe, template, rerun, as_json=as_json)
 
 
 def _print_forecast(
@@ -230,17 +230,17 @@ def plan_document(
     estimated: Mapping[str, Estimate],
     ahead: Forecast,
 ) -> dict[str, Any]:
-    """The dry run as JSON."""
+    """Return the dry run as JSON."""
     from dataclasses import asdict
 
-    from perilune.cli.data.audit import grades_of
+    from perilune.cli.data.audit import load_grades
     from perilune.cli.train.estimate import estimate_document
     from perilune.cli.train.plan import describe_tokenizer
 
     placed = None if template is None else template.model_dump(mode="json")
     document = {"recipe": recipe.model_dump(mode="json"), "template": placed, "stages": derived}
     document |= {"estimate": estimate_document(estimated), "forecast": asdict(ahead)}
-    return document | {"tokenizer": describe_tokenizer(recipe), "reward_audits": grades_of(recipe)}
+    return document | {"tokenizer": describe_tokenizer(recipe), "reward_audits": load_grades(recipe)}
 
 
 def run_experiment(
@@ -248,7 +248,7 @@ def run_experiment(
     experiment: str,
     recipe: Recipe,
     template: Template | None,
-    again: str,
+    rerun: str,
     *,
     asked: bool = True,
     as_json: bool = False,
@@ -256,10 +256,10 @@ def run_experiment(
     """Run an experiment to its end, write its report and print its results.
 
     Args:
-        again: the command line that runs it again.
+        rerun: the command line that runs it again.
         asked: as in `perilune.control.runs.experiments.advance`.
     """
-    from perilune.cli.train.estimate import kept_estimate
+    from perilune.cli.train.estimate import load_estimate
     from perilune.cli.train.follow import follow
     from perilune.cli.train.results import next_steps, print_results, results_document
     from perilune.control.queries.lookup import stage_statuses
@@ -278,21 +278,23 @@ def run_experiment(
         problem = problem or error
     seconds = time.monotonic() - began
     _wait_for_termination(control)
-    estimated = kept_estimate(control.home.experiment(experiment))
+    estimated = load_estimate(control.home.experiment(experiment))
     document = results_document(
         recipe, experiment, statuses, seconds=seconds, report=report, estimated=estimated
-    ) | {"cost": _cost(control, statuses, template)}
+    ) | {"cost": _compute_cost(control, statuses, template)}
     if as_json:
         typer.echo(json.dumps(document))  # on one line
     elif failure is None:
         print_results(document)
-        echo(next_steps(document, again))
+        echo(next_steps(document, rerun))
     if problem is not None:
         raise problem
 
 
-def _cost(control: Control, statuses: Sequence[StageStatus], template: Template | None) -> float | None:
-    """What the runs have cost, in currency units; None without a price."""
+def _compute_cost(
+    control: Control, statuses: Sequence[StageStatus], template: Template | None
+) -> float | None:
+    """Return the cost of the runs in currency units; None without a price."""
     from perilune.control.machines.budget import cost_of_runs
     from perilune.control.machines.leases import compute_cost
 
@@ -307,7 +309,7 @@ def _wait_for_termination(control: Control) -> None:
     """Wait for proof that the rented machines are gone, and warn about those without proof."""
     from perilune.cli.machines.rented import warn_about_machines
 
-    until = time.monotonic() + GONE_SECONDS
+    until = time.monotonic() + TERMINATION_WAIT_S
     while control.reconciler.rentals.reconcile_managed():
         if time.monotonic() > until:
             warn_about_machines(control)
@@ -369,17 +371,17 @@ def start_detached(
     if first is not None and (recipe.tracking or not document["daemon"]):
         log = control.home.experiment(experiment) / "driver.log"
         command_line = ["perilune.cli.train.detached", experiment]
-        document |= {"pid": start_in_background(command_line, log), "log": str(log)}
+        document |= {"pid": start_module(command_line, log), "log": str(log)}
     return document, first
 
 
-def start_in_background(module: Sequence[str], log: Path) -> int:
+def start_module(module: Sequence[str], log: Path) -> int:
     """Run a Python module with its arguments in a session of its own; returns the process id."""
     from perilune.execution.launchers.process import start_detached
 
     return start_detached([sys.executable, "-m", *module], log).pid
 
 
-def _with_changes(command: str, changes: Sequence[str]) -> str:
-    """The command line with its overrides."""
+def _add_overrides(command: str, changes: Sequence[str]) -> str:
+    """Return the command line with its overrides."""
     return shlex.join([*shlex.split(command), *(part for change in changes for part in ("--set", change))])

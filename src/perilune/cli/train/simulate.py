@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from perilune.cli.arguments import Json
-from perilune.cli.output import echo, print_json, table_console
-from perilune.cli.units import duration
+from perilune.cli.output import echo, make_console, print_json
+from perilune.cli.units import format_duration
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
     from perilune.simulate.run import RunResult
 
 
-SHORT = 600.0  # seconds, below which tenths are shown
+TENTHS_BELOW_S = 600.0  # seconds, below which tenths are shown
 
 
 def simulate(
@@ -99,7 +99,7 @@ def simulate(
 
 
 def _settings(text: str) -> tuple[int | None, ...]:
-    """The settings to compare: None is synchronous."""
+    """Return the settings to compare: None is synchronous."""
     found: list[int | None] = []
     for word in filter(None, text.split(",")):
         if word != "sync" and not word.isdigit():
@@ -114,7 +114,7 @@ def show(document: Mapping[str, Any]) -> None:
     """Print the predictions as tables."""
     from rich.table import Table
 
-    console = table_console()
+    console = make_console()
     echo(f"{document['recipe']}: {document['machines']}")
     table = Table(box=None, pad_edge=False)
     figures = ("time", "sampling", "learning", "idle", "mean age", "peak blocks", "cost")
@@ -134,17 +134,17 @@ def _row(row: Mapping[str, Any]) -> list[str]:
     idle = ", ".join(f"{name} {share:.0%}" for name, share in row["idle"].items())
     used, total = row["peak_blocks"]
     cost = "" if row["cost"] is None else f"{row['cost']:.2f}"
-    parts = (_time(row[part]) for part in ("seconds", "sampling", "learning"))
+    parts = (_format_time(row[part]) for part in ("seconds", "sampling", "learning"))
     age = f"{row['mean_age']:.2f}"
     return [row["stage"], row["setting"], *parts, idle, age, f"{used:,} of {total:,}", cost]
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < SHORT else duration(seconds)
+def _format_time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < TENTHS_BELOW_S else format_duration(seconds)
 
 
 def chrome_trace(results: Sequence[tuple[str, RunResult]]) -> dict[str, Any]:
-    """The work of all processes in the Trace Event Format: complete events, in microseconds."""
+    """Return the work of all processes in the Trace Event Format: complete events, in microseconds."""
     events: list[dict[str, Any]] = []
     for number, (name, result) in enumerate(results):
         rows = {

@@ -17,7 +17,7 @@ from perilune.errors import RequestError
 if TYPE_CHECKING:
     from perilune.simulate.serving import Arrival
 
-POISSON = "poisson:"
+POISSON_PREFIX = "poisson:"
 
 
 def simulate_serving(
@@ -91,10 +91,10 @@ def simulate_serving(
 def _arrivals(text: str, seed: int) -> list[Arrival]:
     from perilune.simulate.serving import poisson_requests, read_requests
 
-    if not text.startswith(POISSON):
+    if not text.startswith(POISSON_PREFIX):
         return read_requests(Path(text).expanduser())
     try:
-        rate, seconds, prompt, output = map(float, text.removeprefix(POISSON).split(":"))
+        rate, seconds, prompt, output = map(float, text.removeprefix(POISSON_PREFIX).split(":"))
         if min(rate, seconds, prompt, output) <= 0:
             raise ValueError
     except ValueError:

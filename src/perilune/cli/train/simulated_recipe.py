@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.machine import usable_threads
-from perilune.cli.start.calibrate import place_of
-from perilune.cli.train.estimate import device_of, trials_of
-from perilune.cli.train.lengths import expected_lengths, finished_run
+from perilune.cli.start.calibrate import describe_machine
+from perilune.cli.train.estimate import device_name, run_trials
+from perilune.cli.train.lengths import estimate_lengths, find_finished_run
 from perilune.control.runs.experiments import Control
 from perilune.environments.core.registry import REWARDS
 from perilune.environments.core.rewards import VERIFIER
@@ -39,10 +39,12 @@ if TYPE_CHECKING:
     from perilune.models.text.tokenizer import Tokenizer
     from perilune.recipe.schema import Recipe, Stage
 
-LIVE = 0.8  # share of groups with a gradient, where nothing is known
+ASSUMED_LIVE_SHARE = 0.8  # share of groups with a gradient, without any information
 
 
-OWN_REWARD = {VERIFIER: 1.0}  # a `rewards` section that changes nothing, so there is no gold score to watch
+DEFAULT_REWARDS = {
+    VERIFIER: 1.0
+}  # a `rewards` section that changes nothing, so there is no gold score to watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
     simulator = _Simulator(recipe, options, recipe_tokenizer(recipe.model.model_dump()))
     rows, results = [], []
     for stage in stages:
-        for setting in options.settings or (_own(build_job(recipe, stage)),):
+        for setting in options.settings or (_recipe_staleness(build_job(recipe, stage)),):
             row, result = simulator.stage(stage, setting)
             rows.append(row)
             results.append((f"{stage.name}, {row['setting']}", result))
@@ -89,8 +91,8 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
     return document | {"notes": [*simulator.notes, *notes]}, results
 
 
-def _own(job: Job) -> int | None:
-    """The staleness that the recipe sets."""
+def _recipe_staleness(job: Job) -> int | None:
+    """Return the staleness that the recipe sets."""
     asynchronous = RLSpec.model_validate(job.spec).asynchronous
     return None if asynchronous is None else asynchronous.staleness
 
@@ -104,12 +106,12 @@ class _Simulator:
         self.config = section_config(recipe.model.model_dump())
         self.control = Control()
         self.notes: list[str] = []
-        self.trials = trials_of(recipe, tokenizer, {})
+        self.trials = run_trials(recipe, tokenizer, {})
         self.calibrated: Calibrated | None = None
         if (machines := options.machines) is not None:
             self.where = f"{machines.count} x {machines.name}, {ASSUMPTIONS}"
             return
-        place = place_of(device_of(recipe.resources))
+        place = describe_machine(device_name(recipe.resources))
         self.calibrated = load_coefficients(
             self.control.home.root, place, model_digest(recipe.model.model_dump())
         )
@@ -125,7 +127,7 @@ class _Simulator:
             asynchronous = own.model_copy(update={"staleness": setting})
         lengths = self._lengths(stage, job)
         times, plan = self._times(spec, asynchronous, lengths)
-        plan = replace(plan, watched=job.environment.get(REWARDS, OWN_REWARD) != OWN_REWARD)
+        plan = replace(plan, watched=job.environment.get(REWARDS, DEFAULT_REWARDS) != DEFAULT_REWARDS)
         room = CacheSettings("cuda" if self.options.machines else job.resources.device, spec.precision)
         longest = planned_episode_tokens(job.environment, spec.max_tokens, self.config)
         size = engine_size(self.config, longest, room, None if asynchronous else spec.max_samples)
@@ -154,15 +156,15 @@ class _Simulator:
             evaluations=tuple(evaluated.steps(spec.steps)) if evaluated else (),
             evaluated=(evaluated.tasks, evaluated.samples) if evaluated else (0, 0),
         )
-        return self._here(plan) if self.options.machines is None else self._there(plan, lengths)
+        return self._local_times(plan) if self.options.machines is None else self._remote_times(plan, lengths)
 
-    def _here(self, plan: RunPlan) -> tuple[RunTimes, RunPlan]:
+    def _local_times(self, plan: RunPlan) -> tuple[RunTimes, RunPlan]:
         """On this machine, where all processes share the processors."""
         assert self.calibrated is not None
         cores = max(1, usable_threads() // (self.recipe.resources.threads or usable_threads()))
         return self.calibrated.times, replace(plan, cores=cores)
 
-    def _there(self, plan: RunPlan, lengths: Lengths) -> tuple[RunTimes, RunPlan]:
+    def _remote_times(self, plan: RunPlan, lengths: Lengths) -> tuple[RunTimes, RunPlan]:
         """On other machines: rollout workers take one copy of the model each, the learner the others."""
         machines = self.options.machines
         assert machines is not None
@@ -182,7 +184,7 @@ class _Simulator:
         return times, replace(plan, ranks=learners)
 
     def _environment(self, job: Job) -> EnvironmentTimes:
-        """The environment's times, measured on this machine with the recipe's teacher if it has one."""
+        """Return the environment's times, measured here with the recipe's teacher if it has one."""
         if (trial := self.trials.get(job.stage)) is None:
             return EnvironmentTimes(0.0, 0.0, self.options.wait, self.options.wait_spread)
         base = 0.0 if self.calibrated is None else self.calibrated.times.episode
@@ -192,7 +194,7 @@ class _Simulator:
     def _lengths(self, stage: Stage, job: Job) -> Lengths:
         """Recorded episodes if there are any, else the assumption of `perilune run --plan`."""
         folder, basis = self.options.episodes, f"episodes in {self.options.episodes}"
-        if folder is None and (run := finished_run(self.control, self.recipe.name, job)) is not None:
+        if folder is None and (run := find_finished_run(self.control, self.recipe.name, job)) is not None:
             folder, basis = run / "artifacts" / "episodes", "episodes of the last run"
         if folder is not None:
             found = RecordedLengths.from_folder(folder, self.options.seed, basis, self.options.wait_metric)
@@ -202,10 +204,10 @@ class _Simulator:
                 raise RequestError(
                     "has no step-*.parquet", where=str(folder), remedy="name a run's artifacts/episodes"
                 )
-        return self._assumed(stage)
+        return self._assume_lengths(stage)
 
-    def _assumed(self, stage: Stage) -> Lengths:
-        expected = expected_lengths(self.control, self.recipe, self.trials, self.tokenizer)
+    def _assume_lengths(self, stage: Stage) -> Lengths:
+        expected = estimate_lengths(self.control, self.recipe, self.trials, self.tokenizer)
         if stage.name not in expected:
             raise RequestError(
                 "the lengths of this stage's answers are unknown",
@@ -222,7 +224,7 @@ class _Simulator:
             "turns": turns,
             "observed": max(0.0, low.fed - low.sampled) / max(1.0, turns - 1),
         }
-        live = sum(known.live) / 2 if known.live[0] < 1 else LIVE
+        live = sum(known.live) / 2 if known.live[0] < 1 else ASSUMED_LIVE_SHARE
         basis = f"assumed lognormal, mean {means['sampled']:.0f} tokens; {known.basis}"
         return AssumedLengths(means, self.options.seed, basis, live=live, vocabulary=self.config.vocab_size)
 

@@ -17,17 +17,17 @@ from perilune.cli.train.run import (
     JsonOption,
     RecipeArgument,
     WithOption,
-    destination,
-    estimate_here,
-    start_in_background,
+    estimate_locally,
+    parse_destination,
+    start_module,
 )
 from perilune.cli.train.trackers import LAST_SECONDS, Trackers
-from perilune.cli.units import duration
+from perilune.cli.units import format_duration
 from perilune.errors import RequestError, WorkFailedError
 from perilune.plural import plural
 
 if TYPE_CHECKING:
-    from perilune.cli.train.estimate import Tried
+    from perilune.cli.train.estimate import TrialCache
     from perilune.control.queries.sweep_forecast import ArmForecast
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import ArmState, Sweep
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe
 
 POLL_SECONDS = 1.0
-MOST_LISTED = 100  # arms that --plan lists
+MAX_LISTED_ARMS = 100  # arms that --plan lists
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What a sweep is asked to run.
+class SweepRequest:
+    """The request for a sweep.
 
     Attributes:
         search: number of arms that Optuna proposes; None if all arms are known from the start.
@@ -60,14 +60,14 @@ class Request:
     command: tuple[str, ...]
 
     def load(self, settings: Settings, seed: int) -> Recipe:
-        """The recipe of an arm and a seed."""
+        """Return the recipe of an arm and a seed."""
         from perilune.recipe.load import load_recipe
 
-        return load_recipe(self.recipe, overrides_of(settings, seed))
+        return load_recipe(self.recipe, make_overrides(settings, seed))
 
 
-def overrides_of(settings: Settings, seed: int) -> list[str]:
-    """The settings of an arm with a seed, as overrides of the recipe."""
+def make_overrides(settings: Settings, seed: int) -> list[str]:
+    """Return the settings of an arm with a seed, as overrides of the recipe."""
     return [*settings, f"seed={seed}"]
 
 
@@ -128,30 +128,30 @@ def sweep(
     perilune sweep words.yaml --set rl.lr=1e-6..1e-4 --set rl.samples=4,8 --random 12 --plan
     perilune sweep words.yaml --set rl.lr=1e-6..1e-4 --search 20 --metric after_rl.pass@1
     """
-    from perilune.cli.train.plan import derive
+    from perilune.cli.train.plan import derive_plans
     from perilune.control.runs.experiments import Control
     from perilune.control.runs.sweeps import open_sweep
     from perilune.recipe.axes import parse_axis, parse_seeds
     from perilune.recipe.load import load_recipe
 
     axes = tuple(parse_axis(one) for one in set_ or ())
-    arms = _first_arms(axes, random, search)
+    arms = _initial_arms(axes, random, search)
     first = load_recipe(recipe, arms[0])
-    where = destination(template, with_ or ())
+    where = parse_destination(template, with_ or ())
     options = {"set": set_, "seeds": seeds, "random": random, "search": search, "metric": metric}
-    request = Request(
+    request = SweepRequest(
         recipe,
         axes,
         parse_seeds(seeds, first.seed),
         search,
         metric,
-        template=_template(where, slots, first),
+        template=_choose_template(where, slots, first),
         tracking=first.tracking,
-        command=_command(recipe, options | {"slots": slots, "name": name}, where),
+        command=_sweep_command(recipe, options | {"slots": slots, "name": name}, where),
     )
     recipes = {(settings, seed): request.load(settings, seed) for settings in arms for seed in request.seeds}
     for settings in arms:  # refuses what cannot work before anything runs
-        derive(recipes[settings, request.seeds[0]], where.template)
+        derive_plans(recipes[settings, request.seeds[0]], where.template)
     if plan:
         _print_plan(request, recipes, as_json=as_json)
         return
@@ -162,11 +162,11 @@ def sweep(
     if detach:
         _detach(control, found, request.command, as_json=as_json)
     else:
-        _Run(control, request, found).run(recipes, as_json=as_json)
+        _SweepRun(control, request, found).run(recipes, as_json=as_json)
 
 
-def _first_arms(axes: Sequence[Axis], random: int | None, search: int | None) -> list[Settings]:
-    """The arms that are known before anything has run: all of them, except in a search."""
+def _initial_arms(axes: Sequence[Axis], random: int | None, search: int | None) -> list[Settings]:
+    """Return the arms that are known before anything has run: all of them, except in a search."""
     from perilune.control.runs.search import propose_arm
     from perilune.recipe.axes import grid_arms, sample_arms
 
@@ -177,8 +177,8 @@ def _first_arms(axes: Sequence[Axis], random: int | None, search: int | None) ->
     return grid_arms(axes) if random is None else sample_arms(axes, random)
 
 
-def _template(where: Destination, slots: int | None, recipe: Recipe) -> Template:
-    """The given template, or this machine with as many slots as its cores allow."""
+def _choose_template(where: Destination, slots: int | None, recipe: Recipe) -> Template:
+    """Return the given template, or this machine with as many slots as its cores allow."""
     from perilune.bundle.machine import usable_threads
     from perilune.control.runs.templates import Template
 
@@ -193,8 +193,8 @@ def _template(where: Destination, slots: int | None, recipe: Recipe) -> Template
     return Template(description="this machine", slots=slots or max(1, room))
 
 
-def _command(recipe: str, options: dict[str, Any], where: Destination) -> tuple[str, ...]:
-    """The command line of the sweep."""
+def _sweep_command(recipe: str, options: dict[str, Any], where: Destination) -> tuple[str, ...]:
+    """Return the command line of the sweep."""
     words = ["perilune", "sweep", recipe]
     for option, value in options.items():
         for one in value if isinstance(value, list) else [value]:
@@ -203,7 +203,7 @@ def _command(recipe: str, options: dict[str, Any], where: Destination) -> tuple[
     return (*words, *where.options)
 
 
-def _print_plan(request: Request, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:
+def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:
     """Print the arms, the stages that they share, and what is known about time and cost."""
     from perilune.control.queries.forecast import forecast_submission
     from perilune.control.queries.sweep_forecast import forecast_sweep
@@ -214,7 +214,7 @@ def _print_plan(request: Request, recipes: dict[tuple[Settings, int], Recipe], *
     runs = sum(ahead.to_run.values())
     first = next(iter(recipes.values()))
     price = forecast_submission(control, plan_stages(first, template), template).cost
-    calibrated = _estimated_seconds(list(recipes.values()), ahead.arms, template)
+    calibrated = _estimate_seconds(list(recipes.values()), ahead.arms, template)
     seconds = ahead.seconds if calibrated is None else calibrated
     arms = [
         {"settings": list(settings), "seed": seed, **asdict(one)}
@@ -233,54 +233,54 @@ def _print_plan(request: Request, recipes: dict[tuple[Settings, int], Recipe], *
         print_json(document)
         return
     echo(f"{first.name}: {plural(len(arms), 'experiment')}, {plural(runs, 'run')} of stages to do")
-    for (settings, seed), one in list(zip(recipes, ahead.arms, strict=True))[:MOST_LISTED]:
+    for (settings, seed), one in list(zip(recipes, ahead.arms, strict=True))[:MAX_LISTED_ARMS]:
         parts = [
             f"{count} {word}" for count, word in ((one.shared, "shared"), (one.done, "finished")) if count
         ]
         more = f" ({', '.join(parts)})" if parts else ""
-        echo(f"  {' '.join(overrides_of(settings, seed))}: {plural(one.stages, 'stage')}{more}")
-    if len(arms) > MOST_LISTED:
-        echo(f"  and {len(arms) - MOST_LISTED} more: --plan --json lists all")
+        echo(f"  {' '.join(make_overrides(settings, seed))}: {plural(one.stages, 'stage')}{more}")
+    if len(arms) > MAX_LISTED_ARMS:
+        echo(f"  and {len(arms) - MAX_LISTED_ARMS} more: --plan --json lists all")
     if request.search is not None:
         echo(f"  Optuna proposes {request.search - 1} further arms from the results")
     at_once = f"{template.slots} at once" if template.slots else "all at once"
     basis = "by this machine's calibration"
     if calibrated is None:
         basis = "if each stage takes as long as it took on average before"
-    echo(f"  time  {_time(seconds, template.slots or runs, basis)}; {at_once}")
+    echo(f"  time  {_format_time(seconds, template.slots or runs, basis)}; {at_once}")
     if price is not None:
         cost = price.problem if not price.attempt else f"{price.attempt * runs:.4g} at most, without retries"
         echo(f"  cost  {cost}")
 
 
-def _estimated_seconds(
+def _estimate_seconds(
     recipes: Sequence[Recipe], arms: Sequence[ArmForecast], template: Template
 ) -> float | None:
-    """The estimated time of all stages to run, one after the other; None if one cannot be estimated."""
-    tried: Tried = {}
+    """Sum the estimated times of all stages to run; None if one cannot be estimated."""
+    trial_cache: TrialCache = {}
     seconds = 0.0
     for recipe, arm in zip(recipes, arms, strict=True):
-        found = estimate_here(recipe, template, tried) if arm.to_run else {}
+        found = estimate_locally(recipe, template, trial_cache) if arm.to_run else {}
         if not found.keys() >= set(arm.to_run):
             return None
         seconds += sum(found[stage].seconds for stage in arm.to_run)
     return seconds
 
 
-def _time(seconds: float | None, slots: int, basis: str) -> str:
+def _format_time(seconds: float | None, slots: int, basis: str) -> str:
     if seconds is None:
         return (
             "unknown: no calibration of this device, and no finished run of every stage. Run perilune doctor"
         )
     if seconds == 0:
         return "nothing is left to run"
-    return f"about {duration(seconds / max(1, slots))}, {basis}"
+    return f"about {format_duration(seconds / max(1, slots))}, {basis}"
 
 
 def _detach(control: Control, found: Sweep, command: Sequence[str], *, as_json: bool) -> None:
     """Continue the sweep in a process of its own."""
     log = control.home.sweeps / f"{found.name}.log"
-    pid = start_in_background(["perilune.cli.main", *command[1:]], log)
+    pid = start_module(["perilune.cli.main", *command[1:]], log)
     document = {"sweep": found.name, "pid": pid, "log": str(log)}
     if as_json:
         print_json(document)
@@ -294,21 +294,21 @@ def _detach(control: Control, found: Sweep, command: Sequence[str], *, as_json: 
         echo(f"  {purpose:<19} {line}")
 
 
-class _Run:
+class _SweepRun:
     """A sweep under way, and its progress on the terminal."""
 
-    def __init__(self, control: Control, request: Request, found: Sweep) -> None:
-        from perilune.cli.console import stage_progress
+    def __init__(self, control: Control, request: SweepRequest, found: Sweep) -> None:
+        from perilune.cli.console import make_stage_progress
         from perilune.control.runs.sweeps import SweepRunner
 
         self.control, self.request, self.sweep = control, request, found
         self.runner = SweepRunner(control, request.template)
         self.trackers = Trackers(control, request.tracking)
         self.tracked: set[str] = set()  # ids of runs
-        self.view = stage_progress()
+        self.view = make_stage_progress()
         self.labels: dict[str, str] = {}  # by experiment
-        self.begun: set[str] = set()  # experiments of which a stage has started
-        self.failed: dict[str, str] = {}  # what failed, by experiment
+        self.begun: set[str] = set()  # experiments with a started stage
+        self.failed: dict[str, str] = {}  # problem, by experiment
 
     def run(self, recipes: dict[tuple[Settings, int], Recipe], *, as_json: bool) -> None:
         """Run all arms to their ends, compare them, and print the comparison.
@@ -324,14 +324,14 @@ class _Run:
             try:
                 for settings in arms:
                     self._submit(settings, recipes)
-                self.view.say(f"{plural(len(self.labels), 'experiment')} submitted")
+                self.view.print(f"{plural(len(self.labels), 'experiment')} submitted")
                 self._follow()
                 for warning in self.trackers.warnings(LAST_SECONDS):
-                    self.view.say(warning)
+                    self.view.print(warning)
             except KeyboardInterrupt:
                 self._stop()
                 raise
-        self._print(time.monotonic() - began, as_json=as_json)
+        self._print_comparison(time.monotonic() - began, as_json=as_json)
         if self.failed:
             raise WorkFailedError(
                 f"{len(self.failed)} of {plural(len(self.labels), 'experiment')} failed",
@@ -346,11 +346,11 @@ class _Run:
         with interrupts_ignored():  # until the requests are recorded
             stopping = self.runner.request_cancel()
         try:
-            self.view.say("stopping the sweep; press Ctrl-C again to exit now")
+            self.view.print("stopping the sweep; press Ctrl-C again to exit now")
             self.runner.cancel(stopping)
-            self.view.say("stopped; the same command continues the sweep")
+            self.view.print("stopped; the same command continues the sweep")
         except KeyboardInterrupt:
-            self.view.say("its runs are still stopping; `perilune reconcile` completes it")
+            self.view.print("its runs are still stopping; `perilune reconcile` completes it")
             raise
 
     def _submit(self, settings: Settings, recipes: dict[tuple[Settings, int], Recipe]) -> None:
@@ -363,59 +363,59 @@ class _Run:
             for seed in self.request.seeds
         }
         experiments = {
-            seed: open_experiment(self.control, recipe, overrides_of(settings, seed))
+            seed: open_experiment(self.control, recipe, make_overrides(settings, seed))
             for seed, recipe in loaded.items()
         }
         arms = {arm.settings: arm for arm in self.sweep.arms}
         arms[settings] = Arm(settings=settings, experiments=experiments)
         self.sweep = self.sweep.with_arms(self.control, list(arms.values()))
         for seed, recipe in loaded.items():
-            self.labels[experiments[seed]] = " ".join(overrides_of(settings, seed))
+            self.labels[experiments[seed]] = " ".join(make_overrides(settings, seed))
             self.runner.submit(experiments[seed], recipe)
 
     def _follow(self) -> None:
         """Show progress until all experiments have ended, and let a search propose further arms."""
         while True:
             for experiment, state in self.runner.reconcile().items():
-                self._show(experiment, state)
-            while self._has_room() and (settings := self._proposal()) is not None:
+                self._show_arm(experiment, state)
+            while self._can_start_arm() and (settings := self._propose_arm()) is not None:
                 self._submit(settings, {})
             if not self.runner.live:
                 return
             time.sleep(POLL_SECONDS)
 
-    def _show(self, experiment: str, state: ArmState) -> None:
-        from perilune.cli.inspect.run_table import result
+    def _show_arm(self, experiment: str, state: ArmState) -> None:
+        from perilune.cli.inspect.run_table import describe_result
         from perilune.control.runs.experiments import read_progress
 
         label, stage = self.labels[experiment], state.stage
         if experiment not in self.begun and any(one.attempt_dir is not None for one in state.stages):
             self.begun.add(experiment)
-            self.view.started(label, "")
+            self.view.start(label, "")
         for one in state.stages:
             if one.attempt_dir is not None and one.run_id not in self.tracked:
                 self.tracked.add(one.run_id)
                 self.trackers.begin(one.name, one.run_id, ended=one.seconds is not None)
         if state.is_over:
             done = len(self.labels) - len(self.runner.live)
-            note = state.problem or result(stage)
+            note = state.problem or describe_result(stage)
             if state.problem:
                 self.failed[experiment] = state.problem
             mark = "failed" if state.problem else "done"
-            self.view.ended(label, mark, f"{note}; {done} of {len(self.labels)} ended".lstrip("; "))
+            self.view.end(label, mark, f"{note}; {done} of {len(self.labels)} ended".lstrip("; "))
         elif stage.state == "active" and stage.attempt_dir and (found := read_progress(stage.attempt_dir)):
             unit = f"{found['unit']} of {stage.name}"
-            self.view.progressed(label, int(found["done"]), int(found["total"]), unit, found["figures"])
+            self.view.update(label, int(found["done"]), int(found["total"]), unit, found["figures"])
 
-    def _has_room(self) -> bool:
-        """Whether a search may start another arm now: as many arms run at once as there are slots."""
+    def _can_start_arm(self) -> bool:
+        """Return whether a search may start another arm now: as many arms run at once as there are slots."""
         if self.request.search is None or len(self.sweep.arms) >= self.request.search:
             return False
         live = [arm for arm in self.sweep.arms if set(arm.experiments.values()) & set(self.runner.live)]
         return len(live) < (self.request.template.slots or 1)
 
-    def _proposal(self) -> Settings | None:
-        """The next arm of a search, from the mean figures of the finished arms; None if all were tried."""
+    def _propose_arm(self) -> Settings | None:
+        """Propose the next arm of a search from the figures of the finished arms; None if all were tried."""
         from perilune.control.queries.comparison import final_figures, lower_is_better
         from perilune.control.runs.search import propose_arm
 
@@ -428,7 +428,7 @@ class _Run:
         arms = [arm.settings for arm in self.sweep.arms]
         return propose_arm(self.request.axes, arms, figures, maximize=not lower_is_better(metric))
 
-    def _print(self, seconds: float, *, as_json: bool) -> None:
+    def _print_comparison(self, seconds: float, *, as_json: bool) -> None:
         """Write the page of the comparison, and print it."""
         from perilune.cli.inspect.compare import comparison_document, print_comparison, unbiased_command
         from perilune.control.queries.comparison import compare_experiments
@@ -444,5 +444,7 @@ class _Run:
         print_comparison(found)
         if follow_up := unbiased_command(self.control, [name], found):
             echo(f"  {follow_up}")
-        echo(f"sweep {name}: {plural(len(self.labels), 'experiment')}, {duration(seconds)}; page {page}")
+        echo(
+            f"sweep {name}: {plural(len(self.labels), 'experiment')}, {format_duration(seconds)}; page {page}"
+        )
         echo(f"  compare again  perilune compare {name}")

@@ -41,7 +41,7 @@ class Trackers:
             self._processes.append((stage, name, log, start_detached(command, log)))
 
     def warnings(self, seconds: float = 0.0) -> Iterator[str]:
-        """One warning for each tracker that failed since the last call; waits `seconds` for running ones."""
+        """Yield a warning for each tracker that failed since the last call. Waits `seconds` for others."""
         until = time.monotonic() + seconds
         for one in list(self._processes):
             stage, name, log, process = one
@@ -60,5 +60,5 @@ class Trackers:
 
 
 def tracker_folder(control: Control, run_id: str, name: str) -> Path:
-    """The folder in a run that holds the lock and the log of one tracker."""
+    """Return the folder in a run that holds the lock and the log of one tracker."""
     return control.home.run(run_id) / "tracking" / name

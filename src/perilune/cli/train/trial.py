@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from perilune.tasks.supervised.tokens import Tokens
     from perilune.verifiers import Scorer
 
-SECONDS = 1.0  # of each measurement
-TRIED = 128  # most items of a measurement
-ROWS = 2000  # of a user's file
-BATCH = 32  # rows in which prompts are compared
-WARM = 4  # before the clock starts
+TRIAL_SECONDS = 1.0  # of each measurement
+MAX_ITEMS = 128  # most items of a measurement
+MAX_ROWS = 2000  # of a user's file
+BATCH_ROWS = 32  # rows in which prompts are compared
+WARMUP = 4  # before the clock starts
 
 T = TypeVar("T")
 
@@ -88,20 +88,20 @@ def try_environment(
     # Time in the processes that an environment starts, and on the network, is not that of our processors.
     clock = processor_seconds if getattr(environment, "confined", True) else time.perf_counter
     coming = environment.tasks("train", seed)
-    tasks, task_seconds = _timed(lambda count: list(islice(coming, count)), clock)
+    tasks, task_seconds = _time_items(lambda count: list(islice(coming, count)), clock)
     prompts = [len(tokenizer.encode_prompt(task.prompt)) for task in tasks if task.prompt]
     lengths, trace = None, 0.0
     games = [Game(task, 0, ("0",)) for task in tasks]
-    before = scorer_seconds()
+    before = child_processor_seconds()
     with Scorer(section) as scorer:
         scorer.score([(task, Transcript("0")) for task in tasks[:1]])
-        start = scorer_seconds() - before
+        start = child_processor_seconds() - before
         if collect is not None:
-            lengths, trace, games = _traces(collect, environment, scorer, tokenizer, clock)
+            lengths, trace, games = _measure_traces(collect, environment, scorer, tokenizer, clock)
         sessions, waiting = Sessions(scorer.processes, environment), cycle(games)
         episode = 0.0
         if games:
-            _, episode = _timed(lambda count: _play(sessions, list(islice(waiting, count))), clock)
+            _, episode = _time_items(lambda count: _play_games(sessions, list(islice(waiting, count))), clock)
     return Trial(lengths, fmean(prompts) if prompts else 0.0, trace, task_seconds, episode, start)
 
 
@@ -113,14 +113,14 @@ class Game(NamedTuple):
     actions: Sequence[str]
 
 
-def _traces(
+def _measure_traces(
     job: Job,
     environment: Environment,
     scorer: Scorer,
     tokenizer: Tokenizer,
     clock: Callable[[], float],
 ) -> tuple[Lengths | None, float, list[Game]]:
-    """The lengths of a teacher's traces, the seconds of each, and the games that they record."""
+    """Return the lengths of a teacher's traces, the seconds of each, and the games that they record."""
     from perilune.data.generators.registry import make_teacher
     from perilune.data.generators.teacher import prepare_teacher, verify_candidates
     from perilune.data.records import TraceRecord
@@ -144,7 +144,7 @@ def _traces(
         )
         return [one for one in found if isinstance(one, TraceRecord)]
 
-    kept, seconds = _timed(write, clock)
+    kept, seconds = _time_items(write, clock)
     rows = [
         Row(str(index), {"messages": [dict(message) for message in one.messages]})
         for index, one in enumerate(kept)
@@ -152,7 +152,7 @@ def _traces(
     return lengths_of_rows(rows, tokenizer), seconds, games
 
 
-def _play(sessions: Sessions, games: Sequence[Game]) -> Sequence[Game]:
+def _play_games(sessions: Sessions, games: Sequence[Game]) -> Sequence[Game]:
     """Play the games to their ends or their last actions."""
     opened = sessions.open([(game.task, game.seed) for game in games])
     for turn in range(max(len(game.actions) for game in games)):
@@ -167,12 +167,12 @@ def _play(sessions: Sessions, games: Sequence[Game]) -> Sequence[Game]:
 
 
 def lengths_of_rows(rows: Iterable[Any], tokenizer: Tokenizer, *, pairs: bool = False) -> Lengths | None:
-    """The lengths of rows of training data, of the user's own or of a stage's; None without a row."""
+    """Return the lengths of rows of training data, of the user's own or of a stage's; None without a row."""
     from perilune.tasks.supervised.tokens import RowReader
 
     reader, coming = RowReader(tokenizer, positions=1 << 30), iter(rows)
     read: Callable[[Iterable[Any]], Iterable[Any]] = reader.comparisons if pairs else reader.demonstrations
-    few = list(islice(coming, WARM))
+    few = list(islice(coming, WARMUP))
     warm = len(list(read(few)))  # imports modules
     began = time.process_time()
     found = list(read(chain(few, coming)))
@@ -181,46 +181,46 @@ def lengths_of_rows(rows: Iterable[Any], tokenizer: Tokenizer, *, pairs: bool = 
     if not sides:
         return None
     answers = [sum(one.loss_mask) for one in sides]
-    prompts = [tuple(one.prompt_ids) for one in sides[:: 2 if pairs else 1][:BATCH]]
+    prompts = [tuple(one.prompt_ids) for one in sides[:: 2 if pairs else 1][:BATCH_ROWS]]
     return Lengths(
         prompt=fmean(len(one.prompt_ids) for one in sides),
         fed=fmean(len(one.token_ids) for one in sides),
         sampled=fmean(answers),
         longest=max(answers),
-        turns=fmean(map(_turns, sides)),
+        turns=fmean(map(_count_turns, sides)),
         distinct=len(set(prompts)) / len(prompts),
         reading=reading,
     )
 
 
-def _turns(tokens: Tokens) -> int:
-    """Runs of learned tokens: the turns of the policy."""
+def _count_turns(tokens: Tokens) -> int:
+    """Count the turns of the policy, which are runs of learned tokens."""
     mask = tokens.loss_mask
     return sum(now and not before for before, now in zip([False, *mask], mask, strict=False))
 
 
-def _timed(work: Callable[[int], Sequence[T]], clock: Callable[[], float]) -> tuple[list[T], float]:
-    """The results of `work(count)`, and the seconds of `clock` for each of them.
+def _time_items(work: Callable[[int], Sequence[T]], clock: Callable[[], float]) -> tuple[list[T], float]:
+    """Return the results of `work(count)`, and the seconds of `clock` for each of them.
 
-    The first calls import modules and start processes, and then show how many items fit into `SECONDS`.
+    The first calls import modules and start processes, and then show how many items fit into `TRIAL_SECONDS`.
     """
-    found = list(work(WARM))
+    found = list(work(WARMUP))
     began = clock()
-    found += work(WARM)
-    each = (clock() - began) / WARM
+    found += work(WARMUP)
+    each = (clock() - began) / WARMUP
     began = clock()
-    measured = work(min(TRIED, max(WARM, int(SECONDS / max(each, SECONDS / TRIED)))))
+    measured = work(min(MAX_ITEMS, max(WARMUP, int(TRIAL_SECONDS / max(each, TRIAL_SECONDS / MAX_ITEMS)))))
     spent = max(0.0, clock() - began)
     return [*found, *measured], spent / max(1, len(measured))
 
 
 def processor_seconds() -> float:
-    """Of this process and of the processes that it started, including those that have ended."""
-    return time.process_time() + scorer_seconds()
+    """Return the processor seconds of this process and of all processes that it started."""
+    return time.process_time() + child_processor_seconds()
 
 
-def scorer_seconds() -> float:
-    """Processor seconds of the processes that this one started."""
+def child_processor_seconds() -> float:
+    """Return the processor seconds of the processes that this one started."""
     import psutil
 
     spent = 0.0

@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from perilune.bundle.job import Job
     from perilune.cli.train.trial import Lengths
 
-BLOCK = 16  # tokens in a block of the engine's cache
+BLOCK_TOKENS = 16  # tokens in a block of the engine's cache
 SLOTS = 256  # episodes that the engine samples at once
 
 Work = dict[str, float]
-"""Amounts of what takes time: `decode` steps and the tokens `sampled` in them, `update`s and the tokens
+"""Amounts of work: `decode` steps and the tokens `sampled` in them, `update`s and the tokens
 `learned` in them, the same of RL (`reinforce`, `reinforced`), tokens of `forward` passes alone, sampled
 `turn`s, `episode`s, `task`s, `trace`s, `row`s of data, `step`s of RL, and starts of a `scorer`."""
 
 
-def work_of(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0.0) -> Work | None:
-    """The work of a stage beside its start; None if it is of a kind that is not counted.
+def count_work(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0.0) -> Work | None:
+    """Return the work of a stage beside its start; None if it is of a kind that is not counted.
 
     Args:
         lengths: of its episodes, or of the rows that it trains on.
@@ -35,54 +35,54 @@ def work_of(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0.0)
         case "rl" if spec.get("asynchronous"):
             return None  # sampling and learning overlap
         case "rl" | "selfplay" | "distill":
-            work = _reinforced(job, lengths, live)
+            work = _count_rl(job, lengths, live)
         case "sft" | "preference" | "reward_model":
             row = lengths.prompt * lengths.distinct + lengths.fed * (
                 1 if job.task == "sft" else 2
             )  # a pair has two answers
             reference = rows * row if job.task == "preference" else 0.0
-            work = _trained(spec["steps"], spec["steps"] * spec["batch_size"] * row)
+            work = _count_training(spec["steps"], spec["steps"] * spec["batch_size"] * row)
             work |= {"row": rows, "forward": reference}
         case "evaluate":
-            greedy = _sampled(lengths, spec["tasks"], 1)
-            work = _sum(_sampled(lengths, spec["tasks"], spec["samples"]), greedy)
+            greedy = _count_sampling(lengths, spec["tasks"], 1)
+            work = _add(_count_sampling(lengths, spec["tasks"], spec["samples"]), greedy)
         case "rejection_sampling" | "pairs":
-            work = _sampled(lengths, spec["tasks"], spec["samples"])
+            work = _count_sampling(lengths, spec["tasks"], spec["samples"])
         case "flywheel":
-            sampled = _sampled(lengths, spec["tasks"], spec["samples"])
-            judged = _sampled(lengths, 4 * spec["heldout"], 1)
+            sampled = _count_sampling(lengths, spec["tasks"], spec["samples"])
+            judged = _count_sampling(lengths, 4 * spec["heldout"], 1)
             row = lengths.prompt * lengths.distinct + lengths.fed
             learned = spec["updates"] * spec["batch_size"] * row
-            work = _times(spec["steps"], _sum(sampled, judged, _trained(spec["updates"], learned)))
+            work = _multiply(spec["steps"], _add(sampled, judged, _count_training(spec["updates"], learned)))
         case _:
             return None
-    return _sum(work, _evaluations(job, lengths), {"scorer": 1} if "samples" in spec else {})
+    return _add(work, _count_evaluations(job, lengths), {"scorer": 1} if "samples" in spec else {})
 
 
-def _reinforced(job: Job, lengths: Lengths, live: float) -> Work:
+def _count_rl(job: Job, lengths: Lengths, live: float) -> Work:
     spec = job.spec
     players = getattr(make_environment(job.environment), "players", 1)
     episodes = spec["prompts"] * spec["samples"] * players
     fed = spec["prompts"] * lengths.prompt + episodes * lengths.fed
     passes = spec.get("epochs_per_batch", 1)
-    step = _sum(
-        _sampled(lengths, spec["prompts"], spec["samples"], players),
+    step = _add(
+        _count_sampling(lengths, spec["prompts"], spec["samples"], players),
         {"reinforce": passes * spec.get("updates_per_batch", 1), "reinforced": passes * live * fed},
         {"step": 1, "forward": fed if job.task == "distill" or spec.get("kl") else 0.0},
     )
-    league = _league(spec, lengths, players) if "league" in spec else {}
-    return _sum(_times(spec["steps"], step), league)
+    league = _count_league(spec, lengths, players) if "league" in spec else {}
+    return _add(_multiply(spec["steps"], step), league)
 
 
-def _league(spec: Mapping[str, Any], lengths: Lengths, players: int) -> Work:
+def _count_league(spec: Mapping[str, Any], lengths: Lengths, players: int) -> Work:
     """Matches of each new member: against named players, the first member and the champion."""
     league = spec["league"]
-    named = _sampled(lengths, league["games"] * len(league["against"]), 1)
-    members = _sampled(lengths, 2 * league["games"], 1, players)
-    return _times(1 + -(-spec["steps"] // league["every"]), _sum(named, members))
+    named = _count_sampling(lengths, league["games"] * len(league["against"]), 1)
+    members = _count_sampling(lengths, 2 * league["games"], 1, players)
+    return _multiply(1 + -(-spec["steps"] // league["every"]), _add(named, members))
 
 
-def _evaluations(job: Job, lengths: Lengths) -> Work:
+def _count_evaluations(job: Job, lengths: Lengths) -> Work:
     """Held-out evaluations during training."""
     if not job.spec.get("eval"):
         return {}
@@ -90,16 +90,16 @@ def _evaluations(job: Job, lengths: Lengths) -> Work:
 
     settings = EvaluationSettings.model_validate(job.spec["eval"])
     rounds = len(settings.steps(job.spec["steps"])) * len(settings.sections(job.environment))
-    return _times(rounds, _sampled(lengths, settings.tasks, settings.samples))
+    return _multiply(rounds, _count_sampling(lengths, settings.tasks, settings.samples))
 
 
-def _sampled(lengths: Lengths, tasks: int, samples: int, players: int = 1) -> Work:
+def _count_sampling(lengths: Lengths, tasks: int, samples: int, players: int = 1) -> Work:
     """Sampling and scoring: episodes advance together, and the longest decides the number of decode steps."""
     games = tasks * samples
     episodes = games * players
     waiting = max(0, episodes - SLOTS) * lengths.sampled / SLOTS
     # The prefix cache has whole blocks, so each further turn computes the rest of a block again.
-    observed = lengths.fed - lengths.sampled + (lengths.turns - 1) * BLOCK
+    observed = lengths.fed - lengths.sampled + (lengths.turns - 1) * BLOCK_TOKENS
     return {
         "decode": players * lengths.longest + waiting,
         "sampled": episodes * lengths.sampled,
@@ -110,14 +110,14 @@ def _sampled(lengths: Lengths, tasks: int, samples: int, players: int = 1) -> Wo
     }
 
 
-def _trained(updates: float, tokens: float) -> Work:
+def _count_training(updates: float, tokens: float) -> Work:
     return {"update": updates, "learned": tokens}
 
 
-def _times(count: int, work: Work) -> Work:
+def _multiply(count: int, work: Work) -> Work:
     return {name: count * amount for name, amount in work.items()}
 
 
-def _sum(*parts: Work) -> Work:
+def _add(*parts: Work) -> Work:
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
