@@ -27,7 +27,7 @@ class ServerError(Exception):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the request itself is wrong, so that another attempt is useless."""
+        """True if the request itself is wrong, so that another attempt is useless."""
         return 300 <= self.status < 500 and self.status not in _RETRY_STATUSES
 
 

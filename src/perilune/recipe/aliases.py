@@ -71,7 +71,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 
 _CLIP = "algorithm: {name: grpo, clip_low: 0.2, clip_high: 0.28}"
-_REWARDS = "rewards, a key of the recipe beside stages: {mine: {function: 'file.py:name'}}"
+_REWARDS = "rewards, a top-level key of the recipe: {mine: {function: 'file.py:name'}}"
 _EPOCHS = "steps, which is epochs x rows / batch_size; --plan prints the number of epochs"
 _BATCH = "batch_size, the rows of a whole step; in rl, prompts x samples. token_budget limits the memory"
 _PACKED = "leave it out: rows are packed without padding, and the loss is on the assistant's messages"
@@ -94,7 +94,7 @@ REMEDIES: Mapping[str, str] = {
     "delta": "algorithm: {name: grpo, dual_clip: 3.0}",
     "mask_truncated_completions": "algorithm: {name: grpo, mask_truncated: true}",
     "importance_sampling_level": "algorithm: gspo",
-    "train_dataset": "environment, a key of the recipe beside stages: {id: jsonl, path: questions.jsonl}",
+    "train_dataset": "environment, a top-level key of the recipe: {id: jsonl, path: questions.jsonl}",
     "reward_funcs": _REWARDS,
     "reward_weights": _REWARDS,
     "num_train_epochs": _EPOCHS,
@@ -127,12 +127,12 @@ REMEDIES: Mapping[str, str] = {
     "rpo_alpha": "nll",
     "logging_steps": "leave it out: every step is logged",
     "log_completions": "leave it out: every answer is recorded; `perilune report` shows them",
-    "seed": "seed, a key of the recipe beside stages",
-    "run_name": "name, a key of the recipe beside stages",
+    "seed": "seed, a top-level key of the recipe",
+    "run_name": "name, a top-level key of the recipe",
     "dataset_text_field": "leave it out: the column is named text",
-    "chat_template_path": "model: {chat_template: template.jinja}, a key of the recipe beside stages",
+    "chat_template_path": "model: {chat_template: template.jinja}, a top-level key of the recipe",
     "push_to_hub": "leave it out: `perilune model export` writes the model",
-    "report_to": "tracking: [tensorboard, wandb, mlflow], a key of the recipe beside stages",
+    "report_to": "tracking: [tensorboard, wandb, mlflow], a top-level key of the recipe",
     "output_dir": "leave it out: runs are in ~/.perilune, and `perilune model export` writes the model",
     "resume_from_checkpoint": "leave it out: the same command resumes the run",
     "eval_dataset": "a stage with task: evaluate; validation in a supervised stage",

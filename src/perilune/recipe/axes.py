@@ -32,7 +32,7 @@ class Axis:
 
     @property
     def is_log(self) -> bool:
-        """Whether numbers are drawn uniformly on a logarithmic scale: decimal bounds above 0."""
+        """True if numbers are drawn uniformly on a logarithmic scale: decimal bounds above 0."""
         return self.bounds is not None and isinstance(self.bounds[0], float) and self.bounds[0] > 0
 
     def draw(self, rng: random.Random) -> str:

@@ -15,7 +15,7 @@ from perilune.recipe.source import KeyPath
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-_MAX_LISTED_NAMES = 16  # names that an error lists beside the closest one
+_MAX_LISTED_NAMES = 16  # names that an error lists next to the closest one
 
 _YAML_TERMS = {  # pydantic speaks of JSON
     "should be an object": "should be a section of keys",

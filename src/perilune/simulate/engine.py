@@ -39,7 +39,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """What the engine reads of a model's configuration, and the share of its layers with each window.
+    """The part of a model's configuration that the engine reads, and the share of layers by window.
 
     Attributes:
         vocab_size: with one more token, which ends a sample.

@@ -86,7 +86,7 @@ def _split_turns(episode: Episode) -> Iterator[TurnShape]:
 
 
 class Lengths(Protocol):
-    """Where the episodes of a simulation come from."""
+    """A source of the episodes of a simulation."""
 
     basis: str
 

@@ -1,7 +1,7 @@
 """Times on other machines, computed from a card's published bandwidth and FLOPs.
 
 A step takes the longer of two times: that of the bytes it reads (weights, keys and values) and that of its
-floating-point operations. None of these times is measured, and every output that uses them says so.
+floating-point operations. None of these times is measured; every output that uses them states this.
 """
 
 import re
@@ -209,7 +209,7 @@ class ComputedTimes:
 
 
 def cache_tokens(machines: Machines, model: ModelCard) -> int:
-    """Return the tokens that the cache holds beside the weights, for requests of the maximum length.
+    """Return the tokens that fit into the cache next to the weights, for requests of the maximum length.
 
     Raises:
         RequestError: when the weights do not fit.

@@ -17,7 +17,7 @@ from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """What a stage does.
+    """The work of a stage.
 
     Attributes:
         updates: optimizer steps in each training step.

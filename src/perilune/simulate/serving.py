@@ -123,12 +123,12 @@ class Served:
 
 @dataclass(slots=True)
 class Fleet:
-    """What replicas did.
+    """The results of simulated replicas.
 
     Attributes:
         busy: seconds of all replicas in which they computed.
         cached: prompt tokens that the prefix cache had; `computed` were computed.
-        scaled: what the autoscaler decided.
+        scaled: the decisions of the autoscaler.
     """
 
     served: list[Served] = field(default_factory=list)

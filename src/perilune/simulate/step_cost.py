@@ -50,7 +50,7 @@ Windows = Mapping[int | None, float]
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes.
+    """The work of one engine step.
 
     Attributes:
         rows: decoding samples.

@@ -1,4 +1,4 @@
-"""The tools that act. A first call says what would happen and returns a token; a second call, with it, acts.
+"""The acting tools. A first call returns the plan and a token; a second call with the token acts.
 
 A token is good for one call, for a quarter of an hour, and only for exactly what the first call described:
 the resolved recipe with the code that it names, the template, and the bundles that start now.
@@ -59,7 +59,7 @@ class Actor:
         template: TemplateName = "",
         template_overrides: TemplateOverrides = [],  # noqa: B006
     ) -> dict[str, Any]:
-        """What a recipe would do, where, how long it would take and what it would cost. Starts nothing.
+        """Plan a recipe: its stages, where they run, and the expected time and cost. Starts nothing.
 
         Returns a `token` with which `run` starts exactly this.
         """

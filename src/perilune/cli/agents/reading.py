@@ -66,7 +66,7 @@ class Reader:
     def explain(
         self, target: Annotated[str, Field(description=f"{RUN_HELP} Or an experiment.")]
     ) -> dict[str, Any]:
-        """Why a run is in its state (for a failed run: why it failed), what happens next, what to do."""
+        """Explain the state of a run: its cause (of a failure, too), what happens next, and what to do."""
         from perilune.cli.inspect.history import explain_target, explanation_document
 
         return explanation_document(*explain_target(self.control, target))
@@ -126,7 +126,7 @@ class Reader:
             str, Field(description=f"Condition, such as 'reward < 1 and truncated'. {WHERE_HELP}")
         ] = "",
     ) -> dict[str, Any]:
-        """What a model wrote, with rewards. Without `set_name` and `where`: the names of the sets."""
+        """Show what a model wrote, with rewards. Without `set_name` and `where`: the names of the sets."""
         from perilune.data.episodes_file import read_episodes
         from perilune.traces.where import parse_where
 

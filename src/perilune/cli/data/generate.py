@@ -99,12 +99,12 @@ def generate(
     _print_report({"environment": made.id, **totals}, out, as_json)
     if totals["rows"] < (count if tasks is None else 1):
         goal = f"{count} records were kept" if tasks is None else f"{totals['tasks']} tasks gave a record"
-        raise _too_few(totals, goal, out / generation.REJECTED_FILE)
+        raise _shortage_error(totals, goal, out / generation.REJECTED_FILE)
 
 
-def _too_few(totals: dict[str, Any], goal: str, rejected: Path) -> WorkFailedError:
+def _shortage_error(totals: dict[str, Any], goal: str, rejected: Path) -> WorkFailedError:
     return WorkFailedError(
-        f"{totals['rows']} of {goal} ({_worst(totals['reasons'])})",
+        f"{totals['rows']} of {goal} ({_most_frequent(totals['reasons'])})",
         where=str(rejected),
         remedy="lower --count, or change the environment, the teacher or its options",
     )
@@ -122,6 +122,6 @@ def _print_report(report: dict[str, Any], out: Path, as_json: bool) -> None:
     echo(f"wrote records.jsonl, rejected.jsonl and generate.json to {out}")
 
 
-def _worst(reasons: dict[str, int]) -> str:
+def _most_frequent(reasons: dict[str, int]) -> str:
     worst = sorted(reasons.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{count} x {reason}" for reason, count in worst) or "no more tasks"

@@ -46,7 +46,7 @@ def inspect(
         echo(f"{figures['file']}: {figures['rows']} {figures['kind']}")
         for name, value in figures.items():
             if name not in ("file", "kind", "rows", "histograms"):
-                echo(f"  {name.replace('_', ' '):18} {_words(value)}")
+                echo(f"  {name.replace('_', ' '):18} {_format_value(value)}")
         for name, bars in figures["histograms"].items() if plot else ():
             echo(f"  {name.replace('_', ' ')}:\n{_format_bars(bars)}")
     for pair in report["shared_tasks"]:
@@ -62,9 +62,9 @@ def _format_bars(histogram: dict[str, list[float]]) -> str:
     )
 
 
-def _words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_words(item)}" for name, item in value.items()) or "none"
+        return ", ".join(f"{name} {_format_value(item)}" for name, item in value.items()) or "none"
     if value is None:
         return "none"
     return f"{value:.4g}" if isinstance(value, float) else f"{value:,}"

@@ -68,10 +68,10 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
     echo(f"digest     {summary['digest']}")
     echo(f"runs       stage {summary['stage']}, task {summary['task']}, seed {summary['seed']}")
     for given in summary["inputs"]:
-        echo(f"input      {given['name']}: {given['kind']}, {_amount(given)}, {given['digest'][:12]}")
-    echo(f"frozen     {_amount(summary['frozen'])}")
+        echo(f"input      {given['name']}: {given['kind']}, {_format_extent(given)}, {given['digest'][:12]}")
+    echo(f"frozen     {_format_extent(summary['frozen'])}")
     complete = "complete" if summary["artifacts"]["manifest"] else "no manifest"
-    echo(f"artifacts  {_amount(summary['artifacts'])}, {complete}")
+    echo(f"artifacts  {_format_extent(summary['artifacts'])}, {complete}")
     if summary["secrets"]:
         echo(f"secrets    {', '.join(summary['secrets'])} ")
     if summary["result"] is not None:
@@ -112,7 +112,7 @@ def freeze(
         names = ", ".join(one.name for one in loaded.stages)
         raise RequestError(f"no stage '{stage}'", where=str(recipe), remedy=f"one of: {names}") from None
     wanted = {field: source for field, source in chosen.consumes.items() if source != MODEL}
-    inputs = _inputs(given or [], wanted)
+    inputs = _parse_inputs(given or [], wanted)
     kinds = consumed_fields(load_plugin(chosen.task).spec)
     references = tuple(
         InputReference(name=field, path=f"inputs/{field}", digest="", kind=kinds[field])
@@ -126,7 +126,7 @@ def freeze(
         echo(f"frozen: {digest}\n  at {out}\n  next: perilune bundle verify {shlex.quote(str(out))}")
 
 
-def _inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:
+def _parse_inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:
     """Return the --input options as {field: path}, one for each field that the stage consumes."""
     inputs = {}
     for option in given:
@@ -146,5 +146,5 @@ def _inputs(given: list[str], wanted: dict[str, str]) -> dict[str, Path]:
     return inputs
 
 
-def _amount(extent: dict[str, int]) -> str:
+def _format_extent(extent: dict[str, int]) -> str:
     return f"{plural(extent['files'], 'file')}, {extent['bytes']:,} bytes"

@@ -54,12 +54,12 @@ def chat(
     echo "What is 17 + 25?" | perilune chat ./my-model --max-tokens 64
     perilune chat words/sft --plain --separate < questions.txt
     """
-    conversation = _open(find_checkpoint(checkpoint), adapter, chat_template, plain=plain)
+    conversation = _open_conversation(find_checkpoint(checkpoint), adapter, chat_template, plain=plain)
     conversation.temperature, conversation.max_tokens, conversation.seed = temperature, max_tokens, seed
     interactive = sys.stdin.isatty()
     if interactive:
         echo(f"{checkpoint}: {COMMANDS}; Ctrl-C stops an answer", err=True)
-    for line in _lines(interactive=interactive):
+    for line in _read_lines(interactive=interactive):
         command, _, rest = line.strip().partition(" ")
         if command == "/quit":
             break
@@ -82,7 +82,7 @@ def _handle_line(conversation: Conversation, command: str, rest: str, line: str)
     elif command.startswith("/"):
         raise RequestError(f"unknown command '{command}'", remedy=COMMANDS)
     elif line.strip():
-        with _interrupts() as interrupted, closing(conversation.answer(line)) as pieces:
+        with _collect_interrupts() as interrupted, closing(conversation.answer(line)) as pieces:
             for text in pieces:
                 write(text)
                 if interrupted:
@@ -129,7 +129,9 @@ class Conversation:
             self.messages += [message, {"role": "assistant", "content": "".join(pieces)}]
 
 
-def _open(folder: Path, adapter: Path | None, template: Path | None, *, plain: bool) -> Conversation:
+def _open_conversation(
+    folder: Path, adapter: Path | None, template: Path | None, *, plain: bool
+) -> Conversation:
     """Load the checkpoint into an engine."""
     import torch
 
@@ -163,7 +165,7 @@ def _open(folder: Path, adapter: Path | None, template: Path | None, *, plain: b
     return Conversation(engine, tokenizer, stop, adapter is not None)
 
 
-def _lines(*, interactive: bool) -> Iterator[str]:
+def _read_lines(*, interactive: bool) -> Iterator[str]:
     """Yield lines of stdin; in a terminal after a prompt, with editing and history."""
     if not interactive:
         yield from (line.rstrip("\n") for line in sys.stdin)
@@ -181,7 +183,7 @@ def _lines(*, interactive: bool) -> Iterator[str]:
 
 
 @contextmanager
-def _interrupts() -> Iterator[list[int]]:
+def _collect_interrupts() -> Iterator[list[int]]:
     """Collect Ctrl-C in the list instead of raising it, so that a step of the engine always completes."""
     seen: list[int] = []
 

@@ -85,13 +85,13 @@ def events(
     chosen = None if run is None else find_run(control, run).id
     rows = events_after(control, run_id=chosen)[-(last or 0) :]
     if as_json and not follow:
-        print_json({"events": [_document(row) for row in rows]})
+        print_json({"events": [_event_document(row) for row in rows]})
         return
     seen = 0
     while True:
         for row in rows:
             seen = row.seq
-            echo(json.dumps(_document(row)) if as_json else _line(row))
+            echo(json.dumps(_event_document(row)) if as_json else _format_event(row))
         if not follow:
             return
         time.sleep(POLL_SECONDS)
@@ -99,12 +99,12 @@ def events(
         rows = events_after(control, seen, chosen)
 
 
-def _document(row: Event) -> dict[str, Any]:
+def _event_document(row: Event) -> dict[str, Any]:
     names = ("seq", "time", "run_id", "epoch", "kind", "detail", "hash")
     return {name: getattr(row, name) for name in names}
 
 
-def _line(row: Event) -> str:
+def _format_event(row: Event) -> str:
     when = datetime.fromtimestamp(row.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
     run = "" if row.run_id is None else f"  {row.run_id}" + ("" if row.epoch is None else f"/{row.epoch}")
     detail = "".join(f"  {name}={str(value).partition(chr(10))[0]}" for name, value in row.detail.items())

@@ -32,14 +32,14 @@ def verify(
     """
     folder = Path(target) if target is not None else None
     if folder is not None and (folder / "attestations").is_dir():
-        problems = _folder(folder, key)
+        problems = _verify_folder(folder, key)
     elif key is not None:
         raise RequestError(
             "--key applies to exported folders; runs are checked with the key of this home",
             where=str(target),
         )
     else:
-        problems = _home(target)
+        problems = _verify_home(target)
     broken = {name: differences for name, differences in problems.items() if differences}
     if as_json:
         print_json({"verified": sorted(problems), "whole": not broken, "problems": broken})
@@ -61,14 +61,14 @@ def _all_verified(problems: dict[str, list[str]]) -> str:
     return f"verified: {names[0] if len(names) == 1 else f'all {len(names)} records'}"
 
 
-def _folder(folder: Path, key: Path | None) -> dict[str, list[str]]:
+def _verify_folder(folder: Path, key: Path | None) -> dict[str, list[str]]:
     from perilune.bundle.attested import Evidence, attestation_problems
     from perilune.bundle.envelope import PUBLIC
 
     return {str(folder): list(attestation_problems(Evidence.from_export(folder, key or folder / PUBLIC)))}
 
 
-def _home(reference: str | None) -> dict[str, list[str]]:
+def _verify_home(reference: str | None) -> dict[str, list[str]]:
     from perilune.control.evidence.verification import (
         find_damage,
         find_record_problem,

@@ -1,4 +1,4 @@
-"""What `perilune traces` records from: the episode files of an experiment, a run or a folder of attempts."""
+"""Sources of `perilune traces`: the episode files of an experiment, a run or a folder of attempts."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,11 +22,11 @@ from perilune.ui.attempt import Attempt
 from perilune.ui.experiment import view_target
 from perilune.ui.view import StageView
 
-CHUNK = 512  # episodes recorded at a time
+EPISODES_PER_CHUNK = 512  # episodes recorded at a time
 
 
 @dataclass
-class Recorded:
+class RecordedEpisodes:
     """Cassettes, the tokenizers they need, and why episodes were refused."""
 
     cassettes: dict[str, Cassette] = field(default_factory=dict)
@@ -34,13 +34,13 @@ class Recorded:
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
+def record_targets(targets: Sequence[str], where: str, most: int) -> RecordedEpisodes:
     """Record the episodes that fulfil `where`, at most `most` of each file, evenly spaced.
 
     Raises:
         RequestError: when a target does not exist, or has no episodes that fulfil the condition.
     """
-    condition, recorded, seen = parse_where(where), Recorded(), 0
+    condition, recorded, seen = parse_where(where), RecordedEpisodes(), 0
     with Replayer(recorded.tokenizers.__getitem__) as replayer:
         for stage, attempt, files in _stages(targets):
             origin = _origin(stage, attempt, recorded)
@@ -52,8 +52,8 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> Recorded:
                 chosen = fitting[:: max(1, -(-len(fitting) // most))]
                 temperature = 0.0 if path == attempt.greedy_file else origin.temperature
                 of_file = replace(origin, file=path.name, temperature=temperature)
-                for start in range(0, len(chosen), CHUNK):
-                    episodes = [one for own in chosen[start : start + CHUNK] for one in own]
+                for start in range(0, len(chosen), EPISODES_PER_CHUNK):
+                    episodes = [one for own in chosen[start : start + EPISODES_PER_CHUNK] for one in own]
                     found = record_episodes(episodes, of_file, replayer)
                     recorded.cassettes |= {one.digest: one for one in found.cassettes}
                     recorded.refused.update(found.refused)
@@ -94,8 +94,8 @@ def _require_some(seen: int, where: str, targets: Sequence[str]) -> None:
         )
 
 
-def _origin(stage: StageView, attempt: Attempt, recorded: Recorded) -> Origin | None:
-    """What the episodes of a stage share; adds its tokenizer. None if the stage stores too little."""
+def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> Origin | None:
+    """Return the origin of a stage's episodes, and add its tokenizer; None if the stage stores too little."""
     if attempt.root is None:
         return None
     job = Job.model_validate(read_json(attempt.root / "job.json"))
@@ -121,7 +121,7 @@ def _origin(stage: StageView, attempt: Attempt, recorded: Recorded) -> Origin | 
         positions=read_json(folder / "config.json").get("max_position_embeddings"),
         tokenizer=digest,
         checkpoint=next((one.digest for one in job.inputs if one.name in ("checkpoint", "model")), None),
-        system=_system(job),
+        system=_system_prompt(job),
         options=job.spec.get("sampling") or {},
     )
 
@@ -134,6 +134,6 @@ def _model_folder(job: Job, attempt: Attempt) -> Path | None:
     return folders[0] if folders else None
 
 
-def _system(job: Job) -> str:
+def _system_prompt(job: Job) -> str:
     system = job.spec.get("system")
     return system if isinstance(system, str) else ""

@@ -28,11 +28,11 @@ def report(
     """
     from perilune.ui.experiment import view_target
 
-    written = _compared(targets, out) or build_report(view_target(targets[0]), out)
+    written = _comparison_page(targets, out) or build_report(view_target(targets[0]), out)
     echo(f"{written} ({written.stat().st_size / 1e6:.1f} MB)")
 
 
-def _compared(targets: Sequence[str], out: Path) -> Path | None:
+def _comparison_page(targets: Sequence[str], out: Path) -> Path | None:
     """Build the page that compares experiments, or the arms of a sweep; None for one experiment."""
     from perilune.control.queries.comparison import compare_experiments
     from perilune.control.runs.experiments import Control

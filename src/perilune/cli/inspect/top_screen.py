@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
 CONFIRM_SECONDS = 3.0  # within which a second x confirms
 LOG_LINES = 12
-COLOURS = {"active": "cyan", "succeeded": "green", "failed": "red", "cancelled": "yellow", "queued": "blue"}
+STATE_COLOURS = {
+    "active": "cyan",
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "queued": "blue",
+}
 
 
 class Screen(App[None]):
@@ -87,7 +93,7 @@ class Screen(App[None]):
         table = self.query_one(DataTable)
         shape = [(row.status.experiment_id, row.status.name) for row in stages]
         if shape != [(row.status.experiment_id, row.status.name) for row in self._rows]:
-            before = self._selected
+            before = self._selected_row
             table.clear()
             for row in stages:
                 table.add_row(*self._cells(row), key=f"{row.status.experiment_id}/{row.status.name}")
@@ -107,11 +113,11 @@ class Screen(App[None]):
 
     def _cells(self, row: LiveStage) -> list[Text]:
         cells = [Text(escape_control(cell)) for cell in row.cells()]
-        cells[2].stylize(COLOURS.get(row.status.state, ""))
+        cells[2].stylize(STATE_COLOURS.get(row.status.state, ""))
         return cells
 
     @property
-    def _selected(self) -> LiveStage | None:
+    def _selected_row(self) -> LiveStage | None:
         place = self.query_one(DataTable).cursor_row
         return self._rows[place] if 0 <= place < len(self._rows) else None
 
@@ -120,7 +126,7 @@ class Screen(App[None]):
         self._show_details()
 
     def _show_details(self) -> None:
-        row = self._selected
+        row = self._selected_row
         self.query_one("#below", Static).update(
             format_for_terminal("no runs yet; try: perilune quickstart")
             if row is None
@@ -144,14 +150,14 @@ class Screen(App[None]):
 
     def action_copy(self) -> None:
         """Copy the run's id to the clipboard of the machine that shows the terminal, with OSC 52."""
-        row = self._selected
+        row = self._selected_row
         if row is not None and row.status.run_id:
             self.copy_to_clipboard(row.status.run_id)
             self.notify(f"copied {row.status.run_id}")
 
     def action_cancel(self) -> None:
         """Cancel the run when x was pressed twice."""
-        row = self._selected
+        row = self._selected_row
         if row is None or row.status.state not in {"active", "queued"}:
             self.notify(
                 "no run is selected" if row is None else f"{row.status.name} is {row.status.display_state}"

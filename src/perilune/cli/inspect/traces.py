@@ -15,7 +15,7 @@ from perilune.errors import RequestError, WorkFailedError
 from perilune.plural import plural
 
 if TYPE_CHECKING:
-    from perilune.cli.inspect.recordings import Recorded
+    from perilune.cli.inspect.recordings import RecordedEpisodes
     from perilune.engine.engine import Engine
     from perilune.traces.gate import GateReport
     from perilune.traces.shrink import FailureCheck
@@ -26,7 +26,7 @@ app.command("gate", epilog="Example: perilune traces gate suite calculator/rl --
     gate_command
 )
 
-SHOWN = 10  # failed cases to print
+MAX_SHOWN = 10  # failed cases to print
 Targets = Annotated[
     list[str],
     typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="What to record: all their episode files."),
@@ -284,7 +284,7 @@ def _differing(suite: Suite, baseline: Path, names: set[str]) -> dict[str, Failu
     }
 
 
-def _print_written(suite: Suite, recorded: Recorded, *, as_json: bool) -> None:
+def _print_written(suite: Suite, recorded: RecordedEpisodes, *, as_json: bool) -> None:
     if as_json:
         cases = [case.model_dump(mode="json", exclude={"accepted"}) for case in suite.index.cases]
         print_json({"suite": str(suite.root), "cases": cases, "refused": dict(recorded.refused)})
@@ -301,12 +301,12 @@ def _print_written(suite: Suite, recorded: Recorded, *, as_json: bool) -> None:
 
 
 def _print_report(report: GateReport) -> None:
-    for one in report.failed[:SHOWN]:
+    for one in report.failed[:MAX_SHOWN]:
         echo(f"FAILED {one.case.digest[:12]} {one.episode_id}  {one.case.cause}")
         for difference in one.differences[:3]:
             echo(f"  {difference}")
-    if len(report.failed) > SHOWN:
-        echo(f"... and {len(report.failed) - SHOWN} more")
+    if len(report.failed) > MAX_SHOWN:
+        echo(f"... and {len(report.failed) - MAX_SHOWN} more")
     passed = len(report.results) - len(report.failed)
     echo(f"{passed} of {len(report.results)} cases passed ({report.mode})")
     if report.change is not None and report.recorded is not None and report.replayed is not None:
@@ -345,7 +345,7 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
         counts = {"cases": len(own), "failed": len(failed), "other_weights": len(cassettes) - len(own)}
         print_json({"mode": "exact", **counts, "results": listed})
     else:
-        for one, found in failed[:SHOWN]:
+        for one, found in failed[:MAX_SHOWN]:
             echo(f"FAILED {one.digest[:12]} {one.source.episode_id}\n  {found[0]}")
         echo(f"{len(own) - len(failed)} of {len(own)} cases have the recorded tokens (exact)")
         if len(own) < len(cassettes):

@@ -53,7 +53,7 @@ def gate_command(
         run_evaluation(find_checkpoint(name), section, fields, seed, name).summary
         for name in (checkpoint, *([against] if against else []))
     )
-    found = _found(now, others[0] if others else None, seed)
+    found = _compare_results(now, others[0] if others else None, seed)
     passed = found["change"]["high"] >= -loss
     if as_json:
         print_json({"checkpoint": checkpoint, "against": against, "loss": loss, "passed": passed, **found})
@@ -64,8 +64,8 @@ def gate_command(
         raise typer.Exit(1)
 
 
-def _found(now: Mapping[str, Any], then: Mapping[str, Any] | None, seed: int) -> dict[str, Any]:
-    """pass@1 of both sides, and the change on the tasks that both have."""
+def _compare_results(now: Mapping[str, Any], then: Mapping[str, Any] | None, seed: int) -> dict[str, Any]:
+    """Return pass@1 of both sides, and the change on their common tasks."""
     from perilune.metrics.bootstrap import paired_difference
 
     if not then:

@@ -56,7 +56,7 @@ def track(
         if not acquired:
             echo(f"{found.stage}: another process is copying to {to}")
             return
-        sink = open_sink(to, directory, _tracked(control, found))
+        sink = open_sink(to, directory, _make_tracked_run(control, found))
         steps = _copy(control, found, sink, follow=follow)
     if as_json:
         print_json({"run": found.id, "stage": found.stage, "steps": steps, "look": sink.place})
@@ -84,7 +84,7 @@ def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:
         control.reconciler.reconcile(run.id, act=False)
 
 
-def _tracked(control: Control, run: Run) -> TrackedRun:
+def _make_tracked_run(control: Control, run: Run) -> TrackedRun:
     from perilune.bundle.job import Job
     from perilune.control.queries.lookup import run_document
     from perilune.files import read_json

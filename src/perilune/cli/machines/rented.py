@@ -44,7 +44,7 @@ def machines_list(
         _fleet(control).machines(include_gone=everything), key=lambda one: one.state != "terminating"
     )
     if as_json:
-        print_json({"machines": [document(machine) for machine in machines]})
+        print_json({"machines": [machine_document(machine) for machine in machines]})
     elif machines:
         _print_table(machines)
     else:
@@ -102,9 +102,9 @@ def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
     found = _find(_fleet(control), machine)
     events = [{"time": row.time, "kind": row.kind, **row.detail} for row in machine_events(control, found)]
     if as_json:
-        print_json(document(found) | {"events": events})
+        print_json(machine_document(found) | {"events": events})
         return
-    fields = document(found)
+    fields = machine_document(found)
     echo(f"machine {found.key}: {found.state}{f' ({found.reason})' if found.reason else ''}")
     echo(f"  for        attempt {found.epoch} of run {found.run_id}")
     echo(f"  kind       {found.provider}:{found.kind} at {found.price:.4g} per hour")
@@ -148,7 +148,7 @@ def machines_reap(
             break
         time.sleep(REAP_SECONDS)
     if as_json:
-        print_json({"found": found, "terminating": [document(machine) for machine in going]})
+        print_json({"found": found, "terminating": [machine_document(machine) for machine in going]})
     else:
         for key in found:
             echo(f"{key}: was not recorded here; terminating it")
@@ -182,7 +182,7 @@ def machines_rm(
     ended = _fleet(control).reconcile(found.key)
     assert ended is not None
     if as_json:
-        print_json(document(ended))
+        print_json(machine_document(ended))
     else:
         echo(f"{ended.key}: {ended.state}")
 
@@ -301,7 +301,7 @@ def warn_about_machines(control: Control) -> None:
             echo(f"warning: machine {machine.key} is not proven gone{silent}; {costs}", err=True)
 
 
-def document(machine: Machine) -> dict[str, Any]:
+def machine_document(machine: Machine) -> dict[str, Any]:
     """Return a machine as JSON."""
     from perilune.control.machines.budget import accrued_cost, max_total_cost
 
@@ -351,7 +351,7 @@ def _print_table(machines: Sequence[Machine]) -> None:
     for name in ("machine", "kind", "state", "age", "cost", "at most", "note"):
         table.add_column(name, no_wrap=name != "note")
     for machine in machines:
-        fields = document(machine)
+        fields = machine_document(machine)
         kind, age = f"{machine.provider}:{machine.kind}", _age(machine)
         costs = (f"{fields['cost']:.4g}", f"{fields['promised']:.4g}")
         notes = [*([machine.reason] if machine.reason else []), *fields["conditions"]]

@@ -68,7 +68,7 @@ def set_secret(
     if not name.isidentifier() or not name.isascii():
         raise RequestError(f"'{name}' is not a valid name", remedy="use letters, digits and _")
     if keyring:
-        store_in_keyring(service, name, _asked(name))
+        store_in_keyring(service, name, _prompt_value(name))
     write_sources({**sources, name: source})
     echo(f"{name}: {source}")
 
@@ -84,7 +84,7 @@ def forget(name: NameArgument) -> None:
     write_sources({other: source for other, source in sources.items() if other != name})
 
 
-def _asked(name: str) -> str:
+def _prompt_value(name: str) -> str:
     value = (
         str(typer.prompt(name, hide_input=True)) if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
     )

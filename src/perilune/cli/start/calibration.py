@@ -1,7 +1,7 @@
 """The speed of this machine: measured by `perilune doctor`, kept in the home, used by `perilune run --plan`.
 
-Work with a model takes a constant time and a time for each token, and both grow with the model. What a stage
-takes beside that is measured on the stages of a small recipe.
+Work with a model takes a constant time and a time for each token, and both grow with the model. The overhead
+of stages is measured on a small recipe.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Seconds that stages take beside the work with the model.
+    """Seconds that stages take in addition to the work with the model.
 
     Attributes:
-        stages: of a whole stage beside its steps, by task: its process, imports, files and checks.
+        stages: of a whole stage without its steps, by task: its process, imports, files and checks.
         step: of a step of reinforcement learning, for its metrics and checks.
         turn: of each sampled answer, for its episode; without the scorer's process.
         memory: peak bytes of a stage with little work, by task.
@@ -283,7 +283,7 @@ def _time_steps(step: Callable[[], object], seconds: float, clock: Callable[[], 
 
 
 def measure_overhead() -> Overhead:
-    """Run a small recipe in a home of its own, and measure what its stages take beside the work.
+    """Run a small recipe in a home of its own, and measure the overhead of its stages.
 
     Raises:
         WorkFailedError: when the recipe fails.

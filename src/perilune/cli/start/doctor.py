@@ -88,13 +88,13 @@ def doctor(
         show(diagnosis, Console())
         if calibrated:
             Console().print(
-                f"The estimates of perilune run --plan are calibrated{_busy(load)}.", highlight=False
+                f"The estimates of perilune run --plan are calibrated{_load_warning(load)}.", highlight=False
             )
     if not diagnosis.usable:
         raise typer.Exit(1)
 
 
-def _busy(load: float) -> str:
+def _load_warning(load: float) -> str:
     from perilune.bundle.machine import usable_threads
 
     if load < BUSY_SHARE * usable_threads():

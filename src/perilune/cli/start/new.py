@@ -19,7 +19,7 @@ Task = Literal["sft", "rl", "preference"]
 TEACHERS = {"calculator": "calculator", "open_spiel": "open_spiel", "planning": "planning", "tools": "tools"}
 PRESETS = get_args(Preset)
 
-HEAD = """\
+TEMPLATE = """\
 # {name}: {title}.
 #
 #   perilune run {name}.yaml --plan    show what each stage does, with memory and token counts
@@ -32,11 +32,11 @@ model:
   {model}
 {environment}stages:
 """
-BEFORE = """\
+BEFORE_STAGE = """\
   # The model before training, on held-out tasks.
   - {name: before, task: evaluate, checkpoint: model, tasks: 64, max_tokens: 256}
 """
-AFTER = """\
+AFTER_STAGE = """\
   # The same held-out tasks after training; the report shows the difference with its interval.
   - {name: after, task: evaluate, checkpoint: TRAINED, tasks: 64, max_tokens: 256}
 """
@@ -71,9 +71,9 @@ STAGES: dict[str, tuple[str, str, str]] = {  # task: title, stages, the stage th
     ),
 }
 
-EPOCHS = {"sft": 3, "preference": 1}
-ROWS = 16  # of a step
-NEW_STEPS = 300  # at least, of a new model, which has to learn to write first
+DEFAULT_EPOCHS = {"sft": 3, "preference": 1}
+DEFAULT_ROWS = 16  # of a step
+NEW_MODEL_STEPS = 300  # at least, of a new model, which has to learn to write first
 OWN_STAGES = {  # from the user's own data
     "sft": (
         "supervised fine-tuning on {data}",
@@ -136,31 +136,31 @@ def new(
     perilune new sums --model tiny --environment calculator --task sft
     perilune new chats --model Qwen/Qwen3-0.6B --from chats.jsonl
     """
-    name = _asked(name, "NAME", "name of the experiment", "mine").removesuffix(".yaml")
+    name = _ask_missing(name, "NAME", "name of the experiment", "mine").removesuffix(".yaml")
     path = Path(f"{name}.yaml")
     if path.exists():
         raise RequestError("the file exists", where=str(path), remedy="another NAME, or remove the file")
-    model = _asked(
+    model = _ask_missing(
         model, "--model", f"model: a folder, a cached model id, or one of {', '.join(PRESETS)}", "tiny"
     )
     if data:
-        parts = _own_parts(data, task, is_new=model in PRESETS)
+        parts = _data_parts(data, task, is_new=model in PRESETS)
     else:
-        environment = _asked(
+        environment = _ask_missing(
             environment, "--environment", "environment (perilune environments list)", "calculator"
         )
-        chosen = _asked(task or "", "--task", f"task: {', '.join(get_args(Task))}", "rl")
+        chosen = _ask_missing(task or "", "--task", f"task: {', '.join(get_args(Task))}", "rl")
         if chosen not in STAGES:
             raise RequestError(f"no task '{chosen}'", where="--task", remedy=f"one of: {', '.join(STAGES)}")
         parts = STAGES[chosen]
     section = environment_section(environment, settings) if environment else {}
-    text = _recipe(name, model, section, parts)
+    text = _render_recipe(name, model, section, parts)
     _check(text, path)
     path.write_text(text, encoding="utf-8")
     echo(f"wrote {path}\n  next: perilune run {path} --plan")
 
 
-def _asked(given: str, option: str, question: str, default: str) -> str:
+def _ask_missing(given: str, option: str, question: str, default: str) -> str:
     """Return the given value, else the answer to a prompt in the terminal."""
     if given:
         return given
@@ -169,7 +169,7 @@ def _asked(given: str, option: str, question: str, default: str) -> str:
     return str(typer.prompt(question, default=default, err=True)).strip()
 
 
-def _own_parts(path: str, task: Task | None, *, is_new: bool) -> tuple[str, str, str]:
+def _data_parts(path: str, task: Task | None, *, is_new: bool) -> tuple[str, str, str]:
     """Return the title, the stages and the training stage for the user's own data, from its first row."""
     from perilune.data.sources import read_first_row, read_rows
 
@@ -179,8 +179,10 @@ def _own_parts(path: str, task: Task | None, *, is_new: bool) -> tuple[str, str,
             f"the rows of {path} are for task {guessed}", where="--task", remedy="leave it out"
         )
     rows = sum(1 for _ in read_rows(Path(path)))
-    batch = min(ROWS, rows)
-    steps = max(ceil(EPOCHS[guessed] * rows / batch), NEW_STEPS if is_new and guessed == "sft" else 1)
+    batch = min(DEFAULT_ROWS, rows)
+    steps = max(
+        ceil(DEFAULT_EPOCHS[guessed] * rows / batch), NEW_MODEL_STEPS if is_new and guessed == "sft" else 1
+    )
     data = json.dumps(path if "." in path or "/" in path else f"./{path}")
     epochs = f"{steps * batch / rows:.3g}"
     values = {"data": data, "rows": rows, "batch": batch, "steps": steps, "epochs": epochs}
@@ -188,7 +190,7 @@ def _own_parts(path: str, task: Task | None, *, is_new: bool) -> tuple[str, str,
     return title.format(**values), (NEW_MODEL[guessed] if is_new else "") + stages.format(**values), trained
 
 
-def _recipe(name: str, model: str, environment: dict[str, Any], parts: tuple[str, str, str]) -> str:
+def _render_recipe(name: str, model: str, environment: dict[str, Any], parts: tuple[str, str, str]) -> str:
     """Return the text of the recipe. A JSON value is also a YAML value."""
     title, stages, trained = parts
     source = f"preset: {model}  # a new model" if model in PRESETS else f"path: {json.dumps(model)}"
@@ -197,10 +199,10 @@ def _recipe(name: str, model: str, environment: dict[str, Any], parts: tuple[str
     section = f"environment:{section}\n" if section else ""
     if rewards:
         section += f"rewards: {json.dumps(rewards)}\n"
-    body = BEFORE + stages + AFTER if environment else stages
+    body = BEFORE_STAGE + stages + AFTER_STAGE if environment else stages
     teacher = TEACHERS.get(environment.get("id", ""), "gold")
     body = body.replace("TEACHER", teacher).replace("TRAINED", trained)
-    return HEAD.format(name=name, title=title, model=source, environment=section) + body
+    return TEMPLATE.format(name=name, title=title, model=source, environment=section) + body
 
 
 def _check(text: str, path: Path) -> None:

@@ -224,7 +224,7 @@ def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _print_estimates(console: Console, stages: Sequence[Mapping[str, Any]]) -> None:
-    """Print how long the stages took and how much memory, beside the estimates, if there are any."""
+    """Print the time and the memory of the stages next to their estimates, if there are any."""
     timed = [one for one in stages if one["estimated"] and one["seconds"]]
     if not timed:
         return

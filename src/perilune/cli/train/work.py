@@ -21,7 +21,7 @@ Work = dict[str, float]
 
 
 def count_work(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0.0) -> Work | None:
-    """Return the work of a stage beside its start; None if it is of a kind that is not counted.
+    """Count the work of a stage without its start; None for tasks that are not counted.
 
     Args:
         lengths: of its episodes, or of the rows that it trains on.
