@@ -68,7 +68,7 @@ class Taps(Projection):
         super().__init__()
         self._conv = conv
 
-    def joined(self) -> tuple[Tensor, Tensor | None]:
+    def stack_parts(self) -> tuple[Tensor, Tensor | None]:
         """float[O, K I] of a convolution; float[S O, K / S I] of a transposed one with stride S."""
         weight, bias = self._conv.weight, self._conv.bias
         if isinstance(self._conv, nn.Conv1d):
