@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perilune.environments.adapters.independent_checks import DOUBTED
+from perilune.environments.adapters.independent_checks import UNRELIABLE_FAMILIES
 from perilune.environments.core.registry import environment_families
 from perilune.verifiers.audit import Audit, Finding, audit_reward
 from recipe_runs import HERE, document, write
@@ -42,9 +42,9 @@ ABOUT = (
     "An output counts as wrong if it cannot be right for any task, or if a second checker rejects it. "
     "This checker shares no code with the scorer. The audit skips truncated answers, because a shipped "
     "scorer cannot recognise them.\n\n"
-    f"In {len(DOUBTED)} families the audit found the full reward for wrong answers. In these families a "
-    "recipe now gives no reward to an answer that the second checker rejects. Their grade A means that "
-    "recipes apply this rule. It does not mean that the checker is right."
+    f"In {len(UNRELIABLE_FAMILIES)} families the audit found the full reward for wrong answers. In these "
+    "families a recipe now gives no reward to an answer that the second checker rejects. Their grade A means "
+    "that recipes apply this rule. It does not mean that the checker is right."
 )
 
 

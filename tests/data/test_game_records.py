@@ -16,7 +16,7 @@ from perilune.data.generators import (
 )
 from perilune.data.records import deduplicate, read_records, write_records
 from perilune.environments import KeyedRandom, Transcript, make_environment
-from perilune.environments.core.replay import agent_conversations
+from perilune.environments.core.replay import replay_agent_conversations
 from perilune.errors import RequestError
 from perilune.games.open_spiel_match import Match
 from perilune.games.teachers import BEST, make_game_teacher
@@ -41,7 +41,7 @@ def collect_games(about, count, seed=0, strategies=None, **options):
     found = verify_candidates(
         islice(teacher_candidates(teacher, environment, seed), count),
         lambda pairs: [environment.score(task, transcript) for task, transcript in pairs],
-        environment=environment.id, seed=seed, converse=partial(agent_conversations, environment),
+        environment=environment.id, seed=seed, converse=partial(replay_agent_conversations, environment),
         provenance=provenance_of(teacher, about, options=options),
     )  # fmt: skip
     kept, rejected = [], []

@@ -52,5 +52,5 @@ def runner(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monk
     for name in set(sys.modules) - known:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(tmp_path):
             del sys.modules[name]
-    for cached in (plugin_names, load_plugin, environments._factories, teachers._list_classes):
+    for cached in (plugin_names, load_plugin, environments._list_factories, teachers._list_classes):
         cached.cache_clear()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from perilune.environments import AgentTurn, Programs, together
+from perilune.environments import AgentTurn, Programs, gather
 from perilune.environments.core.agents import RemainingTurns
 
 
@@ -48,7 +48,7 @@ def test_close_ends_unfinished_programs():
 
 
 def test_together_returns_results_in_order_of_programs():
-    running = together([speak("0", 2), speak("1", 1), speak("2", 0)])
+    running = gather([speak("0", 2), speak("1", 1), speak("2", 0)])
     assert [turn.agent for turn in next(running)] == ["0", "1"]
     assert [turn.agent for turn in running.send(["a", "x"])] == ["0"]
     try:

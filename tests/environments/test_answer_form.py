@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.environments.adapters.answer_form import well_formed
+from perilune.environments.adapters.answer_form import is_well_formed
 
 EVALUATED = (
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
@@ -22,12 +22,12 @@ POWERS = ("9**9**9", "2**999", "9**(9)**9", "2**(10)**(10)", "E**E**9", "x**100"
 @pytest.mark.parametrize("family", EVALUATED)
 @pytest.mark.parametrize("text", [*CODE, *POWERS])
 def test_well_formed_rejects_code_and_nested_powers(family, text):
-    assert not well_formed(family, text, None)
+    assert not is_well_formed(family, text, None)
 
 
 @given(st.text(alphabet="x1+-*/() ", max_size=60))
 def test_well_formed_expressions_contain_only_numbers_and_operators(text):
-    if well_formed("countdown", text, None):
+    if is_well_formed("countdown", text, None):
         assert set(text) <= set("0123456789+-*/() ") and "**" not in text
 
 
@@ -36,7 +36,7 @@ def test_well_formed_rejects_long_hostile_text_quickly(family):
     for part in ("1", "1 ", "x*", "Q ", "(", "2**", "sin(", "E**("):
         text = part * (4000 // len(part)) + "!"
         begun = time.process_time()
-        assert not well_formed(family, text, None)
+        assert not is_well_formed(family, text, None)
         assert time.process_time() - begun < 0.3
 
 
@@ -70,4 +70,4 @@ def test_well_formed_rejects_long_hostile_text_quickly(family):
     ],
 )
 def test_well_formed_checks_answer_form_of_family(family, answer, gold, expected):
-    assert well_formed(family, answer, gold) is expected
+    assert is_well_formed(family, answer, gold) is expected

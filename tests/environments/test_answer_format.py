@@ -71,7 +71,7 @@ def test_parse_rejects_ambiguous_answers(name: str, text: str, answer: str | Non
 @pytest.mark.parametrize("name", FORMATS)
 def test_parse_finds_no_answer_in_instruction(name: str) -> None:
     form = FORMATS[name]
-    quoted = form.all_marked(form.instruction)
+    quoted = form.distinct_answers(form.instruction)
     assert form.parse(form.instruction, quoted) is None
     if form.before and name != "after_think":
         assert quoted == {"your answer"}

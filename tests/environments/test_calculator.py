@@ -7,7 +7,7 @@ import pytest
 from perilune.data.generators import make_teacher, verify_candidates
 from perilune.environments import Score, Transcript, make_environment
 from perilune.environments.builtin.calculator import calculate
-from perilune.environments.core.replay import agent_conversations, conversation
+from perilune.environments.core.replay import replay_agent_conversations, replay_conversation
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.models.text.turns import encode_conversations
 
@@ -59,7 +59,7 @@ def test_calculator_teacher_writes_episodes_with_environment_messages(calculator
     tasks = list(islice(calculator.tasks("train", 0), 60))
     teacher = make_teacher("calculator", {"calculator": 0.5, "guess": 0.5})
     score = lambda pairs: [calculator.score(*pair) for pair in pairs]  # noqa: E731
-    converse = lambda *pair: agent_conversations(calculator, *pair)  # noqa: E731
+    converse = lambda *pair: replay_agent_conversations(calculator, *pair)  # noqa: E731
     candidates = teacher.candidates(tasks, 0)
     records = list(verify_candidates(candidates, score, environment="calculator", seed=0, converse=converse))
     assert {record.source for record in records} == {"calculator/calculator", "calculator/guess"}
@@ -85,4 +85,4 @@ def test_conversation_rejects_actions_after_end(calculator):
     (task,) = islice(calculator.tasks("train", 0), 1)
     answer = task.data["actions"][-1]
     with pytest.raises(ValueError, match="done before action 2"):
-        conversation(calculator, task, Transcript(answer, earlier=(answer,)))
+        replay_conversation(calculator, task, Transcript(answer, earlier=(answer,)))

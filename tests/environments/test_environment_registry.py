@@ -39,13 +39,13 @@ class ThirdParty:
 def test_registry_loads_environment_from_entry_point(monkeypatch):
     point = importlib.metadata.EntryPoint("third_party", f"{__name__}:ThirdParty", registry.ENVIRONMENT_GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [point])
-    registry._factories.cache_clear()
+    registry._list_factories.cache_clear()
     try:
         assert {"reasoning_gym", "third_party"} < set(environment_ids())
         assert environment_spec("third_party") is None
         assert make_environment({"id": "third_party", "size": 3}).spec == {"id": "third_party", "size": 3}
     finally:
-        registry._factories.cache_clear()
+        registry._list_factories.cache_clear()
 
 
 def test_make_environment_loads_factory_by_path():

@@ -6,9 +6,9 @@ from itertools import islice
 import pytest
 
 from perilune.environments import Transcript, make_environment
-from perilune.environments.builtin.instructions.constraints import KINDS, is_sound, sentences
-from perilune.environments.builtin.instructions.environment import check
-from perilune.environments.builtin.instructions.second_opinion import satisfies
+from perilune.environments.builtin.instructions.constraints import KINDS, count_sentences, is_sound
+from perilune.environments.builtin.instructions.environment import check_constraints
+from perilune.environments.builtin.instructions.second_opinion import satisfies_request
 from perilune.environments.builtin.instructions.vocabulary import LANGUAGES, TOPICS
 from perilune.errors import RequestError
 
@@ -85,11 +85,11 @@ def data(kind, params, topic="bees"):
 )
 def test_constraint_check_matches_labels_and_second_opinion(kind, params, good, bad) -> None:
     for text in good:
-        assert KINDS[kind].holds(text, params), text
-        assert satisfies(data(kind, params), text), text
+        assert KINDS[kind].is_satisfied(text, params), text
+        assert satisfies_request(data(kind, params), text), text
     for text in bad:
-        assert not KINDS[kind].holds(text, params), text
-        assert not satisfies(data(kind, params), text), text
+        assert not KINDS[kind].is_satisfied(text, params), text
+        assert not satisfies_request(data(kind, params), text), text
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -98,9 +98,11 @@ def test_language_check_distinguishes_languages(language: str) -> None:
         word = TOPICS["bees"][place]
         text = " ".join(line.format(topic=word) for line in lines)
         asked = {"language": language, "word": word}
-        assert KINDS["language"].holds(text, asked) == (other == language), text
-        assert satisfies(data("language", asked), text) == (other == language)
-    assert not KINDS["language"].holds(f"{BEES} Many of them are in the garden.", {"language": language})
+        assert KINDS["language"].is_satisfied(text, asked) == (other == language), text
+        assert satisfies_request(data("language", asked), text) == (other == language)
+    assert not KINDS["language"].is_satisfied(
+        f"{BEES} Many of them are in the garden.", {"language": language}
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,19 +125,19 @@ def test_language_check_distinguishes_languages(language: str) -> None:
 def test_is_sound_rejects_texts_that_do_not_answer(text: str) -> None:
     assert is_sound(BEES, REQUEST, "bee", 60)
     assert not is_sound(text, REQUEST, "bee", 60)
-    assert not satisfies(data("no_commas", {}), text)
+    assert not satisfies_request(data("no_commas", {}), text)
 
 
 def test_mathematical_letters_count_as_plain_letters() -> None:
     bold = "".join(chr(ord(letter) - ord("A") + 0x1D400) if letter.isupper() else letter for letter in BEES)
     asked = data("lowercase", {})
-    assert check(asked, BEES.lower()) == {"lowercase": 1.0, "sound": 1.0}
-    assert check(asked, bold)["lowercase"] == 0.0 and not satisfies(asked, bold)
+    assert check_constraints(asked, BEES.lower()) == {"lowercase": 1.0, "sound": 1.0}
+    assert check_constraints(asked, bold)["lowercase"] == 0.0 and not satisfies_request(asked, bold)
 
 
 def test_sentences_are_counted() -> None:
     counted = {"One. Two? Three!": 3, "One... two": 2, "No end": 1, "At 3.5 miles.": 1, "": 0, "...": 0}
-    assert {text: sentences(text) for text in counted} == counted
+    assert {text: count_sentences(text) for text in counted} == counted
 
 
 def test_every_request_has_correct_answer_and_splits_are_disjoint() -> None:

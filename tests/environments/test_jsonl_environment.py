@@ -11,8 +11,8 @@ import pytest
 from perilune.bundle.freeze import freeze
 from perilune.bundle.workspace import Workspace
 from perilune.environments import Failure, Transcript, make_environment
-from perilune.environments.builtin.jsonl_index import HeldOut, indexed
-from perilune.environments.core.matching import last_number, matches
+from perilune.environments.builtin.jsonl_index import HeldOut, load_index
+from perilune.environments.core.matching import find_last_number, matches
 from perilune.errors import RequestError
 from perilune.recipe.load import load_recipe
 from perilune.recipe.schema import build_job
@@ -152,8 +152,11 @@ def test_first_row_of_equal_prompts_is_kept(tmp_path, caplog):
         kept = make_environment(section)
     assert sum(kept.settings().values()) == 21
     (warning,) = [record.getMessage() for record in caplog.records]
-    index = indexed(str(folder), "number", "drop", HeldOut())
-    pairs = [(index.place(again)[-9:], index.place(first)[-10:]) for again, first in index.repeated()]
+    index = load_index(str(folder), "number", "drop", HeldOut())
+    pairs = [
+        (index.location(again)[-9:], index.location(first)[-10:])
+        for again, first in index.find_repeated_prompts()
+    ]
     assert pairs[0] == ("b.jsonl:1", "a.jsonl:19") and pairs[2] == ("b.jsonl:4", "a.jsonl:19")
     assert warning.startswith("left out 5 invalid rows of 26")
     assert "b.jsonl:1: has the same" in warning and "a.jsonl:19" in warning
@@ -228,7 +231,7 @@ def test_unreadable_and_empty_files_are_rejected(tmp_path):
 def test_match_rules_compare_answers(match, answer, right, wrong):
     assert [matches(match, one, answer) for one in right] == [True] * len(right)
     assert [matches(match, one, answer) for one in wrong] == [False] * len(wrong)
-    assert last_number("0" * 200) is None
+    assert find_last_number("0" * 200) is None
 
 
 def test_truncated_answer_earns_nothing(section):

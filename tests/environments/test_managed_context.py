@@ -8,7 +8,7 @@ import pytest
 from perilune.environments import KeyedRandom, MultiTurn, Task, Transcript, ask, end_episode
 from perilune.environments.core.managed_context import ContextSettings, ManagedContext
 from perilune.environments.core.protocol import Observation, Score
-from perilune.environments.core.replay import agent_conversations
+from perilune.environments.core.replay import replay_agent_conversations
 from perilune.errors import RequestError
 
 
@@ -108,7 +108,7 @@ def test_each_action_has_loss_weight_in_one_context_only(rule: str) -> None:
     environment = ManagedContext(Echo(), ContextSettings(rule=rule, above=60, last=1))  # type: ignore[arg-type]
     actions = ["a", "b", "c", "d", "done"]
     transcript = Transcript(actions[-1], earlier=tuple(actions[:-1]))
-    found = agent_conversations(environment, next(environment.tasks("train", 0)), transcript)
+    found = replay_agent_conversations(environment, next(environment.tasks("train", 0)), transcript)
     assert len(found) > 1
     replies = [one for messages in found.values() for one in messages if one["role"] == "assistant"]
     assert [one["content"] for one in replies if one.get("weight", 1)] == actions

@@ -24,7 +24,7 @@ from perilune.environments import (
     end_episode,
     make_environment,
 )
-from perilune.environments.core.mixture import environment_name, part_of
+from perilune.environments.core.mixture import environment_name, find_part
 from perilune.environments.core.registry import file_fields, part_sections
 from perilune.errors import RequestError
 from perilune.verifiers import Scorer
@@ -116,7 +116,7 @@ def test_mixture_task_equals_task_of_part_except_id_prefix() -> None:
             assert environment.is_right(task, gold) is own.is_right(expected, gold)
             assert environment.reference_answer(task) == own.reference_answer(expected)
             assert environment_name(environment, task) == f"mixture/{name}"
-            assert part_of(environment, task).id == own.id and part_of(own, expected) is own
+            assert find_part(environment, task).id == own.id and find_part(own, expected) is own
 
 
 def test_finite_part_repeats_no_task_within_epoch() -> None:
@@ -173,8 +173,8 @@ def test_each_part_uses_own_prompting_and_rewards() -> None:
     tasks = {task.task_id.partition("/")[0]: task for task in islice(environment.tasks("train", 0), 20)}
     assert tasks["letters"].prompt[0] == {"role": "system", "content": "Count."}
     assert "boxed" in tasks["letters"].prompt[-1]["content"]
-    assert part_of(environment, tasks["letters"]).stop_texts == ("}",)
-    assert not getattr(part_of(environment, tasks["sums"]), "stop_texts", ())
+    assert find_part(environment, tasks["letters"]).stop_texts == ("}",)
+    assert not getattr(find_part(environment, tasks["sums"]), "stop_texts", ())
     assert environment.gold(tasks["letters"]).text.startswith("\\boxed{")
     scored = environment.score(tasks["sums"], environment.gold(tasks["sums"]))
     assert scored.reward == 2.5 and scored.metrics["gold"] == 1.0

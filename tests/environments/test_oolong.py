@@ -14,7 +14,7 @@ from perilune.data.generators.oolong import write_notes
 from perilune.environments import Transcript, make_environment
 from perilune.environments.builtin.oolong import compact, natural
 from perilune.environments.builtin.oolong.natural import LABELS
-from perilune.environments.builtin.oolong.questions import Question, evaluate
+from perilune.environments.builtin.oolong.questions import Question, compute_answer
 from perilune.environments.builtin.oolong.records import Record
 from perilune.environments.builtin.oolong.second_opinion import answer_by_reading
 from perilune.environments.builtin.oolong.settings import OolongSettings
@@ -23,14 +23,14 @@ from perilune.environments.builtin.oolong.tasks import (
     direct_prompt,
     draw_tasks,
     gold,
-    gold_of_part,
+    gold_for_lines,
     line_labels,
     question,
     score_answer,
 )
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.environments.core.long_context import glimpse_of
-from perilune.environments.core.splits import split_of
+from perilune.environments.core.long_context import make_glimpse
+from perilune.environments.core.splits import assign_split
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.conformance import check_environment
@@ -104,7 +104,7 @@ LINES = [
     ],
 )
 def test_evaluate_on_seven_lines(asked, answer):
-    assert evaluate(asked, LINES) == answer
+    assert compute_answer(asked, LINES) == answer
 
 
 def test_context_is_regenerated_from_small_task_data():
@@ -164,7 +164,7 @@ def test_questions_of_one_context_are_consecutive_and_distinct():
     seeds = [data["seed"] for _, data in tasks]
     assert seeds == sorted(seeds, key=seeds.index) and 10 <= len(set(seeds)) <= 12
     assert len({question(data) for _, data in tasks[:4]}) == 4
-    assert all(split_of(task_id) == "heldout" for task_id, _ in draw(20, "heldout", questions=5))
+    assert all(assign_split(task_id) == "heldout" for task_id, _ in draw(20, "heldout", questions=5))
     same, others = dict(draw(40)), dict(draw(40, kinds=("temporal",)))
     assert same.keys() & others.keys() != same.keys()  # the same contexts, and some of the same questions
     assert all(same[task_id] == others[task_id] for task_id in same.keys() & others.keys())
@@ -175,11 +175,11 @@ def test_gold_of_part_matches_reading_of_part(style):
     for find in ("count", "compare"):
         data = task_data_for(find, style)
         lines = list(context_lines(data))
-        assert gold_of_part(data, 0, len(lines)) == gold(data)
-        assert gold_of_part(data, 8, 20) == answer_by_reading(style, lines[8:20], question(data))
+        assert gold_for_lines(data, 0, len(lines)) == gold(data)
+        assert gold_for_lines(data, 8, 20) == answer_by_reading(style, lines[8:20], question(data))
     everything = {**task_data_for("count", style), "question": asdict(Question("count", 2))}
     label = (compact if style == "compact" else natural).LABELS[2]
-    assert str(list(line_labels(everything)).count(label)) == gold_of_part(everything, 0, 10**9)
+    assert str(list(line_labels(everything)).count(label)) == gold_for_lines(everything, 0, 10**9)
 
 
 def test_users_are_zipf_distributed_and_labels_vary():
@@ -288,7 +288,7 @@ def script(task, strategy):
 def test_teacher_notes_cover_relevant_lines():
     records = ["c3du", "c3he", "d1du", "e3fe"]
     lines = [Record(301, 3, 0, 0), Record(302, 3, 1, 0), Record(401, 1, 0, 0), Record(501, 3, 0, 1)]
-    assert [compact.line(one) for one in lines] == records
+    assert [compact.render_line(one) for one in lines] == records
     for asked, notes in (
         (Question("count", 0), "ABAA"),
         (Question("most", user=3), "ABA"),
@@ -340,6 +340,6 @@ def test_glimpse_matches_whole_context(style: str) -> None:
     assert task.prompt == () and replace(task, prompt=next(environment.tasks("train", 0)).prompt) == next(
         environment.tasks("train", 0)
     )
-    whole, glimpse = glimpse_of(environment.context(task)), environment.glimpse(task)
+    whole, glimpse = make_glimpse(environment.context(task)), environment.glimpse(task)
     assert (glimpse.lines, glimpse.first) == (whole.lines, whole.first) == (40, whole.first)
     assert glimpse.characters() == whole.characters() == len(environment.context(task))

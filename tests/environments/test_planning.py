@@ -14,14 +14,14 @@ from perilune.data.generators import make_teacher, verify_candidates
 from perilune.data.records import TraceRecord
 from perilune.environments import Score, Transcript, make_environment
 from perilune.environments.builtin.planning import compact, words
-from perilune.environments.builtin.planning.constraints import TERMS, interest, judge
+from perilune.environments.builtin.planning.constraints import TERMS, check_plan, total_interest
 from perilune.environments.builtin.planning.draw import draw_trip
-from perilune.environments.builtin.planning.optimum import best_plan, by_cpsat, by_sets
-from perilune.environments.builtin.planning.second_opinion import works
+from perilune.environments.builtin.planning.optimum import find_best_plan, solve_by_cpsat, solve_by_sets
+from perilune.environments.builtin.planning.second_opinion import is_valid_plan
 from perilune.environments.builtin.planning.tasks import trip_digest
-from perilune.environments.builtin.planning.trip import Place, Trip, Visit, Window, travel
+from perilune.environments.builtin.planning.trip import Place, Trip, Visit, Window, travel_steps
 from perilune.environments.builtin.planning.trip_settings import TripSettings
-from perilune.environments.core.replay import agent_conversations
+from perilune.environments.core.replay import replay_agent_conversations
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.conformance import check_environment
@@ -53,7 +53,7 @@ def drawn_trips(draw, **limits):
 
 
 def broken_terms(trip, plan):
-    return {name for name, holds in judge(trip, plan).items() if not holds}
+    return {name for name, holds in check_plan(trip, plan).items() if not holds}
 
 
 def every_plan(trip):
@@ -68,14 +68,19 @@ def every_plan(trip):
 @settings(max_examples=60, deadline=None)
 def test_planted_and_best_plans_are_accepted_in_each_style(made, style):
     trip, planted = made
-    best = best_plan(trip, 1.0)
-    assert best.proven and interest(trip, best.plan) == best.interest >= interest(trip, planted)
+    best = find_best_plan(trip, 1.0)
+    assert best.is_proven and total_interest(trip, best.plan) == best.interest >= total_interest(
+        trip, planted
+    )
     writing = STYLES[style]
     for plan in (planted, best.plan):
         assert not broken_terms(trip, plan)
-        for text in (writing.write(trip, plan), writing.working(trip, plan) + writing.write(trip, plan)):
-            assert list(writing.read(text)) == list(plan)
-            assert works(trip.to_json(), style, text)
+        for text in (
+            writing.write_plan(trip, plan),
+            writing.write_working(trip, plan) + writing.write_plan(trip, plan),
+        ):
+            assert list(writing.read_plan(text)) == list(plan)
+            assert is_valid_plan(trip.to_json(), style, text)
 
 
 @pytest.mark.thorough
@@ -85,17 +90,17 @@ def test_verifier_and_solvers_match_brute_force_over_plans(made, poorer, more):
     trip = replace(made[0], budget=max(0, made[0].budget - poorer), visits=made[0].visits + more // 3)
     good = []
     for plan in every_plan(trip):
-        text = compact.write(trip, plan)
+        text = compact.write_plan(trip, plan)
         accepted = not broken_terms(trip, plan)
-        assert works(trip.to_json(), "compact", text) == accepted
+        assert is_valid_plan(trip.to_json(), "compact", text) == accepted
         if accepted:
-            good.append(interest(trip, plan))
-    for found in (by_sets(trip), by_cpsat(trip, 1.0)):
+            good.append(total_interest(trip, plan))
+    for found in (solve_by_sets(trip), solve_by_cpsat(trip, 1.0)):
         if found is None:
             assert not good
         else:
             assert not broken_terms(trip, found.plan)
-            assert found.proven and max(good) == found.interest == interest(trip, found.plan)
+            assert found.is_proven and max(good) == found.interest == total_interest(trip, found.plan)
 
 
 @pytest.mark.thorough
@@ -103,7 +108,7 @@ def test_verifier_and_solvers_match_brute_force_over_plans(made, poorer, more):
 @settings(max_examples=25, deadline=None)
 def test_both_solvers_find_plans_of_equal_interest(made, poorer, more):
     trip = replace(made[0], budget=max(0, made[0].budget - poorer), visits=made[0].visits + more)
-    sets, solver = by_sets(trip), by_cpsat(trip, 1.0)
+    sets, solver = solve_by_sets(trip), solve_by_cpsat(trip, 1.0)
     assert (sets is None) == (solver is None)
     if sets is not None:
         assert sets.interest == solver.interest == solver.bound
@@ -139,11 +144,11 @@ THREE = {
 def test_both_solvers_respect_every_constraint(trip, places, best):
     made = tuple(replace(place, **places.get(name, {})) for name, place in THREE.items())
     tight = replace(Trip(1, 12, 12, 1, made), **trip)
-    good = [interest(tight, plan) for plan in every_plan(tight) if not broken_terms(tight, plan)]
+    good = [total_interest(tight, plan) for plan in every_plan(tight) if not broken_terms(tight, plan)]
     assert max(good, default=None) == best
-    for found in (by_sets(tight), by_cpsat(tight, 1.0)):
+    for found in (solve_by_sets(tight), solve_by_cpsat(tight, 1.0)):
         assert (found and found.interest) == best
-        assert found is None or (found.proven and not broken_terms(tight, found.plan))
+        assert found is None or (found.is_proven and not broken_terms(tight, found.plan))
 
 
 TRIP = Trip(
@@ -183,8 +188,8 @@ def test_plan_that_breaks_constraint_fails_only_its_term(name, change, plan):
     assert not broken_terms(TRIP, PLAN)
     trip = replace(TRIP, **change)
     assert broken_terms(trip, plan) == {name}
-    assert not works(trip.to_json(), "compact", compact.write(trip, plan))
-    assert not works(trip.to_json(), "words", words.write(trip, plan))
+    assert not is_valid_plan(trip.to_json(), "compact", compact.write_plan(trip, plan))
+    assert not is_valid_plan(trip.to_json(), "words", words.write_plan(trip, plan))
 
 
 @given(drawn_trips())
@@ -192,14 +197,14 @@ def test_plan_that_breaks_constraint_fails_only_its_term(name, change, plan):
 def test_tightened_trip_breaks_only_tightened_term(made):
     trip, plan = made
     last = plan[-1]
-    place = trip.place(last.name)
+    place = trip.find_place(last.name)
     others = tuple(one for one in trip.places if one is not place)
     end = last.start + place.stay
 
     def with_place(**changes):
         return replace(trip, places=(*others, replace(place, **changes)))
 
-    assert broken_terms(replace(trip, budget=sum(trip.place(v.name).price for v in plan) - 1), plan) == {
+    assert broken_terms(replace(trip, budget=sum(trip.find_place(v.name).price for v in plan) - 1), plan) == {
         "budget"
     }
     assert broken_terms(replace(trip, visits=len(plan) + 1), plan) == {"visits"}
@@ -207,7 +212,10 @@ def test_tightened_trip_breaks_only_tightened_term(made):
     assert broken_terms(with_place(opens=last.start + 1), plan) == {"hours"}
     assert broken_terms(with_place(window=Window(last.day, last.start + 1, 99)), plan) == {"window"}
     assert broken_terms(with_place(at=(99, 0), opens=0), plan) >= {"travel", "day"}
-    latest = max(v.start + trip.place(v.name).stay + travel(trip.place(v.name).at, (0, 0)) for v in plan)
+    latest = max(
+        v.start + trip.find_place(v.name).stay + travel_steps(trip.find_place(v.name).at, (0, 0))
+        for v in plan
+    )
     assert broken_terms(replace(trip, length=latest - 1), plan) == {"day"}
     missed = Place("Z", (0, 0), 0, 1, 1, 1, 1, must_see=True)
     assert broken_terms(replace(trip, places=(*trip.places, missed)), plan) == {"must_see"}
@@ -221,9 +229,9 @@ def test_tightened_trip_breaks_only_tightened_term(made):
     ],
 )  # fmt: skip
 def test_malformed_compact_plan_fails_all_terms(text):
-    assert compact.read(text) is None
-    assert broken_terms(TRIP, compact.read(text)) == set(TERMS)
-    assert not works(TRIP.to_json(), "compact", text)
+    assert compact.read_plan(text) is None
+    assert broken_terms(TRIP, compact.read_plan(text)) == set(TERMS)
+    assert not is_valid_plan(TRIP.to_json(), "compact", text)
 
 
 @pytest.mark.parametrize(
@@ -236,21 +244,22 @@ def test_malformed_compact_plan_fails_all_terms(text):
     ],
 )  # fmt: skip
 def test_malformed_plan_in_words_is_rejected(text):
-    assert words.read(text) is None and not works(TRIP.to_json(), "words", text)
+    assert words.read_plan(text) is None and not is_valid_plan(TRIP.to_json(), "words", text)
 
 
 def test_compact_prompt_working_and_plan():
     assert (
-        compact.prompt(TRIP) == "T20 $20 #2\nA2 00-20 1 $3 *5!\nB5 03-15 2 $4 *7 @05-09\nC1 00-20 1 $1 *2\n"
+        compact.render_prompt(TRIP)
+        == "T20 $20 #2\nA2 00-20 1 $3 *5!\nB5 03-15 2 $4 *7 @05-09\nC1 00-20 1 $1 *2\n"
     )
     worked = "A2 00-20 1 $3+2=02>02-03$17 B5 03-15 2 $4+3=06>06-08$13"
-    assert (compact.working(TRIP, PLAN), compact.write(TRIP, PLAN)) == (worked, ";A02,B06")
+    assert (compact.write_working(TRIP, PLAN), compact.write_plan(TRIP, PLAN)) == (worked, ";A02,B06")
     two = replace(TRIP, days=2, places=(replace(TRIP.places[0], window=Window(2, 1, 4)), *TRIP.places[1:]))
-    assert compact.prompt(two).startswith("T20 $20 #2 D2\nA2 00-20 1 $3 *5! @2:01-04\n")
-    assert compact.write(two, (Visit(1, 6, "B"), Visit(2, 2, "A"))) == ";B06/A02"
-    assert compact.write(two, (Visit(2, 2, "A"),)) == ";/A02"
+    assert compact.render_prompt(two).startswith("T20 $20 #2 D2\nA2 00-20 1 $3 *5! @2:01-04\n")
+    assert compact.write_plan(two, (Visit(1, 6, "B"), Visit(2, 2, "A"))) == ";B06/A02"
+    assert compact.write_plan(two, (Visit(2, 2, "A"),)) == ";/A02"
     plane = replace(TRIP, places=(replace(TRIP.places[0], at=(2, 1)), *TRIP.places[1:]))
-    assert "A2,1 00-20" in compact.prompt(plane)
+    assert "A2,1 00-20" in compact.render_prompt(plane)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +378,7 @@ def test_planning_teacher_writes_accepted_plans_with_each_strategy(style):
     tasks = list(islice(environment.tasks("train", 0), 30))
     teacher = make_teacher("planning", {"worked": 0.3, "direct": 0.3, "mended": 0.4})
     score = lambda pairs: [environment.score(*pair) for pair in pairs]  # noqa: E731
-    converse = lambda *pair: agent_conversations(environment, *pair)  # noqa: E731
+    converse = lambda *pair: replay_agent_conversations(environment, *pair)  # noqa: E731
     rows = list(
         verify_candidates(teacher.candidates(tasks, 0), score, environment="e", seed=0, converse=converse)
     )

@@ -143,10 +143,10 @@ def test_parallel_calls_give_same_turns_in_any_order() -> None:
     found = []
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
         conversations = Conversations(branches=True)
-        ((first, opening, turn),) = conversations.place([call("a")])
+        ((first, opening, turn),) = conversations.match_calls([call("a")])
         first.extend(ChatAnswer(opening.request, 0, " b\n"))
         assert turn == AgentTurn("", ({"role": "user", "content": "a"},), "conversation")
-        found.append([turn for _, _, turn in conversations.place([calls[place] for place in order])])
+        found.append([turn for _, _, turn in conversations.match_calls([calls[place] for place in order])])
     assert found[0] == found[1] == found[2]
     assert [(turn.agent, turn.messages[0]["content"]) for turn in found[0]] == [
         ("", "more"),
@@ -236,13 +236,13 @@ def test_openai_client_calls_tools_and_sends_calls_back() -> None:
         {"role": "tool", "tool_call_id": call.id, "content": "3"},
     ]
     client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
-    seen = calls[1].request.said
+    seen = calls[1].request.messages
     assert [one.role for one in seen] == ["system", "user", "assistant", "tool"]
     assert (
         seen[2]
         == ChatAnswer(
             calls[0].request, 1, 'so <tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-        ).said
+        ).message
     )
     assert '"name": "add"' in seen[0].content and seen[0].content.startswith("You add.")
     options = {"include_usage": True}

@@ -10,7 +10,7 @@ from perilune.environments.core.multi_turn import MultiTurn, ask
 from perilune.environments.core.prompted_environment import PromptedEnvironment
 from perilune.environments.core.prompting import PromptingSettings
 from perilune.environments.core.protocol import AgentTurn, Observation
-from perilune.environments.core.replay import conversation
+from perilune.environments.core.replay import replay_conversation
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
 from perilune.verifiers.conformance import check_environment
@@ -150,7 +150,7 @@ def test_every_action_of_multi_turn_episode_is_parsed() -> None:
     assert all(action.startswith("<answer>") for action in gold.actions)
     outcome = environment.score(task, gold)
     assert (outcome.reward, outcome.terms["format"]) == (1.0, 1.0)
-    shown = [one["content"] for one in conversation(environment, task, gold)[-3:]]
+    shown = [one["content"] for one in replay_conversation(environment, task, gold)[-3:]]
     assert shown[1].startswith("=")  # the result of the operation in the tags
     unmarked = environment.score(task, Transcript(gold.text, earlier=("hm", *gold.earlier)))
     assert unmarked.terms["format"] == pytest.approx(len(gold.actions) / (len(gold.actions) + 1))

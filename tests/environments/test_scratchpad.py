@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune.environments.adapters import scratchpad
-from perilune.environments.adapters.scratchpad import carries, factors, terms, working
+from perilune.environments.adapters.scratchpad import count_carries, parse_factors, parse_terms, write_working
 
 
 @pytest.mark.parametrize(
@@ -27,19 +27,19 @@ from perilune.environments.adapters.scratchpad import carries, factors, terms, w
     ],
 )
 def test_working_writes_column_arithmetic(expression, expected):
-    assert working(expression) == expected
+    assert write_working(expression) == expected
 
 
 def test_brief_working_keeps_result_of_each_column():
-    assert working("347+268", brief=True) == "15,11,06"
-    assert working("1+2+3", brief=True) == "03/3/06"
+    assert write_working("347+268", brief=True) == "15,11,06"
+    assert write_working("1+2+3", brief=True) == "03/3/06"
 
 
 @pytest.mark.parametrize(
     "expression", ["", "a+b", "1/2", "(1+2)", "1+2*3", "1**2", "1+", "1.5+2", "²+1", "1 + 2"]
 )
 def test_working_is_none_for_other_expressions(expression):
-    assert working(expression) is None
+    assert write_working(expression) is None
 
 
 numbers = st.integers(-(10**6), 10**6)
@@ -55,8 +55,8 @@ def value(groups, base=10):
 def test_working_of_sums_gives_correct_totals(values):
     expression = str(values[0]) + "".join(f"{'-' if i % 2 else '+'}{v}" for i, v in enumerate(values[1:], 1))
     signed = [v if i % 2 == 0 else -v for i, v in enumerate(values)]
-    assert terms(expression) == tuple(signed)
-    parts = working(expression).split("/")
+    assert parse_terms(expression) == tuple(signed)
+    parts = write_working(expression).split("/")
     totals = [sum(signed[: i + 2]) for i in range(len(signed) - 1)]
     assert [int(total) for total in parts[1::2]] == totals[:-1]
     for columns, total, number in zip(parts[::2], totals, signed[1:], strict=True):
@@ -71,8 +71,8 @@ def test_working_of_sums_gives_correct_totals(values):
 
 @given(st.integers(-9999, 9999), st.integers(-9999, 9999))
 def test_working_of_products_gives_correct_result(a, b):
-    assert factors(f"{a}*{b}") == (a, b)
-    parts = working(f"{a}*{b}").split("/")
+    assert parse_factors(f"{a}*{b}") == (a, b)
+    parts = write_working(f"{a}*{b}").split("/")
     last = parts[-1].split(",")
     assert value(last) == abs(a * b)
     for columns, reached in zip(parts[::2], parts[1::2], strict=False):
@@ -84,10 +84,10 @@ def test_carries_match_digit_sums(a, b):
     def digit_sum(number):
         return sum(map(int, str(number)))
 
-    assert carries(a, b) * 9 == digit_sum(a) + digit_sum(b) - digit_sum(a + b)
+    assert count_carries(a, b) * 9 == digit_sum(a) + digit_sum(b) - digit_sum(a + b)
 
 
 def test_every_column_of_difference_balances():
-    for group in scratchpad.working("1000-1").split(","):
+    for group in scratchpad.write_working("1000-1").split(","):
         top, bottom, borrow, owes, digit = map(int, group)
         assert top - bottom - borrow == digit - 10 * owes

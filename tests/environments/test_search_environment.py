@@ -12,10 +12,10 @@ from perilune.data.generators import make_teacher
 from perilune.environments import Transcript, make_environment
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Score, Task
-from perilune.environments.core.replay import conversation
+from perilune.environments.core.replay import replay_conversation
 from perilune.environments.search import functions
 from perilune.environments.search.corpus import Corpus
-from perilune.environments.search.index import Index, index_of
+from perilune.environments.search.index import Index, get_index
 from perilune.environments.search.stack import InvalidCallError, SearchStack
 from perilune.errors import RequestError
 from perilune.verifiers.audit import audit_reward
@@ -57,7 +57,7 @@ def play(section: dict[str, Any], actions: Sequence[str]) -> tuple[Score, list[s
     task = next(environment.tasks("train", 0))
     transcript = Transcript(actions[-1], earlier=tuple(actions[:-1]))
     score = environment.score(task, transcript)
-    seen = conversation(environment, task, transcript)[len(task.prompt) :]
+    seen = replay_conversation(environment, task, transcript)[len(task.prompt) :]
     environment.close()
     assert isinstance(score, Score)
     return score, [one["content"] for one in seen if one["role"] == "tool"]
@@ -80,7 +80,7 @@ def test_search_ranks_rare_words_first_and_breaks_ties_by_document_order() -> No
 
 def test_equal_corpora_share_index() -> None:
     one, other = (Corpus(tuple(documents("a", "b"))) for _ in range(2))
-    assert index_of(one) is index_of(other) is not index_of(Corpus(tuple(documents("a"))))
+    assert get_index(one) is get_index(other) is not get_index(Corpus(tuple(documents("a"))))
 
 
 def test_filter_dedup_and_extract_functions() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from perilune.data.generators import make_teacher, verify_candidates
 from perilune.environments import Failure, Score, Transcript, make_environment
-from perilune.environments.builtin.tool_calls import Answer, Call, Misunderstood, read_action
-from perilune.environments.builtin.tool_tasks import FAMILIES, is_right
-from perilune.environments.core.replay import agent_conversations, conversation
+from perilune.environments.builtin.tool_calls import Answer, Call, InvalidAction, read_action
+from perilune.environments.builtin.tool_tasks import FAMILIES, matches_expected
+from perilune.environments.core.replay import replay_agent_conversations, replay_conversation
 from perilune.errors import RequestError
 from perilune.verifiers import Scorer
 from perilune.verifiers.conformance import check_environment
@@ -70,7 +70,7 @@ def test_read_action_reads_calls_and_answers(compact):
     ],
 )  # fmt: skip
 def test_read_action_rejects_malformed_calls(text):
-    assert isinstance(read_action(text, compact=False), Misunderstood)
+    assert isinstance(read_action(text, compact=False), InvalidAction)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -156,7 +156,7 @@ def test_correct_function_is_rewarded_despite_side_effects(tools, by_family):
 def test_files_but_not_variables_persist_between_turns(tools, by_family):
     task = by_family["figure"]
     code = ["x = 1; open('kept', 'w').write('1')", "print(open('kept').read(), 'x' in globals())"]
-    *_, reply, _ = conversation(tools, task, transcript(task, *code))
+    *_, reply, _ = replay_conversation(tools, task, transcript(task, *code))
     assert reply == {"role": "tool", "content": "1 False\n"}
     score = tools.score(task, transcript(task, *code))
     assert (score.reward, score.metrics) == (1.0, {"strategy/tools": 1.0, "calls": 2.0})
@@ -172,7 +172,7 @@ def test_file_tools_list_read_and_write(tools, by_family):
         '{"name": "write_file", "arguments": {"path": "/etc/b", "text": ""}}',
     ]  # fmt: skip
     earlier = tuple(f"<tool_call>{call}</tool_call>" for call in calls)
-    messages = conversation(tools, task, Transcript("<answer>1</answer>", earlier=earlier))
+    messages = replay_conversation(tools, task, Transcript("<answer>1</answer>", earlier=earlier))
     replies = [message["content"] for message in messages if message["role"] == "tool"]
     listed = "\n".join(sorted(["d/b", name]))
     assert replies[:4] == ["4 characters written\n", listed, "{x}\n", "error: no such file"]
@@ -183,7 +183,9 @@ def test_stopped_code_is_shown_and_counted_in_metrics(tools, by_family):
     task = by_family["figure"]
     code = ["while True: pass", "x = bytearray(10**10)", "for i in range(10_000): print('line', i)"]
     replies = [
-        one["content"] for one in conversation(tools, task, transcript(task, *code)) if one["role"] == "tool"
+        one["content"]
+        for one in replay_conversation(tools, task, transcript(task, *code))
+        if one["role"] == "tool"
     ]
     assert replies[0] == "[ended: timeout]\n" and replies[1].endswith("MemoryError\n[ended: memory]\n")
     assert "bytes were cut" in replies[2] and len(replies[2]) < 2100
@@ -197,7 +199,7 @@ def test_score_reports_replay_with_different_output(tools, by_family):
     task = by_family["figure"]
     steady, unsteady = (transcript(task, code) for code in ("print(1)", "import os; print(os.urandom(8))"))
     for one, differs in ((steady, 0.0), (unsteady, 1.0)):
-        kept = Transcript(one.text, earlier=one.earlier, messages=conversation(tools, task, one))
+        kept = Transcript(one.text, earlier=one.earlier, messages=replay_conversation(tools, task, one))
         score = tools.score(task, kept)
         assert (score.reward, score.metrics["replay_differs"]) == (1.0, differs)
     twice = make_environment({"id": "tools", "sandbox": {"twice": True}})
@@ -226,18 +228,18 @@ def test_sandbox_error_is_failure_with_sandbox_boundary(tools, by_family, monkey
      (b"\xff", False), (b"[" * 100_000, False), (b"NaN", False)],
 )  # fmt: skip
 def test_json_files_are_compared_by_value(content, right):
-    assert is_right([1, 2], "x.json", content) is right
+    assert matches_expected([1, 2], "x.json", content) is right
 
 
 def test_csv_files_are_compared_by_rows():
     expected = [["item", "amount"], ["a", "1"]]
-    assert is_right(expected, "x.csv", b"item,amount\r\na,1\r\n") and is_right(
+    assert matches_expected(expected, "x.csv", b"item,amount\r\na,1\r\n") and matches_expected(
         expected, "x.csv", b'"item",amount\na,1\n\n'
     )
-    assert not is_right(expected, "x.csv", b"item,amount\na,1\nb,2\n") and not is_right(
+    assert not matches_expected(expected, "x.csv", b"item,amount\na,1\nb,2\n") and not matches_expected(
         expected, "x.csv", b"\0"
     )
-    assert not is_right(1, "a.json", b"true")
+    assert not matches_expected(1, "a.json", b"true")
 
 
 def test_only_figure_family_has_compact_prompt():
@@ -253,7 +255,7 @@ def test_tools_teacher_writes_correct_episodes():
         verify_candidates(
             teacher.candidates(tasks, 0), lambda pairs: [environment.score(*pair) for pair in pairs],
             environment=environment.id, seed=0,
-            converse=lambda *pair: agent_conversations(environment, *pair),
+            converse=lambda *pair: replay_agent_conversations(environment, *pair),
         )
     )  # fmt: skip
     environment.close()

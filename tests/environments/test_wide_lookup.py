@@ -7,7 +7,7 @@ import pytest
 
 from perilune.data.generators import make_teacher
 from perilune.environments import Task, Transcript, make_environment
-from perilune.environments.core.replay import conversation
+from perilune.environments.core.replay import replay_conversation
 from perilune.errors import RequestError
 from perilune.verifiers.conformance import check_environment
 
@@ -157,7 +157,7 @@ def test_wide_lookup_teacher_finds_all_values(strategy, steps):
         score = environment.score(one.task, one.transcript)
         assert score.reward == 1.0 and score.metrics["critical_steps"] == steps
         if strategy == "parallel":
-            shown = conversation(environment, one.task, one.transcript)
+            shown = replay_conversation(environment, one.task, one.transcript)
             assert not any(
                 shard in turn["content"] for turn in shown for shard in one.task.data["shards"].values()
             )

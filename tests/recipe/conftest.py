@@ -79,5 +79,5 @@ def tasks(kitchen: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _forget() -> None:
     invalidate_caches()
-    for cached in (plugin.plugin_names, plugin.load_plugin, registry._factories):
+    for cached in (plugin.plugin_names, plugin.load_plugin, registry._list_factories):
         cached.cache_clear()

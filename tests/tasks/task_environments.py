@@ -24,8 +24,8 @@ from perilune.environments import (
     Transcript,
     ask,
     end_episode,
+    gather,
     sample,
-    together,
 )
 
 
@@ -210,7 +210,7 @@ class Team(MultiTurn):
         begun = 0
         for stage in self.stages(task):
             parts = [self.part(str(begun + place), *turns) for place, turns in enumerate(stage)]
-            for found in (yield from sample(together(parts))):
+            for found in (yield from sample(gather(parts))):
                 texts += found
             begun += len(stage)
             texts.append((yield ask(f"[{len(texts)}]")))

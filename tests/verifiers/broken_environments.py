@@ -129,7 +129,7 @@ class Miserly(Sound):
 class Endless(Sound):
     def reset(self, task, seed):
         session = super().reset(task, seed)
-        session._left = 10**6
+        session._turns_left = 10**6
         return session
 
     def play(self, task, chance):

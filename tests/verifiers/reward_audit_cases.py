@@ -3,7 +3,7 @@
 import time
 import unicodedata
 
-from perilune.environments.adapters.independent_checks import same_answer
+from perilune.environments.adapters.independent_checks import compare_answers
 from perilune.environments.core.multi_turn import MultiTurn, ask
 from perilune.environments.core.protocol import Observation, Score, Task, Transcript
 
@@ -26,7 +26,7 @@ class Addition:
         return Transcript(task.data["answer"])
 
     def is_right(self, task, transcript):
-        return same_answer(transcript.text, task.data["answer"])
+        return compare_answers(transcript.text, task.data["answer"])
 
     def score(self, task, transcript):
         if not (transcript.finished or self._cut_off):

@@ -10,7 +10,7 @@ import math
 import re
 from pathlib import Path
 
-from perilune.environments.adapters.independent_checks import same_answer
+from perilune.environments.adapters.independent_checks import compare_answers
 from perilune.environments.core.protocol import Score, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
 
@@ -28,7 +28,7 @@ class Corpus(SingleTurn):
     def __init__(self, section):
         self._judge, self._kind = {**HACKABLE, **HELD_OUT, **UNSEEN, **SOUND, **UNKNOWABLE}[section["scorer"]]
         if section.get("opinion") and self._kind not in ("targets", "bags"):
-            self.is_right = lambda task, transcript: same_answer(transcript.text, task.data["answer"])
+            self.is_right = lambda task, transcript: compare_answers(transcript.text, task.data["answer"])
 
     def tasks(self, split, seed):
         yield from KINDS[self._kind](seed)

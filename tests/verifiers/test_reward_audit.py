@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from perilune.cli.data.environments import app
 from perilune.environments import Transcript, make_environment
-from perilune.environments.adapters.independent_checks import is_right, same_answer
-from perilune.environments.adapters.reasoning_gym import decode
+from perilune.environments.adapters.independent_checks import compare_answers, is_right
+from perilune.environments.adapters.reasoning_gym import decode_metadata
 from perilune.errors import WorkFailedError
 from perilune.tasks.checks.reward import check_reward
 from perilune.verifiers.audit import Audit, audit_reward
@@ -137,7 +137,7 @@ def test_audit_command_saves_findings_and_replay_command_checks_them(tmp_path):
     ],
 )  # fmt: skip
 def test_same_answer_compares_forms_of_answers(answer, stated, same):
-    assert same_answer(answer, stated) is same
+    assert compare_answers(answer, stated) is same
 
 
 WRONG = {
@@ -167,7 +167,7 @@ def test_independent_check_accepts_stated_answer_and_rejects_wrong_ones(family, 
     tasks = environment.tasks("train", 0)
     for _ in range(4):
         task = next(tasks)
-        facts = {"answer": task.data["answer"], "metadata": decode(task.data["metadata"])}
+        facts = {"answer": task.data["answer"], "metadata": decode_metadata(task.data["metadata"])}
         assert is_right(family, task.data["answer"], facts) is True
         assert not any(is_right(family, wrong, facts) for wrong in WRONG[family])
 

@@ -10,7 +10,7 @@ from perilune.data.examples import Conversation, Example, read_comparison, read_
 from perilune.data.sources import Row, read_rows
 from perilune.environments.core.protocol import Environment, Task
 from perilune.environments.core.registry import make_environment, part_sections
-from perilune.environments.core.replay import conversation
+from perilune.environments.core.replay import replay_conversation
 from perilune.models.text.tokenizer import PRINTABLE_ASCII
 
 SAMPLED_TASKS = 8  # training tasks; some environments take a second for one
@@ -70,7 +70,7 @@ def _task_messages(environment: Environment, task: Task) -> tuple[Mapping[str, s
     opens = getattr(environment, "confined", True)
     gold = getattr(environment, "gold", lambda _: None)(task)
     if gold is not None and opens:
-        return conversation(environment, task, gold)
+        return replay_conversation(environment, task, gold)
     stated = task.data.get("actions") or (task.data.get("answer"),)
     answers = [{"role": "assistant", "content": one} for one in stated if isinstance(one, str)]
     if not opens or getattr(environment, "max_turns", 1) == 1:

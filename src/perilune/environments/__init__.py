@@ -1,6 +1,6 @@
 """Environments: the protocol, built-in environments, and adapters to other packages."""
 
-from perilune.environments.core.agents import AgentProgram, Programs, sample, together
+from perilune.environments.core.agents import AgentProgram, Programs, gather, sample
 from perilune.environments.core.episode_totals import EpisodeTotals
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
@@ -44,7 +44,7 @@ __all__ = [
     "ask",
     "end_episode",
     "environment_ids",
+    "gather",
     "make_environment",
     "sample",
-    "together",
 ]

@@ -42,7 +42,7 @@ class _Node:
 def best_response(
     environment: OpenSpielEnvironment, seat: int, probabilities: Probabilities, *, least: float = 0.01
 ) -> Bounds:
-    """Bounds on the mean return of a best response against a policy that plays as player `seat`.
+    """Return bounds on the mean return of a best response against a policy that plays as player `seat`.
 
     Args:
         probabilities: called with all positions of one ply at once.

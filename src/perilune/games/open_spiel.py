@@ -10,10 +10,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode, unpadded
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode, strip_move
 from perilune.environments.core.protocol import AgentTurn, Message, Observation, Split, Task
 from perilune.environments.core.registry import did_you_mean
-from perilune.environments.core.splits import numbered_ids
+from perilune.environments.core.splits import generate_task_ids
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.games.open_spiel_match import Match, is_simultaneous, pyspiel
@@ -82,17 +82,17 @@ class OpenSpielEnvironment(MultiTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """Names of the games with text, sorted."""
+        """Return names of the games with text, sorted."""
         return tuple(sorted(kind.short_name for kind in pyspiel().registered_games() if _has_text(kind)))
 
     @staticmethod
     def notes() -> dict[str, dict[str, str]]:
-        """The best teacher of each game."""
+        """Return the best teacher of each game."""
         return {"teachers": {game: f"{name}: {GAME_TEACHERS[name]}" for game, name in BEST.items()}}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield tasks without end. They differ in chance events and in the policy's player."""
-        for task_id in numbered_ids(self.id, split, seed):
+        for task_id in generate_task_ids(self.id, split, seed):
             yield Task(task_id, self._prompt, {"seat": int(task_id[8:16], 16) % self.game.num_players()})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
@@ -111,7 +111,7 @@ class OpenSpielEnvironment(MultiTurn):
         yield self._end(match.returns, task)
 
     def begin(self, rng: KeyedRandom) -> Match:
-        """A new game after its random moves, which stop before one that would end it."""
+        """Return a new game after its random moves, which stop before one that would end it."""
         match, teacher = Match(self.game, rng), UniformTeacher()
         for _ in range(rng.integer(self.spec.random_moves + 1, "random moves")):
             later = match.copy()
@@ -122,27 +122,27 @@ class OpenSpielEnvironment(MultiTurn):
         return match
 
     def opponent_move(self, match: Match, task: Task, rng: KeyedRandom) -> int | None:
-        """The move of a player that the environment plays; None if it is the policy's turn."""
+        """Return the move of a player that the environment plays; None if it is the policy's turn."""
         if self._opponent is None or match.player == task.data["seat"]:
             return None
         return choose(self._opponent, match, rng).action
 
     def _choice(self, match: Match, turn: int) -> Choice:
-        """The policy's action in a player's turn, counted from 1; None for an illegal move."""
+        """Return the policy's action in a player's turn, counted from 1; None for an illegal move."""
         text, moves = self.describe(match.state, match.player)
         seen = ask(text, player=match.player if self._opponent is None else 0, legal=tuple(moves))
         if turn > 1 and not self.spec.history:
             alone = AgentTurn(str(turn - 2), (*self._prompt, *seen.messages), "move")
             seen = replace(seen, messages=(), turns=(alone,))
         move = yield seen
-        return moves.get(unpadded(move))
+        return moves.get(strip_move(move))
 
     def conversation_after(self, messages: tuple[Message, ...], move: str) -> tuple[Message, ...]:
         """What a player who saw `messages` and made a move sees before its next observation."""
         return (*messages, {"role": "assistant", "content": move}) if self.spec.history else self._prompt
 
     def describe(self, state: Any, player: int) -> tuple[str, dict[str, int]]:
-        """The text of a pyspiel state for the player to move, and the legal moves by their text."""
+        """Return the text of a pyspiel state for the player to move, and the legal moves by their text."""
         moves = {move_text(state, player, action): action for action in state.legal_actions(player)}
         between = " | " if any(" " in move for move in moves) else " "
         listed = f"moves {between.join(moves)}\n" if self.spec.list_moves else ""
@@ -182,6 +182,6 @@ def _load_game(spec: OpenSpielSpec) -> Any:
 
 
 def _has_text(kind: Any) -> bool:
-    """Whether a game can describe its states as text."""
+    """Return whether a game can describe its states as text."""
     text = kind.provides_observation_string or kind.provides_information_state_string
     return bool(text) and kind.dynamics != pyspiel().GameType.Dynamics.MEAN_FIELD

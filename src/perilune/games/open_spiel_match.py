@@ -14,7 +14,7 @@ from perilune.errors import RequestError
 
 
 def pyspiel() -> Any:
-    """The module pyspiel.
+    """Return the module pyspiel.
 
     Raises:
         RequestError: if OpenSpiel is not installed.
@@ -28,7 +28,7 @@ def pyspiel() -> Any:
 
 
 def is_simultaneous(game: Any) -> bool:
-    """Whether players of the game move at the same time."""
+    """Return whether players of the game move at the same time."""
     return bool(game.get_type().dynamics == pyspiel().GameType.Dynamics.SIMULTANEOUS)
 
 
@@ -49,14 +49,14 @@ class Match:
         self._resolve_chance()
 
     def copy(self) -> Match:
-        """The same game, which continues on its own."""
+        """Return the same game, which continues on its own."""
         twin = copy(self)
         twin.state, twin._chosen = self.state.clone(), [*self._chosen]
         return twin
 
     @property
     def over(self) -> bool:
-        """Whether the game has ended."""
+        """True if the game has ended."""
         return bool(self.state.is_terminal())
 
     @property
@@ -94,6 +94,6 @@ class Match:
 
 
 def drawn(actions: tuple[int, ...], probabilities: tuple[float, ...], point: float) -> int:
-    """The action at which the cumulative probability exceeds `point`, in [0, 1)."""
+    """Return the action at which the cumulative probability exceeds `point`, in [0, 1)."""
     place = bisect.bisect(list(accumulate(probabilities)), point * math.fsum(probabilities))
     return int(actions[min(place, len(actions) - 1)])

@@ -26,14 +26,14 @@ class GameText:
 
 
 def move_text(state: Any, player: int, action: int) -> str:
-    """The text of an action, the same for every player."""
+    """Return the text of an action, the same for every player."""
     text = _PREFIX.sub("", state.action_to_string(player, action)).strip()
     marked = _MARKED.fullmatch(text)
     return marked[1] if marked else text
 
 
 def game_text(game: Any) -> GameText:
-    """The texts of `game`."""
+    """Return the texts of `game`."""
     name, kind = game.get_type().short_name, game.get_type()
     if name in _TEXTS:
         return _TEXTS[name]
@@ -48,7 +48,7 @@ def _observed(state: Any, player: int) -> str:
 
 
 def _board(marks: str, *, head: int = 0, below: str = "") -> View:
-    """The printed board without its first `head` lines, and the player's mark."""
+    """Return the printed board without its first `head` lines, and the player's mark."""
 
     def view(state: Any, player: int) -> str:
         lines = [line.rstrip() for line in _observed(state, player).splitlines()][head:]

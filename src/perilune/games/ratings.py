@@ -77,7 +77,7 @@ def ratings(
 
 
 def expected(difference: float) -> float:
-    """Expected points per game of a player rated `difference` above the other."""
+    """Return expected points per game of a player rated `difference` above the other."""
     return 1 / (1 + 10 ** (-difference / 400))
 
 

@@ -132,7 +132,7 @@ def _require_scoring(recipe: Recipe) -> None:
     registry = import_environment_registry()
     for location, whole in sections:
         parts = {
-            (*location, *registry.part_place(whole, name)): part
+            (*location, *registry.part_path(whole, name)): part
             for name, part in registry.part_sections(whole).items()
         }
         for path, section in (parts or {location: whole}).items():
@@ -162,7 +162,10 @@ def _validate_environment(
     checked: dict[str, Any] = value
     try:
         source = value.get(registry.SOURCE)
-        if registry.is_known(value) and (model := registry.environment_spec(value["id"], source)) is not None:
+        if (
+            registry.is_known_environment(value)
+            and (model := registry.environment_spec(value["id"], source)) is not None
+        ):
             of_file = {key: value[key] for key in ("id", registry.SOURCE) if is_file_reference(value["id"])}
             fields = {key: field for key, field in value.items() if key not in of_file}
             checked = validate(model, fields, where, label).model_dump(mode="json") | of_file
@@ -171,7 +174,7 @@ def _validate_environment(
                     name: _validate_part(part, base, (*where, "parts", name), f"{label}.parts.{name}")
                     for name, part in checked["parts"].items()
                 }
-            if registry.borrows(value):
+            if registry.has_borrowed_tasks(value):
                 inner = (*where, registry.TASKS)
                 checked[registry.TASKS] = _validate_part(
                     checked[registry.TASKS], base, inner, ".".join(map(str, inner))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from perilune.data.episode import Episode
-from perilune.environments.core.rewards import GOLD, VERIFIER
+from perilune.environments.core.rewards import GOLD_METRIC, VERIFIER_TERM
 from perilune.errors import RequestError
 from perilune.learn.reward_model import score
 from perilune.models.reward_model import RewardModel, load_reward_model
@@ -59,6 +59,6 @@ class LearnedReward:
         return replace(
             episode,
             reward=learned + self.verifier_weight * verdict,
-            reward_terms={VERIFIER: verdict, **episode.reward_terms, "learned": learned},
-            metrics={GOLD: verdict, **episode.metrics},
+            reward_terms={VERIFIER_TERM: verdict, **episode.reward_terms, "learned": learned},
+            metrics={GOLD_METRIC: verdict, **episode.metrics},
         )

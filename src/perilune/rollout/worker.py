@@ -14,8 +14,8 @@ from perilune.data.spans import Span, critical_steps, total_steps
 from perilune.engine.backend import SamplingBackend
 from perilune.engine.engine import Engine
 from perilune.engine.request import Completion, Prompt, SamplingParams
-from perilune.environments.core.mixture import environment_name, part_of
-from perilune.environments.core.prompting import KEY, PromptingSettings
+from perilune.environments.core.mixture import environment_name, find_part
+from perilune.environments.core.prompting import PROMPTING_KEY, PromptingSettings
 from perilune.environments.core.protocol import Environment, Outcome, Task
 from perilune.errors import RequestError
 from perilune.learn.distributed import SINGLE_RANK, Ranks
@@ -61,7 +61,7 @@ class RolloutWorker:
 
     def __post_init__(self) -> None:
         for environment in (self.environment, *getattr(self.environment, "parts", {}).values()):
-            self._check_system_prompt(getattr(environment, KEY, None))
+            self._check_system_prompt(getattr(environment, PROMPTING_KEY, None))
 
     def _check_system_prompt(self, settings: Any) -> None:
         if not isinstance(settings, PromptingSettings) or not settings.system or settings.system_as == "user":
@@ -70,8 +70,8 @@ class RolloutWorker:
             verb = {"refused": "refuses", "ignored": "ignores"}[use]
             raise RequestError(
                 f"the model's chat template {verb} a system prompt",
-                where=f"environment.{KEY}.system",
-                remedy=f"set {KEY}.system_as: user, which puts it before the first question",
+                where=f"environment.{PROMPTING_KEY}.system",
+                remedy=f"set {PROMPTING_KEY}.system_as: user, which puts it before the first question",
             )
 
     def play(
@@ -303,7 +303,7 @@ class RolloutWorker:
 
     def _agent_params(self, params: SamplingParams, task: Task) -> SamplingParams:
         """Return the parameters of a sub-agent, with stop texts if the environment sets `stops_agents`."""
-        stops = getattr(part_of(self.environment, task), "stops_agents", False)
+        stops = getattr(find_part(self.environment, task), "stops_agents", False)
         return self.add_stop_texts(params, task) if stops else params
 
     def add_stop_texts(self, params: SamplingParams, task: Task) -> SamplingParams:
@@ -312,15 +312,15 @@ class RolloutWorker:
         return replace(params, stop=(*params.stop, *stop)) if stop else params
 
     def _stop_texts(self, task: Task) -> tuple[str, ...]:
-        return tuple(getattr(part_of(self.environment, task), "stop_texts", ()))
+        return tuple(getattr(find_part(self.environment, task), "stop_texts", ()))
 
     def is_multi_turn(self, task: Task) -> bool:
         """Return whether an episode of the task may have several turns."""
-        return getattr(part_of(self.environment, task), "max_turns", 1) > 1
+        return getattr(find_part(self.environment, task), "max_turns", 1) > 1
 
     def max_episode_tokens(self, task: Task, params: SamplingParams) -> int:
         """Return the most tokens of an episode of the task, after its prompt."""
-        return max_episode_tokens(part_of(self.environment, task), self.scorer.settings, params.max_tokens)
+        return max_episode_tokens(find_part(self.environment, task), self.scorer.settings, params.max_tokens)
 
     def _has_room_for_turn(self, turn: DueTurn, params: SamplingParams) -> bool:
         tokens = len(turn.trajectory.token_ids) + params.max_tokens

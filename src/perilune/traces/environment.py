@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from perilune.environments.core.episode_settings import KEY as EPISODES
+from perilune.environments.core.episode_settings import EPISODES_KEY as EPISODES
 from perilune.environments.core.mixture import Mixture, MixtureSpec, named_task, split_task
 from perilune.environments.core.protocol import Split, Task
 from perilune.environments.core.registry import MIXTURE, part_sections
-from perilune.environments.core.rewards import GOLD
+from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 from perilune.traces.cassette import Cassette, environment_digest
@@ -53,7 +53,7 @@ class SuiteEnvironment(Mixture):
             self._tasks[cassette.digest] = task
             verdict = cassette.tracks[0].verdict if cassette.tracks else None
             if verdict is not None and verdict.reward is not None:
-                self._recorded[task.task_id].append(verdict.metrics.get(GOLD, verdict.reward))
+                self._recorded[task.task_id].append(verdict.metrics.get(GOLD_METRIC, verdict.reward))
         super().__init__(MixtureSpec.model_validate({"parts": sections}), sections)
         self.id = f"suite/{Path(spec.path).name}"
 

@@ -12,7 +12,7 @@ from itertools import islice, zip_longest
 from typing import Any
 
 from perilune.data.episode import Episode
-from perilune.environments.core.mixture import part_of
+from perilune.environments.core.mixture import find_part
 from perilune.environments.core.protocol import Environment, Split, Task
 from perilune.environments.core.registry import make_environment
 from perilune.errors import PeriluneError
@@ -131,7 +131,7 @@ def _draft_cassette(
         positions=origin.positions,
         **origin.options,
     )
-    stop = tuple(getattr(part_of(environment, task), "stop_texts", ()))
+    stop = tuple(getattr(find_part(environment, task), "stop_texts", ()))
     versions = {int(one) for episode in members for one in episode.policy_version[episode.loss_mask]}
     source = Source(run=origin.run, stage=origin.stage, file=origin.file, episode_id=members[0].episode_id)
     return Cassette(

@@ -39,7 +39,7 @@ class Call(Protocol):
 
     @property
     def is_verdict(self) -> bool:
-        """Whether it scores a whole transcript, independent of earlier calls."""
+        """True if it scores a whole transcript, independent of earlier calls."""
         ...
 
     @property
@@ -48,7 +48,7 @@ class Call(Protocol):
         ...
 
     def document(self, generation: int) -> Mapping[str, Any]:
-        """The request, for the worker of that generation."""
+        """Return the request, for the worker of that generation."""
         ...
 
     def read(self, answer: Mapping[str, Any]) -> Any:
@@ -132,7 +132,7 @@ class EnvironmentProcess:
         self._server = self._session_worker = None
 
     def _is_rescoring_due(self, rewards: Mapping[int, float]) -> bool:
-        """Whether the batch has the highest mean reward so far, or is drawn at random."""
+        """Return whether the batch has the highest mean reward so far, or is drawn at random."""
         mean = math.fsum(rewards.values()) / len(rewards) if rewards else -math.inf
         is_record = mean > self._highest_mean
         self._highest_mean = max(self._highest_mean, mean)
@@ -165,7 +165,7 @@ class EnvironmentProcess:
                 worker.close()
 
     def _chunk(self, worker: Worker, calls: Sequence[Call], until: float) -> tuple[list[Any], bool]:
-        """The results up to and including a call that breaks the worker, and whether one did."""
+        """Return the results up to and including a call that breaks the worker, and whether one did."""
         results: list[Any] = []
         seconds = [self._limits.item_seconds * call.steps for call in calls]
         worker.send({"items": [call.document(self.generation) for call in calls]})
@@ -204,7 +204,7 @@ class EnvironmentProcess:
 
 
 def _rewards(outcomes: Sequence[Any]) -> dict[int, float]:
-    """The rewards of all outcomes that are not failures, by index."""
+    """Return the rewards of all outcomes that are not failures, by index."""
     return {
         index: one.reward if isinstance(one, Score) else one.rewards[0]
         for index, one in enumerate(outcomes)
@@ -213,7 +213,7 @@ def _rewards(outcomes: Sequence[Any]) -> dict[int, float]:
 
 
 def _choose_rewarded(rewards: Mapping[int, float]) -> int:
-    """The index of an answer with more than the lowest reward, drawn unpredictably."""
+    """Return the index of an answer with more than the lowest reward, drawn unpredictably."""
     least = min(rewards.values())
     return secrets.choice([index for index, reward in rewards.items() if reward > least] or list(rewards))
 

@@ -107,11 +107,11 @@ class ScoreCall:
         return 1 + len(self.transcript.earlier)
 
     def document(self, generation: int) -> Mapping[str, Any]:
-        """The task and the transcript."""
+        """Return the task and the transcript."""
         return {"task": fields(self.task), "transcript": fields(self.transcript)}
 
     def read(self, answer: Mapping[str, Any]) -> Outcome:
-        """The outcome; a Failure if a number is not finite."""
+        """Return the outcome; a Failure if a number is not finite."""
         score = Score(float(answer["reward"]), figures(answer["terms"]), figures(answer["metrics"]))
         if not all(map(math.isfinite, (score.reward, *score.terms.values(), *score.metrics.values()))):
             return Failure("verifier", "the scorer returned a number that is not finite")
@@ -119,5 +119,5 @@ class ScoreCall:
 
 
 def fields(value: Task | Transcript) -> dict[str, Any]:
-    """The fields of a value, for JSON."""
+    """Return the fields of a value, for JSON."""
     return {name: getattr(value, name) for name in value.__slots__}

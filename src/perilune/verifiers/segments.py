@@ -57,7 +57,7 @@ def segment_boundaries(
 
 
 def end_of_reasoning(pieces: Sequence[bytes], opens: Sequence[str], forms: Sequence[str]) -> int:
-    """The number of tokens before the answer begins or the right answer is first written; T if neither
+    """Return the number of tokens before the answer begins or the right answer is first written; T if neither
     happens.
 
     Args:
@@ -88,14 +88,14 @@ def spread_over_tokens(
 
 
 def _closed(text: bytes) -> list[tuple[int, int]]:
-    """Spans without boundaries inside."""
+    """Return spans without boundaries inside."""
     return [match.span() for match in _PROTECTED.finditer(text)]
 
 
 def _wanted(
     text: bytes, ends: NDArray[np.int64], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
 ) -> list[int]:
-    """Candidate boundaries, the best first or in order."""
+    """Return candidate boundaries, the best first or in order."""
     if settings.cut == "length":
         return list(range(settings.least, stop, settings.least))
     if settings.cut == "surprise":
@@ -112,7 +112,7 @@ def _ends_of(separator: bytes, text: bytes) -> Iterator[int]:
 
 
 def _apart(wanted: Sequence[int], stop: int, least: int) -> list[int]:
-    """The candidates that keep a distance of `least` from both ends and from earlier candidates."""
+    """Return the candidates that keep a distance of `least` from both ends and from earlier candidates."""
     kept: list[int] = []
     for cut in wanted:
         if cut < stop and all(abs(cut - other) >= least for other in (0, stop, *kept)):
@@ -121,7 +121,7 @@ def _apart(wanted: Sequence[int], stop: int, least: int) -> list[int]:
 
 
 def _thinned(places: Sequence[int], room: int, cut: str) -> list[int]:
-    """At most `room` places: the first ones if they are sorted by quality, else evenly spaced ones."""
+    """Return at most `room` places: the first ones if they are sorted by quality, else evenly spaced ones."""
     if len(places) <= room or cut == "surprise":
         return list(places[:room])
     return [places[index] for index in np.linspace(-1, len(places), room + 2)[1:-1].round().astype(int)]

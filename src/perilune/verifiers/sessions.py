@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from perilune.environments.core.mixture import part_of
+from perilune.environments.core.mixture import find_part
 from perilune.environments.core.protocol import (
     AgentTurn,
     Environment,
@@ -67,7 +67,7 @@ class Sessions:
         sessions = []
         for task, seed in games:
             process = self._processes[self._count % len(self._processes)]
-            is_held = getattr(part_of(self._environment, task), "max_turns", 1) > 1
+            is_held = getattr(find_part(self._environment, task), "max_turns", 1) > 1
             sessions.append(RemoteSession(self._count, task, seed, process, is_held))
             self._count += 1
             process.begin_sessions(is_held)

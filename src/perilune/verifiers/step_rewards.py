@@ -18,7 +18,7 @@ PASS_THRESHOLD = 0.99
 
 
 def shaping(potentials: Steps, bounds: tuple[float, float], gamma: float = 1.0) -> Steps:
-    """float64[T]: gamma Phi(after) - Phi(before) of each step.
+    """Return float64[T]: gamma Phi(after) - Phi(before) of each step.
 
     Args:
         potentials: float64[T + 1], Phi before each step and at the end; the last one is replaced by 0.

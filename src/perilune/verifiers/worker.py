@@ -178,13 +178,13 @@ def _apply(session: Session, actions: Sequence[str], finished: bool) -> Observat
 
 
 def _checksum(item: Mapping[str, Any]) -> int | None:
-    """CRC-32 of the texts that `item` passes to the environment; None if there are none."""
+    """Return CRC-32 of the texts that `item` passes to the environment; None if there are none."""
     texts = [item["transcript"]["text"]] if "transcript" in item else item.get("actions")
     return text_checksum(texts) if texts else None
 
 
 def text_checksum(texts: Iterable[str]) -> int:
-    """CRC-32 of texts, which may contain lone surrogates."""
+    """Return CRC-32 of texts, which may contain lone surrogates."""
     return zlib.crc32("\0".join(texts).encode("utf-8", "surrogatepass"))
 
 
@@ -193,7 +193,7 @@ def _task(document: Mapping[str, Any]) -> Task:
 
 
 def _observation_document(observation: Any) -> dict[str, Any]:
-    """An observation as JSON. The receiver validates its fields."""
+    """Return an observation as JSON. The receiver validates its fields."""
     if not isinstance(observation, Observation):
         raise TypeError(f"a step returned {type(observation).__name__}, not an Observation")
     fields = {name: getattr(observation, name) for name in Observation.__slots__}

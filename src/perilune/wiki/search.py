@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from perilune.environments.search.index import Index, ranked
+from perilune.environments.search.index import Index, rank_scores
 from perilune.errors import WorkFailedError
 from perilune.servers import JsonClient, ServerError
 from perilune.wiki.build import Wiki
@@ -73,7 +73,7 @@ def rank_passages(found: Sequence[Passage], question: str, most: int = 6) -> lis
     titles = (f"{one.page} {one.heading} {one.heading}" for one in found)
     index = Index([{"title": title, "text": one.text} for title, one in zip(titles, found, strict=True)])
     scores = index.scores(question)
-    return [(found[place], float(scores[place])) for place in ranked(scores)[:most] if scores[place] > 0]
+    return [(found[place], float(scores[place])) for place in rank_scores(scores)[:most] if scores[place] > 0]
 
 
 def search_wiki(wiki: Wiki, question: str, most: int = 6) -> list[tuple[Passage, float]]:

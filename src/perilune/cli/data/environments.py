@@ -272,7 +272,7 @@ app.command(epilog="Example: perilune environments replay audit.json")(replay)
 
 def _row(environment: Environment, task: Task) -> dict[str, Any]:
     from perilune.environments import Failure
-    from perilune.environments.core.replay import conversation
+    from perilune.environments.core.replay import replay_conversation
 
     stated = getattr(environment, "gold", _answer_in_data)(task)
     outcome = None if stated is None else environment.score(task, stated)
@@ -282,7 +282,7 @@ def _row(environment: Environment, task: Task) -> dict[str, Any]:
         "prompt": "\n".join(message["content"] for message in task.prompt),
         "turns": []
         if stated is None or not stated.earlier
-        else [dict(one) for one in conversation(environment, task, stated)[len(task.prompt) : -1]],
+        else [dict(one) for one in replay_conversation(environment, task, stated)[len(task.prompt) : -1]],
         "answer": None if stated is None else stated.text,
         "difficulty": task.difficulty,
         "score": scored,

@@ -81,7 +81,7 @@ def _try_reward_functions(recipe: Recipe) -> None:
     """
     from perilune.cli.data.audit import distinct_environments
     from perilune.environments.core.registry import REWARDS
-    from perilune.environments.core.rewards import CANNOT_CALL
+    from perilune.environments.core.rewards import CALL_ERROR_PREFIX
 
     for section in distinct_environments(recipe):
         if any(isinstance(term, Mapping) for term in section.get(REWARDS, {}).values()):
@@ -91,7 +91,7 @@ def _try_reward_functions(recipe: Recipe) -> None:
             task = next(iter(make_environment(section).tasks("train", recipe.seed)), None)
             with Scorer(section) as scorer:
                 (outcome,) = scorer.score([] if task is None else [(task, Transcript("0"))]) or (None,)
-            if isinstance(outcome, Failure) and outcome.reason.startswith(CANNOT_CALL):
+            if isinstance(outcome, Failure) and outcome.reason.startswith(CALL_ERROR_PREFIX):
                 raise RequestError(
                     outcome.reason,
                     where=REWARDS,

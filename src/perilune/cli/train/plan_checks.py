@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from perilune.bundle.plugin import load_plugin
 from perilune.environments.core.registry import REWARDS, make_environment, part_sections
-from perilune.environments.core.rewards import VERIFIER
+from perilune.environments.core.rewards import VERIFIER_TERM
 from perilune.errors import RequestError
 from perilune.extensions import is_file_reference
 from perilune.files import canonical_json
@@ -144,7 +144,7 @@ def _count_tasks(section: bytes, split: Split, seed: int, most: int) -> int:
 def _require_terms(job: Job) -> None:
     """Score an empty answer: the verifier then names its terms if it lacks one of `rewards`."""
     rewards = job.environment.get(REWARDS, {})
-    if all(name == VERIFIER or isinstance(term, Mapping) for name, term in rewards.items()):
+    if all(name == VERIFIER_TERM or isinstance(term, Mapping) for name, term in rewards.items()):
         return
     task = next(iter(make_environment(job.environment).tasks("train", job.seed)), None)
     if task is None:

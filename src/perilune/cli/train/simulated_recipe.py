@@ -13,7 +13,7 @@ from perilune.cli.train.estimate import device_name, run_trials
 from perilune.cli.train.lengths import estimate_lengths, find_finished_run
 from perilune.control.runs.experiments import Control
 from perilune.environments.core.registry import REWARDS
-from perilune.environments.core.rewards import VERIFIER
+from perilune.environments.core.rewards import VERIFIER_TERM
 from perilune.errors import RequestError
 from perilune.metrics.training import STEP_PARTS
 from perilune.models.memory import get_model_card
@@ -43,7 +43,7 @@ ASSUMED_LIVE_SHARE = 0.8  # share of groups with a gradient, without any informa
 
 
 DEFAULT_REWARDS = {
-    VERIFIER: 1.0
+    VERIFIER_TERM: 1.0
 }  # a `rewards` section that changes nothing, so there is no gold score to watch
 
 

@@ -125,12 +125,12 @@ def _measure_traces(
     from perilune.data.generators.teacher import prepare_teacher, verify_candidates
     from perilune.data.records import TraceRecord
     from perilune.data.sources import Row
-    from perilune.environments.core.replay import agent_conversations
+    from perilune.environments.core.replay import replay_agent_conversations
     from perilune.tasks.datasets.collect import add_strategy_messages
 
     teacher = make_teacher(job.spec["teacher"], job.spec["strategies"], job.spec["options"])
     prepare_teacher(teacher, environment)
-    converse = partial(agent_conversations, environment)
+    converse = partial(replay_agent_conversations, environment)
     coming = add_strategy_messages(
         teacher.candidates(environment.tasks("train", job.seed), job.seed), job.spec["system"]
     )

@@ -60,7 +60,7 @@ def write_trace(task: Task, strategy: str, write_answer: Callable[[str], str]) -
     """
     prompt = task.prompt[-1]["content"]
     short = task.data.get("compact", "")
-    expression = compact.expression(short)
+    expression = compact.read_expression(short)
     if expression is None:
         raise RequestError(
             f"the arithmetic teacher cannot compute {prompt[:80]!r}",
@@ -78,7 +78,9 @@ def write_trace(task: Task, strategy: str, write_answer: Callable[[str], str]) -
     if wording == "original":
         lines = _steps(expression) if strategy == "steps" else []
         return "\n".join([*lines, write_answer(task.data["answer"])])
-    working = "" if strategy == "direct" else scratchpad.working(expression, brief=strategy == "brief") or ""
+    working = (
+        "" if strategy == "direct" else scratchpad.write_working(expression, brief=strategy == "brief") or ""
+    )
     if strategy == "careless":
         working = _slip(working, task.task_id)
     return f"{working}{compact.ANSWER_MARK}{task.data['answer']}"
@@ -86,9 +88,9 @@ def write_trace(task: Task, strategy: str, write_answer: Callable[[str], str]) -
 
 def _steps(expression: str) -> list[str]:
     """Return one equation per operation, from left to right: "4 + 38 = 42", "42 - 17 = 25"."""
-    numbers, sign = scratchpad.terms(expression), "+"
+    numbers, sign = scratchpad.parse_terms(expression), "+"
     if numbers is None:
-        numbers, sign = scratchpad.factors(expression) or (), "*"
+        numbers, sign = scratchpad.parse_factors(expression) or (), "*"
     lines = []
     total = numbers[0]
     for number in numbers[1:]:

@@ -20,7 +20,7 @@ from perilune.data.generators.teacher import (
 from perilune.data.records import TraceRecord, write_records
 from perilune.environments.core.protocol import Environment, Task
 from perilune.environments.core.registry import make_environment
-from perilune.environments.core.replay import agent_conversations
+from perilune.environments.core.replay import replay_agent_conversations
 from perilune.files import write_json_lines
 from perilune.verifiers import Scorer
 
@@ -91,7 +91,7 @@ def collect_traces(
             environment=environment.id,
             seed=seed,
             most=count,
-            converse=partial(agent_conversations, environment),
+            converse=partial(replay_agent_conversations, environment),
             provenance=provenance,
         )
         tasks: set[str] = set()
@@ -140,6 +140,6 @@ class TeacherGenerator:
             self._score,
             environment=self._environment.id,
             seed=self._seed,
-            converse=partial(agent_conversations, self._environment),
+            converse=partial(replay_agent_conversations, self._environment),
             provenance=self.provenance,
         )

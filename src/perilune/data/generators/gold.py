@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 from perilune.data.generators.scripted import ScriptedTeacher
 from perilune.environments.adapters.compact import ANSWER_MARK
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.environments.core.mixture import part_of
-from perilune.environments.core.prompting import KEY, PromptingSettings
+from perilune.environments.core.mixture import find_part
+from perilune.environments.core.prompting import PROMPTING_KEY, PromptingSettings
 from perilune.environments.core.protocol import Environment, Task
 
 
@@ -36,6 +36,6 @@ class GoldTeacher(ScriptedTeacher):
     def _write(self, task: Task, answer: str) -> str:
         """Return the answer in the format of the environment's `prompting` section, if it has one."""
         whole = getattr(self, "_environment", None)
-        environment: Any = None if whole is None else part_of(whole, task)
-        asks = isinstance(getattr(environment, KEY, None), PromptingSettings)
+        environment: Any = None if whole is None else find_part(whole, task)
+        asks = isinstance(getattr(environment, PROMPTING_KEY, None), PromptingSettings)
         return environment.write(answer) if environment is not None and asks else answer

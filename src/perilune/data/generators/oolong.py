@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.environments.builtin.oolong.compact import LABELS, month
+from perilune.environments.builtin.oolong.compact import LABELS, render_month
 from perilune.environments.builtin.oolong.questions import Question
 from perilune.environments.builtin.oolong.records import Record, draw_records
 from perilune.environments.core.keyed_random import KeyedRandom
@@ -43,7 +43,7 @@ class OolongTeacher(ScriptedTeacher):
 
 def write_notes(asked: Question, records: Iterable[Record]) -> str:
     """Notes on the lines that the question is about."""
-    return "".join(_note(asked, one) for one in records if asked.concerns(one))
+    return "".join(_note(asked, one) for one in records if asked.includes(one))
 
 
 def _note(asked: Question, record: Record) -> str:
@@ -52,5 +52,5 @@ def _note(asked: Question, record: Record) -> str:
     if record.label != asked.label and not (record.label == asked.other and asked.relation == "each"):
         return ""
     if asked.find == "month":
-        return month(record.date // 100)
+        return render_month(record.date // 100)
     return f"{LABELS[record.label]}{record.user}" if asked.relation == "each" else f"{record.user} "

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.environments.builtin.planning.constraints import judge
-from perilune.environments.builtin.planning.tasks import answer, read_answer
-from perilune.environments.builtin.planning.trip import HOME, Plan, Trip, Visit, travel
+from perilune.environments.builtin.planning.constraints import check_plan
+from perilune.environments.builtin.planning.tasks import read_answer, write_answer
+from perilune.environments.builtin.planning.trip import HOME, Plan, Trip, Visit, travel_steps
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.errors import RequestError
@@ -37,7 +37,7 @@ class PlanningTeacher(ScriptedTeacher):
             )
         best = read_answer(task, task.data["actions"][-1])
         assert best is not None
-        written = answer(task, best, worked=strategy != "direct")
+        written = write_answer(task, best, worked=strategy != "direct")
         if strategy != "mended":
             return (written,)
         if task.data["proposals"] == 1:
@@ -45,8 +45,8 @@ class PlanningTeacher(ScriptedTeacher):
             raise RequestError(what, where="strategies.mended", remedy="use the environment planning_repair")
         trip = Trip.from_json(task.data["trip"])
         hasty = make_hasty_plan(trip)
-        first = answer(task, hasty, worked=True)
-        return (first,) if all(judge(trip, hasty).values()) else (first, written)
+        first = write_answer(task, hasty, worked=True)
+        return (first,) if all(check_plan(trip, hasty).values()) else (first, written)
 
 
 def make_hasty_plan(trip: Trip) -> Plan:
@@ -54,7 +54,7 @@ def make_hasty_plan(trip: Trip) -> Plan:
     plan: list[Visit] = []
     time, here = 0, HOME
     for place in sorted(trip.places, key=lambda one: one.opens)[: trip.visits]:
-        start = max(time + travel(here, place.at), place.opens)
+        start = max(time + travel_steps(here, place.at), place.opens)
         plan.append(Visit(1, start, place.name))
         time, here = start + place.stay, place.at
     return plan

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from perilune.data.generators.oolong import write_notes
 from perilune.data.generators.scripted import ScriptedTeacher
-from perilune.environments.builtin.oolong.compact import LABELS, MARK, SIGNS, month
+from perilune.environments.builtin.oolong.compact import ANSWER_MARK, LABELS, SIGNS, render_month
 from perilune.environments.builtin.oolong.questions import AFTER_ALL, BEFORE_ALL, Question
 from perilune.environments.builtin.oolong.records import draw_records
 from perilune.environments.builtin.oolong.tasks import gold, line_labels, question
@@ -41,7 +41,7 @@ class RecursiveTeacher(ScriptedTeacher):
                 where="teacher",
                 remedy="set prompt: compact and tasks: {id: oolong, style: compact}",
             )
-        asked, answer = Question(**data["question"]), MARK + gold(data)
+        asked, answer = Question(**data["question"]), ANSWER_MARK + gold(data)
         if strategy == "guess":
             return (answer,)
         if strategy == "ranges":
@@ -54,7 +54,7 @@ class RecursiveTeacher(ScriptedTeacher):
             read = write_notes(asked, draw_records(data)) + answer
             return (_answer_code(f"ask(C+{question(data)!r}).split(';')[1]"), read)
         records = zip(draw_records(data), line_labels(data), strict=True)
-        return (write_count_code(asked), *(label for record, label in records if asked.concerns(record)))
+        return (write_count_code(asked), *(label for record, label in records if asked.includes(record)))
 
 
 def write_count_code(asked: Question) -> str:
@@ -99,9 +99,9 @@ def _pair_condition(asked: Question) -> str:
 def _line_conditions(asked: Question) -> str:
     found = [f"l[1:-2]=={str(asked.user)!r}"] if asked.user else []
     if asked.since > BEFORE_ALL:
-        found.append(f"l[0]>={month(asked.since // 100)!r}")
+        found.append(f"l[0]>={render_month(asked.since // 100)!r}")
     if asked.until < AFTER_ALL:
-        found.append(f"l[0]<{month(asked.until // 100)!r}")
+        found.append(f"l[0]<{render_month(asked.until // 100)!r}")
     return " and ".join(found)
 
 

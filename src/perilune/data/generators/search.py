@@ -7,10 +7,10 @@ from perilune.data.generators.scripted import ScriptedTeacher
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import Task
 from perilune.environments.search import functions
-from perilune.environments.search.facts.environment import MARK
+from perilune.environments.search.facts.environment import ANSWER_MARK
 from perilune.environments.search.facts.questions import Question
-from perilune.environments.search.facts.world import corpus_of, draw_world
-from perilune.environments.search.index import index_of
+from perilune.environments.search.facts.world import draw_world, make_corpus
+from perilune.environments.search.index import get_index
 from perilune.errors import RequestError
 
 _FACT_RESULTS, _CITY_RESULTS = 3, 12  # results of a query for a fact, and for the facts about a city
@@ -42,7 +42,7 @@ class SearchTeacher(ScriptedTeacher):
                 where="teacher",
                 remedy="set prompt: compact and tasks: {id: facts, style: compact}",
             )
-        asked, answer = Question(**data["question"]), MARK + data["answer"]
+        asked, answer = Question(**data["question"]), ANSWER_MARK + data["answer"]
         if strategy == "guess":
             return (answer,)
         if strategy == "code":
@@ -76,8 +76,8 @@ def _list_calls(asked: Question, data: Mapping[str, Any]) -> Sequence[str]:
             return (f"search('{name} h',{_FACT_RESULTS})", f"search('{head} l',{_FACT_RESULTS})")
         case "count":
             return (f"search('c {name}',{_CITY_RESULTS})", f"filter('c {name}')", "dedup()")
-    documents = corpus_of(data["world"], data["companies"], data["style"])
-    seen = functions.filter(index_of(documents).search(f"c {name}", _CITY_RESULTS), f"c {name}")
+    documents = make_corpus(data["world"], data["companies"], data["style"])
+    seen = functions.filter(get_index(documents).search(f"c {name}", _CITY_RESULTS), f"c {name}")
     companies = functions.extract(functions.dedup(seen), "{} c")
     queries = [f"{one} s" for one in companies]
     return (

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from perilune.data.records import Provenance, TraceRecord
 from perilune.environments.core.protocol import Environment, Failure, Message, Outcome, Task, Transcript
-from perilune.environments.core.rewards import GOLD
+from perilune.environments.core.rewards import GOLD_METRIC
 
 FIRST_BATCH, BATCH = 16, 512  # candidates verified together, at first and at most
 
@@ -125,7 +125,7 @@ def verify_candidates(
             if isinstance(outcome, Failure):
                 yield Rejected(candidate, f"{outcome.boundary}: {outcome.reason}")
                 continue
-            verdict = outcome.metrics.get(GOLD, outcome.reward)
+            verdict = outcome.metrics.get(GOLD_METRIC, outcome.reward)
             if verdict < candidate.keep_from:
                 yield Rejected(candidate, f"score {verdict:g} is below {candidate.keep_from:g}")
                 continue

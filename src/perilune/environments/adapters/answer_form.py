@@ -18,7 +18,7 @@ _NUMBER = r"\d{1,40}(?:\.\d{1,12})?(?![\d.])"
 _SIGN = r"[-+/() ]|\*(?!\*)"
 
 
-def _expression(*parts: str) -> str:
+def _expression_pattern(*parts: str) -> str:
     return rf"(?>{'|'.join(parts)})++"  # atomic and possessive: never backtracks
 
 
@@ -27,38 +27,38 @@ def _expression(*parts: str) -> str:
 _PATTERNS: dict[str, str] = {
     "binary_matrix": r"\d(?:[ \n]\d)*+",
     "boxnet": r"[\[{].*[\]}]",
-    "countdown": _expression(r"\d{1,6}(?!\d)", _SIGN),
+    "countdown": _expression_pattern(r"\d{1,6}(?!\d)", _SIGN),
     "game_of_life": r"\[[\d,\[\] \n]*\]",
-    "intermediate_integration": _expression(_FUNCTION, _POWER, _NUMBER, _VARIABLE, _SIGN),
+    "intermediate_integration": _expression_pattern(_FUNCTION, _POWER, _NUMBER, _VARIABLE, _SIGN),
     "n_queens": r"[Q_](?:[ \n][Q_])*+",
-    "polynomial_multiplication": _expression(_POWER, _NUMBER, _VARIABLE, _SIGN),
+    "polynomial_multiplication": _expression_pattern(_POWER, _NUMBER, _VARIABLE, _SIGN),
     "prime_factorization": r"\d{1,12}(?: ?[×x*] ?\d{1,12})*+",
-    "puzzle24": _expression(r"\d{1,6}(?!\d)", _SIGN),
-    "simple_integration": _expression(_POWER, _NUMBER, _VARIABLE, _SIGN),
+    "puzzle24": _expression_pattern(r"\d{1,6}(?!\d)", _SIGN),
+    "simple_integration": _expression_pattern(_POWER, _NUMBER, _VARIABLE, _SIGN),
     "spiral_matrix": r"-?\d++(?: -?\d++)*+",
     "string_insertion": r"[A-Z]++",
 }
 
 _CHOICES = (("true", "false"), ("yes", "no"))
-_LONGEST_WITHOUT_GOLD = 4096
+_MAX_CHARS_WITHOUT_GOLD = 4096
 
 
-def well_formed(family: str, answer: str, gold: str | None) -> bool:
-    """Whether `answer` has the form of a right answer of this reasoning-gym family.
+def is_well_formed(family: str, answer: str, gold: str | None) -> bool:
+    """Return whether `answer` has the form of a right answer of this reasoning-gym family.
 
     An integer must be written plainly (only a minus sign, no leading zeros), a number must be a number, and a
     choice must be one of the choices. Any other text must be printable and not much longer than the expected
     answer `gold`, if there is one.
     """
-    longest = _LONGEST_WITHOUT_GOLD if gold is None else 4 * len(gold) + 64
-    if not answer or len(answer) > longest:
+    max_chars = _MAX_CHARS_WITHOUT_GOLD if gold is None else 4 * len(gold) + 64
+    if not answer or len(answer) > max_chars:
         return False
     if family in _PATTERNS:
-        return _compiled(_PATTERNS[family]).fullmatch(answer) is not None
+        return _compile_pattern(_PATTERNS[family]).fullmatch(answer) is not None
     if gold is not None:
-        for form in (_INTEGER, _HEXADECIMAL, _DECIMAL):
-            if _compiled(form).fullmatch(gold):
-                return _compiled(form).fullmatch(answer) is not None
+        for pattern in (_INTEGER, _HEXADECIMAL, _DECIMAL):
+            if _compile_pattern(pattern).fullmatch(gold):
+                return _compile_pattern(pattern).fullmatch(answer) is not None
         for choices in _CHOICES:
             if gold.lower() in choices:
                 return answer.lower() in choices
@@ -66,5 +66,5 @@ def well_formed(family: str, answer: str, gold: str | None) -> bool:
 
 
 @cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.ASCII | re.DOTALL)

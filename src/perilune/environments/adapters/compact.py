@@ -14,16 +14,16 @@ Entry = Mapping[str, Any]
 ANSWER_MARK = ";"
 
 
-def _arithmetic(entry: Entry) -> str:
-    """The expression without spaces. In plain sums and products all numbers are padded to one width."""
+def _arithmetic_prompt(entry: Entry) -> str:
+    """Return the expression without spaces. Plain sums and products have numbers of equal width."""
     expression: str = entry["metadata"]["expression"].replace(" ", "")
-    if not (scratchpad.terms(expression) or scratchpad.factors(expression)):
+    if not (scratchpad.parse_terms(expression) or scratchpad.parse_factors(expression)):
         return expression + "="
     width = max(map(len, re.findall(r"\d+", expression)))
     return re.sub(r"\d+", lambda number: number[0].zfill(width), expression) + "="
 
 
-def _numbers(function: str, key: str) -> Callable[[Entry], str]:
+def _numbers_prompt(function: str, key: str) -> Callable[[Entry], str]:
     def prompt(entry: Entry) -> str:
         return f"{function}({','.join(map(str, entry['metadata'][key]))})="
 
@@ -31,37 +31,37 @@ def _numbers(function: str, key: str) -> Callable[[Entry], str]:
 
 
 PROMPTS: Mapping[str, Callable[[Entry], str]] = {
-    "basic_arithmetic": _arithmetic,
-    "chain_sum": _arithmetic,
+    "basic_arithmetic": _arithmetic_prompt,
+    "chain_sum": _arithmetic_prompt,
     "countdown": lambda e: f"{','.join(map(str, e['metadata']['numbers']))}>{e['metadata']['target']}=",
-    "decimal_chain_sum": _arithmetic,
-    "gcd": _numbers("gcd", "numbers"),
-    "lcm": _numbers("lcm", "numbers"),
+    "decimal_chain_sum": _arithmetic_prompt,
+    "gcd": _numbers_prompt("gcd", "numbers"),
+    "lcm": _numbers_prompt("lcm", "numbers"),
     "number_sequence": lambda e: e["question"].replace(" ", "").replace("?", "") + "=",
-    "products": _arithmetic,
+    "products": _arithmetic_prompt,
     "simple_equations": lambda e: (
         f"{e['metadata']['equation'].replace(' ', '')},{e['metadata']['variable']}="
     ),
     "spell_backward": lambda e: f"{e['metadata']['word']}<",
 }
 
-ARITHMETIC = frozenset({"basic_arithmetic", "chain_sum", "products"})
+ARITHMETIC_FAMILIES = frozenset({"basic_arithmetic", "chain_sum", "products"})
 
 
-def expression(prompt: str) -> str | None:
-    """The expression of a compact arithmetic prompt: "347+268" for "347+268=". None for any other prompt."""
+def read_expression(prompt: str) -> str | None:
+    """Return the expression of an arithmetic prompt: "347+268" for "347+268="; None for other prompts."""
     body = prompt.removesuffix("=")
-    return body if scratchpad.working(body) is not None else None
+    return body if scratchpad.write_working(body) is not None else None
 
 
-def answer(text: str) -> str | None:
-    """The text after the last semicolon; None if there is no semicolon."""
+def read_answer(text: str) -> str | None:
+    """Return the text after the last semicolon; None if there is no semicolon."""
     _, mark, last = text.rpartition(ANSWER_MARK)
     return last if mark else None
 
 
-def strategy(text: str) -> str:
-    """The strategy of an output: "direct", "brief", "scratchpad", or "none" if it has no answer mark."""
+def classify_strategy(text: str) -> str:
+    """Return the strategy of an output: "direct", "brief", "scratchpad", or "none" without an answer."""
     before, mark, _ = text.rpartition(ANSWER_MARK)
     if not mark:
         return "none"
@@ -71,40 +71,40 @@ def strategy(text: str) -> str:
 
 
 def arithmetic_metrics(prompt: str, text: str) -> dict[str, float]:
-    """Metrics of a compact arithmetic output. They do not affect the reward.
+    """Return metrics of a compact arithmetic output. They do not affect the reward.
 
-    "strategy/NAME" is 1.0 for the recognized strategy. "trace_valid", present if there is working, tells
-    whether every step is right.
+    "strategy/NAME" is 1.0 for the recognized strategy. "trace_valid", present if there is working, is
+    1.0 if every step is right.
     """
-    name = strategy(text)
+    name = classify_strategy(text)
     metrics = {f"strategy/{name}": 1.0}
-    asked = expression(prompt)
-    if name in ("brief", "scratchpad") and asked is not None:
-        expected = scratchpad.working(asked, brief=name == "brief")
+    expression = read_expression(prompt)
+    if name in ("brief", "scratchpad") and expression is not None:
+        expected = scratchpad.write_working(expression, brief=name == "brief")
         metrics["trace_valid"] = float(text.rpartition(ANSWER_MARK)[0] == expected)
     return metrics
 
 
-def same_question(question: str) -> str:
-    """A canonical form that is equal for questions that differ only in the order of their operands.
+def canonical_question(question: str) -> str:
+    """Return a canonical form that is equal for questions that differ only in the order of their operands.
 
     It determines the split, so that 268+347 is not held out while 347+268 is in training.
     """
     body = question.removesuffix("=")
-    for parse in (scratchpad.terms, scratchpad.factors):
+    for kind, parse in (("terms", scratchpad.parse_terms), ("factors", scratchpad.parse_factors)):
         if (numbers := parse(body)) is not None:
-            return f"{parse.__name__}{sorted(numbers)}"
+            return f"{kind}{sorted(numbers)}"
     return question
 
 
 def arithmetic_difficulty(prompt: str) -> float | None:
-    """Columns of the longest number times the number of operations; for two summands, plus their carries."""
-    asked = prompt.removesuffix("=")
-    numbers = scratchpad.terms(asked) or scratchpad.factors(asked)
+    """Return columns of the longest number times operations; for two summands, plus their carries."""
+    expression = prompt.removesuffix("=")
+    numbers = scratchpad.parse_terms(expression) or scratchpad.parse_factors(expression)
     if numbers is None:
         return None
     columns = max(len(str(abs(number))) for number in numbers) * max(len(numbers) - 1, 1)
     carries = 0
-    if scratchpad.terms(asked) and len(numbers) == 2 and min(numbers) >= 0:
-        carries = scratchpad.carries(*numbers)
+    if scratchpad.parse_terms(expression) and len(numbers) == 2 and min(numbers) >= 0:
+        carries = scratchpad.count_carries(*numbers)
     return float(columns + carries)

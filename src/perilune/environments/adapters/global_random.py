@@ -16,7 +16,7 @@ class GlobalRandom:
         self._numpy: np.random.BitGenerator = np.random.MT19937(seed)
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def install(self) -> Iterator[None]:
         """Install these generators inside the context, and restore the interpreter's own on exit."""
         python, numpy = random.getstate(), mtrand.get_bit_generator()
         random.setstate(self._python)

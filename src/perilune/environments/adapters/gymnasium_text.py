@@ -11,13 +11,13 @@ from typing import Any, Literal
 from pydantic import Field
 
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode, unpadded
+from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode, strip_move
 from perilune.environments.core.protocol import Split, Task
-from perilune.environments.core.splits import numbered_ids
+from perilune.environments.core.splits import generate_task_ids
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
-_MARKED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")  # the player's position, printed in color
+_HIGHLIGHTED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")  # the player's position, printed in color
 
 Game = Literal["FrozenLake-v1", "CliffWalking-v1", "Taxi-v4", "Blackjack-v1"]
 _GAMES: dict[str, tuple[str, tuple[str, ...], float]] = {  # rules, moves, and the least reward of a move
@@ -68,7 +68,7 @@ class GymnasiumEnvironment(MultiTurn):
         self.spec = spec
         self.id = f"gymnasium/{spec.game}"
         self.max_turns = spec.turns
-        self._rules, self._moves, self._least = _GAMES[spec.game]
+        self._rules, self._moves, self._min_reward = _GAMES[spec.game]
         self._make_game().close()
 
     @staticmethod
@@ -77,7 +77,7 @@ class GymnasiumEnvironment(MultiTurn):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         prompt = ({"role": "user", "content": f"{self._rules} Moves: {', '.join(self._moves)}."},)
-        for task_id in numbered_ids(self.id, split, seed):
+        for task_id in generate_task_ids(self.id, split, seed):
             yield Task(task_id, prompt, {})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
@@ -92,10 +92,10 @@ class GymnasiumEnvironment(MultiTurn):
                     metrics={"illegal": float(illegal)},
                     legal=self._moves,
                 )
-                if unpadded(move) not in self._moves:
-                    reward, illegal = self._least, illegal + 1
+                if strip_move(move) not in self._moves:
+                    reward, illegal = self._min_reward, illegal + 1
                     continue
-                state, reward, terminated, truncated, _ = game.step(self._moves.index(unpadded(move)))
+                state, reward, terminated, truncated, _ = game.step(self._moves.index(strip_move(move)))
                 reward, ended = float(reward), terminated or truncated
             yield end_episode(reward, metrics={"illegal": float(illegal)})
         finally:
@@ -120,5 +120,5 @@ def _render(game: Any, state: Any) -> str:
     if isinstance(state, tuple):
         own, dealer, ace = (int(value) for value in state)
         return f"you have {own}{' with an ace as 11' if ace else ''}, the dealer shows {dealer}"
-    lines = _MARKED.sub(r"[\1]", game.render()).strip("\n").splitlines()
+    lines = _HIGHLIGHTED.sub(r"[\1]", game.render()).strip("\n").splitlines()
     return "\n".join(line.rstrip() for line in lines if not line.startswith("  ("))

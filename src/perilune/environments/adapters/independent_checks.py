@@ -2,8 +2,8 @@
 
 An audit of a scorer needs a second opinion that shares no code with it. Where only one answer is right, the
 check compares with the stated one. Where several are right, it applies the puzzle's rules, implemented again
-here. For the remaining families there is no second opinion. Some scorers give full reward to wrong answers;
-for those, the second opinion decides.
+here. The remaining families have no second opinion. If a scorer is known to give full reward to wrong
+answers, the second opinion decides.
 """
 
 import ast
@@ -17,40 +17,43 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-_SEVERAL_ANSWERS = """
+_MULTI_ANSWER_NAMES = """
 boxnet codeio countdown cryptarithm graph_color group_anagrams intermediate_integration jugs kakurasu
 knight_swap knights_knaves n_queens palindrome_generation palindrome_partitioning polynomial_equations
 polynomial_multiplication propositional_logic puzzle24 quantum_lock rubiks_cube rush_hour shortest_path
 simple_integration sokoban survo tower_of_hanoi word_ladder
 """
-SEVERAL_ANSWERS = frozenset(_SEVERAL_ANSWERS.split())
+MULTI_ANSWER_FAMILIES = frozenset(_MULTI_ANSWER_NAMES.split())
 """Families with several right answers. Those without an entry in `_RULES` have no second opinion."""
 
 _NUMBER = re.compile(r"[+-]?(?:(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?", re.ASCII)
-_EDGES = " .,;:!?\"'`°%$()[]{}"
-_DOUBTED = """
+_EDGE_CHARS = " .,;:!?\"'`°%$()[]{}"
+_UNRELIABLE_NAMES = """
 advanced_geometry coin_flip complex_arithmetic cryptarithm fraction_simplification game_of_life
 game_of_life_halting gsm_symbolic intermediate_integration letter_jumble number_sorting polynomial_equations
 puzzle24 spell_backward time_intervals tower_of_hanoi
 """
-DOUBTED = frozenset(_DOUBTED.split())
+UNRELIABLE_FAMILIES = frozenset(_UNRELIABLE_NAMES.split())
 """Families whose scorer gives full reward to clearly wrong answers: other numbers than the given ones, the
 answer among others, any number with the same prefix, "nan", or any text if the answer is "False"."""
-SAME, APART = 1e-6, 0.05  # relative differences: up to SAME, numbers are equal; from APART on, different
-LONGEST = 20_000  # characters; a longer answer is wrong
+MAX_EQUAL_DIFFERENCE, MIN_UNEQUAL_DIFFERENCE = (
+    1e-6,
+    0.05,
+)  # relative; numbers in between are undecided
+MAX_ANSWER_CHARS = 20_000  # characters; a longer answer is wrong
 
 _SYNTAX_ERRORS = (ValueError, LookupError, TypeError, AttributeError, SyntaxError)
 _NOT_AN_ANSWER = (*_SYNTAX_ERRORS, ArithmeticError, RecursionError, MemoryError)
 
 
 def is_right(family: str, answer: str, data: Mapping[str, Any]) -> bool | None:
-    """Whether `answer` is right. `data` holds the item's "answer" and its decoded "metadata".
+    """Return whether `answer` is right. `data` holds the item's "answer" and its decoded "metadata".
 
     Returns:
         None if undecidable: the family has several answers and no rules here, states no answer, or the answer
             is a number neither equal to the stated one nor far from it.
     """
-    if len(answer) > LONGEST:
+    if len(answer) > MAX_ANSWER_CHARS:
         return False
     rules = _RULES.get(family)
     if rules is not None:
@@ -60,34 +63,40 @@ def is_right(family: str, answer: str, data: Mapping[str, Any]) -> bool | None:
             return False
     if data["answer"] is None:
         return None
-    same = same_answer(answer, data["answer"])
-    return same or (None if family in SEVERAL_ANSWERS else same)
+    same = compare_answers(answer, data["answer"])
+    return same or (None if family in MULTI_ANSWER_FAMILIES else same)
 
 
-def same_answer(answer: str, stated: str) -> bool | None:
-    """Whether two answers are equal; None if they differ only in form, or by a small amount."""
-    mine, theirs = (" ".join(text.split()).casefold() for text in (answer, stated))
-    if mine == theirs:
+def compare_answers(answer: str, stated: str) -> bool | None:
+    """Return whether two answers are equal; None if they differ only in form or by a small amount."""
+    given, expected = (" ".join(text.split()).casefold() for text in (answer, stated))
+    if given == expected:
         return True
-    if _NUMBER.fullmatch(mine) and _NUMBER.fullmatch(theirs):
-        return _same_number(mine, theirs)
-    parts = [[part.strip(_EDGES) for part in re.split(r"[\s,:]+", text)] for text in (mine, theirs)]
+    if _NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected):
+        return _compare_numbers(given, expected)
+    parts = [[part.strip(_EDGE_CHARS) for part in re.split(r"[\s,:]+", text)] for text in (given, expected)]
     first, second = ([part for part in both if part] for both in parts)
-    alike = len(first) == len(second) > 0 and all(map(_alike, first, second))
-    return None if alike else False
+    may_be_equal = len(first) == len(second) > 0 and all(map(_may_be_equal, first, second))
+    return None if may_be_equal else False
 
 
-def _alike(mine: str, theirs: str) -> bool:
-    numbers = _NUMBER.fullmatch(mine) and _NUMBER.fullmatch(theirs)
-    return mine == theirs or bool(numbers and _same_number(mine, theirs) is not False)
+def _may_be_equal(given: str, expected: str) -> bool:
+    numbers = _NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected)
+    return given == expected or bool(numbers and _compare_numbers(given, expected) is not False)
 
 
-def _same_number(mine: str, theirs: str) -> bool | None:
-    a, b = (float(text.replace(",", "")) for text in (mine, theirs))
-    if re.fullmatch(r"[+-]?\d+", theirs):
+def _compare_numbers(given: str, expected: str) -> bool | None:
+    a, b = (float(text.replace(",", "")) for text in (given, expected))
+    if re.fullmatch(r"[+-]?\d+", expected):
         return a == b
     difference = abs(a - b) / max(abs(a), abs(b), 1e-12)
-    return True if difference <= SAME else False if difference >= APART else None
+    return (
+        True
+        if difference <= MAX_EQUAL_DIFFERENCE
+        else False
+        if difference >= MIN_UNEQUAL_DIFFERENCE
+        else None
+    )
 
 
 # -- expressions -------------------------------------------------------------------------------------------
@@ -103,8 +112,8 @@ _FUNCTION_NAMES = ("exp", "log", "sqrt", "sin", "cos", "tan", "sinh", "cosh", "a
 _FUNCTIONS = {name: getattr(math, name) for name in _FUNCTION_NAMES}
 
 
-def _value(node: ast.expr, names: Mapping[str, float], used: list[float]) -> float:
-    """The value of an arithmetic expression. Appends its numbers to `used`."""
+def _evaluate(node: ast.expr, names: Mapping[str, float], used: list[float]) -> float:
+    """Return the value of an arithmetic expression. Appends its numbers to `used`."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             used.append(float(number))
@@ -112,33 +121,35 @@ def _value(node: ast.expr, names: Mapping[str, float], used: list[float]) -> flo
         case ast.Name(id=name):
             return names[name]
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand, names, used)
+            return -_evaluate(operand, names, used)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand, names, used)
+            return _evaluate(operand, names, used)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return float(_OPERATORS[type(op)](_value(left, names, used), _value(right, names, used)))
+            return float(_OPERATORS[type(op)](_evaluate(left, names, used), _evaluate(right, names, used)))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _FUNCTIONS:
-            return float(_FUNCTIONS[name](_value(argument, names, used)))
+            return float(_FUNCTIONS[name](_evaluate(argument, names, used)))
     raise ValueError("not plain arithmetic")
 
 
-def _parsed(text: str) -> ast.expr:
+def _parse_expression(text: str) -> ast.expr:
     return ast.parse(text.strip(), mode="eval").body
 
 
-def _uses_the_numbers(answer: str, metadata: Mapping[str, Any]) -> bool:
-    """countdown and puzzle24: uses every number once, and its value is the target (24)."""
+def _check_countdown(answer: str, metadata: Mapping[str, Any]) -> bool:
+    """Check countdown and puzzle24: every number is used once, and the value is the target (24)."""
     used: list[float] = []
-    value = _value(_parsed(answer), {}, used)
-    reached = math.isclose(value, float(metadata.get("target", 24)), rel_tol=1e-9)
-    return reached and Counter(used) == Counter(float(number) for number in metadata["numbers"])
+    value = _evaluate(_parse_expression(answer), {}, used)
+    is_target = math.isclose(value, float(metadata.get("target", 24)), rel_tol=1e-9)
+    return is_target and Counter(used) == Counter(float(number) for number in metadata["numbers"])
 
 
-_POINTS = (0.37, 0.81, 1.43, 2.19)
+_SAMPLE_POINTS = (0.37, 0.81, 1.43, 2.19)
 
 
-def _same_function(
-    first: Callable[[float], float], second: Callable[[float], float], points: Sequence[float] = _POINTS
+def _is_same_function(
+    first: Callable[[float], float],
+    second: Callable[[float], float],
+    points: Sequence[float] = _SAMPLE_POINTS,
 ) -> bool:
     compared = 0
     for point in points:
@@ -152,37 +163,40 @@ def _same_function(
     return compared > 0
 
 
-def _antiderivative(answer: str, metadata: Mapping[str, Any]) -> bool:
-    """The derivative of the answer, by central differences, is the integrand."""
-    variable, (given, integrand) = metadata["variable"], map(_parsed, (answer, metadata["integrand"]))
+def _check_antiderivative(answer: str, metadata: Mapping[str, Any]) -> bool:
+    """Check that the derivative of the answer, by central differences, is the integrand."""
+    variable, (given, integrand) = (
+        metadata["variable"],
+        map(_parse_expression, (answer, metadata["integrand"])),
+    )
     constants = dict.fromkeys(string.ascii_letters, 0.5) | {"E": math.e, "pi": math.pi}
 
     def slope(x: float, h: float = 1e-5) -> float:
-        ends = (_value(given, constants | {variable: x + s}, []) for s in (h, -h))
+        ends = (_evaluate(given, constants | {variable: x + s}, []) for s in (h, -h))
         return (next(ends) - next(ends)) / (2 * h)
 
-    return _same_function(slope, lambda x: _value(integrand, constants | {variable: x}, []))
+    return _is_same_function(slope, lambda x: _evaluate(integrand, constants | {variable: x}, []))
 
 
-def _same_polynomial(answer: str, metadata: Mapping[str, Any]) -> bool:
-    """The answer is expanded, and equals the product at more points than its degree."""
-    given, product = map(_parsed, (answer, metadata["polynomial_expr"]))
-    if any(_holds_sum(node) for node in ast.walk(given) if _is_product(node)):
+def _check_polynomial(answer: str, metadata: Mapping[str, Any]) -> bool:
+    """Check that the answer is expanded and equals the product at more points than its degree."""
+    given, product = map(_parse_expression, (answer, metadata["polynomial_expr"]))
+    if any(_contains_sum(node) for node in ast.walk(given) if _is_product(node)):
         return False
 
     def value(node: ast.expr, x: float) -> float:
         names = {name: x * (1 + 0.17 * index) for index, name in enumerate(metadata["variables"])}
-        return _value(node, names, [])
+        return _evaluate(node, names, [])
 
     points = [0.31 + 0.23 * index for index in range(16)]
-    return _same_function(lambda x: value(given, x), lambda x: value(product, x), points)
+    return _is_same_function(lambda x: value(given, x), lambda x: value(product, x), points)
 
 
 def _is_product(node: ast.AST) -> bool:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Pow)
 
 
-def _holds_sum(product: ast.AST) -> bool:
+def _contains_sum(product: ast.AST) -> bool:
     inside = (node.op for node in ast.walk(product) if isinstance(node, ast.BinOp))
     return any(isinstance(op, ast.Add | ast.Sub) for op in inside)
 
@@ -190,29 +204,29 @@ def _holds_sum(product: ast.AST) -> bool:
 # -- puzzles -----------------------------------------------------------------------------------------------
 
 
-def _queens(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_queens(answer: str, metadata: Mapping[str, Any]) -> bool:
     board = [line.split() for line in answer.strip().splitlines()]
     given = metadata["puzzle"]
     size = len(given)
     if [len(row) for row in board] != [size] * size or {cell for row in board for cell in row} - {"Q", "_"}:
         return False
     queens = [(r, c) for r in range(size) for c in range(size) if board[r][c] == "Q"]
-    kept = all(board[r][c] == "Q" for r in range(size) for c in range(size) if given[r][c] == "Q")
+    keeps_given = all(board[r][c] == "Q" for r in range(size) for c in range(size) if given[r][c] == "Q")
     lines = (
         [r for r, _ in queens],
         [c for _, c in queens],
         [r + c for r, c in queens],
         [r - c for r, c in queens],
     )
-    return kept and len(queens) == size and all(len(set(line)) == size for line in lines)
+    return keeps_given and len(queens) == size and all(len(set(line)) == size for line in lines)
 
 
-def _palindrome(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_palindrome(answer: str, metadata: Mapping[str, Any]) -> bool:
     word = answer.strip()
     return word == word[::-1] and Counter(word) == Counter(metadata["letters"])
 
 
-def _hanoi(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_hanoi(answer: str, metadata: Mapping[str, Any]) -> bool:
     pegs: dict[int, list[int]] = {peg: [] for peg in range(1, metadata["num_pegs"] + 1)}
     pegs[metadata["start_peg"]] = list(range(metadata["num_disks"], 0, -1))
     for line in answer.strip().splitlines():
@@ -226,7 +240,7 @@ def _hanoi(answer: str, metadata: Mapping[str, Any]) -> bool:
     return bool(len(pegs[metadata["target_peg"]]) == metadata["num_disks"])
 
 
-def _coloring(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_coloring(answer: str, metadata: Mapping[str, Any]) -> bool:
     puzzle = metadata["puzzle"]
     colors = {int(vertex): color for vertex, color in json.loads(answer).items()}
     if set(colors) != set(puzzle["vertices"]) or not set(colors.values()) <= set(puzzle["color_options"]):
@@ -234,7 +248,7 @@ def _coloring(answer: str, metadata: Mapping[str, Any]) -> bool:
     return all(colors[a] != colors[b] for a, b in puzzle["edges"])
 
 
-def _cryptarithm(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_cryptarithm(answer: str, metadata: Mapping[str, Any]) -> bool:
     pairs = [pair.strip().split("=") for pair in answer.strip().split(",")]
     digits = {letter: int(digit) for letter, digit in pairs}
     words = [*metadata["words_letters"], metadata["result_letters"]]
@@ -248,7 +262,7 @@ def _cryptarithm(answer: str, metadata: Mapping[str, Any]) -> bool:
     return sum(terms) == total
 
 
-def _jugs(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_jugs(answer: str, metadata: Mapping[str, Any]) -> bool:
     capacity = metadata["puzzle"]["jug_capacities"]
     held = [0] * len(capacity)
     for move in json.loads(answer):
@@ -267,36 +281,36 @@ def _jugs(answer: str, metadata: Mapping[str, Any]) -> bool:
     return metadata["puzzle"]["target"] in held
 
 
-def _anagrams(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_anagrams(answer: str, metadata: Mapping[str, Any]) -> bool:
     groups = [sorted(group) for group in json.loads(answer)]
     return sorted(groups) == sorted(sorted(group) for group in metadata["solution"])
 
 
-def _fraction(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_fraction(answer: str, metadata: Mapping[str, Any]) -> bool:
     form = r"\$?\\[dt]?frac\{(\d+)\}\{(\d+)\}\$?|\$?(\d+)/(\d+)\$?"
     match = re.fullmatch(form, answer.strip(), re.ASCII)
     numbers = [int(digits) for digits in match.groups() if digits] if match else []
     return numbers == [metadata["simplified_numerator"], metadata["simplified_denominator"]]
 
 
-def _factors(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_factors(answer: str, metadata: Mapping[str, Any]) -> bool:
     return sorted(map(int, re.split(r"[×x*]", answer))) == sorted(metadata["factors"])
 
 
-def _probability(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_probability(answer: str, metadata: Mapping[str, Any]) -> bool:
     rational = metadata["rational"]
     exact = Fraction(rational["numerator"], rational["denominator"])
     return abs(Fraction(answer.strip()) - exact) <= exact / 1000
 
 
-def _complex(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_complex(answer: str, metadata: Mapping[str, Any]) -> bool:
     text = answer.strip().replace(" ", "").replace("i", "j")
     if re.fullmatch(r"[-+.\dj]+", text, re.ASCII) is None:
         return False
     return abs(complex(text) - complex(*metadata["result"])) <= 1e-2
 
 
-def _roots(answer: str, metadata: Mapping[str, Any]) -> bool:
+def _check_roots(answer: str, metadata: Mapping[str, Any]) -> bool:
     given = sorted(float(part) for part in answer.split(",")) if answer.strip() else []
     expected = sorted(metadata["real_solutions"])
     return len(given) == len(expected) and all(
@@ -305,21 +319,21 @@ def _roots(answer: str, metadata: Mapping[str, Any]) -> bool:
 
 
 _RULES: Mapping[str, Callable[[str, Mapping[str, Any]], bool]] = {
-    "countdown": _uses_the_numbers,
-    "coin_flip": _probability,
-    "complex_arithmetic": _complex,
-    "cryptarithm": _cryptarithm,
-    "fraction_simplification": _fraction,
-    "graph_color": _coloring,
-    "group_anagrams": _anagrams,
-    "intermediate_integration": _antiderivative,
-    "jugs": _jugs,
-    "n_queens": _queens,
-    "palindrome_generation": _palindrome,
-    "polynomial_equations": _roots,
-    "polynomial_multiplication": _same_polynomial,
-    "prime_factorization": _factors,
-    "puzzle24": _uses_the_numbers,
-    "simple_integration": _antiderivative,
-    "tower_of_hanoi": _hanoi,
+    "countdown": _check_countdown,
+    "coin_flip": _check_probability,
+    "complex_arithmetic": _check_complex,
+    "cryptarithm": _check_cryptarithm,
+    "fraction_simplification": _check_fraction,
+    "graph_color": _check_coloring,
+    "group_anagrams": _check_anagrams,
+    "intermediate_integration": _check_antiderivative,
+    "jugs": _check_jugs,
+    "n_queens": _check_queens,
+    "palindrome_generation": _check_palindrome,
+    "polynomial_equations": _check_roots,
+    "polynomial_multiplication": _check_polynomial,
+    "prime_factorization": _check_factors,
+    "puzzle24": _check_countdown,
+    "simple_integration": _check_antiderivative,
+    "tower_of_hanoi": _check_hanoi,
 }

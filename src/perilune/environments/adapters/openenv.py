@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from perilune.environments.adapters.openenv_connection import Connection, action_fields
+from perilune.environments.adapters.openenv_connection import Connection, fetch_action_fields
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import EpisodeFailedError, Split, Task
-from perilune.environments.core.splits import numbered_ids
+from perilune.environments.core.splits import generate_task_ids
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
@@ -67,7 +67,7 @@ class OpenEnvEnvironment(MultiTurn):
         self.id = f"openenv/{urlsplit(spec.url).netloc}"
         self.max_turns = spec.turns
         self._field: str | None = spec.action
-        self._knows_field = spec.action is not None
+        self._is_field_known = spec.action is not None
         try:
             import_module("websockets.sync.client")
         except ImportError:
@@ -81,32 +81,32 @@ class OpenEnvEnvironment(MultiTurn):
         """Yield tasks without end; they differ only in the seed that a reset passes to the server."""
         prompt = ({"role": "user", "content": self.spec.prompt},)
         request = json.dumps([self.spec.prompt, self.spec.config], sort_keys=True)
-        for task_id in numbered_ids(f"openenv/{request}", split, seed):
+        for task_id in generate_task_ids(f"openenv/{request}", split, seed):
             yield Task(task_id, prompt, {})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         reset = {**self.spec.config, "seed": rng.integer(1 << 31, "reset")}
         with Connection(self.spec.url, self.spec.seconds) as server:
-            seen, reward, done = _read(server.request("reset", reset) or {})
+            observation, reward, done = _parse_response(server.request("reset", reset) or {})
             illegal = 0
             while not done:
                 metrics = {"illegal": float(illegal)}
-                text = yield ask(self._render(seen), role="tool", rewards=(reward,), metrics=metrics)
+                text = yield ask(self._render(observation), role="tool", rewards=(reward,), metrics=metrics)
                 action = self._parse_action(text)
                 response = None if action is None else server.request("step", action)
                 if response is None:
                     illegal, reward = illegal + 1, 0.0
-                    seen = {"error": "that is no valid action"}
+                    observation = {"error": "that is no valid action"}
                 else:
-                    seen, reward, done = _read(response)
+                    observation, reward, done = _parse_response(response)
             yield end_episode(reward, metrics={"illegal": float(illegal)})
 
     def _parse_action(self, text: str) -> Mapping[str, Any] | None:
-        """The action that the server expects; None if the text is not an action."""
-        if not self._knows_field:
-            fields = action_fields(self.spec.url, self.spec.seconds)
+        """Return the action that the server expects; None if the text is not an action."""
+        if not self._is_field_known:
+            fields = fetch_action_fields(self.spec.url, self.spec.seconds)
             self._field = fields[0] if len(fields) == 1 else None
-            self._knows_field = True
+            self._is_field_known = True
         if self._field is not None:
             return {self._field: text}
         try:
@@ -115,24 +115,24 @@ class OpenEnvEnvironment(MultiTurn):
             return None
         return action if isinstance(action, dict) else None
 
-    def _render(self, seen: Mapping[str, Any]) -> str:
+    def _render(self, observation: Mapping[str, Any]) -> str:
         field = self.spec.observation
-        if field is None or "error" in seen:
-            fields = {name: value for name, value in seen.items() if name != "metadata"}
+        if field is None or "error" in observation:
+            fields = {name: value for name, value in observation.items() if name != "metadata"}
             return json.dumps(fields, ensure_ascii=False)
-        if field not in seen:
+        if field not in observation:
             raise EpisodeFailedError("environment", f"the server's observation has no field '{field}'")
-        value = seen[field]
+        value = observation[field]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _read(response: Mapping[str, Any]) -> tuple[Mapping[str, Any], float, bool]:
-    """Observation, reward, and whether the episode is done."""
-    seen, reward, done = response.get("observation"), response.get("reward"), response.get("done")
-    if not isinstance(seen, dict) or not isinstance(done, bool):
+def _parse_response(response: Mapping[str, Any]) -> tuple[Mapping[str, Any], float, bool]:
+    """Return the observation, the reward, and whether the episode is done."""
+    observation, reward, done = response.get("observation"), response.get("reward"), response.get("done")
+    if not isinstance(observation, dict) or not isinstance(done, bool):
         raise EpisodeFailedError("environment", "the server's response has no observation")
     if reward is None:
-        return seen, 0.0, done
+        return observation, 0.0, done
     if not isinstance(reward, int | float) or not math.isfinite(reward):
         raise EpisodeFailedError("environment", f"the server's reward is not a number: {str(reward)[:40]}")
-    return seen, float(reward), done
+    return observation, float(reward), done

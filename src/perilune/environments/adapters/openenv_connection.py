@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 from perilune.environments.core.protocol import EpisodeFailedError
 
-MOST_BYTES = 1 << 20  # limit on a response
-CLOSING_SECONDS = 0.5
+MAX_RESPONSE_BYTES = 1 << 20  # limit on a response
+CLOSE_TIMEOUT_S = 0.5
 
 
 class Connection:
@@ -29,17 +29,19 @@ class Connection:
         from websockets.exceptions import WebSocketException
         from websockets.sync.client import connect
 
-        self._broken = (OSError, EOFError, WebSocketException)  # a TimeoutError is an OSError
+        self._connection_errors = (OSError, EOFError, WebSocketException)  # a TimeoutError is an OSError
         try:
             self._socket = connect(
                 "ws" + self._url.removeprefix("http") + "/ws",
                 open_timeout=self._seconds,
-                close_timeout=CLOSING_SECONDS,
-                max_size=MOST_BYTES,
+                close_timeout=CLOSE_TIMEOUT_S,
+                max_size=MAX_RESPONSE_BYTES,
                 proxy=None,
             )
-        except self._broken as error:
-            raise _failed(f"the server at {self._url} cannot be reached: {_reason(error)}") from None
+        except self._connection_errors as error:
+            raise _environment_error(
+                f"the server at {self._url} cannot be reached: {_describe_error(error)}"
+            ) from None
         return self
 
     def __exit__(
@@ -47,7 +49,7 @@ class Connection:
     ) -> None:
         try:
             self._socket.send('{"type": "close"}')
-        except self._broken:
+        except self._connection_errors:
             pass
         finally:
             self._socket.close()
@@ -58,22 +60,28 @@ class Connection:
             self._socket.send(json.dumps({"type": kind, "data": data}))
             text = self._socket.recv(timeout=self._seconds)
         except TimeoutError:
-            raise _failed(f"the server did not answer a {kind} within {self._seconds:g} s") from None
-        except self._broken as error:
-            raise _failed(f"the server closed the connection after a {kind}: {_reason(error)}") from None
-        response = _document(text)
+            raise _environment_error(
+                f"the server did not answer a {kind} within {self._seconds:g} s"
+            ) from None
+        except self._connection_errors as error:
+            raise _environment_error(
+                f"the server closed the connection after a {kind}: {_describe_error(error)}"
+            ) from None
+        response = _parse_document(text)
         received = response.get("data")
         if not isinstance(received, dict):
-            raise _failed(f"the server's response to a {kind} has no data")
+            raise _environment_error(f"the server's response to a {kind} has no data")
         if response.get("type") == "error":
             if kind == "step" and received.get("code") == "VALIDATION_ERROR":
                 return None
-            raise _failed(f"the server: {received.get('code')}: {str(received.get('message'))[:200]}")
+            raise _environment_error(
+                f"the server: {received.get('code')}: {str(received.get('message'))[:200]}"
+            )
         return received
 
 
-def action_fields(url: str, seconds: float) -> list[str]:
-    """The required fields of an action, from the server's schema.
+def fetch_action_fields(url: str, seconds: float) -> list[str]:
+    """Return the required fields of an action, from the server's schema.
 
     Raises:
         EpisodeFailedError: blaming the environment, if the server does not provide the schema.
@@ -83,25 +91,27 @@ def action_fields(url: str, seconds: float) -> list[str]:
     link = kind(parts.hostname or "", parts.port, timeout=seconds)
     try:
         link.request("GET", f"{parts.path}/schema")
-        text = link.getresponse().read(MOST_BYTES)
+        text = link.getresponse().read(MAX_RESPONSE_BYTES)
     except (OSError, HTTPException) as error:
-        raise _failed(f"the server's schema cannot be read: {_reason(error)}") from None
+        raise _environment_error(f"the server's schema cannot be read: {_describe_error(error)}") from None
     finally:
         link.close()
-    action = _document(text).get("action")
+    action = _parse_document(text).get("action")
     fields = action.get("required") if isinstance(action, dict) else None
     if not isinstance(fields, list):
-        raise _failed("the server's schema lists no required field of an action; set environment.action")
+        raise _environment_error(
+            "the server's schema lists no required field of an action; set environment.action"
+        )
     return [str(field) for field in fields]
 
 
-def _document(text: str | bytes) -> Mapping[str, Any]:
+def _parse_document(text: str | bytes) -> Mapping[str, Any]:
     try:
         document = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise _failed(f"the server's response is not JSON: {error}") from None
+        raise _environment_error(f"the server's response is not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise _failed("the server's response is not a JSON object")
+        raise _environment_error("the server's response is not a JSON object")
     return document
 
 
@@ -109,9 +119,9 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _failed(reason: str) -> EpisodeFailedError:
+def _environment_error(reason: str) -> EpisodeFailedError:
     return EpisodeFailedError("environment", reason)
 
 
-def _reason(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return str(error) or type(error).__name__

@@ -12,7 +12,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-_DEFERRED = (
+_DEFERRED_MODULES = (
     *("matplotlib", "matplotlib.pyplot", "matplotlib.animation", "matplotlib.collections"),
     *("mpl_toolkits", "mpl_toolkits.mplot3d"),
 )
@@ -30,8 +30,8 @@ class _DeferredModule(ModuleType):
 
 
 @contextmanager
-def deferred_plotting() -> Iterator[None]:
-    """Modules imported in this context load matplotlib on first use. No effect if it is already loaded.
+def defer_plotting() -> Iterator[None]:
+    """Make modules imported in this context load matplotlib on first use, unless it is already loaded.
 
     Python warns about the syntax of cellpylib when it compiles it. Users of Perilune cannot change that.
     """
@@ -39,7 +39,7 @@ def deferred_plotting() -> Iterator[None]:
     if "matplotlib" in sys.modules:
         yield
         return
-    for name in _DEFERRED:
+    for name in _DEFERRED_MODULES:
         sys.modules[name] = _DeferredModule(name)
         parent, _, own = name.rpartition(".")
         if parent:
@@ -52,6 +52,6 @@ def deferred_plotting() -> Iterator[None]:
 
 
 def _remove_placeholders() -> None:
-    for name in _DEFERRED:
+    for name in _DEFERRED_MODULES:
         if isinstance(sys.modules.get(name), _DeferredModule):
             del sys.modules[name]

@@ -16,22 +16,22 @@ from typing import Any, Literal
 from pydantic import Field
 
 from perilune.environments.adapters import compact
-from perilune.environments.adapters.answer_form import well_formed
+from perilune.environments.adapters.answer_form import is_well_formed
 from perilune.environments.adapters.global_random import GlobalRandom
-from perilune.environments.adapters.independent_checks import DOUBTED, is_right
-from perilune.environments.adapters.reasoning_gym_import import all_families, one_family
+from perilune.environments.adapters.independent_checks import UNRELIABLE_FAMILIES, is_right
+from perilune.environments.adapters.reasoning_gym_import import load_all_families, load_family
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.reference_answer import ReferenceAnswer
 from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.single_turn import SingleTurn
-from perilune.environments.core.splits import split_of
+from perilune.environments.core.splits import assign_split
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
-CHUNK = 1000  # items drawn from one seed of the generator
+CHUNK_ITEMS = 1000  # items drawn from one seed of the generator
 
 # Families that iterate over sets, so their tasks depend on the interpreter's hash seed.
-HASH_SEEDED = frozenset(
+HASH_SEEDED_FAMILIES = frozenset(
     {
         "intermediate_integration",
         "codeio",  # moreover, one item in several hundred names a temporary file, which no seed fixes
@@ -43,10 +43,10 @@ HASH_SEEDED = frozenset(
     }
 )
 # Families that also draw from Python's global random state.
-GLOBALLY_SEEDED = frozenset({"codeio", "list_functions"})
+GLOBALLY_SEEDED_FAMILIES = frozenset({"codeio", "list_functions"})
 
 
-_EXCLUDED = frozenset({"composite"})  # mixes families, so the form of an answer would be unknown
+_EXCLUDED_FAMILIES = frozenset({"composite"})  # mixes families, so the form of an answer would be unknown
 
 
 class ReasoningGymSpec(Frozen):
@@ -84,7 +84,7 @@ class ReasoningGymEnvironment(SingleTurn):
         self.spec = spec
         self.id = f"reasoning_gym/{spec.task}"
         self.own_format = "after ';'" if spec.prompt == "compact" else ""
-        self._dataset = _create(spec, seed=0)
+        self._dataset = _create_dataset(spec, seed=0)
         if spec.prompt == "compact" and spec.task not in compact.PROMPTS:
             raise RequestError(
                 f"'{spec.task}' has no compact prompt",
@@ -94,12 +94,12 @@ class ReasoningGymEnvironment(SingleTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        return tuple(sorted(all_families().keys() - _EXCLUDED))
+        return tuple(sorted(load_all_families().keys() - _EXCLUDED_FAMILIES))
 
     def settings(self) -> dict[str, Any]:
-        """The family's settings and their values in this environment."""
+        """Return the family's settings and their values in this environment."""
         config = self._dataset.config
-        return {name: value for name, value in vars(config).items() if name in _settings(type(config))}
+        return {name: value for name, value in vars(config).items() if name in _setting_names(type(config))}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield distinct tasks of a split, in an order that `seed` determines, until the generator has no new
@@ -113,12 +113,12 @@ class ReasoningGymEnvironment(SingleTurn):
         seen: set[str] = set()
         for chunk in range(sys.maxsize):
             before = len(seen)
-            for entry in self._entries(seed, chunk):
-                task = self._task(entry)
+            for entry in self._generate_entries(seed, chunk):
+                task = self._make_task(entry)
                 if task.task_id in seen:
                     continue
                 seen.add(task.task_id)
-                if self._split(entry) == split:
+                if self._choose_split(entry) == split:
                     yield task
             if len(seen) == before:
                 return
@@ -131,14 +131,18 @@ class ReasoningGymEnvironment(SingleTurn):
         answers, an answer that the second opinion rejects has reward 0.
         """
         gold = task.data["answer"]
-        answer = self._answer(transcript.text)
+        answer = self._extract_answer(transcript.text)
         metrics: dict[str, float] = {}
-        if self.spec.prompt == "compact" and self.spec.task in compact.ARITHMETIC:
+        if self.spec.prompt == "compact" and self.spec.task in compact.ARITHMETIC_FAMILIES:
             metrics = compact.arithmetic_metrics(task.data["compact"], transcript.text)
-        formed = answer is not None and well_formed(self.spec.task, answer, gold)
+        formed = answer is not None and is_well_formed(self.spec.task, answer, gold)
         if answer is None or (self.spec.strict and not (formed and transcript.finished)):
             return Score(0.0, {"raw": 0.0, "well_formed": float(formed)}, metrics)
-        entry = {"question": task.data["question"], "answer": gold, "metadata": decode(task.data["metadata"])}
+        entry = {
+            "question": task.data["question"],
+            "answer": gold,
+            "metadata": decode_metadata(task.data["metadata"]),
+        }
         try:
             raw = float(self._dataset.score_answer(answer, entry))
         except Exception as error:  # a scorer may raise anything on text that a model wrote
@@ -147,27 +151,31 @@ class ReasoningGymEnvironment(SingleTurn):
             )
         if not math.isfinite(raw):
             return Failure("verifier", f"{self.spec.task} scorer returned {raw}")
-        if self.spec.strict and self.spec.task in DOUBTED and self.is_right(task, transcript) is False:
+        if (
+            self.spec.strict
+            and self.spec.task in UNRELIABLE_FAMILIES
+            and self.is_right(task, transcript) is False
+        ):
             raw = 0.0
         threshold = self.spec.threshold
         reward = raw if threshold is None else float(raw >= threshold)
         return Score(reward, {"raw": raw, "well_formed": float(formed)}, metrics)
 
     def gold(self, task: Task) -> Transcript | None:
-        """The output of a policy that knows the answer; None if the family states no answer."""
+        """Return the output of a policy that knows the answer; None if the family states no answer."""
         answer = task.data["answer"]
         if answer is None:
             return None
         return Transcript(compact.ANSWER_MARK + answer if self.spec.prompt == "compact" else answer)
 
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:
-        """A second opinion for audits, without the family's scorer; None if undecidable."""
-        answer = self._answer(transcript.text)
-        facts = {"answer": task.data["answer"], "metadata": decode(task.data["metadata"])}
+        """Return a second opinion for audits, without the family's scorer; None if undecidable."""
+        answer = self._extract_answer(transcript.text)
+        facts = {"answer": task.data["answer"], "metadata": decode_metadata(task.data["metadata"])}
         return answer is not None and is_right(self.spec.task, answer, facts)
 
     def reference_answer(self, task: Task) -> ReferenceAnswer | None:
-        """The answer that the family states; None if it states none."""
+        """Return the answer that the family states; None if it states none."""
         answer = task.data["answer"]
         if answer is None:
             return None
@@ -175,20 +183,20 @@ class ReasoningGymEnvironment(SingleTurn):
             return ReferenceAnswer(compact.ANSWER_MARK, (answer,), (compact.ANSWER_MARK,))
         return ReferenceAnswer("\n<answer>", (answer,), ("<answer>", "</think>"))
 
-    def _answer(self, text: str) -> str | None:
+    def _extract_answer(self, text: str) -> str | None:
         if self.spec.prompt == "compact":
-            return compact.answer(text)
-        return original_answer(text)
+            return compact.read_answer(text)
+        return extract_final_answer(text)
 
-    def _entries(self, seed: int, chunk: int) -> Iterator[Mapping[str, Any]]:
+    def _generate_entries(self, seed: int, chunk: int) -> Iterator[Mapping[str, Any]]:
         mixed = hashlib.sha256(f"{self.id}/{seed}/{chunk}".encode()).digest()
         chunk_seed = int.from_bytes(mixed[:4], "big") >> 1
-        dataset = _create(self.spec, chunk_seed)
-        for index in range(CHUNK):
+        dataset = _create_dataset(self.spec, chunk_seed)
+        for index in range(CHUNK_ITEMS):
             with contextlib.redirect_stdout(io.StringIO()):  # a few generators print
                 try:
-                    if self.spec.task in GLOBALLY_SEEDED:
-                        with GlobalRandom(chunk_seed + index).installed():
+                    if self.spec.task in GLOBALLY_SEEDED_FAMILIES:
+                        with GlobalRandom(chunk_seed + index).install():
                             entry = dataset[index]
                     else:
                         entry = dataset[index]
@@ -197,29 +205,33 @@ class ReasoningGymEnvironment(SingleTurn):
             if "Integral(" not in (entry["answer"] or ""):  # sympy failed and returned the question
                 yield entry
 
-    def _task(self, entry: Mapping[str, Any]) -> Task:
+    def _make_task(self, entry: Mapping[str, Any]) -> Task:
         family = self.spec.task
-        short = compact.PROMPTS[family](entry) if family in compact.PROMPTS else None
+        compact_prompt = compact.PROMPTS[family](entry) if family in compact.PROMPTS else None
         question = entry["question"]
-        content = short if self.spec.prompt == "compact" and short is not None else question
-        data = {"question": question, "answer": entry["answer"], "metadata": encode(entry["metadata"])}
-        if short is not None:
-            data["compact"] = short
+        content = compact_prompt if self.spec.prompt == "compact" and compact_prompt is not None else question
+        data = {
+            "question": question,
+            "answer": entry["answer"],
+            "metadata": encode_metadata(entry["metadata"]),
+        }
+        if compact_prompt is not None:
+            data["compact"] = compact_prompt
         return Task(
-            task_id=_digest(short or question)[:32],
+            task_id=_digest(compact_prompt or question)[:32],
             prompt=({"role": "user", "content": content},),
             data=data,
-            difficulty=self._difficulty(entry, short),
+            difficulty=self._compute_difficulty(entry, compact_prompt),
         )
 
-    def _split(self, entry: Mapping[str, Any]) -> Split:
+    def _choose_split(self, entry: Mapping[str, Any]) -> Split:
         family = self.spec.task
         question = compact.PROMPTS[family](entry) if family in compact.PROMPTS else entry["question"]
-        return split_of(_digest("split:" + compact.same_question(question)))
+        return assign_split(_digest("split:" + compact.canonical_question(question)))
 
-    def _difficulty(self, entry: Mapping[str, Any], short: str | None) -> float | None:
-        if self.spec.task in compact.ARITHMETIC and short is not None:
-            difficulty = compact.arithmetic_difficulty(short)
+    def _compute_difficulty(self, entry: Mapping[str, Any], compact_prompt: str | None) -> float | None:
+        if self.spec.task in compact.ARITHMETIC_FAMILIES and compact_prompt is not None:
+            difficulty = compact.arithmetic_difficulty(compact_prompt)
             if difficulty is not None:
                 return difficulty
         metadata = entry["metadata"]
@@ -233,7 +245,7 @@ class ReasoningGymEnvironment(SingleTurn):
         return None
 
     def _require_stable_hashes(self) -> None:
-        if self.spec.task in HASH_SEEDED and os.environ.get("PYTHONHASHSEED", "random") == "random":
+        if self.spec.task in HASH_SEEDED_FAMILIES and os.environ.get("PYTHONHASHSEED", "random") == "random":
             raise RequestError(
                 f"the tasks of '{self.spec.task}' depend on Python's hash seed, which is random here",
                 where="environment.task",
@@ -241,39 +253,37 @@ class ReasoningGymEnvironment(SingleTurn):
             )
 
 
-def original_answer(text: str) -> str:
-    """The final answer in free text: the last <answer> tag, else the text after </think>, else the whole
-    text.
-    """
+def extract_final_answer(text: str) -> str:
+    """Return the last <answer> tag of a text, else the text after </think>, else the whole text."""
     _, opened, rest = text.rpartition("<answer>")
     if opened:
         return rest.partition("</answer>")[0].strip()
     return text.rpartition("</think>")[2].strip()
 
 
-def encode(value: Any) -> Any:
+def encode_metadata(value: Any) -> Any:
     """Make metadata JSON-serializable without loss: tag tuples, and mappings whose keys are not strings."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
-            return {key: encode(item) for key, item in value.items()}
-        return {"__pairs__": [[encode(key), encode(item)] for key, item in value.items()]}
+            return {key: encode_metadata(item) for key, item in value.items()}
+        return {"__pairs__": [[encode_metadata(key), encode_metadata(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
-        return {"__tuple__": [encode(item) for item in value]}
+        return {"__tuple__": [encode_metadata(item) for item in value]}
     if isinstance(value, list):
-        return [encode(item) for item in value]
+        return [encode_metadata(item) for item in value]
     return value
 
 
-def decode(value: Any) -> Any:
-    """Undo `encode`."""
+def decode_metadata(value: Any) -> Any:
+    """Undo `encode_metadata`."""
     if isinstance(value, Mapping):
         if "__pairs__" in value:
-            return {decode(key): decode(item) for key, item in value["__pairs__"]}
+            return {decode_metadata(key): decode_metadata(item) for key, item in value["__pairs__"]}
         if "__tuple__" in value:
-            return tuple(decode(item) for item in value["__tuple__"])
-        return {key: decode(item) for key, item in value.items()}
+            return tuple(decode_metadata(item) for item in value["__tuple__"])
+        return {key: decode_metadata(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode_metadata(item) for item in value]
     return value
 
 
@@ -281,32 +291,32 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _classes(family: str) -> tuple[type, type]:
-    """The classes of a family's dataset and settings."""
-    found = None if family in _EXCLUDED else one_family(family)
-    if found is None:
+def _load_classes(family: str) -> tuple[type, type]:
+    """Return the classes of a family's dataset and settings."""
+    classes = None if family in _EXCLUDED_FAMILIES else load_family(family)
+    if classes is None:
         raise RequestError(
             f"reasoning-gym has no task called '{family}'",
             where="environment.task",
             remedy=did_you_mean(family, ReasoningGymEnvironment.families()),
         )
-    return found
+    return classes
 
 
-def _settings(config_class: type) -> set[str]:
+def _setting_names(config_class: type) -> set[str]:
     return {field.name for field in dataclasses.fields(config_class)} - {"seed", "size"}
 
 
-def _create(spec: ReasoningGymSpec, seed: int) -> Any:
-    dataset_class, config_class = _classes(spec.task)
-    valid = _settings(config_class)
+def _create_dataset(spec: ReasoningGymSpec, seed: int) -> Any:
+    dataset_class, config_class = _load_classes(spec.task)
+    valid = _setting_names(config_class)
     for key in spec.config:
         if key not in valid:
             what = f"'{spec.task}' has no setting '{key}'"
             raise RequestError(what, where=f"environment.config.{key}", remedy=did_you_mean(key, valid))
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            config = config_class(**spec.config, seed=seed, size=CHUNK)
+            config = config_class(**spec.config, seed=seed, size=CHUNK_ITEMS)
             if hasattr(config, "validate"):
                 config.validate()
             return dataset_class(config=config)

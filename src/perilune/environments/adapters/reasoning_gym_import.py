@@ -1,8 +1,8 @@
 """Imports one family of reasoning-gym instead of all hundred.
 
 `import reasoning_gym` imports every family, and with them sympy, pyfiglet and more: most of a second in every
-process of every stage. Here the package begins without its `__init__`, and one family's module is imported.
-Code that asks the package or its registry for anything else gets the complete package.
+process of every stage. This module creates the package without its `__init__` and imports one family. Code
+that needs anything else of the package or its registry gets the complete package.
 """
 
 import sys
@@ -14,13 +14,13 @@ from threading import RLock
 from types import ModuleType
 from typing import Any
 
-from perilune.environments.adapters.plotting import deferred_plotting
+from perilune.environments.adapters.plotting import defer_plotting
 
 _PACKAGE = "reasoning_gym"
 _FACTORY = f"{_PACKAGE}.factory"
 _LOCK = RLock()
-# What only the complete registry can answer; the families themselves import the rest of the factory.
-_NEEDS_ALL = frozenset(
+# Names that need the complete registry. The families themselves import the rest of the factory.
+_COMPLETE_ONLY = frozenset(
     {"DATASETS", "CURRICULA", "create_dataset", "create_curriculum", "has_curriculum", "get_score_answer_fn"}
 )
 
@@ -34,7 +34,7 @@ class _PartialPackage(ModuleType):
         try:
             return import_module(f"{self.__name__}.{name}")
         except ModuleNotFoundError:
-            _complete()
+            _complete_package()
             return getattr(self, name)
 
 
@@ -42,37 +42,37 @@ class _PartialFactory(ModuleType):
     """The registry before all families are in it."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _NEEDS_ALL:
-            _complete()
+        if name in _COMPLETE_ONLY:
+            _complete_package()
         return ModuleType.__getattribute__(self, name)  # this may be a plain module by now
 
 
-def all_families() -> dict[str, tuple[type, type]]:
-    """The classes of the dataset and of its settings, by family."""
+def load_all_families() -> dict[str, tuple[type, type]]:
+    """Return the classes of the dataset and of its settings, by family."""
     with _LOCK:
-        _complete()
+        _complete_package()
         return dict(import_module(_FACTORY).DATASETS)
 
 
-def one_family(name: str) -> tuple[type, type] | None:
-    """The classes of one family's dataset and settings; None if there is no such family."""
+def load_family(name: str) -> tuple[type, type] | None:
+    """Return the classes of one family's dataset and settings; None if there is no such family."""
     with _LOCK:
-        module = None if _is_complete() else _module_of(name)
+        module = None if _is_complete() else _find_module(name)
         if module is None:
-            return all_families().get(name)
+            return load_all_families().get(name)
         if _PACKAGE not in sys.modules:
-            _begin()
-        with deferred_plotting():
+            _create_partial_package()
+        with defer_plotting():
             import_module(module)
-        found: tuple[type, type] = vars(sys.modules[_FACTORY])["DATASETS"][name]
-        return found
+        classes: tuple[type, type] = vars(sys.modules[_FACTORY])["DATASETS"][name]
+        return classes
 
 
 def _is_complete() -> bool:
     return _PACKAGE in sys.modules and not isinstance(sys.modules[_PACKAGE], _PartialPackage)
 
 
-def _begin() -> None:
+def _create_partial_package() -> None:
     """Make the package without running its `__init__`."""
     spec = find_spec(_PACKAGE)
     assert spec is not None
@@ -82,9 +82,9 @@ def _begin() -> None:
     sys.modules[_FACTORY].__class__ = _PartialFactory
 
 
-def _complete() -> None:
+def _complete_package() -> None:
     """Import all families, once."""
-    with _LOCK, deferred_plotting():
+    with _LOCK, defer_plotting():
         package = import_module(_PACKAGE)
         if isinstance(package, _PartialPackage):
             for module in (package, sys.modules[_FACTORY]):
@@ -94,8 +94,8 @@ def _complete() -> None:
 
 
 @cache
-def _module_of(family: str) -> str | None:
-    """The module that registers a family; None if no source names it."""
+def _find_module(family: str) -> str | None:
+    """Return the module that registers a family; None if no source names it."""
     spec = find_spec(_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         for file in sorted(Path(folder).rglob("*.py")):

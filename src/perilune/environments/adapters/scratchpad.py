@@ -22,8 +22,8 @@ _PRODUCT = re.compile(r"-?\d+(?:\*-?\d+)+")
 Step = tuple[list[str], int]  # columns, and the value after them
 
 
-def terms(expression: str) -> tuple[int, ...] | None:
-    """Signed terms of a sum without parentheses: (5, -3, 2) for "5-3+2". None for any other text."""
+def parse_terms(expression: str) -> tuple[int, ...] | None:
+    """Return signed terms of a sum without parentheses: (5, -3, 2) for "5-3+2". None for any other text."""
     match = _SUM.fullmatch(expression)
     if match is None:
         return None
@@ -31,19 +31,19 @@ def terms(expression: str) -> tuple[int, ...] | None:
     return (int(match[1]), *(int(number) if sign == "+" else -int(number) for sign, number in rest))
 
 
-def factors(expression: str) -> tuple[int, ...] | None:
-    """Factors of a product without parentheses. None for any other text."""
+def parse_factors(expression: str) -> tuple[int, ...] | None:
+    """Return factors of a product without parentheses. None for any other text."""
     if _PRODUCT.fullmatch(expression) is None:
         return None
     return tuple(int(number) for number in expression.split("*"))
 
 
-def working(expression: str, brief: bool = False) -> str | None:
-    """The working of an expression without spaces; None if it is not a plain sum or product."""
-    if (numbers := terms(expression)) is not None:
+def write_working(expression: str, brief: bool = False) -> str | None:
+    """Return the working of an expression without spaces; None if it is not a plain sum or product."""
+    if (numbers := parse_terms(expression)) is not None:
         width = max(map(len, re.findall(r"\d+", expression)))
         steps = list(_sum_steps(numbers, width))
-    elif (numbers := factors(expression)) is not None:
+    elif (numbers := parse_factors(expression)) is not None:
         steps = list(_product_steps(numbers))
     else:
         return None
@@ -54,8 +54,8 @@ def working(expression: str, brief: bool = False) -> str | None:
     return "/".join(parts[:-1])  # the last value is the answer, which follows the semicolon
 
 
-def carries(a: int, b: int) -> int:
-    """The number of columns of a + b that carry."""
+def count_carries(a: int, b: int) -> int:
+    """Return the number of columns of a + b that carry."""
     columns, _ = _add(abs(a), abs(b), width=1)
     return sum(column[-2] == "1" for column in columns)
 
@@ -92,14 +92,14 @@ def _product_steps(numbers: tuple[int, ...]) -> Iterator[Step]:
         total *= number
 
 
-def _columns(a: int, b: int, width: int) -> Iterator[tuple[int, int]]:
+def _digit_pairs(a: int, b: int, width: int) -> Iterator[tuple[int, int]]:
     pairs = zip_longest(reversed(f"{a:0{width}}"), reversed(str(b)), fillvalue="0")
     return ((int(x), int(y)) for x, y in pairs)
 
 
 def _add(a: int, b: int, width: int) -> tuple[list[str], int]:
     columns, carry = [], 0
-    for x, y in _columns(a, b, width):
+    for x, y in _digit_pairs(a, b, width):
         total = x + y + carry
         columns.append(f"{x}{y}{carry}{total:02d}")
         carry = total // 10
@@ -107,20 +107,20 @@ def _add(a: int, b: int, width: int) -> tuple[list[str], int]:
 
 
 def _subtract(a: int, b: int, width: int) -> list[str]:
-    """Columns of a - b, for a >= b >= 0."""
-    written, borrow = [], 0
-    for x, y in _columns(a, b, width):
+    """Return columns of a - b, for a >= b >= 0."""
+    columns, borrow = [], 0
+    for x, y in _digit_pairs(a, b, width):
         digit = x - y - borrow
-        owes = int(digit < 0)
-        written.append(f"{x}{y}{borrow}{owes}{digit + 10 * owes}")
-        borrow = owes
-    return written
+        next_borrow = int(digit < 0)
+        columns.append(f"{x}{y}{borrow}{next_borrow}{digit + 10 * next_borrow}")
+        borrow = next_borrow
+    return columns
 
 
 def _times_digit(a: int, digit: int) -> tuple[list[str], int]:
-    written, carry = [], 0
+    columns, carry = [], 0
     for x in map(int, reversed(str(a))):
         column = x * digit + carry
-        written.append(f"{x}{digit}{carry}{column:02d}")
+        columns.append(f"{x}{digit}{carry}{column:02d}")
         carry = column // 10
-    return written, a * digit
+    return columns, a * digit

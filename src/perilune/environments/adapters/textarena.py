@@ -18,15 +18,17 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import Message, Observation, Split, Task
 from perilune.environments.core.registry import did_you_mean
-from perilune.environments.core.splits import numbered_ids
+from perilune.environments.core.splits import generate_task_ids
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
-MOST_PLAYERS = 6  # tried if the recipe does not set the number of players
-_DEFAULT = re.compile(r".*-v\d+")  # variants, such as another board size, add a suffix
+MAX_PLAYERS = 6  # tried if the recipe does not set the number of players
+_DEFAULT_VARIANT = re.compile(r".*-v\d+")  # variants, such as another board size, add a suffix
 
 # TextArena depends on python-chess, which is under the GPL. Users must opt in to it.
-REMEDY = "pip install 'perilune[textarena-gpl]', which brings python-chess under the GPL, version 3 or later"
+INSTALL_REMEDY = (
+    "pip install 'perilune[textarena-gpl]', which brings python-chess under the GPL, version 3 or later"
+)
 
 
 class TextArenaSpec(Frozen):
@@ -58,17 +60,19 @@ class TextArenaEnvironment(MultiTurn):
         self.id = f"textarena/{spec.game}"
         self.max_turns = spec.turns
         self._game = _make_game(spec)
-        self.players = self._fewest_players() if spec.players is None else self._checked(spec.players)
+        self.players = (
+            self._find_min_players() if spec.players is None else self._require_player_count(spec.players)
+        )
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """Names of the games without their variants, sorted."""
-        return tuple(sorted(name for name in _registry() if _DEFAULT.fullmatch(name)))
+        """Return names of the games without their variants, sorted."""
+        return tuple(sorted(name for name in _registry() if _DEFAULT_VARIANT.fullmatch(name)))
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield tasks without end; each has its own random seed."""
         prompt = ({"role": "user", "content": "A game. Answer with your move alone, as its rules say."},)
-        for task_id in numbered_ids(self.id, split, seed):
+        for task_id in generate_task_ids(self.id, split, seed):
             yield Task(task_id, prompt, {})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
@@ -76,44 +80,44 @@ class TextArenaEnvironment(MultiTurn):
         seed = rng.integer(1 << 31, "reset")
         random_state = GlobalRandom(seed)
         game = copy.deepcopy(self._game)
-        with random_state.installed():
+        with random_state.install():
             game.reset(num_players=self.players, seed=seed)
-            done, (player, seen) = bool(game.state.done), game.get_observation()
+            done, (player, observation) = bool(game.state.done), game.get_observation()
         while not done:
-            move = yield Observation(self._messages(seen, player), player)
-            with random_state.installed():
+            move = yield Observation(self._messages(observation, player), player)
+            with random_state.install():
                 done, _ = game.step(move)
-                player, seen = (player, ()) if done else game.get_observation()
-        yield self._result(*game.close())
+                player, observation = (player, ()) if done else game.get_observation()
+        yield self._make_final_observation(*game.close())
 
-    def _messages(self, seen: Any, player: int) -> tuple[Message, ...]:
-        """One message with the texts of the game and the other players, without the player's own moves."""
+    def _messages(self, observation: Any, player: int) -> tuple[Message, ...]:
+        """Return one message with the texts of the game and the other players, without own moves."""
         lines = []
-        for speaker, text, kind in seen:
+        for speaker, text, kind in observation:
             is_move = getattr(kind, "name", kind) == "PLAYER_ACTION"
             is_own = speaker == player or (is_move and self.players == 1)  # some games omit the speaker
             if not is_own:
                 lines.append(f"[Player {speaker}] {text}" if speaker >= 0 else str(text))
         return ({"role": "user", "content": "\n".join(lines) + "\n"},) if lines else ()
 
-    def _result(self, rewards: Any, info: Any) -> Observation:
+    def _make_final_observation(self, rewards: Any, info: Any) -> Observation:
         illegal = any(info[player].get("invalid_move") for player in range(self.players))
         by_player = tuple(float((rewards or {}).get(player, 0.0)) for player in range(self.players))
         return Observation(rewards=by_player, metrics={"illegal": float(illegal)}, done=True)
 
-    def _fewest_players(self) -> int:
-        refused: Exception | None = None
-        for players in range(1, MOST_PLAYERS + 1):
+    def _find_min_players(self) -> int:
+        last_error: Exception | None = None
+        for players in range(1, MAX_PLAYERS + 1):
             try:
                 kind = self._start(players)
             except Exception as error:  # each game rejects a number of players in its own way
-                refused = error
+                last_error = error
                 continue
             if players > 1 or kind == "SinglePlayerState":  # many multi-player games accept a single player
                 return players
-        raise RequestError(f"'{self.spec.game}' does not start: {refused}", where="environment.game")
+        raise RequestError(f"'{self.spec.game}' does not start: {last_error}", where="environment.game")
 
-    def _checked(self, players: int) -> int:
+    def _require_player_count(self, players: int) -> int:
         try:
             self._start(players)
         except Exception as error:
@@ -124,7 +128,7 @@ class TextArenaEnvironment(MultiTurn):
     def _start(self, players: int) -> str:
         """Start a game with this number of players, and return the class name of its state."""
         game = copy.deepcopy(self._game)
-        with GlobalRandom(0).installed(), contextlib.redirect_stdout(io.StringIO()):
+        with GlobalRandom(0).install(), contextlib.redirect_stdout(io.StringIO()):
             game.reset(num_players=players, seed=0)
         return type(game.state).__name__
 
@@ -135,7 +139,7 @@ def _make_game(spec: TextArenaSpec) -> Any:
         what = f"TextArena has no game '{spec.game}'"
         raise RequestError(what, where="environment.game", remedy=did_you_mean(spec.game, names))
     try:
-        with GlobalRandom(0).installed(), contextlib.redirect_stdout(io.StringIO()):
+        with GlobalRandom(0).install(), contextlib.redirect_stdout(io.StringIO()):
             game = import_module("textarena").make(spec.game, **spec.config)
     except TypeError as error:
         raise RequestError(f"'{spec.game}': {error}", where="environment.config") from None
@@ -152,6 +156,8 @@ def _registry() -> dict[str, Any]:
         registration = import_module("textarena.envs.registration")
         import_module("textarena")
     except ImportError:
-        raise RequestError("TextArena is not installed", where="environment.id", remedy=REMEDY) from None
+        raise RequestError(
+            "TextArena is not installed", where="environment.id", remedy=INSTALL_REMEDY
+        ) from None
     names: dict[str, Any] = registration.ENV_REGISTRY
     return names

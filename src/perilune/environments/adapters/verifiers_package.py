@@ -1,7 +1,7 @@
 """Environments written for the package `verifiers`, version 1 of its interface.
 
 https://github.com/PrimeIntellect-ai/verifiers (MIT). The package's own code runs and scores the episodes.
-Where it would call a model server, the policy replies.
+The policy replies in place of a model server.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from perilune.environments.core.dialogue import Dialogue
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Observation, Split, Task
-from perilune.environments.core.splits import split_of
+from perilune.environments.core.splits import assign_split
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
@@ -57,26 +57,26 @@ class VerifiersEnvironment(MultiTurn):
     def __init__(self, spec: VerifiersSpec) -> None:
         self.spec = spec
         self.id = f"verifiers/{spec.package}"
-        self._package = _loaded(spec)
+        self._package = _load_package(spec)
         self.max_turns = self._package.turns
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        tasks = [task for task in self._tasks if split_of(task.task_id) == split]
+        tasks = [task for task in self._tasks if assign_split(task.task_id) == split]
         random.Random(f"{self.id}/{seed}").shuffle(tasks)
         yield from tasks
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Run the package's own rollout, paused wherever it awaits a reply of the policy."""
         state = GlobalRandom(rng.integer(1 << 31, "play"))
-        dialogue = Dialogue(self._loop, lambda ask: self._package.episode(task.data, ask), state.installed)
-        seen: tuple[Message, ...] = task.prompt
+        dialogue = Dialogue(self._loop, lambda ask: self._package.run_episode(task.data, ask), state.install)
+        conversation: tuple[Message, ...] = task.prompt
         try:
             messages = dialogue.begin()
             while messages is not None:
-                if tuple(messages[: len(seen)]) != seen:
+                if tuple(messages[: len(conversation)]) != conversation:
                     raise EpisodeFailedError("environment", "it changed earlier messages of the conversation")
-                reply = yield Observation(tuple(messages[len(seen) :]))
-                seen = (*messages, {"role": "assistant", "content": reply})
+                reply = yield Observation(tuple(messages[len(conversation) :]))
+                conversation = (*messages, {"role": "assistant", "content": reply})
                 messages = dialogue.next(reply)
             score = dialogue.result()
         finally:
@@ -90,7 +90,7 @@ class VerifiersEnvironment(MultiTurn):
 
     @cached_property
     def _loop(self) -> asyncio.AbstractEventLoop:
-        """Created in the process that plays, because forked processes would share the parent's loop."""
+        """An event loop of this process, because forked processes would share the parent's."""
         return asyncio.new_event_loop()
 
     @cached_property
@@ -106,14 +106,14 @@ class VerifiersEnvironment(MultiTurn):
         return list(tasks.values())
 
 
-def _loaded(spec: VerifiersSpec) -> TasksetPackage:
+def _load_package(spec: VerifiersSpec) -> TasksetPackage:
     if find_spec("verifiers") is None:
         raise RequestError(
             "verifiers is not installed", where="environment.id", remedy="pip install 'perilune[verifiers]'"
         )
-    from perilune.environments.adapters.verifiers_taskset import TasksetPackage, taskset_module
+    from perilune.environments.adapters.verifiers_taskset import TasksetPackage, import_taskset
 
-    module = taskset_module(spec.package)
+    module = import_taskset(spec.package)
     if hasattr(module, "load_environment") and not hasattr(module, "__all__"):
         raise RequestError(
             f"'{spec.package}' uses load_environment, the old interface of verifiers (v0)",

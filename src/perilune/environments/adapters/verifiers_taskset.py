@@ -30,8 +30,8 @@ from perilune.environments.core.dialogue import Ask
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Score
 from perilune.errors import RequestError
 
-MOST_TURNS = 16  # if the environment sets no limit
-MOST_TASKS = 10_000  # read from an infinite taskset
+DEFAULT_MAX_TURNS = 16  # if the environment sets no limit
+MAX_TASKS = 10_000  # read from an infinite taskset
 
 
 class TasksetPackage:
@@ -46,8 +46,8 @@ class TasksetPackage:
             self._env: Any = kind(settings)
             first = next(iter(self._env.taskset))
         except ValidationError as error:
-            place = ".".join(map(str, error.errors()[0]["loc"][1:]))
-            raise RequestError(error.errors()[0]["msg"], where=f"environment.config.{place}") from None
+            path = ".".join(map(str, error.errors()[0]["loc"][1:]))
+            raise RequestError(error.errors()[0]["msg"], where=f"environment.config.{path}") from None
         except StopIteration:
             raise RequestError(f"'{name}' has no tasks", where="environment.package") from None
         except (AttributeError, TypeError, ValueError, ImportError) as error:
@@ -58,19 +58,24 @@ class TasksetPackage:
             if isinstance(getattr(settings, field), AgentConfig)
         }
         if len(agents) != 1:
-            raise _unsupported(f"'{name}' has {len(agents)} agents ({', '.join(agents)}); one is supported")
+            raise _unsupported_error(
+                f"'{name}' has {len(agents)} agents ({', '.join(agents)}); one is supported"
+            )
         ((self._agent, agent),) = agents.items()
-        most = turns or agent.max_turns or MOST_TURNS
-        self.turns = 1 if kind is SingleAgentEnv else most
+        max_turns = turns or agent.max_turns or DEFAULT_MAX_TURNS
+        self.turns = 1 if kind is SingleAgentEnv else max_turns
         _check_supported(name, self._env, first)
         taskset = self._env.taskset
         self._is_infinite = not taskset.bounded if hasattr(taskset, "bounded") else taskset.INFINITE
 
     def rows(self) -> Iterator[tuple[Sequence[Message], Mapping[str, Any]]]:
-        """Prompt and JSON-serializable row of each task."""
-        return ((_opening(task.data), {"row": task.data.model_dump(mode="json")}) for task in self._tasks())
+        """Return the prompt and the JSON-serializable row of each task."""
+        return (
+            (_opening_messages(task.data), {"row": task.data.model_dump(mode="json")})
+            for task in self._tasks()
+        )
 
-    async def episode(self, row: Mapping[str, Any], ask: Ask) -> Score:
+    async def run_episode(self, row: Mapping[str, Any], ask: Ask) -> Score:
         """Run one episode with `ask` as the agent, and return the score that the task computes from its
         trace.
         """
@@ -86,14 +91,14 @@ class TasksetPackage:
         if type(self._env).finalize is not vf.Env.finalize:
             info = vf.EnvInfo(id=self._env.config.env_id)
             await self._env.finalize(task, vf.Episode(env=info, task=trace.task, traces=agent.traces))
-        rewards = {name: one for name, one in trace.rewards.items() if one is not None}
-        terms = {name: float(one.score) for name, one in rewards.items()}
+        rewards = {name: reward for name, reward in trace.rewards.items() if reward is not None}
+        terms = {name: float(reward.score) for name, reward in rewards.items()}
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         return Score(float(trace.reward), terms, metrics)
 
     def _tasks(self) -> Iterator[Any]:
         tasks = iter(self._env.taskset)
-        return islice(tasks, MOST_TASKS) if self._is_infinite else tasks
+        return islice(tasks, MAX_TASKS) if self._is_infinite else tasks
 
 
 class PolicyAgent:
@@ -105,14 +110,14 @@ class PolicyAgent:
         self._ask, self._turns = ask, turns
         self.traces: list[Any] = []
 
-    async def run(self, task: Any, **more: Any) -> Any:
+    async def run(self, task: Any, **options: Any) -> Any:
         """Reply once to the task's prompt, and score the reply."""
         async with self.interaction(task) as conversation:
             await conversation.turn()
         return conversation.trace
 
     @asynccontextmanager
-    async def interaction(self, task: Any, **more: Any) -> AsyncIterator[Conversation]:
+    async def interaction(self, task: Any, **options: Any) -> AsyncIterator[Conversation]:
         """A conversation on the task, scored when the context is left."""
         conversation = Conversation(task, self._ask, self._turns)
         yield conversation
@@ -129,24 +134,26 @@ class Conversation:
     """A conversation and its trace, from which the package computes rewards."""
 
     def __init__(self, task: Any, ask: Ask, turns: int) -> None:
-        self._ask, self._left = ask, turns
+        self._ask, self._turns_left = ask, turns
         self._stops = task.hooks("stop")
         about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         self.trace: Any = vf.Trace(task=about, agent=AgentInfo(config=vf.AgentConfig()))
         self.trace.state = state_cls(type(task))()
-        self._messages = _parsed(_opening(task.data))
+        self._messages = _parse_messages(_opening_messages(task.data))
         self._prompted = task.data.prompt is not None
 
     async def turn(self, message: Any = None) -> Any:
-        """The policy's reply to `message`, or to the task's prompt; empty once the conversation has ended."""
+        """Return the reply to `message` or the task's prompt; empty if the conversation has ended."""
         if message is None and not self._prompted:
             raise ValueError("the task has no prompt to reply to")
         new = [{"role": "user", "content": message}] if isinstance(message, str) else message or []
-        self._messages += _parsed(new)
-        if not self._left or self.trace.stop_condition is not None:
+        self._messages += _parse_messages(new)
+        if not self._turns_left or self.trace.stop_condition is not None:
             return vf.Segment(messages=[], terminated=True)
-        self._left, self._prompted = self._left - 1, False
-        reply = AssistantMessage(content=await self._ask([as_message(one) for one in self._messages]))
+        self._turns_left, self._prompted = self._turns_left - 1, False
+        reply = AssistantMessage(
+            content=await self._ask([convert_message(entry) for entry in self._messages])
+        )
         response = Response(id="", created=0, model="policy", message=reply, finish_reason="stop")
         prepare_turn(self.trace, self._messages).commit(response)
         self._messages.append(reply)
@@ -157,7 +164,7 @@ class Conversation:
         return vf.Segment(messages=[reply])
 
 
-def as_message(message: Any) -> Message:
+def convert_message(message: Any) -> Message:
     """Convert a message of the package.
 
     Raises:
@@ -172,53 +179,55 @@ def as_message(message: Any) -> Message:
     return {"role": str(fields["role"]), "content": str(content)}
 
 
-def taskset_module(name: str) -> ModuleType:
+def import_taskset(name: str) -> ModuleType:
     """Import a package by the name that verifiers uses. Its own tasksets take precedence.
 
     Raises:
         RequestError: if it is not installed or cannot be loaded.
     """
-    own = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     spec = find_spec("verifiers")
     folders = spec.submodule_search_locations or () if spec else ()
-    if any(Path(folder, "v1", "tasksets", own).is_dir() for folder in folders):
-        own = f"verifiers.v1.tasksets.{own}"
+    if any(Path(folder, "v1", "tasksets", module).is_dir() for folder in folders):
+        module = f"verifiers.v1.tasksets.{module}"
     try:
-        return import_module(own)
+        return import_module(module)
     except ModuleNotFoundError as error:
-        missing = f"no package '{name}' is installed" if error.name == own else f"'{name}' needs {error.name}"
+        missing = (
+            f"no package '{name}' is installed" if error.name == module else f"'{name}' needs {error.name}"
+        )
         raise RequestError(missing, where="environment.package") from None
     except Exception as error:
         raise RequestError(f"'{name}' cannot be loaded: {error}", where="environment.package") from None
 
 
-def _opening(data: Any) -> list[Message]:
+def _opening_messages(data: Any) -> list[Message]:
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     prompt = data.prompt or []
     return [
         *system,
-        *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(as_message, prompt)),
+        *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(convert_message, prompt)),
     ]
 
 
-def _parsed(messages: Sequence[Any]) -> list[Any]:
-    return [parse_message(dict(one)) if isinstance(one, Mapping) else one for one in messages]
+def _parse_messages(messages: Sequence[Any]) -> list[Any]:
+    return [parse_message(dict(message)) if isinstance(message, Mapping) else message for message in messages]
 
 
 def _check_supported(name: str, env: Any, task: Any) -> None:
     kind, taskset = type(task), type(env.taskset)
     scorers = [*task.hooks("reward"), *task.hooks("metric")]
     if taskset.toolsets(env.taskset.config) or kind.toolsets(env.taskset.config.task):
-        raise _unsupported(f"'{name}' gives its agent tools")
+        raise _unsupported_error(f"'{name}' gives its agent tools")
     if task.plugged_judges():
-        raise _unsupported(f"'{name}' uses a model as a judge")
+        raise _unsupported_error(f"'{name}' uses a model as a judge")
     has_hooks = kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize
     if kind.NEEDS_CONTAINER or task.data.image or has_hooks or any(map(_needs_machine, scorers)):
-        raise _unsupported(f"'{name}' needs a machine for its agent")
+        raise _unsupported_error(f"'{name}' needs a machine for its agent")
     if not all(set(inspect.signature(stop).parameters) <= {"trace"} for stop in task.hooks("stop")):
-        raise _unsupported(f"'{name}' has a stop condition that reads requests to a model server")
-    if not _opening(task.data):
-        raise _unsupported(f"'{name}' has tasks without a prompt")
+        raise _unsupported_error(f"'{name}' has a stop condition that reads requests to a model server")
+    if not _opening_messages(task.data):
+        raise _unsupported_error(f"'{name}' has tasks without a prompt")
 
 
 def _needs_machine(function: Any) -> bool:
@@ -226,6 +235,6 @@ def _needs_machine(function: Any) -> bool:
     return machine is not None and machine.default is inspect.Parameter.empty
 
 
-def _unsupported(what: str) -> RequestError:
+def _unsupported_error(what: str) -> RequestError:
     remedy = "use a text environment that is scored by functions"
     return RequestError(what, where="environment.package", remedy=remedy)

@@ -16,7 +16,7 @@ from pydantic import Field
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import Split, Task, Transcript
-from perilune.environments.core.splits import new_draws
+from perilune.environments.core.splits import select_unique
 from perilune.frozen import Frozen
 
 ANSWER_MARK = ";"
@@ -45,9 +45,9 @@ class CalculatorEnvironment(MultiTurn):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         draw = random.Random(f"{self.id}/{seed}")
-        questions = (self._question(draw) for _ in itertools.count())
+        questions = (self._draw_question(draw) for _ in itertools.count())
         drawn = ((hashlib.sha256(question.encode()).hexdigest(), question) for question in questions)
-        return (_task(question, digest) for digest, question in new_draws(split, drawn))
+        return (_make_task(question, digest) for digest, question in select_unique(split, drawn))
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         calls = 0
@@ -68,15 +68,15 @@ class CalculatorEnvironment(MultiTurn):
         *earlier, answer = task.data["actions"]
         return Transcript(answer, earlier=tuple(earlier))
 
-    def _question(self, draw: random.Random) -> str:
-        least, most = 10 ** (self.spec.digits - 1), 10**self.spec.digits - 1
-        numbers = [str(draw.randint(least, most)) for _ in range(2 * self.spec.products + 1)]
+    def _draw_question(self, draw: random.Random) -> str:
+        lowest, highest = 10 ** (self.spec.digits - 1), 10**self.spec.digits - 1
+        numbers = [str(draw.randint(lowest, highest)) for _ in range(2 * self.spec.products + 1)]
         products = [f"{a}*{b}" for a, b in zip(numbers[:-1:2], numbers[1::2], strict=True)]
         return "+".join([*products, numbers[-1]])
 
 
 def calculate(call: str) -> str:
-    """The result of an operation on two numbers; "?" for any other text."""
+    """Return the result of an operation on two numbers; "?" for any other text."""
     match = _CALL.fullmatch(call)
     if match is None:
         return "?"
@@ -84,7 +84,7 @@ def calculate(call: str) -> str:
     return str(a + b if match[2] == "+" else a * b)
 
 
-def _task(question: str, digest: str) -> Task:
+def _make_task(question: str, digest: str) -> Task:
     *products, last = question.split("+")
     actions = [*products]
     values = [int(calculate(product)) for product in products]

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from perilune.environments.builtin.jsonl_index import Broken, HeldOut, RowIndex, indexed
-from perilune.environments.core.matching import Match, last_number, matches
+from perilune.environments.builtin.jsonl_index import BrokenRowPolicy, HeldOut, RowIndex, load_index
+from perilune.environments.core.matching import Match, find_last_number, matches
 from perilune.environments.core.protocol import Failure, Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.errors import RequestError
@@ -24,7 +24,7 @@ class JsonlSpec(Frozen):
         "exact", description="how an output is compared with `answer`; null if `rewards` has functions"
     )
     heldout: HeldOut = Field(HeldOut(), description="which rows are reserved for evaluation")
-    broken_rows: Broken = Field(
+    broken_rows: BrokenRowPolicy = Field(
         "stop", description="stop: refuse invalid rows; drop: leave them out and log their number"
     )
 
@@ -57,11 +57,11 @@ class JsonlEnvironment(SingleTurn):
 
     @staticmethod
     def has_verdict(section: Mapping[str, Any]) -> bool:
-        """Whether the environment scores answers itself."""
+        """Return whether the environment scores answers itself."""
         return section.get("match", "exact") is not None
 
     def settings(self) -> dict[str, Any]:
-        """The number of tasks in each split."""
+        """Return the number of tasks in each split."""
         return {split: len(rows) for split, rows in self._index().splits.items()}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
@@ -74,11 +74,11 @@ class JsonlEnvironment(SingleTurn):
             yield Task(row.task_id, row.prompt, row.data)
 
     def characters(self) -> dict[str, str]:
-        """The characters of rows that are not all printable ASCII, each with the FILE:LINE of the first."""
+        """Return the characters of rows that are not all printable ASCII, with the FILE:LINE of the first."""
         return self._index().characters
 
     def _index(self) -> RowIndex:
-        return indexed(self.spec.path, self.spec.match, self.spec.broken_rows, self.spec.heldout)
+        return load_index(self.spec.path, self.spec.match, self.spec.broken_rows, self.spec.heldout)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Compare the output with the reference answer. A truncated output has reward 0."""
@@ -88,12 +88,12 @@ class JsonlEnvironment(SingleTurn):
         return Score(float(right and transcript.finished), {"match": float(right)})
 
     def gold(self, task: Task) -> Transcript | None:
-        """The reference answer alone; None if the row has none or it is a regular expression."""
+        """Return the reference answer alone; None if the row has none or it is a regular expression."""
         answer = task.data.get("answer")
         return None if answer is None or self.spec.match == "regex" else Transcript(answer)
 
     def context(self, task: Task) -> str:
-        """The text in the column `context`, for an agent that explores it with code.
+        """Return the text in the column `context`, for an agent that explores it with code.
 
         Raises:
             RequestError: when the row has none.
@@ -108,13 +108,11 @@ class JsonlEnvironment(SingleTurn):
         return text
 
     def question(self, task: Task) -> str:
-        """The prompt as one text."""
+        """Return the prompt as one text."""
         return "\n\n".join(message["content"] for message in task.prompt)
 
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:
-        """A second opinion for audits: the reference answer alone is right, and an output without it is
-        wrong.
-        """
+        """Return a second opinion for audits: True for the reference answer alone, False without it."""
         answer = task.data.get("answer")
         if answer is None or self.spec.match in (None, "math", "regex"):
             return None
@@ -122,5 +120,5 @@ class JsonlEnvironment(SingleTurn):
         if output == expected:
             return True
         if self.spec.match == "number":
-            return None if last_number(output) is not None else False
+            return None if find_last_number(output) is not None else False
         return None if self.spec.match == "contains" and expected.casefold() in output.casefold() else False

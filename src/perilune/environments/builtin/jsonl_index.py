@@ -30,12 +30,14 @@ from perilune.files import (
 )
 from perilune.frozen import Frozen
 
-LONGEST_LINE = 16 << 20  # bytes; a longer line is invalid
+MAX_LINE_BYTES = 16 << 20  # bytes; a longer line is invalid
 
 ROLES = ("system", "user", "assistant", "tool")
-RESERVED = frozenset({"actions", "compact", "completions", "prompts", "task_id"})  # used for other purposes
-Broken = Literal["stop", "drop"]
-"""What to do with invalid rows."""
+RESERVED_COLUMNS = frozenset(
+    {"actions", "compact", "completions", "prompts", "task_id"}
+)  # used for other purposes
+BrokenRowPolicy = Literal["stop", "drop"]
+"""The policy for invalid rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +45,24 @@ class Row:
     """One row.
 
     Attributes:
-        place: FILE:LINE.
+        location: FILE:LINE.
         task_id: digest of the prompt, 32 hex digits.
         prompt: the opening messages.
         data: all other columns; "answer", if present, as text.
     """
 
-    place: str
+    location: str
     task_id: str
     prompt: tuple[Message, ...]
     data: Mapping[str, Any]
 
 
 class InvalidRowError(ValueError):
-    """A row is invalid; the message says why."""
+    """An invalid row; the message gives the reason."""
 
 
 class HeldOut(Frozen):
-    """Which rows are held out: a share of all, those that a column marks, or those of another file."""
+    """The held-out rows: a share of all, those that a column marks, or those of another file."""
 
     share: float = Field(
         0.1, gt=0, lt=1, description="approximate share of all tasks, chosen by a digest of the prompt"
@@ -70,18 +72,18 @@ class HeldOut(Frozen):
     path: str | None = Field(None, description="instead of `share`: the rows of this file or folder")
 
     @model_validator(mode="after")
-    def _one_way(self) -> HeldOut:
+    def _require_one_rule(self) -> HeldOut:
         if self.column is not None and self.path is not None:
             raise ValueError("has both column and path; choose one")
         return self
 
-    def holds(self, row: Row) -> bool:
-        """Whether a row of the file with all tasks is held out."""
+    def is_held_out(self, row: Row) -> bool:
+        """Return whether a row of the file with all tasks is held out."""
         if self.column is None:
             return int(row.task_id[:8], 16) < self.share * (1 << 32)
         if self.column not in row.data:
             remedy = "add the column to every row, or change heldout.column"
-            raise RequestError(f"has no column '{self.column}'", where=row.place, remedy=remedy)
+            raise RequestError(f"has no column '{self.column}'", where=row.location, remedy=remedy)
         value = row.data[self.column]
         return type(value) is type(self.value) and value == self.value
 
@@ -92,8 +94,8 @@ class RowIndex:
 
     Attributes:
         splits: row numbers of each split, uint32.
-        characters: those of the questions and answers that are not all printable ASCII, each with the place
-            of the first row that has it.
+        characters: those of the questions and answers that are not all printable ASCII, each with the
+            location of the first row that has it.
     """
 
     match: Match | None
@@ -116,16 +118,16 @@ class RowIndex:
         try:
             with open_regular(file) as lines:
                 lines.seek(self._offset[number])
-                row = parse_row(lines.readline(LONGEST_LINE + 1), self.place(number), self.match)
+                row = parse_row(lines.readline(MAX_LINE_BYTES + 1), self.location(number), self.match)
             unchanged = bytes.fromhex(row.task_id) == self._digest(number)
         except (OSError, InvalidRowError, RequestError):
             unchanged = False
         if not unchanged:
-            raise RequestError("has changed since it was first read", where=self.place(number))
+            raise RequestError("has changed since it was first read", where=self.location(number))
         return row
 
-    def place(self, number: int) -> str:
-        """FILE:LINE of a row."""
+    def location(self, number: int) -> str:
+        """Return FILE:LINE of a row."""
         return f"{self.files[self._file[number]]}:{self._line[number]}"
 
     def add(self, row: Row, line: int, offset: int, is_held_out: bool) -> None:
@@ -138,10 +140,10 @@ class RowIndex:
         for text in (*(message["content"] for message in row.prompt), row.data.get("answer", "")):
             if not (text.isascii() and text.isprintable()):
                 for character in dict.fromkeys(text):
-                    self.characters.setdefault(character, row.place)
+                    self.characters.setdefault(character, row.location)
 
-    def repeated(self) -> list[tuple[int, int]]:
-        """Pairs of a row that repeats an earlier prompt and the first row with that prompt, in order."""
+    def find_repeated_prompts(self) -> list[tuple[int, int]]:
+        """Return pairs of a row that repeats a prompt and the first row with that prompt, in order."""
         digests = np.frombuffer(self._digests, dtype=np.uint64).reshape(-1, 2)
         order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal digests keep their order
         same = np.flatnonzero((digests[order][1:] == digests[order][:-1]).all(axis=1)) + 1
@@ -151,10 +153,10 @@ class RowIndex:
             firsts[int(order[position])] = firsts.get(before, before)
         return sorted(firsts.items())
 
-    def split(self, without: list[int]) -> None:
-        """Compute `splits`, without the rows `without`."""
+    def build_splits(self, excluded: list[int]) -> None:
+        """Compute `splits`, without the rows `excluded`."""
         kept = np.ones(len(self._held_out), dtype=bool)
-        kept[without] = False
+        kept[excluded] = False
         held_out = np.frombuffer(self._held_out, dtype=np.uint8).astype(bool)
         self.splits = {
             "train": np.flatnonzero(kept & ~held_out).astype(np.uint32),
@@ -165,13 +167,14 @@ class RowIndex:
         return bytes(self._digests[16 * number : 16 * number + 16])
 
 
-def indexed(path: str, match: Match | None, broken: Broken, held_out: HeldOut) -> RowIndex:
-    """The index of `path` (a file or a folder of *.jsonl) and of the held-out rows. Cached until a file
-    changes.
+def load_index(path: str, match: Match | None, broken_rows: BrokenRowPolicy, held_out: HeldOut) -> RowIndex:
+    """Return the index of `path` (a file or a folder of *.jsonl) and the held-out rows.
+
+    The index is cached until a file changes.
 
     Args:
         match: how answers are compared; None if rows need no answer.
-        broken: "stop" at the first invalid row, or "drop" all of them and log their number. A row that
+        broken_rows: "stop" at the first invalid row, or "drop" all of them and log their number. A row that
             repeats an earlier prompt is invalid, too. The held-out file is read first, so a row in both files
             is missing from training.
 
@@ -179,35 +182,35 @@ def indexed(path: str, match: Match | None, broken: Broken, held_out: HeldOut) -
         RequestError: if a file cannot be read, a path has no rows, or a row is invalid.
     """
     paths = [path] if held_out.path is None else [held_out.path, path]
-    files = tuple(tuple(_files(Path(one))) for one in paths)
+    files = tuple(tuple(_list_files(Path(entry))) for entry in paths)
     if Path(path).is_dir() and held_out.path is None and held_out.column is None:
         _refuse_held_out(files[0])
-    versions = tuple((one.stat().st_mtime_ns, one.stat().st_size) for some in files for one in some)
-    return _indexed(files, versions, match, broken, held_out)
+    versions = tuple((entry.stat().st_mtime_ns, entry.stat().st_size) for group in files for entry in group)
+    return _build_index(files, versions, match, broken_rows, held_out)
 
 
 @lru_cache(maxsize=2)
-def _indexed(
+def _build_index(
     files: tuple[tuple[Path, ...], ...],
     versions: tuple[tuple[int, int], ...],
     match: Match | None,
-    broken: Broken,
+    broken_rows: BrokenRowPolicy,
     held_out: HeldOut,
 ) -> RowIndex:
-    index, rejected = RowIndex(match), _InvalidRows(broken)
+    index, rejected = RowIndex(match), _InvalidRows(broken_rows)
     is_separate = held_out.path is not None
     for group in files:
         before = len(index._held_out)
         for file in group:
             index.files.append(file)
-            for line, offset, row in _rows(file, match, rejected):
-                index.add(row, line, offset, group is files[0] if is_separate else held_out.holds(row))
+            for line, offset, row in _read_rows(file, match, rejected):
+                index.add(row, line, offset, group is files[0] if is_separate else held_out.is_held_out(row))
         if len(index._held_out) == before:
             raise RequestError("has no tasks", where=str(group[0].parent if len(group) > 1 else group[0]))
-    repeated = index.repeated()
-    for again, first in repeated:
-        rejected.add(index.place(again), f"has the same prompt as {index.place(first)}")
-    index.split([again for again, _ in repeated])
+    repeated = index.find_repeated_prompts()
+    for repeat, first in repeated:
+        rejected.add(index.location(repeat), f"has the same prompt as {index.location(first)}")
+    index.build_splits([repeat for repeat, _ in repeated])
     if rejected.count:
         total = rejected.count + sum(map(len, index.splits.values()))
         logging.getLogger(__name__).warning(
@@ -219,19 +222,19 @@ def _indexed(
 class _InvalidRows:
     """Applies the policy for invalid rows."""
 
-    def __init__(self, policy: Broken) -> None:
+    def __init__(self, policy: BrokenRowPolicy) -> None:
         self._policy = policy
         self.count, self.first = 0, ""
 
-    def add(self, place: str, reason: str) -> None:
+    def add(self, location: str, reason: str) -> None:
         if self._policy == "stop":
             remedy = "correct the row, or leave out invalid rows with broken_rows: drop"
-            raise RequestError(reason, where=place, remedy=remedy)
+            raise RequestError(reason, where=location, remedy=remedy)
         self.count += 1
-        self.first = self.first or f"{place}: {reason}"
+        self.first = self.first or f"{location}: {reason}"
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _list_files(path: Path) -> Iterator[Path]:
     if path.is_dir():
         files = sorted(path.glob("*.jsonl"))
         if not files:
@@ -255,26 +258,26 @@ def _refuse_held_out(files: Iterable[Path]) -> None:
             )
 
 
-def _rows(file: Path, match: Match | None, rejected: _InvalidRows) -> Iterator[tuple[int, int, Row]]:
-    """Valid rows, each with its line number and byte offset."""
+def _read_rows(file: Path, match: Match | None, rejected: _InvalidRows) -> Iterator[tuple[int, int, Row]]:
+    """Yield valid rows, each with its line number and byte offset."""
     try:
         with open_regular(file) as lines:
             _check_format(file, lines.read(4096))
             lines.seek(0)
             number = offset = 0
-            while raw := lines.readline(LONGEST_LINE + 1):
+            while raw := lines.readline(MAX_LINE_BYTES + 1):
                 number, begin, offset = number + 1, offset, offset + len(raw)
-                place = f"{file}:{number}"
-                if len(raw) > LONGEST_LINE:
+                location = f"{file}:{number}"
+                if len(raw) > MAX_LINE_BYTES:
                     while raw and not raw.endswith(b"\n"):
-                        raw = lines.readline(LONGEST_LINE)
+                        raw = lines.readline(MAX_LINE_BYTES)
                     offset = lines.tell()
-                    rejected.add(place, f"longer than {LONGEST_LINE:,} bytes")
+                    rejected.add(location, f"longer than {MAX_LINE_BYTES:,} bytes")
                 elif raw.strip():
                     try:
-                        row = parse_row(raw, place, match)
+                        row = parse_row(raw, location, match)
                     except InvalidRowError as error:
-                        rejected.add(place, str(error))
+                        rejected.add(location, str(error))
                     else:
                         yield number, begin, row
     except OSError as error:
@@ -294,14 +297,14 @@ def _check_format(file: Path, starts: bytes) -> None:
         (starts.removeprefix(BOM).lstrip().startswith(b"["), "json", "a JSON list"),
         (file.suffix in (".csv", ".tsv"), "csv", "a CSV file"),
     )
-    for is_it, kind, what in formats:
-        if not is_it:
+    for is_format, kind, what in formats:
+        if not is_format:
             continue
         remedy = f"pandas.read_{kind}({file.name!r}).to_json('rows.jsonl', orient='records', lines=True)"
         raise RequestError(f"is {what}, not JSON Lines", where=str(file), remedy=f"convert it: {remedy}")
 
 
-def parse_row(raw: bytes, place: str, match: Match | None) -> Row:
+def parse_row(raw: bytes, location: str, match: Match | None) -> Row:
     """Parse a line.
 
     Raises:
@@ -313,46 +316,46 @@ def parse_row(raw: bytes, place: str, match: Match | None) -> Row:
         raise InvalidRowError(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise InvalidRowError("not a JSON object")
-    if odd := RESERVED & row.keys():
-        raise InvalidRowError(f"the column name '{min(odd)}' is reserved; rename it")
-    prompt = _prompt(row)
+    if reserved := RESERVED_COLUMNS & row.keys():
+        raise InvalidRowError(f"the column name '{min(reserved)}' is reserved; rename it")
+    prompt = _parse_prompt(row)
     data = {name: value for name, value in row.items() if name not in ("prompt", "messages")}
     if data.get("answer") is None:
         data.pop("answer", None)
     else:
-        data["answer"] = _answer(data["answer"])
+        data["answer"] = _parse_answer(data["answer"])
     if match is not None:
         if "answer" not in data:
             raise InvalidRowError(f"has no answer; match: {match} needs one")
         if reason := unmatchable_reason(match, data["answer"]):
             raise InvalidRowError(reason)
-    about = [data["context"]] if isinstance(data.get("context"), str) else []
-    digest = sha256_bytes(canonical_json([*map(dict, prompt), *about]))
-    return Row(place, digest.removeprefix("sha256:")[:32], prompt, data)
+    context = [data["context"]] if isinstance(data.get("context"), str) else []
+    digest = sha256_bytes(canonical_json([*map(dict, prompt), *context]))
+    return Row(location, digest.removeprefix("sha256:")[:32], prompt, data)
 
 
-def _prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
+def _parse_prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     if ("prompt" in row) == ("messages" in row):
         raise InvalidRowError("needs exactly one of prompt and messages")
-    given = row.get("prompt", row.get("messages"))
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
+    messages = row.get("prompt", row.get("messages"))
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, list) or not messages:
         raise InvalidRowError("the prompt is neither text nor a list of messages")
-    for message in given:
-        whole = isinstance(message, dict) and message.keys() == {"role", "content"}
-        if not whole or message["role"] not in ROLES or not isinstance(message["content"], str):
+    for message in messages:
+        is_valid = isinstance(message, dict) and message.keys() == {"role", "content"}
+        if not is_valid or message["role"] not in ROLES or not isinstance(message["content"], str):
             raise InvalidRowError(
                 f"a message must have a role ({', '.join(ROLES)}), text as content, and nothing else"
             )
-    if given[-1]["role"] == "assistant":
+    if messages[-1]["role"] == "assistant":
         raise InvalidRowError("the last message is the assistant's; put its text into the column answer")
-    if not given[-1]["content"].strip():
+    if not messages[-1]["content"].strip():
         raise InvalidRowError("the last message is empty")
-    return tuple(given)
+    return tuple(messages)
 
 
-def _answer(value: Any) -> str:
+def _parse_answer(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise InvalidRowError(f"the answer is of type {type(value).__name__}, neither text nor a number")
     return value if isinstance(value, str) else repr(value)

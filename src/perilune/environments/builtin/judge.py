@@ -11,13 +11,13 @@ from pydantic import Field, field_validator
 from perilune.environments.core import registry
 from perilune.environments.core.borrowed_tasks import BorrowedTasks
 from perilune.environments.core.protocol import EpisodeFailedError, Outcome, Score, Split, Task, Transcript
-from perilune.environments.core.rewards import GOLD
+from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.environments.core.single_turn import SingleTurn
 from perilune.environments.core.tasks_section import TasksSection
 from perilune.frozen import Frozen
 from perilune.servers import JsonClient, ServerError, parse_server_url, require_httpx
 
-_TIMEOUT, _ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
+_TIMEOUT_S, _MAX_ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
 _FIELDS = re.compile(r"\{(question|answer|reference)\}")
 _NUMBER = r"-?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 
@@ -97,23 +97,27 @@ class JudgeEnvironment(SingleTurn):
 
     @cached_property
     def _client(self) -> JsonClient:
-        """Opened by the process that uses it."""
+        """The client of this process."""
         return JsonClient(
             self.spec.url,
             token=os.environ.get(self.spec.token or ""),
-            timeout=_TIMEOUT,
+            timeout=_TIMEOUT_S,
             connections=self.spec.concurrency,
-            attempts=_ATTEMPTS,
+            attempts=_MAX_ATTEMPTS,
         )
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        return self._borrowed.draw(split, seed)
+        return self._borrowed.source_tasks(split, seed)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """The judge's grade of the answer, from 0 to 1."""
+        """Score an answer by the judge's grade, from 0 to 1."""
         try:
-            gold = {GOLD: self._borrowed.score(task, transcript.text).reward} if self._verifies else {}
-            reward = self._graded(self._asked(task, transcript.text)) if transcript.finished else 0.0
+            gold = {GOLD_METRIC: self._borrowed.score(task, transcript.text).reward} if self._verifies else {}
+            reward = (
+                self._request_grade(self._render_prompt(task, transcript.text))
+                if transcript.finished
+                else 0.0
+            )
         except EpisodeFailedError as error:
             return error.failure
         return Score(reward, {"judge": reward}, gold)
@@ -123,10 +127,8 @@ class JudgeEnvironment(SingleTurn):
             vars(self).pop("_client").close()
         self._borrowed.close()
 
-    def _asked(self, task: Task, answer: str) -> str:
-        """The judge's prompt. An answer can neither fill in fields nor close the prompt's tags: its own tags
-        of these names get square brackets.
-        """
+    def _render_prompt(self, task: Task, answer: str) -> str:
+        """Return the judge's prompt. Tags of the prompt that occur in the answer get square brackets."""
         gold: Transcript | None = self._source.gold(task) if hasattr(self._source, "gold") else None
         texts = {
             "question": "\n\n".join(message["content"] for message in task.prompt),
@@ -135,8 +137,8 @@ class JudgeEnvironment(SingleTurn):
         }
         return _FIELDS.sub(lambda found: texts[found[1]], self.spec.prompt)
 
-    def _graded(self, prompt: str) -> float:
-        """Ask the judge."""
+    def _request_grade(self, prompt: str) -> float:
+        """Ask the judge, and return its grade as a share of the best one."""
         body = {
             "model": self.spec.model,
             "messages": [{"role": "user", "content": prompt.encode("utf-8", "replace").decode()}],
@@ -150,9 +152,9 @@ class JudgeEnvironment(SingleTurn):
             raise EpisodeFailedError("verifier", f"judge: {error.what}") from None
         except (KeyError, IndexError, TypeError):
             raise EpisodeFailedError("verifier", "judge: the answer has no reply") from None
-        found = [*re.finditer(self.spec.grade, reply)]
+        matches = [*re.finditer(self.spec.grade, reply)]
         try:
-            grade = float(found[-1][1 if found[-1].re.groups else 0])
+            grade = float(matches[-1][1 if matches[-1].re.groups else 0])
         except (IndexError, ValueError, TypeError):
             raise EpisodeFailedError("verifier", f"the judge's reply has no grade: {reply[:100]!r}") from None
         if not 0.0 <= grade <= self.spec.best:

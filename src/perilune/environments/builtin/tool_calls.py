@@ -1,6 +1,6 @@
 """Parses an action of a policy with tools: a call, an answer, or neither.
 
-In the natural form, Python stands in a fenced block and other tools are called in the common format
+In the natural form, Python is in a fenced block and other tools are called in the common format
 `<tool_call>{"name": "list_files", "arguments": {}}</tool_call>`. The first call counts. `<answer>42</answer>`
 is the answer if there is no call. In the compact form, for character-level models, an answer begins with `;`
 and everything else is Python.
@@ -44,36 +44,36 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Misunderstood:
-    """Neither a call nor an answer. The policy sees `why`."""
+class InvalidAction:
+    """Neither a call nor an answer. The policy sees `reason`."""
 
-    why: str
+    reason: str
 
 
-def read_action(action: str, *, compact: bool) -> Call | Answer | Misunderstood:
+def read_action(action: str, *, compact: bool) -> Call | Answer | InvalidAction:
     """Parse `action`."""
     if compact:
         if action.startswith(ANSWER_MARK):
             return Answer(action.removeprefix(ANSWER_MARK))
         return Call("python", {"code": action})
-    found = _CALL.search(action)
-    if found is None:
+    match = _CALL.search(action)
+    if match is None:
         answers = _ANSWER.findall(action)
-        return Answer(answers[-1].strip()) if answers else Misunderstood("neither a call nor an <answer>")
-    if found["code"] is not None:
-        return Call("python", {"code": found["code"]})
-    return _read_call(found["call"])
+        return Answer(answers[-1].strip()) if answers else InvalidAction("neither a call nor an <answer>")
+    if match["code"] is not None:
+        return Call("python", {"code": match["code"]})
+    return _read_call(match["call"])
 
 
-def _read_call(text: str) -> Call | Misunderstood:
+def _read_call(text: str) -> Call | InvalidAction:
     try:
         document: Any = json.loads(text)
         name, arguments = document["name"], document.get("arguments", {})
         parameters = TOOLS[name]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return Misunderstood(f"not a call of one of {', '.join(TOOLS)}")
+        return InvalidAction(f"not a call of one of {', '.join(TOOLS)}")
     if not isinstance(arguments, dict) or set(arguments) != set(parameters):
-        return Misunderstood(f"{name} takes {', '.join(parameters) or 'no arguments'}")
+        return InvalidAction(f"{name} takes {', '.join(parameters) or 'no arguments'}")
     if not all(isinstance(value, str) for value in arguments.values()):
-        return Misunderstood(f"every argument of {name} is a text")
+        return InvalidAction(f"every argument of {name} is a text")
     return Call(name, arguments)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_DONE = ", then answer <answer>done</answer>."
+_DONE_SENTENCE = ", then answer <answer>done</answer>."
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ _FIGURES: Mapping[str, tuple[str, Callable[[list[int]], int]]] = {  # Python fun
 
 
 def figure(draw: random.Random) -> ToolTask:
-    """A figure of the numbers in a file."""
+    """Return a figure of the numbers in a file."""
     numbers = [draw.randint(10, 99) for _ in range(draw.randint(3, 8))]
     file = "".join(draw.choices(string.ascii_lowercase, k=2))
     name = draw.choice(list(_FIGURES))
@@ -73,13 +73,13 @@ _REGIONS = ("north", "south", "east", "west", "centre")
 
 
 def column(draw: random.Random) -> ToolTask:
-    """The total of some rows of a table with missing cells."""
-    rows = _sales(draw)
+    """Return the total of some rows of a table with missing cells."""
+    rows = _draw_sales(draw)
     region = draw.choice(sorted({row[0] for row in rows}))
     total = sum(int(amount) for name, _, amount in rows if name == region and amount)
     return ToolTask(
         question=f"{_SALES} and count for nothing. Answer with the total amount of the region {region}.",
-        files={"sales.csv": _table([("region", "item", "amount"), *rows])},
+        files={"sales.csv": _write_csv([("region", "item", "amount"), *rows])},
         solution="import csv\n"
         "rows = csv.DictReader(open('sales.csv'))\n"
         f"print(sum(int(row['amount'] or 0) for row in rows if row['region'] == {region!r}))",
@@ -88,9 +88,9 @@ def column(draw: random.Random) -> ToolTask:
 
 
 def best(draw: random.Random) -> ToolTask:
-    """The region with the largest total."""
+    """Return the region with the largest total."""
     while True:
-        rows = _sales(draw)
+        rows = _draw_sales(draw)
         totals = {name: 0 for name, _, _ in rows}
         for name, _, amount in rows:
             totals[name] += int(amount or 0)
@@ -99,7 +99,7 @@ def best(draw: random.Random) -> ToolTask:
             break
     return ToolTask(
         question=f"{_SALES} and count for nothing. Answer with the region whose total amount is largest.",
-        files={"sales.csv": _table([("region", "item", "amount"), *rows])},
+        files={"sales.csv": _write_csv([("region", "item", "amount"), *rows])},
         solution="import csv, collections\n"
         "totals = collections.Counter()\n"
         "for row in csv.DictReader(open('sales.csv')):\n"
@@ -110,26 +110,26 @@ def best(draw: random.Random) -> ToolTask:
 
 
 def clean(draw: random.Random) -> ToolTask:
-    """A table to be filtered and sorted."""
-    rows = _sales(draw)
-    least = draw.randint(10, 60)
+    """Return a table to be filtered and sorted."""
+    rows = _draw_sales(draw)
+    minimum = draw.randint(10, 60)
     kept = sorted(
-        (row for row in rows if row[2] and int(row[2]) >= least), key=lambda row: (-int(row[2]), row[1])
+        (row for row in rows if row[2] and int(row[2]) >= minimum), key=lambda row: (-int(row[2]), row[1])
     )
-    wanted = [["item", "amount"], *([item, amount] for _, item, amount in kept)]
+    expected = [["item", "amount"], *([item, amount] for _, item, amount in kept)]
     return ToolTask(
         question=f"{_SALES}. Write out.csv with the columns item, amount (a header first): the rows with an"
-        f" amount of at least {least}, the largest amount first, equal ones by item{_DONE}",
-        files={"sales.csv": _table([("region", "item", "amount"), *rows])},
+        f" amount of at least {minimum}, the largest amount first, equal ones by item{_DONE_SENTENCE}",
+        files={"sales.csv": _write_csv([("region", "item", "amount"), *rows])},
         solution="import csv\n"
         "rows = [row for row in csv.DictReader(open('sales.csv')) if row['amount']]\n"
-        f"rows = [row for row in rows if int(row['amount']) >= {least}]\n"
+        f"rows = [row for row in rows if int(row['amount']) >= {minimum}]\n"
         "rows.sort(key=lambda row: (-int(row['amount']), row['item']))\n"
         "with open('out.csv', 'w', newline='') as stream:\n"
         "    writer = csv.writer(stream)\n"
         "    writer.writerow(['item', 'amount'])\n"
         "    writer.writerows([row['item'], row['amount']] for row in rows)",
-        outputs={"out.csv": wanted},
+        outputs={"out.csv": expected},
     )
 
 
@@ -151,11 +151,11 @@ _RULES: Mapping[str, tuple[str, Callable[[list[int]], Any]]] = {  # Python sourc
 
 
 def transform(draw: random.Random) -> ToolTask:
-    """A list computed from another list."""
+    """Return a list computed from another list."""
     numbers = [draw.randint(1, 5) for _ in range(draw.randint(8, 20))]
     expression, (words, function) = draw.choice(list(_RULES.items()))
     return ToolTask(
-        question=f"data.json holds a list of numbers. Write result.json: {words}{_DONE}",
+        question=f"data.json holds a list of numbers. Write result.json: {words}{_DONE_SENTENCE}",
         files={"data.json": json.dumps(numbers)},
         solution="import itertools, json\n"
         "n = json.load(open('data.json'))\n"
@@ -169,13 +169,13 @@ class _Function:
     """A function with a bug to plant; `K` is replaced by a random number."""
 
     name: str
-    says: str
+    description: str
     source: str
-    broken: tuple[str, str]  # a fragment of the source, and its replacement
+    bug: tuple[str, str]  # a fragment of the source, and its replacement
     arguments: Callable[[random.Random], list[Any]]
 
 
-def _some(draw: random.Random) -> list[Any]:
+def _draw_numbers(draw: random.Random) -> list[Any]:
     return [[draw.randint(-20, 20) for _ in range(draw.randint(0, 12))]]
 
 
@@ -185,7 +185,7 @@ _FUNCTIONS = (
         "returns the numbers, each moved into the range from -K to K",
         "def clamp_all(numbers):\n    return [max(-K, min(K, x)) for x in numbers]\n",
         ("max(-K, min(K, x))", "min(-K, max(K, x))"),
-        _some,
+        _draw_numbers,
     ),
     _Function(
         "windows",
@@ -193,14 +193,14 @@ _FUNCTIONS = (
         "def windows(numbers):\n"
         "    return [sum(numbers[i : i + K]) for i in range(max(len(numbers) - K + 1, 0))]\n",
         ("len(numbers) - K + 1", "len(numbers) - K"),
-        _some,
+        _draw_numbers,
     ),
     _Function(
         "every",
         "returns every K-th number, beginning with the first",
         "def every(numbers):\n    return numbers[::K]\n",
         ("[::K]", "[K::K]"),
-        _some,
+        _draw_numbers,
     ),
     _Function(
         "digit_power_sum",
@@ -213,19 +213,22 @@ _FUNCTIONS = (
 
 
 def repair(draw: random.Random) -> ToolTask:
-    """A function with a bug that changes the result of at least one case."""
+    """Return a function with a bug that changes the result of at least one case."""
     chosen = draw.choice(_FUNCTIONS)
     k = str(draw.randint(2, 9))
     source = chosen.source.replace("K", k)
-    right, wrong = (text.replace("K", k) for text in chosen.broken)
+    right, wrong = (text.replace("K", k) for text in chosen.bug)
     broken = source.replace(right, wrong)
     expected = actual = None
     while actual == expected:
         cases = [chosen.arguments(draw) for _ in range(12)]
-        expected, actual = _results(source, chosen.name, cases), _results(broken, chosen.name, cases)
+        expected, actual = (
+            _run_function(source, chosen.name, cases),
+            _run_function(broken, chosen.name, cases),
+        )
     return ToolTask(
         question=f"solution.py has a function {chosen.name}, which should do this: it"
-        f" {chosen.says.replace('K', k)}. It does not. Mend it in solution.py{_DONE}",
+        f" {chosen.description.replace('K', k)}. It does not. Mend it in solution.py{_DONE_SENTENCE}",
         files={"solution.py": broken},
         solution="source = open('solution.py').read()\n"
         f"open('solution.py', 'w').write(source.replace({wrong!r}, {right!r}))",
@@ -235,8 +238,8 @@ def repair(draw: random.Random) -> ToolTask:
     )
 
 
-def _results(source: str, name: str, cases: Sequence[Sequence[Any]]) -> list[Any]:
-    """The results of one of the functions above."""
+def _run_function(source: str, name: str, cases: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the results of one of the functions above."""
     scope: dict[str, Any] = {}
     exec(source, scope)  # noqa: S102  # only sources of this module
     return [scope[name](*case) for case in cases]
@@ -247,9 +250,10 @@ FAMILIES: Mapping[str, Callable[[random.Random], ToolTask]] = {
 }
 
 
-def is_right(expected: Any, name: str, content: bytes) -> bool:
-    """Whether an untrusted file contains the expected table (.csv) or JSON. True, 1 and 1.0 are different.
-    Empty lines of a table don't count.
+def matches_expected(expected: Any, name: str, content: bytes) -> bool:
+    """Return whether an untrusted file contains the expected table (.csv) or JSON.
+
+    True, 1 and 1.0 are different. Empty lines of a table don't count.
     """
     try:
         text = content.decode()
@@ -259,7 +263,7 @@ def is_right(expected: Any, name: str, content: bytes) -> bool:
         return False
 
 
-def _sales(draw: random.Random) -> list[tuple[str, str, str]]:
+def _draw_sales(draw: random.Random) -> list[tuple[str, str, str]]:
     items = draw.sample(range(100), draw.randint(6, 12))
     return [
         (draw.choice(_REGIONS), f"item{item:02}", "" if draw.random() < 0.15 else str(draw.randint(1, 99)))
@@ -267,5 +271,5 @@ def _sales(draw: random.Random) -> list[tuple[str, str, str]]:
     ]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _write_csv(rows: Sequence[Sequence[str]]) -> str:
     return "".join(",".join(row) + "\n" for row in rows)

@@ -17,19 +17,21 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, Call, Misunderstood, read_action
-from perilune.environments.builtin.tool_tasks import FAMILIES, ToolTask, is_right
+from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, Call, InvalidAction, read_action
+from perilune.environments.builtin.tool_tasks import FAMILIES, ToolTask, matches_expected
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import EpisodeFailedError, Outcome, Score, Split, Task, Transcript
-from perilune.environments.core.replay import conversation
-from perilune.environments.core.splits import new_draws
+from perilune.environments.core.replay import replay_conversation
+from perilune.environments.core.splits import select_unique
 from perilune.errors import PeriluneError
 from perilune.frozen import Frozen
 from perilune.sandbox import Execution, Sandbox, SandboxLimits
 
-_COMPACT_OUTPUT = 24  # characters of the last word of the output, which is all that the compact form shows
-_RESULTS = "results.json"
+_COMPACT_OUTPUT_CHARS = (
+    24  # characters of the last word of the output, which is all that the compact form shows
+)
+_RESULTS_FILE = "results.json"
 _INSTRUCTIONS = """\
 You work in a folder with these files: {files}.
 To run Python there, write one fenced block of it and nothing after it; you are told what it prints. It begins
@@ -39,7 +41,7 @@ anew every time, with the files as they are. There are tools, too: list_files, r
 When you are done, answer with <answer>...</answer>.
 
 {question}"""
-_CHECK = """
+_CHECK_SCRIPT = """
 import json, solution
 cases = json.load(open("cases.json"))
 results = [getattr(solution, {function!r})(*case) for case in cases]
@@ -61,7 +63,7 @@ class SandboxSpec(Frozen):
     )
 
     def limits(self) -> SandboxLimits:
-        """The limits as the sandbox takes them."""
+        """Return the limits as the sandbox takes them."""
         return SandboxLimits(
             seconds=self.seconds,
             cpu_seconds=max(int(self.seconds + 1), 1),
@@ -111,8 +113,8 @@ class ToolsEnvironment(MultiTurn):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield distinct tasks, each drawn from (seed, index), until the generator has no new ones."""
-        drawn = (self._task(random.Random(f"tools/{seed}/{index}")) for index in itertools.count())
-        return (task for _, task in new_draws(split, ((task.task_id, task) for task in drawn)))
+        drawn = (self._draw_task(random.Random(f"tools/{seed}/{index}")) for index in itertools.count())
+        return (task for _, task in select_unique(split, ((task.task_id, task) for task in drawn)))
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         files: Mapping[str, bytes] = {name: text.encode() for name, text in task.data["files"].items()}
@@ -132,7 +134,7 @@ class ToolsEnvironment(MultiTurn):
         outcome = super().score(task, transcript)
         if not transcript.messages or not isinstance(outcome, Score):
             return outcome
-        differs = float(conversation(self, task, transcript) != tuple(transcript.messages))
+        differs = float(replay_conversation(self, task, transcript) != tuple(transcript.messages))
         return Score(outcome.reward, outcome.terms, {**outcome.metrics, "replay_differs": differs})
 
     def gold(self, task: Task) -> Transcript:
@@ -143,51 +145,51 @@ class ToolsEnvironment(MultiTurn):
         self._sandbox.close()
 
     def _execute_action(
-        self, action: Call | Misunderstood, files: Mapping[str, bytes], counts: dict[str, float]
+        self, action: Call | InvalidAction, files: Mapping[str, bytes], counts: dict[str, float]
     ) -> tuple[str, Mapping[str, bytes]]:
-        """The output that the policy sees, and the files after the call."""
-        if isinstance(action, Misunderstood):
-            return self._shown(f"error: {action.why}"), files
+        """Return the output that the policy sees, and the files after the call."""
+        if isinstance(action, InvalidAction):
+            return self._format_output(f"error: {action.reason}"), files
         counts["calls"] += 1.0
         arguments = action.arguments
         match action.name:
             case "list_files":
-                return self._shown("\n".join(sorted(files))), files
+                return self._format_output("\n".join(sorted(files))), files
             case "read_file":
                 content = files.get(arguments["path"])
                 text = "error: no such file" if content is None else content.decode(errors="replace")
-                return self._shown(text[: self.spec.sandbox.output]), files
+                return self._format_output(text[: self.spec.sandbox.output]), files
             case "write_file":
                 path, text = repr(arguments["path"]), repr(arguments["text"])
-                return self._run(_WRITE.format(path=path, text=text), files, counts)
+                return self._run(_WRITE_SCRIPT.format(path=path, text=text), files, counts)
             case _:
                 return self._run(arguments["code"], files, counts)
 
     def _run(
         self, code: str, files: Mapping[str, bytes], counts: dict[str, float]
     ) -> tuple[str, Mapping[str, bytes]]:
-        run = self._execute(code, files)
+        run = self._run_in_sandbox(code, files)
         if self.spec.sandbox.twice:
-            again = self._execute(code, files)
+            again = self._run_in_sandbox(code, files)
             if (again.output, again.files) != (run.output, run.files):
                 counts["unsteady"] = counts.get("unsteady", 0.0) + 1.0
         ended = ""
         if run.cause not in ("", "error"):
             counts[f"contained/{run.cause}"] = counts.get(f"contained/{run.cause}", 0.0) + 1.0
             ended = f"[ended: {run.cause}]\n"
-        return self._shown(run.output + ended), run.files
+        return self._format_output(run.output + ended), run.files
 
-    def _execute(self, code: str, files: Mapping[str, bytes]) -> Execution:
+    def _run_in_sandbox(self, code: str, files: Mapping[str, bytes]) -> Execution:
         """Run code in the sandbox."""
         try:
             return self._sandbox.run(code, files)
         except PeriluneError as error:
             raise EpisodeFailedError("sandbox", error.what) from None
 
-    def _shown(self, output: str) -> str:
+    def _format_output(self, output: str) -> str:
         if self._compact:
             *_, last = ["", *output.split()]
-            return f"={last[:_COMPACT_OUTPUT]}\n"
+            return f"={last[:_COMPACT_OUTPUT_CHARS]}\n"
         return output or "(no output)"
 
     def _is_right(self, task: Task, answer: str, files: Mapping[str, bytes]) -> bool:
@@ -195,7 +197,7 @@ class ToolsEnvironment(MultiTurn):
         if answer != data["answer"]:
             return False
         for name, expected in data["outputs"].items():
-            if not is_right(expected, name, files.get(name, b"")):
+            if not matches_expected(expected, name, files.get(name, b"")):
                 return False
         if not data["function"]:
             return True
@@ -203,10 +205,12 @@ class ToolsEnvironment(MultiTurn):
             "solution.py": files.get("solution.py", b""),
             "cases.json": json.dumps(data["cases"]).encode(),
         }
-        run = self._execute(_CHECK.format(function=data["function"], results=_RESULTS), inputs)
-        return is_right(data["expected"], _RESULTS, run.files.get(_RESULTS, b""))
+        run = self._run_in_sandbox(
+            _CHECK_SCRIPT.format(function=data["function"], results=_RESULTS_FILE), inputs
+        )
+        return matches_expected(data["expected"], _RESULTS_FILE, run.files.get(_RESULTS_FILE, b""))
 
-    def _task(self, draw: random.Random) -> Task:
+    def _draw_task(self, draw: random.Random) -> Task:
         family = self.spec.task if self.spec.task != "all" else draw.choice(list(FAMILIES))
         drawn: ToolTask = FAMILIES[family](draw)
         question = drawn.compact
@@ -224,7 +228,7 @@ class ToolsEnvironment(MultiTurn):
         )
 
 
-_WRITE = """
+_WRITE_SCRIPT = """
 import pathlib
 path = pathlib.Path({path})
 path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ A program yields the turns that it needs next, receives their actions in the sam
     class Count(MultiTurn):
         def play(self, task, rng):
             parts = [count(str(number), lines) for number, lines in enumerate(task.data["parts"])]
-            total = sum((yield from sample(together(parts))))
+            total = sum((yield from sample(gather(parts))))
             answer = yield ask(f"the parts have {total}")
 """
 
@@ -70,7 +70,7 @@ class Programs(Generic[T]):
             self._due.pop(number, None)
 
 
-def together(programs: Sequence[AgentProgram[T]]) -> AgentProgram[list[T]]:
+def gather(programs: Sequence[AgentProgram[T]]) -> AgentProgram[list[T]]:
     """Run programs at the same time; return their results in the order of `programs`."""
     running = Programs[T]()
     try:
@@ -86,11 +86,11 @@ def together(programs: Sequence[AgentProgram[T]]) -> AgentProgram[list[T]]:
 class RemainingTurns(Sequence[AgentTurn]):
     """The turns from a place on. Nothing is copied, so that thousands of turns are taken in linear time."""
 
-    def __init__(self, turns: Sequence[AgentTurn], place: int) -> None:
-        self._turns, self._place = turns, place
+    def __init__(self, turns: Sequence[AgentTurn], start: int) -> None:
+        self._turns, self._start = turns, start
 
     def __len__(self) -> int:
-        return len(self._turns) - self._place
+        return len(self._turns) - self._start
 
     @overload
     def __getitem__(self, index: int) -> AgentTurn: ...
@@ -98,8 +98,8 @@ class RemainingTurns(Sequence[AgentTurn]):
     def __getitem__(self, index: slice) -> Sequence[AgentTurn]: ...
     def __getitem__(self, index: int | slice) -> AgentTurn | Sequence[AgentTurn]:
         if isinstance(index, slice):
-            return self._turns[self._place :][index]
-        return self._turns[range(self._place, len(self._turns))[index]]
+            return self._turns[self._start :][index]
+        return self._turns[range(self._start, len(self._turns))[index]]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and [*self] == [*other]
@@ -118,8 +118,8 @@ def sample(program: AgentProgram[T], player: int = 0) -> Generator[Observation, 
         turns = next(program)
         while True:
             actions = []
-            for place in range(len(turns)):
-                actions.append((yield observe_turns(RemainingTurns(turns, place), player)))
+            for start in range(len(turns)):
+                actions.append((yield observe_turns(RemainingTurns(turns, start), player)))
             turns = program.send(actions)
     except StopIteration as end:
         result: T = end.value
@@ -129,7 +129,7 @@ def sample(program: AgentProgram[T], player: int = 0) -> Generator[Observation, 
 
 
 def observe_turns(turns: Sequence[AgentTurn], player: int = 0) -> Observation:
-    """The observation of these turns, of which the player's own is the first."""
+    """Return the observation of these turns, of which the player's own is the first."""
     first = turns[0]
     if len(turns) > 1 or first.agent or first.max_tokens is not None:
         return Observation(player=player, turns=turns)

@@ -38,24 +38,24 @@ class BorrowedTasks:
             self.environment.check_files()
 
     def characters(self) -> dict[str, str]:
-        found: dict[str, str] = getattr(self.environment, "characters", dict)()
-        return found
+        characters: dict[str, str] = getattr(self.environment, "characters", dict)()
+        return characters
 
-    def draw(self, split: Split, seed: int) -> Iterator[Task]:
-        """The environment's tasks."""
+    def source_tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """Return the environment's tasks."""
         return self.environment.tasks(split, seed)
 
-    def draw_bare(self, split: Split, seed: int) -> Iterator[Task]:
-        """The environment's tasks, without their prompts if it can draw them so (`LongContexts`)."""
-        is_bare = hasattr(type(self.environment), "bare_tasks")  # what wraps it chooses tasks itself
+    def bare_source_tasks(self, split: Split, seed: int) -> Iterator[Task]:
+        """Return the environment's tasks, without their prompts if it can draw them so (`LongContexts`)."""
+        has_bare_tasks = hasattr(type(self.environment), "bare_tasks")  # what wraps it chooses tasks itself
         draw: Callable[[Split, int], Iterator[Task]] = (
-            self.environment.bare_tasks if is_bare else self.environment.tasks  # type: ignore[attr-defined]
+            self.environment.bare_tasks if has_bare_tasks else self.environment.tasks  # type: ignore[attr-defined]
         )
         return draw(split, seed)
 
     @staticmethod
-    def without_prompt(task: Task) -> Task:
-        """The environment's task in the data of a task that borrows it, without its prompt."""
+    def source_task(task: Task) -> Task:
+        """Return the environment's task in the data of a task that borrows it, without its prompt."""
         return Task(task.task_id, (), task.data["task"], task.difficulty)
 
     def score_reply(self, task: Task, answer: str) -> Score:
@@ -68,7 +68,7 @@ class BorrowedTasks:
         return self.score(task, reply(task, answer))
 
     def score(self, task: Task, answer: str) -> Score:
-        """The score of an answer to one of these tasks.
+        """Return the score of an answer to one of these tasks.
 
         Raises:
             EpisodeFailedError: when it cannot be scored.

@@ -22,28 +22,28 @@ class Dialogue(Generic[T]):
     Args:
         loop: an event loop that is not running. Several dialogues may share it.
         play: holds the conversation: it awaits a reply with the function it is given, and returns a result.
-        inside: a context that is entered whenever a part of `play` runs.
+        context: a context that is entered whenever a part of `play` runs.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         play: Callable[[Ask], Coroutine[Any, Any, T]],
-        inside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        context: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self._loop, self._inside = loop, inside
-        self._asked: asyncio.Future[Sequence[Message]] = loop.create_future()
+        self._loop, self._context = loop, context
+        self._request: asyncio.Future[Sequence[Message]] = loop.create_future()
         self._reply: asyncio.Future[str] | None = None
-        self._playing = loop.create_task(play(self._ask))
+        self._task = loop.create_task(play(self._ask))
 
     def begin(self) -> Sequence[Message] | None:
         """Run to the first reply that is awaited. Return the conversation up to there; None if `play` has
         returned.
         """
-        with self._inside():
-            either: set[asyncio.Future[Any]] = {self._playing, self._asked}
+        with self._context():
+            either: set[asyncio.Future[Any]] = {self._task, self._request}
             self._loop.run_until_complete(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
-        return None if self._playing.done() else self._asked.result()
+        return None if self._task.done() else self._request.result()
 
     def next(self, reply: str) -> Sequence[Message] | None:
         """Reply, and run to the next awaited reply. Return the conversation up to there; None if `play` has
@@ -51,24 +51,24 @@ class Dialogue(Generic[T]):
         """
         assert self._reply is not None
         waiting, self._reply = self._reply, None
-        self._asked = self._loop.create_future()
+        self._request = self._loop.create_future()
         waiting.set_result(reply)
         return self.begin()
 
     def result(self) -> T:
         """Return what `play` returned, or raise what it raised."""
-        return self._playing.result()
+        return self._task.result()
 
     def close(self) -> None:
         """Cancel `play` if it has not returned. May be called repeatedly, and after the loop was closed."""
-        if not self._playing.done() and not self._loop.is_closed():
-            self._playing.cancel()
-            with self._inside(), contextlib.suppress(asyncio.CancelledError, Exception):
-                self._loop.run_until_complete(self._playing)
+        if not self._task.done() and not self._loop.is_closed():
+            self._task.cancel()
+            with self._context(), contextlib.suppress(asyncio.CancelledError, Exception):
+                self._loop.run_until_complete(self._task)
 
     async def _ask(self, conversation: Sequence[Message]) -> str:
         if self._reply is not None:
             raise RuntimeError("a second reply is awaited before the first one has arrived")
         self._reply = self._loop.create_future()
-        self._asked.set_result(conversation)
+        self._request.set_result(conversation)
         return await self._reply

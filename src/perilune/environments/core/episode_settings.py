@@ -7,7 +7,7 @@ from pydantic import Field
 
 from perilune.frozen import Frozen
 
-KEY = "episodes"  # in the environment section of a recipe
+EPISODES_KEY = "episodes"  # in the environment section of a recipe
 
 
 class EpisodeSettings(Frozen):
@@ -30,9 +30,9 @@ class EpisodeSettings(Frozen):
 
 
 def episode_settings(section: Mapping[str, Any]) -> EpisodeSettings:
-    """The episode settings of an environment section.
+    """Return the episode settings of an environment section.
 
     Raises:
         pydantic.ValidationError: if a field is unknown or invalid.
     """
-    return EpisodeSettings.model_validate(dict(section.get(KEY) or {}))
+    return EpisodeSettings.model_validate(dict(section.get(EPISODES_KEY) or {}))

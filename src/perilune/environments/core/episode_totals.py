@@ -32,5 +32,5 @@ class EpisodeTotals:
         self.metrics |= observation.metrics
 
     def score(self, player: int = 0) -> Score:
-        """The score of one player."""
+        """Return the score of one player."""
         return Score(self.rewards[player], dict(self.terms), dict(self.metrics))

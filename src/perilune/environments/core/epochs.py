@@ -23,14 +23,14 @@ def endless_tasks(
     Raises:
         RequestError: when the environment has no training tasks.
     """
-    used = 0
+    task_count = 0
     for task in environment.tasks("train", seed):
-        used += 1
+        task_count += 1
         yield task
-    if not used:
+    if not task_count:
         raise RequestError(f"{environment.id} has no training tasks", remedy="widen its config")
-    known = list(environment.tasks("train", seed))  # a finite set fits in memory
+    tasks = list(environment.tasks("train", seed))  # a finite set fits in memory
     for epoch in count(1):
-        on_epoch(epoch, used)
-        for index in np.random.default_rng([seed, epoch]).permutation(len(known)):
-            yield known[index]
+        on_epoch(epoch, task_count)
+        for index in np.random.default_rng([seed, epoch]).permutation(len(tasks)):
+            yield tasks[index]

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_BITS = 53  # fraction of a double
+_MANTISSA_BITS = 53  # fraction of a double
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,17 @@ class KeyedRandom:
         ("die", 3).
         """
         key = "\x1f".join(map(str, (self.seed, self.task_id, *name)))
-        drawn = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
-        return float(drawn >> (64 - _BITS)) / (1 << _BITS)
+        bits = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
+        return float(bits >> (64 - _MANTISSA_BITS)) / (1 << _MANTISSA_BITS)
 
     def integer(self, below: int, *name: Hashable) -> int:
-        """An integer in [0, below)."""
+        """Return an integer in [0, below)."""
         return int(self.uniform(*name) * below)
 
     def choice(self, items: Sequence[T], *name: Hashable) -> T:
-        """A uniformly drawn element of `items`."""
+        """Return a uniformly drawn element of `items`."""
         return items[self.integer(len(items), *name)]
 
     def shuffled(self, items: Sequence[T], *name: Hashable) -> list[T]:
-        """A uniformly drawn permutation of `items`."""
+        """Return a uniformly drawn permutation of `items`."""
         return [items[i] for i in sorted(range(len(items)), key=lambda i: self.uniform(*name, i))]

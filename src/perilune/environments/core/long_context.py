@@ -31,15 +31,15 @@ class LongContexts(Protocol):
     """
 
     def context(self, task: Task) -> str:
-        """The context of a task."""
+        """Return the context of a task."""
         ...
 
     def question(self, task: Task) -> str:
-        """The question about the context."""
+        """Return the question about the context."""
         ...
 
 
-def glimpse_of(context: str) -> Glimpse:
-    """A glimpse of a context that is at hand."""
+def make_glimpse(context: str) -> Glimpse:
+    """Return a glimpse of a context that is at hand."""
     lines = context.count("\n") + (not context.endswith("\n"))
     return Glimpse(lines, list(islice(context.splitlines(), SAMPLE_LINES)), context.__len__)

@@ -23,11 +23,11 @@ from perilune.environments.core.protocol import (
     Observation,
     Task,
 )
-from perilune.environments.core.wrapping import Wrapping
+from perilune.environments.core.wrapping import EnvironmentWrapper
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
-KEY = "context"  # in the environment section of a recipe
+CONTEXT_KEY = "context"  # in the environment section of a recipe
 
 Turn = tuple[Message, ...]
 """The environment's messages, and the policy's action."""
@@ -59,7 +59,7 @@ class ContextSettings(Frozen):
     )
 
 
-class ManagedContext(Wrapping, MultiTurn):
+class ManagedContext(EnvironmentWrapper, MultiTurn):
     """An environment with several turns whose policy sees what the rule leaves of the conversation.
 
     Raises:
@@ -71,9 +71,9 @@ class ManagedContext(Wrapping, MultiTurn):
     def __init__(self, environment: Environment, settings: ContextSettings) -> None:
         own_turns = getattr(environment, "max_turns", 1)
         if own_turns == 1 or getattr(environment, "players", 1) > 1:
-            kind = "a single turn" if own_turns == 1 else "several players"
-            what = f"needs an environment with several turns and one player; {environment.id} has {kind}"
-            raise RequestError(what, where=f"environment.{KEY}", remedy="remove it")
+            turns = "a single turn" if own_turns == 1 else "several players"
+            what = f"needs an environment with several turns and one player; {environment.id} has {turns}"
+            raise RequestError(what, where=f"environment.{CONTEXT_KEY}", remedy="remove it")
         super().__init__(environment)
         self.max_turns = 2 * own_turns  # a summary is a turn, too; the environment counts its own
         self.cut_off = getattr(environment, "cut_off", None)
@@ -112,49 +112,49 @@ class _Context:
         self._opening: tuple[Message, ...] = ()  # of a new context, until the policy sees it
 
     def act(self, messages: tuple[Message, ...]) -> Generator[Observation, str, str]:
-        """The policy's action on the environment's messages."""
-        gone, kept = self._parted()
-        if self._settings.rule != "policy" and gone and self._size(messages) > self._settings.above:
-            yield from self._shorten(gone, kept, messages)
+        """Return the policy's action on the environment's messages."""
+        old, recent = self._split_turns()
+        if self._settings.rule != "policy" and old and self._count_chars(messages) > self._settings.above:
+            yield from self._shorten(old, recent, messages)
         action: str = yield self._observation(messages)
         fold = _FOLD.search(action) if self._settings.rule == "policy" else None
         if fold:
             action = action[fold.end() :].strip()
             own: Message = {"role": "assistant", "content": action}
-            self._open(_SUMMARY.format(summary=fold[1].strip()), [(own,)] if action else [])
+            self._open_context(_SUMMARY.format(summary=fold[1].strip()), [(own,)] if action else [])
             if action:
                 return action
             action = yield self._observation(messages)
         self._turns.append((*messages, {"role": "assistant", "content": action}))
         return action
 
-    def _parted(self) -> tuple[list[Turn], list[Turn]]:
-        """The turns that a rule may change, and the latest ones."""
-        place = max(len(self._turns) - self._settings.last, 0)
-        return self._turns[:place], self._turns[place:]
+    def _split_turns(self) -> tuple[list[Turn], list[Turn]]:
+        """Return the turns that a rule may change, and the latest ones."""
+        start = max(len(self._turns) - self._settings.last, 0)
+        return self._turns[:start], self._turns[start:]
 
-    def _size(self, messages: Sequence[Message]) -> int:
+    def _count_chars(self, messages: Sequence[Message]) -> int:
         shown = [*chain.from_iterable(self._turns), *messages]
-        return len(self._note) + sum(len(one["content"]) for one in shown)
+        return len(self._note) + sum(len(message["content"]) for message in shown)
 
     def _shorten(
-        self, gone: list[Turn], kept: list[Turn], messages: tuple[Message, ...]
+        self, old: list[Turn], recent: list[Turn], messages: tuple[Message, ...]
     ) -> Generator[Observation, str, None]:
         """Apply the rule, unless it would change nothing."""
         match self._settings.rule:
             case "drop_output":
-                dropped = [tuple(map(_without_output, turn)) for turn in gone]
-                if dropped != gone:
-                    self._open(self._note, [*dropped, *kept])
+                dropped = [tuple(map(_drop_output, turn)) for turn in old]
+                if dropped != old:
+                    self._open_context(self._note, [*dropped, *recent])
             case "fold":
-                self._folded += len(gone)
-                self._open(_FOLDED.format(turns=self._folded), kept)
+                self._folded += len(old)
+                self._open_context(_FOLDED.format(turns=self._folded), recent)
             case _:
-                asked: Message = {"role": "user", "content": self._settings.ask}
-                summary = yield self._observation((*messages, asked))
-                self._open(_SUMMARY.format(summary=summary.strip()), kept)
+                request: Message = {"role": "user", "content": self._settings.ask}
+                summary = yield self._observation((*messages, request))
+                self._open_context(_SUMMARY.format(summary=summary.strip()), recent)
 
-    def _open(self, note: str, turns: list[Turn]) -> None:
+    def _open_context(self, note: str, turns: list[Turn]) -> None:
         """Begin a new context with the task, a note and these turns."""
         self.number += 1
         self._note, self._turns = note, turns
@@ -165,19 +165,19 @@ class _Context:
         if not self.number:
             return Observation(messages)
         shown, self._opening = (*self._opening, *messages), ()
-        return Observation(turns=(AgentTurn(str(self.number - 1), _merged(shown), "context"),))
+        return Observation(turns=(AgentTurn(str(self.number - 1), _merge_user_messages(shown), "context"),))
 
 
-def _without_output(message: Message) -> Message:
+def _drop_output(message: Message) -> Message:
     return message if message["role"] == "assistant" else {**message, "content": _DROPPED}
 
 
-def _merged(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """The messages, with one for several of the user in a row, because chat templates refuse these."""
-    found: list[Message] = []
-    for one in messages:
-        if found and one["role"] == found[-1]["role"] == "user":
-            found[-1] = {**one, "content": f"{found[-1]['content']}\n\n{one['content']}"}
+def _merge_user_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the messages, with one for several of the user in a row, because chat templates refuse these."""
+    merged: list[Message] = []
+    for message in messages:
+        if merged and message["role"] == merged[-1]["role"] == "user":
+            merged[-1] = {**message, "content": f"{merged[-1]['content']}\n\n{message['content']}"}
         else:
-            found.append(one)
-    return tuple(found)
+            merged.append(message)
+    return tuple(merged)

@@ -19,7 +19,7 @@ _NUMBER = re.compile(
 
 
 def matches(match: Match, output: str, answer: str) -> bool:
-    """Whether `output` gives `answer`.
+    """Return whether `output` gives `answer`.
 
     * "exact": equal, apart from surrounding whitespace; accents may be characters of their own.
     * "number": the last number in the output equals the last number in the answer; 1,000 equals 1000.0.
@@ -34,26 +34,26 @@ def matches(match: Match, output: str, answer: str) -> bool:
     if match == "exact":
         return output == answer
     if match == "number":
-        expected = last_number(answer)
-        return expected is not None and last_number(output) == expected
+        expected = find_last_number(answer)
+        return expected is not None and find_last_number(output) == expected
     if match == "math":
         return is_equal(output, answer)
     return re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", output, re.IGNORECASE) is not None
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last plain number in `text`; None if there is none."""
-    numbers = plain_numbers(text)
-    return Decimal(plain_digits(numbers[-1][0])) if numbers else None
+def find_last_number(text: str) -> Decimal | None:
+    """Return the last plain number in `text`; None if there is none."""
+    numbers = find_plain_numbers(text)
+    return Decimal(normalize_number(numbers[-1][0])) if numbers else None
 
 
-def plain_numbers(text: str) -> list[re.Match[str]]:
-    """The plain numbers in `text`, such as -3, 0.5 and 1,000."""
+def find_plain_numbers(text: str) -> list[re.Match[str]]:
+    """Return the plain numbers in `text`, such as -3, 0.5 and 1,000."""
     return list(_NUMBER.finditer(text))
 
 
-def plain_digits(number: str) -> str:
-    """A plain number without separators and plus sign."""
+def normalize_number(number: str) -> str:
+    """Return a plain number without separators and plus sign."""
     return number.replace(",", "").replace("\u2212", "-").removeprefix("+")
 
 
@@ -61,7 +61,7 @@ def unmatchable_reason(match: Match, answer: str) -> str:
     """Why `answer` cannot be used with this rule; empty if it can."""
     if not answer.strip():
         return "the answer is empty"
-    if match == "number" and last_number(answer) is None:
+    if match == "number" and find_last_number(answer) is None:
         return f"the answer {answer[:40]!r} contains no number"
     if match == "regex":
         try:

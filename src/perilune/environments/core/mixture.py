@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from perilune.environments.core.episode_settings import KEY as EPISODES
+from perilune.environments.core.episode_settings import EPISODES_KEY as EPISODES
 from perilune.environments.core.epochs import endless_tasks
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.protocol import (
@@ -30,7 +30,7 @@ from perilune.environments.core.protocol import (
 )
 from perilune.environments.core.reference_answer import ReferenceAnswer, reference_answer
 from perilune.environments.core.registry import MIXTURE, REWARDS, make_environment
-from perilune.environments.core.rewards import GOLD
+from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
@@ -95,7 +95,9 @@ class Mixture:
     def __init__(self, spec: MixtureSpec, sections: Mapping[str, Mapping[str, Any]]) -> None:
         self.spec = spec
         self.parts = {name: _make_part(name, section) for name, section in sections.items()}
-        self.shares = _shares({name: part.weight for name, part in spec.parts.items()}, spec.temperature)
+        self.shares = _compute_shares(
+            {name: part.weight for name, part in spec.parts.items()}, spec.temperature
+        )
         self.max_turns = max(getattr(part, "max_turns", 1) for part in self.parts.values())
         self.confined = all(getattr(part, "confined", True) for part in self.parts.values())
         self._scales = {name: part.reward_scale for name, part in spec.parts.items()}
@@ -120,12 +122,12 @@ class Mixture:
                 part.load_confined()
 
     def settings(self) -> dict[str, Any]:
-        """The share of each part in training."""
+        """Return the share of each part in training."""
         return {f"share.{name}": round(share, 4) for name, share in self.shares.items()}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         if split == "heldout":
-            yield from self._heldout(seed)
+            yield from self._heldout_tasks(seed)
             return
         streams = {name: endless_tasks(self.parts[name], seed) for name in self.shares}
         names, bounds = list(self.shares), list(accumulate(self.shares.values()))
@@ -140,12 +142,12 @@ class Mixture:
         return _ScaledSession(session, self._scales[name]) if self._is_scaled else session
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """The score of the task's part, scaled. The metric `gold` keeps the score before scaling."""
+        """Return the score of the task's part, scaled. The metric `gold` keeps the score before scaling."""
         name, own = split_task(task)
         outcome = self.parts[name].score(own, transcript)
         if isinstance(outcome, Failure) or not self._is_scaled:
             return outcome
-        metrics = {GOLD: outcome.reward, **outcome.metrics}
+        metrics = {GOLD_METRIC: outcome.reward, **outcome.metrics}
         return replace(outcome, reward=outcome.reward * self._scales[name], metrics=metrics)
 
     def gold(self, task: Task) -> Transcript | None:
@@ -168,7 +170,7 @@ class Mixture:
             if hasattr(part, "close"):
                 part.close()
 
-    def _heldout(self, seed: int) -> Iterator[Task]:
+    def _heldout_tasks(self, seed: int) -> Iterator[Task]:
         streams = {name: part.tasks("heldout", seed) for name, part in self.parts.items()}
         while streams:
             for name in list(streams):
@@ -187,12 +189,14 @@ class _ScaledSession:
         self.observation = session.observation
 
     def step(self, action: str, finished: bool = True) -> Observation:
-        seen = self._session.step(action, finished)
-        self._gold += math.fsum(seen.rewards)  # of one player
+        observation = self._session.step(action, finished)
+        self._gold += math.fsum(observation.rewards)  # of one player
         self.observation = replace(
-            seen,
-            rewards=tuple(reward * self._scale for reward in seen.rewards),
-            metrics={GOLD: self._gold, **seen.metrics} if seen.done else seen.metrics,
+            observation,
+            rewards=tuple(reward * self._scale for reward in observation.rewards),
+            metrics={GOLD_METRIC: self._gold, **observation.metrics}
+            if observation.done
+            else observation.metrics,
         )
         return self.observation
 
@@ -200,13 +204,13 @@ class _ScaledSession:
         self._session.close()
 
 
-def part_of(environment: Environment, task: Task) -> Environment:
-    """The part of a mixture that `task` belongs to; any other environment itself."""
+def find_part(environment: Environment, task: Task) -> Environment:
+    """Return the part of a mixture that `task` belongs to; any other environment itself."""
     return environment.parts[split_task(task)[0]] if isinstance(environment, Mixture) else environment
 
 
 def environment_name(environment: Environment, task: Task) -> str:
-    """The environment of an episode: "mixture/PART" in a mixture, else the environment's id."""
+    """Return the environment of an episode: "mixture/PART" in a mixture, else the environment's id."""
     return f"{MIXTURE}/{split_task(task)[0]}" if isinstance(environment, Mixture) else environment.id
 
 
@@ -232,20 +236,20 @@ def _make_part(name: str, section: Mapping[str, Any]) -> Environment:
     return part
 
 
-def _shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
+def _compute_shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
     """weight^(1/temperature) of the positive weights, normalized."""
-    most = max(weights.values())
-    scaled = {name: (weight / most) ** (1 / temperature) for name, weight in weights.items() if weight}
+    largest = max(weights.values())
+    scaled = {name: (weight / largest) ** (1 / temperature) for name, weight in weights.items() if weight}
     total = math.fsum(scaled.values())
     return {name: value / total for name, value in scaled.items()}
 
 
 def named_task(part: str, task: Task) -> Task:
-    """The task of a part, with an id that names the part."""
+    """Return the task of a part, with an id that names the part."""
     return replace(task, task_id=f"{part}/{task.task_id}")
 
 
 def split_task(task: Task) -> tuple[str, Task]:
-    """The name of the part, and the part's own task."""
+    """Return the name of the part, and the part's own task."""
     name, _, task_id = task.task_id.partition("/")
     return name, replace(task, task_id=task_id)

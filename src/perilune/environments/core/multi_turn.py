@@ -72,7 +72,7 @@ class MultiTurn(ABC):
 
 
 def score_by_replay(environment: Environment, task: Task, transcript: Transcript) -> Outcome:
-    """The total that a session with the actions of a transcript gives to its player."""
+    """Return the total that a session with the actions of a transcript gives to its player."""
     session = environment.reset(task, transcript.seed)
     totals = EpisodeTotals(environment.players)
     try:
@@ -94,7 +94,7 @@ class ScriptedSession:
     def __init__(self, play: EpisodeGenerator, max_turns: int, cut_off: str | None = None) -> None:
         if not isinstance(play, Generator):
             raise TypeError("play is not a generator: `yield ask(...)` where the policy moves")
-        self._play, self._left, self._cut_off = play, max_turns, cut_off
+        self._play, self._turns_left, self._cut_off = play, max_turns, cut_off
         self.observation = self._next(None)
 
     def step(self, action: str, finished: bool = True) -> Observation:
@@ -102,7 +102,7 @@ class ScriptedSession:
         if self.observation.done:
             raise ValueError("the episode is done")
         is_own = not self.observation.due[0].agent
-        self._left -= is_own
+        self._turns_left -= is_own
         played = action if finished or not is_own else self._cut_off
         self.observation = Observation(done=True, truncated=True) if played is None else self._next(played)
         if self.observation.done:
@@ -114,24 +114,26 @@ class ScriptedSession:
 
     def _next(self, action: str | None) -> Observation:
         try:
-            seen = next(self._play) if action is None else self._play.send(action)
+            observation = next(self._play) if action is None else self._play.send(action)
         except StopIteration:
             raise RuntimeError("play returned without `yield end_episode(...)`") from None
-        if not isinstance(seen, Observation):
-            raise TypeError(f"play yielded {type(seen).__name__}, not an Observation")
-        if self._left or seen.done:
-            return seen
-        if seen.due[0].agent:
-            return seen
-        return replace(seen, messages=(), player=0, done=True, truncated=True, legal=None, info={}, turns=())
+        if not isinstance(observation, Observation):
+            raise TypeError(f"play yielded {type(observation).__name__}, not an Observation")
+        if self._turns_left or observation.done:
+            return observation
+        if observation.due[0].agent:
+            return observation
+        return replace(
+            observation, messages=(), player=0, done=True, truncated=True, legal=None, info={}, turns=()
+        )
 
 
-def ask(content: str | None = None, *, player: int = 0, role: str = "user", **more: Any) -> Observation:
-    """Ask `player` for the next action, after a message if `content` is given. `more` sets other fields of
+def ask(content: str | None = None, *, player: int = 0, role: str = "user", **fields: Any) -> Observation:
+    """Ask `player` for the next action, after a message if `content` is given. `fields` sets other fields of
     the observation.
     """
     messages: tuple[Message, ...] = () if content is None else ({"role": role, "content": content},)
-    return Observation(messages, player, **more)
+    return Observation(messages, player, **fields)
 
 
 def end_episode(
@@ -141,9 +143,9 @@ def end_episode(
     return Observation(rewards=rewards, terms=terms or {}, metrics=metrics or {}, done=True)
 
 
-def unpadded(move: str) -> str:
+def strip_move(move: str) -> str:
     """A move without up to two characters of space around it. With more space the move is illegal, since
     a losing player could use up the tokens of the episode with it.
     """
-    bare = move.strip()
-    return bare if len(move) <= len(bare) + 2 else move
+    stripped = move.strip()
+    return stripped if len(move) <= len(stripped) + 2 else move

@@ -8,17 +8,17 @@ from perilune.environments.core.protocol import Split, Task
 from perilune.errors import RequestError
 
 
-def explained_tasks(
+def wrap_user_tasks(
     tasks: Callable[[Split, int], Iterable[Task]], name: str
 ) -> Callable[[Split, int], Iterator[Task]]:
-    """The method `tasks` of a user's file. Whatever goes wrong in it is an error that names the line.
+    """Return the method `tasks` of a user's file. Whatever goes wrong in it is an error that names the line.
 
     Raises:
         RequestError: when it raises, or yields what is not a task.
     """
     file = name.rpartition(":")[0]
 
-    def explained(split: Split, seed: int) -> Iterator[Task]:
+    def wrapped(split: Split, seed: int) -> Iterator[Task]:
         try:
             for task in tasks(split, seed):
                 if not isinstance(task, Task):
@@ -29,11 +29,11 @@ def explained_tasks(
             raise
         except Exception as error:
             frames = reversed(traceback.extract_tb(error.__traceback__))
-            line = next((f":{one.lineno}" for one in frames if one.filename == file), "")
+            line = next((f":{frame.lineno}" for frame in frames if frame.filename == file), "")
             raise RequestError(
                 f"{name} cannot make tasks: {type(error).__name__}: {error}",
                 where=f"{file}{line}",
                 remedy="tasks(self, split, seed) yields Task(task_id, messages, data), and JSON can say data",
             ) from error
 
-    return explained
+    return wrapped

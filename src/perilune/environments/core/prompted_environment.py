@@ -12,7 +12,7 @@ from typing import Any
 
 from perilune.environments.core.answer_format import FORMATS
 from perilune.environments.core.multi_turn import score_by_replay
-from perilune.environments.core.prompting import KEY, Asker, Example, PromptingSettings
+from perilune.environments.core.prompting import PROMPTING_KEY, Example, PromptBuilder, PromptingSettings
 from perilune.environments.core.protocol import (
     Environment,
     Failure,
@@ -26,15 +26,15 @@ from perilune.environments.core.protocol import (
     Transcript,
 )
 from perilune.environments.core.reference_answer import ReferenceAnswer
-from perilune.environments.core.replay import conversation
-from perilune.environments.core.single_turn import OneAnswer
-from perilune.environments.core.wrapping import Wrapping
+from perilune.environments.core.replay import replay_conversation
+from perilune.environments.core.single_turn import SingleTurnSession
+from perilune.environments.core.wrapping import EnvironmentWrapper
 from perilune.errors import RequestError
 
-FORMAT = "format"  # the reward term: the share of an episode's answers that have the format
+FORMAT_TERM = "format"  # the reward term: the share of an episode's answers that have the format
 
 
-class PromptedEnvironment(Wrapping):
+class PromptedEnvironment(EnvironmentWrapper):
     """An environment that asks in the way of `settings`, and scores the answers that it finds.
 
     A text without the format, or with an ambiguous answer, never earns a positive reward. The term `format`
@@ -57,8 +57,10 @@ class PromptedEnvironment(Wrapping):
         self._format = None if settings.format is None else FORMATS[settings.format]
         own = self._format.instruction if self._format else ""
         instruction = own if settings.instruction is None else settings.instruction
-        self._asker = Asker(settings, instruction)
-        self._quoted = self._format.all_marked(instruction) if self._format else frozenset[str]()
+        self._prompt_builder = PromptBuilder(settings, instruction)
+        self._instruction_answers = (
+            self._format.distinct_answers(instruction) if self._format else frozenset[str]()
+        )
         self.form = None if self._format is None else (self._format.before, self._format.after)
         self._examples = lru_cache(maxsize=4)(self._draw_examples)
         self._check()
@@ -66,20 +68,22 @@ class PromptedEnvironment(Wrapping):
     def __getattr__(self, name: str) -> Any:
         """What the environment offers besides the protocol. Gold answers and opinions have the format."""
         value = super().__getattr__(name)
-        return {"gold": self._gold, "is_right": self._is_right, "reference_answer": self._reference}.get(
-            name, value
-        )
+        return {
+            "gold": self._gold,
+            "is_right": self._is_right,
+            "reference_answer": self._reference_answer,
+        }.get(name, value)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The environment's tasks with their whole prompts, without those that serve as examples."""
-        shown, messages = self._examples(seed)
+        """Yield the environment's tasks with their whole prompts, without those that serve as examples."""
+        example_ids, messages = self._examples(seed)
         for task in self._environment.tasks(split, seed):
-            if task.task_id not in shown:
-                yield replace(task, prompt=self._asker.prompt(task.prompt, messages))
+            if task.task_id not in example_ids:
+                yield replace(task, prompt=self._prompt_builder.build_prompt(task.prompt, messages))
 
     def reset(self, task: Task, seed: int) -> Session:
         if self.max_turns == 1:
-            return OneAnswer(self, task, seed)  # type: ignore[arg-type]  # needs nothing but `score`
+            return SingleTurnSession(self, task, seed)  # type: ignore[arg-type]  # needs nothing but `score`
         session = self._environment.reset(task, seed)
         return session if self._format is None else _ParsedSession(session, self)
 
@@ -95,58 +99,60 @@ class PromptedEnvironment(Wrapping):
             self._environment.score(task, replace(transcript, text=answer or "")) if judges else Score(0.0)
         )
         if answer is None:
-            outcome = _without_gain(outcome)
+            outcome = _remove_gain(outcome)
         if isinstance(outcome, Failure):
             return outcome
         formed = float(answer is not None and transcript.finished)
-        return replace(outcome, terms={**outcome.terms, FORMAT: formed})
+        return replace(outcome, terms={**outcome.terms, FORMAT_TERM: formed})
 
     def parse(self, text: str) -> str | None:
-        """The answer that a text marks; the text itself without a format."""
-        return text if self._format is None else self._format.parse(text, self._quoted)
+        """Return the answer that a text marks; the text itself without a format."""
+        return text if self._format is None else self._format.parse(text, self._instruction_answers)
 
     def write(self, answer: str) -> str:
-        """An answer in the format."""
+        """Return an answer in the format."""
         return answer if self._format is None else self._format.write(answer)
 
     def _gold(self, task: Task) -> Transcript | None:
         gold: Transcript | None = self._environment.gold(task)  # type: ignore[attr-defined]
         if gold is None:
             return None
-        *earlier, last = self._changed(task, gold, self.write)
+        *earlier, last = self._map_actions(task, gold, self.write)
         return replace(gold, text=last, earlier=tuple(earlier))
 
     def _is_right(self, task: Task, transcript: Transcript) -> bool | None:
         if self.parse(transcript.text) is None:  # the last action is always the player's
             return False
-        *earlier, last = self._changed(task, transcript, lambda action: self.parse(action) or "", parsed=True)
+        *earlier, last = self._map_actions(
+            task, transcript, lambda action: self.parse(action) or "", sends_changed=True
+        )
         right: bool | None = self._environment.is_right(  # type: ignore[attr-defined]
             task, replace(transcript, text=last, earlier=tuple(earlier))
         )
         return right
 
-    def _changed(
-        self, task: Task, transcript: Transcript, change: Callable[[str], str], *, parsed: bool = False
+    def _map_actions(
+        self, task: Task, transcript: Transcript, change: Callable[[str], str], *, sends_changed: bool = False
     ) -> list[str]:
-        """The actions, with `change` applied to those of the player. Sub-agents have no format.
+        """Return the actions, with `change` applied to those of the player. Sub-agents have no format.
 
         Args:
-            parsed: whether the environment takes the changed actions, and not the original ones.
+            sends_changed: whether the environment takes the changed actions, and not the original ones.
         """
         if not transcript.earlier or self._format is None:
             return [change(action) for action in transcript.actions]
-        session, found = self._environment.reset(task, transcript.seed), list[str]()
+        session, actions = self._environment.reset(task, transcript.seed), list[str]()
         try:
             for action in transcript.earlier:
                 due = session.observation.due
-                found.append(action if due and due[0].agent else change(action))
+                actions.append(action if due and due[0].agent else change(action))
                 if due:
-                    session.step(found[-1] if parsed else action)
+                    session.step(actions[-1] if sends_changed else action)
         finally:
             session.close()
-        return [*found, change(transcript.text)]
+        return [*actions, change(transcript.text)]
 
-    def _reference(self, task: Task) -> ReferenceAnswer | None:
+    def _reference_answer(self, task: Task) -> ReferenceAnswer | None:
         own: ReferenceAnswer | None = self._environment.reference_answer(task)  # type: ignore[attr-defined]
         if own is None or self._format is None:
             return own
@@ -154,49 +160,51 @@ class PromptedEnvironment(Wrapping):
         return replace(own, lead=f"\n{before}", opens=(before,))
 
     def _draw_examples(self, seed: int) -> tuple[frozenset[str], tuple[Message, ...]]:
-        """The ids of the training tasks that serve as examples, and the messages of all examples."""
+        """Return the ids of the training tasks that serve as examples, and the messages of all examples."""
         shots = self.prompting.few_shot
         if not isinstance(shots, int):
-            return frozenset(), tuple(message for shot in shots for message in self._stated(shot))
+            return frozenset(), tuple(message for shot in shots for message in self._render_example(shot))
         tasks = list(islice(self._environment.tasks("train", seed), shots))
         if len(tasks) < shots:
-            raise _invalid(f"{self.id} has {len(tasks)} training tasks", "few_shot", "lower few_shot")
+            raise _settings_error(f"{self.id} has {len(tasks)} training tasks", "few_shot", "lower few_shot")
         messages: list[Message] = []
         for task in tasks:
             gold = self._gold(task)
             if gold is None:
                 what = f"{self.id} states no right answer to show"
-                raise _invalid(what, "few_shot", "write the examples: a list of question and answer")
-            shown = conversation(self, task, gold)[len(task.prompt) :]
-            messages += [*self._asker.question(task.prompt), *shown]
+                raise _settings_error(what, "few_shot", "write the examples: a list of question and answer")
+            shown = replay_conversation(self, task, gold)[len(task.prompt) :]
+            messages += [*self._prompt_builder.build_question(task.prompt), *shown]
         return frozenset(task.task_id for task in tasks), tuple(messages)
 
-    def _stated(self, example: Example) -> list[Message]:
-        question = self._asker.question([{"role": "user", "content": example.question}])
+    def _render_example(self, example: Example) -> list[Message]:
+        question = self._prompt_builder.build_question([{"role": "user", "content": example.question}])
         return [*question, {"role": "assistant", "content": example.answer}]
 
     def _check(self) -> None:
         settings = self.prompting
         if self._format is None and settings.instruction:
-            raise _invalid(
+            raise _settings_error(
                 "there is no format to ask for", "instruction", "set format, or write it in system"
             )
         if settings.format and (own := getattr(self._environment, "own_format", "")):
             what = f"{self.id} has a format of its own here ({own}), which a second one would hide"
-            raise _invalid(what, "format", "remove format, or choose the environment's original prompts")
+            raise _settings_error(
+                what, "format", "remove format, or choose the environment's original prompts"
+            )
         if any(not stop for stop in settings.stop):
-            raise _invalid("holds an empty text, which would end every answer", "stop", "remove it")
+            raise _settings_error("holds an empty text, which would end every answer", "stop", "remove it")
         if isinstance(settings.few_shot, int):
             if settings.few_shot < 0:
-                raise _invalid("must not be negative", "few_shot", "write 0 for none")
+                raise _settings_error("must not be negative", "few_shot", "write 0 for none")
             if settings.few_shot and not hasattr(self._environment, "gold"):
                 what = f"{self.id} states no right answers to show"
-                raise _invalid(what, "few_shot", "write the examples: a list of question and answer")
+                raise _settings_error(what, "few_shot", "write the examples: a list of question and answer")
             return
         for number, shot in enumerate(settings.few_shot):
             if self.parse(shot.answer) is None:
                 what = f"this answer does not have the format {settings.format}"
-                raise _invalid(what, f"few_shot.{number}.answer", f"end it with {self.write('…')}")
+                raise _settings_error(what, f"few_shot.{number}.answer", f"end it with {self.write('…')}")
 
 
 class _ParsedSession:
@@ -217,22 +225,22 @@ class _ParsedSession:
         answer = action if turn.agent else self._environment.parse(action)
         if not turn.agent:
             self._formed.append(answer is not None)
-        seen = self._session.step(answer or "", finished)
-        formed = {FORMAT: sum(self._formed) / len(self._formed)} if seen.done else {}
-        self.observation = replace(seen, terms={**seen.terms, **formed})
+        observation = self._session.step(answer or "", finished)
+        formed = {FORMAT_TERM: sum(self._formed) / len(self._formed)} if observation.done else {}
+        self.observation = replace(observation, terms={**observation.terms, **formed})
         return self.observation
 
     def close(self) -> None:
         self._session.close()
 
 
-def _without_gain(outcome: Outcome) -> Score:
-    """The outcome of a text without an answer: no positive reward or term, and never a failure."""
+def _remove_gain(outcome: Outcome) -> Score:
+    """Return the outcome of a text without an answer: no positive reward or term, and never a failure."""
     if isinstance(outcome, Failure):
         return Score(0.0)
     terms = {name: min(0.0, value) for name, value in outcome.terms.items()}
     return replace(outcome, reward=min(0.0, outcome.reward), terms=terms)
 
 
-def _invalid(what: str, key: str, remedy: str) -> RequestError:
-    return RequestError(f"{key}: {what}", where=f"environment.{KEY}.{key}", remedy=remedy)
+def _settings_error(what: str, key: str, remedy: str) -> RequestError:
+    return RequestError(f"{key}: {what}", where=f"environment.{PROMPTING_KEY}.{key}", remedy=remedy)

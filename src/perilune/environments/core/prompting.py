@@ -9,7 +9,7 @@ from perilune.environments.core.answer_format import FormatName
 from perilune.environments.core.protocol import Message
 from perilune.frozen import Frozen
 
-KEY = "prompting"  # in the environment section of a recipe
+PROMPTING_KEY = "prompting"  # in the environment section of a recipe
 
 
 class Example(Frozen):
@@ -50,7 +50,7 @@ class PromptingSettings(Frozen):
     )
 
 
-class Asker:
+class PromptBuilder:
     """Puts a task's own messages into a whole prompt.
 
     Args:
@@ -61,36 +61,36 @@ class Asker:
     def __init__(self, settings: PromptingSettings, instruction: str) -> None:
         self._settings, self._instruction = settings, instruction
 
-    def question(self, own: Sequence[Message]) -> list[Message]:
+    def build_question(self, own: Sequence[Message]) -> list[Message]:
         """A task's own messages without their system prompt; the instruction follows the last question."""
         messages = list(own[_has_system(own) :])
-        if self._instruction and self._asks_in_question(own):
+        if self._instruction and self._puts_instruction_in_question(own):
             place = max(n for n, message in enumerate(messages) if message["role"] == "user")
-            messages[place] = _joined(messages[place], messages[place]["content"], self._instruction)
+            messages[place] = _join_parts(messages[place], messages[place]["content"], self._instruction)
         return messages
 
-    def prompt(self, own: Sequence[Message], examples: Sequence[Message]) -> tuple[Message, ...]:
-        """The system prompt, the examples and the question."""
-        messages = [*examples, *self.question(own)]
+    def build_prompt(self, own: Sequence[Message], examples: Sequence[Message]) -> tuple[Message, ...]:
+        """Return the system prompt, the examples and the question."""
+        messages = [*examples, *self.build_question(own)]
         system = [self._settings.system, own[0]["content"] if _has_system(own) else ""]
-        if not self._asks_in_question(own):
+        if not self._puts_instruction_in_question(own):
             system.append(self._instruction)
         if not any(system):
             return tuple(messages)
         if self._settings.system_as == "system":
-            return (_joined({"role": "system"}, *system), *messages)
+            return (_join_parts({"role": "system"}, *system), *messages)
         if not messages or messages[0]["role"] != "user":
-            return (_joined({"role": "user"}, *system), *messages)
-        return (_joined(messages[0], *system, messages[0]["content"]), *messages[1:])
+            return (_join_parts({"role": "user"}, *system), *messages)
+        return (_join_parts(messages[0], *system, messages[0]["content"]), *messages[1:])
 
-    def _asks_in_question(self, own: Sequence[Message]) -> bool:
-        return self._settings.instruct == "prompt" and any(one["role"] == "user" for one in own)
+    def _puts_instruction_in_question(self, own: Sequence[Message]) -> bool:
+        return self._settings.instruct == "prompt" and any(message["role"] == "user" for message in own)
 
 
 def _has_system(messages: Sequence[Message]) -> bool:
     return bool(messages) and messages[0]["role"] == "system"
 
 
-def _joined(message: Message, *parts: str) -> Message:
-    """The message with the parts that are not empty as paragraphs."""
+def _join_parts(message: Message, *parts: str) -> Message:
+    """Return the message with the parts that are not empty as paragraphs."""
     return {**message, "content": "\n\n".join(part for part in parts if part)}

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, Field, ValidationError, create_model
 
 from perilune.environments.core import managed_context, prompting
-from perilune.environments.core.episode_settings import KEY, EpisodeSettings
+from perilune.environments.core.episode_settings import EPISODES_KEY, EpisodeSettings
 from perilune.environments.core.managed_context import ContextSettings, ManagedContext
-from perilune.environments.core.own_tasks import explained_tasks
+from perilune.environments.core.own_tasks import wrap_user_tasks
 from perilune.environments.core.prompted_environment import PromptedEnvironment
 from perilune.environments.core.prompting import PromptingSettings
 from perilune.environments.core.protocol import Environment
@@ -69,8 +69,8 @@ _BUILT_IN = {
 
 
 def environment_ids() -> tuple[str, ...]:
-    """All valid values of a recipe's `environment.id`, sorted."""
-    return tuple(sorted(_factories()))
+    """Return all valid values of a recipe's `environment.id`, sorted."""
+    return tuple(sorted(_list_factories()))
 
 
 def environment_spec(name: str, source: str | None = None) -> type[BaseModel] | None:
@@ -85,36 +85,36 @@ def environment_spec(name: str, source: str | None = None) -> type[BaseModel] | 
     """
     if name == FACTORY_ID:
         return None
-    model: type[BaseModel] | None = getattr(_factory({"id": name, SOURCE: source}), "Spec", None)
-    return None if model is None else _with_shared_sections(model)
+    model: type[BaseModel] | None = getattr(_find_factory({"id": name, SOURCE: source}), "Spec", None)
+    return None if model is None else _extend_model(model)
 
 
-def is_known(section: Mapping[str, Any]) -> bool:
-    """Whether the section names an installed environment, or one of a file."""
+def is_known_environment(section: Mapping[str, Any]) -> bool:
+    """Return whether the section names an installed environment, or one of a file."""
     name = section.get("id")
-    return isinstance(name, str) and (name in _factories() or is_file_reference(name))
+    return isinstance(name, str) and (name in _list_factories() or is_file_reference(name))
 
 
 def family_field(name: str) -> str:
-    """The field that selects the task family of an environment: "task", "game" or another.
+    """Return the field that selects the task family of an environment: "task", "game" or another.
 
     Raises:
         RequestError: if the environment is not installed.
     """
     if name == FACTORY_ID or is_file_reference(name):
         return "task"
-    return str(getattr(_factory({"id": name}), "family_field", "task"))
+    return str(getattr(_find_factory({"id": name}), "family_field", "task"))
 
 
 def environment_families(name: str) -> tuple[str, ...]:
-    """The task families or games of an environment, as values of `family_field`.
+    """Return the task families or games of an environment, as values of `family_field`.
 
     Raises:
         RequestError: if the environment or the package that it adapts is not installed.
     """
     if name == FACTORY_ID or is_file_reference(name):
         return ()
-    families: tuple[str, ...] = getattr(_factory({"id": name}), "families", tuple)()
+    families: tuple[str, ...] = getattr(_find_factory({"id": name}), "families", tuple)()
     return families
 
 
@@ -124,36 +124,36 @@ def environment_summary(name: str) -> str:
     Raises:
         RequestError: if the environment is not installed.
     """
-    module = sys.modules[_factory({"id": name}).__module__]
+    module = sys.modules[_find_factory({"id": name}).__module__]
     line = (module.__doc__ or "").partition("\n")[0].removeprefix(f"The environment `{name}`: ")
     return line[:1].upper() + line[1:]
 
 
 def environment_notes(name: str) -> dict[str, dict[str, str]]:
-    """Further facts about an environment: for each heading, one line per name.
+    """Return further facts about an environment: for each heading, one line per name.
 
     Raises:
         RequestError: if the environment is not installed.
     """
     if name == FACTORY_ID or is_file_reference(name):
         return {}
-    notes: dict[str, dict[str, str]] = getattr(_factory({"id": name}), "notes", dict)()
+    notes: dict[str, dict[str, str]] = getattr(_find_factory({"id": name}), "notes", dict)()
     return notes
 
 
 def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
-    """The fields of an environment section that name files, and their paths. Nested fields are dotted.
+    """Return the fields of an environment section that name files, and their paths. Nested fields are dotted.
 
     The environment's class lists these fields as `files`. A bundle includes the files that they name.
     """
     paths: dict[str, str] = {}
-    for key in getattr(_factory(section), "files", ()) if is_known(section) else ():
+    for key in getattr(_find_factory(section), "files", ()) if is_known_environment(section) else ():
         value = get_field(section, key)
         if isinstance(value, str):
             paths[key] = value
     for name, part in part_sections(section).items():
-        place = ".".join(part_place(section, name))
-        paths |= {f"{place}.{key}": path for key, path in file_fields(part).items()}
+        path_of_part = ".".join(part_path(section, name))
+        paths |= {f"{path_of_part}.{key}": path for key, path in file_fields(part).items()}
     return paths
 
 
@@ -163,34 +163,38 @@ def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     A part without `rewards` or `prompting` has those of the whole.
     """
     parts = section.get("parts") if section.get("id") == MIXTURE else None
-    if borrows(section):
+    if has_borrowed_tasks(section):
         parts = {TASKS: section.get(TASKS)}
-    shared = {key: section[key] for key in (REWARDS, prompting.KEY) if section.get(key)}
-    found = {}
+    shared = {key: section[key] for key in (REWARDS, prompting.PROMPTING_KEY) if section.get(key)}
+    sections = {}
     for name, part in parts.items() if isinstance(parts, Mapping) else ():
         if isinstance(part, Mapping):
             own = {key: value for key, value in part.items() if key not in PART_KEYS}
-            found[str(name)] = own | {key: value for key, value in shared.items() if not own.get(key)}
-    return found
+            sections[str(name)] = own | {key: value for key, value in shared.items() if not own.get(key)}
+    return sections
 
 
-def part_place(section: Mapping[str, Any], name: str) -> tuple[str, ...]:
+def part_path(section: Mapping[str, Any], name: str) -> tuple[str, ...]:
     """Where the part `name` stands in the section."""
     return ("parts", name) if section.get("id") == MIXTURE else (name,)
 
 
-def borrows(section: Mapping[str, Any]) -> bool:
-    """Whether the tasks are those of the environment in the field `tasks`, a `TasksSection`."""
-    if section.get("id") == FACTORY_ID or is_file_reference(section.get("id")) or not is_known(section):
+def has_borrowed_tasks(section: Mapping[str, Any]) -> bool:
+    """Return whether the tasks are those of the environment in the field `tasks`, a `TasksSection`."""
+    if (
+        section.get("id") == FACTORY_ID
+        or is_file_reference(section.get("id"))
+        or not is_known_environment(section)
+    ):
         return False
-    model: type[BaseModel] | None = getattr(_factory(section), "Spec", None)
+    model: type[BaseModel] | None = getattr(_find_factory(section), "Spec", None)
     field = model.model_fields.get(TASKS) if model else None
     return field is not None and field.annotation is TasksSection
 
 
 def scoring_sections(section: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """The sections of the environments that score answers: of the parts, or the section itself."""
-    own = getattr(_factory(section), "is_judge", False)
+    """Return the sections of the environments that score answers: of the parts, or the section itself."""
+    own = getattr(_find_factory(section), "is_judge", False)
     return (section,) if own else tuple(part_sections(section).values()) or (section,)
 
 
@@ -203,8 +207,8 @@ def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path])
 
 
 def has_verdict(section: Mapping[str, Any]) -> bool:
-    """Whether the environment scores answers itself. Otherwise `rewards` needs functions."""
-    own = getattr(_factory(section), "has_verdict", None)
+    """Return whether the environment scores answers itself. Otherwise `rewards` needs functions."""
+    own = getattr(_find_factory(section), "has_verdict", None)
     return own is None or bool(own(section))
 
 
@@ -222,16 +226,16 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     Raises:
         RequestError: if the id is missing or unknown, or a field is unknown, missing or invalid.
     """
-    factory = _factory(spec)
+    factory = _find_factory(spec)
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
-    shared = (REWARDS, KEY, prompting.KEY, managed_context.KEY)
-    apart = (*shared, *(("id", SOURCE) if is_file_reference(spec.get("id")) else ()))
-    own = {name: value for name, value in spec.items() if name not in apart}
-    settings = _shared(EpisodeSettings, KEY, spec.get(KEY) or {})
+    shared = (REWARDS, EPISODES_KEY, prompting.PROMPTING_KEY, managed_context.CONTEXT_KEY)
+    excluded = (*shared, *(("id", SOURCE) if is_file_reference(spec.get("id")) else ()))
+    own = {name: value for name, value in spec.items() if name not in excluded}
+    settings = _parse_shared_section(EpisodeSettings, EPISODES_KEY, spec.get(EPISODES_KEY) or {})
     try:
-        settled = model.model_validate(own) if model else own
+        validated = model.model_validate(own) if model else own
         parts = part_sections(spec)
-        environment: Environment = factory(settled, parts) if parts else factory(settled)
+        environment: Environment = factory(validated, parts) if parts else factory(validated)
     except ValidationError as error:
         if model is None:
             raise
@@ -239,42 +243,46 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     except Exception as error:
         if not is_file_reference(spec.get("id")):
             raise
-        raise _not_made(spec["id"], factory, error) from None
+        raise _construction_error(spec["id"], factory, error) from None
     if is_file_reference(spec.get("id")):
         _require_protocol(environment, spec["id"])
         if hasattr(environment, "__dict__"):
-            vars(environment)["tasks"] = explained_tasks(environment.tasks, spec["id"])
+            vars(environment)["tasks"] = wrap_user_tasks(environment.tasks, spec["id"])
     if checked and hasattr(environment, "check_files"):
         environment.check_files()
     for bound in ("max_turns", "max_tokens"):
         if getattr(settings, bound) is not None and getattr(environment, "max_turns", 1) == 1:
             raise RequestError(
                 "applies to multi-turn environments, and this one has a single turn",
-                where=f"environment.{KEY}.{bound}",
+                where=f"environment.{EPISODES_KEY}.{bound}",
                 remedy="remove it; the stage's max_tokens limits the answer",
             )
-    return _with_sections(environment, spec)
+    return _apply_sections(environment, spec)
 
 
-def _with_sections(environment: Environment, spec: Mapping[str, Any]) -> Environment:
+def _apply_sections(environment: Environment, spec: Mapping[str, Any]) -> Environment:
     """The environment with the sections that every environment accepts. Parts have rewards and prompting."""
     has_parts = bool(part_sections(spec))
-    if spec.get(prompting.KEY) and not has_parts:
-        asked = _shared(PromptingSettings, prompting.KEY, spec[prompting.KEY])
-        environment = PromptedEnvironment(environment, asked)
-    if spec.get(managed_context.KEY):
+    if spec.get(prompting.PROMPTING_KEY) and not has_parts:
+        prompting_settings = _parse_shared_section(
+            PromptingSettings, prompting.PROMPTING_KEY, spec[prompting.PROMPTING_KEY]
+        )
+        environment = PromptedEnvironment(environment, prompting_settings)
+    if spec.get(managed_context.CONTEXT_KEY):
         if spec.get("id") == MIXTURE:
             raise RequestError("belongs to a part", where="environment.context", remedy="set it in each part")
-        kept = _shared(ContextSettings, managed_context.KEY, spec[managed_context.KEY])
-        environment = ManagedContext(environment, kept)
+        context_settings = _parse_shared_section(
+            ContextSettings, managed_context.CONTEXT_KEY, spec[managed_context.CONTEXT_KEY]
+        )
+        environment = ManagedContext(environment, context_settings)
     if spec.get(REWARDS) and not has_parts:
         return WeightedRewards(environment, spec[REWARDS])
     return environment
 
 
-def _not_made(name: str, factory: Any, error: Exception) -> RequestError:
+def _construction_error(name: str, factory: Any, error: Exception) -> RequestError:
     if lacking := getattr(factory, "__abstractmethods__", None):
-        return _no_environment(name, sorted(lacking))
+        return _protocol_error(name, sorted(lacking))
     return RequestError(
         f"cannot make {name}: {type(error).__name__}: {error}",
         where="environment.id",
@@ -287,7 +295,7 @@ def _require_protocol(environment: Any, name: str) -> None:
     lacking = [method for method in ("tasks", "score") if not callable(getattr(environment, method, None))]
     lacking += [] if isinstance(getattr(environment, "id", None), str) else ["id"]
     if lacking:
-        raise _no_environment(name, lacking)
+        raise _protocol_error(name, lacking)
     for bound in ("max_turns", "players"):
         if not isinstance(value := getattr(environment, bound, 1), int) or value < 1:
             raise RequestError(
@@ -295,7 +303,7 @@ def _require_protocol(environment: Any, name: str) -> None:
             )
 
 
-def _no_environment(name: str, lacking: Sequence[str]) -> RequestError:
+def _protocol_error(name: str, lacking: Sequence[str]) -> RequestError:
     return RequestError(
         f"{name} is not an environment: it has no {', '.join(lacking)}",
         where="environment.id",
@@ -304,7 +312,7 @@ def _no_environment(name: str, lacking: Sequence[str]) -> RequestError:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """A hint that names the closest valid name if there is one, else all of them."""
+    """Return a hint that names the closest valid name if there is one, else all of them."""
     choices = sorted(valid)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     return f"did you mean '{close[0]}'?" if close else f"one of: {', '.join(choices)}"
@@ -313,8 +321,8 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-def _shared(model: type[Settings], key: str, section: Any) -> Settings:
-    """The settings in a section that every environment accepts."""
+def _parse_shared_section(model: type[Settings], key: str, section: Any) -> Settings:
+    """Return the settings in a section that every environment accepts."""
     try:
         return model.model_validate(section)
     except ValidationError as error:
@@ -322,29 +330,29 @@ def _shared(model: type[Settings], key: str, section: Any) -> Settings:
 
 
 @cache
-def _with_shared_sections(model: type[BaseModel]) -> type[BaseModel]:
+def _extend_model(model: type[BaseModel]) -> type[BaseModel]:
     """The model of an environment's section, extended by the sections that every environment accepts."""
-    episodes = Field(
+    episodes_field = Field(
         default_factory=EpisodeSettings, description="bounds of an episode and policy for failures"
     )
-    asked = Field(None, description="prompt of a pretrained model, and how its answer is extracted")
-    context = Field(
+    prompting_field = Field(None, description="prompt of a pretrained model, and how its answer is extracted")
+    context_field = Field(
         None, description="what to remove from the policy's context in a long episode; null: nothing"
     )
     fields: dict[str, Any] = {
-        KEY: (EpisodeSettings, episodes),
-        managed_context.KEY: (ContextSettings | None, context),
-        prompting.KEY: (PromptingSettings | None, asked),
+        EPISODES_KEY: (EpisodeSettings, episodes_field),
+        managed_context.CONTEXT_KEY: (ContextSettings | None, context_field),
+        prompting.PROMPTING_KEY: (PromptingSettings | None, prompting_field),
     }
     return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
 
 
 @cache
-def _factories() -> dict[str, str]:
+def _list_factories() -> dict[str, str]:
     return {point.name: point.value for point in entry_points(group=ENVIRONMENT_GROUP)} | _BUILT_IN
 
 
-def _factory(spec: Mapping[str, Any]) -> Any:
+def _find_factory(spec: Mapping[str, Any]) -> Any:
     name = spec.get("id")
     if is_file_reference(name):
         return load_extension(str(name), spec.get(SOURCE), ENVIRONMENT_GROUP, "environment.id")
@@ -356,8 +364,8 @@ def _factory(spec: Mapping[str, Any]) -> Any:
                 where="environment.factory",
                 remedy="set factory: module:function; the module must be installed or on PYTHONPATH",
             )
-        return _load(reference)
-    if not isinstance(name, str) or name not in _factories():
+        return _load_factory(reference)
+    if not isinstance(name, str) or name not in _list_factories():
         puzzle = (
             f"reasoning_gym/{name}; in a recipe id: reasoning_gym, task: {name}"
             if name in environment_families("reasoning_gym")
@@ -368,10 +376,10 @@ def _factory(spec: Mapping[str, Any]) -> Any:
             where="environment.id",
             remedy=puzzle or did_you_mean(str(name or "")[:80], environment_ids()),
         )
-    return _load(_factories()[name])
+    return _load_factory(_list_factories()[name])
 
 
-def _load(reference: str) -> Any:
+def _load_factory(reference: str) -> Any:
     module, _, function = reference.partition(":")
     try:
         return getattr(import_module(module), function)
@@ -395,12 +403,12 @@ def _request_error(error: ValidationError, model: type[BaseModel], prefix: str =
         )
     if first["type"] == "missing":
         return RequestError(
-            f"the field '{key}' is missing", where=where, remedy=_described(model, first["loc"])
+            f"the field '{key}' is missing", where=where, remedy=_describe_field(model, first["loc"])
         )
     return RequestError(f"{key}: {first['msg']}", where=where)
 
 
-def _described(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The documentation of a field, as a remedy; empty for a field of an inner section."""
+def _describe_field(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """Return the documentation of a field, as a remedy; empty for a field of an inner section."""
     field = model.model_fields.get(str(location[0])) if len(location) == 1 else None
     return f"set it: {field.description}" if field and field.description else ""

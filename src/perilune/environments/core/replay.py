@@ -6,19 +6,19 @@ from typing import Any
 from perilune.environments.core.protocol import Environment, Message, Task, Transcript
 
 
-def conversation(environment: Environment, task: Task, transcript: Transcript) -> tuple[Message, ...]:
+def replay_conversation(environment: Environment, task: Task, transcript: Transcript) -> tuple[Message, ...]:
     """The messages that `transcript.player` saw and wrote, from the prompt to that player's last action.
 
     Raises:
         ValueError: if the episode is done before its last action, or the player took no action.
     """
-    return agent_conversations(environment, task, transcript)[""]
+    return replay_agent_conversations(environment, task, transcript)[""]
 
 
-def agent_conversations(
+def replay_agent_conversations(
     environment: Environment, task: Task, transcript: Transcript
 ) -> dict[str, tuple[Mapping[str, Any], ...]]:
-    """The conversation of `transcript.player` under "", and those of its sub-agents by id.
+    """Return the conversation of `transcript.player` under "", and those of its sub-agents by id.
 
     Each ends with the agent's last action. Where the context of an agent begins with an action of another
     one, that message has `weight` 0, so that a model learns each action once. Replays all actions but the
@@ -29,29 +29,29 @@ def agent_conversations(
     """
     if not transcript.earlier and getattr(environment, "max_turns", 1) == 1:
         return {"": (*task.prompt, _assistant(transcript.text))}
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    conversations: dict[str, list[Mapping[str, Any]]] = {}
     session = environment.reset(task, transcript.seed)
     try:
         for index, action in enumerate(transcript.actions):
-            seen = session.observation
-            if seen.done:
+            observation = session.observation
+            if observation.done:
                 raise ValueError(f"the episode was done before action {index + 1}")
-            (turn, *_) = seen.due
-            if seen.player == transcript.player:
-                messages = found.setdefault(turn.agent, [] if turn.agent else list(task.prompt))
-                messages += [*map(_given, turn.messages), _assistant(action)]
+            (turn, *_) = observation.due
+            if observation.player == transcript.player:
+                messages = conversations.setdefault(turn.agent, [] if turn.agent else list(task.prompt))
+                messages += [*map(_mask_assistant, turn.messages), _assistant(action)]
             if index < len(transcript.earlier):
                 session.step(action)
     finally:
         session.close()
-    if "" not in found:
+    if "" not in conversations:
         raise ValueError(f"player {transcript.player} took no action")
-    return {agent: tuple(messages) for agent, messages in found.items()}
+    return {agent: tuple(messages) for agent, messages in conversations.items()}
 
 
 def _assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _given(message: Message) -> Mapping[str, Any]:
+def _mask_assistant(message: Message) -> Mapping[str, Any]:
     return {**message, "weight": 0} if message["role"] == "assistant" else message

@@ -27,23 +27,23 @@ from perilune.environments.core.protocol import (
     Transcript,
 )
 from perilune.environments.core.single_turn import SingleTurn
-from perilune.environments.core.wrapping import Wrapping
+from perilune.environments.core.wrapping import EnvironmentWrapper
 from perilune.errors import RequestError
 from perilune.extensions import INSTALL_REMEDY, REWARD_GROUP
 
-VERIFIER = "verifier"  # the term that holds the environment's own reward
-GOLD = "gold"  # the metric that keeps that reward when training optimizes another one
+VERIFIER_TERM = "verifier"  # the term that holds the environment's own reward
+GOLD_METRIC = "gold"  # the metric that keeps that reward when training optimizes another one
 
-CANNOT_CALL = "cannot call the reward function"  # begins the reason of such a failure
-CONFINED = (
+CALL_ERROR_PREFIX = "cannot call the reward function"  # begins the reason of such a failure
+CONFINEMENT_HINT = (
     "functions run confined: without files, network, processes and libraries that load native code late, such"
     " as torch. An environment of your own with `confined = False` may use them"
 )
 
-Function = Callable[..., Any]
+RewardFunction = Callable[..., Any]
 
 
-class WeightedRewards(Wrapping, SingleTurn):
+class WeightedRewards(EnvironmentWrapper, SingleTurn):
     """An environment whose reward is the weighted sum of the terms that `rewards` names.
 
     Terms that are not listed are ignored. The environment's own reward is kept as the term "verifier" and the
@@ -75,7 +75,7 @@ class WeightedRewards(Wrapping, SingleTurn):
             what = "reward functions run in a confined process, and this environment cannot run there"
             raise RequestError(what, where="rewards", remedy="make the function a term of the environment")
         self._judges = getattr(environment, "judges", True)
-        if not self._judges and VERIFIER in rewards:
+        if not self._judges and VERIFIER_TERM in rewards:
             raise RequestError("this environment has no verdict of its own", where="rewards.verifier")
         super().__init__(environment)
         self._sections = functions
@@ -83,7 +83,7 @@ class WeightedRewards(Wrapping, SingleTurn):
             name: term["weight"] if isinstance(term, dict) else term for name, term in terms.items()
         }
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._functions: dict[str, Function] = {}
+        self._functions: dict[str, RewardFunction] = {}
 
     def load_confined(self) -> None:
         """Load the functions.
@@ -94,12 +94,12 @@ class WeightedRewards(Wrapping, SingleTurn):
         self._functions = {name: _load_function(name, section) for name, section in self._sections.items()}
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """The weighted sum of the terms that apply to the task."""
+        """Return the weighted sum of the terms that apply to the task."""
         has_terms = self._judges or isinstance(self._environment, PromptedEnvironment)
         verdict = self._environment.score(task, transcript) if has_terms else Score(0.0)
         if isinstance(verdict, Failure):
             return verdict
-        terms = {**verdict.terms, **({VERIFIER: verdict.reward} if self._judges else {})}
+        terms = {**verdict.terms, **({VERIFIER_TERM: verdict.reward} if self._judges else {})}
         counted: dict[str, float] = {}
         for name in self._weights:
             value = self._call(name, task, transcript) if name in self._sections else terms.get(name)
@@ -108,11 +108,13 @@ class WeightedRewards(Wrapping, SingleTurn):
             if value is not None:
                 counted[name] = value
             elif name not in self._sections:
-                return Failure(VERIFIER, f"no reward term {name!r}; there are {', '.join(sorted(terms))}")
+                return Failure(
+                    VERIFIER_TERM, f"no reward term {name!r}; there are {', '.join(sorted(terms))}"
+                )
         if not counted:
-            return Failure(VERIFIER, "no reward function applies to this task")
+            return Failure(VERIFIER_TERM, "no reward function applies to this task")
         reward = math.fsum(self._weights[name] * value for name, value in counted.items())
-        gold = {GOLD: verdict.reward} if self._judges and self._weights != {VERIFIER: 1.0} else {}
+        gold = {GOLD_METRIC: verdict.reward} if self._judges and self._weights != {VERIFIER_TERM: 1.0} else {}
         return Score(reward, terms | counted, gold | dict(verdict.metrics))
 
     def _call(self, name: str, task: Task, transcript: Transcript) -> float | Failure | None:
@@ -122,15 +124,15 @@ class WeightedRewards(Wrapping, SingleTurn):
         columns: dict[str, list[Any]] = {key: [value] for key, value in task.data.items()}
         columns |= {
             "task_id": [task.task_id],
-            "prompts": [_joined_contents(task.prompt) if is_text else list(task.prompt)],
+            "prompts": [_join_contents(task.prompt) if is_text else list(task.prompt)],
             "completions": [transcript.text if is_text else [answer]],
         }
         try:
-            given = _accepted(function, columns)
+            given = _select_columns(function, columns)
             inspect.signature(function).bind(**given)
         except (TypeError, ValueError) as error:
             return Failure(
-                VERIFIER, f"{CANNOT_CALL} {name!r}: {error}; columns: {', '.join(sorted(columns))}"
+                VERIFIER_TERM, f"{CALL_ERROR_PREFIX} {name!r}: {error}; columns: {', '.join(sorted(columns))}"
             )
         try:
             returned = function(**given)
@@ -138,12 +140,12 @@ class WeightedRewards(Wrapping, SingleTurn):
                 self._loop = self._loop or asyncio.new_event_loop()
                 returned = self._loop.run_until_complete(returned)
         except BaseException as error:  # a function's SystemExit or MemoryError must not end the process
-            return Failure(VERIFIER, f"reward function {name!r} raised {type(error).__name__}: {error}")
+            return Failure(VERIFIER_TERM, f"reward function {name!r} raised {type(error).__name__}: {error}")
         return _parse_reward(name, returned)
 
 
 def _parse_term(name: str, term: Any) -> dict[str, Any] | float:
-    """A weight, or a function's section with its defaults."""
+    """Return a weight, or a function's section with its defaults."""
     section = {"weight": 1.0, "format": "messages", **term} if isinstance(term, Mapping) else {"weight": term}
     weight, function = section["weight"], section.get("function", "")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -164,24 +166,24 @@ def _parse_term(name: str, term: Any) -> dict[str, Any] | float:
     return {**section, "weight": float(weight)}
 
 
-def _load_function(name: str, section: Mapping[str, Any]) -> Function:
-    place, _, attribute = section["function"].rpartition(":")
+def _load_function(name: str, section: Mapping[str, Any]) -> RewardFunction:
+    module, _, attribute = section["function"].rpartition(":")
     try:
-        if section.get("source") is None and not place:
+        if section.get("source") is None and not module:
             (point,) = entry_points(group=REWARD_GROUP, name=attribute)
             function = point.load()
         elif section.get("source") is None:
-            function = getattr(import_module(place), attribute)
+            function = getattr(import_module(module), attribute)
         else:
-            names: dict[str, Any] = {"__name__": f"reward_{name}", "__file__": place}
-            exec(compile(section["source"], place, "exec"), names)  # noqa: S102 - the process is confined
+            names: dict[str, Any] = {"__name__": f"reward_{name}", "__file__": module}
+            exec(compile(section["source"], module, "exec"), names)  # noqa: S102 - the process is confined
             function = names[attribute]
     except BaseException as error:
         remedy = "write module:function of an installed package, or file.py:function next to the recipe"
         if isinstance(error, ImportError):
             remedy = INSTALL_REMEDY
         elif isinstance(error, PermissionError):
-            remedy = CONFINED
+            remedy = CONFINEMENT_HINT
         raise RequestError(
             f"cannot load {section['function']!r}: {type(error).__name__}: {error}",
             where=f"rewards.{name}.function",
@@ -192,30 +194,30 @@ def _load_function(name: str, section: Mapping[str, Any]) -> Function:
     return function  # type: ignore[no-any-return]
 
 
-def _accepted(function: Function, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that the function has parameters for; all of them if it takes **columns."""
+def _select_columns(function: RewardFunction, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that the function has parameters for; all of them if it takes **columns."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)
     return {name: value for name, value in columns.items() if name in parameters}
 
 
-def _joined_contents(prompt: Sequence[Message]) -> str:
+def _join_contents(prompt: Sequence[Message]) -> str:
     return "\n\n".join(message["content"] for message in prompt)
 
 
 def _parse_reward(name: str, returned: Any) -> float | Failure | None:
     says = f"reward function {name!r} returned"
     if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != 1:
-        return Failure(VERIFIER, f"{says} {_describe(returned)}, not a list of one reward")
+        return Failure(VERIFIER_TERM, f"{says} {_describe(returned)}, not a list of one reward")
     if returned[0] is None:
         return None
     try:
         value = float(returned[0])
     except (TypeError, ValueError):
-        return Failure(VERIFIER, f"{says} {_describe(returned[0])}, not a number")
+        return Failure(VERIFIER_TERM, f"{says} {_describe(returned[0])}, not a number")
     if not math.isfinite(value):
-        return Failure(VERIFIER, f"{says} {value}")
+        return Failure(VERIFIER_TERM, f"{says} {value}")
     return value
 
 

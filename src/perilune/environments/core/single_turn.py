@@ -32,15 +32,15 @@ class SingleTurn(ABC):
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Score the answer `transcript.text`."""
 
-    def reset(self, task: Task, seed: int) -> OneAnswer:
+    def reset(self, task: Task, seed: int) -> SingleTurnSession:
         """Open a session that takes one answer. The seed has no effect."""
-        return OneAnswer(self, task, seed)
+        return SingleTurnSession(self, task, seed)
 
     def close(self) -> None:  # noqa: B027  # most have nothing to close
         """Release resources; by default there are none."""
 
 
-class OneAnswer:
+class SingleTurnSession:
     """A session that takes one answer and scores it."""
 
     def __init__(self, environment: SingleTurn, task: Task, seed: int) -> None:

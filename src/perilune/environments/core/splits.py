@@ -8,25 +8,25 @@ from typing import TypeVar
 from perilune.environments.core.protocol import Split
 
 T = TypeVar("T")
-HELD_OUT_PARTS = 10  # one tenth of all digests is held out
-MOST_REJECTED = 1000  # consecutive draws without a new task, after which a generator counts as exhausted
+HELD_OUT_DIVISOR = 10  # one tenth of all digests is held out
+MAX_REJECTED_DRAWS = 1000  # consecutive draws without a new task, after which a generator counts as exhausted
 
 
-def split_of(digest: str) -> Split:
-    """The split of a hexadecimal digest."""
-    return "heldout" if int(digest[:8], 16) % HELD_OUT_PARTS == 0 else "train"
+def assign_split(digest: str) -> Split:
+    """Return the split of a hexadecimal digest."""
+    return "heldout" if int(digest[:8], 16) % HELD_OUT_DIVISOR == 0 else "train"
 
 
-def numbered_ids(name: str, split: Split, seed: int) -> Iterator[str]:
+def generate_task_ids(name: str, split: Split, seed: int) -> Iterator[str]:
     """Yield an endless sequence of task ids of a split, for tasks that differ only in their random draws."""
     for number in itertools.count():
         task_id = hashlib.sha256(f"{name}/{seed}/{number}".encode()).hexdigest()[:32]
-        if split_of(task_id) == split:
+        if assign_split(task_id) == split:
             yield task_id
 
 
-def new_draws(split: Split, drawn: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Yield the pairs of a split whose digest is new, until `MOST_REJECTED` draws in a row add none.
+def select_unique(split: Split, drawn: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Yield the pairs of a split whose digest is new, until `MAX_REJECTED_DRAWS` draws in a row add none.
 
     Args:
         drawn: an endless sequence of digests, each with what was drawn.
@@ -34,9 +34,9 @@ def new_draws(split: Split, drawn: Iterable[tuple[str, T]]) -> Iterator[tuple[st
     seen: set[str] = set()
     rejected = 0
     for digest, value in drawn:
-        if digest not in seen and split_of(digest) == split:
+        if digest not in seen and assign_split(digest) == split:
             seen.add(digest)
             rejected = 0
             yield digest, value
-        elif (rejected := rejected + 1) == MOST_REJECTED:
+        elif (rejected := rejected + 1) == MAX_REJECTED_DRAWS:
             return

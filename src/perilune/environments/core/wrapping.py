@@ -6,7 +6,7 @@ from typing import Any
 from perilune.environments.core.protocol import Environment, Split, Task
 
 
-class Wrapping:
+class EnvironmentWrapper:
     """An environment that offers what another one does, except for what a subclass changes."""
 
     def __init__(self, environment: Environment) -> None:

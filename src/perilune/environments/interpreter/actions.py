@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from perilune.data.tool_calls import read_calls
-from perilune.environments.builtin.tool_calls import Answer, Misunderstood, read_action
+from perilune.environments.builtin.tool_calls import Answer, InvalidAction, read_action
 from perilune.environments.interpreter.interpreter import Call
 from perilune.environments.interpreter.prompts import Style, Tool
 
@@ -37,40 +37,40 @@ class Ask:
         return "\n".join([*lines, *([self.text] if self.text else [])])
 
 
-def read(action: str, tool: Tool, style: Style) -> Code | Ask | Answer | Misunderstood:
+def parse_action(action: str, tool: Tool, style: Style) -> Code | Ask | Answer | InvalidAction:
     """Parse an action of an agent with this tool."""
     if tool == "ask":
-        return _compact_ask(action) if style == "compact" else _natural_ask(action)
-    found = read_action(action, compact=style == "compact")
-    if isinstance(found, Answer | Misunderstood):
-        return found
-    return Code(found.arguments["code"]) if found.name == "python" else Misunderstood("the tool is Python")
+        return _parse_compact_ask(action) if style == "compact" else _parse_natural_ask(action)
+    parsed = read_action(action, compact=style == "compact")
+    if isinstance(parsed, Answer | InvalidAction):
+        return parsed
+    return Code(parsed.arguments["code"]) if parsed.name == "python" else InvalidAction("the tool is Python")
 
 
-def _compact_ask(action: str) -> Ask | Answer | Misunderstood:
+def _parse_compact_ask(action: str) -> Ask | Answer | InvalidAction:
     if action.startswith(";"):
         return Answer(action.removeprefix(";"))
     lines = _RANGE.fullmatch(action)
-    return Ask("", int(lines[1]), int(lines[2])) if lines else Misunderstood("neither lines nor an answer")
+    return Ask("", int(lines[1]), int(lines[2])) if lines else InvalidAction("neither lines nor an answer")
 
 
-def read_call(action: str) -> Call | Answer | Misunderstood:
+def parse_call(action: str) -> Call | Answer | InvalidAction:
     """Parse a natural action: `<tool_call>...</tool_call>`, of which the first counts, or an `<answer>`."""
-    read = read_calls(action)
-    if read is None:
-        return Misunderstood("a malformed call")
-    if read[1]:
-        name, arguments = read[1][0]
+    calls = read_calls(action)
+    if calls is None:
+        return InvalidAction("a malformed call")
+    if calls[1]:
+        name, arguments = calls[1][0]
         return Call(name, (), json.loads(arguments))
-    found = read_action(action, compact=False)
-    return found if isinstance(found, Answer) else Misunderstood("neither a call nor an <answer>")
+    parsed = read_action(action, compact=False)
+    return parsed if isinstance(parsed, Answer) else InvalidAction("neither a call nor an <answer>")
 
 
-def _natural_ask(action: str) -> Ask | Answer | Misunderstood:
-    found = read_call(action)
-    if not isinstance(found, Call):
-        return found
-    match found.function, found.named:
+def _parse_natural_ask(action: str) -> Ask | Answer | InvalidAction:
+    call = parse_call(action)
+    if not isinstance(call, Call):
+        return call
+    match call.function, call.named:
         case "ask", {"question": str(question), "first": int(first), "last": int(last)} if 0 < first <= last:
             return Ask(question, first, last)
-    return Misunderstood("the only tool is ask, with question, first and last")
+    return InvalidAction("the only tool is ask, with question, first and last")

@@ -20,27 +20,29 @@ class Question:
     context: str = ""
 
 
-def questions(call: Call) -> list[Question]:
-    """The questions of a call of `ask` or `ask_all`.
+def parse_questions(call: Call) -> list[Question]:
+    """Return the questions of a call of `ask` or `ask_all`.
 
     Raises:
         InvalidCallError: when the arguments are not those of the function.
     """
-    bind = {"ask": _one, "ask_all": _several}[call.function]
+    bind = {"ask": _bind_ask, "ask_all": _bind_ask_all}[call.function]
     try:
-        asked = bind(*call.arguments, **call.named)
+        questions = bind(*call.arguments, **call.named)
     except TypeError as error:
         raise InvalidCallError(str(error).replace(bind.__name__, call.function)) from None
-    if not all(isinstance(one.text, str) and isinstance(one.context, str) for one in asked):
+    if not all(
+        isinstance(question.text, str) and isinstance(question.context, str) for question in questions
+    ):
         raise InvalidCallError(f"{call.function} takes texts")
-    return asked
+    return questions
 
 
-def _one(question: Any, context: Any = "") -> list[Question]:
+def _bind_ask(question: Any, context: Any = "") -> list[Question]:
     return [Question(question, context)]
 
 
-def _several(questions: Any, contexts: Any = None) -> list[Question]:
+def _bind_ask_all(questions: Any, contexts: Any = None) -> list[Question]:
     if not isinstance(questions, list) or not isinstance(contexts, list | None):
         raise InvalidCallError("ask_all takes a list of questions and, possibly, a list of contexts")
     if contexts is not None and len(contexts) != len(questions):

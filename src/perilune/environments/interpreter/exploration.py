@@ -1,4 +1,4 @@
-"""How agents explore contexts with code, and ask sub-agents."""
+"""Agents that explore a context with code, and ask sub-agents."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pydantic import Field, model_validator
 
 from perilune.environments.builtin.tool_calls import Answer
-from perilune.environments.core.agents import AgentProgram, together
-from perilune.environments.core.long_context import Glimpse, glimpse_of
+from perilune.environments.core.agents import AgentProgram, gather
+from perilune.environments.core.long_context import Glimpse, make_glimpse
 from perilune.environments.core.protocol import AgentTurn, Message
 from perilune.environments.interpreter import actions, asks, prompts
 from perilune.environments.interpreter.interpreter import (
@@ -23,7 +23,7 @@ from perilune.frozen import Frozen
 
 
 class ExplorationSettings(Frozen):
-    """The fields of an environment section that say how agents explore."""
+    """The fields of an environment section for agents that explore a context."""
 
     prompt: prompts.Style = Field(
         "natural", description="compact: a few characters, for tiny models; an answer begins with ';'"
@@ -55,9 +55,9 @@ class ExplorationSettings(Frozen):
             raise ValueError("tool: ask needs a depth of at least 1")
         return self
 
-    def opening(self, context: Glimpse, question: str, depth: int) -> str:
-        """The first message of an agent below which sub-agents may be nested so deep."""
-        return prompts.opening(self.prompt, self.tool, context, question, depth)
+    def render_opening(self, context: Glimpse, question: str, depth: int) -> str:
+        """Return the first message of an agent below which sub-agents may be nested so deep."""
+        return prompts.render_opening(self.prompt, self.tool, context, question, depth)
 
 
 @dataclass(slots=True)
@@ -70,41 +70,41 @@ class Agent:
         children: agents that it has asked.
     """
 
-    agent: str
+    agent_id: str
     context: str
     depth: int
     children: int = 0
 
-    def child(self) -> str:
-        """The id of the next agent that it asks."""
+    def next_child_id(self) -> str:
+        """Return the id of the next agent that it asks."""
         self.children += 1
-        return f"{self.agent}.{self.children - 1}".lstrip(".")
+        return f"{self.agent_id}.{self.children - 1}".lstrip(".")
 
 
 class Exploration:
     """The agents of one episode.
 
     Args:
-        most_output: characters of a block's output that an agent sees.
+        max_output_chars: characters of a block's output that an agent sees.
 
     Attributes:
         counts: metrics: blocks of code, asks, asks with an empty answer (unanswered), agents that explored
             a context of their own, and killed blocks by cause (contained/...).
     """
 
-    def __init__(self, code: CodeRunner, settings: ExplorationSettings, most_output: int) -> None:
-        self._code, self._settings, self._most_output = code, settings, most_output
+    def __init__(self, code: CodeRunner, settings: ExplorationSettings, max_output_chars: int) -> None:
+        self._code, self._settings, self._max_output_chars = code, settings, max_output_chars
         self.counts = dict.fromkeys(("blocks", "asks", "unanswered", "agents"), 0.0)
 
     @property
     def strategy(self) -> str:
-        """Whether the agents wrote code, and asked."""
-        asked = int(self.counts["asks"])
-        alone = "code" if self.counts["blocks"] else "guess"
-        return {0: alone, 1: "one ask"}.get(asked, "many asks")
+        """The strategy: "guess", "code", "one ask" or "many asks"."""
+        ask_count = int(self.counts["asks"])
+        without_asks = "code" if self.counts["blocks"] else "guess"
+        return {0: without_asks, 1: "one ask"}.get(ask_count, "many asks")
 
     def explore(self, agent: Agent, messages: Sequence[Message]) -> AgentProgram[str | None]:
-        """The answer of an agent; None if it does not answer within its turns.
+        """Return the answer of an agent; None if it does not answer within its turns.
 
         Args:
             messages: its prompt; none for the player, whose prompt is the task's.
@@ -113,31 +113,31 @@ class Exploration:
         interpreter = Interpreter(self._code, {"C": agent.context}, functions, self._settings.calls)
         style = self._settings.prompt
         for _ in range(self._settings.turns):
-            (text,) = yield [AgentTurn(agent.agent, tuple(messages), "explore")]
-            action = actions.read(text, self._settings.tool, style)
+            (text,) = yield [AgentTurn(agent.agent_id, tuple(messages), "explore")]
+            action = actions.parse_action(text, self._settings.tool, style)
             if isinstance(action, Answer):
                 return action.text
             if isinstance(action, actions.Code):
                 block = yield from self._run(agent, interpreter, action.text)
                 if block.answer is not None:
                     return block.answer
-                output = prompts.shown(style, block, self._most_output)
+                output = prompts.render_output(style, block, self._max_output_chars)
             elif isinstance(action, actions.Ask):
                 output = yield from self._ask(agent, action)
             else:
-                output = f"error: {action.why}\n"
+                output = f"error: {action.reason}\n"
             messages = [{"role": "tool", "content": output}]
         return None
 
     def _run(self, agent: Agent, interpreter: Interpreter, code: str) -> AgentProgram[BlockResult]:
         """Run a block, and answer its calls."""
-        self._count("blocks")
+        self._increment("blocks")
         running = interpreter.run(code)
         try:
             call = next(running)
             while True:
                 try:
-                    answers = yield from self._answer_all(agent, asks.questions(call))
+                    answers = yield from self._answer_all(agent, asks.parse_questions(call))
                     result = Result(answers[0] if call.function == "ask" else answers)
                 except InvalidCallError as error:
                     result = Result(error=str(error))
@@ -145,44 +145,49 @@ class Exploration:
         except StopIteration as end:
             block: BlockResult = end.value
         if block.cause:
-            self._count(f"contained/{block.cause}")
+            self._increment(f"contained/{block.cause}")
         return block
 
     def _ask(self, agent: Agent, action: actions.Ask) -> AgentProgram[str]:
-        """The output of a single ask."""
+        """Return the output of a single ask."""
         try:
-            asked = asks.Question(action.question(agent.context))
-            (answer,) = yield from self._answer_all(agent, [asked])
+            question = asks.Question(action.question(agent.context))
+            (answer,) = yield from self._answer_all(agent, [question])
         except InvalidCallError as error:
             return f"error: {error}\n"
-        return f"={answer}\n" if self._settings.prompt == "compact" else answer[: self._most_output]
+        return f"={answer}\n" if self._settings.prompt == "compact" else answer[: self._max_output_chars]
 
-    def _answer_all(self, agent: Agent, asked: Sequence[asks.Question]) -> AgentProgram[list[str]]:
-        """The answers of sub-agents, which work at the same time."""
+    def _answer_all(self, agent: Agent, questions: Sequence[asks.Question]) -> AgentProgram[list[str]]:
+        """Return the answers of sub-agents, which work at the same time."""
         left = self._settings.asks - int(self.counts["asks"])
-        if len(asked) > left:
+        if len(questions) > left:
             raise InvalidCallError(
-                f"{len(asked)} asks are needed, and {left} of {self._settings.asks} are left in this episode"
+                f"{len(questions)} asks are needed, and {left} of {self._settings.asks} are left in this"
+                " episode"
             )
-        self._count("asks", len(asked))
-        answers = yield from together([self._answer(agent.child(), agent.depth - 1, one) for one in asked])
-        self._count("unanswered", sum(not answer for answer in answers))
+        self._increment("asks", len(questions))
+        answers = yield from gather(
+            [self._answer(agent.next_child_id(), agent.depth - 1, question) for question in questions]
+        )
+        self._increment("unanswered", sum(not answer for answer in answers))
         return answers
 
-    def _answer(self, child: str, depth: int, asked: asks.Question) -> AgentProgram[str]:
-        """The answer of a sub-agent, which explores its context if `depth` is not 0."""
-        if asked.context and depth:
-            self._count("agents")
-            text = self._settings.opening(glimpse_of(asked.context), asked.text, depth)
-            found = yield from self.explore(Agent(child, asked.context, depth), [_user(text)])
-            return found or ""
-        text = "\n".join(filter(None, (asked.context, asked.text)))
-        (answer,) = yield [AgentTurn(child, (_user(text),), "ask", self._settings.ask_tokens)]
+    def _answer(self, child: str, depth: int, question: asks.Question) -> AgentProgram[str]:
+        """Return the answer of a sub-agent, which explores its context if `depth` is not 0."""
+        if question.context and depth:
+            self._increment("agents")
+            text = self._settings.render_opening(make_glimpse(question.context), question.text, depth)
+            answer_text = yield from self.explore(
+                Agent(child, question.context, depth), [_user_message(text)]
+            )
+            return answer_text or ""
+        text = "\n".join(filter(None, (question.context, question.text)))
+        (answer,) = yield [AgentTurn(child, (_user_message(text),), "ask", self._settings.ask_tokens)]
         return answer
 
-    def _count(self, name: str, number: int = 1) -> None:
+    def _increment(self, name: str, number: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0.0) + number
 
 
-def _user(text: str) -> Message:
+def _user_message(text: str) -> Message:
     return {"role": "user", "content": text}

@@ -26,40 +26,40 @@ STATE, OUTCOME = "state.json", "outcome.json"
 
 def main() -> None:
     """Run the blocks; the last one may print."""
-    state = json.loads(_take(STATE))
+    state = json.loads(_read_and_delete(STATE))
     results: dict[str, list[Any]] = defaultdict(list)
     for call, result in reversed(state["results"]):
         results[json.dumps(call)].append(result)
     namespace: dict[str, Any] = {"__name__": "__main__", "answer": {"content": "", "ready": False}}
-    namespace |= {name: _take(file) for name, file in state["texts"].items()}
-    namespace |= {name: _function(name, results) for name in state["functions"]}
-    shown = sys.stdout
+    namespace |= {name: _read_and_delete(file) for name, file in state["texts"].items()}
+    namespace |= {name: _make_function(name, results) for name in state["functions"]}
+    stdout = sys.stdout
     with Path(os.devnull).open("w") as silence:
         sys.stdout = silence
-        _run(state["prelude"], "prelude", namespace)
+        _run_block(state["prelude"], "prelude", namespace)
         for number, code in enumerate(state["blocks"], 1):
-            sys.stdout = shown if number == len(state["blocks"]) else silence
-            _run(code, f"block {number}", namespace)
+            sys.stdout = stdout if number == len(state["blocks"]) else silence
+            _run_block(code, f"block {number}", namespace)
     answer = namespace.get("answer")
     if isinstance(answer, dict) and answer.get("ready"):
-        _write({"answer": str(answer.get("content", ""))})
+        _write_outcome({"answer": str(answer.get("content", ""))})
 
 
-def _take(file: str) -> str:
+def _read_and_delete(file: str) -> str:
     path = Path(file)
     text = path.read_text()
     path.unlink()
     return text
 
 
-def _function(name: str, results: dict[str, list[Any]]) -> Callable[..., Any]:
+def _make_function(name: str, results: dict[str, list[Any]]) -> Callable[..., Any]:
     def function(*arguments: Any, **named: Any) -> Any:
         call = [name, arguments, named]
-        found = results[json.dumps(call)]
-        if not found:
-            _write({"call": call})
+        known = results[json.dumps(call)]
+        if not known:
+            _write_outcome({"call": call})
             os._exit(0)  # whatever the code would catch
-        result = found.pop()
+        result = known.pop()
         if "error" in result:
             raise RuntimeError(result["error"])
         return result["value"]
@@ -68,11 +68,11 @@ def _function(name: str, results: dict[str, list[Any]]) -> Callable[..., Any]:
     return function
 
 
-def _write(outcome: dict[str, Any]) -> None:
+def _write_outcome(outcome: dict[str, Any]) -> None:
     Path(OUTCOME).write_text(json.dumps(outcome))
 
 
-def _run(code: str, name: str, namespace: dict[str, Any]) -> None:
+def _run_block(code: str, name: str, namespace: dict[str, Any]) -> None:
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     try:
         exec(compile(code, name, "exec", dont_inherit=True), namespace)  # noqa: S102  # what it is for

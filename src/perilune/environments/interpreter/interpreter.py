@@ -17,10 +17,10 @@ from perilune.environments.interpreter import inside
 from perilune.errors import PeriluneError
 from perilune.sandbox import Execution, Sandbox, SandboxLimits
 
-_REMEMBERED = 512  # runs; samples of a group often write the same code
-_LARGEST_TEXT = 1 << 16  # characters of texts in a run that is remembered
+_MAX_CACHED_RUNS = 512  # runs; samples of a group often write the same code
+_MAX_CACHED_CHARS = 1 << 16  # characters of texts in a run that is remembered
 
-_FOLDER = 1 << 16  # bytes of the scratch folder for the program and the folder itself
+_FOLDER_BYTES = 1 << 16  # bytes of the scratch folder for the program and the folder itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Result:
     error: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """The form that the sandbox reads."""
+        """Return the form that the sandbox reads."""
         return {"error": self.error} if self.error else {"value": self.value}
 
 
@@ -77,14 +77,14 @@ class CodeRunner:
     """Runs programs in a sandbox, and remembers the outcome of small ones, unless it was a timeout.
 
     Attributes:
-        room: characters of a state and texts that fit into the scratch folder.
+        max_chars: characters of a state and texts that fit into the scratch folder.
     """
 
     def __init__(self, limits: SandboxLimits, allow_missing: Sequence[str] = ()) -> None:
-        self.room = limits.scratch_bytes - _FOLDER
+        self.max_chars = limits.scratch_bytes - _FOLDER_BYTES
         self._sandbox = Sandbox(limits, allow_missing=allow_missing)
         self._program = Path(inside.__file__).read_text()
-        self._remembered: OrderedDict[tuple[str, tuple[tuple[str, str], ...]], Execution] = OrderedDict()
+        self._cache: OrderedDict[tuple[str, tuple[tuple[str, str], ...]], Execution] = OrderedDict()
 
     def run(self, state: str, texts: tuple[tuple[str, str], ...]) -> Execution:
         """Run `inside.py` with a state and the files that it names.
@@ -92,14 +92,14 @@ class CodeRunner:
         Raises:
             EpisodeFailedError: if the sandbox itself fails or lacks a wall.
         """
-        if found := self._remembered.get((state, texts)):
-            return found
+        if cached := self._cache.get((state, texts)):
+            return cached
         execution = self._execute(state, texts)
-        is_small = sum(len(text) for _, text in texts) + len(state) < _LARGEST_TEXT
+        is_small = sum(len(text) for _, text in texts) + len(state) < _MAX_CACHED_CHARS
         if is_small and execution.cause != "timeout":  # a busy machine may cause one
-            self._remembered[state, texts] = execution
-            if len(self._remembered) > _REMEMBERED:
-                self._remembered.popitem(last=False)
+            self._cache[state, texts] = execution
+            if len(self._cache) > _MAX_CACHED_RUNS:
+                self._cache.popitem(last=False)
         return execution
 
     def close(self) -> None:
@@ -120,14 +120,14 @@ class Interpreter:
     Attributes:
         texts: variables that hold texts from the beginning.
         functions: names of the functions that blocks may call.
-        most_calls: most calls of a block; each runs all blocks again.
+        max_calls: most calls of a block; each runs all blocks again.
         prelude: code that defines further names before the first block.
     """
 
     runner: CodeRunner
     texts: Mapping[str, str]
     functions: Sequence[str]
-    most_calls: int
+    max_calls: int
     prelude: str = ""
     _blocks: list[str] = field(default_factory=list)
     _results: list[tuple[list[Any], dict[str, Any]]] = field(default_factory=list)
@@ -138,31 +138,31 @@ class Interpreter:
         Raises:
             EpisodeFailedError: if the sandbox itself fails.
         """
-        known = len(self._results)
+        result_count = len(self._results)
         self._blocks.append(code)
         while True:
             state = self._state()
-            if len(state) + sum(map(len, self.texts.values())) > self.runner.room and self._results:
-                return self._undo(known, "", "results")
+            if len(state) + sum(map(len, self.texts.values())) > self.runner.max_chars and self._results:
+                return self._discard_block(result_count, "", "results")
             execution = self.runner.run(
                 state, tuple((f"{name}.txt", text) for name, text in self.texts.items())
             )
-            outcome = _outcome(execution)
+            outcome = _read_outcome(execution)
             if execution.cause:
-                return self._undo(known, execution.output, execution.cause)
-            call = _call(outcome, self.functions)
+                return self._discard_block(result_count, execution.output, execution.cause)
+            call = _parse_call(outcome, self.functions)
             if call is None:
                 answer = outcome.get("answer")
                 return BlockResult(execution.output, answer if isinstance(answer, str) else None)
-            if len(self._results) - known == self.most_calls:
-                return self._undo(known, "", "calls")
+            if len(self._results) - result_count == self.max_calls:
+                return self._discard_block(result_count, "", "calls")
             result = yield call
             self._results.append(([call.function, call.arguments, call.named], result.as_json()))
 
-    def _undo(self, known: int, output: str, cause: str) -> BlockResult:
+    def _discard_block(self, result_count: int, output: str, cause: str) -> BlockResult:
         """Forget the last block, so that later ones can run."""
         self._blocks.pop()
-        del self._results[known:]
+        del self._results[result_count:]
         return BlockResult(output, cause=cause)
 
     def _state(self) -> str:
@@ -176,16 +176,16 @@ class Interpreter:
         return json.dumps(state)
 
 
-def _outcome(execution: Execution) -> dict[str, Any]:
+def _read_outcome(execution: Execution) -> dict[str, Any]:
     """outcome.json, which the agent's code may have written; empty if it is no JSON object."""
     try:
-        found = json.loads(execution.files.get(inside.OUTCOME, b"{}"))
+        outcome = json.loads(execution.files.get(inside.OUTCOME, b"{}"))
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return outcome if isinstance(outcome, dict) else {}
 
 
-def _call(outcome: Mapping[str, Any], functions: Sequence[str]) -> Call | None:
+def _parse_call(outcome: Mapping[str, Any], functions: Sequence[str]) -> Call | None:
     match outcome.get("call"):
         case [str(name), list(arguments), dict(named)] if name in functions:
             return Call(name, arguments, named)

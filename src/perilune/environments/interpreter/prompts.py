@@ -8,9 +8,11 @@ from perilune.environments.interpreter.interpreter import BlockResult
 Style = Literal["natural", "compact"]
 Tool = Literal["python", "ask"]
 
-_SAMPLE_CHARACTERS = 200
-_DIGITS = 7  # of a compact length, so that a longer context shifts nothing in the prompt
-_COMPACT_OUTPUT = 24  # characters of the last word of the output, which is all that the compact form shows
+_SAMPLE_CHARS = 200
+_LENGTH_DIGITS = 7  # of a compact length, so that a longer context shifts nothing in the prompt
+_COMPACT_OUTPUT_CHARS = (
+    24  # characters of the last word of the output, which is all that the compact form shows
+)
 _OPENING = """\
 {what} of {characters} characters in {lines} lines, too long to show. It begins:
 {sample}
@@ -35,15 +37,15 @@ _CONTEXTS = """
 ask(question, context) and ask_all(questions, contexts) give each model a C of its own to explore."""
 
 
-def opening(style: Style, tool: Tool, context: Glimpse, question: str, depth: int) -> str:
+def render_opening(style: Style, tool: Tool, context: Glimpse, question: str, depth: int) -> str:
     """The first message: length, type and first lines of the context, the question, and how to explore it.
 
     Args:
         depth: how deep sub-agents may be nested below this agent.
     """
-    first = [line[:_SAMPLE_CHARACTERS] for line in context.first]
+    first = [line[:_SAMPLE_CHARS] for line in context.first]
     if style == "compact":
-        return "\n".join([f"{context.lines:0{_DIGITS}}", *first, question, ""])
+        return "\n".join([f"{context.lines:0{_LENGTH_DIGITS}}", *first, question, ""])
     functions = _FUNCTIONS.format(contexts=_CONTEXTS if depth > 1 else "") if depth else ""
     return _OPENING.format(
         what="There is a text" if tool == "ask" else "The Python variable C is a str",
@@ -55,11 +57,11 @@ def opening(style: Style, tool: Tool, context: Glimpse, question: str, depth: in
     )
 
 
-def shown(style: Style, block: BlockResult, most: int) -> str:
+def render_output(style: Style, block: BlockResult, max_chars: int) -> str:
     """What the agent sees of a block that did not end the episode."""
     ended = f"[ended: {block.cause}; its variables are lost]\n" if block.cause else ""
-    output = block.output[:most] + ended
+    output = block.output[:max_chars] + ended
     if style == "compact":
         *_, last = ["", *output.split()]
-        return f"={last[:_COMPACT_OUTPUT]}\n"
+        return f"={last[:_COMPACT_OUTPUT_CHARS]}\n"
     return output or "(no output)"

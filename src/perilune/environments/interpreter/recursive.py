@@ -15,7 +15,7 @@ from perilune.environments.core import registry
 from perilune.environments.core.agents import sample
 from perilune.environments.core.borrowed_tasks import BorrowedTasks
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.environments.core.long_context import LongContexts, glimpse_of
+from perilune.environments.core.long_context import LongContexts, make_glimpse
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn
 from perilune.environments.core.protocol import Message, Observation, Split, Task
 from perilune.environments.core.tasks_section import TasksSection
@@ -63,14 +63,14 @@ class RecursiveEnvironment(MultiTurn):
         self._code = CodeRunner(spec.sandbox.limits(), spec.sandbox.allow_missing)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        glimpse = getattr(self._source, "glimpse", lambda task: glimpse_of(self._source.context(task)))
-        for task in self._borrowed.draw_bare(split, seed):
-            text = self.spec.opening(glimpse(task), self._source.question(task), self.spec.depth)
+        glimpse = getattr(self._source, "glimpse", lambda task: make_glimpse(self._source.context(task)))
+        for task in self._borrowed.bare_source_tasks(split, seed):
+            text = self.spec.render_opening(glimpse(task), self._source.question(task), self.spec.depth)
             prompt: Message = {"role": "user", "content": text}
             yield Task(task.task_id, (prompt,), {"task": dict(task.data)}, task.difficulty)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        own = self._borrowed.without_prompt(task)
+        own = self._borrowed.source_task(task)
         exploration = Exploration(self._code, self.spec, self.spec.sandbox.output)
         root = Agent("", self._source.context(own), self.spec.depth)
         answer = yield from sample(exploration.explore(root, ()))

@@ -13,7 +13,7 @@ from typing import Any
 
 from perilune.data.tool_calls import ToolCall, describe_tools, read_calls, write_call
 
-MOST_BODY = 4 << 20  # bytes of a request
+MAX_BODY_BYTES = 4 << 20  # bytes of a request
 _IGNORED = """
 frequency_penalty logit_bias max_completion_tokens max_tokens metadata min_p model parallel_tool_calls
 presence_penalty prompt_cache_key reasoning_effort repetition_penalty safety_identifier seed service_tier
@@ -40,7 +40,7 @@ class RefusedCallError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ChatMessage:
     """A message. White space around the content makes no difference between two messages.
 
     Attributes:
@@ -55,8 +55,8 @@ class Said:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stripped", self.content.strip())
 
-    def message(self) -> dict[str, str]:
-        """The message as text."""
+    def to_text(self) -> dict[str, str]:
+        """Return the message as text."""
         calls = map(write_call, self.tool_calls)
         return {"role": self.role, "content": "\n".join(filter(None, [self.content, *calls]))}
 
@@ -66,12 +66,12 @@ class ChatRequest:
     """A request to complete a conversation.
 
     Attributes:
-        said: the conversation.
+        messages: the conversation.
         tools: whether the answer may call tools.
         stop: texts at which the answer shall end.
     """
 
-    said: tuple[Said, ...]
+    messages: tuple[ChatMessage, ...]
     tools: bool
     stop: tuple[str, ...]
     stream: bool
@@ -93,17 +93,17 @@ def read_request(body: bytes) -> ChatRequest:
     for name, value in document.items():
         if value is None or name in _ACCEPTED:
             continue
-        if name not in _WITHOUT_EFFECT or not any(value == one for one in _WITHOUT_EFFECT[name]):
+        if name not in _WITHOUT_EFFECT or not any(value == allowed for allowed in _WITHOUT_EFFECT[name]):
             raise RefusedCallError(f"{name}: {str(value)[:100]} is not supported while a model is trained")
     try:
-        said = [_said(message) for message in document["messages"]]
+        messages = [_parse_message(message) for message in document["messages"]]
         tools = [tool["function"] for tool in document.get("tools") or ()]
         stop = document.get("stop") or ()
         options = document.get("stream_options") or {}
-        if not said or said[-1].role == "assistant":
+        if not messages or messages[-1].role == "assistant":
             raise RefusedCallError("messages must end with a message to answer")
         return ChatRequest(
-            tuple(_with_tools(said, tools)),
+            tuple(_add_tools(messages, tools)),
             bool(tools),
             (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
             bool(document.get("stream")),
@@ -113,30 +113,30 @@ def read_request(body: bytes) -> ChatRequest:
         raise RefusedCallError(f"messages, tools or stop are malformed: {error!r}") from None
 
 
-def _said(message: Mapping[str, Any]) -> Said:
+def _parse_message(message: Mapping[str, Any]) -> ChatMessage:
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part["text"] for part in content)
     calls = [
-        (str(call["function"]["name"]), _canonical(call["function"]["arguments"]))
+        (str(call["function"]["name"]), _canonical_arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
     ]
-    return Said(_ROLES[message["role"]], content, tuple(calls))
+    return ChatMessage(_ROLES[message["role"]], content, tuple(calls))
 
 
-def _canonical(arguments: str) -> str:
+def _canonical_arguments(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True, ensure_ascii=False)
     except ValueError:
         return json.dumps(arguments)
 
 
-def _with_tools(said: Sequence[Said], tools: Sequence[Mapping[str, Any]]) -> Iterator[Said]:
-    """The conversation, with the tools described at the end of its system message."""
-    first, rest = (said[0].content, said[1:]) if said[0].role == "system" else ("", said)
+def _add_tools(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Iterator[ChatMessage]:
+    """Yield the conversation, with the tools described at the end of its system message."""
+    first, rest = (messages[0].content, messages[1:]) if messages[0].role == "system" else ("", messages)
     system = describe_tools(tools, first) if tools else first
     if system:
-        yield Said("system", system)
+        yield ChatMessage("system", system)
     yield from rest
 
 
@@ -159,59 +159,59 @@ class ChatAnswer:
         return (read_calls(self.text) if self.request.tools else None) or (self.text, ())
 
     @property
-    def said(self) -> Said:
+    def message(self) -> ChatMessage:
         """The answer as the program will repeat it."""
         content, calls = self._parts
-        return Said("assistant", content, tuple(calls))
+        return ChatMessage("assistant", content, tuple(calls))
 
     def document(self) -> bytes:
-        """The whole response."""
+        """Return the whole response."""
         message = {"role": "assistant", **self._message(), "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason}
-        return _encoded({**self._head("chat.completion"), "choices": [choice], "usage": _USAGE})
+        return _encode({**self._header("chat.completion"), "choices": [choice], "usage": _USAGE})
 
     def events(self) -> bytes:
-        """The response as a stream of events."""
+        """Return the response as a stream of events."""
         pieces = [({"role": "assistant", **self._message(streamed=True)}, None), ({}, self._reason)]
-        head = self._head("chat.completion.chunk")
+        head = self._header("chat.completion.chunk")
         documents: list[dict[str, Any]] = [
             {**head, "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}]}
             for delta, reason in pieces
         ]
         if self.request.usage:
             documents.append({**head, "choices": [], "usage": _USAGE})
-        return b"".join(b"data: " + one + b"\n\n" for one in [*map(_encoded, documents), b"[DONE]"])
+        return b"".join(b"data: " + one + b"\n\n" for one in [*map(_encode, documents), b"[DONE]"])
 
     @property
     def _reason(self) -> str:
         return "tool_calls" if self._parts[1] else "stop"
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _header(self, kind: str) -> dict[str, Any]:
         return {"id": f"chatcmpl-{self.number}", "object": kind, "created": 0, "model": "policy"}
 
     def _message(self, *, streamed: bool = False) -> dict[str, Any]:
         content, calls = self._parts
         if not calls:
             return {"content": content}
-        listed = [
+        tool_calls = [
             {
-                **({"index": place} if streamed else {}),
-                "id": f"call_{self.number}_{place}",
+                **({"index": index} if streamed else {}),
+                "id": f"call_{self.number}_{index}",
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
-            for place, (name, arguments) in enumerate(calls)
+            for index, (name, arguments) in enumerate(calls)
         ]
-        return {"content": content or None, "tool_calls": listed}
+        return {"content": content or None, "tool_calls": tool_calls}
 
 
 _USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # the gateway does not count tokens
 
 
-def _encoded(document: Mapping[str, Any]) -> bytes:
+def _encode(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode()
 
 
 def error_document(message: str) -> bytes:
-    """The body of a refusal."""
-    return _encoded({"error": {"message": message, "type": "invalid_request_error", "code": None}})
+    """Return the body of a refusal."""
+    return _encode({"error": {"message": message, "type": "invalid_request_error", "code": None}})

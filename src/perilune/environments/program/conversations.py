@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from perilune.environments.core.protocol import AgentTurn, EpisodeFailedError
-from perilune.environments.program.chat import ChatAnswer, Said
+from perilune.environments.program.chat import ChatAnswer, ChatMessage
 from perilune.environments.program.gateway import Call
 
 
@@ -20,23 +20,25 @@ class Conversation:
 
     Attributes:
         agent: "" for the first, and then "0", "1" and so on.
-        said: its messages, with the policy's last reply.
+        messages: those so far, with the policy's last reply.
     """
 
     agent: str
-    said: tuple[Said, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
 
-    def is_continued_by(self, said: Sequence[Said]) -> bool:
-        """Whether `said` adds messages to it, none of which speaks for the policy."""
-        count = len(self.said)
-        added = said[count:]
+    def is_continued_by(self, messages: Sequence[ChatMessage]) -> bool:
+        """Return whether `messages` adds messages to it, none of which speaks for the policy."""
+        count = len(self.messages)
+        added = messages[count:]
         return (
-            tuple(said[:count]) == self.said and bool(added) and all(one.role != "assistant" for one in added)
+            tuple(messages[:count]) == self.messages
+            and bool(added)
+            and all(message.role != "assistant" for message in added)
         )
 
     def extend(self, answer: ChatAnswer) -> None:
         """Append the messages of a call, and its answer."""
-        self.said = (*answer.request.said, answer.said)
+        self.messages = (*answer.request.messages, answer.message)
 
 
 class Conversations:
@@ -50,8 +52,8 @@ class Conversations:
         self._all: list[Conversation] = []
         self._branches = branches
 
-    def place(self, calls: Sequence[Call]) -> list[tuple[Conversation, Call, AgentTurn]]:
-        """Each call with its conversation and the turn that answers it, the player's own first.
+    def match_calls(self, calls: Sequence[Call]) -> list[tuple[Conversation, Call, AgentTurn]]:
+        """Return each call with its conversation and the turn that answers it, the player's own first.
 
         Calls made at the same time are ordered by what they say, so that the order in which they arrive makes
         no difference.
@@ -59,17 +61,20 @@ class Conversations:
         Raises:
             EpisodeFailedError: for a second conversation without `branches`.
         """
-        placed: list[tuple[Conversation, Call, AgentTurn]] = []
-        for call in sorted(calls, key=lambda call: [one.message()["content"] for one in call.request.said]):
-            said = call.request.said
-            free = [one for one in self._all if all(one is not taken for taken, _, _ in placed)]
-            found = [one for one in free if one.is_continued_by(said)]
-            conversation = max(found, key=lambda one: len(one.said)) if found else self._begin()
-            messages = tuple(one.message() for one in said[len(conversation.said) :])
-            placed.append((conversation, call, AgentTurn(conversation.agent, messages, "conversation")))
-        return sorted(placed, key=lambda one: one[0].agent != "")
+        matched: list[tuple[Conversation, Call, AgentTurn]] = []
+        for call in sorted(
+            calls, key=lambda call: [one.to_text()["content"] for one in call.request.messages]
+        ):
+            messages = call.request.messages
+            free = [one for one in self._all if all(one is not taken for taken, _, _ in matched)]
+            continued = [one for one in free if one.is_continued_by(messages)]
+            longest = max(continued, key=lambda one: len(one.messages), default=None)
+            conversation = longest or self._start_conversation()
+            new = tuple(message.to_text() for message in messages[len(conversation.messages) :])
+            matched.append((conversation, call, AgentTurn(conversation.agent, new, "conversation")))
+        return sorted(matched, key=lambda match: match[0].agent != "")
 
-    def _begin(self) -> Conversation:
+    def _start_conversation(self) -> Conversation:
         if self._all and not self._branches:
             raise EpisodeFailedError(
                 "environment", "the program changed earlier messages, or began a second conversation"
@@ -77,3 +82,7 @@ class Conversations:
         conversation = Conversation(str(len(self._all) - 1) if self._all else "")
         self._all.append(conversation)
         return conversation
+
+
+def _call_texts(call: Call) -> list[str]:
+    return [message.to_text()["content"] for message in call.request.messages]

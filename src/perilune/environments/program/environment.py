@@ -24,7 +24,7 @@ from perilune.environments.program.gateway import Call, Gateway
 from perilune.environments.program.launched import LaunchedEnvironment, LaunchSpec
 from perilune.sandbox.programs import Ending, Streams
 
-_TOGETHER = 0.02  # seconds without a call, after which the calls before are sampled
+_CALL_BATCH_WINDOW_S = 0.02  # seconds without a call, after which the calls before are sampled
 
 
 class ProgramSpec(LaunchSpec):
@@ -59,48 +59,48 @@ class ProgramEnvironment(LaunchedEnvironment):
         """Run the program. Its calls are turns; those made at the same time are sampled together."""
         run = _Run(self, task)
         conversations = Conversations(self.spec.branches)
-        made, reply = 0, ""
+        call_count, reply = 0, ""
         try:
             while isinstance(event := run.next(), list):
                 for call in event:
-                    self._require_known(call.request.stop)
-                due = conversations.place(event)
-                if made + len(due) > self.max_turns:
+                    self._require_known_stops(call.request.stop)
+                matched = conversations.match_calls(event)
+                if call_count + len(matched) > self.max_turns:
                     yield Observation(done=True, truncated=True)
                 answers = []
-                for number, (conversation, call, _) in enumerate(due):
-                    action = yield observe_turns([turn for _, _, turn in due[number:]])
-                    reply = _before(action, call.request.stop)
-                    answers.append(ChatAnswer(call.request, made, reply))
+                for number, (conversation, call, _) in enumerate(matched):
+                    action = yield observe_turns([turn for _, _, turn in matched[number:]])
+                    reply = _cut_at_stop(action, call.request.stop)
+                    answers.append(ChatAnswer(call.request, call_count, reply))
                     conversation.extend(answers[-1])
-                    made += 1
-                for (_, call, _), answer in zip(due, answers, strict=True):
+                    call_count += 1
+                for (_, call, _), answer in zip(matched, answers, strict=True):
                     call.reply.put(answer)
         finally:
             run.close()
-        yield self._end(task, event, made, reply)
+        yield self._finish_episode(task, event, call_count, reply)
 
     def close(self) -> None:
         super().close()
         if "_gateway" in vars(self):
             vars(self).pop("_gateway").close()
 
-    def _end(self, task: Task, ending: Ending | None, turns: int, reply: str) -> Observation:
+    def _finish_episode(self, task: Task, ending: Ending | None, turns: int, reply: str) -> Observation:
         if ending is None:
             what = f"the program neither called the model nor ended within {self.spec.seconds:g} s"
-            return self.broke(what, "timeout", is_data=turns > 0)
+            return self.end_crashed(what, "timeout", is_data=turns > 0)
         if ending.code:
             last = ending.errors.strip().splitlines()[-1:]
             what = ": ".join([f"the program ended with exit code {ending.code}", *last])
-            return self.broke(what, "crash", is_data=turns > 0)
+            return self.end_crashed(what, "crash", is_data=turns > 0)
         if not turns:
             raise EpisodeFailedError("environment", "the program ended without a call of the model")
         output = ending.output.strip()
         lines = output.splitlines()[-1:]
         text = {"output": output, "last_line": "".join(lines), "reply": reply}[self.spec.answer]
-        return self.end_with(task, text)
+        return self.end_with_answer(task, text)
 
-    def _require_known(self, stop: Sequence[str]) -> None:
+    def _require_known_stops(self, stop: Sequence[str]) -> None:
         unknown = [text for text in stop if text not in self.spec.stop]
         if unknown:
             raise EpisodeFailedError(
@@ -108,7 +108,7 @@ class ProgramEnvironment(LaunchedEnvironment):
             )
 
     def gateway(self) -> Gateway:
-        """The gateway of this process."""
+        """Return the gateway of this process."""
         with self._lock:
             return self._gateway
 
@@ -127,7 +127,7 @@ class _Run:
         port = self._gateway.port
         url = f"http://127.0.0.1:{port}/{self._key}/v1"
         names = {"OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": "perilune"}
-        streams = Streams.of_text(environment.text(task))
+        streams = Streams.of_text(environment.prompt_text(task))
         try:
             self._program = environment.start(task, streams, self._events.put, names, port)
         except BaseException:
@@ -135,11 +135,11 @@ class _Run:
             raise
 
     def next(self) -> list[Call] | Ending | None:
-        """The next calls, or the end of the program; None when neither comes in time."""
+        """Return the next calls, or the end of the program; None when neither comes in time."""
         calls: list[Call] = []
         with contextlib.suppress(Empty):
             while True:
-                event = self._events.get(timeout=_TOGETHER if calls else self._seconds)
+                event = self._events.get(timeout=_CALL_BATCH_WINDOW_S if calls else self._seconds)
                 if isinstance(event, Ending):
                     return event
                 calls.append(event)
@@ -150,6 +150,7 @@ class _Run:
         self._program.end()
 
 
-def _before(text: str, stop: Sequence[str]) -> str:
-    """The text before the first of the stop texts."""
-    return text[: min((place for one in stop if (place := text.find(one)) >= 0), default=len(text))]
+def _cut_at_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first of the stop texts."""
+    starts = [text.find(stop_text) for stop_text in stop]
+    return text[: min((start for start in starts if start >= 0), default=len(text))]

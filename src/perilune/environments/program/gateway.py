@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 
 from perilune.environments.program.chat import (
-    MOST_BODY,
+    MAX_BODY_BYTES,
     ChatAnswer,
     ChatRequest,
     RefusedCallError,
@@ -20,8 +20,8 @@ from perilune.environments.program.chat import (
     read_request,
 )
 
-_SLOWEST = 30.0  # seconds without a byte of a request
-_MOST_WAITING = 64  # calls of a session at the same time
+_READ_TIMEOUT_S = 30.0  # seconds without a byte of a request
+_MAX_WAITING_CALLS = 64  # calls of a session at the same time
 _MODELS = b'{"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": ""}]}'
 
 
@@ -41,8 +41,8 @@ class Gateway:
     """The server of all sessions of a process."""
 
     def __init__(self) -> None:
-        self._sessions: dict[str, _Line] = {}
-        self._server = _Server(("127.0.0.1", 0), _handler(self._sessions))
+        self._sessions: dict[str, _Session] = {}
+        self._server = _Server(("127.0.0.1", 0), _make_handler(self._sessions))
         threading.Thread(target=self._server.serve_forever, name="gateway", daemon=True).start()
 
     @property
@@ -57,7 +57,7 @@ class Gateway:
             on_call: receives each call, in a thread of its own.
         """
         key = secrets.token_hex(16)
-        self._sessions[key] = _Line(on_call)
+        self._sessions[key] = _Session(on_call)
         return key
 
     def close_session(self, key: str) -> None:
@@ -76,7 +76,7 @@ class _Server(ThreadingHTTPServer):
         """Nothing: a program that hangs up is no error of this process."""
 
 
-class _Line:
+class _Session:
     """The calls of one session that wait."""
 
     def __init__(self, on_call: Callable[[Call], None]) -> None:
@@ -89,7 +89,7 @@ class _Line:
         """Wait for the answer; None if there will be none."""
         call = Call(request)
         with self._lock:
-            if self._closed or len(self._waiting) >= _MOST_WAITING:
+            if self._closed or len(self._waiting) >= _MAX_WAITING_CALLS:
                 return None
             self._waiting.add(call)
         self._on_call(call)
@@ -105,10 +105,10 @@ class _Line:
                 call.reply.put(None)
 
 
-def _handler(sessions: dict[str, _Line]) -> type[BaseHTTPRequestHandler]:
+def _make_handler(sessions: dict[str, _Session]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        timeout = _SLOWEST
+        timeout = _READ_TIMEOUT_S
 
         def do_GET(self) -> None:
             _, key, path = self._parts()
@@ -121,9 +121,9 @@ def _handler(sessions: dict[str, _Line]) -> type[BaseHTTPRequestHandler]:
             _, key, path = self._parts()
             line = sessions.get(key)
             size = self.headers.get("Content-Length", "")
-            if not size.isascii() or not size.isdigit() or int(size) > MOST_BODY:
+            if not size.isascii() or not size.isdigit() or int(size) > MAX_BODY_BYTES:
                 self.close_connection = True
-                self._send(413, error_document(f"a request has a Content-Length of at most {MOST_BODY}"))
+                self._send(413, error_document(f"a request has a Content-Length of at most {MAX_BODY_BYTES}"))
                 return
             body = self.rfile.read(int(size))
             if line is None or path != "v1/chat/completions":

@@ -79,17 +79,19 @@ class LaunchedEnvironment(MultiTurn):
         self.check_files, self.characters = self._borrowed.check_files, self._borrowed.characters
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The other environment's tasks. Their prompts become part of the first observation."""
-        for task in self._borrowed.draw(split, seed):
+        """Yield the other environment's tasks. Their prompts become part of the first observation."""
+        for task in self._borrowed.source_tasks(split, seed):
             data = {"prompt": list(task.prompt), "data": dict(task.data)}
             yield Task(task.task_id, (), data, task.difficulty)
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
-        """The prompt in the other environment."""
+        """Return the prompt in the other environment."""
         return tuple(task.data["prompt"])
 
-    def end_with(self, task: Task, answer: str, metrics: Mapping[str, float] | None = None) -> Observation:
-        """The end of an episode with this answer.
+    def end_with_answer(
+        self, task: Task, answer: str, metrics: Mapping[str, float] | None = None
+    ) -> Observation:
+        """Return the end of an episode with this answer.
 
         Raises:
             EpisodeFailedError: when it cannot be scored.
@@ -110,11 +112,11 @@ class LaunchedEnvironment(MultiTurn):
         """Start the program for a task; `variables` and `port` are those of the gateway."""
         spec = self._launch
         file = str(Path(spec.file).absolute()) if spec.file else ""
-        places = {TASK: self.text(task), FILE: file}
+        placeholders = {TASK: self.prompt_text(task), FILE: file}
         with self._lock:
             programs = self._programs
         return programs.start(
-            [_filled(word, places) for word in spec.command],
+            [_fill_placeholders(word, placeholders) for word in spec.command],
             streams,
             {**spec.variables, **(variables or {})},
             on_end,
@@ -122,12 +124,12 @@ class LaunchedEnvironment(MultiTurn):
             readable=[file] if file else [],
         )
 
-    def text(self, task: Task) -> str:
-        """The prompt as one text."""
+    def prompt_text(self, task: Task) -> str:
+        """Return the prompt as one text."""
         return "\n\n".join(message["content"] for message in self.prompt(task))
 
-    def broke(self, what: str, cause: str, *, is_data: bool) -> Observation:
-        """The end of an episode whose program broke.
+    def end_crashed(self, what: str, cause: str, *, is_data: bool) -> Observation:
+        """Return the end of an episode whose program broke.
 
         Args:
             cause: of the metric contained/CAUSE.
@@ -152,7 +154,7 @@ class LaunchedEnvironment(MultiTurn):
         return Programs(limits, spec.preload)
 
 
-def _filled(word: str, places: Mapping[str, str]) -> str:
-    for name, value in places.items():
+def _fill_placeholders(word: str, placeholders: Mapping[str, str]) -> str:
+    for name, value in placeholders.items():
         word = word.replace(name, value)
     return word

@@ -17,7 +17,7 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator
 from perilune.environments.core.protocol import EpisodeFailedError, Message, Observation, Task
 from perilune.environments.program.launched import LaunchedEnvironment, LaunchSpec
-from perilune.environments.program.mcp_server import ServerBrokeError, ToolServer
+from perilune.environments.program.mcp_server import ToolServer, ToolServerError
 from perilune.sandbox.programs import Ending
 
 _MALFORMED = 'error: a tool call is <tool_call>{"name": NAME, "arguments": {...}}</tool_call>'
@@ -56,13 +56,13 @@ class McpEnvironment(LaunchedEnvironment):
                     results.append(server.call(name, json.loads(arguments))[: self.spec.output])
                 messages = tuple({"role": "tool", "content": text} for text in results)
                 action = yield Observation(messages, metrics={"calls": calls})
-            end = self.end_with(task, action, {"calls": calls})
-        except ServerBrokeError as error:
+            end = self.end_with_answer(task, action, {"calls": calls})
+        except ToolServerError as error:
             if not calls:
                 server.program.end()
                 last = endings.get().errors.strip().splitlines()[-1:]
                 raise EpisodeFailedError("environment", ": ".join([str(error), *last])) from None
-            end = self.broke(str(error), "tools", is_data=True)
+            end = self.end_crashed(str(error), "tools", is_data=True)
         finally:
             server.close()
         yield end

@@ -13,13 +13,13 @@ from typing import Any
 
 from perilune.sandbox.programs import Streams
 
-VERSION = "2025-06-18"  # of the protocol; the server may choose another
-_MOST_BYTES = 1 << 20  # of a message
-_READ = 65536
-_MOST_PAGES = 64
+PROTOCOL_VERSION = "2025-06-18"  # of the protocol; the server may choose another
+_MAX_MESSAGE_BYTES = 1 << 20  # of a message
+_READ_BYTES = 65536
+_MAX_PAGES = 64
 
 
-class ServerBrokeError(Exception):
+class ToolServerError(Exception):
     """The server ended, hangs, or violates the protocol."""
 
 
@@ -35,11 +35,11 @@ class ToolServer:
         self._seconds = seconds
         self._buffer = b""
         self._number = 0
-        given, self._requests = os.pipe()
+        requests, self._requests = os.pipe()
         self._responses, output = os.pipe()
         os.set_blocking(self._requests, False)
         try:
-            self.program = start(Streams(given, output))
+            self.program = start(Streams(requests, output))
         except BaseException:
             os.close(self._requests)
             os.close(self._responses)
@@ -52,31 +52,33 @@ class ToolServer:
             ServerBrokeError: as `call`.
         """
         client = {"name": "perilune", "version": "1"}
-        self._request("initialize", {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": client})
+        self._request(
+            "initialize", {"protocolVersion": PROTOCOL_VERSION, "capabilities": {}, "clientInfo": client}
+        )
         self._send({"method": "notifications/initialized"})
 
     def tools(self) -> Iterator[dict[str, Any]]:
-        """The server's tools, each with its name, description and parameters.
+        """Yield the server's tools, each with its name, description and parameters.
 
         Raises:
             ServerBrokeError: as `call`, and for a malformed list.
         """
         cursor: dict[str, Any] = {}
-        for _ in range(_MOST_PAGES):
+        for _ in range(_MAX_PAGES):
             page = self._request("tools/list", cursor)
             try:
                 for tool in page["tools"]:
-                    about = {"description": tool["description"]} if tool.get("description") else {}
-                    yield {"name": tool["name"], **about, "parameters": tool["inputSchema"]}
+                    description = {"description": tool["description"]} if tool.get("description") else {}
+                    yield {"name": tool["name"], **description, "parameters": tool["inputSchema"]}
             except (KeyError, TypeError, AttributeError):
-                raise ServerBrokeError("the list of tools is malformed") from None
+                raise ToolServerError("the list of tools is malformed") from None
             if not page.get("nextCursor"):
                 return
             cursor = {"cursor": page["nextCursor"]}
-        raise ServerBrokeError(f"the list of tools has more than {_MOST_PAGES} pages")
+        raise ToolServerError(f"the list of tools has more than {_MAX_PAGES} pages")
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """The text that a tool returns. An error that the server reports is a text, too.
+        """Return the text that a tool returns. An error that the server reports is a text, too.
 
         Raises:
             ServerBrokeError: when the server ends, sends no response in time, or a malformed one.
@@ -90,7 +92,7 @@ class ToolServer:
             ]
             return ("error: " if result.get("isError") else "") + "\n".join(parts)
         except (KeyError, TypeError):
-            raise ServerBrokeError("the result of a tool is malformed") from None
+            raise ToolServerError("the result of a tool is malformed") from None
 
     def close(self) -> None:
         os.close(self._requests)
@@ -98,12 +100,12 @@ class ToolServer:
         os.close(self._responses)
 
     def _request(self, method: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The result of a request; {"error": message} if the server refuses it."""
+        """Return the result of a request; {"error": message} if the server refuses it."""
         self._number += 1
-        until = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._seconds
         self._send({"id": self._number, "method": method, "params": parameters})
         while True:
-            message = self._receive(until)
+            message = self._receive(deadline)
             if "method" in message:
                 if "id" in message:  # a request of the server; this client offers nothing
                     refusal = {"code": -32601, "message": "not supported"}
@@ -112,40 +114,40 @@ class ToolServer:
                 break
         if isinstance(error := message.get("error"), dict):
             if method != "tools/call":
-                raise ServerBrokeError(f"{method} failed: {error.get('message')}")
+                raise ToolServerError(f"{method} failed: {error.get('message')}")
             return {"error": str(error.get("message"))}
         if not isinstance(result := message.get("result"), dict):
-            raise ServerBrokeError("a response has no result")
+            raise ToolServerError("a response has no result")
         return result
 
     def _send(self, message: Mapping[str, Any]) -> None:
         data = json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n"
-        until = time.monotonic() + self._seconds
+        deadline = time.monotonic() + self._seconds
         try:
             while data:
-                self._wait([], [self._requests], until)
+                self._wait([], [self._requests], deadline)
                 data = data[os.write(self._requests, data) :]
         except OSError:
-            raise ServerBrokeError("the server closed its input") from None
+            raise ToolServerError("the server closed its input") from None
 
-    def _receive(self, until: float) -> dict[str, Any]:
+    def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\n" not in self._buffer:
-            self._wait([self._responses], [], until)
-            if not (data := os.read(self._responses, _READ)):
-                raise ServerBrokeError("the server ended")
+            self._wait([self._responses], [], deadline)
+            if not (data := os.read(self._responses, _READ_BYTES)):
+                raise ToolServerError("the server ended")
             self._buffer += data
-            if len(self._buffer) > _MOST_BYTES:
-                raise ServerBrokeError(f"a message has more than {_MOST_BYTES} bytes")
+            if len(self._buffer) > _MAX_MESSAGE_BYTES:
+                raise ToolServerError(f"a message has more than {_MAX_MESSAGE_BYTES} bytes")
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise ServerBrokeError("a message is not a JSON object")
+            raise ToolServerError("a message is not a JSON object")
         return message
 
-    def _wait(self, readable: list[int], writable: list[int], until: float) -> None:
-        ready = select.select(readable, writable, [], max(until - time.monotonic(), 0.0))
+    def _wait(self, readable: list[int], writable: list[int], deadline: float) -> None:
+        ready = select.select(readable, writable, [], max(deadline - time.monotonic(), 0.0))
         if not any(ready):
-            raise ServerBrokeError(f"the server did not answer within {self._seconds:g} s")
+            raise ToolServerError(f"the server did not answer within {self._seconds:g} s")

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from perilune.environments.builtin.tool_calls import Answer, Misunderstood
+from perilune.environments.builtin.tool_calls import Answer, InvalidAction
 from perilune.environments.interpreter import actions
 from perilune.environments.interpreter import prompts as interpreter_prompts
 from perilune.environments.interpreter.interpreter import (
@@ -14,8 +14,8 @@ from perilune.environments.interpreter.interpreter import (
 )
 from perilune.environments.search import prompts
 from perilune.environments.search.corpus import Document
-from perilune.environments.search.single_calls import read_single
-from perilune.environments.search.stack import HOSTED, SOURCE, SearchStack
+from perilune.environments.search.single_calls import parse_single_call
+from perilune.environments.search.stack import FUNCTIONS_SOURCE, HOSTED_FUNCTIONS, SearchStack
 
 
 class SearchAgent(Protocol):
@@ -28,7 +28,7 @@ class SearchAgent(Protocol):
     counts: dict[str, float]
 
     def take(self, text: str) -> Answer | str:
-        """The answer that ends the episode, or what the agent sees."""
+        """Return the answer that ends the episode, or what the agent sees."""
         ...
 
 
@@ -36,18 +36,23 @@ class CodeAgent:
     """Runs blocks of Python in the sandbox. The agent sees what they print."""
 
     def __init__(
-        self, runner: CodeRunner, stack: SearchStack, style: prompts.Style, most_calls: int, most_output: int
+        self,
+        runner: CodeRunner,
+        stack: SearchStack,
+        style: prompts.Style,
+        max_calls: int,
+        max_output_chars: int,
     ) -> None:
-        self._stack, self._style, self._most_output = stack, style, most_output
-        self._interpreter = Interpreter(runner, {}, HOSTED, most_calls, prelude=SOURCE)
+        self._stack, self._style, self._max_output_chars = stack, style, max_output_chars
+        self._interpreter = Interpreter(runner, {}, HOSTED_FUNCTIONS, max_calls, prelude=FUNCTIONS_SOURCE)
         self.counts = {"blocks": 0.0}
 
     def take(self, text: str) -> Answer | str:
-        action = actions.read(text, "python", self._style)
+        action = actions.parse_action(text, "python", self._style)
         if isinstance(action, Answer):
             return action
         if not isinstance(action, actions.Code):
-            return f"error: {action.why if isinstance(action, Misunderstood) else 'the tool is Python'}"
+            return f"error: {action.reason if isinstance(action, InvalidAction) else 'the tool is Python'}"
         block = self._run(action.text)
         self.counts["blocks"] += 1
         if block.cause:
@@ -55,7 +60,7 @@ class CodeAgent:
             self.counts[contained] = self.counts.get(contained, 0.0) + 1
         if block.answer is not None:
             return Answer(block.answer)
-        return interpreter_prompts.shown(self._style, block, self._most_output)
+        return interpreter_prompts.render_output(self._style, block, self._max_output_chars)
 
     def _run(self, code: str) -> BlockResult:
         running = self._interpreter.run(code)
@@ -75,17 +80,17 @@ class CodeAgent:
 class CallAgent:
     """Answers one function call a turn. The agent sees the whole result."""
 
-    def __init__(self, stack: SearchStack, style: prompts.Style, most_output: int) -> None:
-        self._stack, self._style, self._most_output = stack, style, most_output
+    def __init__(self, stack: SearchStack, style: prompts.Style, max_output_chars: int) -> None:
+        self._stack, self._style, self._max_output_chars = stack, style, max_output_chars
         self._last: list[Document] = []
         self.counts = {"calls": 0.0}
 
     def take(self, text: str) -> Answer | str:
-        action = read_single(text, compact=self._style == "compact")
+        action = parse_single_call(text, compact=self._style == "compact")
         if isinstance(action, Answer):
             return action
-        if isinstance(action, Misunderstood):
-            return f"error: {action.why}"
+        if isinstance(action, InvalidAction):
+            return f"error: {action.reason}"
         self.counts["calls"] += 1
         try:
             result = self._call(action.function, list(action.arguments), dict(action.named))
@@ -93,19 +98,21 @@ class CallAgent:
             return f"error: {error}"
         if action.function != "extract":
             self._last = result
-        return prompts.listed(self._style, result, self._most_output)
+        return prompts.render_list(self._style, result, self._max_output_chars)
 
     def _call(self, name: str, arguments: list[Any], named: dict[str, Any]) -> Any:
         if name not in self._stack.functions:
             raise InvalidCallError(f"there is no function {name}")
         if name not in ("search", "fan_out"):
-            arguments = [self._chosen(named.pop("documents", None)), *arguments]
+            arguments = [self._select_documents(named.pop("documents", None)), *arguments]
         return self._stack.call(name, arguments, named)
 
-    def _chosen(self, numbers: Any) -> list[Document]:
+    def _select_documents(self, numbers: Any) -> list[Document]:
         if numbers is None:
             return self._last
         known = range(1, len(self._last) + 1)
-        if not isinstance(numbers, list) or not all(type(one) is int and one in known for one in numbers):
+        if not isinstance(numbers, list) or not all(
+            type(number) is int and number in known for number in numbers
+        ):
             raise InvalidCallError(f"documents is a list of numbers up to {len(self._last)}")
         return [self._last[number - 1] for number in numbers]

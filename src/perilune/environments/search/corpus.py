@@ -13,7 +13,7 @@ from perilune.files import canonical_json, sha256_bytes
 Document = dict[str, str]
 """{"id": "d1", "title": "...", "text": "..."}"""
 
-_MOST_CHARACTERS = 1 << 20  # of one document
+_MAX_DOCUMENT_CHARS = 1 << 20  # of one document
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,30 +44,30 @@ def read_corpus(path: str) -> Corpus:
     try:
         with Path(path).open(encoding="utf-8") as stream:
             lines = ((number, line) for number, line in enumerate(stream, 1) if line.strip())
-            documents = [_document(line, f"{path}:{number}", number) for number, line in lines]
+            documents = [_parse_document(line, f"{path}:{number}", number) for number, line in lines]
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read {path}: {error}", where="environment.corpus") from None
     if not documents:
         raise RequestError(f"{path} has no documents", where="environment.corpus")
-    if len({one["id"] for one in documents}) < len(documents):
+    if len({document["id"] for document in documents}) < len(documents):
         raise RequestError(f"two documents of {path} have the same id", where="environment.corpus")
     return Corpus(documents)
 
 
-def _document(line: str, where: str, number: int) -> Document:
+def _parse_document(line: str, where: str, number: int) -> Document:
     try:
         row: Any = json.loads(line)
     except (ValueError, RecursionError):
         row = None
     if not isinstance(row, Mapping):
         raise RequestError("not a JSON object", where=where)
-    found = {"id": row.get("id", f"d{number}"), "title": row.get("title", ""), "text": row.get("text")}
-    for key, value in found.items():
+    document = {"id": row.get("id", f"d{number}"), "title": row.get("title", ""), "text": row.get("text")}
+    for key, value in document.items():
         if not isinstance(value, str):
             raise RequestError(f"'{key}' is not a text", where=where, remedy='write {"text": "..."}')
-        if len(value) > _MOST_CHARACTERS:
+        if len(value) > _MAX_DOCUMENT_CHARS:
             remedy = "split the document into passages"
             raise RequestError(
-                f"'{key}' has more than {_MOST_CHARACTERS} characters", where=where, remedy=remedy
+                f"'{key}' has more than {_MAX_DOCUMENT_CHARS} characters", where=where, remedy=remedy
             )
-    return found
+    return document

@@ -15,9 +15,9 @@ from perilune.files import append_json_line, read_json_lines, sha256_bytes
 from perilune.frozen import Frozen
 from perilune.servers import JsonClient, ServerError, parse_server_url, require_httpx
 
-_TEXTS = 64  # of a request
-_TIMEOUT, _ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
-_DIGITS = 6  # of recorded numbers
+_BATCH_TEXTS = 64  # of a request
+_TIMEOUT_S, _MAX_ATTEMPTS = 60.0, 4  # seconds for an answer; attempts, 3.5 s together
+_RECORDED_DIGITS = 6  # of recorded numbers
 
 
 class EmbeddingsSpec(Frozen):
@@ -67,48 +67,48 @@ class Embeddings:
     def _client(self) -> JsonClient:
         """Opened by the process that uses it."""
         token = os.environ.get(self._spec.token or "")
-        return JsonClient(self._spec.url, token=token, timeout=_TIMEOUT, attempts=_ATTEMPTS)
+        return JsonClient(self._spec.url, token=token, timeout=_TIMEOUT_S, attempts=_MAX_ATTEMPTS)
 
     def similarities(self, query: str, texts: Sequence[str]) -> list[float]:
-        """The cosine of each text with the query.
+        """Return the cosine of each text with the query.
 
         Raises:
             EpisodeFailedError: when the server does not answer, or its answer is wrong.
         """
-        self._learn([query, *texts])
+        self._embed_missing([query, *texts])
         (own, *others) = (self._known[self._key(text)] for text in (query, *texts))
         return [_cosine(own, other) for other in others]
 
-    def _learn(self, texts: Sequence[str]) -> None:
-        missing = self._missing(texts)
+    def _embed_missing(self, texts: Sequence[str]) -> None:
+        missing = self._find_missing(texts)
         if missing and self._spec.record is not None:
             for row in read_json_lines(self._spec.record):
                 self._known.setdefault(row["key"], row["vector"])
-            missing = self._missing(texts)
-        for start in range(0, len(missing), _TEXTS):
-            part = missing[start : start + _TEXTS]
+            missing = self._find_missing(texts)
+        for start in range(0, len(missing), _BATCH_TEXTS):
+            part = missing[start : start + _BATCH_TEXTS]
             for text, vector in zip(part, self._request(part), strict=True):
-                key, rounded = self._key(text), [round(number, _DIGITS) for number in vector]
+                key, rounded = self._key(text), [round(number, _RECORDED_DIGITS) for number in vector]
                 self._known[key] = rounded
                 if self._spec.record is not None:
                     append_json_line(self._spec.record, {"key": key, "vector": rounded})
 
-    def _missing(self, texts: Sequence[str]) -> list[str]:
+    def _find_missing(self, texts: Sequence[str]) -> list[str]:
         return [text for text in dict.fromkeys(texts) if self._key(text) not in self._known]
 
     def _key(self, text: str) -> str:
         return sha256_bytes(f"{self._spec.model}\n{text}".encode())
 
     def _request(self, texts: Sequence[str]) -> list[list[float]]:
-        """The vectors of at most `_TEXTS` texts."""
+        """Return the vectors of at most `_BATCH_TEXTS` texts."""
         body = {"model": self._spec.model, "input": list(texts), "encoding_format": "float"}
         try:
-            return _vectors(self._client.request("POST", "/v1/embeddings", body), len(texts))
+            return _parse_vectors(self._client.request("POST", "/v1/embeddings", body), len(texts))
         except ServerError as error:
             raise EpisodeFailedError("model", f"embeddings: {error.what}") from None
 
 
-def _vectors(answer: Any, count: int) -> list[list[float]]:
+def _parse_vectors(answer: Any, count: int) -> list[list[float]]:
     try:
         rows = sorted(answer["data"], key=lambda row: int(row["index"]))
         vectors = [[float(number) for number in row["embedding"]] for row in rows]
@@ -123,6 +123,6 @@ def _vectors(answer: Any, count: int) -> list[list[float]]:
     return vectors
 
 
-def _cosine(one: Sequence[float], other: Sequence[float]) -> float:
-    norm = math.sqrt(sum(x * x for x in one) * sum(x * x for x in other))
-    return sum(x * y for x, y in zip(one, other, strict=False)) / norm if norm else 0.0
+def _cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    norm = math.sqrt(sum(x * x for x in first) * sum(x * x for x in second))
+    return sum(x * y for x, y in zip(first, second, strict=False)) / norm if norm else 0.0

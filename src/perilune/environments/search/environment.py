@@ -22,7 +22,7 @@ from perilune.environments.search import prompts
 from perilune.environments.search.agents import CallAgent, CodeAgent, SearchAgent
 from perilune.environments.search.corpus import Corpus, read_corpus
 from perilune.environments.search.embeddings import Embeddings, EmbeddingsSpec
-from perilune.environments.search.index import index_of
+from perilune.environments.search.index import get_index
 from perilune.environments.search.stack import SearchStack
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
@@ -99,28 +99,28 @@ class SearchEnvironment(MultiTurn):
             read_corpus(self.spec.corpus)
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The other environment's tasks, with a description of the search stack as prompt."""
-        for task in self._borrowed.draw(split, seed):
+        """Yield the other environment's tasks, with a description of the search stack as prompt."""
+        for task in self._borrowed.source_tasks(split, seed):
             *earlier, last = task.prompt
             count = len(self._corpus(task).documents)
-            text = prompts.opening(self.spec.prompt, self.spec.mode, count, last["content"])
+            text = prompts.render_opening(self.spec.prompt, self.spec.mode, count, last["content"])
             prompt: tuple[Message, ...] = (*earlier, {"role": "user", "content": text})
             yield Task(task.task_id, prompt, {"task": dict(task.data)}, task.difficulty)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        own = self._borrowed.without_prompt(task)
-        index = index_of(self._corpus(own))
+        own = self._borrowed.source_task(task)
+        index = get_index(self._corpus(own))
         stack = SearchStack(index, self.spec.results, self.spec.searches, self._embeddings)
-        agent = self._agent(stack)
+        agent = self._make_agent(stack)
         observed, answer = 0, None
-        taken = agent.take((yield ask()))
+        outcome = agent.take((yield ask()))
         for _ in range(self.spec.turns - 1):
-            if isinstance(taken, Answer):
+            if isinstance(outcome, Answer):
                 break
-            observed += len(taken)
-            taken = agent.take((yield ask(taken, role="tool")))
-        if isinstance(taken, Answer):
-            answer = taken.text
+            observed += len(outcome)
+            outcome = agent.take((yield ask(outcome, role="tool")))
+        if isinstance(outcome, Answer):
+            answer = outcome.text
         score = self._borrowed.score_reply(own, answer or "")
         strategy = self.spec.mode if stack.searches else "guess"
         counts = {"observed": float(observed), "searches": float(stack.searches), **agent.counts}
@@ -136,11 +136,11 @@ class SearchEnvironment(MultiTurn):
         self._code.close()
         self._borrowed.close()
 
-    def _agent(self, stack: SearchStack) -> SearchAgent:
-        style, most_output = self.spec.prompt, self.spec.sandbox.output
+    def _make_agent(self, stack: SearchStack) -> SearchAgent:
+        style, max_output_chars = self.spec.prompt, self.spec.sandbox.output
         if self.spec.mode == "calls":
-            return CallAgent(stack, style, most_output)
-        return CodeAgent(self._code, stack, style, self.spec.calls, most_output)
+            return CallAgent(stack, style, max_output_chars)
+        return CodeAgent(self._code, stack, style, self.spec.calls, max_output_chars)
 
     def _corpus(self, task: Task) -> Corpus:
         if self.spec.corpus is not None:

@@ -4,15 +4,19 @@ import re
 
 
 def filter(documents: list[dict[str, str]], words: str) -> list[dict[str, str]]:
-    """The documents that have all these words."""
-    return [one for one in documents if {*_words(words)} <= {*_words(one["title"] + " " + one["text"])}]
+    """Return the documents that have all these words."""
+    return [
+        document
+        for document in documents
+        if {*_words(words)} <= {*_words(document["title"] + " " + document["text"])}
+    ]
 
 
 def dedup(documents: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The documents without repetitions: of texts with the same words, the first."""
+    """Return the documents without repetitions: of texts with the same words, the first."""
     first: dict[str, dict[str, str]] = {}
-    for one in documents:
-        first.setdefault(" ".join(_words(one["text"])), one)
+    for document in documents:
+        first.setdefault(" ".join(_words(document["text"])), document)
     return [*first.values()]
 
 
@@ -24,9 +28,9 @@ def extract(documents: list[dict[str, str]], template: str) -> list[str]:
     before, mark, after = template.partition("{}")
     if not mark or "{}" in after:
         raise ValueError("the template of extract needs one {}")
-    few = "?" if after else ""  # bounded, so that no text takes long
-    pattern = re.compile(rf"{re.escape(before)}([^.,;:!?\n]{{1,200}}{few}){re.escape(after)}", re.IGNORECASE)
-    return [found[1].strip() for one in documents if (found := pattern.search(one["text"]))]
+    lazy = "?" if after else ""  # bounded, so that no text takes long
+    pattern = re.compile(rf"{re.escape(before)}([^.,;:!?\n]{{1,200}}{lazy}){re.escape(after)}", re.IGNORECASE)
+    return [found[1].strip() for document in documents if (found := pattern.search(document["text"]))]
 
 
 def _words(text: str) -> list[str]:

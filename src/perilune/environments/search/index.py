@@ -12,7 +12,7 @@ from perilune.environments.search.corpus import Corpus, Document
 from perilune.errors import RequestError
 
 _WORD = re.compile(r"\w+")
-_REMEMBERED = 16  # indices
+_MAX_CACHED_INDEXES = 16  # indices
 
 
 class Index:
@@ -29,43 +29,43 @@ class Index:
 
     def __init__(self, documents: Sequence[Document], where: str = "") -> None:
         self._documents = documents
-        words = [_words(f"{one['title']} {one['text']}") for one in documents]
+        words = [_tokenize(f"{document['title']} {document['text']}") for document in documents]
         self._known = frozenset(word for line in words for word in line)
-        self._bm25 = _bm25(where)
+        self._bm25 = _new_bm25(where)
         if self._known:
             self._bm25.index(words, show_progress=False)
 
     def search(self, query: str, k: int) -> list[Document]:
-        """The best `k` documents that have a word of the query, the best first."""
+        """Return the best `k` documents that have a word of the query, the best first."""
         scores = self.scores(query)
-        found = scores.nonzero()[0]
-        return [self._documents[number] for number in found[ranked(scores[found])[:k]]]
+        matching = scores.nonzero()[0]
+        return [self._documents[number] for number in matching[rank_scores(scores[matching])[:k]]]
 
     def scores(self, query: str) -> NDArray[np.float32]:
-        """The score of each document; 0 for those without a word of the query."""
-        words = [word for word in _words(query) if word in self._known]
+        """Return the score of each document; 0 for those without a word of the query."""
+        words = [word for word in _tokenize(query) if word in self._known]
         if not words:
             return np.zeros(len(self._documents), np.float32)
         scores: NDArray[np.float32] = self._bm25.get_scores(words)
         return scores
 
 
-@lru_cache(maxsize=_REMEMBERED)
-def index_of(corpus: Corpus) -> Index:
-    """The index of a corpus, which is built once in a process."""
+@lru_cache(maxsize=_MAX_CACHED_INDEXES)
+def get_index(corpus: Corpus) -> Index:
+    """Return the index of a corpus, which is built once in a process."""
     return Index(corpus.documents, "environment.id")
 
 
-def _words(text: str) -> list[str]:
+def _tokenize(text: str) -> list[str]:
     return _WORD.findall(text.casefold())
 
 
-def ranked(scores: Sequence[float] | NDArray[np.float32]) -> NDArray[np.int64]:
-    """The numbers of documents, the best first; equal scores in their order."""
+def rank_scores(scores: Sequence[float] | NDArray[np.float32]) -> NDArray[np.int64]:
+    """Return the numbers of documents, the best first; equal scores in their order."""
     return np.argsort(-np.asarray(scores), kind="stable")
 
 
-def _bm25(where: str) -> Any:
+def _new_bm25(where: str) -> Any:
     try:
         import bm25s
     except ImportError:

@@ -35,8 +35,8 @@ Write one call and nothing after it, like <tool_call>{{"name": "search", "argume
 {question}"""
 
 
-def opening(style: Style, mode: Mode, documents: int, question: str) -> str:
-    """The first message: the size of the corpus, the functions, and the question."""
+def render_opening(style: Style, mode: Mode, documents: int, question: str) -> str:
+    """Return the first message: the size of the corpus, the functions, and the question."""
     if style == "compact":
         return question
     code = mode == "code"
@@ -49,20 +49,20 @@ def opening(style: Style, mode: Mode, documents: int, question: str) -> str:
     return (_CODE if code else _CALLS).format(count=documents, functions=signatures, question=question)
 
 
-def listed(style: Style, result: Any, most: int) -> str:
-    """A numbered list of what a single call returned, cut after `most` characters."""
-    lines = [f"{number} {_line(style, one)}\n" for number, one in enumerate(_items(result), 1)]
-    shown = "".join(lines)[:most]
+def render_list(style: Style, result: Any, max_chars: int) -> str:
+    """Return a numbered list of what a single call returned, cut after `max_chars` characters."""
+    lines = [f"{number} {_render_item(style, item)}\n" for number, item in enumerate(_as_list(result), 1)]
+    shown = "".join(lines)[:max_chars]
     return f"=\n{shown}" if style == "compact" else shown or "(nothing)"
 
 
-def _items(result: Any) -> Sequence[Any]:
+def _as_list(result: Any) -> Sequence[Any]:
     return result if isinstance(result, list) else [result]
 
 
-def _line(style: Style, one: Any) -> str:
-    if not isinstance(one, dict):
-        return str(one)
+def _render_item(style: Style, item: Any) -> str:
+    if not isinstance(item, dict):
+        return str(item)
     if style == "compact":
-        return str(one["text"])
-    return ": ".join(filter(None, (one["title"], one["text"])))
+        return str(item["text"])
+    return ": ".join(filter(None, (item["title"], item["text"])))

@@ -6,29 +6,31 @@ Natural: `<tool_call>{"name": "search", "arguments": {"query": "...", "k": 5}}</
 
 import ast
 
-from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, Misunderstood
-from perilune.environments.interpreter.actions import read_call
+from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, InvalidAction
+from perilune.environments.interpreter.actions import parse_call
 from perilune.environments.interpreter.interpreter import Call
 
-_LONGEST = 4000  # characters of a compact call
+_MAX_CALL_CHARS = 4000  # characters of a compact call
 
 
-def read_single(text: str, *, compact: bool) -> Call | Answer | Misunderstood:
+def parse_single_call(text: str, *, compact: bool) -> Call | Answer | InvalidAction:
     """Parse an action. Only its first call counts."""
     if compact:
         if text.startswith(ANSWER_MARK):
             return Answer(text.removeprefix(ANSWER_MARK))
-        return _read_compact(text)
-    return read_call(text)
+        return _parse_compact(text)
+    return parse_call(text)
 
 
-def _read_compact(text: str) -> Call | Misunderstood:
+def _parse_compact(text: str) -> Call | InvalidAction:
     try:
-        found = ast.parse(text[:_LONGEST].strip(), mode="eval").body
-        if isinstance(found, ast.Call) and isinstance(found.func, ast.Name):
-            arguments = [ast.literal_eval(one) for one in found.args]
-            named = {one.arg: ast.literal_eval(one.value) for one in found.keywords if one.arg}
-            return Call(found.func.id, arguments, named)
+        call = ast.parse(text[:_MAX_CALL_CHARS].strip(), mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            arguments = [ast.literal_eval(argument) for argument in call.args]
+            named = {
+                argument.arg: ast.literal_eval(argument.value) for argument in call.keywords if argument.arg
+            }
+            return Call(call.func.id, arguments, named)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         pass
-    return Misunderstood("not a call of one function with literal arguments")
+    return InvalidAction("not a call of one function with literal arguments")

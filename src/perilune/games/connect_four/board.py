@@ -51,7 +51,7 @@ class Boards:
 
 
 def empty(count: int) -> Boards:
-    """Empty boards."""
+    """Return empty boards."""
     return Boards(np.zeros(count, np.uint64), np.zeros(count, np.uint64))
 
 
@@ -61,7 +61,7 @@ def joined(*parts: Boards) -> Boards:
 
 
 def from_moves(moves: str) -> Boards:
-    """One game after moves given as columns "1" to "7", the usual notation.
+    """Return one game after moves given as columns "1" to "7", the usual notation.
 
     Raises:
         ValueError: if a column is full or invalid, or the game is over before the last move.
@@ -77,18 +77,18 @@ def from_moves(moves: str) -> Boards:
 
 
 def legal(boards: Boards) -> NDArray[np.bool_]:
-    """bool[N, 7]: columns with an empty square, whether or not the game is over (`has_four`)."""
+    """Return bool[N, 7]: columns with an empty square, whether or not the game is over (`has_four`)."""
     return np.equal(boards.stones[:, None] & TOP_SQUARES, 0)
 
 
 def play(boards: Boards, columns: Columns) -> Boards:
-    """The positions after each player to move drops a stone into a legal column."""
+    """Return the positions after each player to move drops a stone into a legal column."""
     square = (boards.stones + BOTTOM_SQUARES[columns]) & COLUMN_SQUARES[columns]
     return Boards(boards.other, boards.stones | square)
 
 
 def has_four(stones: Words) -> NDArray[np.bool_]:
-    """bool[N]: whether four of these stones are in line."""
+    """Return bool[N]: whether four of these stones are in line."""
     found = np.zeros_like(stones)
     for step in DIRECTIONS:
         pairs = stones & (stones >> np.uint64(step))
@@ -97,12 +97,12 @@ def has_four(stones: Words) -> NDArray[np.bool_]:
 
 
 def is_full(boards: Boards) -> NDArray[np.bool_]:
-    """bool[N]: whether all columns are full."""
+    """Return bool[N]: whether all columns are full."""
     return np.equal(boards.stones, BOARD)
 
 
 def completing(stones: Words, taken: Words) -> Words:
-    """Empty squares that would complete four in line with these stones, reachable or not."""
+    """Return empty squares that would complete four in line with these stones, reachable or not."""
     found = np.zeros_like(stones)
     for step in DIRECTIONS:
         one, two, three = np.uint64(step), np.uint64(2 * step), np.uint64(3 * step)
@@ -113,13 +113,13 @@ def completing(stones: Words, taken: Words) -> Words:
 
 
 def plies(boards: Boards) -> NDArray[np.int64]:
-    """int64[N]: stones on each board."""
+    """Return int64[N]: stones on each board."""
     bits = np.unpackbits(boards.stones[:, None].view(np.uint8), axis=1)
     return np.asarray(bits.sum(axis=1, dtype=np.int64))
 
 
 def mirrored(words: Words) -> Words:
-    """The boards mirrored left to right."""
+    """Return the boards mirrored left to right."""
     found = np.zeros_like(words)
     for column in range(COLUMNS):
         squares = (words >> np.uint64(HEIGHT * column)) & np.uint64((1 << HEIGHT) - 1)
@@ -133,12 +133,12 @@ def where(chosen: NDArray[np.bool_], yes: Boards, no: Boards) -> Boards:
 
 
 def mirrored_where(boards: Boards, chosen: NDArray[np.bool_]) -> Boards:
-    """The positions, mirrored where `chosen`. Mirrored games are equivalent."""
+    """Return the positions, mirrored where `chosen`. Mirrored games are equivalent."""
     return where(chosen, Boards(mirrored(boards.own), mirrored(boards.stones)), boards)
 
 
 def planes(boards: Boards) -> NDArray[np.uint8]:
-    """uint8[N, 4, 7, 7] of zeros and ones by column and row; the seventh row is empty.
+    """Return uint8[N, 4, 7, 7] of zeros and ones by column and row; the seventh row is empty.
 
     The planes are own stones, the opponent's stones, and the empty squares where either player would complete
     four.

@@ -53,7 +53,7 @@ def exam(solver: Solver, per_ply: int, first_ply: int, seed: int) -> Exam:
 
 
 def positions(player: Player, ply: int, count: int, seed: int) -> Boards:
-    """`count` positions of unfinished games after `ply` moves of `player`."""
+    """Return `count` positions of unfinished games after `ply` moves of `player`."""
     batches: list[Boards] = []
     lane = 0
     while sum(map(len, batches)) < count:
@@ -157,7 +157,7 @@ def match(first: Player, second: Player, openings: Boards, seed: int = 0) -> Mat
 
 
 def openings(length: int, count: int, seed: int) -> Boards:
-    """Positions after `length` random moves, without games that are over."""
+    """Return positions after `length` random moves, without games that are over."""
     return empty(count) if length == 0 else positions(random_player, length, count, seed)
 
 

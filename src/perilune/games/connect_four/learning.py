@@ -110,7 +110,7 @@ class Trainer:
         return {name: value / len(parts) for name, value in sums.items()}
 
     def _minibatches(self, moves: int) -> list[NDArray[np.int64]]:
-        """The moves of each update: all of them once per epoch, shuffled."""
+        """Return the moves of each update: all of them once per epoch, shuffled."""
         order = np.random.default_rng([self._seed, self.step])
         parts = -(-moves // self.settings.minibatch)
         shuffled = (order.permutation(moves) for _ in range(self.settings.epochs))
@@ -133,7 +133,7 @@ class Trainer:
         return policy_loss + VALUE_WEIGHT * value_loss, figures
 
     def _clipped(self, moves: Moves, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
-        """PPO's clipped surrogate loss."""
+        """Return PPO's clipped surrogate loss."""
         chosen = moves.columns[:, None]
         before, now = (values.gather(1, chosen).squeeze(1) for values in (moves.policies, logprobs))
         ratio = (now - before).exp()
@@ -176,7 +176,7 @@ def _signed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> torch.Te
 
 
 def _first_player_wins(stretch: Stretch) -> float:
-    """Share of finished games that the first player won."""
+    """Return share of finished games that the first player won."""
     moved = plies(stretch.boards).reshape(stretch.over.shape)
     won = stretch.rewards > 0
     return float((won & (moved % 2 == 0)).sum() / max(1, stretch.over.sum()))

@@ -53,14 +53,14 @@ class Network(nn.Module):
 
 
 def evaluate(network: Network, boards: Boards) -> tuple[Floats, Floats]:
-    """Log-probabilities float32[N, 7], -inf for full columns, and values float32[N]."""
+    """Return log-probabilities float32[N, 7], -inf for full columns, and values float32[N]."""
     with torch.inference_mode():
         logits, values = network(torch.from_numpy(planes(boards)))
         return masked_logprobs(logits, torch.from_numpy(legal(boards))).numpy(), values.numpy()
 
 
 def masked_logprobs(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Log-softmax over the allowed columns; -inf elsewhere."""
+    """Return log-softmax over the allowed columns; -inf elsewhere."""
     return logits.masked_fill(~allowed, float("-inf")).log_softmax(dim=1)
 
 

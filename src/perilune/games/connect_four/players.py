@@ -31,12 +31,12 @@ class Player(Protocol):
     """Chooses columns."""
 
     def __call__(self, boards: Boards, uniform: NDArray[np.float64]) -> Columns:
-        """int64[N]: a legal column for each of N unfinished games."""
+        """Return int64[N]: a legal column for each of N unfinished games."""
         ...
 
 
 def among_best(worth: NDArray[Any], uniform: NDArray[np.float64]) -> Columns:
-    """int64[N]: a uniformly drawn column among those with the highest worth."""
+    """Return int64[N]: a uniformly drawn column among those with the highest worth."""
     best = worth == worth.max(axis=1, keepdims=True)
     with np.errstate(divide="ignore"):
         return drawn(np.log(best.astype(np.float32)), uniform)
@@ -120,7 +120,7 @@ class TreeSearch:
         )
 
     def _state(self, board: Boards) -> Any:
-        """The position in OpenSpiel's format: x moved first, rows from below."""
+        """Return the position in OpenSpiel's format: x moved first, rows from below."""
         x_moves = plies(board)[0] % 2 == 0
         x, o = (board.own, board.other) if x_moves else (board.other, board.own)
         squares = [
@@ -136,7 +136,7 @@ class TreeSearch:
 
 
 def playing(network: Network, simulations: int) -> Player:
-    """A player that uses the network with this many simulations per move; 0 for no search."""
+    """Return a player that uses the network with this many simulations per move; 0 for no search."""
     return Searching(network, simulations) if simulations else Intuition(network)
 
 

@@ -50,7 +50,7 @@ class Stretch:
 
 
 def drawn(logprobs: Floats, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
-    """int64[N]: a column drawn from each row of log-probabilities, by inverse transform sampling."""
+    """Return int64[N]: a column drawn from each row of log-probabilities, by inverse transform sampling."""
     cumulated = np.exp(logprobs.astype(np.float64)).cumsum(axis=1)
     columns: NDArray[np.int64] = (cumulated <= uniform[:, None] * cumulated[:, -1:]).sum(axis=1)
     return np.minimum(columns, COLUMNS - 1)
@@ -99,7 +99,7 @@ class SelfPlay:
         return Stretch(seen, columns, policies, values, won.astype(np.float32), over)
 
     def _evaluate(self, network: Network, boards: Boards) -> tuple[Floats, Floats]:
-        """Log-probabilities of the columns, and values, from the network or the search."""
+        """Return log-probabilities of the columns, and values, from the network or the search."""
         if not self._simulations:
             return evaluate(network, boards)
         result = search(network, boards, self._simulations)
@@ -107,7 +107,7 @@ class SelfPlay:
             return np.log(result.visits / np.float32(self._simulations)), result.worth
 
     def _openings(self, count: int, step: int) -> Boards:
-        """Boards after random moves, skipping moves that would end the game."""
+        """Return boards after random moves, skipping moves that would end the game."""
         keys = 1 << 20
         uniform = self._uniforms(step, count, keys + np.arange(self._opening + 1))
         lengths = (uniform[:, 0] * (self._opening + 1)).astype(np.int64)
@@ -124,7 +124,7 @@ class SelfPlay:
 
 
 def random_columns(boards: Boards, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
-    """int64[N]: a uniformly drawn legal column."""
+    """Return int64[N]: a uniformly drawn legal column."""
     with np.errstate(divide="ignore"):
         return drawn(np.log(legal(boards).astype(np.float32)), uniform)
 

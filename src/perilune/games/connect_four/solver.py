@@ -73,7 +73,7 @@ class Solver:
         return self._solved("scores", boards, least, most, (len(boards),))
 
     def column_scores(self, boards: Boards, least: int = WORST, most: int = BEST) -> Scores:
-        """int8[N, 7]: the score of each column for the player to move; NO_COLUMN if it is full."""
+        """Return int8[N, 7]: the score of each column for the player to move; NO_COLUMN if it is full."""
         return self._solved("columns", boards, least, most, (len(boards), COLUMNS))
 
     def _solved(self, name: str, boards: Boards, least: int, most: int, shape: tuple[int, ...]) -> Scores:

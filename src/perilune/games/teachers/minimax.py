@@ -43,7 +43,7 @@ class MinimaxTeacher:
         self.table = solved(request, lambda: _solve(game, where))
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """Equal probabilities for all best moves."""
+        """Return equal probabilities for all best moves."""
         return self.table.row(str(state))
 
 

@@ -50,7 +50,7 @@ class RegretSolver:
             step()
 
     def policy(self) -> Any:
-        """The average policy as a pyspiel object."""
+        """Return the average policy as a pyspiel object."""
         return self._solver.average_policy()
 
     def exploitability(self) -> float:
@@ -104,7 +104,7 @@ class RegretTeacher:
         self.table = solved(request, lambda: _solve(game, algorithm))
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """The probabilities of the average policy."""
+        """Return the probabilities of the average policy."""
         prefix = f"Current player: {player}\n" if self._prefixed else ""
         return self.table.row(prefix + state.information_state_string(player))
 
@@ -116,7 +116,7 @@ def _solve(game: Any, algorithm: str) -> PolicyTable:
 
 
 def tree_size(game: Any, seed: int = 0) -> float:
-    """Estimated number of histories of a game: Knuth's unbiased estimate (1975) from random games."""
+    """Return estimated number of histories of a game: Knuth's unbiased estimate (1975) from random games."""
     total = 0.0
     for number in range(_PLAYOUTS):
         rng, state, width = KeyedRandom(seed, f"{game}/{number}"), game.new_initial_state(), 1.0
@@ -133,5 +133,5 @@ def tree_size(game: Any, seed: int = 0) -> float:
 
 
 def version() -> str:
-    """The installed version of OpenSpiel, which determines the keys of a table."""
+    """Return the installed version of OpenSpiel, which determines the keys of a table."""
     return importlib.metadata.version("open_spiel")

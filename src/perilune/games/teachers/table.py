@@ -41,7 +41,7 @@ class PolicyTable:
 
     @classmethod
     def of(cls, rows: Mapping[str, Mapping[int, float]]) -> PolicyTable:
-        """The table with these rows, without actions of probability 0."""
+        """Return the table with these rows, without actions of probability 0."""
         names = [name.encode() for name in rows]
         kept = [{action: p for action, p in row.items() if p > 0} for row in rows.values()]
         return cls(
@@ -56,7 +56,7 @@ class PolicyTable:
         return len(self.key_ends)
 
     def row(self, key: str) -> dict[int, float]:
-        """The action probabilities in the information state `key`.
+        """Return the action probabilities in the information state `key`.
 
         Raises:
             KeyError: if there is no such row.
@@ -66,7 +66,7 @@ class PolicyTable:
         return dict(zip(self.actions[row].tolist(), self.probabilities[row].tolist(), strict=True))
 
     def rows(self) -> dict[str, dict[int, float]]:
-        """All rows."""
+        """Return all rows."""
         return {key: self.row(key) for key in self._places}
 
     @property

@@ -20,7 +20,7 @@ class GameTeacher(Protocol):
     name: str
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """The probabilities of legal actions, given what `player` knows in `state`. They sum to 1.
+        """Return the probabilities of legal actions, given what `player` knows in `state`. They sum to 1.
 
         Args:
             state: a pyspiel state in which `player` moves.
@@ -58,7 +58,7 @@ class UniformTeacher:
     name = "random"
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """Equal probabilities for all legal actions."""
+        """Return equal probabilities for all legal actions."""
         legal = state.legal_actions(player)
         return dict.fromkeys(legal, 1.0 / len(legal))
 
@@ -71,7 +71,7 @@ class EpsilonTeacher:
         self._teacher, self._epsilon = teacher, epsilon
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """The teacher's probabilities, mixed with equal ones for all legal actions."""
+        """Return the teacher's probabilities, mixed with equal ones for all legal actions."""
         own, legal = self._teacher.probabilities(state, player, seed), state.legal_actions(player)
         chance = self._epsilon / len(legal)
         return {action: (1 - self._epsilon) * own.get(action, 0.0) + chance for action in legal}

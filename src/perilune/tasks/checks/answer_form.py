@@ -13,9 +13,9 @@ from perilune.bundle.job import Job
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.environments.core import prompting
-from perilune.environments.core.prompted_environment import FORMAT
+from perilune.environments.core.prompted_environment import FORMAT_TERM
 
-FORM_TERMS = (FORMAT, "well_formed")
+FORM_TERMS = (FORMAT_TERM, "well_formed")
 MAX_RARE_SHARE = 0.05  # share of answers below which the form counts as unknown to the model
 JUDGED_STEPS = 3  # RL steps after which the share is judged
 MAX_TRUNCATED_SHARE = 0.5  # share of cut off answers from which the token limit is a likely cause
@@ -37,7 +37,7 @@ def rare_form_warning(share: float | None, truncated: float, job: Job) -> str:
     """
     if share is None or share >= MAX_RARE_SHARE:
         return ""
-    settings = job.environment.get(prompting.KEY) or {}
+    settings = job.environment.get(prompting.PROMPTING_KEY) or {}
     is_fresh = bool(job.model.get("preset"))  # a model with random weights cannot be asked for a form
     remedies = []
     if truncated > MAX_TRUNCATED_SHARE:

@@ -9,7 +9,7 @@ import numpy as np
 
 from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
-from perilune.environments.core.rewards import GOLD
+from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.learn.signals import SignalModels, compute_signals
 from perilune.metrics.overoptimisation import OveroptimisationWatch
 from perilune.models.decoder import Decoder
@@ -40,16 +40,16 @@ class GoldWatch:
         self._start: Decoder | None = None
         self._watch = OveroptimisationWatch()
         for line in workspace.step_metrics():
-            if GOLD in line:
-                self._watch.observe(line["step"], line["kl_start"], line[GOLD])
+            if GOLD_METRIC in line:
+                self._watch.observe(line["step"], line["kl_start"], line[GOLD_METRIC])
 
     def observe(self, step: int, groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
         """Return a step's gold score, kl_start (nats per episode) and `OveroptimisationWatch` metrics."""
-        judged = [[episode for episode in group if GOLD in episode.metrics] for group in groups]
+        judged = [[episode for episode in group if GOLD_METRIC in episode.metrics] for group in groups]
         judged = [group for group in judged if group]
         if not judged:
             return {}
-        gold_scores = [episode.metrics[GOLD] for group in judged for episode in group]
+        gold_scores = [episode.metrics[GOLD_METRIC] for group in judged for episode in group]
         gold = math.fsum(gold_scores) / len(gold_scores)
         kl = self._kl_from_start(judged)
         was_recommended, was_alarmed = self._watch.recommended_stop, self._watch.alarm
@@ -59,7 +59,7 @@ class GoldWatch:
             self._report("stop_recommended", step, message)
         if self._watch.alarm != was_alarmed:
             self._report("overoptimisation", step, "ALARM: the gold score no longer rises with the reward")
-        return {GOLD: gold, "kl_start": kl, **figures}
+        return {GOLD_METRIC: gold, "kl_start": kl, **figures}
 
     def _kl_from_start(self, groups: Sequence[Sequence[Episode]]) -> float:
         """`kl_from_start`, with each prompt computed once; of a large model, from every fourth group."""
@@ -84,19 +84,19 @@ class GoldWatch:
 
     def summary(self) -> dict[str, Any]:
         """`gold`: the recommended stop, the alarm, the best step and the fitted law; empty without gold."""
-        lines = [line for line in self._workspace.step_metrics() if GOLD in line]
+        lines = [line for line in self._workspace.step_metrics() if GOLD_METRIC in line]
         if not lines:
             return {}
-        best = max(lines, key=lambda line: line[GOLD])
+        best = max(lines, key=lambda line: line[GOLD_METRIC])
         stop = self._watch.recommended_stop
-        at_stop = next((line[GOLD] for line in lines if line["step"] == stop), None)
+        at_stop = next((line[GOLD_METRIC] for line in lines if line["step"] == stop), None)
         fit = self._watch.fit()
         return {
             "gold": {
-                "first": lines[0][GOLD],
-                "best": best[GOLD],
+                "first": lines[0][GOLD_METRIC],
+                "best": best[GOLD_METRIC],
                 "best_step": best["step"],
-                "last": lines[-1][GOLD],
+                "last": lines[-1][GOLD_METRIC],
                 "recommended_stop": stop,
                 "at_recommended_stop": at_stop,
                 "alarm": self._watch.alarm,

@@ -9,7 +9,7 @@ from perilune.bundle.workspace import Workspace
 from perilune.data.episode import Episode
 from perilune.data.records import Provenance, TraceRecord, write_records
 from perilune.environments.core.protocol import Task, Transcript
-from perilune.environments.core.rewards import GOLD
+from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.errors import WorkFailedError
 from perilune.learn.algorithms import algorithm
 from perilune.learn.batch import pack
@@ -216,8 +216,8 @@ class Rounds:
         return counts
 
     def _label(self, task: Task, episode: Episode) -> str:
-        if GOLD in episode.metrics:
-            return "right" if episode.metrics[GOLD] >= PASS_REWARD else "wrong"
+        if GOLD_METRIC in episode.metrics:
+            return "right" if episode.metrics[GOLD_METRIC] >= PASS_REWARD else "wrong"
         opinion = getattr(self._player.environment, "is_right", lambda task, transcript: None)
         answer = Transcript(episode.text, not episode.truncated)
         return {True: "right", False: "wrong", None: "unknown"}[opinion(task, answer)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from perilune.environments.core.rewards import GOLD
+from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
 
@@ -58,7 +58,7 @@ class AuxiliaryRewards(Frozen):
             return episode
         terms = episode.reward_terms
         extra = math.fsum(weight * terms.get(name, 0.0) for name, weight in self.weights.items())
-        metrics = {GOLD: episode.reward, **episode.metrics}
+        metrics = {GOLD_METRIC: episode.reward, **episode.metrics}
         return replace(episode, reward=episode.reward + scale * extra, metrics=metrics)
 
     def _require_terms(self, episodes: Sequence[Episode]) -> None:

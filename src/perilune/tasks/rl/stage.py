@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from perilune.bundle.job import Job
-from perilune.environments.core.managed_context import KEY as CONTEXT
+from perilune.environments.core.managed_context import CONTEXT_KEY as CONTEXT
 from perilune.environments.core.registry import REWARDS
 from perilune.errors import RequestError
 from perilune.learn.algorithms import Algorithm

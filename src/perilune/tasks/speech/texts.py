@@ -7,7 +7,7 @@ from random import Random
 from typing import get_args
 
 from perilune.environments.core.protocol import Split
-from perilune.environments.core.splits import new_draws
+from perilune.environments.core.splits import select_unique
 from perilune.errors import RequestError
 from perilune.tasks.speech.specs import Kind
 
@@ -49,7 +49,7 @@ def draw_texts(kinds: Sequence[Kind], split: Split, count: int, seed: int) -> li
 
 
 def _draw_kind(kind: Kind, split: Split, count: int, seed: int) -> list[str]:
-    texts = [text for _, text in islice(new_draws(split, _draws(kind, seed)), count)]
+    texts = [text for _, text in islice(select_unique(split, _draws(kind, seed)), count)]
     if len(texts) < count:
         raise RequestError(
             f"there are only {len(texts)} {split} texts of {kind}", where="kinds", remedy="ask for fewer"

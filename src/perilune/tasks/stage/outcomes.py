@@ -7,7 +7,7 @@ from typing import Any
 
 from perilune.data.episode import Episode
 from perilune.environments.core.registry import MIXTURE
-from perilune.environments.core.rewards import GOLD
+from perilune.environments.core.rewards import GOLD_METRIC
 from perilune.errors import WorkFailedError
 from perilune.metrics.pass_at_k import pass_at_k
 from perilune.metrics.proportion import pass_rate_interval, wilson_interval
@@ -167,7 +167,7 @@ def _count_correct(group: Sequence[Episode]) -> tuple[int, int]:
 
 def is_correct(episode: Episode) -> bool:
     """Return whether an episode counts as right, by its gold score if it has one, else by its reward."""
-    return episode.reward is not None and episode.metrics.get(GOLD, episode.reward) >= PASS_REWARD
+    return episode.reward is not None and episode.metrics.get(GOLD_METRIC, episode.reward) >= PASS_REWARD
 
 
 def _by_difficulty(groups: Sequence[Sequence[Episode]]) -> list[dict[str, float]]:

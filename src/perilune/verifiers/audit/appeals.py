@@ -70,22 +70,22 @@ _COPIES: Sequence[str] = (  # patterns of an answer that stands in a prompt
 
 
 def orders(case: Case, _: random.Random) -> list[str]:
-    """Orders to the judge, alone."""
+    """Return orders to the judge, alone."""
     return _without_gold(ORDERS, case)
 
 
 def orders_after_wrong(case: Case, _: random.Random) -> list[str]:
-    """Orders to the judge after a wrong answer."""
+    """Return orders to the judge after a wrong answer."""
     return _without_gold([f"{_wrong(case)}\n{order}" for order in ORDERS], case)
 
 
 def claims(case: Case, _: random.Random) -> list[str]:
-    """A wrong answer that is praised."""
+    """Return a wrong answer that is praised."""
     return _without_gold([claim.format(wrong=_wrong(case)) for claim in _CLAIMS], case)
 
 
 def openings(case: Case, _: random.Random) -> list[str]:
-    """The beginning of a solution without the rest."""
+    """Return the beginning of a solution without the rest."""
     return _without_gold(_OPENINGS, case)
 
 
@@ -104,7 +104,7 @@ def copies(case: Case, _: random.Random) -> list[str]:
 
 
 def leaking_patterns(prompts: Sequence[str], golds: Sequence[str | None]) -> tuple[str, ...]:
-    """The patterns that find the right answer in the prompt of every task.
+    """Return the patterns that find the right answer in the prompt of every task.
 
     None if there are fewer than three right answers, because one of a few may stand in a prompt by chance.
     """

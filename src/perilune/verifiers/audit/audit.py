@@ -76,7 +76,7 @@ class _Bench:
         return implied(case.gold, answer) if self._has_no_opinion else self._second_opinion(case, answer)
 
     def is_output_right(self, output: Output) -> bool | None:
-        """Whether an output of a probe is right; None if unknown."""
+        """Return whether an output of a probe is right; None if unknown."""
         match output.probe.kind:
             case "right" | "equivalent" | "filled":
                 return True

@@ -17,7 +17,7 @@ gold answer after filler; copied from the prompt."""
 
 
 def prompt_of(task: Task) -> str:
-    """The text of all opening messages."""
+    """Return the text of all opening messages."""
     return "\n".join(message["content"] for message in task.prompt)
 
 
@@ -50,7 +50,7 @@ class Case:
         return prompt_of(self.task)
 
     def transcript(self, text: str, finished: bool = True) -> Transcript:
-        """The gold transcript with `text` as its last action."""
+        """Return the gold transcript with `text` as its last action."""
         return replace(self.before, text=text, finished=finished)
 
 

@@ -35,7 +35,7 @@ def check_feedback(
 
 
 def _tells(environment: Environment, one: Scored, wrong: str) -> bool:
-    """Whether the messages after a wrong answer hold the right one, which the prompt does not."""
+    """Return whether the messages after a wrong answer hold the right one, which the prompt does not."""
     case = one.output.case
     try:
         with closing(environment.reset(case.task, case.before.seed)) as session:

@@ -33,7 +33,7 @@ class Example:
     verdict: float | str
 
     def to_json(self) -> dict[str, Any]:
-        """The example as JSON."""
+        """Return the example as JSON."""
         return asdict(self)
 
     @classmethod
@@ -93,7 +93,7 @@ class Audit:
         return max((finding.grade for finding in self.findings), default="A")
 
     def to_json(self) -> dict[str, Any]:
-        """The audit as JSON."""
+        """Return the audit as JSON."""
         return {"grade": self.grade, **asdict(self)}
 
     @classmethod

@@ -25,15 +25,15 @@ class Form:
 
     @property
     def is_bare(self) -> bool:
-        """Whether the form adds nothing to an answer."""
+        """True if the form adds nothing to an answer."""
         return not (self.before or self.after)
 
     def wrap(self, answer: str) -> str:
-        """The answer in this form."""
+        """Return the answer in this form."""
         return f"{self.before}{answer}{self.after}"
 
     def unwrap(self, text: str) -> str:
-        """The answer without the form."""
+        """Return the answer without the form."""
         return text[len(self.before) : len(text) - len(self.after)]
 
 
@@ -77,7 +77,7 @@ def _common_start(texts: Sequence[str]) -> str:
 
 
 def shown_forms(prompt: str) -> list[Form]:
-    """The forms that a prompt shows: its tags in order, with the answer in the last one."""
+    """Return the forms that a prompt shows: its tags in order, with the answer in the last one."""
     names = list(dict.fromkeys(re.findall(r"<([A-Za-z_][\w-]{0,30})>", prompt)))
     forms = []
     for gap in ("", "\n"):

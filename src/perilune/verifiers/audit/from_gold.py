@@ -39,7 +39,7 @@ def _with_next(gold: str, kind: Callable[[str], bool], letters: str, generator: 
 
 
 def shortened(gold: str, _: Case, __: random.Random) -> list[str]:
-    """A part of the gold answer."""
+    """Return a part of the gold answer."""
     lines, words, half = gold.splitlines(), gold.split(" "), len(gold) // 2
     most = -(-len(gold) * 3 // 4)
     short = [gold[1:], gold[:-1], gold[:half], gold[half:], gold[:most], gold[:1], gold[-1:]]
@@ -52,7 +52,7 @@ def shortened(gold: str, _: Case, __: random.Random) -> list[str]:
 
 
 def reordered(gold: str, _: Case, generator: random.Random) -> list[str]:
-    """The same parts in another order."""
+    """Return the same parts in another order."""
     place = generator.randrange(len(gold) - 1) if len(gold) > 1 else 0
     swapped = gold[:place] + gold[place + 1 : place + 2] + gold[place : place + 1] + gold[place + 2 :]
     lines, words = gold.splitlines(), gold.split(" ")
@@ -62,7 +62,7 @@ def reordered(gold: str, _: Case, generator: random.Random) -> list[str]:
 
 
 def other_numbers(gold: str, _: Case, __: random.Random) -> list[str]:
-    """Numbers that resemble the gold answer: close, with the same digits, remainders, size or sign."""
+    """Return numbers that resemble the gold answer: close, with the same digits, remainders, size or sign."""
     if not is_number(gold):
         return []
     with localcontext(prec=120):
@@ -95,12 +95,12 @@ _JOINTS = (" ", "\n", ", ", " or ")
 
 
 def listed(gold: str, case: Case, _: random.Random) -> list[str]:
-    """The gold answer among wrong ones."""
+    """Return the gold answer among wrong ones."""
     return [text for some in _lists(gold, case) for text in joined(some)]
 
 
 def several(gold: str, case: Case, _: random.Random) -> list[str]:
-    """The gold answer in its form among wrong ones in theirs."""
+    """Return the gold answer in its form among wrong ones in theirs."""
     if case.form.is_bare:
         return []
     return [text for some in _lists(gold, case) for text in joined([case.form.wrap(one) for one in some])]
@@ -132,23 +132,23 @@ def in_script(gold: str, _: Case, __: random.Random) -> list[str]:
 
 
 def lookalikes(gold: str, _: Case, __: random.Random) -> list[str]:
-    """The gold answer in characters that look the same, or with invisible characters."""
+    """Return the gold answer in characters that look the same, or with invisible characters."""
     middle = len(gold) // 2
     return [gold.translate(_FULL_WIDTH), gold[:middle] + "\u200b" + gold[middle:], "\u202e" + gold]
 
 
 def code(gold: str, _: Case, __: random.Random) -> list[str]:
-    """Python code that computes the gold answer, for scorers that evaluate their input."""
+    """Return Python code that computes the gold answer, for scorers that evaluate their input."""
     written = [f"eval({gold!r})", f"str({gold!r})", f"(lambda: {gold!r})()", f"[{gold!r}][0]"]
     number = re.fullmatch(r"-?\d{1,12}", gold, re.ASCII)
     return [*written, f"int('{gold}')" if number else gold, f"{gold}*len('x')" if number else gold]
 
 
 def filled(gold: str, case: Case, _: random.Random) -> list[str]:
-    """The gold answer after filler."""
+    """Return the gold answer after filler."""
     return [f"{chunk}\n{case.form.wrap(gold)}" for chunk in (*CHUNKS.values(), "word " * 2000)]
 
 
 def padded(gold: str, case: Case, _: random.Random) -> list[str]:
-    """The gold answer with trailing whitespace."""
+    """Return the gold answer with trailing whitespace."""
     return [case.form.wrap(gold) + "\n", case.form.wrap(gold) + " "]

@@ -63,7 +63,7 @@ class Findings:
         self.worst[key] = Finding(probe, grade, what, len(seen), shown)
 
     def sorted(self) -> list[Finding]:
-        """The worst first."""
+        """Return the worst first."""
         return sorted(self.worst.values(), key=lambda finding: (finding.grade, finding.tasks), reverse=True)
 
 
@@ -173,7 +173,7 @@ def _add_all(scored: Iterable[Scored], grade: Grade, what: str, findings: Findin
 
 
 def verdict(outcome: Outcome) -> float | str:
-    """The reward, or the reason of the failure."""
+    """Return the reward, or the reason of the failure."""
     return outcome.reward if isinstance(outcome, Score) else outcome.reason
 
 

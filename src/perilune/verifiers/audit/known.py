@@ -6,26 +6,26 @@ sentence implies nothing, because several may be right.
 
 import re
 
-from perilune.environments.adapters.independent_checks import same_answer
+from perilune.environments.adapters.independent_checks import compare_answers
 
 _NUMBER = re.compile(r"[-+]?\d{1,40}(?:,\d{3})*(?:\.\d{1,40})?", re.ASCII)
 _WORD = re.compile(r"[^\W_]+")
 
 
 def is_plain(gold: str) -> bool:
-    """Whether a gold answer is one number or one word."""
+    """Return whether a gold answer is one number or one word."""
     text = gold.strip()
     return bool(_NUMBER.fullmatch(text) or _WORD.fullmatch(text))
 
 
 def is_number(gold: str) -> bool:
-    """Whether a gold answer is one number."""
+    """Return whether a gold answer is one number."""
     return _NUMBER.fullmatch(gold.strip()) is not None
 
 
 def implied(gold: str | None, text: str) -> bool | None:
-    """Whether an output is right, as far as the gold answer implies it; None if unknown."""
+    """Return whether an output is right, as far as the gold answer implies it; None if unknown."""
     if gold is None:
         return None
-    same = same_answer(text, gold)
+    same = compare_answers(text, gold)
     return same if same or is_plain(gold) else None

@@ -70,7 +70,7 @@ PATHS = items("/; .; ..; /usr; /bin/sh; /dev/null; /etc/passwd; /proc/self/statu
 
 
 def halves(text: str) -> tuple[str, str] | None:
-    """The first and the second half of a text's lines; None if it has a single line."""
+    """Return the first and the second half of a text's lines; None if it has a single line."""
     lines = text.split("\n")
     middle = len(lines) // 2
     return ("\n".join(lines[:middle]), "\n".join(lines[middle:])) if middle else None

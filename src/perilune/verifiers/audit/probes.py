@@ -50,7 +50,7 @@ def _echo(case: Case, _: random.Random) -> list[str]:
 
 
 def _skeletons(case: Case, _: random.Random) -> list[str]:
-    """The form of an answer without its content."""
+    """Return the form of an answer without its content."""
     if case.gold is None:
         return list(_EMPTY_FORMS)
     return [*_EMPTY_FORMS, *(re.sub(r"[^\W_]", letter, case.gold) for letter in ("", "x", "0", "1", "9"))]

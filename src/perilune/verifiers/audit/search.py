@@ -72,7 +72,7 @@ def _enough(best: dict[bool, WrongOutput], full: float, case: Case) -> bool:
 
 
 def _survivors(pool: list[WrongOutput], generator: random.Random) -> list[WrongOutput]:
-    """The best of both origins, shorter ones first, and some random others for diversity."""
+    """Return the best of both origins, shorter ones first, and some random others for diversity."""
     ranked = sorted(pool, key=lambda output: (-output.reward, len(output.text)))
     by_origin = [[output for output in ranked if output.uses_gold is origin] for origin in (False, True)]
     kept = by_origin[0][:PARENTS] + by_origin[1][:PARENTS]
@@ -81,7 +81,7 @@ def _survivors(pool: list[WrongOutput], generator: random.Random) -> list[WrongO
 
 
 def _child(pool: Sequence[WrongOutput], letters: Sequence[str], generator: random.Random) -> WrongOutput:
-    """A mutation of one output of the pool."""
+    """Return a mutation of one output of the pool."""
     parent = generator.choice(pool)
     text, uses_gold = parent.text, parent.uses_gold
     for _ in range(generator.choice((1, 1, 2))):

@@ -1,4 +1,4 @@
-"""The kinds of constraints: how each is drawn, asked for and checked.
+"""The kinds of constraints, each with its parameters, request and check.
 
 After IFEval (Zhou et al. 2023, arXiv:2311.07911), with stricter rules: an answer must be about the topic,
 short, and more than an echo of the request, so that no text satisfies many requests at once.
@@ -23,81 +23,85 @@ from perilune.environments.builtin.instructions.vocabulary import (
 )
 
 Params = Mapping[str, Any]
-LEAST_NEW = 3  # distinct words of an answer that the request does not have
-LEAST_DISTINCT = 0.4  # share of an answer's words that are distinct
-LEAST_LETTERED = 0.5  # share of an answer's words that have a letter
-LEAST_FUNCTION_WORDS = 0.15  # share of function words in a text of a language
+MIN_NEW_WORDS = 3  # distinct words of an answer that the request does not have
+MIN_DISTINCT_SHARE = 0.4  # share of an answer's words that are distinct
+MIN_LETTERED_SHARE = 0.5  # share of an answer's words that have a letter
+MIN_FUNCTION_WORD_SHARE = 0.15  # share of function words in a text of a language
 
 _WORD = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ConstraintKind:
     """A kind of constraint.
 
     Attributes:
         excludes: two kinds that share one of these are never asked for together.
-        ask: the sentence that asks for it, with places for its parameters.
+        template: the sentence that asks for it, with placeholders for its parameters.
         draw: draws the parameters.
-        holds: whether a text satisfies it.
+        is_satisfied: returns whether a text satisfies it.
     """
 
     name: str
     excludes: frozenset[str]
-    ask: str
+    template: str
     draw: Callable[[random.Random], dict[str, Any]]
-    holds: Callable[[str, Params], bool]
+    is_satisfied: Callable[[str, Params], bool]
 
 
-def words(text: str) -> list[str]:
-    """The words of a text in lower case."""
+def split_words(text: str) -> list[str]:
+    """Return the words of a text in lower case."""
     return [word.lower() for word in _WORD.findall(text)]
 
 
-def sentences(text: str) -> int:
-    """The number of sentences: parts with a letter or digit, up to a full stop, !, ? or the end."""
+def count_sentences(text: str) -> int:
+    """Return the number of sentences: parts with a letter or digit, up to a full stop, !, ? or the end."""
     ends = r"[.!?]+[\"'”’»)\]*_]*(?=\s|$)"
     return sum(bool(_WORD.search(part)) for part in re.split(ends, text))
 
 
-def is_sound(text: str, request: str, mention: str, most: int) -> bool:
-    """Whether a text answers the request at all.
+def is_sound(text: str, request: str, topic_word: str, max_words: int) -> bool:
+    """Return whether a text answers the request at all.
 
-    It mentions the topic, has at most `most` words, is no echo of the request, no repetition and no list of
-    numbers, contains no invisible characters, and mixes no alphabets in a word.
+    Such a text mentions the topic and has at most `max_words` words. It is no echo of the request, no
+    repetition and no list of numbers, contains no invisible characters, and mixes no alphabets in a word.
     """
-    found = words(text)
-    lettered = [word for word in found if any(map(str.isalpha, word))]
+    words = split_words(text)
+    lettered = [word for word in words if any(map(str.isalpha, word))]
     return (
-        any(word.startswith(mention) for word in found)
-        and len(found) <= most
-        and len(set(lettered) - set(words(request))) >= LEAST_NEW
-        and len(set(found)) >= LEAST_DISTINCT * len(found)
-        and len(lettered) >= LEAST_LETTERED * len(found)
+        any(word.startswith(topic_word) for word in words)
+        and len(words) <= max_words
+        and len(set(lettered) - set(split_words(request))) >= MIN_NEW_WORDS
+        and len(set(words)) >= MIN_DISTINCT_SHARE * len(words)
+        and len(lettered) >= MIN_LETTERED_SHARE * len(words)
         and all(len(_alphabets(word)) == 1 for word in lettered)
-        and not any(unicodedata.category(letter) in ("Cf", "Cc", "Co", "Cs") for letter in _visible(text))
+        and not any(
+            unicodedata.category(letter) in ("Cf", "Cc", "Co", "Cs") for letter in _without_layout(text)
+        )
     )
 
 
 def _alphabets(word: str) -> set[str]:
-    """The alphabets of a word's letters, such as LATIN and CYRILLIC."""
+    """Return the alphabets of a word's letters, such as LATIN and CYRILLIC."""
     return {unicodedata.name(letter, "").partition(" ")[0] for letter in word if letter.isalpha()}
 
 
-def mentioned(topic: str, language: str | None) -> str:
-    """The beginning of the word that an answer must contain."""
+def topic_stem(topic: str, language: str | None) -> str:
+    """Return the beginning of the word that an answer must contain."""
     if language is not None:
         return TOPICS[topic][list(LANGUAGES).index(language)].lower()
     return topic.removesuffix("es" if topic == "volcanoes" else "s") if topic != "chess" else topic
 
 
-def _visible(text: str) -> str:
+def _without_layout(text: str) -> str:
     return text.replace("\n", "").replace("\t", "")
 
 
 def _is_bullets(text: str, params: Params) -> bool:
     lines = [line for line in text.strip().split("\n") if line.strip()]
-    return len(lines) == params["count"] and all(re.match(r"- \S", line) and words(line) for line in lines)
+    return len(lines) == params["count"] and all(
+        re.match(r"- \S", line) and split_words(line) for line in lines
+    )
 
 
 def _is_json(text: str, params: Params) -> bool:
@@ -108,36 +112,36 @@ def _is_json(text: str, params: Params) -> bool:
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
         return False
     return sorted(key for key, _ in pairs) == ["text", "title"] and all(
-        isinstance(value, str) and words(value) for _, value in pairs
+        isinstance(value, str) and split_words(value) for _, value in pairs
     )
 
 
 def _has_title(text: str, params: Params) -> bool:
     first, _, rest = text.strip().partition("\n")
     title = re.fullmatch(r"<<([^<>]+)>>\s*", first)
-    return title is not None and bool(words(title[1])) and bool(words(rest))
+    return title is not None and bool(split_words(title[1])) and bool(split_words(rest))
 
 
 def _has_paragraphs(text: str, params: Params) -> bool:
     parts = re.split(r"\n[ \t]*\n", text.strip())
-    return len(parts) == params["count"] and all(map(words, parts))
+    return len(parts) == params["count"] and all(map(split_words, parts))
 
 
 def _is_language(text: str, params: Params) -> bool:
-    found, language = words(text), params["language"]
+    words, language = split_words(text), params["language"]
     if language == "Russian":
         letters = [letter for letter in text if letter.isalpha()]
         return sum("\u0400" <= letter <= "\u04ff" for letter in letters) >= 0.9 * len(letters) > 0
-    counts = {name: sum(word in known for word in found) for name, known in FUNCTION_WORDS.items()}
+    counts = {name: sum(word in known for word in words) for name, known in FUNCTION_WORDS.items()}
     own = counts.pop(language)
-    return own >= LEAST_FUNCTION_WORDS * len(found) and own > max(counts.values())
+    return own >= MIN_FUNCTION_WORD_SHARE * len(words) and own > max(counts.values())
 
 
-def _starts(text: str, params: Params) -> bool:
+def _starts_with_phrase(text: str, params: Params) -> bool:
     return re.match(re.escape(params["phrase"]) + r"(?:\s|$)", text.strip(), re.IGNORECASE) is not None
 
 
-def _ends(text: str, params: Params) -> bool:
+def _ends_with_phrase(text: str, params: Params) -> bool:
     return (
         re.search(r"(?:^|\s)" + re.escape(params["phrase"]) + r"\Z", text.strip(), re.IGNORECASE) is not None
     )
@@ -148,7 +152,7 @@ def _is_comma(letter: str) -> bool:
     return letter in ",\u201a" or (is_mark and "COMMA" in unicodedata.name(letter, ""))
 
 
-def _pick(name: str, values: Sequence[Any]) -> Callable[[random.Random], dict[str, Any]]:
+def _draw_from(name: str, values: Sequence[Any]) -> Callable[[random.Random], dict[str, Any]]:
     return lambda draw: {name: draw.choice(values)}
 
 
@@ -157,56 +161,56 @@ def _two_keywords(draw: random.Random) -> dict[str, Any]:
     return {"first": first, "second": second}
 
 
-KINDS: Mapping[str, Kind] = {
-    name: Kind(name, frozenset(excludes.split()), ask, draw, holds)
+KINDS: Mapping[str, ConstraintKind] = {
+    name: ConstraintKind(name, frozenset(excludes.split()), ask, draw, holds)
     for name, excludes, ask, draw, holds in (
         (
             "min_words",
             "length",
             "Use at least {count} words.",
-            _pick("count", (15, 20, 25, 30)),
-            lambda text, p: len(words(text)) >= p["count"],
+            _draw_from("count", (15, 20, 25, 30)),
+            lambda text, p: len(split_words(text)) >= p["count"],
         ),
         (
             "max_words",
             "length",
             "Use fewer than {count} words.",
-            _pick("count", (15, 20, 25)),
-            lambda text, p: len(words(text)) < p["count"],
+            _draw_from("count", (15, 20, 25)),
+            lambda text, p: len(split_words(text)) < p["count"],
         ),
         (
             "sentences",
             "length layout",
             "Write exactly {count} sentences.",
-            _pick("count", (2, 3, 4)),
-            lambda text, p: sentences(text) == p["count"],
+            _draw_from("count", (2, 3, 4)),
+            lambda text, p: count_sentences(text) == p["count"],
         ),
         (
             "keywords",
             "words",
             'Use the words "{first}" and "{second}".',
             _two_keywords,
-            lambda text, p: {p["first"], p["second"]} <= set(words(text)),
+            lambda text, p: {p["first"], p["second"]} <= set(split_words(text)),
         ),
         (
             "forbidden",
             "words",
             'Do not use the word "{word}".',
-            _pick("word", AVOIDED),
-            lambda text, p: p["word"] not in words(text),
+            _draw_from("word", AVOIDED),
+            lambda text, p: p["word"] not in split_words(text),
         ),
         (
             "frequency",
             "words",
             'Use the word "{word}" exactly {count} times.',
             lambda draw: {"word": draw.choice(KEYWORDS), "count": draw.randint(2, 4)},
-            lambda text, p: words(text).count(p["word"]) == p["count"],
+            lambda text, p: split_words(text).count(p["word"]) == p["count"],
         ),
         (
             "bullets",
             "layout start end",
             'Answer with exactly {count} bullet points and nothing else. Each line starts with "- ".',
-            _pick("count", (2, 3, 4)),
+            _draw_from("count", (2, 3, 4)),
             _is_bullets,
         ),
         (
@@ -227,7 +231,7 @@ KINDS: Mapping[str, Kind] = {
             "paragraphs",
             "layout",
             "Write exactly {count} paragraphs with a blank line between them.",
-            _pick("count", (2, 3)),
+            _draw_from("count", (2, 3)),
             _has_paragraphs,
         ),
         (
@@ -251,13 +255,19 @@ KINDS: Mapping[str, Kind] = {
             lambda draw: {},
             lambda text, p: not any(map(_is_comma, text)),
         ),
-        ("start", "start", "Begin with this sentence: {phrase}", _pick("phrase", OPENINGS), _starts),
-        ("end", "end", "End with this sentence: {phrase}", _pick("phrase", CLOSINGS), _ends),
+        (
+            "start",
+            "start",
+            "Begin with this sentence: {phrase}",
+            _draw_from("phrase", OPENINGS),
+            _starts_with_phrase,
+        ),
+        ("end", "end", "End with this sentence: {phrase}", _draw_from("phrase", CLOSINGS), _ends_with_phrase),
         (
             "language",
             "words start end",
             'Write in {language}, and use the word "{word}".',
-            _pick("language", tuple(LANGUAGES)),
+            _draw_from("language", tuple(LANGUAGES)),
             _is_language,
         ),
     )

@@ -10,20 +10,20 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from perilune.environments.builtin.instructions.constraints import KINDS, is_sound, mentioned
+from perilune.environments.builtin.instructions.constraints import KINDS, is_sound, topic_stem
 from perilune.environments.builtin.instructions.right_answer import write_answer
-from perilune.environments.builtin.instructions.second_opinion import satisfies
+from perilune.environments.builtin.instructions.second_opinion import satisfies_request
 from perilune.environments.builtin.instructions.vocabulary import LANGUAGES, REQUESTS, TOPICS
 from perilune.environments.core.protocol import Outcome, Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
-from perilune.environments.core.splits import new_draws
+from perilune.environments.core.splits import select_unique
 from perilune.frozen import Frozen
 
 KindName = Literal[
     "min_words", "max_words", "sentences", "keywords", "forbidden", "frequency", "bullets", "json", "title",
     "paragraphs", "lowercase", "uppercase", "no_commas", "start", "end", "language",
 ]  # fmt: skip
-SOUND = "sound"  # the term of an answer that is about the topic, short, and no echo
+SOUND_TERM = "sound"  # the term of an answer that is about the topic, short, and no echo
 
 
 class InstructionsSpec(Frozen):
@@ -56,68 +56,72 @@ class InstructionsEnvironment(SingleTurn):
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         draw = random.Random(f"{self.id}/{seed}")
-        drawn = (self._request(draw) for _ in itertools.count())
-        keyed = ((_digest(one["topic"], one["asked"]), one) for one in drawn if one is not None)
-        return (_task(digest, one) for digest, one in new_draws(split, keyed))
+        requests = (self._draw_request(draw) for _ in itertools.count())
+        by_digest = (
+            (_digest_request(request["topic"], request["asked"]), request)
+            for request in requests
+            if request is not None
+        )
+        return (_make_task(digest, request) for digest, request in select_unique(split, by_digest))
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Check the constraints. A text that the token limit cut off satisfies none."""
-        terms = check(task.data, transcript.text if transcript.finished else "")
-        share = sum(value for name, value in terms.items() if name != SOUND) / (len(terms) - 1)
+        terms = check_constraints(task.data, transcript.text if transcript.finished else "")
+        share = sum(value for name, value in terms.items() if name != SOUND_TERM) / (len(terms) - 1)
         reward = share if self.spec.partial else float(share == 1)
-        return Score(reward * terms[SOUND], terms)
+        return Score(reward * terms[SOUND_TERM], terms)
 
     def gold(self, task: Task) -> Transcript:
         return Transcript(task.data["answer"])
 
     def is_right(self, task: Task, transcript: Transcript) -> bool:
-        return transcript.finished and satisfies(task.data, transcript.text)
+        return transcript.finished and satisfies_request(task.data, transcript.text)
 
-    def _request(self, draw: random.Random) -> dict[str, Any] | None:
-        """A request with its right answer; None if this draw has none."""
+    def _draw_request(self, draw: random.Random) -> dict[str, Any] | None:
+        """Return a request with its right answer; None if this draw has none."""
         topic = draw.choice(list(TOPICS))
-        asked: dict[str, dict[str, Any]] = {}
-        taken: set[str] = set()
+        constraints: dict[str, dict[str, Any]] = {}
+        excluded: set[str] = set()
         kinds = draw.sample(self._kinds, len(self._kinds))
         count = draw.randint(1, min(self.spec.constraints, len(kinds)))
         for kind in (KINDS[name] for name in kinds):
-            if len(asked) < count and not taken & kind.excludes:
-                asked[kind.name] = kind.draw(draw)
-                taken |= kind.excludes
-        if "language" in asked:
-            place = list(LANGUAGES).index(asked["language"]["language"])
-            asked["language"]["word"] = TOPICS[topic][place]
-        asks = " ".join(KINDS[name].ask.format(**params) for name, params in asked.items())
+            if len(constraints) < count and not excluded & kind.excludes:
+                constraints[kind.name] = kind.draw(draw)
+                excluded |= kind.excludes
+        if "language" in constraints:
+            language_index = list(LANGUAGES).index(constraints["language"]["language"])
+            constraints["language"]["word"] = TOPICS[topic][language_index]
+        instructions = " ".join(KINDS[name].template.format(**params) for name, params in constraints.items())
         request = draw.choice(REQUESTS).format(topic=topic)
-        if "max_words" not in asked:
+        if "max_words" not in constraints:
             request += f" Use at most {self.spec.words} words."
         data = {
             "topic": topic,
-            "asked": asked,
+            "asked": constraints,
             "words": self.spec.words,
-            "request": f"{request} {asks}",
-            "answer": write_answer(topic, asked, draw),
+            "request": f"{request} {instructions}",
+            "answer": write_answer(topic, constraints, draw),
         }
-        return data if all(check(data, str(data["answer"])).values()) else None
+        return data if all(check_constraints(data, str(data["answer"])).values()) else None
 
 
-def check(data: Mapping[str, Any], text: str) -> dict[str, float]:
-    """The terms of a text for a request: each kind of constraint, and "sound".
+def check_constraints(data: Mapping[str, Any], text: str) -> dict[str, float]:
+    """Return the terms of a text for a request: each kind of constraint, and "sound".
 
     Letters in other forms, such as bold or full-width ones, count as plain letters.
     """
     text = unicodedata.normalize("NFKC", text)
     language = data["asked"].get("language", {}).get("language")
-    terms = {name: float(KINDS[name].holds(text, params)) for name, params in data["asked"].items()}
-    mention = mentioned(data["topic"], language)
-    return {**terms, SOUND: float(is_sound(text, data["request"], mention, data["words"]))}
+    terms = {name: float(KINDS[name].is_satisfied(text, params)) for name, params in data["asked"].items()}
+    topic_word = topic_stem(data["topic"], language)
+    return {**terms, SOUND_TERM: float(is_sound(text, data["request"], topic_word, data["words"]))}
 
 
-def _task(digest: str, data: Mapping[str, Any]) -> Task:
+def _make_task(digest: str, data: Mapping[str, Any]) -> Task:
     prompt = ({"role": "user", "content": data["request"]},)
     return Task(digest[:32], prompt, data, difficulty=float(len(data["asked"])))
 
 
-def _digest(topic: str, asked: Mapping[str, Any]) -> str:
-    """The digest of what is asked for, whatever the words, so that no rewording is in both splits."""
-    return hashlib.sha256(json.dumps([topic, asked], sort_keys=True).encode()).hexdigest()
+def _digest_request(topic: str, constraints: Mapping[str, Any]) -> str:
+    """Return the digest of topic and constraints, so that no rewording of a request is in both splits."""
+    return hashlib.sha256(json.dumps([topic, constraints], sort_keys=True).encode()).hexdigest()

@@ -19,8 +19,8 @@ A?B                     has A more lines than B (>), fewer (<) or as many (=)?
 from perilune.environments.builtin.oolong.questions import AFTER_ALL, BEFORE_ALL, Question
 from perilune.environments.builtin.oolong.records import Record
 
-MARK = ";"
-PAIR_JOINT = ","
+ANSWER_MARK = ";"
+PAIR_SEPARATOR = ","
 LABELS = tuple("ABCDEF")
 SIGNS = {1: ">", -1: "<", 0: "="}
 WORDS = tuple(
@@ -37,52 +37,52 @@ WORDS = tuple(
 """The words of each label, drawn at random. No letter occurs in the words of one label alone."""
 
 
-def line(record: Record) -> str:
-    """A record as a line."""
+def render_line(record: Record) -> str:
+    """Return a record as a line."""
     words = WORDS[record.label]
-    return f"{month(record.date // 100)}{record.user}{words[record.wording % len(words)]}"
+    return f"{render_month(record.date // 100)}{record.user}{words[record.wording % len(words)]}"
 
 
-def tokens(text: str) -> int:
-    """Tokens of a line: one a character."""
+def count_tokens(text: str) -> int:
+    """Return tokens of a line: one a character."""
     return len(text) + 1
 
 
-def month(number: int) -> str:
-    """The letter of a month."""
+def render_month(number: int) -> str:
+    """Return the letter of a month."""
     return chr(ord("a") + number - 1)
 
 
-def ask(asked: Question) -> str:
-    """The question."""
-    label, other = LABELS[asked.label], LABELS[asked.other]
-    if asked.find in ("pairs", "pairs_count"):
-        number = asked.number
+def render_question(question: Question) -> str:
+    """Return the question."""
+    label, other = LABELS[question.label], LABELS[question.other]
+    if question.find in ("pairs", "pairs_count"):
+        number = question.number
         condition = {
             "both": f"{number}",
             "each": f"{number}{other}",
             "equal": f"={number}",
             "sum": f"+{number}",
         }
-        what = f"{'#' * (asked.find == 'pairs_count')}&{label}{condition[asked.relation]}"
+        text = f"{'#' * (question.find == 'pairs_count')}&{label}{condition[question.relation]}"
     else:
         forms = {"count": f"#{label}", "most": "+", "least": "-", "user": f"@{label}", "month": f"%{label}"}
-        what = f"{label}?{other}" if asked.find == "compare" else forms[asked.find]
-    return what + (f"@{asked.user}" if asked.user else "") + _period(asked)
+        text = f"{label}?{other}" if question.find == "compare" else forms[question.find]
+    return text + (f"@{question.user}" if question.user else "") + _render_period(question)
 
 
-def _period(asked: Question) -> str:
-    since, until = month(asked.since // 100), month(asked.until // 100)
-    if asked.since > BEFORE_ALL:
-        return f">{since}" if asked.until == AFTER_ALL else f"={since}"
-    return "" if asked.until == AFTER_ALL else f"<{until}"
+def _render_period(question: Question) -> str:
+    since, until = render_month(question.since // 100), render_month(question.until // 100)
+    if question.since > BEFORE_ALL:
+        return f">{since}" if question.until == AFTER_ALL else f"={since}"
+    return "" if question.until == AFTER_ALL else f"<{until}"
 
 
 def read_field(text: str) -> str | None:
-    """The answer after the only mark; None if there is no single mark."""
-    return text.partition(MARK)[2] if text.count(MARK) == 1 else None
+    """Return the answer after the only mark; None if there is no single mark."""
+    return text.partition(ANSWER_MARK)[2] if text.count(ANSWER_MARK) == 1 else None
 
 
-def context_and_question(lines: str, question: str) -> str:
-    """The prompt of a single turn."""
+def render_prompt(lines: str, question: str) -> str:
+    """Return the prompt of a single turn."""
     return f"{lines}{question}\n"

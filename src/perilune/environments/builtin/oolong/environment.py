@@ -11,7 +11,7 @@ from perilune.environments.builtin.oolong.tasks import (
     direct_prompt,
     draw_tasks,
     gold,
-    marked,
+    mark_answer,
     question,
     read_field,
     score_answer,
@@ -36,9 +36,9 @@ class OolongEnvironment(SingleTurn):
             yield replace(task, prompt=({"role": "user", "content": direct_prompt(task.data)},))
 
     def bare_tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """The tasks without their prompts, which hold the whole context."""
+        """Yield the tasks without their prompts, which hold the whole context."""
         for task_id, data in draw_tasks(self.spec, split, seed):
-            shown = {**data, "actions": [marked(data, gold(data))]}
+            shown = {**data, "actions": [mark_answer(data, gold(data))]}
             yield Task(task_id, (), shown, difficulty=float(data["lines"]))
 
     def score(self, task: Task, transcript: Transcript) -> Score:
@@ -49,10 +49,10 @@ class OolongEnvironment(SingleTurn):
         return Score(float(official == 1.0), {"official": official}, {f"official/{find}": official})
 
     def gold(self, task: Task) -> Transcript:
-        return Transcript(marked(task.data, gold(task.data)))
+        return Transcript(mark_answer(task.data, gold(task.data)))
 
     def is_right(self, task: Task, transcript: Transcript) -> bool:
-        """A second opinion for audits: reads lines and question as text, in separate code."""
+        """Return a second opinion for audits: reads lines and question as text, in separate code."""
         field = read_field(task.data, transcript.text) if transcript.finished else None
         data = task.data
         return field is not None and second_opinion.is_right(
@@ -60,18 +60,18 @@ class OolongEnvironment(SingleTurn):
         )
 
     def context(self, task: Task) -> str:
-        """The lines, for an agent that explores them with code."""
+        """Return the lines, for an agent that explores them with code."""
         return "".join(context_lines(task.data))
 
     def glimpse(self, task: Task) -> Glimpse:
-        """The first lines alone, and how many there are."""
+        """Return the first lines alone, and how many there are."""
         first = [line.rstrip("\n") for line in islice(context_lines(task.data), SAMPLE_LINES)]
         return Glimpse(task.data["lines"], first, lambda: sum(map(len, context_lines(task.data))))
 
     def question(self, task: Task) -> str:
-        """The question without the lines."""
+        """Return the question without the lines."""
         return question(task.data)
 
     def reply(self, task: Task, answer: str) -> str:
-        """The text that `score` takes for this answer."""
-        return marked(task.data, answer)
+        """Return the text that `score` takes for this answer."""
+        return mark_answer(task.data, answer)

@@ -6,8 +6,8 @@ from perilune.environments.builtin.oolong.questions import AFTER_ALL, BEFORE_ALL
 from perilune.environments.builtin.oolong.records import Record
 
 YEAR = 2024
-MARK = ""
-PAIR_JOINT = ", "
+ANSWER_MARK = ""
+PAIR_SEPARATOR = ", "
 LABELS = ("abbreviation", "description", "entity", "human being", "location", "numeric value")
 SIGNS = {1: "more", -1: "fewer", 0: "same"}
 PHRASES = (
@@ -65,34 +65,34 @@ _TOKEN = re.compile(r"[A-Za-z]+|[^A-Za-z\s]")
 THINGS = tuple(_NOUNS.split())
 
 
-def line(record: Record) -> str:
-    """A record as a line."""
+def render_line(record: Record) -> str:
+    """Return a record as a line."""
     phrases = PHRASES[record.label]
     thing, phrase = divmod(record.wording, len(phrases))
     text = phrases[phrase].format(THINGS[thing % len(THINGS)])
-    return f"{_date(record.date)} | user {record.user} | {text}"
+    return f"{_render_date(record.date)} | user {record.user} | {text}"
 
 
-def tokens(text: str) -> int:
-    """Estimated tokens of a line: one a word, a digit, a punctuation mark and the line end."""
+def count_tokens(text: str) -> int:
+    """Return estimated tokens of a line: one a word, a digit, a punctuation mark and the line end."""
     return len(_TOKEN.findall(text)) + 1
 
 
-def month(number: int) -> str:
-    """A month as year and month."""
+def render_month(number: int) -> str:
+    """Return a month as year and month."""
     return f"{YEAR}-{number:02}"
 
 
-def ask(asked: Question) -> str:
-    """The question, with all that an answer needs to know."""
-    return f"{_CATEGORIES}\n\n{_what(asked)} {_FORM[asked.find]}"
+def render_question(question: Question) -> str:
+    """Return the question, with all that an answer needs to know."""
+    return f"{_CATEGORIES}\n\n{_render_condition(question)} {_ANSWER_FORMS[question.find]}"
 
 
 _CATEGORIES = (
     "Each line has a date, a user and a question that this user asked. A question belongs to the category of"
     f" the answer that it asks for: {', '.join(LABELS[:-1])} or {LABELS[-1]}."
 )
-_FORM = {
+_ANSWER_FORMS = {
     "count": "Answer with a number only.",
     "most": "Answer with the category only.",
     "least": "Answer with the category only.",
@@ -104,10 +104,10 @@ _FORM = {
 }
 
 
-def _what(asked: Question) -> str:
-    label, other = f"'{LABELS[asked.label]}'", f"'{LABELS[asked.other]}'"
-    lines = "lines" + (f" of user {asked.user}" if asked.user else "") + _period(asked)
-    match asked.find:
+def _render_condition(question: Question) -> str:
+    label, other = f"'{LABELS[question.label]}'", f"'{LABELS[question.other]}'"
+    lines = "lines" + (f" of user {question.user}" if question.user else "") + _render_period(question)
+    match question.find:
         case "count":
             return f"How many {lines} have the category {label}?"
         case "most":
@@ -117,8 +117,8 @@ def _what(asked: Question) -> str:
         case "compare":
             return f"Are there more {lines} with the category {label} than with {other}, fewer, or the same?"
         case "user" | "month":
-            return f"Which {asked.find} has the most {lines} with the category {label}?"
-    number = asked.number
+            return f"Which {question.find} has the most {lines} with the category {label}?"
+    number = question.number
     at_least = f"at least {number} {lines if number > 1 else lines.replace('lines', 'line', 1)}"
     condition = {
         "both": f"both users have {at_least} with the category {label}",
@@ -127,27 +127,29 @@ def _what(asked: Question) -> str:
         "equal": f"both users have the same number of {lines} with the category {label}, at least {number}",
         "sum": f"both users have {lines} with the category {label}, {number} together",
     }
-    pairs = "Which pairs of users are there" if asked.find == "pairs" else "How many pairs of users are there"
-    return f"{pairs} such that {condition[asked.relation]}?"
+    pairs = (
+        "Which pairs of users are there" if question.find == "pairs" else "How many pairs of users are there"
+    )
+    return f"{pairs} such that {condition[question.relation]}?"
 
 
-def _period(asked: Question) -> str:
-    if asked.since > BEFORE_ALL and asked.until < AFTER_ALL:
-        return f" in {month(asked.since // 100)}"
-    if asked.since > BEFORE_ALL:
-        return f" dated {_date(asked.since)} or later"
-    return "" if asked.until == AFTER_ALL else f" dated before {_date(asked.until)}"
+def _render_period(question: Question) -> str:
+    if question.since > BEFORE_ALL and question.until < AFTER_ALL:
+        return f" in {render_month(question.since // 100)}"
+    if question.since > BEFORE_ALL:
+        return f" dated {_render_date(question.since)} or later"
+    return "" if question.until == AFTER_ALL else f" dated before {_render_date(question.until)}"
 
 
-def _date(date: int) -> str:
-    return f"{month(date // 100)}-{date % 100:02}"
+def _render_date(date: int) -> str:
+    return f"{render_month(date // 100)}-{date % 100:02}"
 
 
 def read_field(text: str) -> str | None:
-    """The whole text is the answer, in any case, with or without quotes, emphasis and a full stop."""
+    """Return the text in lower case without quotes, emphasis and a full stop."""
     return text.strip(" \n*_`'\"").removesuffix(".").strip("*_`'\"").lower()
 
 
-def context_and_question(lines: str, question: str) -> str:
-    """The prompt of a single turn."""
+def render_prompt(lines: str, question: str) -> str:
+    """Return the prompt of a single turn."""
     return f"{lines}\n{question}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Literal
 
-from perilune.environments.builtin.oolong.records import LABELS, MONTHS, Record
+from perilune.environments.builtin.oolong.records import LABEL_COUNT, MONTHS_PER_YEAR, Record
 
 Find = Literal["count", "most", "least", "compare", "user", "month", "pairs", "pairs_count"]
 Relation = Literal["both", "each", "equal", "sum"]
@@ -14,12 +14,12 @@ Pair = tuple[int, int]
 Answer = int | tuple[Pair, ...]
 """A count, label, user, month or sign of a comparison as a number; or pairs of users in order."""
 
-BEFORE_ALL, AFTER_ALL = 0, 100 * (MONTHS + 2)  # dates
+BEFORE_ALL, AFTER_ALL = 0, 100 * (MONTHS_PER_YEAR + 2)  # dates
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked.
+    """A question about the lines of a context.
 
     Attributes:
         find: "count": how many lines have `label`. "most", "least": the label with most or fewest lines.
@@ -42,56 +42,59 @@ class Question:
     relation: Relation = "both"
     number: int = 1
 
-    def concerns(self, record: Record) -> bool:
-        """Whether a line counts, by its user and date."""
+    def includes(self, record: Record) -> bool:
+        """Return whether a line counts, by its user and date."""
         return self.since <= record.date < self.until and self.user in (0, record.user)
 
 
-def evaluate(asked: Question, records: Sequence[Record]) -> Answer | None:
-    """The answer; None if two labels, users or months tie for it."""
-    kept = [one for one in records if asked.concerns(one)]
-    if asked.find in ("pairs", "pairs_count"):
-        pairs = _related_pairs(asked, Counter((one.user, one.label) for one in kept))
-        return pairs if asked.find == "pairs" else len(pairs)
-    if asked.find in ("user", "month"):
-        of_label = [one for one in kept if one.label == asked.label]
-        return _top(Counter(one.user if asked.find == "user" else one.date // 100 for one in of_label))
-    tally = Counter(dict.fromkeys(range(LABELS), 0))
-    tally.update(one.label for one in kept)
-    match asked.find:
+def compute_answer(question: Question, records: Sequence[Record]) -> Answer | None:
+    """Return the answer; None if two labels, users or months tie for it."""
+    kept = [record for record in records if question.includes(record)]
+    if question.find in ("pairs", "pairs_count"):
+        pairs = _find_related_pairs(question, Counter((record.user, record.label) for record in kept))
+        return pairs if question.find == "pairs" else len(pairs)
+    if question.find in ("user", "month"):
+        with_label = [record for record in kept if record.label == question.label]
+        return _unique_maximum(
+            Counter(record.user if question.find == "user" else record.date // 100 for record in with_label)
+        )
+    tally = Counter(dict.fromkeys(range(LABEL_COUNT), 0))
+    tally.update(record.label for record in kept)
+    match question.find:
         case "most":
-            return _top(tally)
+            return _unique_maximum(tally)
         case "least":
-            return _top({label: -count for label, count in tally.items()})
+            return _unique_maximum({label: -count for label, count in tally.items()})
         case "compare":
-            more, fewer = tally[asked.label], tally[asked.other]
+            more, fewer = tally[question.label], tally[question.other]
             return (more > fewer) - (more < fewer)
-    return tally[asked.label]
+    return tally[question.label]
 
 
-def _related_pairs(asked: Question, lines: Mapping[Pair, int]) -> tuple[Pair, ...]:
-    """Pairs of users, given the lines of each (user, label)."""
+def _find_related_pairs(question: Question, lines: Mapping[Pair, int]) -> tuple[Pair, ...]:
+    """Return pairs of users, given the lines of each (user, label)."""
 
-    def related(one: int, two: int) -> bool:
-        a, b = lines[one, asked.label], lines[two, asked.label]
-        match asked.relation:
+    def is_related(one: int, two: int) -> bool:
+        a, b = lines[one, question.label], lines[two, question.label]
+        match question.relation:
             case "both":
-                return min(a, b) >= asked.number
+                return min(a, b) >= question.number
             case "each":
                 orders = ((one, two), (two, one))
                 return any(
-                    min(lines[x, asked.label], lines[y, asked.other]) >= asked.number for x, y in orders
+                    min(lines[x, question.label], lines[y, question.other]) >= question.number
+                    for x, y in orders
                 )
             case "equal":
-                return a == b >= asked.number
-        return min(a, b) > 0 and a + b == asked.number
+                return a == b >= question.number
+        return min(a, b) > 0 and a + b == question.number
 
-    users = sorted({user for user, label in lines if label in (asked.label, asked.other)})
-    return tuple((one, two) for one, two in combinations(users, 2) if related(one, two))
+    users = sorted({user for user, label in lines if label in (question.label, question.other)})
+    return tuple((one, two) for one, two in combinations(users, 2) if is_related(one, two))
 
 
-def _top(tally: Mapping[int, int]) -> int | None:
-    """The key with the highest count; None if there is none, or several have it."""
+def _unique_maximum(tally: Mapping[int, int]) -> int | None:
+    """Return the key with the highest count; None if there is none, or several have it."""
     best = max(tally.values(), default=0)
-    at_top = [key for key, count in tally.items() if count == best]
-    return at_top[0] if len(at_top) == 1 else None
+    maxima = [key for key, count in tally.items() if count == best]
+    return maxima[0] if len(maxima) == 1 else None

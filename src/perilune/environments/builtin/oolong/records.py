@@ -1,15 +1,15 @@
-"""The records of a context: who wrote a line, when, and on what. Drawn again whenever they are needed."""
+"""The records of a context: author, date and label of each line, drawn again whenever they are needed."""
 
 import itertools
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-LABELS = 6
-MONTHS = 12
-DAYS = 28  # of each month, so that every date exists
-MOST_WEIGHT = 9  # of a label among a user's lines, or among those of a month; the least is 1
-WORDINGS = 1 << 16
+LABEL_COUNT = 6
+MONTHS_PER_YEAR = 12
+DAYS_PER_MONTH = 28  # of each month, so that every date exists
+MAX_LABEL_WEIGHT = 9  # of a label among a user's lines, or among those of a month; the least is 1
+WORDING_COUNT = 1 << 16
 
 
 class Record(NamedTuple):
@@ -39,18 +39,18 @@ def draw_records(context: Mapping[str, Any]) -> Iterator[Record]:
     """
     draw = random.Random(f"oolong/records/{context['seed']}")
     users = draw.sample(range(1, context["users"] + 1), context["users"])
-    by_rank = list(itertools.accumulate(rank ** -context["zipf"] for rank in range(1, len(users) + 1)))
-    of_user = {user: _label_weights(draw) for user in users}
-    of_month = {month: _label_weights(draw) for month in range(1, MONTHS + 1)}
-    labels = range(LABELS)
+    rank_weights = list(itertools.accumulate(rank ** -context["zipf"] for rank in range(1, len(users) + 1)))
+    user_weights = {user: _label_weights(draw) for user in users}
+    month_weights = {month: _label_weights(draw) for month in range(1, MONTHS_PER_YEAR + 1)}
+    labels = range(LABEL_COUNT)
     for _ in range(context["lines"]):
-        (user,) = draw.choices(users, cum_weights=by_rank)
-        month, day = 1 + int(draw.random() * MONTHS), 1 + int(draw.random() * DAYS)
-        weights = of_user[user] if draw.random() < 0.5 else of_month[month]
+        (user,) = draw.choices(users, cum_weights=rank_weights)
+        month, day = 1 + int(draw.random() * MONTHS_PER_YEAR), 1 + int(draw.random() * DAYS_PER_MONTH)
+        weights = user_weights[user] if draw.random() < 0.5 else month_weights[month]
         (label,) = draw.choices(labels, cum_weights=weights)
-        yield Record(100 * month + day, user, label, int(draw.random() * WORDINGS))
+        yield Record(100 * month + day, user, label, int(draw.random() * WORDING_COUNT))
 
 
 def _label_weights(draw: random.Random) -> list[int]:
-    """Cumulative weights."""
-    return list(itertools.accumulate(draw.randint(1, MOST_WEIGHT) for _ in range(LABELS)))
+    """Draw cumulative weights of the labels."""
+    return list(itertools.accumulate(draw.randint(1, MAX_LABEL_WEIGHT) for _ in range(LABEL_COUNT)))

@@ -47,7 +47,7 @@ class _Line:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ParsedQuestion:
     find: str
     labels: list[str]
     user: str | None
@@ -59,7 +59,7 @@ class _Asked:
 
 
 def is_right(style: str, lines: Iterable[str], question: str, answer: str) -> bool:
-    """Whether an answer without its mark is right."""
+    """Return whether an answer without its mark is right."""
     right = answer_by_reading(style, lines, question)
     if isinstance(right, str):
         return answer.strip(" \n") == right
@@ -70,101 +70,103 @@ def is_right(style: str, lines: Iterable[str], question: str, answer: str) -> bo
 
 
 def answer_by_reading(style: str, lines: Iterable[str], question: str) -> str | set[frozenset[str]]:
-    """The answer as text, or as a set of pairs of users; "several" if several labels, users or months tie."""
+    """Return the answer as text, or as a set of pairs of users; "several" if labels, users or months tie."""
     read, parse = (_read_compact, _parse_compact) if style == "compact" else (_read_natural, _parse_natural)
-    return _answer([read(line) for line in lines], parse(question.strip()))
+    return _compute_answer([read(line) for line in lines], parse(question.strip()))
 
 
 def _read_natural(line: str) -> _Line:
-    found = _NATURAL_LINE.fullmatch(line.rstrip("\n"))
-    assert found, line
-    (label,) = [name for name, opening in _OPENINGS.items() if re.match(rf"(?:{opening})\b", found[3])]
-    return _Line(found[1], found[2], label)
+    match = _NATURAL_LINE.fullmatch(line.rstrip("\n"))
+    assert match, line
+    (label,) = [name for name, opening in _OPENINGS.items() if re.match(rf"(?:{opening})\b", match[3])]
+    return _Line(match[1], match[2], label)
 
 
 def _read_compact(line: str) -> _Line:
-    found = _COMPACT_LINE.fullmatch(line.rstrip("\n"))
-    assert found, line
-    (label,) = ["ABCDEF"[place] for place, words in enumerate(compact.WORDS) if found[3] in words]
-    return _Line(found[1], found[2], label)
+    match = _COMPACT_LINE.fullmatch(line.rstrip("\n"))
+    assert match, line
+    (label,) = ["ABCDEF"[index] for index, words in enumerate(compact.WORDS) if match[3] in words]
+    return _Line(match[1], match[2], label)
 
 
-def _parse_natural(question: str) -> _Asked:
-    asked = question.splitlines()[-1].partition("?")[0]
-    find = next(find for opening, find in _NATURAL_FINDS.items() if asked.startswith(opening))
-    period = re.search(r" (in|dated before|dated) (2024[-\d]+)", asked)
-    user = re.search(r" of user (\d+)", asked)
-    number = re.search(r"at least (\d+)|(\d+) together", asked)
-    return _Asked(
+def _parse_natural(question: str) -> _ParsedQuestion:
+    text = question.splitlines()[-1].partition("?")[0]
+    find = next(find for opening, find in _NATURAL_FINDS.items() if text.startswith(opening))
+    period = re.search(r" (in|dated before|dated) (2024[-\d]+)", text)
+    user = re.search(r" of user (\d+)", text)
+    number = re.search(r"at least (\d+)|(\d+) together", text)
+    return _ParsedQuestion(
         find,
-        re.findall(r"'([^']+)'", asked),
+        re.findall(r"'([^']+)'", text),
         user[1] if user else None,
         ({"in": "=", "dated before": "<", "dated": ">"}[period[1]], period[2]) if period else None,
-        next((relation for words, relation in _NATURAL_RELATIONS.items() if words in asked), ""),
+        next((relation for words, relation in _NATURAL_RELATIONS.items() if words in text), ""),
         int(number[1] or number[2]) if number else 0,
         natural.LABELS,
         ("more", "fewer", "same"),
     )
 
 
-def _parse_compact(question: str) -> _Asked:
-    found = _COMPACT_QUESTION.fullmatch(question)
-    assert found, question
-    find = "number of pairs" if found["find"] == "#&" else _COMPACT_FINDS.get(found["find"], "compare")
-    return _Asked(
+def _parse_compact(question: str) -> _ParsedQuestion:
+    match = _COMPACT_QUESTION.fullmatch(question)
+    assert match, question
+    find = "number of pairs" if match["find"] == "#&" else _COMPACT_FINDS.get(match["find"], "compare")
+    return _ParsedQuestion(
         find,
-        [label for label in (found["label"], found["than"] or found["other"]) if label],
-        found["user"],
-        (found["sign"], found["date"]) if found["sign"] else None,
-        "each" if found["other"] else {None: "both", "=": "equal", "+": "sum"}[found["how"]],
-        int(found["number"] or 0),
+        [label for label in (match["label"], match["than"] or match["other"]) if label],
+        match["user"],
+        (match["sign"], match["date"]) if match["sign"] else None,
+        "each" if match["other"] else {None: "both", "=": "equal", "+": "sum"}[match["how"]],
+        int(match["number"] or 0),
         "ABCDEF",
         (">", "<", "="),
     )
 
 
-def _answer(lines: Sequence[_Line], asked: _Asked) -> str | set[frozenset[str]]:
-    kept = [one for one in lines if asked.user in (None, one.user) and _is_within(one.date, asked.period)]
+def _compute_answer(lines: Sequence[_Line], question: _ParsedQuestion) -> str | set[frozenset[str]]:
+    included = [
+        one for one in lines if question.user in (None, one.user) and _is_within(one.date, question.period)
+    ]
 
     def count(label: str, user: str | None = None, month: str = "") -> int:
         return sum(
-            one.label == label and user in (None, one.user) and one.date.startswith(month) for one in kept
+            one.label == label and user in (None, one.user) and one.date.startswith(month) for one in included
         )
 
-    match asked.find:
+    match question.find:
         case "count":
-            return str(count(asked.labels[0]))
+            return str(count(question.labels[0]))
         case "most" | "least":
-            sign = 1 if asked.find == "most" else -1
-            return _only_best({label: sign * count(label) for label in asked.all_labels})
+            sign = 1 if question.find == "most" else -1
+            return _unique_maximum({label: sign * count(label) for label in question.all_labels})
         case "compare":
-            more, fewer = map(count, asked.labels)
-            return asked.signs[0 if more > fewer else 1 if more < fewer else 2]
+            more, fewer = map(count, question.labels)
+            return question.signs[0 if more > fewer else 1 if more < fewer else 2]
         case "user":
-            return _only_best({one.user: count(asked.labels[0], user=one.user) for one in kept})
+            return _unique_maximum({one.user: count(question.labels[0], user=one.user) for one in included})
         case "month":
-            months = {one.date[:7] for one in kept}
-            return _only_best({month: count(asked.labels[0], month=month) for month in months})
+            months = {one.date[:7] for one in included}
+            return _unique_maximum({month: count(question.labels[0], month=month) for month in months})
     counts = {
-        user: [count(label, user=user) for label in asked.labels] for user in {one.user for one in lines}
+        user: [count(label, user=user) for label in question.labels] for user in {one.user for one in lines}
     }
     pairs = {
         frozenset((one, two))
         for one, two in combinations(counts, 2)
-        if _holds(asked, counts[one], counts[two]) or _holds(asked, counts[two], counts[one])
+        if _is_related(question, counts[one], counts[two]) or _is_related(question, counts[two], counts[one])
     }
-    return pairs if asked.find == "pairs" else str(len(pairs))
+    return pairs if question.find == "pairs" else str(len(pairs))
 
 
-def _holds(asked: _Asked, one: Sequence[int], two: Sequence[int]) -> bool:
-    match asked.relation:
+def _is_related(question: _ParsedQuestion, one: Sequence[int], two: Sequence[int]) -> bool:
+    match question.relation:
         case "both":
-            return one[0] >= asked.number and two[0] >= asked.number
+            return one[0] >= question.number and two[0] >= question.number
         case "each":
-            return one[0] >= asked.number and two[1] >= asked.number
+            return one[0] >= question.number and two[1] >= question.number
         case "equal":
-            return one[0] == two[0] and one[0] >= asked.number
-    return one[0] > 0 and two[0] > 0 and one[0] + two[0] == asked.number
+            return one[0] == two[0] and one[0] >= question.number
+    return one[0] > 0 and two[0] > 0 and one[0] + two[0] == question.number
 
 
 def _is_within(date: str, period: tuple[str, str] | None) -> bool:
@@ -174,6 +176,6 @@ def _is_within(date: str, period: tuple[str, str] | None) -> bool:
     return date.startswith(limit) if sign == "=" else date < limit if sign == "<" else date >= limit
 
 
-def _only_best(counts: Mapping[str, int]) -> str:
+def _unique_maximum(counts: Mapping[str, int]) -> str:
     best = [name for name, count in counts.items() if count == max(counts.values())]
     return best[0] if len(best) == 1 else "several"

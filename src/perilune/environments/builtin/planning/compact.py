@@ -9,29 +9,28 @@ entry between these steps; @2:04-05 on the second day
 
 import re
 
-from perilune.environments.builtin.planning.trip import HOME, Place, Plan, Trip, Visit, Window, travel
+from perilune.environments.builtin.planning.trip import HOME, Place, Plan, Trip, Visit, Window, travel_steps
 
-MARK = ";"
+ANSWER_MARK = ";"
 _VISIT = re.compile(r"([A-Z])(\d\d)", re.ASCII)
 _PLAN = re.compile(r"(?:[A-Z]\d\d(?:,[A-Z]\d\d)*)?", re.ASCII)
 
 
-def prompt(trip: Trip) -> str:
-    """The prompt of a trip."""
+def render_prompt(trip: Trip) -> str:
+    """Return the prompt of a trip."""
     days = f" D{trip.days}" if trip.days > 1 else ""
     head = f"T{trip.length:02} ${trip.budget:02} #{trip.visits}{days}"
-    return "\n".join([head, *(_row(trip, place) for place in trip.places), ""])
+    return "\n".join([head, *(_render_place(trip, place) for place in trip.places), ""])
 
 
-def write(trip: Trip, plan: Plan) -> str:
-    """A plan without working."""
+def write_plan(trip: Trip, plan: Plan) -> str:
+    """Return a plan without working."""
     days = [",".join(f"{v.name}{v.start:02}" for v in plan if v.day == day + 1) for day in range(trip.days)]
-    return MARK + "/".join(days).rstrip("/")
+    return ANSWER_MARK + "/".join(days).rstrip("/")
 
 
-def working(trip: Trip, plan: Plan) -> str:
-    """The working of a plan: the facts of each place, then travel time, arrival, start, end and the remaining
-    money.
+def write_working(trip: Trip, plan: Plan) -> str:
+    """Write the facts of each place, then travel time, arrival, start, end and the remaining money.
 
     `A2 00-20 1 $3+2=02>02-03$17 B5 03-15 2 $4+3=06>06-08$13` travels 2 steps to A, arrives at 2, stays until
     3 and has 17 left; from A to B it takes 3 steps.
@@ -39,48 +38,50 @@ def working(trip: Trip, plan: Plan) -> str:
     steps, left = [], trip.budget
     day, time, here = 1, 0, HOME
     for visit in plan:
-        place = trip.place(visit.name)
+        place = trip.find_place(visit.name)
         assert place is not None
         if visit.day != day:
             steps.append("/")
             day, time, here = visit.day, 0, HOME
-        distance, end = travel(here, place.at), visit.start + place.stay
+        distance, end = travel_steps(here, place.at), visit.start + place.stay
         left -= place.price
         arrival = time + distance
-        steps.append(f"{_facts(trip, place)}+{distance}={arrival:02}>{visit.start:02}-{end:02}${left:02}")
+        steps.append(
+            f"{_render_facts(trip, place)}+{distance}={arrival:02}>{visit.start:02}-{end:02}${left:02}"
+        )
         time, here = end, place.at
     return " ".join(steps)
 
 
-def read(text: str) -> Plan | None:
-    """The plan after the only mark; None if there is no single mark or the plan is malformed.
+def read_plan(text: str) -> Plan | None:
+    """Return the plan after the only mark; None if there is no single mark or the plan is malformed.
 
     Trailing spaces and line ends are ignored.
     """
-    if text.count(MARK) != 1:
+    if text.count(ANSWER_MARK) != 1:
         return None
-    days = text.partition(MARK)[2].rstrip(" \n").split("/")
+    days = text.partition(ANSWER_MARK)[2].rstrip(" \n").split("/")
     if not all(_PLAN.fullmatch(today) for today in days):
         return None
     return [
-        Visit(day, int(found[2]), found[1])
+        Visit(day, int(match[2]), match[1])
         for day, today in enumerate(days, start=1)
-        for found in _VISIT.finditer(today)
+        for match in _VISIT.finditer(today)
     ]
 
 
-def _row(trip: Trip, place: Place) -> str:
-    row = f"{_facts(trip, place)} *{place.interest}{'!' if place.must_see else ''}"
-    return row if place.window is None else f"{row} {_reserved(trip, place.window)}"
+def _render_place(trip: Trip, place: Place) -> str:
+    row = f"{_render_facts(trip, place)} *{place.interest}{'!' if place.must_see else ''}"
+    return row if place.window is None else f"{row} {_render_window(trip, place.window)}"
 
 
-def _facts(trip: Trip, place: Place) -> str:
-    """Position, opening hours, length of a visit and price."""
+def _render_facts(trip: Trip, place: Place) -> str:
+    """Render position, opening hours, length of a visit and price."""
     x, y = place.at
-    where = str(x) if all(one.at[1] == 0 for one in trip.places) else f"{x},{y}"
-    return f"{place.name}{where} {place.opens:02}-{place.closes:02} {place.stay} ${place.price}"
+    position = str(x) if all(other.at[1] == 0 for other in trip.places) else f"{x},{y}"
+    return f"{place.name}{position} {place.opens:02}-{place.closes:02} {place.stay} ${place.price}"
 
 
-def _reserved(trip: Trip, window: Window) -> str:
+def _render_window(trip: Trip, window: Window) -> str:
     day = f"{window.day}:" if trip.days > 1 else ""
     return f"@{day}{window.first:02}-{window.last:02}"

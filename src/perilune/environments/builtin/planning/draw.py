@@ -6,31 +6,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from perilune.environments.builtin.planning.trip import HOME, Place, Trip, Visit, Window, travel
+from perilune.environments.builtin.planning.trip import HOME, Place, Trip, Visit, Window, travel_steps
 from perilune.environments.builtin.planning.trip_settings import TripSettings
 from perilune.errors import RequestError
 
-MOST_TRIES = 1000
+MAX_TRIES = 1000
 MAX_DISTANCE, MAX_STAY, MAX_PRICE, MAX_INTEREST = 9, 3, 9, 9  # one digit each
 
 
 def draw_trip(settings: TripSettings, draw: random.Random) -> tuple[Trip, tuple[Visit, ...]]:
-    """A trip with the given settings, and the plan around which it was generated.
+    """Return a trip with the given settings, and the plan around which it was generated.
 
     Raises:
         RequestError: if so many visits hardly ever fit into so short a day.
     """
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         places = [_random_place(settings, draw, name) for name in string.ascii_uppercase[: settings.places]]
-        planted = _plan(settings, draw, draw.sample(places, settings.visits))
+        planted = _draw_plan(settings, draw, draw.sample(places, settings.visits))
         if planted is not None:
-            return _around(settings, draw, places, planted), tuple(planted)
+            return _build_trip(settings, draw, places, planted), tuple(planted)
     what = f"{settings.visits} visits hardly ever fit into {settings.days} x {settings.length} steps"
     raise RequestError(what, where="environment.length", remedy="increase length or days, or reduce visits")
 
 
 def _random_place(settings: TripSettings, draw: random.Random, name: str) -> Place:
-    """A random place with random opening hours."""
+    """Return a random place with random opening hours."""
     farthest = min(MAX_DISTANCE, settings.length // 2 - 1)
     x = draw.randint(1, farthest)
     y = draw.randint(0, farthest - x) if settings.map == "plane" else 0
@@ -41,13 +41,16 @@ def _random_place(settings: TripSettings, draw: random.Random, name: str) -> Pla
     return Place(name, (x, y), opens, closes, stay, price, interest)
 
 
-def _plan(settings: TripSettings, draw: random.Random, chosen: Sequence[Place]) -> list[Visit] | None:
-    """Visits of these places in this order, split into days at random, with random waiting times."""
+def _draw_plan(settings: TripSettings, draw: random.Random, chosen: Sequence[Place]) -> list[Visit] | None:
+    """Return visits of these places in this order, split into days at random, with random waiting times."""
     cuts = sorted(draw.randint(0, len(chosen)) for _ in range(settings.days - 1))
     plan = []
     for day, (first, last) in enumerate(zip([0, *cuts], [*cuts, len(chosen)], strict=True), start=1):
         today = chosen[first:last]
-        ways = [travel(here, there) for here, there in pairwise([HOME, *(place.at for place in today), HOME])]
+        ways = [
+            travel_steps(here, there)
+            for here, there in pairwise([HOME, *(place.at for place in today), HOME])
+        ]
         spare = settings.length - sum(ways) - sum(place.stay for place in today)
         if today and spare < 0:
             return None
@@ -61,13 +64,13 @@ def _plan(settings: TripSettings, draw: random.Random, chosen: Sequence[Place]) 
     return plan
 
 
-def _around(
+def _build_trip(
     settings: TripSettings, draw: random.Random, places: Sequence[Place], planted: Sequence[Visit]
 ) -> Trip:
-    """A trip whose hours, reservations, required places and budget permit the planted plan."""
+    """Return a trip whose hours, reservations, required places and budget permit the planted plan."""
     by_name = {place.name: place for place in places}
-    named = draw.sample(planted, len(planted))
-    for order, visit in enumerate(named):
+    shuffled = draw.sample(planted, len(planted))
+    for order, visit in enumerate(shuffled):
         place = by_name[visit.name]
         end = visit.start + place.stay
         window = Window(visit.day, max(0, visit.start - draw.randint(0, 1)), visit.start + draw.randint(0, 1))
@@ -76,7 +79,7 @@ def _around(
             opens=max(0, visit.start - draw.randint(0, settings.slack)),
             closes=min(settings.length, end + draw.randint(0, settings.slack)),
             must_see=order < settings.must_see,
-            window=window if len(named) - order <= settings.windows else None,
+            window=window if len(shuffled) - order <= settings.windows else None,
         )
     price = sum(by_name[visit.name].price for visit in planted)
     budget = price + round(settings.budget_slack * price)

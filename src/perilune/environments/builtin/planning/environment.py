@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from perilune.environments.builtin.planning.constraints import TERMS
-from perilune.environments.builtin.planning.second_opinion import works
-from perilune.environments.builtin.planning.tasks import score_plan, trips
+from perilune.environments.builtin.planning.second_opinion import is_valid_plan
+from perilune.environments.builtin.planning.tasks import generate_tasks, score_plan
 from perilune.environments.builtin.planning.trip_settings import PlanningRepairSpec, PlanningSpec
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
@@ -26,19 +26,19 @@ class PlanningEnvironment(SingleTurn):
         self.id = "planning"
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        return trips(self.spec, split, seed)
+        return generate_tasks(self.spec, split, seed)
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         """Score a plan. A plan that the token limit cut off is invalid."""
         return score_plan(task, transcript.text if transcript.finished else None)
 
     def gold(self, task: Task) -> Transcript:
-        """The most interesting plan, or the best one found."""
+        """Return the most interesting plan, or the best one found."""
         return Transcript(task.data["actions"][-1])
 
     def is_right(self, task: Task, transcript: Transcript) -> bool:
-        """A second opinion for audits: follows the days step by step, in separate code."""
-        return transcript.finished and works(task.data["trip"], task.data["style"], transcript.text)
+        """Return a second opinion for audits: follows the days step by step, in separate code."""
+        return transcript.finished and is_valid_plan(task.data["trip"], task.data["style"], transcript.text)
 
 
 class PlanningRepairEnvironment(MultiTurn):
@@ -56,7 +56,7 @@ class PlanningRepairEnvironment(MultiTurn):
         self.max_turns = spec.proposals
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        return trips(self.spec, split, seed, self.spec.proposals)
+        return generate_tasks(self.spec, split, seed, self.spec.proposals)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         score = score_plan(task, (yield ask()))
@@ -69,8 +69,8 @@ class PlanningRepairEnvironment(MultiTurn):
         yield end_episode(score.reward, terms=score.terms, metrics=metrics)
 
     def gold(self, task: Task) -> Transcript:
-        """The most interesting plan, or the best one found, as the first proposal."""
+        """Return the most interesting plan, or the best one found, as the first proposal."""
         return Transcript(task.data["actions"][-1])
 
     def is_right(self, task: Task, transcript: Transcript) -> bool:
-        return transcript.finished and works(task.data["trip"], task.data["style"], transcript.text)
+        return transcript.finished and is_valid_plan(task.data["trip"], task.data["style"], transcript.text)

@@ -7,10 +7,18 @@ time: the same version of OR-Tools returns the same plan on every machine.
 from dataclasses import dataclass
 from typing import Any
 
-from perilune.environments.builtin.planning.trip import HOME, Place, Plan, Trip, Visit, earliest, travel
+from perilune.environments.builtin.planning.trip import (
+    HOME,
+    Place,
+    Plan,
+    Trip,
+    Visit,
+    find_earliest_visit,
+    travel_steps,
+)
 from perilune.errors import RequestError, WorkFailedError
 
-SMALL = 10  # places; up to this number, all sets of places can be enumerated
+MAX_ENUMERATED_PLACES = 10  # places; up to this number, all sets of places can be enumerated
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +36,13 @@ class Optimum:
     bound: int
 
     @property
-    def proven(self) -> bool:
-        """Whether no plan is better."""
+    def is_proven(self) -> bool:
+        """True if no plan is better."""
         return self.interest == self.bound
 
 
-def best_plan(trip: Trip, effort: float) -> Optimum | None:
-    """The most interesting plan that satisfies every constraint; None if there is no valid plan.
+def find_best_plan(trip: Trip, effort: float) -> Optimum | None:
+    """Return the most interesting plan that satisfies every constraint; None if there is no valid plan.
 
     Args:
         effort: deterministic time for OR-Tools, if it is needed.
@@ -42,44 +50,44 @@ def best_plan(trip: Trip, effort: float) -> Optimum | None:
     Raises:
         RequestError: if OR-Tools is needed and not installed.
     """
-    if len(trip.places) <= SMALL:
-        return by_sets(trip)
-    return by_cpsat(trip, effort)
+    if len(trip.places) <= MAX_ENUMERATED_PLACES:
+        return solve_by_sets(trip)
+    return solve_by_cpsat(trip, effort)
 
 
 _State = tuple[int, int]  # the set of visited places as a bit mask, and the index of the last one
 
 
-def by_sets(trip: Trip) -> Optimum | None:
-    """The best plan by dynamic programming over sets of places (Held and Karp 1962), in O(2^n n^2).
+def solve_by_sets(trip: Trip) -> Optimum | None:
+    """Return the best plan by dynamic programming over sets of places (Held and Karp 1962), in O(2^n n^2).
 
     Arriving earlier with the same visited places and the same last place is never worse, because the
     traveller can wait and travel times satisfy the triangle inequality. So the earliest time for each state
     suffices.
     """
-    free = [1 << index for index, _ in enumerate(trip.places)]
-    must = sum(bit for bit, place in zip(free, trip.places, strict=True) if place.must_see)
+    bits = [1 << index for index, _ in enumerate(trip.places)]
+    required = sum(bit for bit, place in zip(bits, trip.places, strict=True) if place.must_see)
     layer: dict[_State, tuple[int, int]] = {(0, -1): (1, 0)}
     reached: dict[_State, tuple[_State, Visit]] = {}
     best: tuple[int, _State] | None = None
     while layer:
         following: dict[_State, tuple[int, int]] = {}
         for (visited, last), (day, time) in layer.items():
-            if visited & must == must and visited.bit_count() >= trip.visits:
-                worth = sum(p.interest for bit, p in zip(free, trip.places, strict=True) if visited & bit)
+            if visited & required == required and visited.bit_count() >= trip.visits:
+                worth = sum(p.interest for bit, p in zip(bits, trip.places, strict=True) if visited & bit)
                 if best is None or worth > best[0]:
                     best = worth, (visited, last)
             left = trip.budget - sum(
-                p.price for bit, p in zip(free, trip.places, strict=True) if visited & bit
+                p.price for bit, p in zip(bits, trip.places, strict=True) if visited & bit
             )
             here = HOME if last < 0 else trip.places[last].at
             for index, place in enumerate(trip.places):
-                if visited & free[index] or place.price > left:
+                if visited & bits[index] or place.price > left:
                     continue
-                visit = earliest(trip, place, day, time, here)
+                visit = find_earliest_visit(trip, place, day, time, here)
                 if visit is None:
                     continue
-                state, end = (visited | free[index], index), (visit.day, visit.start + place.stay)
+                state, end = (visited | bits[index], index), (visit.day, visit.start + place.stay)
                 if end < following.get(state, (trip.days + 1, 0)):
                     following[state] = end
                     reached[state] = ((visited, last), visit)
@@ -94,8 +102,8 @@ def by_sets(trip: Trip) -> Optimum | None:
     return Optimum(tuple(reversed(plan)), worth, worth)
 
 
-def by_cpsat(trip: Trip, effort: float) -> Optimum | None:
-    """The best plan found and a bound on all plans; None if no valid plan exists.
+def solve_by_cpsat(trip: Trip, effort: float) -> Optimum | None:
+    """Return the best plan found and a bound on all plans; None if no valid plan exists.
 
     Args:
         effort: deterministic time, about seconds.
@@ -118,11 +126,11 @@ def by_cpsat(trip: Trip, effort: float) -> Optimum | None:
     for day, visited in enumerate(on_day, start=1):
         _add_day(model, trip, day, visited, starts)
     chosen = [sum(visited[index] for visited in on_day) for index, _ in enumerate(trip.places)]
-    for place, often in zip(trip.places, chosen, strict=True):
-        model.add(often == 1 if place.must_see else often <= 1)
+    for place, count in zip(trip.places, chosen, strict=True):
+        model.add(count == 1 if place.must_see else count <= 1)
     model.add(sum(chosen) >= trip.visits)
-    model.add(sum(p.price * often for p, often in zip(trip.places, chosen, strict=True)) <= trip.budget)
-    model.maximize(sum(p.interest * often for p, often in zip(trip.places, chosen, strict=True)))
+    model.add(sum(p.price * count for p, count in zip(trip.places, chosen, strict=True)) <= trip.budget)
+    model.maximize(sum(p.interest * count for p, count in zip(trip.places, chosen, strict=True)))
 
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -155,11 +163,11 @@ def _add_day(model: Any, trip: Trip, day: int, visited: list[Any], starts: list[
         for other, after in enumerate(trip.places):
             if other == index:
                 continue
-            then = model.new_bool_var("")
-            arcs.append((index + 1, other + 1, then))
+            follows = model.new_bool_var("")
+            arcs.append((index + 1, other + 1, follows))
             model.add(
-                starts[other] >= starts[index] + place.stay + travel(place.at, after.at)
-            ).only_enforce_if(then)
+                starts[other] >= starts[index] + place.stay + travel_steps(place.at, after.at)
+            ).only_enforce_if(follows)
     model.add_circuit(arcs)
 
 
@@ -168,7 +176,7 @@ def _add_hours(model: Any, trip: Trip, place: Place, *, day: int, visited: Any, 
 
     The direct distance from and to home suffices, by the triangle inequality.
     """
-    distance = travel(HOME, place.at)
+    distance = travel_steps(HOME, place.at)
     model.add(start >= distance).only_enforce_if(visited)
     model.add(start + place.stay + distance <= trip.length).only_enforce_if(visited)
     window = place.window

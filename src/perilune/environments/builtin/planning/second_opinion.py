@@ -15,11 +15,11 @@ observatory park quarry racecourse stadium theatre university vineyard windmill 
 _WORDS = frozenset(_NAMES.split())
 
 
-def works(trip: Mapping[str, Any], style: str, text: str) -> bool:
-    """Whether a text is one plan that satisfies all constraints of `trip`, given as JSON."""
+def is_valid_plan(trip: Mapping[str, Any], style: str, text: str) -> bool:
+    """Return whether a text is one plan that satisfies all constraints of `trip`, given as JSON."""
     try:
-        days = _compact(text) if style == "compact" else _words(text)
-        return _walk(trip, days)
+        days = _parse_compact(text) if style == "compact" else _parse_words(text)
+        return _follow_plan(trip, days)
     except (_NoPlanError, KeyError):
         return False
 
@@ -33,7 +33,7 @@ def _require(holds: bool) -> None:
         raise _NoPlanError
 
 
-def _compact(text: str) -> list[list[tuple[str, int]]]:
+def _parse_compact(text: str) -> list[list[tuple[str, int]]]:
     parts = text.split(";")
     _require(len(parts) == 2)
     days = []
@@ -46,7 +46,7 @@ def _compact(text: str) -> list[list[tuple[str, int]]]:
     return days
 
 
-def _words(text: str) -> list[list[tuple[str, int]]]:
+def _parse_words(text: str) -> list[list[tuple[str, int]]]:
     rows = [*text.rstrip("\n ").split("\n")]
     _require(sum(row == "PLAN" for row in rows) == 1)
     days: list[list[tuple[str, int]]] = [[] for _ in range(10)]
@@ -63,7 +63,7 @@ def _words(text: str) -> list[list[tuple[str, int]]]:
     return days
 
 
-def _walk(trip: Mapping[str, Any], days: Sequence[Sequence[tuple[str, int]]]) -> bool:
+def _follow_plan(trip: Mapping[str, Any], days: Sequence[Sequence[tuple[str, int]]]) -> bool:
     _require(len(days) <= trip["days"] or not any(days[trip["days"] :]))
     places = {place["name"]: place for place in trip["places"]}
     money, seen = trip["budget"], []
@@ -71,7 +71,7 @@ def _walk(trip: Mapping[str, Any], days: Sequence[Sequence[tuple[str, int]]]) ->
         x = y = clock = 0
         for name, start in today:
             place = places[name]
-            clock += len(list(_way(x, y, *place["at"])))
+            clock += len(list(_steps_between(x, y, *place["at"])))
             x, y = place["at"]
             _require(clock <= start)
             for clock in range(start, start + place["stay"]):
@@ -82,14 +82,14 @@ def _walk(trip: Mapping[str, Any], days: Sequence[Sequence[tuple[str, int]]]) ->
                 _require(window["day"] == number and start in range(window["first"], window["last"] + 1))
             money -= place["price"]
             seen.append(name)
-        clock += len(list(_way(x, y, 0, 0)))
+        clock += len(list(_steps_between(x, y, 0, 0)))
         _require(clock <= trip["length"])
     _require(money >= 0 and len(seen) == len(set(seen)) >= trip["visits"])
     return all(name in seen for name, place in places.items() if place["must_see"])
 
 
-def _way(x: int, y: int, to_x: int, to_y: int) -> Iterator[tuple[int, int]]:
-    """The positions along the way, one step apart."""
+def _steps_between(x: int, y: int, to_x: int, to_y: int) -> Iterator[tuple[int, int]]:
+    """Yield the positions along the way, one step apart."""
     while x != to_x:
         x += 1 if x < to_x else -1
         yield x, y

@@ -73,42 +73,42 @@ class Trip:
     visits: int
     places: tuple[Place, ...]
 
-    def place(self, name: str) -> Place | None:
-        """The place with that name; None if there is none."""
+    def find_place(self, name: str) -> Place | None:
+        """Return the place with that name; None if there is none."""
         return next((place for place in self.places if place.name == name), None)
 
     def to_json(self) -> dict[str, Any]:
-        """The trip as JSON, with lists instead of tuples."""
+        """Return the trip as JSON, with lists instead of tuples."""
         rows = [{**asdict(place), "at": list(place.at)} for place in self.places]
         return {**asdict(self), "places": rows}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Trip:
         """Inverse of `to_json`."""
-        return cls(**{**raw, "places": tuple(_place(one) for one in raw["places"])})
+        return cls(**{**raw, "places": tuple(_parse_place(place) for place in raw["places"])})
 
 
-def travel(here: tuple[int, int], there: tuple[int, int]) -> int:
-    """Steps from one place to another: the Manhattan distance."""
+def travel_steps(here: tuple[int, int], there: tuple[int, int]) -> int:
+    """Return steps from one place to another: the Manhattan distance."""
     return abs(here[0] - there[0]) + abs(here[1] - there[1])
 
 
-def earliest(trip: Trip, place: Place, day: int, time: int, here: tuple[int, int]) -> Visit | None:
-    """The earliest visit of `place` from position `here` on `day` at step `time`.
+def find_earliest_visit(trip: Trip, place: Place, day: int, time: int, here: tuple[int, int]) -> Visit | None:
+    """Return the earliest visit of `place` from position `here` on `day` at step `time`.
 
     Later days start at home. None if the place cannot be visited any more.
     """
     window = place.window
     for today in range(day, trip.days + 1):
-        arrival = time + travel(here, place.at) if today == day else travel(HOME, place.at)
+        arrival = time + travel_steps(here, place.at) if today == day else travel_steps(HOME, place.at)
         start = max(arrival, place.opens, window.first if window else 0)
         in_window = window is None or (window.day == today and start <= window.last)
         end = start + place.stay
-        if in_window and end <= place.closes and end + travel(place.at, HOME) <= trip.length:
+        if in_window and end <= place.closes and end + travel_steps(place.at, HOME) <= trip.length:
             return Visit(today, start, place.name)
     return None
 
 
-def _place(raw: Mapping[str, Any]) -> Place:
+def _parse_place(raw: Mapping[str, Any]) -> Place:
     window = raw["window"]
     return Place(**{**raw, "at": tuple(raw["at"]), "window": None if window is None else Window(**window)})

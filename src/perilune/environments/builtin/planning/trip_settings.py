@@ -36,7 +36,7 @@ class TripSettings(Frozen):
     )
 
     @model_validator(mode="after")
-    def _possible(self) -> TripSettings:
+    def _check_possible(self) -> TripSettings:
         if self.visits > self.places:
             raise ValueError(f"visits is {self.visits}, but there are only {self.places} places")
         if max(self.must_see, self.windows) > self.visits:

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from perilune.environments.builtin.wide_lookup.lines import BAD, END, Reader, serial_actions
+from perilune.environments.builtin.wide_lookup.lines import BAD, END, CommandReader, serial_actions
 from perilune.environments.builtin.wide_lookup.settings import WideLookupSpec
-from perilune.environments.builtin.wide_lookup.tasks import draw_tasks, opening
+from perilune.environments.builtin.wide_lookup.tasks import draw_tasks, make_prompt
 from perilune.environments.core.agents import AgentProgram, Programs, sample
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, end_episode
 from perilune.environments.core.protocol import AgentTurn, Message, Split, Task, Transcript
 
-MOST_REWARDED = 4  # sub-agents for each key from which on the term parallel is 1
+REWARDED_AGENTS_PER_KEY = 4  # sub-agents for each key from which on the term parallel is 1
 
 
 class WideLookupEnvironment(MultiTurn):
@@ -40,20 +40,20 @@ class WideLookupEnvironment(MultiTurn):
         return draw_tasks(self.spec, split, seed)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        found = yield from sample(_orchestrate(task.data["shards"], self.spec))
+        result = yield from sample(_orchestrate(task.data["shards"], self.spec))
         budget = self.spec.critical_budget
-        is_right = all(found.notes.get(key) == value for key, value in task.data["values"].items())
-        success = float(is_right and (budget is None or found.critical_steps <= budget))
-        wanted = MOST_REWARDED * len(task.data["values"])
+        is_right = all(result.notes.get(key) == value for key, value in task.data["values"].items())
+        success = float(is_right and (budget is None or result.critical_steps <= budget))
+        max_agents = REWARDED_AGENTS_PER_KEY * len(task.data["values"])
         terms = {
-            "parallel": min(1.0, math.log1p(found.spawned) / math.log1p(wanted)),
-            "finish": found.finished / max(found.spawned, 1),
+            "parallel": min(1.0, math.log1p(result.spawned) / math.log1p(max_agents)),
+            "finish": result.finished / max(result.spawned, 1),
             "performance": success,
         }
-        yield end_episode(success, terms=terms, metrics={"right": float(is_right), **found.metrics()})
+        yield end_episode(success, terms=terms, metrics={"right": float(is_right), **result.metrics()})
 
     def gold(self, task: Task) -> Transcript | None:
-        """All shards read by the orchestrator; None if it has too few turns or critical steps for that."""
+        """Return a serial read of all shards; None if turns or critical steps do not suffice."""
         *earlier, last = serial_actions(task.data["values"], repeat=self.spec.notes == "last")
         if len(earlier) >= min(self.spec.turns, self.spec.critical_budget or self.spec.turns):
             return None
@@ -61,8 +61,8 @@ class WideLookupEnvironment(MultiTurn):
 
 
 @dataclass(slots=True)
-class Found:
-    """What an orchestrator has noted, and how.
+class OrchestratorResult:
+    """The notes of an orchestrator, and figures of its episode.
 
     Attributes:
         critical_steps: rounds of turns that were due at the same time.
@@ -78,7 +78,7 @@ class Found:
     bad: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the episode."""
+        """Return figures of the episode."""
         strategy = "parallel" if self.spawned else "serial"
         return {
             f"strategy/{strategy}": 1.0,
@@ -90,70 +90,72 @@ class Found:
         }
 
 
-class Returned(NamedTuple):
-    """What a sub-agent returns: its notes, and whether it ended with the values of all its keys."""
+class SubAgentResult(NamedTuple):
+    """The notes of a sub-agent, and whether it ended with the values of all its keys."""
 
     notes: dict[str, str]
     finished: bool
 
     @property
     def lines(self) -> list[str]:
-        """What enters the context of the orchestrator."""
+        """The lines that enter the context of the orchestrator."""
         return [f"{key}{value}" for key, value in self.notes.items()] or [BAD]
 
 
-def _orchestrate(shards: Mapping[str, str], spec: WideLookupSpec) -> AgentProgram[Found]:
-    """The turns of the orchestrator and of its sub-agents, which run beside it until it joins them."""
-    reader = Reader(shards, may_spawn=True)
-    found = Found(reader.notes)
-    agents = Programs[Returned]()
-    begun = joined = 0
+def _orchestrate(shards: Mapping[str, str], spec: WideLookupSpec) -> AgentProgram[OrchestratorResult]:
+    """Return the turns of the orchestrator and of its sub-agents, which run beside it until it joins them."""
+    reader = CommandReader(shards, may_spawn=True)
+    result = OrchestratorResult(reader.notes)
+    agents = Programs[SubAgentResult]()
+    started = joined = 0
     messages: tuple[Message, ...] = ()
     try:
         for _ in range(spec.turns):
-            own, *others = yield [AgentTurn("", messages), *agents.turns]
-            found.critical_steps += 1
+            action, *others = yield [AgentTurn("", messages), *agents.turns]
+            result.critical_steps += 1
             agents.take(others)
             if spec.notes == "last":
                 reader.notes.clear()
-            seen = reader.take(own)
+            lines = reader.take(action)
             for keys in reader.spawned:
-                found.spawned += 1
-                if begun < spec.sub_agents:
-                    agents.start(_look_up(str(begun), keys, shards, spec.sub_agent_turns))
-                    begun += 1
+                result.spawned += 1
+                if started < spec.sub_agents:
+                    agents.start(_look_up(str(started), keys, shards, spec.sub_agent_turns))
+                    started += 1
                 else:
-                    seen.append(BAD)
+                    lines.append(BAD)
             while reader.joins and agents.turns:
                 agents.take((yield agents.turns))
-                found.critical_steps += 1
+                result.critical_steps += 1
             if reader.joins:
-                for number in range(joined, begun):
-                    seen += agents.results[number].lines
+                for number in range(joined, started):
+                    lines += agents.results[number].lines
                     reader.notes |= agents.results[number].notes
-                joined = begun
+                joined = started
             if reader.has_ended:
                 break
-            messages = _reply(seen)
+            messages = _make_messages(lines)
     finally:
         agents.close()
-    found.finished = sum(one.finished for one in agents.results.values())
-    found.reads, found.bad = reader.reads, reader.bad
-    return found
+    result.finished = sum(returned.finished for returned in agents.results.values())
+    result.reads, result.bad = reader.reads, reader.bad
+    return result
 
 
-def _look_up(agent: str, keys: list[str], shards: Mapping[str, str], turns: int) -> AgentProgram[Returned]:
-    """The turns of a sub-agent, at most `turns`."""
-    reader = Reader(shards, may_spawn=False)
-    messages = opening(keys)
+def _look_up(
+    agent: str, keys: list[str], shards: Mapping[str, str], turns: int
+) -> AgentProgram[SubAgentResult]:
+    """Return the turns of a sub-agent, at most `turns`."""
+    reader = CommandReader(shards, may_spawn=False)
+    messages = make_prompt(keys)
     for _ in range(turns):
         (action,) = yield [AgentTurn(agent, messages, "look up")]
-        messages = _reply(reader.take(action))
+        messages = _make_messages(reader.take(action))
         if reader.has_ended:
             break
     is_finished = reader.has_ended and all(key in reader.notes for key in keys)
-    return Returned({key: reader.notes[key] for key in keys if key in reader.notes}, is_finished)
+    return SubAgentResult({key: reader.notes[key] for key in keys if key in reader.notes}, is_finished)
 
 
-def _reply(seen: Sequence[str]) -> tuple[Message, ...]:
-    return ({"role": "tool", "content": "".join(f"{line}\n" for line in seen) or "\n"},)
+def _make_messages(lines: Sequence[str]) -> tuple[Message, ...]:
+    return ({"role": "tool", "content": "".join(f"{line}\n" for line in lines) or "\n"},)

@@ -17,8 +17,8 @@ _SPAWN = re.compile(r"\+[A-Z]{1,26}")
 
 
 @dataclass(slots=True)
-class Reader:
-    """What an agent has noted, and what its lines do.
+class CommandReader:
+    """The notes of an agent, and the effects of its lines.
 
     Attributes:
         shards: the shard of each key.
@@ -42,30 +42,30 @@ class Reader:
     def take(self, action: str) -> list[str]:
         """Take an action; return the lines that the agent sees, without those of a join."""
         self.spawned, self.joins = [], False
-        seen: list[str] = []
+        outputs: list[str] = []
         for line in action.split("\n"):
             if self.has_ended or not line:
                 break
-            is_first_read = not any(one != BAD for one in seen)
+            is_first_read = not any(output != BAD for output in outputs)
             if line == END:
                 self.has_ended = True
             elif not self.joins and _NOTE.fullmatch(line):
                 self.notes[line[0]] = line[1]
             elif not self.joins and line[0] == READ and line[1:] in self.shards and is_first_read:
                 self.reads += 1
-                seen.append(self.shards[line[1:]])
+                outputs.append(self.shards[line[1:]])
             elif not self.joins and self.may_spawn and _SPAWN.fullmatch(line):
                 self.spawned.append([*line[1:]])
             elif not self.joins and self.may_spawn and line == JOIN:
                 self.joins = True
             else:
                 self.bad += 1
-                seen.append(BAD)
-        return seen
+                outputs.append(BAD)
+        return outputs
 
 
 def serial_actions(values: Mapping[str, str], *, repeat: bool = False) -> list[str]:
-    """The actions of an agent that reads the shards of keys one after another, and notes their values.
+    """Return the actions of an agent that reads the shards of keys one after another, and notes their values.
 
     Args:
         repeat: note all values again at the end.
@@ -78,10 +78,10 @@ def serial_actions(values: Mapping[str, str], *, repeat: bool = False) -> list[s
 
 
 def folding_actions(values: Mapping[str, str], every: int) -> list[str]:
-    """Serial actions that fold all notes so far after `every` shards, for the rule policy of `context`."""
+    """Return serial actions that fold all notes after `every` shards, for the `context` rule policy."""
     actions = serial_actions(values, repeat=True)
     notes = [f"{key}{value}" for key, value in values.items()]
-    for place in range(every, len(notes), every):
-        read = actions[place].partition("\n")[2]
-        actions[place] = f"<fold>{' '.join(notes[:place])}</fold>{read}"
+    for index in range(every, len(notes), every):
+        read = actions[index].partition("\n")[2]
+        actions[index] = f"<fold>{' '.join(notes[:index])}</fold>{read}"
     return actions

@@ -12,31 +12,34 @@ from typing import Any
 
 from perilune.environments.builtin.wide_lookup.settings import WideLookupSpec
 from perilune.environments.core.protocol import Message, Split, Task
-from perilune.environments.core.splits import new_draws
+from perilune.environments.core.splits import select_unique
 from perilune.files import canonical_json, sha256_bytes
 
 
 def draw_tasks(spec: WideLookupSpec, split: Split, seed: int) -> Iterator[Task]:
     """Yield distinct tasks without end."""
-    drawn = (_draw(spec, random.Random(f"wide_lookup/{seed}/{index}")) for index in count())
+    drawn = (_draw_data(spec, random.Random(f"wide_lookup/{seed}/{index}")) for index in count())
     digests = ((sha256_bytes(canonical_json(data)), data) for data in drawn)
-    for digest, data in new_draws(split, digests):
+    for digest, data in select_unique(split, digests):
         keys = list(data["values"])
-        yield Task(digest[:32], opening(keys), data, difficulty=float(len(keys)))
+        yield Task(digest[:32], make_prompt(keys), data, difficulty=float(len(keys)))
 
 
-def opening(keys: list[str]) -> tuple[Message, ...]:
-    """The prompt that asks for keys. A sub-agent has that of a task with its keys."""
+def make_prompt(keys: list[str]) -> tuple[Message, ...]:
+    """Return the prompt that asks for keys. A sub-agent has that of a task with its keys."""
     return ({"role": "user", "content": "".join(keys) + "\n"},)
 
 
-def _draw(spec: WideLookupSpec, draw: random.Random) -> dict[str, Any]:
+def _draw_data(spec: WideLookupSpec, draw: random.Random) -> dict[str, Any]:
     keys = draw.sample(string.ascii_uppercase, draw.choice(spec.keys))
     values = {key: draw.choice(string.digits) for key in keys}
-    return {"shards": {key: _hide(key + values[key], spec.letters, draw) for key in keys}, "values": values}
+    return {
+        "shards": {key: _hide_entry(key + values[key], spec.letters, draw) for key in keys},
+        "values": values,
+    }
 
 
-def _hide(entry: str, letters: int, draw: random.Random) -> str:
+def _hide_entry(entry: str, letters: int, draw: random.Random) -> str:
     text = "".join(draw.choices(string.ascii_lowercase, k=letters))
     place = draw.randint(0, letters)
     return text[:place] + entry + text[place:]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from perilune.environments.core.mathematics.expression import Node, parse
+from perilune.environments.core.mathematics.expression import Node, parse_expression
 from perilune.environments.core.mathematics.tokens import Token
 
 _CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\begin": r"\end"}
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
     text: str = ""
 
 
-def read(tokens: Tokens) -> Answer:
+def parse_answer(tokens: Tokens) -> Answer:
     """Read an answer.
 
     Raises:
@@ -45,46 +45,46 @@ def read(tokens: Tokens) -> Answer:
     """
     if len(tokens) > 2 and tokens[1].text == r"\in":
         tokens = tokens[2:]
-    if any(one.text in _SIGNS[0] for one in tokens):
-        return _items(
+    if any(token.text in _SIGNS[0] for token in tokens):
+        return _make_items(
             "set", [[Token(kind, signs.get(text, text)) for kind, text in tokens] for signs in _SIGNS]
         )
-    parts, _ = _split(tokens, _SEPARATORS)
+    parts, _ = _split_tokens(tokens, _SEPARATORS)
     if len(parts) > 1:
-        return _items("set", parts)
-    parts, relations = _split(tokens, _RELATIONS)
+        return _make_items("set", parts)
+    parts, relations = _split_tokens(tokens, _RELATIONS)
     if relations:
-        return _relation(parts, relations)
-    return _bracketed(tokens) or _quantity(tokens)
+        return _parse_relation(parts, relations)
+    return _parse_bracketed(tokens) or _parse_quantity(tokens)
 
 
-def _items(kind: str, parts: Collection[Tokens]) -> Answer:
-    return Answer(kind, tuple(map(read, parts)))
+def _make_items(kind: str, parts: Collection[Tokens]) -> Answer:
+    return Answer(kind, tuple(map(parse_answer, parts)))
 
 
-def _split(tokens: Tokens, separators: Collection[str]) -> tuple[list[Tokens], list[str]]:
-    """The parts between separators outside of brackets, and the separators."""
+def _split_tokens(tokens: Tokens, separators: Collection[str]) -> tuple[list[Tokens], list[str]]:
+    """Return the parts between separators outside of brackets, and the separators."""
     parts: list[Tokens] = []
-    found: list[str] = []
+    separators_found: list[str] = []
     depth = begin = 0
-    for place, (_, text) in enumerate(tokens):
+    for index, (_, text) in enumerate(tokens):
         depth += (text in _CLOSING) - (text in _CLOSING.values())
         if text in separators and depth == 0:
-            parts.append(tokens[begin:place])
-            found.append(text)
-            begin = place + 1
-    return [*parts, tokens[begin:]], found
+            parts.append(tokens[begin:index])
+            separators_found.append(text)
+            begin = index + 1
+    return [*parts, tokens[begin:]], separators_found
 
 
-def _relation(parts: Sequence[Tokens], relations: Sequence[str]) -> Answer:
-    """An equation, or an inequality. One that bounds a single name is an interval."""
-    names = ["".join(one.text for one in part) for part in parts]
+def _parse_relation(parts: Sequence[Tokens], relations: Sequence[str]) -> Answer:
+    """Return an equation, or an inequality. One that bounds a single name is an interval."""
+    names = ["".join(name.text for name in part) for part in parts]
     if relations == ["="]:
         is_name = _NAME.fullmatch(names[0]) is not None
-        return Answer("=", tuple(map(read, parts)), text=names[0] if is_name else "")
-    if all(one in _REVERSED for one in relations):
+        return Answer("=", tuple(map(parse_answer, parts)), text=names[0] if is_name else "")
+    if all(name in _REVERSED for name in relations):
         parts, names = parts[::-1], names[::-1]
-        relations = [_REVERSED[one] for one in reversed(relations)]
+        relations = [_REVERSED[name] for name in reversed(relations)]
     if "=" not in relations:
         if len(names) == 2 and _NAME.fullmatch(names[0]):
             parts, names, relations = (
@@ -96,38 +96,50 @@ def _relation(parts: Sequence[Tokens], relations: Sequence[str]) -> Answer:
             parts, names, relations = [*parts, [_INFINITY]], [*names, ""], [*relations, "<"]
         if len(names) == 3 and _NAME.fullmatch(names[1]):
             brackets = ("(" if relations[0] == "<" else "[") + (")" if relations[1] == "<" else "]")
-            return _items(brackets, [parts[0], parts[2]])
-    return _items(" ".join(relations), parts)
+            return _make_items(brackets, [parts[0], parts[2]])
+    return _make_items(" ".join(relations), parts)
 
 
-def _bracketed(tokens: Tokens) -> Answer | None:
-    """A tuple, an interval, a set or a matrix in brackets; None for other tokens."""
+def _parse_bracketed(tokens: Tokens) -> Answer | None:
+    """Return a tuple, an interval, a set or a matrix in brackets; None for other tokens."""
     first, last = (tokens[0].text, tokens[-1].text) if tokens else ("", "")
     if first == r"\begin" and len(tokens) > 7 and tokens[2].text.endswith("matrix"):
-        rows, _ = _split(tokens[4:-4], {r"\cr"})
-        return Answer("matrix", tuple(_items("row", _split(row, {"&"})[0]) for row in rows if row))
-    if first not in _CLOSING or last not in _CLOSING.values() or len(_split(tokens[:-1], {last})[0]) > 1:
+        rows, _ = _split_tokens(tokens[4:-4], {r"\cr"})
+        return Answer(
+            "matrix", tuple(_make_items("row", _split_tokens(row, {"&"})[0]) for row in rows if row)
+        )
+    if (
+        first not in _CLOSING
+        or last not in _CLOSING.values()
+        or len(_split_tokens(tokens[:-1], {last})[0]) > 1
+    ):
         return None
-    parts, found = _split(tokens[1:-1], _SEPARATORS)
+    parts, separators = _split_tokens(tokens[1:-1], _SEPARATORS)
     if first == r"\{":
-        return _items("set", parts)
-    return _items(first + last, parts) if found else None
+        return _make_items("set", parts)
+    return _make_items(first + last, parts) if separators else None
 
 
-def _quantity(tokens: Tokens) -> Answer:
-    """An expression with a unit, or words."""
+def _parse_quantity(tokens: Tokens) -> Answer:
+    """Return an expression with a unit, or words."""
     unit = next(
-        (n for n, one in enumerate(tokens) if one.kind == "word" or one.text == "%" or _is_base(tokens, n)),
+        (
+            n
+            for n, token in enumerate(tokens)
+            if token.kind == "word" or token.text == "%" or _is_base(tokens, n)
+        ),
         None,
     )
-    if unit == 0 or any(one.text in _MULTIPLES for one in tokens):
-        return Answer("words", text="".join(one.text for one in tokens).lower())
-    text = "".join(one.text for one in tokens[unit:] if one.text not in "{}") if unit else ""
+    if unit == 0 or any(token.text in _MULTIPLES for token in tokens):
+        return Answer("words", text="".join(token.text for token in tokens).lower())
+    text = "".join(token.text for token in tokens[unit:] if token.text not in "{}") if unit else ""
     return Answer(
-        "quantity", node=parse(tokens[:unit]), text="%" if text == "percent" else text.removesuffix("s")
+        "quantity",
+        node=parse_expression(tokens[:unit]),
+        text="%" if text == "percent" else text.removesuffix("s"),
     )
 
 
-def _is_base(tokens: Tokens, place: int) -> bool:
-    """Whether a token begins the base of a number, as in 1011_2."""
-    return tokens[place].text == "_" and place > 0 and tokens[place - 1].kind == "number"
+def _is_base(tokens: Tokens, index: int) -> bool:
+    """Return whether a token begins the base of a number, as in 1011_2."""
+    return tokens[index].text == "_" and index > 0 and tokens[index - 1].kind == "number"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from perilune.environments.core.mathematics.tokens import Token
 
 Number = Fraction | complex
-_MOST_BITS = 20_000  # of an exact number
-_MOST_FACTORIAL = 1000
+_MAX_BITS = 20_000  # of an exact number
+_MAX_FACTORIAL = 1000
 _CONSTANTS: Mapping[str, complex] = {
     r"\pi": complex(math.pi),
     "e": complex(math.e),
@@ -30,7 +30,7 @@ _FUNCTIONS: Mapping[str, Callable[[complex], complex]] = {
 }
 _GREEK_NAMES = "alpha beta gamma delta epsilon theta lambda mu rho sigma tau phi varphi omega"
 _GREEK = tuple(f"\\{name}" for name in _GREEK_NAMES.split())
-_BEGINS = frozenset({"(", "{", r"\frac", r"\sqrt", r"\binom", *_CONSTANTS, *_FUNCTIONS, *_GREEK})
+_FACTOR_STARTS = frozenset({"(", "{", r"\frac", r"\sqrt", r"\binom", *_CONSTANTS, *_FUNCTIONS, *_GREEK})
 _CLOSING = {"(": ")", "[": "]", "{": "}", "|": "|"}
 _END = Token("end", "")
 
@@ -47,7 +47,7 @@ class Node(NamedTuple):
     value: Fraction | str = ""
 
 
-def parse(tokens: Sequence[Token]) -> Node:
+def parse_expression(tokens: Sequence[Token]) -> Node:
     """Parse all tokens.
 
     Raises:
@@ -55,7 +55,7 @@ def parse(tokens: Sequence[Token]) -> Node:
         RecursionError: if they are nested too deeply.
     """
     parser = _Parser(tokens)
-    node = parser.sum()
+    node = parser.parse_sum()
     if parser.next != _END:
         raise NotAnExpressionError(f"unexpected {parser.next.text}")
     return node
@@ -65,93 +65,95 @@ class _Parser:
     """Recursive descent, with one method for each level of precedence."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
-        self._tokens, self._place = tokens, 0
+        self._tokens, self._index = tokens, 0
 
     @property
     def next(self) -> Token:
-        return self._tokens[self._place] if self._place < len(self._tokens) else _END
+        return self._tokens[self._index] if self._index < len(self._tokens) else _END
 
     def take(self, *texts: str) -> str:
-        """The next token, if it is one of `texts`; else an empty text."""
+        """Return the next token, if it is one of `texts`; else an empty text."""
         if self.next.kind != "symbol" or self.next.text not in texts:
             return ""
-        self._place += 1
-        return self._tokens[self._place - 1].text
+        self._index += 1
+        return self._tokens[self._index - 1].text
 
-    def sum(self) -> Node:
-        node = self.product()
+    def parse_sum(self) -> Node:
+        node = self.parse_product()
         while sign := self.take("+", "-"):
-            node = Node(sign, (node, self.product()))
+            node = Node(sign, (node, self.parse_product()))
         return node
 
-    def product(self) -> Node:
-        node = self.signed()
+    def parse_product(self) -> Node:
+        node = self.parse_signed()
         while True:
             if sign := self.take("*", "/", r"\div"):
-                node = Node("*" if sign == "*" else "/", (node, self.signed()))
-            elif self.next.text in _BEGINS or self.next.text.isalpha() or self._is_mixed(node):
-                after = self.power()
+                node = Node("*" if sign == "*" else "/", (node, self.parse_signed()))
+            elif self.next.text in _FACTOR_STARTS or self.next.text.isalpha() or self._is_mixed(node):
+                after = self.parse_power()
                 if after.name == "number":  # 3 1/2
                     self.take("/")
-                    after = Node("/", (after, self.power()))
+                    after = Node("/", (after, self.parse_power()))
                 mixed = node.name == "number" and _is_fraction(after)
                 node = Node("mixed" if mixed else "*", (node, after))
             else:
                 return node
 
     def _is_mixed(self, node: Node) -> bool:
-        """Whether a whole number and a fraction follow each other, as in 3 1/2."""
-        following = [one.kind + one.text * (one.kind == "symbol") for one in self._tokens[self._place :][:3]]
+        """Return whether a whole number and a fraction follow each other, as in 3 1/2."""
+        following = [
+            token.kind + token.text * (token.kind == "symbol") for token in self._tokens[self._index :][:3]
+        ]
         return node.name == "number" and following == ["number", "symbol/", "number"]
 
-    def signed(self) -> Node:
+    def parse_signed(self) -> Node:
         if self.take("-"):
-            return Node("negate", (self.signed(),))
+            return Node("negate", (self.parse_signed(),))
         self.take("+")
-        return self.power()
+        return self.parse_power()
 
-    def power(self) -> Node:
-        node = self.atom()
+    def parse_power(self) -> Node:
+        node = self.parse_atom()
         while self.take("!"):
             node = Node("!", (node,))
         if self.take("^"):
-            return Node("^", (node, self.argument()))
+            return Node("^", (node, self.parse_argument()))
         return node
 
-    def argument(self) -> Node:
-        """The argument of a command, or an exponent."""
-        return self.signed() if self.next.text == "-" else self.atom()
+    def parse_argument(self) -> Node:
+        """Return the argument of a command, or an exponent."""
+        return self.parse_signed() if self.next.text == "-" else self.parse_atom()
 
-    def atom(self) -> Node:
+    def parse_atom(self) -> Node:
         kind, text = self.next
-        self._place += 1
+        self._index += 1
         if kind == "number":
             return Node("number", value=Fraction(text))
         if kind == "symbol" and text in _CLOSING:
-            inside = self.sum()
+            inside = self.parse_sum()
             if not self.take(_CLOSING[text]):
                 raise NotAnExpressionError(f"{_CLOSING[text]} is missing")
             return Node("abs", (inside,)) if text == "|" else inside
         if text in (r"\frac", r"\binom", r"\sqrt") or text in _FUNCTIONS:
-            return self._command(text)
+            return self._parse_command(text)
         if text in _CONSTANTS and self.next.text != "_":
             return Node(text)
         if kind != "symbol" or not (text.isalpha() or text in _GREEK):
             raise NotAnExpressionError(f"unexpected {text or 'end'}")
         if self.take("_"):
             text += "_" + self.next.text
-            self._place += 1
+            self._index += 1
         return Node("variable", value=text)
 
-    def _command(self, name: str) -> Node:
+    def _parse_command(self, name: str) -> Node:
         if name == r"\sqrt":
-            degree = self.atom() if self.next.text == "[" else Node("number", value=Fraction(2))
-            return Node("root", (self.argument(), degree))
+            degree = self.parse_atom() if self.next.text == "[" else Node("number", value=Fraction(2))
+            return Node("root", (self.parse_argument(), degree))
         if name not in _FUNCTIONS:
-            return Node("/" if name == r"\frac" else "binom", (self.argument(), self.argument()))
-        base = (self.argument(),) if name == r"\log" and self.take("_") else ()
-        exponent = self.argument() if self.take("^") else None
-        node = Node(name, (self.signed(), *base))
+            return Node("/" if name == r"\frac" else "binom", (self.parse_argument(), self.parse_argument()))
+        base = (self.parse_argument(),) if name == r"\log" and self.take("_") else ()
+        exponent = self.parse_argument() if self.take("^") else None
+        node = Node(name, (self.parse_signed(), *base))
         return node if exponent is None else Node("^", (node, exponent))
 
 
@@ -165,30 +167,30 @@ def _is_fraction(node: Node) -> bool:
     return node.name == "/" and None not in map(_whole_number, node.arguments)
 
 
-def variables(node: Node) -> frozenset[str]:
-    """The names of the variables."""
+def find_variables(node: Node) -> frozenset[str]:
+    """Return the names of the variables."""
     own = {str(node.value)} if node.name == "variable" else set()
-    return frozenset(own).union(*map(variables, node.arguments))
+    return frozenset(own).union(*map(find_variables, node.arguments))
 
 
-def operations(node: Node) -> int:
+def count_operations(node: Node) -> int:
     """The operations that are left to work out. A sign, a mixed number, a reduced fraction and a power of ten
     as in 1.2 * 10^5 are part of a number.
     """
     first, *others = node.arguments or (node,)
     if _is_fraction(node):
-        top, bottom = (_whole_number(one) or 0 for one in node.arguments)
+        top, bottom = (_whole_number(argument) or 0 for argument in node.arguments)
         return int(math.gcd(top, bottom) > 1)
     if node.name == "*" and first.name == "number" and others[0].name == "^":
         base, exponent = others[0].arguments
-        if base.value == 10 and not operations(exponent) and 1 <= evaluate(first, {}).real < 10:
+        if base.value == 10 and not count_operations(exponent) and 1 <= evaluate(first, {}).real < 10:
             return 0
-    below = sum(map(operations, node.arguments))
+    below = sum(map(count_operations, node.arguments))
     return below + (bool(node.arguments) and node.name not in ("negate", "mixed"))
 
 
 def evaluate(node: Node, values: Mapping[str, Fraction]) -> Number:
-    """The value, exact if all operations are rational.
+    """Return the value, exact if all operations are rational.
 
     Raises:
         NotAnExpressionError: if an exact number is too large.
@@ -200,18 +202,18 @@ def evaluate(node: Node, values: Mapping[str, Fraction]) -> Number:
         return values[str(node.value)]
     if node.name in _CONSTANTS:
         return _CONSTANTS[node.name]
-    found = _OPERATIONS[node.name](*(evaluate(one, values) for one in node.arguments))
-    if isinstance(found, Fraction) and _bits(found) > _MOST_BITS:
+    result = _OPERATIONS[node.name](*(evaluate(argument, values) for argument in node.arguments))
+    if isinstance(result, Fraction) and _bit_length(result) > _MAX_BITS:
         raise NotAnExpressionError("the number is too large")
-    return found
+    return result
 
 
-def _bits(number: Fraction) -> int:
+def _bit_length(number: Fraction) -> int:
     return max(number.numerator.bit_length(), number.denominator.bit_length())
 
 
-def _count(value: Number) -> int:
-    if not (isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _MOST_FACTORIAL):
+def _require_small_integer(value: Number) -> int:
+    if not (isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= _MAX_FACTORIAL):
         raise NotAnExpressionError("not a small whole number")
     return int(value)
 
@@ -219,7 +221,7 @@ def _count(value: Number) -> int:
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, complex) or isinstance(exponent, complex):
         return complex(base) ** complex(exponent)
-    if abs(exponent.numerator) * _bits(base) > _MOST_BITS:
+    if abs(exponent.numerator) * _bit_length(base) > _MAX_BITS:
         raise NotAnExpressionError("the number is too large")
     if exponent.denominator == 1:
         return base ** int(exponent)
@@ -227,7 +229,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _root(radicand: Number, degree: Number) -> Number:
-    """A root; exact if the radicand is the power of a rational number."""
+    """Return a root; exact if the radicand is the power of a rational number."""
     if (
         isinstance(radicand, Fraction)
         and isinstance(degree, Fraction)
@@ -257,8 +259,10 @@ _OPERATIONS: Mapping[str, Callable[..., Number]] = {
     "^": _power,
     "root": _root,
     "abs": lambda one: abs(one) if isinstance(one, Fraction) else complex(abs(one)),
-    "!": lambda one: Fraction(math.factorial(_count(one))),
-    "binom": lambda one, other: Fraction(math.comb(_count(one), _count(other))),
+    "!": lambda one: Fraction(math.factorial(_require_small_integer(one))),
+    "binom": lambda one, other: Fraction(
+        math.comb(_require_small_integer(one), _require_small_integer(other))
+    ),
     **{
         name: lambda *arguments, function=function: function(*map(complex, arguments))
         for name, function in _FUNCTIONS.items()

@@ -49,23 +49,23 @@ class Token(NamedTuple):
     text: str
 
 
-def tokens(text: str) -> list[Token]:
+def tokenize(text: str) -> list[Token]:
     """The tokens of an answer, without layout. A comma in brackets separates numbers, and never thousands."""
     text = text.translate(_SYMBOLS)
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)
-    return list(_split(text.strip().removesuffix(".")))
+    return list(_scan(text.strip().removesuffix(".")))
 
 
-def _split(text: str) -> Iterator[Token]:
-    depth = place = 0
-    while found := (_TOKEN_IN_BRACKETS if depth else _TOKEN).search(text, place):
-        place = found.end()
-        kind, word = str(found.lastgroup), found[0]
+def _scan(text: str) -> Iterator[Token]:
+    depth = position = 0
+    while match := (_TOKEN_IN_BRACKETS if depth else _TOKEN).search(text, position):
+        position = match.end()
+        kind, word = str(match.lastgroup), match[0]
         if kind == "quoted":
             inside = word[1:-1].lower().split()
             is_letter = len("".join(inside).strip("()")) < 2
-            yield from _split(word[1:-1]) if is_letter else (Token("word", one) for one in inside)
+            yield from _scan(word[1:-1]) if is_letter else (Token("word", word_part) for word_part in inside)
         elif kind == "number":
             yield Token(kind, word.replace(",", ""))
         else:

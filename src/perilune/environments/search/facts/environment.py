@@ -10,14 +10,20 @@ from pydantic import Field
 
 from perilune.environments.core.protocol import Score, Split, Task, Transcript
 from perilune.environments.core.single_turn import SingleTurn
-from perilune.environments.core.splits import MOST_REJECTED, numbered_ids
+from perilune.environments.core.splits import MAX_REJECTED_DRAWS, generate_task_ids
 from perilune.environments.search.corpus import Corpus
-from perilune.environments.search.facts.questions import KINDS, Kind, answer, draw_question, write_question
-from perilune.environments.search.facts.world import MOST_COMPANIES, Style, corpus_of, draw_world
+from perilune.environments.search.facts.questions import (
+    KINDS,
+    Kind,
+    compute_answer,
+    draw_question,
+    write_question,
+)
+from perilune.environments.search.facts.world import MAX_COMPANIES, Style, draw_world, make_corpus
 from perilune.files import canonical_json, sha256_bytes
 from perilune.frozen import Frozen
 
-MARK = ";"
+ANSWER_MARK = ";"
 
 
 class FactsSpec(Frozen):
@@ -25,7 +31,7 @@ class FactsSpec(Frozen):
 
     id: Literal["facts"] = Field("facts", description="id of the environment")
     companies: int = Field(
-        100, ge=4, le=MOST_COMPANIES, description="companies of a corpus, which has six documents for each"
+        100, ge=4, le=MAX_COMPANIES, description="companies of a corpus, which has six documents for each"
     )
     corpora: int = Field(4, ge=1, le=1000, description="corpora of each split; no corpus is in both splits")
     kinds: tuple[Kind, ...] = Field(
@@ -50,8 +56,8 @@ class FactsEnvironment(SingleTurn):
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield distinct questions about the corpora in turn, until a corpus has no new ones."""
         spec = self.spec
-        worlds = list(itertools.islice(numbered_ids("facts", split, seed), spec.corpora))
-        asked: set[str] = set()
+        worlds = list(itertools.islice(generate_task_ids("facts", split, seed), spec.corpora))
+        task_ids: set[str] = set()
         rejected = 0
         for number in itertools.count():
             draw = random.Random(f"facts/{seed}/{split}/{number}")
@@ -60,12 +66,12 @@ class FactsEnvironment(SingleTurn):
             question = draw_question(world, draw.choice(spec.kinds), draw)
             digest = sha256_bytes(canonical_json([spec.companies, spec.style, asdict(question)]))
             task_id = name[:24] + digest[:8]
-            if task_id in asked:
+            if task_id in task_ids:
                 rejected += 1
-                if rejected == MOST_REJECTED:
+                if rejected == MAX_REJECTED_DRAWS:
                     return
                 continue
-            asked.add(task_id)
+            task_ids.add(task_id)
             rejected = 0
             prompt = ({"role": "user", "content": write_question(question, spec.style)},)
             data = {
@@ -73,7 +79,7 @@ class FactsEnvironment(SingleTurn):
                 "companies": spec.companies,
                 "style": spec.style,
                 "question": asdict(question),
-                "answer": answer(world, question),
+                "answer": compute_answer(world, question),
             }
             yield Task(task_id, prompt, data, difficulty=float(KINDS.index(question.kind)))
 
@@ -87,9 +93,9 @@ class FactsEnvironment(SingleTurn):
         return Transcript(self.reply(task, task.data["answer"]))
 
     def corpus(self, task: Task) -> Corpus:
-        """The documents that the task is about."""
-        return corpus_of(task.data["world"], task.data["companies"], task.data["style"])
+        """Return the documents that the task is about."""
+        return make_corpus(task.data["world"], task.data["companies"], task.data["style"])
 
     def reply(self, task: Task, answer: str) -> str:
-        """The text that `score` takes for this answer."""
-        return MARK + answer if task.data["style"] == "compact" else answer
+        """Return the text that `score` takes for this answer."""
+        return ANSWER_MARK + answer if task.data["style"] == "compact" else answer

@@ -8,8 +8,12 @@ from perilune.environments.search.facts.world import Style, World
 
 Kind = Literal["one", "two", "count", "join"]
 KINDS: tuple[Kind, ...] = ("one", "two", "count", "join")
-_ASKED = {"c": "In which city does {} have its seat?", "s": "What does {} make?", "h": "Who leads {}?"}
-_NAME, _NUMBER = " Answer with the name only.", " Answer with a number only."
+_RELATION_QUESTIONS = {
+    "c": "In which city does {} have its seat?",
+    "s": "What does {} make?",
+    "h": "Who leads {}?",
+}
+_NAME_FORM, _NUMBER_FORM = " Answer with the name only.", " Answer with a number only."
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +33,11 @@ class Question:
 
 
 def draw_question(world: World, kind: Kind, draw: random.Random) -> Question:
-    """A question with an answer other than nothing."""
+    """Return a question with an answer other than nothing."""
     company = draw.choice(world.companies)
     match kind:
         case "one":
-            return Question(kind, company, draw.choice(list(_ASKED)))
+            return Question(kind, company, draw.choice(list(_RELATION_QUESTIONS)))
         case "two":
             return Question(kind, company)
         case "count":
@@ -41,32 +45,32 @@ def draw_question(world: World, kind: Kind, draw: random.Random) -> Question:
     return Question(kind, world.values[company, "c"], goods=world.values[company, "s"])
 
 
-def answer(world: World, asked: Question) -> str:
-    """The right answer."""
-    match asked.kind:
+def compute_answer(world: World, question: Question) -> str:
+    """Return the right answer."""
+    match question.kind:
         case "one":
-            return world.values[asked.name, asked.relation]
+            return world.values[question.name, question.relation]
         case "two":
-            return world.values[world.values[asked.name, "h"], "l"]
-    companies = world.by_city[asked.name]
-    return str(sum(asked.goods in ("", world.values[one, "s"]) for one in companies))
+            return world.values[world.values[question.name, "h"], "l"]
+    companies = world.by_city[question.name]
+    return str(sum(question.goods in ("", world.values[company, "s"]) for company in companies))
 
 
-def write_question(asked: Question, style: Style) -> str:
-    """The question as a text."""
+def write_question(question: Question, style: Style) -> str:
+    """Return the question as a text."""
     if style == "compact":
         return {
-            "one": f"{asked.name} {asked.relation}>",
-            "two": f"{asked.name} h l>",
-            "count": f"#c {asked.name}>",
-            "join": f"#c {asked.name} s {asked.goods}>",
-        }[asked.kind]
-    name = asked.name.title()
-    match asked.kind:
+            "one": f"{question.name} {question.relation}>",
+            "two": f"{question.name} h l>",
+            "count": f"#c {question.name}>",
+            "join": f"#c {question.name} s {question.goods}>",
+        }[question.kind]
+    name = question.name.title()
+    match question.kind:
         case "one":
-            return _ASKED[asked.relation].format(name) + _NAME
+            return _RELATION_QUESTIONS[question.relation].format(name) + _NAME_FORM
         case "two":
-            return f"In which city does the head of {name} live?{_NAME}"
+            return f"In which city does the head of {name} live?{_NAME_FORM}"
         case "count":
-            return f"How many companies have their seat in {name}?{_NUMBER}"
-    return f"How many companies with their seat in {name} make {asked.goods}?{_NUMBER}"
+            return f"How many companies have their seat in {name}?{_NUMBER_FORM}"
+    return f"How many companies with their seat in {name} make {question.goods}?{_NUMBER_FORM}"

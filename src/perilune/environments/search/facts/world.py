@@ -13,13 +13,13 @@ from typing import Literal
 from perilune.environments.search.corpus import Corpus, Document
 
 Style = Literal["natural", "compact"]
-MOST_COMPANIES = 2000
+MAX_COMPANIES = 2000
 
 _CONSONANTS = "bdfgjkmpqrtvwxyz"  # without the letters of relations, so that a tiny model can copy names
-_IN_A_CITY = 6  # most companies, so that a tiny model can count them
-_PER_CITY = 3  # on average
-_GOODS = 4  # kinds of goods
-_REPRINTED, _MOVED = 0.3, 0.5  # shares of facts and of companies
+_MAX_COMPANIES_PER_CITY = 6  # most companies, so that a tiny model can count them
+_MEAN_COMPANIES_PER_CITY = 3  # on average
+_GOODS_COUNT = 4  # kinds of goods
+_REPRINTED_SHARE, _MOVED_SHARE = 0.3, 0.5  # shares of facts and of companies
 _SENTENCES = {
     "c": "{} has its seat in {}.",
     "s": "{} makes {}.",
@@ -42,10 +42,10 @@ class Fact:
     value: str
 
     def sentence(self, style: Style) -> str:
-        """The fact as a text."""
+        """Return the fact as a text."""
         if style == "compact":
             return f"{self.subject} {self.relation} {self.value}"
-        return _SENTENCES[self.relation].format(self.subject.title(), _written(self))
+        return _SENTENCES[self.relation].format(self.subject.title(), _render_value(self))
 
 
 @dataclass(frozen=True)
@@ -58,66 +58,66 @@ class World:
     @cached_property
     def companies(self) -> tuple[str, ...]:
         """All companies."""
-        return tuple(one.subject for one in self.facts if one.relation == "c")
+        return tuple(fact.subject for fact in self.facts if fact.relation == "c")
 
     @cached_property
     def values(self) -> dict[tuple[str, str], str]:
         """The value of each (subject, relation), except n."""
-        return {(one.subject, one.relation): one.value for one in self.facts if one.relation != "n"}
+        return {(fact.subject, fact.relation): fact.value for fact in self.facts if fact.relation != "n"}
 
     @cached_property
     def by_city(self) -> dict[str, list[str]]:
         """The companies of each city that has some."""
-        found: dict[str, list[str]] = {}
+        companies: dict[str, list[str]] = {}
         for company in self.companies:
-            found.setdefault(self.values[company, "c"], []).append(company)
-        return found
+            companies.setdefault(self.values[company, "c"], []).append(company)
+        return companies
 
 
 @lru_cache(maxsize=16)
 def draw_world(seed: str, companies: int) -> World:
-    """The world of a seed."""
+    """Return the world of a seed."""
     draw = random.Random(f"facts/world/{seed}/{companies}")
-    names = _names()
+    names = _all_names()
     draw.shuffle(names)
-    fresh = iter(names)
-    cities = [next(fresh) for _ in range(max(companies // _PER_CITY, 2))]
-    goods = [next(fresh) for _ in range(_GOODS)]
-    room = [city for city in cities for _ in range(_IN_A_CITY)]
-    draw.shuffle(room)
+    unused = iter(names)
+    cities = [next(unused) for _ in range(max(companies // _MEAN_COMPANIES_PER_CITY, 2))]
+    goods = [next(unused) for _ in range(_GOODS_COUNT)]
+    city_slots = [city for city in cities for _ in range(_MAX_COMPANIES_PER_CITY)]
+    draw.shuffle(city_slots)
     facts = []
-    for city in room[:companies]:
-        company, head = next(fresh), next(fresh)
+    for city in city_slots[:companies]:
+        company, head = next(unused), next(unused)
         facts += [Fact(company, "c", city), Fact(company, "s", draw.choice(goods)), Fact(company, "h", head)]
         facts += [Fact(head, "l", draw.choice(cities))]
-        if draw.random() < _MOVED:
-            facts += [Fact(company, "n", draw.choice([one for one in cities if one != city]))]
-    printed = facts + [one for one in facts if draw.random() < _REPRINTED]
+        if draw.random() < _MOVED_SHARE:
+            facts += [Fact(company, "n", draw.choice([item for item in cities if item != city]))]
+    printed = facts + [item for item in facts if draw.random() < _REPRINTED_SHARE]
     draw.shuffle(printed)
     return World(tuple(facts), tuple(printed))
 
 
 @lru_cache(maxsize=16)
-def corpus_of(seed: str, companies: int, style: Style) -> Corpus:
-    """The documents of a world."""
+def make_corpus(seed: str, companies: int, style: Style) -> Corpus:
+    """Return the documents of a world."""
     return Corpus(
         tuple(
-            _document(number, fact, style)
+            _make_document(number, fact, style)
             for number, fact in enumerate(draw_world(seed, companies).printed, 1)
         )
     )
 
 
-def _names() -> list[str]:
-    """4,800 names of four different letters."""
+def _all_names() -> list[str]:
+    """Return 4,800 names of four different letters."""
     syllables = ["".join(pair) for pair in itertools.product(_CONSONANTS, "aeiou")]
     return [one + other for one, other in itertools.product(syllables, repeat=2) if not {*one} & {*other}]
 
 
-def _document(number: int, fact: Fact, style: Style) -> Document:
+def _make_document(number: int, fact: Fact, style: Style) -> Document:
     title = "" if style == "compact" else f"Note {number}"
     return {"id": f"d{number}", "title": title, "text": fact.sentence(style)}
 
 
-def _written(fact: Fact) -> str:
+def _render_value(fact: Fact) -> str:
     return fact.value if fact.relation == "s" else fact.value.title()
