@@ -22,12 +22,19 @@ import numpy as np
 import torch
 
 from perilune.bundle.machine import describe_machine
-from perilune.games.connect_four.board import Boards, empty, play
-from perilune.games.connect_four.evaluation import Exam, exam, grade, match, openings_against, positions
+from perilune.games.connect_four.board import Boards, empty_boards, play
+from perilune.games.connect_four.evaluation import (
+    Exam,
+    grade_player,
+    make_exam,
+    make_openings_against,
+    play_match,
+    sample_positions,
+)
 from perilune.games.connect_four.learning import Trainer
 from perilune.games.connect_four.learning_settings import LearningSettings
 from perilune.games.connect_four.network import load_player, save_player
-from perilune.games.connect_four.players import one_ply, opponent, playing
+from perilune.games.connect_four.players import make_network_player, make_opponent, one_ply
 from perilune.games.connect_four.solver import Solver
 
 HERE = Path(__file__).resolve().parent
@@ -99,7 +106,7 @@ def solve(path: Path) -> None:
     """How fast the solver is from which ply; then, which takes long, what the first move is worth."""
     rows = []
     for ply, count in ((8, 10), (10, 20), (12, 50), (16, 200), (20, 500), (24, 1000), (28, 1000)):
-        solver, boards = Solver(24), positions(one_ply, ply, count, 0)
+        solver, boards = Solver(24), sample_positions(one_ply, ply, count, 0)
         began = time.process_time()
         solver.scores(boards)
         seconds = time.process_time() - began
@@ -114,7 +121,7 @@ def solve(path: Path) -> None:
     path.write_text(json.dumps({"speed": rows}, indent=1) + "\n")
     solver = Solver(25)
     began = time.process_time()
-    left = [-int(solver.scores(play(empty(1), np.array([c])))[0]) for c in reversed(range(4))][::-1]
+    left = [-int(solver.scores(play(empty_boards(1), np.array([c])))[0]) for c in reversed(range(4))][::-1]
     first = {
         "columns": [*left, *left[-2::-1]],
         "CPU seconds": time.process_time() - began,
@@ -157,7 +164,7 @@ def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
 def solved(path: Path, solver: Solver, per_ply: int) -> Exam:
     """The positions with the worth of every column, from the file or into it."""
     if not path.exists():
-        made = exam(solver, per_ply, FIRST_PLY, seed=0)
+        made = make_exam(solver, per_ply, FIRST_PLY, seed=0)
         np.savez(path, own=made.boards.own, stones=made.boards.stones, scores=made.scores)
     held = np.load(path)
     return Exam(Boards(held["own"], held["stones"]), held["scores"])
@@ -169,14 +176,14 @@ def judged(
     """Moves and matches of one player; kept beside it."""
     kept = player.parent / f"{player.name}-judged-{ahead}.json"
     found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    who = playing(load_player(player), ahead)
+    who = make_network_player(load_player(player), ahead)
     if "moves" not in found:
-        found["moves"] = grade(questions, who)
+        found["moves"] = grade_player(questions, who)
     for name in (one for one in opponents if one not in found):
         count = games // 4 if name in SLOW else games // 2  # openings, each played twice
-        start = openings_against(name, solver, count, PERFECT_FROM, seed=0)
+        start = make_openings_against(name, solver, count, PERFECT_FROM, seed=0)
         began = time.process_time()
-        found[name] = match(who, opponent(name, solver, seed=0), start).figures()
+        found[name] = play_match(who, make_opponent(name, solver, seed=0), start).figures()
         print(
             f"{player.parent.name} {player.name} {ahead} {name} {time.process_time() - began:.1f} s",
             flush=True,
@@ -188,12 +195,12 @@ def judged(
 def layers(settings: LearningSettings) -> list[dict[str, Any]]:
     """Parameters and multiply-adds a position of each layer."""
     from perilune.games.connect_four.board import COLUMNS, PLANES
-    from perilune.games.connect_four.network import PLACES, WINDOW
+    from perilune.games.connect_four.network import WINDOW, WINDOW_COUNT
 
     channels, hidden = settings.channels, settings.hidden
     shapes = {
-        "convolution, 4 x 4": (PLANES * WINDOW * WINDOW, channels, PLACES),
-        "first matrix": (PLACES * channels, hidden, 1),
+        "convolution, 4 x 4": (PLANES * WINDOW * WINDOW, channels, WINDOW_COUNT),
+        "first matrix": (WINDOW_COUNT * channels, hidden, 1),
         "second matrix": (hidden, hidden, 1),
         "policy and value": (hidden, COLUMNS + 1, 1),
     }

@@ -24,8 +24,8 @@ import pyspiel
 
 from perilune.environments import KeyedRandom
 from perilune.games.open_spiel_match import Match
-from perilune.games.teachers import BEST, GameTeacher, choose, make_game_teacher
-from perilune.games.teachers.regret import ITERATIONS, RegretSolver, version
+from perilune.games.teachers import BEST_TEACHERS, GameTeacher, choose_move, make_game_teacher
+from perilune.games.teachers.regret import ITERATIONS, RegretSolver, open_spiel_version
 from perilune.metrics.bootstrap import bootstrap_problems
 from perilune.metrics.proportion import wilson_interval
 from recipe_runs import HERE, document, write
@@ -99,8 +99,8 @@ def main() -> None:
         told = {"title": "Teachers for games: exploitability and strength", "about": about}
         parts = {name: found[name] for name in PARTS if name in found} | {part: value}
         found.update(parts)
-        own = {"best teacher of each game": dict(BEST), "iterations of a solution": dict(ITERATIONS)}
-        own["OpenSpiel"] = version()
+        own = {"best teacher of each game": dict(BEST_TEACHERS), "iterations of a solution": dict(ITERATIONS)}
+        own["OpenSpiel"] = open_spiel_version()
         asked = ["--pairs", str(arguments.pairs)]
         write(arguments.out, told | parts | own | document("game_teachers.py", asked, began))
 
@@ -171,9 +171,9 @@ def match(contest: Contest, pairs: int) -> dict[str, Any]:
 def played(game: Any, teacher: GameTeacher, opponent: GameTeacher, seat: int, number: int) -> float:
     """What the teacher got in `seat` of a game."""
     match = Match(game, KeyedRandom(number, "deal"))
-    while not match.over:
+    while not match.is_over:
         who = teacher if match.player == seat else opponent
-        match.take(choose(who, match, KeyedRandom(number, f"{who is teacher}")).action)
+        match.take(choose_move(who, match, KeyedRandom(number, f"{who is teacher}")).action)
     return match.returns[seat]
 
 

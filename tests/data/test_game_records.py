@@ -19,7 +19,7 @@ from perilune.environments import KeyedRandom, Transcript, make_environment
 from perilune.environments.core.replay import replay_agent_conversations
 from perilune.errors import RequestError
 from perilune.games.open_spiel_match import Match
-from perilune.games.teachers import BEST, make_game_teacher
+from perilune.games.teachers import BEST_TEACHERS, make_game_teacher
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -89,7 +89,7 @@ def test_game_record_contains_observations_that_teacher_used(game):
     """The teacher's table, applied to the recorded observations, gives the recorded probabilities."""
     about = section(game, config=GAMES[game])
     environment = make_environment(about)
-    teacher = make_game_teacher(BEST[game], environment.game)
+    teacher = make_game_teacher(BEST_TEACHERS[game], environment.game)
     kept, _ = collect_games(about, 12, keep="any")
     for record in kept:
         match = Match(environment.game, KeyedRandom(record.seed, record.task_id))

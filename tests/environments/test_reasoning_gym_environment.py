@@ -13,9 +13,9 @@ from perilune.environments.adapters.compact import PROMPTS
 from perilune.environments.adapters.reasoning_gym import (
     HASH_SEEDED_FAMILIES,
     ReasoningGymEnvironment,
-    decode_metadata,
-    encode_metadata,
     extract_final_answer,
+    from_json,
+    to_json,
 )
 from perilune.errors import RequestError
 
@@ -87,7 +87,7 @@ def test_task_data_round_trips_through_json(addition):
 
 def test_encode_and_decode_preserve_metadata_through_json():
     value = {"a": (1, (2,)), "b": {3: [4], (5, 6): None}, "c": {"d": "e"}}
-    assert decode_metadata(json.loads(json.dumps(encode_metadata(value)))) == value
+    assert from_json(json.loads(json.dumps(to_json(value)))) == value
 
 
 def test_difficulty_of_sum_counts_columns_and_carries(addition):

@@ -46,7 +46,7 @@ def perfect(decisions, known):
 
 
 def test_best_responses_sum_to_openspiel_nash_conv():
-    exact = [best_response(HEX, seat, uniform, least=0) for seat in (0, 1)]
+    exact = [best_response(HEX, seat, uniform, min_reach=0) for seat in (0, 1)]
     assert all(one.low == one.high for one in exact)
     policy = pyspiel.UniformRandomPolicy(HEX.game)
     assert sum(one.low for one in exact) == pytest.approx(pyspiel.nash_conv(HEX.game, policy))
@@ -59,18 +59,18 @@ def test_best_response_gains_nothing_against_perfect_play():
 
 
 def test_bounds_contain_the_exact_value_and_tighten():
-    exact = best_response(HEX, 1, uniform, least=0).low
+    exact = best_response(HEX, 1, uniform, min_reach=0).low
     widths = []
     for least in (0.4, 0.1, 0.01):
-        found = best_response(HEX, 1, uniform, least=least)
+        found = best_response(HEX, 1, uniform, min_reach=least)
         assert found.low <= exact <= found.high
         widths.append(found.high - found.low)
     assert widths[0] > widths[-1] == 0
 
 
 def test_illegal_moves_raise_the_best_response_value():
-    least = best_response(HEX, 0, uniform, least=0).low
-    assert best_response(HEX, 0, sometimes_illegal, least=0).low > least
+    least = best_response(HEX, 0, uniform, min_reach=0).low
+    assert best_response(HEX, 0, sometimes_illegal, min_reach=0).low > least
     assert best_response(HEX, 0, lambda asked: [[0.0] * len(one.moves) for one in asked]) == (1.0, 1.0)
 
 

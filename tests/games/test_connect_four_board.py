@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from slow_game import SlowGame, after
 
 from perilune.games.connect_four import board
-from perilune.games.connect_four.self_play import random_columns
+from perilune.games.connect_four.self_play import sample_random_columns
 
 
 def squares(words: np.ndarray) -> set[tuple[int, int]]:
@@ -19,7 +19,7 @@ def squares(words: np.ndarray) -> set[tuple[int, int]]:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=12, max_size=60))
 def test_bitboards_agree_with_list_implementation(columns: list[int]) -> None:
-    slow, fast = SlowGame(), board.empty(1)
+    slow, fast = SlowGame(), board.empty_boards(1)
     for column in columns:
         if column not in slow.legal() or board.has_four(fast.other)[0]:
             continue
@@ -27,11 +27,11 @@ def test_bitboards_agree_with_list_implementation(columns: list[int]) -> None:
         fast = board.play(fast, np.array([column]))
         assert (fast.own, fast.stones) == (slow.boards().own, slow.boards().stones)
         assert board.has_four(fast.other)[0] == slow.has_won(1 - slow.moves % 2)
-        assert np.flatnonzero(board.legal(fast)[0]).tolist() == slow.legal()
-    assert squares(board.completing(fast.own, fast.stones)) == slow.completing(slow.moves % 2)
-    assert squares(board.completing(fast.other, fast.stones)) == slow.completing(1 - slow.moves % 2)
-    assert board.plies(fast)[0] == slow.moves
-    seen = board.planes(fast)[0]
+        assert np.flatnonzero(board.legal_columns(fast)[0]).tolist() == slow.legal()
+    assert squares(board.completing_squares(fast.own, fast.stones)) == slow.completing(slow.moves % 2)
+    assert squares(board.completing_squares(fast.other, fast.stones)) == slow.completing(1 - slow.moves % 2)
+    assert board.count_plies(fast)[0] == slow.moves
+    seen = board.encode_planes(fast)[0]
     for plane, words in zip(seen, (fast.own, fast.other), strict=False):
         assert {(c, r) for c, r in np.argwhere(plane)} == squares(words)
     assert not seen[:, :, 6].any()
@@ -40,11 +40,11 @@ def test_bitboards_agree_with_list_implementation(columns: list[int]) -> None:
 def test_random_games_agree_with_open_spiel() -> None:
     game = pyspiel.load_game("connect_four")
     rng = np.random.default_rng(0)
-    boards, states = board.empty(64), [game.new_initial_state() for _ in range(64)]
+    boards, states = board.empty_boards(64), [game.new_initial_state() for _ in range(64)]
     for _ in range(42):
         for index, state in enumerate(states):
-            assert state.legal_actions() == np.flatnonzero(board.legal(boards)[index]).tolist()
-        columns = random_columns(boards, rng.random(len(boards)))
+            assert state.legal_actions() == np.flatnonzero(board.legal_columns(boards)[index]).tolist()
+        columns = sample_random_columns(boards, rng.random(len(boards)))
         boards = board.play(boards, columns)
         won, full = board.has_four(boards.other), board.is_full(boards)
         for state, column, is_won, is_full in zip(states, columns, won, full, strict=True):
@@ -64,9 +64,9 @@ def test_random_games_agree_with_open_spiel() -> None:
 def test_mirrored_reverses_columns() -> None:
     moves = [3, 3, 2, 5, 0, 1, 3]
     there, back = after(moves).boards(), after([6 - move for move in moves]).boards()
-    assert np.array_equal(board.mirrored(there.own), back.own)
-    assert np.array_equal(board.mirrored(board.mirrored(there.stones)), there.stones)
-    both = board.mirrored_where(board.joined(there, there), np.array([True, False]))
+    assert np.array_equal(board.mirror_words(there.own), back.own)
+    assert np.array_equal(board.mirror_words(board.mirror_words(there.stones)), there.stones)
+    both = board.mirror_where(board.concatenate(there, there), np.array([True, False]))
     assert both.own.tolist() == [back.own[0], there.own[0]]
 
 

@@ -9,22 +9,28 @@ import torch
 from perilune.errors import RequestError
 from perilune.games.connect_four.board import (
     Boards,
-    empty,
+    concatenate,
+    empty_boards,
     from_moves,
     has_four,
     is_full,
-    joined,
-    legal,
+    legal_columns,
     play,
 )
-from perilune.games.connect_four.evaluation import match, openings, positions
+from perilune.games.connect_four.evaluation import make_openings, play_match, sample_positions
 from perilune.games.connect_four.learning import Trainer
 from perilune.games.connect_four.learning_settings import LearningSettings
-from perilune.games.connect_four.network import Network, evaluate, load_player, save_player
-from perilune.games.connect_four.players import Intuition, Searching, TreeSearch, one_ply, random_player
+from perilune.games.connect_four.network import Network, evaluate_boards, load_player, save_player
+from perilune.games.connect_four.players import (
+    NetworkPlayer,
+    OpenSpielSearchPlayer,
+    SearchPlayer,
+    one_ply,
+    random_player,
+)
 from perilune.games.connect_four.search import search
-from perilune.games.connect_four.self_play import SelfPlay, Stretch, advantages
-from perilune.games.connect_four.solver import foreseen
+from perilune.games.connect_four.self_play import MoveBatch, SelfPlay, compute_advantages
+from perilune.games.connect_four.solver import find_forced_outcomes
 
 SMALL = LearningSettings(channels=16, hidden=32, games=64, moves=8, minibatch=128)
 
@@ -34,12 +40,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def stretch(values: list[float], rewards: list[float], over: list[bool]) -> Stretch:
+def stretch(values: list[float], rewards: list[float], over: list[bool]) -> MoveBatch:
     """A stretch of a single game."""
     one = (len(rewards), 1)
     columns, policies = np.zeros(one, np.int64), np.zeros((*one, 7), np.float32)
     of_moves = (np.array(found, np.float32)[:, None] for found in (values, rewards))
-    return Stretch(empty(len(rewards)), columns, policies, *of_moves, np.array(over)[:, None])
+    return MoveBatch(empty_boards(len(rewards)), columns, policies, *of_moves, np.array(over)[:, None])
 
 
 def test_advantages_negate_the_value_of_the_opponents_turn() -> None:
@@ -49,12 +55,12 @@ def test_advantages_negate_the_value_of_the_opponents_turn() -> None:
     second = -0.5 - -0.2 - 0.9 * third
     first = 0.2 - 0.1 - 0.9 * second
     fourth = -0.3 - 0.0
-    assert advantages(seen, 0.9)[:, 0] == pytest.approx([first, second, third, fourth])
+    assert compute_advantages(seen, 0.9)[:, 0] == pytest.approx([first, second, third, fourth])
 
 
 def test_returns_equal_the_outcome_when_lambda_is_one() -> None:
     seen = stretch([0.3, -0.8, 0.1, 0.4], [0, 0, 1], [False, False, True])
-    returns = advantages(seen, 1.0)[:, 0] + seen.values[:-1, 0]
+    returns = compute_advantages(seen, 1.0)[:, 0] + seen.values[:-1, 0]
     assert returns == pytest.approx([1, -1, 1])
 
 
@@ -65,13 +71,13 @@ def test_self_play_records_legal_moves_of_unfinished_games() -> None:
     second = games.play(network, 1, 20)
     for seen in (first, second):
         moved = seen.columns.reshape(-1)
-        assert legal(seen.boards)[np.arange(len(moved)), moved].all()
+        assert legal_columns(seen.boards)[np.arange(len(moved)), moved].all()
         assert not has_four(seen.boards.other).any()
         after = play(seen.boards, moved)
         won = has_four(after.other)
         assert np.array_equal(won, seen.rewards.reshape(-1) > 0)
         assert np.array_equal(won | is_full(after), seen.over.reshape(-1))
-        logprobs, values = evaluate(network, seen.boards)
+        logprobs, values = evaluate_boards(network, seen.boards)
         assert np.exp(logprobs) == pytest.approx(np.exp(seen.policies.reshape(-1, 7)), abs=2e-2)
         assert values == pytest.approx(seen.values[:-1].reshape(-1), abs=2e-2)
     assert first.over.sum() > 10
@@ -100,9 +106,9 @@ def test_trainer_is_deterministic_across_save_and_resume(tmp_path: Path) -> None
 def test_load_player_round_trips_and_refuses_changed_weights(tmp_path: Path) -> None:
     network = Network(8, 16)
     save_player(tmp_path / "player", network)
-    boards = positions(random_player, 12, 20, 0)
+    boards = sample_positions(random_player, 12, 20, 0)
     read = load_player(tmp_path / "player")
-    assert np.array_equal(evaluate(read, boards)[0], evaluate(network, boards)[0])
+    assert np.array_equal(evaluate_boards(read, boards)[0], evaluate_boards(network, boards)[0])
     path = tmp_path / "player" / "weights.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(RequestError, match="differs"):
@@ -123,17 +129,17 @@ def learned() -> Trainer:
 
 @pytest.mark.thorough
 def test_short_training_beats_one_ply_search(learned: Trainer) -> None:
-    start = openings(2, 200, 0)
-    player = Intuition(learned.network)
-    assert match(player, random_player, start).figures()["points"]["low"] > 0.9
-    assert match(player, one_ply, start).figures()["points"]["mean"] > 0.5
+    start = make_openings(2, 200, 0)
+    player = NetworkPlayer(learned.network)
+    assert play_match(player, random_player, start).figures()["points"]["low"] > 0.9
+    assert play_match(player, one_ply, start).figures()["points"]["mean"] > 0.5
 
 
 @pytest.mark.thorough
 def test_trained_player_takes_wins_and_blocks_threats(learned: Trainer) -> None:
-    boards = positions(random_player, 16, 400, 1)
-    at_once, after_reply = foreseen(boards, 1), foreseen(boards, 2)
-    columns = Intuition(learned.network)(boards, np.zeros(len(boards)))
+    boards = sample_positions(random_player, 16, 400, 1)
+    at_once, after_reply = find_forced_outcomes(boards, 1), find_forced_outcomes(boards, 2)
+    columns = NetworkPlayer(learned.network)(boards, np.zeros(len(boards)))
     picked = np.arange(len(boards)), columns
     wins = (at_once == 1).any(axis=1)
     assert (at_once[picked] == 1)[wins].mean() > 0.85
@@ -154,35 +160,35 @@ def test_search_finds_forced_moves_with_an_untrained_network() -> None:
     assert search(network, must_block, 200).visits[0].argmax() == 0
     lost = search(network, from_moves("22334"), 400)
     assert lost.values[0][lost.visits[0] > 5].max() < -0.5
-    both = search(network, joined(wins, wins, must_block), 60)
+    both = search(network, concatenate(wins, wins, must_block), 60)
     assert np.array_equal(both.visits[0], both.visits[1])
 
 
 def test_search_never_chooses_a_full_column() -> None:
-    boards = positions(random_player, 30, 60, 4)
-    columns = Searching(Network(8, 16), 20)(boards, np.zeros(len(boards)))
-    assert legal(boards)[np.arange(len(boards)), columns].all()
+    boards = sample_positions(random_player, 30, 60, 4)
+    columns = SearchPlayer(Network(8, 16), 20)(boards, np.zeros(len(boards)))
+    assert legal_columns(boards)[np.arange(len(boards)), columns].all()
 
 
 def test_match_plays_every_opening_from_both_sides() -> None:
-    start = openings(2, 2000, 0)
-    even = match(one_ply, one_ply, start)
+    start = make_openings(2, 2000, 0)
+    even = play_match(one_ply, one_ply, start)
     assert even.began.sum() == 2000
     assert even.figures()["points"]["mean"] == pytest.approx(0.5, abs=0.03)
-    told = match(one_ply, random_player, start).figures()
+    told = play_match(one_ply, random_player, start).figures()
     assert told["points"]["low"] > 0.85
     assert told["won"] + told["drawn"] + told["lost"] == told["games"] == 4000
     assert told["points beginning"]["mean"] > told["points replying"]["mean"]
 
 
 def test_tree_search_plays_forced_moves() -> None:
-    boards = joined(from_moves("121212"), from_moves("12121"), from_moves("1122331"))
-    columns = TreeSearch(200, seed=0)(boards, np.zeros(3))
+    boards = concatenate(from_moves("121212"), from_moves("12121"), from_moves("1122331"))
+    columns = OpenSpielSearchPlayer(200, seed=0)(boards, np.zeros(3))
     assert columns.tolist() == [0, 0, 3]
 
 
 def test_positions_returns_requested_number_of_unfinished_games() -> None:
-    boards = positions(one_ply, 30, 25, 0)
+    boards = sample_positions(one_ply, 30, 25, 0)
     assert isinstance(boards, Boards)
     assert len(boards) == 25
     assert not has_four(boards.other).any()

@@ -8,10 +8,10 @@ from slow_game import SlowGame
 
 from perilune.errors import WorkFailedError
 from perilune.games.connect_four import solver as solver_module
-from perilune.games.connect_four.board import Boards, from_moves, joined, mirrored
-from perilune.games.connect_four.evaluation import positions
+from perilune.games.connect_four.board import Boards, concatenate, from_moves, mirror_words
+from perilune.games.connect_four.evaluation import sample_positions
 from perilune.games.connect_four.players import one_ply, random_player
-from perilune.games.connect_four.solver import NO_COLUMN, Solver, foreseen
+from perilune.games.connect_four.solver import FULL_COLUMN, Solver, find_forced_outcomes
 from perilune.models.native import build
 
 
@@ -35,14 +35,16 @@ def as_slow_game(boards: Boards) -> SlowGame:
 
 
 def test_late_positions_score_as_in_exhaustive_search(solver: Solver) -> None:
-    boards = joined(*(positions(who, ply, 6, 0) for who in (random_player, one_ply) for ply in (33, 35, 37)))
+    boards = concatenate(
+        *(sample_positions(who, ply, 6, 0) for who in (random_player, one_ply) for ply in (33, 35, 37))
+    )
     scores, columns = solver.scores(boards), solver.column_scores(boards)
     for index in range(len(boards)):
         game = as_slow_game(boards[index : index + 1])
         assert scores[index] == game.score()
         for column in range(7):
             if column not in game.legal():
-                assert columns[index, column] == NO_COLUMN
+                assert columns[index, column] == FULL_COLUMN
                 continue
             game.play(column)
             assert columns[index, column] == -game.score()
@@ -51,7 +53,7 @@ def test_late_positions_score_as_in_exhaustive_search(solver: Solver) -> None:
 
 
 def test_scores_are_clipped_to_the_window(solver: Solver) -> None:
-    boards = positions(random_player, 20, 50, 1)
+    boards = sample_positions(random_player, 20, 50, 1)
     exact = solver.scores(boards)
     assert np.array_equal(solver.scores(boards, -1, 1), np.sign(exact))
     assert np.array_equal(solver.scores(boards, -3, 2), exact.clip(-3, 2))
@@ -67,28 +69,28 @@ def test_score_counts_the_winners_remaining_stones(solver: Solver) -> None:
 
 
 def test_mirrored_positions_have_equal_scores(solver: Solver) -> None:
-    boards = positions(random_player, 16, 20, 2)
-    other = Boards(mirrored(boards.own), mirrored(boards.stones))
+    boards = sample_positions(random_player, 16, 20, 2)
+    other = Boards(mirror_words(boards.own), mirror_words(boards.stones))
     assert np.array_equal(solver.scores(boards), Solver(18).scores(other))
     assert np.array_equal(solver.column_scores(boards), solver.column_scores(other)[:, ::-1])
 
 
 def test_foreseen_agrees_with_the_solver(solver: Solver) -> None:
-    boards = positions(one_ply, 36, 60, 3)
+    boards = sample_positions(one_ply, 36, 60, 3)
     exact = solver.column_scores(boards)
-    room = exact != NO_COLUMN
-    assert np.array_equal(foreseen(boards, 6)[room], np.sign(exact)[room])  # six squares are left
-    assert (foreseen(boards, 6)[~room] == NO_COLUMN).all()
-    at_once = foreseen(boards, 1)
+    room = exact != FULL_COLUMN
+    assert np.array_equal(find_forced_outcomes(boards, 6)[room], np.sign(exact)[room])  # six squares are left
+    assert (find_forced_outcomes(boards, 6)[~room] == FULL_COLUMN).all()
+    at_once = find_forced_outcomes(boards, 1)
     assert np.array_equal(at_once[room] == 1, (exact == 3)[room])
     assert set(np.unique(at_once[room])) == {0, 1}
 
 
 def test_solver_without_a_compiler_reports_the_cause(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(solver_module, "load_library", lambda unit: build.Native(None, "no C compiler found"))
-    solver_module._function.cache_clear()
+    solver_module._load_function.cache_clear()
     try:
         with pytest.raises(WorkFailedError, match="no C compiler"):
             Solver(10)
     finally:
-        solver_module._function.cache_clear()
+        solver_module._load_function.cache_clear()

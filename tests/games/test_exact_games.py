@@ -8,7 +8,7 @@ from perilune.games.exact_games import ExactGame
 
 
 def game(name, **more):
-    return ExactGame.of(make_environment({"id": "open_spiel", "game": name, **more}))
+    return ExactGame.from_environment(make_environment({"id": "open_spiel", "game": name, **more}))
 
 
 def uniform(exact):
@@ -41,7 +41,9 @@ def test_kuhn_poker_has_its_published_nash_conv():
 
 def test_decisions_have_the_conversation_of_a_session():
     environment = make_environment({"id": "open_spiel", "game": "kuhn_poker"})
-    known = {roles_and_contents(one.messages): one for one in ExactGame.of(environment).decisions}
+    known = {
+        roles_and_contents(one.messages): one for one in ExactGame.from_environment(environment).decisions
+    }
     task, seen = next(environment.tasks("train", 0)), set()
     for seed in range(24):
         for moves in (("Pass", "Bet", "Bet"), ("Bet", "Pass"), ("Pass", "Pass")):

@@ -10,9 +10,9 @@ import pytest
 from perilune.environments import KeyedRandom
 from perilune.errors import RequestError
 from perilune.games.open_spiel_match import Match
-from perilune.games.teachers import BEST, choose, make_game_teacher
-from perilune.games.teachers.regret import RegretSolver, tree_size
-from perilune.games.teachers.table import PolicyTable, solved
+from perilune.games.teachers import BEST_TEACHERS, choose_move, make_game_teacher
+from perilune.games.teachers.regret import RegretSolver, estimate_tree_size
+from perilune.games.teachers.table import PolicyTable, load_or_solve
 
 SMALL = {
     "goofspiel": {"num_cards": 3},
@@ -36,8 +36,8 @@ def play(game, teachers, seed):
     """Moves and returns of one game."""
     chance = KeyedRandom(seed, "a game")
     match, moves = Match(game, chance), []
-    while not match.over:
-        moves.append(choose(teachers[match.player], match, chance))
+    while not match.is_over:
+        moves.append(choose_move(teachers[match.player], match, chance))
         match.take(moves[-1].action)
     return moves, match.returns
 
@@ -49,10 +49,12 @@ def mean_return(game, teachers, games):
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(BEST))
+@pytest.mark.parametrize("name", sorted(BEST_TEACHERS))
 def test_best_teacher_of_each_game_beats_random_play(name):
     game = load(name)
-    teacher, chance = (make_game_teacher(one, game, simulations=30) for one in (BEST[name], "random"))
+    teacher, chance = (
+        make_game_teacher(one, game, simulations=30) for one in (BEST_TEACHERS[name], "random")
+    )
     games = {"gin_rummy": 8, "othello": 6}.get(name, 40)
     assert mean_return(game, [teacher, chance], games) > 0
     assert play(game, [teacher, chance], 3) == play(game, [teacher, chance], 3)
@@ -99,10 +101,10 @@ def test_cfr_teacher_mixes_moves_and_reports_probabilities():
         chance = KeyedRandom(seed, "deal")
         match = Match(game, chance)
         knows = match.state.information_state_string(0)
-        move = choose(teacher, match, chance)
+        move = choose_move(teacher, match, chance)
         assert move.probability == teacher.probabilities(match.state, 0, 0)[move.action]
         told.setdefault(knows, []).append(move.action)
-        assert choose(teacher, match, chance, greedy=True).probability >= 0.5
+        assert choose_move(teacher, match, chance, greedy=True).probability >= 0.5
     king = told["2"]
     expected = teacher.table.row("2")[1]
     assert 0.1 < expected < 0.9 and abs(np.mean(king) - expected) < 4 * math.sqrt(0.25 / len(king))
@@ -165,12 +167,12 @@ def test_solutions_are_cached_and_recomputed_when_damaged(home, caplog):
 
 def test_cached_table_of_another_request_is_recomputed(home, caplog):
     first, second = {"algorithm": "cfr", "game": "a"}, {"algorithm": "cfr", "game": "b"}
-    solved(first, lambda: PolicyTable.of({"x": {0: 1.0}}))
+    load_or_solve(first, lambda: PolicyTable.from_rows({"x": {0: 1.0}}))
     (path,) = (home / "teachers").iterdir()
-    solved(second, lambda: PolicyTable.of({"x": {1: 1.0}}))
+    load_or_solve(second, lambda: PolicyTable.from_rows({"x": {1: 1.0}}))
     (other,) = set((home / "teachers").iterdir()) - {path}
     other.write_bytes(path.read_bytes())
-    assert solved(second, lambda: PolicyTable.of({"x": {1: 1.0}})).row("x") == {1: 1.0}
+    assert load_or_solve(second, lambda: PolicyTable.from_rows({"x": {1: 1.0}})).row("x") == {1: 1.0}
     assert "belongs to another request" in caplog.text
 
 
@@ -182,8 +184,8 @@ def test_unwritable_home_logs_a_warning(tmp_path, monkeypatch, caplog):
 
 
 def test_tree_size_is_estimated():
-    assert tree_size(load("kuhn_poker")) == pytest.approx(54, rel=0.6)
-    assert tree_size(pyspiel.load_game("goofspiel")) > 1e12
+    assert estimate_tree_size(load("kuhn_poker")) == pytest.approx(54, rel=0.6)
+    assert estimate_tree_size(pyspiel.load_game("goofspiel")) > 1e12
 
 
 @pytest.mark.parametrize(
@@ -199,7 +201,7 @@ def test_tree_size_is_estimated():
     ],
 )
 def test_make_game_teacher_refuses_unsupported_games(name, game, message, monkeypatch):
-    monkeypatch.setattr("perilune.games.teachers.minimax.LARGEST", 1000)
+    monkeypatch.setattr("perilune.games.teachers.minimax.MAX_POSITIONS", 1000)
     with pytest.raises(RequestError, match=message) as caught:
         make_game_teacher(name, game, where="opponent")
     assert caught.value.where == "opponent"

@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.errors import RequestError
-from perilune.games.ratings import PRIOR, SCALE, Match, expected, points_of, ratings
+from perilune.games.ratings import (
+    ELO_PER_NAT,
+    PRIOR_GAMES,
+    Match,
+    compute_ratings,
+    expected_points,
+    returns_to_points,
+)
 
 
 def games(won: int, drawn: int, lost: int) -> tuple[float, ...]:
@@ -16,25 +23,25 @@ def games(won: int, drawn: int, lost: int) -> tuple[float, ...]:
 
 
 def test_rating_difference_of_two_players_predicts_their_points() -> None:
-    found = ratings([Match("b", "random", games(30, 4, 6))], "random")
+    found = compute_ratings([Match("b", "random", games(30, 4, 6))], "random")
     assert found["random"] == (0.0, 0.0, 0.0)
-    share = (32 + PRIOR / 2) / (40 + PRIOR)
+    share = (32 + PRIOR_GAMES / 2) / (40 + PRIOR_GAMES)
     assert found["b"].mean == pytest.approx(400 * math.log10(share / (1 - share)))
-    assert expected(found["b"].mean) == pytest.approx(share)
+    assert expected_points(found["b"].mean) == pytest.approx(share)
     assert found["b"].low < found["b"].mean < found["b"].high
 
 
 def test_two_draws_count_as_one_win_and_one_loss() -> None:
-    drawn = ratings([Match("a", "b", games(0, 20, 0))], "b")["a"]
+    drawn = compute_ratings([Match("a", "b", games(0, 20, 0))], "b")["a"]
     assert drawn.mean == pytest.approx(0, abs=1e-9) and drawn.high == pytest.approx(0, abs=1e-9)
-    mixed = ratings([Match("a", "b", games(6, 4, 2))], "b")["a"]
-    split = ratings([Match("a", "b", games(8, 0, 4))], "b")["a"]
+    mixed = compute_ratings([Match("a", "b", games(6, 4, 2))], "b")["a"]
+    split = compute_ratings([Match("a", "b", games(8, 0, 4))], "b")["a"]
     assert mixed.mean == pytest.approx(split.mean)
     assert mixed.high - mixed.low < split.high - split.low  # draws carry more information
 
 
 def test_unbeaten_player_has_a_finite_rating_that_grows_with_games() -> None:
-    few, many = (ratings([Match("a", "b", games(n, 0, 0))], "b")["a"].mean for n in (4, 40))
+    few, many = (compute_ratings([Match("a", "b", games(n, 0, 0))], "b")["a"].mean for n in (4, 40))
     assert 0 < few < many < 1000
 
 
@@ -49,12 +56,12 @@ def test_ratings_recover_strengths_from_expected_points(truth: list[float], coun
     matches = []
     for a in range(len(truth)):
         for b in range(a + 1, len(truth)):
-            share = expected(truth[a] - truth[b])
-            points = (share * (count + PRIOR) - PRIOR / 2) / count
+            share = expected_points(truth[a] - truth[b])
+            points = (share * (count + PRIOR_GAMES) - PRIOR_GAMES / 2) / count
             if not 0 <= points <= 1:
                 return
             matches.append(Match(names[a], names[b], (points,) * count))
-    found = ratings(matches, names[0], resamples=0)
+    found = compute_ratings(matches, names[0], resamples=0)
     for name, value in zip(names, truth, strict=True):
         assert found[name].mean == pytest.approx(value - truth[0], abs=1e-3)
 
@@ -64,16 +71,16 @@ def test_ratings_are_independent_of_sides_and_anchor(won: int, drawn: int, lost:
     if not won + drawn + lost:
         return
     third = Match("c", "a", games(3, 2, 1))
-    one = ratings([Match("a", "b", games(won, drawn, lost)), third], "b", resamples=0)
-    other = ratings([Match("b", "a", games(lost, drawn, won)), third], "b", resamples=0)
-    shifted = ratings([Match("a", "b", games(won, drawn, lost)), third], "a", resamples=0)
+    one = compute_ratings([Match("a", "b", games(won, drawn, lost)), third], "b", resamples=0)
+    other = compute_ratings([Match("b", "a", games(lost, drawn, won)), third], "b", resamples=0)
+    shifted = compute_ratings([Match("a", "b", games(won, drawn, lost)), third], "a", resamples=0)
     for name in "abc":
         assert one[name].mean == pytest.approx(other[name].mean, abs=1e-6)
         assert one[name].mean - one["a"].mean == pytest.approx(shifted[name].mean, abs=1e-6)
 
 
 def test_rating_differences_add_up_along_a_chain() -> None:
-    found = ratings([Match("c", "b", games(30, 0, 10)), Match("b", "a", games(30, 0, 10))], "a")
+    found = compute_ratings([Match("c", "b", games(30, 0, 10)), Match("b", "a", games(30, 0, 10))], "a")
     assert found["c"].mean == pytest.approx(2 * found["b"].mean)
     assert found["c"].high - found["c"].low > found["b"].high - found["b"].low
 
@@ -82,16 +89,18 @@ def test_intervals_have_their_nominal_coverage() -> None:
     rng, truth = np.random.default_rng(0), 150.0
     held = 0
     for seed in range(100):
-        wins = rng.random(120) < expected(truth)
-        found = ratings([Match("a", "b", tuple(wins.astype(float)))], "b", seed=seed, resamples=200)["a"]
+        wins = rng.random(120) < expected_points(truth)
+        found = compute_ratings([Match("a", "b", tuple(wins.astype(float)))], "b", seed=seed, resamples=200)[
+            "a"
+        ]
         held += found.low <= truth <= found.high
     assert 88 <= held <= 99
 
 
 def test_returns_become_points() -> None:
-    assert points_of((2.0, 1.0, 0.0, -1.0, -2.0), 2.0) == (1.0, 0.75, 0.5, 0.25, 0.0)
-    assert points_of((0.0, 0.0), 0.0) == (0.5, 0.5)
-    assert pytest.approx(400) == SCALE * math.log(10)
+    assert returns_to_points((2.0, 1.0, 0.0, -1.0, -2.0), 2.0) == (1.0, 0.75, 0.5, 0.25, 0.0)
+    assert returns_to_points((0.0, 0.0), 0.0) == (0.5, 0.5)
+    assert pytest.approx(400) == ELO_PER_NAT * math.log(10)
 
 
 @pytest.mark.parametrize(
@@ -104,4 +113,4 @@ def test_returns_become_points() -> None:
 )
 def test_ratings_refuse_invalid_matches(matches: list[Match], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        ratings(matches, "a")
+        compute_ratings(matches, "a")

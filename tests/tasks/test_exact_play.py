@@ -14,7 +14,7 @@ from perilune.models.text.turns import encode_conversations
 from perilune.tasks.selfplay import exact_play
 from perilune.tasks.selfplay.exact_play import exact_figures, move_probabilities, reply_bounds, tokens_so_far
 
-KUHN = ExactGame.of(make_environment({"id": "open_spiel", "game": "kuhn_poker"}))
+KUHN = ExactGame.from_environment(make_environment({"id": "open_spiel", "game": "kuhn_poker"}))
 TOKENIZER = Tokenizer.characters()
 
 

@@ -9,18 +9,18 @@ from typer.testing import CliRunner
 from perilune.cli.data.environments import app
 from perilune.environments import Transcript, make_environment
 from perilune.environments.adapters.independent_checks import compare_answers, is_right
-from perilune.environments.adapters.reasoning_gym import decode_metadata
+from perilune.environments.adapters.reasoning_gym import from_json
 from perilune.errors import WorkFailedError
 from perilune.tasks.checks.reward import check_reward
 from perilune.verifiers.audit import Audit, audit_reward
-from perilune.verifiers.audit.audit import replay
+from perilune.verifiers.audit.audit import replay_examples
 
 FACTORY = "reward_audit_cases:"
 
 
 @pytest.fixture(autouse=True)
 def _short_deadline(monkeypatch):
-    monkeypatch.setattr("perilune.verifiers.audit.audit.ITEM_SECONDS", 0.5)
+    monkeypatch.setattr("perilune.verifiers.audit.audit.ITEM_TIMEOUT_S", 0.5)
 
 
 def run_audit(scorer, **options):
@@ -108,7 +108,7 @@ def test_replay_scores_findings_of_saved_audit(tmp_path):
     audit = run_audit("substring")
     read = Audit.from_json(json.loads(json.dumps(audit.to_json())))
     assert read.grade == audit.grade
-    for finding, verdict in replay(read):
+    for finding, verdict in replay_examples(read):
         assert verdict == finding.example.verdict
 
 
@@ -167,7 +167,7 @@ def test_independent_check_accepts_stated_answer_and_rejects_wrong_ones(family, 
     tasks = environment.tasks("train", 0)
     for _ in range(4):
         task = next(tasks)
-        facts = {"answer": task.data["answer"], "metadata": decode_metadata(task.data["metadata"])}
+        facts = {"answer": task.data["answer"], "metadata": from_json(task.data["metadata"])}
         assert is_right(family, task.data["answer"], facts) is True
         assert not any(is_right(family, wrong, facts) for wrong in WRONG[family])
 

@@ -4,8 +4,8 @@ import pytest
 from scorer_corpus import HACKABLE, HELD_OUT, NAMED, SEASONS, SOUND, UNKNOWABLE
 
 from perilune.verifiers.audit import audit_reward
-from perilune.verifiers.audit.audit import MOST_A_TASK
-from perilune.verifiers.audit.forms import Form, shown_forms, stated_form
+from perilune.verifiers.audit.audit import MAX_SCORINGS_PER_TASK
+from perilune.verifiers.audit.forms import Form, find_shown_forms, find_stated_form
 
 FAILING = ("C", "D", "F")
 NO_KNOWLEDGE_NEEDED = (
@@ -70,7 +70,7 @@ def test_audit_search_finds_scorer_that_no_probe_finds():
 def test_audit_grades_sound_scorer_a(scorer):
     audit = run_audit(scorer)
     assert audit.grade == "A", findings_of(audit)
-    assert audit.judged <= 3 * MOST_A_TASK + 3 * 48
+    assert audit.judged <= 3 * MAX_SCORINGS_PER_TASK + 3 * 48
 
 
 @pytest.mark.thorough
@@ -88,8 +88,10 @@ def test_audit_reduces_example_to_single_marker():
 
 def test_audit_detects_answer_form():
     assert run_audit("last box", search=0).form == "\\boxed{…}"
-    assert stated_form(["<answer>12</answer>", "<answer>17</answer>"]) == Form("<answer>", "</answer>", True)
-    assert stated_form(["12", "17"]).is_bare and stated_form(["12"]).is_bare
-    assert shown_forms("Use <plan>...</plan> and then <reply>...</reply>.")[0] == Form(
+    assert find_stated_form(["<answer>12</answer>", "<answer>17</answer>"]) == Form(
+        "<answer>", "</answer>", True
+    )
+    assert find_stated_form(["12", "17"]).is_bare and find_stated_form(["12"]).is_bare
+    assert find_shown_forms("Use <plan>...</plan> and then <reply>...</reply>.")[0] == Form(
         "<plan>x</plan><reply>", "</reply>"
     )

@@ -18,7 +18,7 @@ from perilune.execution.verdict import find_cause
 from perilune.sandbox.landlock import landlock_version
 from perilune.sandbox.seccomp import denied_calls
 from perilune.verifiers import Scorer, ScorerLimits
-from perilune.verifiers.process import STARTS
+from perilune.verifiers.process import MAX_STARTS
 
 SPEC = {"id": "factory", "factory": "hostile_environment:make"}
 TASK = Task("t", ({"role": "user", "content": "?"},), {})
@@ -222,7 +222,7 @@ def test_scorer_process_restarts_when_killed_before_scoring():
 
 
 def test_scorer_killed_at_every_start_is_infrastructure_failure():
-    message = f"SIGKILL, {STARTS} times, before it scored"
+    message = f"SIGKILL, {MAX_STARTS} times, before it scored"
     with (
         Scorer(SPEC | {"mode": "killed"}) as scorer,
         pytest.raises(ProcessLostError, match=message) as caught,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from perilune.environments.core.protocol import Score, Task, Transcript
 from perilune.environments.core.registry import make_environment
-from perilune.verifiers.step_rewards import centered_returns, shaping
+from perilune.verifiers.step_rewards import compute_centered_returns, compute_shaping
 
 ANY = (-np.inf, np.inf)
 figures = st.floats(-10, 10, allow_nan=False)
@@ -17,14 +17,14 @@ figures = st.floats(-10, 10, allow_nan=False)
 
 def test_shaping_clips_potentials_before_difference() -> None:
     quick, slow = np.array([-5, -1, -1.5, 7.0]), np.array([-5, -4, -3, 7.0])
-    raw = [shaping(path, ANY) for path in (quick, slow)]
+    raw = [compute_shaping(path, ANY) for path in (quick, slow)]
     np.testing.assert_allclose(raw, [[4, -0.5, 1.5], [1, 1, 3]])
     assert [path.sum() for path in raw] == [5, 5]
     assert [np.clip(path, -2, 2).sum() for path in raw] == [
         3,
         4,
     ]  # clipping differences is wrong: the sum then depends on the path
-    assert [shaping(path, (-2.0, 0.0)).sum() for path in (quick, slow)] == [2, 2]
+    assert [compute_shaping(path, (-2.0, 0.0)).sum() for path in (quick, slow)] == [2, 2]
 
 
 @given(st.lists(figures, min_size=2, max_size=8), st.floats(0.1, 1), st.data())
@@ -33,7 +33,7 @@ def test_shaping_adds_constant_of_first_state_to_every_return(
 ) -> None:
     steps = len(potentials) - 1
     rewards = np.array(data.draw(st.lists(figures, min_size=steps, max_size=steps)))
-    shaped = rewards + shaping(np.array(potentials), (-3.0, 3.0), gamma)
+    shaped = rewards + compute_shaping(np.array(potentials), (-3.0, 3.0), gamma)
     discounts = gamma ** np.arange(steps)
     difference = float(discounts @ shaped - discounts @ rewards)
     assert difference == pytest.approx(-np.clip(potentials[0], -3, 3), abs=1e-9)
@@ -54,7 +54,9 @@ def test_shaping_preserves_order_of_actions(seed: int, depth: int, gamma: float)
             visited = [(*path, *rest[:count]) for count in range(len(rest) + 1)]
             earned = np.array([reward[state] for state in visited[1:]])
             if shaped and len(visited) > 1:
-                earned = earned + shaping(np.array([potential[state] for state in visited]), ANY, gamma)
+                earned = earned + compute_shaping(
+                    np.array([potential[state] for state in visited]), ANY, gamma
+                )
             returns.append(float(gamma ** np.arange(len(earned)) @ earned))
         return max(returns)
 
@@ -73,9 +75,9 @@ def test_shaping_preserves_order_of_actions(seed: int, depth: int, gamma: float)
 
 
 def test_centered_returns_clip_and_do_not_center_single_step() -> None:
-    np.testing.assert_allclose(centered_returns(np.array([0.0, 20.0]), clip=4.0), [0, 0])
-    np.testing.assert_allclose(centered_returns(np.array([30.0, -10.0]), clip=4.0), [4, -4])
-    np.testing.assert_allclose(centered_returns(np.array([3.0]), scale=2.0), [1.5])
+    np.testing.assert_allclose(compute_centered_returns(np.array([0.0, 20.0]), clip=4.0), [0, 0])
+    np.testing.assert_allclose(compute_centered_returns(np.array([30.0, -10.0]), clip=4.0), [4, -4])
+    np.testing.assert_allclose(compute_centered_returns(np.array([3.0]), scale=2.0), [1.5])
 
 
 HOSTILE = {

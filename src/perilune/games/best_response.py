@@ -40,20 +40,24 @@ class _Node:
 
 
 def best_response(
-    environment: OpenSpielEnvironment, seat: int, probabilities: Probabilities, *, least: float = 0.01
+    environment: OpenSpielEnvironment,
+    seat: int,
+    probabilities: Probabilities,
+    *,
+    min_reach: float = 0.01,
 ) -> Bounds:
     """Return bounds on the mean return of a best response against a policy that plays as player `seat`.
 
     Args:
         probabilities: called with all positions of one ply at once.
-        least: lines below this probability, over the policy's own moves, are left out; 0 searches all.
+        min_reach: lines that the policy plays with a lower probability are left out; 0: none.
 
     Raises:
         RequestError: if the game has hidden information, chance, simultaneous moves, or not two players.
     """
-    kind = environment.game.get_type()
-    supported = (kind.Information.PERFECT_INFORMATION, kind.ChanceMode.DETERMINISTIC)
-    if (kind.information, kind.chance_mode) != supported or environment.game.num_players() != 2:
+    game_type = environment.game.get_type()
+    supported = (game_type.Information.PERFECT_INFORMATION, game_type.ChanceMode.DETERMINISTIC)
+    if (game_type.information, game_type.chance_mode) != supported or environment.game.num_players() != 2:
         what = "a best response needs a two-player game without hidden information or chance"
         raise RequestError(what, where="game")
     if is_simultaneous(environment.game):
@@ -62,23 +66,23 @@ def best_response(
     root = _Node(environment.game.new_initial_state(), tuple(prompt), 1.0)
     level = [root]
     while level:
-        own = [one for one in level if not one.state.is_terminal() and one.state.current_player() == seat]
-        decisions = [_decision(environment, seat, one) for one in own]
+        own = [node for node in level if not node.state.is_terminal() and node.state.current_player() == seat]
+        decisions = [_make_decision(environment, seat, node) for node in own]
         answers = probabilities(decisions) if decisions else ()
-        for one, decision, answer in zip(own, decisions, answers, strict=True):
-            one.probabilities = answer
-            _expand(environment, one, decision)
-        for one in level:
-            if not one.state.is_terminal() and one.state.current_player() != seat:
-                one.children = [
-                    _Node(one.state.child(action), one.messages, one.reach)
-                    for action in one.state.legal_actions()
+        for node, decision, answer in zip(own, decisions, answers, strict=True):
+            node.probabilities = answer
+            _expand(environment, node, decision)
+        for node in level:
+            if not node.state.is_terminal() and node.state.current_player() != seat:
+                node.children = [
+                    _Node(node.state.child(action), node.messages, node.reach)
+                    for action in node.state.legal_actions()
                 ]
-        level = [child for one in level for child in one.children if child.reach > least]
-    return _value(root, seat, environment.game.max_utility(), least)
+        level = [child for node in level for child in node.children if child.reach > min_reach]
+    return _bound_value(root, seat, environment.game.max_utility())
 
 
-def _decision(environment: OpenSpielEnvironment, seat: int, node: _Node) -> Decision:
+def _make_decision(environment: OpenSpielEnvironment, seat: int, node: _Node) -> Decision:
     text, moves = environment.describe(node.state, seat)
     messages = (*node.messages, {"role": "user", "content": text})
     return Decision(str(node.state), seat, messages, tuple(moves), tuple(moves.values()))
@@ -90,17 +94,18 @@ def _expand(environment: OpenSpielEnvironment, node: _Node, decision: Decision) 
         node.children.append(_Node(node.state.child(action), messages, node.reach * p))
 
 
-def _value(node: _Node, seat: int, most: float, least: float) -> Bounds:
+def _bound_value(node: _Node, seat: int, max_return: float) -> Bounds:
     if node.state.is_terminal():
         won = float(node.state.returns()[1 - seat])
         return Bounds(won, won)
     if not node.children:
-        return Bounds(-most, most)
-    values = [_value(child, seat, most, least) for child in node.children]
+        return Bounds(-max_return, max_return)
+    values = [_bound_value(child, seat, max_return) for child in node.children]
     if node.state.current_player() != seat:
-        return Bounds(max(one.low for one in values), max(one.high for one in values))
-    illegal = max(1.0 - sum(node.probabilities), 0.0) * most
+        return Bounds(max(bounds.low for bounds in values), max(bounds.high for bounds in values))
+    illegal = max(1.0 - sum(node.probabilities), 0.0) * max_return
     pairs = list(zip(node.probabilities, values, strict=True))
     return Bounds(
-        illegal + sum(p * one.low for p, one in pairs), illegal + sum(p * one.high for p, one in pairs)
+        illegal + sum(p * bounds.low for p, bounds in pairs),
+        illegal + sum(p * bounds.high for p, bounds in pairs),
     )

@@ -14,9 +14,9 @@ from typing import Any
 from perilune.environments.core.protocol import Environment, Message
 from perilune.errors import RequestError
 from perilune.games.open_spiel import OpenSpielEnvironment
-from perilune.games.open_spiel_match import is_simultaneous, pyspiel
+from perilune.games.open_spiel_match import is_simultaneous, load_pyspiel
 
-MOST_STATES = 20_000  # size limit of a game; Leduc poker has 9,457 states
+MAX_STATES = 20_000  # size limit of a game; Leduc poker has 9,457 states
 
 Policy = Mapping[str, Sequence[float]]
 """For each decision's name, the probabilities of its moves in order."""
@@ -53,15 +53,15 @@ class ExactGame:
         self._game = game
 
     @classmethod
-    def of(cls, environment: Environment) -> ExactGame | None:
-        """The game of an environment; None if it is not an OpenSpiel game in self-play, or too large."""
+    def from_environment(cls, environment: Environment) -> ExactGame | None:
+        """Enumerate an environment's game; None if it is no OpenSpiel game in self-play, or too large."""
         if not isinstance(environment, OpenSpielEnvironment) or environment.spec.opponent != "self":
             return None
         game = environment.game
         if is_simultaneous(game) or not game.get_type().provides_information_state_string:
             return None
-        walk = _Walk(environment)
-        return cls(game, list(walk.decisions.values())) if walk.is_complete else None
+        enumeration = _Enumeration(environment)
+        return cls(game, list(enumeration.decisions.values())) if enumeration.is_complete else None
 
     def nash_conv(self, policy: Policy) -> float:
         """NashConv of a policy that plays all players, in units of the game's returns.
@@ -70,24 +70,24 @@ class ExactGame:
             RequestError: if the policy lacks a decision or has invalid probabilities.
         """
         table = {}
-        for one in self.decisions:
-            row = policy.get(one.name, ())
-            if len(row) != len(one.actions) or abs(sum(row) - 1) > 1e-6 or min(row) < 0:
-                raise RequestError(f"no probabilities of {' '.join(one.moves)}", where=one.name)
-            table[one.name] = list(zip(one.actions, map(float, row), strict=True))
-        return float(pyspiel().nash_conv(self._game, pyspiel().TabularPolicy(table)))
+        for decision in self.decisions:
+            row = policy.get(decision.name, ())
+            if len(row) != len(decision.actions) or abs(sum(row) - 1) > 1e-6 or min(row) < 0:
+                raise RequestError(f"no probabilities of {' '.join(decision.moves)}", where=decision.name)
+            table[decision.name] = list(zip(decision.actions, map(float, row), strict=True))
+        return float(load_pyspiel().nash_conv(self._game, load_pyspiel().TabularPolicy(table)))
 
     def exploitability(self, policy: Policy) -> float:
         """NashConv divided by the number of players."""
         return self.nash_conv(policy) / int(self._game.num_players())
 
 
-class _Walk:
+class _Enumeration:
     """Enumerates a game, and gives up if it is too large."""
 
     def __init__(self, environment: OpenSpielEnvironment) -> None:
         self.decisions: dict[str, Decision] = {}
-        self._environment, self._left = environment, MOST_STATES
+        self._environment, self._left = environment, MAX_STATES
         prompt = next(environment.tasks("train", 0)).prompt
         start = environment.game.new_initial_state()
         self.is_complete = self._visit(start, [tuple(prompt)] * start.num_players())

@@ -16,9 +16,15 @@ from perilune.environments.core.registry import did_you_mean
 from perilune.environments.core.splits import generate_task_ids
 from perilune.errors import RequestError
 from perilune.frozen import Frozen
-from perilune.games.open_spiel_match import Match, is_simultaneous, pyspiel
+from perilune.games.open_spiel_match import Match, is_simultaneous, load_pyspiel
 from perilune.games.open_spiel_text import game_text, move_text
-from perilune.games.teachers import BEST, GAME_TEACHERS, UniformTeacher, choose, make_game_teacher
+from perilune.games.teachers import (
+    BEST_TEACHERS,
+    GAME_TEACHERS,
+    UniformTeacher,
+    choose_move,
+    make_game_teacher,
+)
 
 Choice = Generator[Observation, str, int | None]
 
@@ -83,12 +89,12 @@ class OpenSpielEnvironment(MultiTurn):
     @staticmethod
     def families() -> tuple[str, ...]:
         """Return names of the games with text, sorted."""
-        return tuple(sorted(kind.short_name for kind in pyspiel().registered_games() if _has_text(kind)))
+        return tuple(sorted(kind.short_name for kind in load_pyspiel().registered_games() if _has_text(kind)))
 
     @staticmethod
     def notes() -> dict[str, dict[str, str]]:
         """Return the best teacher of each game."""
-        return {"teachers": {game: f"{name}: {GAME_TEACHERS[name]}" for game, name in BEST.items()}}
+        return {"teachers": {game: f"{name}: {GAME_TEACHERS[name]}" for game, name in BEST_TEACHERS.items()}}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield tasks without end. They differ in chance events and in the policy's player."""
@@ -99,64 +105,64 @@ class OpenSpielEnvironment(MultiTurn):
         """Play to the end, or to the first illegal move."""
         match = self.begin(rng)
         turns = [0] * self.game.num_players()
-        while not match.over:
+        while not match.is_over:
             action = self.opponent_move(match, task, rng)
             if action is None:
                 turns[match.player] += 1
-                action = yield from self._choice(match, turns[match.player])
+                action = yield from self._ask_for_move(match, turns[match.player])
             if action is None:
-                yield self._illegal(match.player, task)
+                yield self._end_after_illegal_move(match.player, task)
                 return
             match.take(action)
-        yield self._end(match.returns, task)
+        yield self._end_episode(match.returns, task)
 
     def begin(self, rng: KeyedRandom) -> Match:
         """Return a new game after its random moves, which stop before one that would end it."""
         match, teacher = Match(self.game, rng), UniformTeacher()
         for _ in range(rng.integer(self.spec.random_moves + 1, "random moves")):
-            later = match.copy()
-            later.take(choose(teacher, later, rng).action)
-            if later.over:
+            next_match = match.copy()
+            next_match.take(choose_move(teacher, next_match, rng).action)
+            if next_match.is_over:
                 break
-            match = later
+            match = next_match
         return match
 
     def opponent_move(self, match: Match, task: Task, rng: KeyedRandom) -> int | None:
         """Return the move of a player that the environment plays; None if it is the policy's turn."""
         if self._opponent is None or match.player == task.data["seat"]:
             return None
-        return choose(self._opponent, match, rng).action
+        return choose_move(self._opponent, match, rng).action
 
-    def _choice(self, match: Match, turn: int) -> Choice:
+    def _ask_for_move(self, match: Match, turn: int) -> Choice:
         """Return the policy's action in a player's turn, counted from 1; None for an illegal move."""
         text, moves = self.describe(match.state, match.player)
-        seen = ask(text, player=match.player if self._opponent is None else 0, legal=tuple(moves))
+        observation = ask(text, player=match.player if self._opponent is None else 0, legal=tuple(moves))
         if turn > 1 and not self.spec.history:
-            alone = AgentTurn(str(turn - 2), (*self._prompt, *seen.messages), "move")
-            seen = replace(seen, messages=(), turns=(alone,))
-        move = yield seen
+            alone = AgentTurn(str(turn - 2), (*self._prompt, *observation.messages), "move")
+            observation = replace(observation, messages=(), turns=(alone,))
+        move = yield observation
         return moves.get(strip_move(move))
 
     def conversation_after(self, messages: tuple[Message, ...], move: str) -> tuple[Message, ...]:
-        """What a player who saw `messages` and made a move sees before its next observation."""
+        """Return the messages of a player who saw `messages` and made a move, before its next observation."""
         return (*messages, {"role": "assistant", "content": move}) if self.spec.history else self._prompt
 
     def describe(self, state: Any, player: int) -> tuple[str, dict[str, int]]:
         """Return the text of a pyspiel state for the player to move, and the legal moves by their text."""
         moves = {move_text(state, player, action): action for action in state.legal_actions(player)}
-        between = " | " if any(" " in move for move in moves) else " "
-        listed = f"moves {between.join(moves)}\n" if self.spec.list_moves else ""
-        return f"{self._text.view(state, player)}\n{listed}", moves
+        separator = " | " if any(" " in move for move in moves) else " "
+        move_line = f"moves {separator.join(moves)}\n" if self.spec.list_moves else ""
+        return f"{self._text.view(state, player)}\n{move_line}", moves
 
-    def _illegal(self, player: int, task: Task) -> Observation:
+    def _end_after_illegal_move(self, player: int, task: Task) -> Observation:
         if self.spec.illegal_move == "ends":
             return end_episode(metrics={"illegal": 1.0})
         lost, others = self.game.min_utility(), self.game.num_players() - 1
         returns = [-lost / others if others else 0.0] * (others + 1)
         returns[player] = lost
-        return self._end(returns, task, illegal=1.0)
+        return self._end_episode(returns, task, illegal=1.0)
 
-    def _end(self, returns: list[float], task: Task, illegal: float = 0.0) -> Observation:
+    def _end_episode(self, returns: list[float], task: Task, illegal: float = 0.0) -> Observation:
         if self._opponent is None:
             return end_episode(*returns, metrics={"illegal": illegal})
         mine = returns[task.data["seat"]]
@@ -165,14 +171,14 @@ class OpenSpielEnvironment(MultiTurn):
 
 
 def _load_game(spec: OpenSpielSpec) -> Any:
-    spiel = pyspiel()
+    spiel = load_pyspiel()
     if spec.game not in spiel.registered_names():
         raise RequestError(
             f"OpenSpiel has no game '{spec.game}'",
             where="environment.game",
             remedy=did_you_mean(spec.game, spiel.registered_names()),
         )
-    kind = next(one for one in spiel.registered_games() if one.short_name == spec.game)
+    kind = next(game for game in spiel.registered_games() if game.short_name == spec.game)
     if not _has_text(kind):
         raise RequestError(f"'{spec.game}' has no text for its states", where="environment.game")
     try:
@@ -184,4 +190,4 @@ def _load_game(spec: OpenSpielSpec) -> Any:
 def _has_text(kind: Any) -> bool:
     """Return whether a game can describe its states as text."""
     text = kind.provides_observation_string or kind.provides_information_state_string
-    return bool(text) and kind.dynamics != pyspiel().GameType.Dynamics.MEAN_FIELD
+    return bool(text) and kind.dynamics != load_pyspiel().GameType.Dynamics.MEAN_FIELD

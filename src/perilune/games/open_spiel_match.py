@@ -13,7 +13,7 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.errors import RequestError
 
 
-def pyspiel() -> Any:
+def load_pyspiel() -> Any:
     """Return the module pyspiel.
 
     Raises:
@@ -29,7 +29,7 @@ def pyspiel() -> Any:
 
 def is_simultaneous(game: Any) -> bool:
     """Return whether players of the game move at the same time."""
-    return bool(game.get_type().dynamics == pyspiel().GameType.Dynamics.SIMULTANEOUS)
+    return bool(game.get_type().dynamics == load_pyspiel().GameType.Dynamics.SIMULTANEOUS)
 
 
 class Match:
@@ -55,7 +55,7 @@ class Match:
         return twin
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if the game has ended."""
         return bool(self.state.is_terminal())
 
@@ -90,10 +90,10 @@ class Match:
         while self.state.is_chance_node():
             actions, probabilities = zip(*self.state.chance_outcomes(), strict=True)
             point = self._rng.uniform("chance", len(self.state.full_history()))
-            self.state.apply_action(drawn(actions, probabilities, point))
+            self.state.apply_action(sample_action(actions, probabilities, point))
 
 
-def drawn(actions: tuple[int, ...], probabilities: tuple[float, ...], point: float) -> int:
+def sample_action(actions: tuple[int, ...], probabilities: tuple[float, ...], point: float) -> int:
     """Return the action at which the cumulative probability exceeds `point`, in [0, 1)."""
-    place = bisect.bisect(list(accumulate(probabilities)), point * math.fsum(probabilities))
-    return int(actions[min(place, len(actions) - 1)])
+    index = bisect.bisect(list(accumulate(probabilities)), point * math.fsum(probabilities))
+    return int(actions[min(index, len(actions) - 1)])

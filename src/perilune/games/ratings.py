@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from perilune.errors import RequestError
 from perilune.metrics.bootstrap import CONFIDENCE_LEVEL, Interval
 
-SCALE = 400 / math.log(10)  # Elo points per nat of log odds
-PRIOR = 1.0  # drawn games added to each pair that played, so an undefeated player has a finite rating
-_STEPS = 50  # of Newton's method; about six suffice
+ELO_PER_NAT = 400 / math.log(10)  # Elo points per nat of log odds
+PRIOR_GAMES = 1.0  # drawn games added to each pair that played, so an undefeated player has a finite rating
+_MAX_NEWTON_STEPS = 50  # of Newton's method; about six suffice
 _TOLERANCE = 1e-9
-_LONGEST = 4.0  # maximum change of a rating in one step, nats
+_MAX_STEP_NATS = 4.0  # maximum change of a rating in one step, nats
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +35,15 @@ class Match:
     points: tuple[float, ...]
 
 
-def points_of(returns: Iterable[float], most: float) -> tuple[float, ...]:
+def returns_to_points(returns: Iterable[float], max_return: float) -> tuple[float, ...]:
     """Convert returns of a two-player game, between -most and most, to points between 0 and 1."""
-    return tuple(0.5 + 0.5 * one / most if most else 0.5 for one in returns)
+    return tuple(0.5 + 0.5 * value / max_return if max_return else 0.5 for value in returns)
 
 
-def ratings(
-    matches: Sequence[Match],
-    anchor: str,
-    *,
-    seed: int = 0,
-    resamples: int = 400,
-    level: float = CONFIDENCE_LEVEL,
+def compute_ratings(
+    matches: Sequence[Match], anchor: str, *, seed: int = 0, resamples: int = 400, level: float = CONFIDENCE_LEVEL
 ) -> dict[str, Interval]:
-    """The Elo rating of every player, with a percentile interval from resampling the games of each match.
+    """Compute Elo ratings, with percentile intervals from resampling the games of each match.
 
     Args:
         anchor: the player whose rating is 0. All other ratings are relative to it.
@@ -57,39 +52,41 @@ def ratings(
         RequestError: if a match has no games or points outside [0, 1], or no chain of matches links a player
             to the anchor.
     """
-    players = list(dict.fromkeys([anchor, *(name for one in matches for name in (one.first, one.second))]))
-    _check(matches, players)
-    place = {name: number for number, name in enumerate(players)}
-    pairs = np.array([(place[one.first], place[one.second]) for one in matches]).reshape(-1, 2)
-    games = np.array([len(one.points) for one in matches], np.float64)
+    players = list(
+        dict.fromkeys([anchor, *(name for match in matches for name in (match.first, match.second))])
+    )
+    _check_matches(matches, players)
+    index_of = {name: number for number, name in enumerate(players)}
+    pairs = np.array([(index_of[match.first], index_of[match.second]) for match in matches]).reshape(-1, 2)
+    games = np.array([len(match.points) for match in matches], np.float64)
     rng = np.random.default_rng(seed)
     won = np.empty((1 + resamples, len(matches)))
-    for number, one in enumerate(matches):
-        points = np.array(one.points)
+    for number, match in enumerate(matches):
+        points = np.array(match.points)
         won[0, number] = points.sum()
         won[1:, number] = points[rng.integers(len(points), size=(resamples, len(points)))].sum(axis=1)
-    found = SCALE * _fitted(pairs, won, games, len(players))
-    low, high = np.quantile(found[1:] if resamples else found, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    elo = ELO_PER_NAT * _fit_strengths(pairs, won, games, len(players))
+    low, high = np.quantile(elo[1:] if resamples else elo, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return {
-        name: Interval(float(found[0, number]), float(low[number]), float(high[number]))
-        for name, number in place.items()
+        name: Interval(float(elo[0, number]), float(low[number]), float(high[number]))
+        for name, number in index_of.items()
     }
 
 
-def expected(difference: float) -> float:
+def expected_points(difference: float) -> float:
     """Return expected points per game of a player rated `difference` above the other."""
     return 1 / (1 + 10 ** (-difference / 400))
 
 
-def _fitted(
+def _fit_strengths(
     pairs: NDArray[np.int64], won: NDArray[np.float64], games: NDArray[np.float64], players: int
 ) -> NDArray[np.float64]:
-    """float64[R, players]: maximum likelihood strengths in nats for each row of points; 0 for player 0."""
+    """Return maximum likelihood strengths, float64[R, players] in nats; 0 for player 0."""
     first, second = pairs.T
-    games, won = games + PRIOR, won + PRIOR / 2
+    games, won = games + PRIOR_GAMES, won + PRIOR_GAMES / 2
     strength = np.zeros((len(won), players))
     each = np.arange(players)
-    for _ in range(_STEPS):
+    for _ in range(_MAX_NEWTON_STEPS):
         p = 1 / (1 + np.exp(strength[:, second] - strength[:, first]))
         surplus, weight = won - games * p, games * p * (1 - p)
         slope = np.zeros_like(strength)
@@ -102,26 +99,26 @@ def _fitted(
         curve[:, 0, :], curve[:, :, 0], slope[:, 0] = 0, 0, 0
         curve[:, 0, 0] = 1
         curve[:, each, each] += 1e-12
-        move = np.clip(np.linalg.solve(curve, slope[..., None])[..., 0], -_LONGEST, _LONGEST)
+        move = np.clip(np.linalg.solve(curve, slope[..., None])[..., 0], -_MAX_STEP_NATS, _MAX_STEP_NATS)
         strength += move
         if np.abs(move).max() < _TOLERANCE:
             break
     return strength
 
 
-def _check(matches: Sequence[Match], players: Sequence[str]) -> None:
-    for one in matches:
-        if not one.points or not all(0 <= point <= 1 for point in one.points):
-            raise RequestError(f"a match needs games with 0 to 1 points each: {one.first} - {one.second}")
+def _check_matches(matches: Sequence[Match], players: Sequence[str]) -> None:
+    for match in matches:
+        if not match.points or not all(0 <= point <= 1 for point in match.points):
+            raise RequestError(f"a match needs games with 0 to 1 points each: {match.first} - {match.second}")
     linked = {players[0]}
     while new := {
         name
-        for one in matches
-        if linked & {one.first, one.second}
-        for name in (one.first, one.second)
+        for match in matches
+        if linked & {match.first, match.second}
+        for name in (match.first, match.second)
         if name not in linked
     }:
         linked |= new
-    if odd := [name for name in players if name not in linked]:
-        what = f"no chain of matches links {players[0]} and {odd[0]}"
+    if unlinked := [name for name in players if name not in linked]:
+        what = f"no chain of matches links {players[0]} and {unlinked[0]}"
         raise RequestError(what, remedy="let them play each other")

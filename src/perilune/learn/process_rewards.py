@@ -21,7 +21,7 @@ from perilune.learn.algorithms.base import Algorithm, PolicyGradient, StepContex
 from perilune.learn.name_or_section import NameOrSection
 from perilune.learn.weights import Component, WeightedGroup
 from perilune.verifiers.segments import SegmentSettings, spread_over_tokens
-from perilune.verifiers.step_rewards import PASS_THRESHOLD, centered_returns
+from perilune.verifiers.step_rewards import PASS_THRESHOLD, compute_centered_returns
 
 Tokens = NDArray[np.float64]
 Segments = tuple[list[int], NDArray[np.float64]]
@@ -172,7 +172,9 @@ def _value_scale(episodes: Sequence[Episode], parts: Parts, settings: ProcessRew
     def of(episode: Episode, part: Segments) -> Tokens:
         earned = _add_outcome(episode, part)
         is_trace = settings.role == "trace"
-        return spread_over_tokens(part[0], centered_returns(earned, clip=_MAX_RETURN) if is_trace else earned)
+        return spread_over_tokens(
+            part[0], compute_centered_returns(earned, clip=_MAX_RETURN) if is_trace else earned
+        )
 
     return [None if part is None else of(one, part) for one, part in zip(episodes, parts, strict=True)]
 

@@ -9,7 +9,7 @@ from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Failure, Outcome
 from perilune.errors import REPORT_BUG, WorkFailedError
 from perilune.rollout.rollout import AgentRollout, Rollout, Trajectory
-from perilune.verifiers.worker import TEXT_CHECKSUM, text_checksum
+from perilune.verifiers.worker import TEXT_CHECKSUM_KEY, text_checksum
 
 MAX_LOGPROB = 1e-5  # nats by which rounding may lift a log-prob above 0
 
@@ -49,7 +49,7 @@ def check_scored_text(rollout: Rollout, texts: Sequence[str]) -> None:
         WorkFailedError: when the result is about another text.
     """
     result = rollout.session.result
-    if not isinstance(result, Failure) and result.info.get(TEXT_CHECKSUM) != text_checksum(texts):
+    if not isinstance(result, Failure) and result.info.get(TEXT_CHECKSUM_KEY) != text_checksum(texts):
         name = "/".join(map(str, (*rollout.key[1:], rollout.sample)))
         raise WorkFailedError(
             f"the environment scored another text than episode {name} sampled:"

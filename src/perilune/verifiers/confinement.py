@@ -1,7 +1,7 @@
 """Confines a scorer's process: it may read Python's own files, compute, and answer.
 
-The kernel enforces this (`perilune.sandbox.confinement`). In addition, an audit hook names what was refused.
-On systems other than Linux only the hook applies, and code in the process can disable it.
+The kernel enforces this (`perilune.sandbox.confinement`). In addition, an audit hook names the refused
+operation. On systems other than Linux only the hook applies, and code in the process can disable it.
 """
 
 import os
@@ -19,7 +19,7 @@ os.utime pty.spawn resource.prlimit resource.setrlimit signal.pthread_kill socke
 subprocess.Popen syslog.openlog
 """
 _REFUSED_EVENTS = frozenset(_EVENTS.split())
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,5 +73,5 @@ class Confinement:
             return
         if event in _REFUSED_EVENTS or event.startswith("shutil."):
             raise PermissionError(f"a scorer may not use {event}")
-        if event == "open" and arguments[2] & _WRITING and arguments[0] != os.devnull:
+        if event == "open" and arguments[2] & _WRITE_FLAGS and arguments[0] != os.devnull:
             raise PermissionError("a scorer may not write files")

@@ -32,9 +32,21 @@ from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.scorer import Scorer
 from perilune.verifiers.sessions import Sessions
 
-ACCEPTED = 1.0  # the lowest reward of a right answer, as in evaluations
-WORTHLESS = ("", " ", "xyzzy", "I do not know.", ";", "()", "[]", "{}", "None", "0" * 200, "\u0000\n\ufffd")
-MOST_TASKS = 200  # tasks of each split to compare with the other
+ACCEPTED_REWARD = 1.0  # the lowest reward of a right answer, as in evaluations
+JUNK_TEXTS = (
+    "",
+    " ",
+    "xyzzy",
+    "I do not know.",
+    ";",
+    "()",
+    "[]",
+    "{}",
+    "None",
+    "0" * 200,
+    "\u0000\n\ufffd",
+)
+MAX_COMPARED_TASKS = 200  # tasks of each split to compare with the other
 
 Player = Callable[[Observation, int], str]
 
@@ -69,7 +81,7 @@ class Conformance:
 
 
 @dataclass(slots=True)
-class _Played:
+class _Episode:
     """A played episode."""
 
     transcript: Transcript
@@ -90,24 +102,24 @@ def check_environment(
     Raises:
         RequestError: if the section is wrong, or the environment has no training tasks.
     """
-    environment, again = make_environment(section), make_environment(section)
+    environment, twin = make_environment(section), make_environment(section)
     result = Conformance()
     chosen = list(islice(environment.tasks("train", seed), tasks))
-    chosen = _check_tasks(result, environment, again, chosen, seed)
+    chosen = _check_tasks(result, environment, twin, chosen, seed)
     _check_closing(result, environment, chosen)
     with Scorer(section, limits) as scorer, Scorer(section, limits) as other:
         first, second = Sessions(scorer.processes, environment), Sessions(other.processes, environment)
         for task in chosen:
-            legal = None  # reward of random legal actions
-            for name, own_seed, player in _players(environment, task, seed):
+            baseline = None  # reward of random legal actions
+            for name, own_seed, player in _make_players(environment, task, seed):
                 played = _play(first, environment, task, own_seed, player)
                 _check_episode(result, environment, task, name, played)
                 if isinstance(played.outcome, Failure):
                     break  # an environment that hangs would take the time limit for every player
                 if name == "random" and any(seen.legal for seen in played.observations):
-                    legal = played.outcome
+                    baseline = played.outcome
                 elif name not in ("gold", "random"):
-                    _check_invalid(result, task, name, played, legal)
+                    _check_invalid(result, task, name, played, baseline)
                 repeated = _play(second, environment, task, own_seed, player)
                 same = (played.observations, played.outcome) == (repeated.observations, repeated.outcome)
                 result.expect("the same seed gives the same episode", task, same, f"played as {name}")
@@ -118,13 +130,17 @@ def check_environment(
 
 
 def _check_tasks(
-    result: Conformance, environment: Environment, again: Environment, chosen: Sequence[Task], seed: int
+    result: Conformance,
+    environment: Environment,
+    twin: Environment,
+    chosen: Sequence[Task],
+    seed: int,
 ) -> list[Task]:
     """Check the tasks, and return those of `chosen` that can be played."""
     result.expect("there are tasks", None, bool(chosen), "the training split is empty")
-    repeated = list(islice(again.tasks("train", seed), len(chosen)))
+    repeated = list(islice(twin.tasks("train", seed), len(chosen)))
     result.expect("the same seed gives the same tasks", None, repeated == chosen, f"seed {seed}")
-    ids = {split: _ids(environment, split, seed + 1) for split in ("train", "heldout")}
+    ids = {split: _list_ids(environment, split, seed + 1) for split in ("train", "heldout")}
     for split, listed in ids.items():
         repeated_ids = [task_id for task_id, count in Counter(listed).items() if count > 1]
         what = f"{len(repeated_ids)} of {len(listed)} {split} tasks are repeated: {repeated_ids[:1]}"
@@ -147,13 +163,13 @@ def _survives_json(data: Mapping[str, Any]) -> bool:
         return False
 
 
-def _ids(environment: Environment, split: str, seed: int) -> list[str]:
+def _list_ids(environment: Environment, split: str, seed: int) -> list[str]:
     name: Split = "heldout" if split == "heldout" else "train"
-    return [task.task_id for task in islice(environment.tasks(name, seed), MOST_TASKS)]
+    return [task.task_id for task in islice(environment.tasks(name, seed), MAX_COMPARED_TASKS)]
 
 
 def _check_closing(result: Conformance, environment: Environment, chosen: Sequence[Task]) -> None:
-    """A session may be closed before it is done. Sessions and environments may be closed twice."""
+    """Check that sessions close before they are done, and that closing twice is allowed."""
     closings: list[tuple[str, Callable[[], Any]]] = []
     if chosen and hasattr(environment, "reset"):
         with suppress(Exception):  # playing reports why a session does not open
@@ -170,71 +186,78 @@ def _check_closing(result: Conformance, environment: Environment, chosen: Sequen
         result.expect("close may be called again", None, not what, what)
 
 
-def _players(environment: Environment, task: Task, seed: int) -> Iterator[tuple[str, int, Player]]:
-    """Players with the seeds of their sessions: the gold transcript, random actions and worthless texts."""
+def _make_players(environment: Environment, task: Task, seed: int) -> Iterator[tuple[str, int, Player]]:
+    """Yield players and seeds: the gold transcript, random actions and worthless texts."""
     gold_of = getattr(environment, "gold", None)
     gold = None if gold_of is None else gold_of(task)
     if gold is not None:
         yield "gold", gold.seed, lambda _, turn: gold.actions[min(turn, len(gold.actions) - 1)]
     rng = KeyedRandom(seed, task.task_id)
 
-    def at_random(observation: Observation, turn: int) -> str:
+    def act_at_random(observation: Observation, turn: int) -> str:
         legal = observation.legal
-        return rng.choice(legal, "legal", turn) if legal else rng.choice(WORTHLESS, "worthless", turn)
+        return rng.choice(legal, "legal", turn) if legal else rng.choice(JUNK_TEXTS, "worthless", turn)
 
-    yield "random", seed, at_random
-    for text in WORTHLESS:
-        yield f"{text[:20]!r}", seed, partial(_always, text)
+    yield "random", seed, act_at_random
+    for text in JUNK_TEXTS:
+        yield f"{text[:20]!r}", seed, partial(_repeat_text, text)
 
 
-def _always(text: str, observation: Observation, turn: int) -> str:
+def _repeat_text(text: str, observation: Observation, turn: int) -> str:
     return text
 
 
-def _play(sessions: Sessions, environment: Environment, task: Task, seed: int, player: Player) -> _Played:
-    (live,) = sessions.open([(task, seed)])
-    players, most = getattr(environment, "players", 1), getattr(environment, "max_turns", 1)
+def _play(sessions: Sessions, environment: Environment, task: Task, seed: int, player: Player) -> _Episode:
+    (session,) = sessions.open([(task, seed)])
+    players, limit = getattr(environment, "players", 1), getattr(environment, "max_turns", 1)
     totals = EpisodeTotals(players)
     observations: list[Observation] = []
     own_turns = 0
-    while isinstance(live.result, Observation):
-        observations.append(live.result)
-        totals.add(live.result)
-        if live.result.done or own_turns > most:
+    while isinstance(session.result, Observation):
+        observations.append(session.result)
+        totals.add(session.result)
+        if session.result.done or own_turns > limit:
             break
-        own_turns += not live.result.due[0].agent
-        sessions.step([(live, [player(live.result, len(live.actions))], True)])
-    sessions.close([live])
-    *earlier, last = live.actions or [""]
+        own_turns += not session.result.due[0].agent
+        sessions.step([(session, [player(session.result, len(session.actions))], True)])
+    sessions.close([session])
+    *earlier, last = session.actions or [""]
     transcript = Transcript(last, earlier=tuple(earlier), seed=seed)
-    outcome = live.result if isinstance(live.result, Failure) else totals.score()
-    done = isinstance(live.result, Failure) or live.result.done
-    return _Played(transcript, observations, outcome, done, tuple(totals.rewards))
+    outcome = session.result if isinstance(session.result, Failure) else totals.score()
+    done = isinstance(session.result, Failure) or session.result.done
+    return _Episode(transcript, observations, outcome, done, tuple(totals.rewards))
 
 
 def _check_invalid(
-    result: Conformance, task: Task, name: str, played: _Played, legal: Outcome | None
+    result: Conformance, task: Task, name: str, played: _Episode, baseline: Outcome | None
 ) -> None:
-    """A player alone must not gain by refusing to play."""
-    if isinstance(played.outcome, Score) and isinstance(legal, Score) and len(played.rewards) == 1:
-        paid, what = played.outcome.reward, "invalid actions pay no more than legal ones"
-        result.expect(what, task, paid <= legal.reward, f"{name} got {paid:g}, random play {legal.reward:g}")
+    """Check that a single player does not gain by refusing to play."""
+    if isinstance(played.outcome, Score) and isinstance(baseline, Score) and len(played.rewards) == 1:
+        reward, what = played.outcome.reward, "invalid actions pay no more than legal ones"
+        result.expect(
+            what,
+            task,
+            reward <= baseline.reward,
+            f"{name} got {reward:g}, random play {baseline.reward:g}",
+        )
 
 
 def _check_episode(
-    result: Conformance, environment: Environment, task: Task, name: str, played: _Played
+    result: Conformance, environment: Environment, task: Task, name: str, played: _Episode
 ) -> None:
-    outcome, most = played.outcome, getattr(environment, "max_turns", 1)
+    outcome, limit = played.outcome, getattr(environment, "max_turns", 1)
     if isinstance(outcome, Failure):
         result.expect("nothing fails", task, False, f"played as {name}: {outcome.boundary}: {outcome.reason}")
         return
     result.expect("nothing fails", task, True, "")
     turns = sum(1 for seen in played.observations if seen.due and not seen.due[0].agent)
-    is_over = played.done and turns <= most
-    result.expect("an episode ends within max_turns", task, is_over, f"played as {name}: {turns} of {most}")
-    accepted = outcome.reward >= ACCEPTED
+    is_over = played.done and turns <= limit
+    result.expect("an episode ends within max_turns", task, is_over, f"played as {name}: {turns} of {limit}")
+    accepted = outcome.reward >= ACCEPTED_REWARD
     if name == "gold":
         result.expect("the gold answer is accepted", task, accepted, f"its reward is {outcome.reward:g}")
     elif name != "random":
-        accepted = min(played.rewards) >= ACCEPTED  # if all players write the same text, one of them may win
+        accepted = (
+            min(played.rewards) >= ACCEPTED_REWARD
+        )  # if all players write the same text, one of them may win
         result.expect("worthless texts are refused", task, not accepted, f"{name} got {played.rewards}")

@@ -16,8 +16,8 @@ from perilune.errors import RequestError
 from perilune.sandbox.channel import BrokenChannelError, Channel, Line
 from perilune.verifiers.confinement import ScorerLimits
 
-NAME = "the scorer's process"
-_END_SECONDS = 10.0  # time for the kernel to end a killed process
+PROCESS_NAME = "the scorer's process"
+_END_TIMEOUT_S = 10.0  # time for the kernel to end a killed process
 _LOG = logging.getLogger(__name__)
 
 
@@ -27,7 +27,7 @@ class ForkServer:
     def __init__(self, spec: Mapping[str, Any], limits: ScorerLimits) -> None:
         self._limits = limits
         self._is_confined: bool | None = None  # None until the server is ready
-        self._channel = Channel("perilune.verifiers.worker", NAME, limits.answer_bytes)
+        self._channel = Channel("perilune.verifiers.worker", PROCESS_NAME, limits.answer_bytes)
         self._channel.send({"spec": spec, "limits": asdict(limits)})
 
     @property
@@ -79,7 +79,7 @@ class ForkServer:
             BrokenChannelError: if the server has ended, and its workers with it.
         """
         self._channel.send({"end": process})
-        status = self._channel.receive(_END_SECONDS)["status"]
+        status = self._channel.receive(_END_TIMEOUT_S)["status"]
         return os.waitstatus_to_exitcode(int(status))
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Worker(Line):
     """
 
     def __init__(self, server: ForkServer, answer_bytes: int) -> None:
-        super().__init__(NAME, answer_bytes)
+        super().__init__(PROCESS_NAME, answer_bytes)
         self.process_id = 0
         self._server = server
 

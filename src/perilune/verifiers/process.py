@@ -1,6 +1,4 @@
-"""A process that runs an environment's code and is replaced when it breaks. Only the work in progress is
-lost.
-"""
+"""A process that runs an environment's code. It is replaced when it breaks, losing only work in progress."""
 
 import logging
 import math
@@ -15,11 +13,11 @@ from perilune.environments.core.registry import with_absolute_paths
 from perilune.errors import ProcessLostError, RequestError, WorkFailedError
 from perilune.sandbox.channel import BrokenChannelError, KilledError
 from perilune.verifiers.confinement import ScorerLimits
-from perilune.verifiers.fork_server import NAME, ForkServer, Worker
+from perilune.verifiers.fork_server import PROCESS_NAME, ForkServer, Worker
 
-CHUNK = 64  # calls sent together
-RESCORE_EVERY = 4  # batches, on average
-STARTS = 3  # attempts to start a server that is killed from outside
+CHUNK_CALLS = 64  # calls sent together
+RESCORE_INTERVAL_BATCHES = 4  # batches, on average
+MAX_STARTS = 3  # attempts to start a server that is killed from outside
 _INCONSISTENT = (
     "the scorer gave one answer %s in a batch and %s in a separate process; from now on every answer is"
     " scored in its own process. Run `perilune environments audit` to see if answers can change the scorer"
@@ -85,12 +83,12 @@ class EnvironmentProcess:
         self._sessions = 0
         self._highest_mean = -math.inf  # mean reward of a batch so far
 
-    def ask(self, calls: Sequence[Call], until: float = math.inf) -> list[Any]:
+    def ask(self, calls: Sequence[Call], deadline: float = math.inf) -> list[Any]:
         """Make calls in order. Return what each call's `read` returned, or a Failure that blames its
         boundary.
 
         Args:
-            until: time of the monotonic clock after which the remaining calls fail.
+            deadline: time of the monotonic clock after which the remaining calls fail.
 
         Raises:
             RequestError: if the environment's section is wrong.
@@ -99,18 +97,18 @@ class EnvironmentProcess:
         if not calls:
             return []
         if not (calls[0].is_verdict and self._is_confined()):
-            return self._in_one_worker(calls, until, is_kept=True)
+            return self._ask_one_worker(calls, deadline, is_kept=True)
         if self.isolates_answers:
-            return self._in_separate_workers(calls, until)
-        outcomes = self._in_one_worker(calls, until)
-        rewards = _rewards(outcomes)
+            return self._ask_separate_workers(calls, deadline)
+        outcomes = self._ask_one_worker(calls, deadline)
+        rewards = _rewards_by_index(outcomes)
         if len(calls) > 1 and self._rescores and self._is_rescoring_due(rewards):
             index = _choose_rewarded(rewards)
-            again = self._in_one_worker([calls[index]], until)[0]
-            if again != outcomes[index] and time.monotonic() < until:
+            again = self._ask_one_worker([calls[index]], deadline)[0]
+            if again != outcomes[index] and time.monotonic() < deadline:
                 _LOG.warning(_INCONSISTENT, outcomes[index], again)
                 self.isolates_answers = True
-                return self._in_separate_workers(calls, until)
+                return self._ask_separate_workers(calls, deadline)
         return outcomes
 
     def begin_sessions(self, count: int) -> None:
@@ -136,23 +134,25 @@ class EnvironmentProcess:
         mean = math.fsum(rewards.values()) / len(rewards) if rewards else -math.inf
         is_record = mean > self._highest_mean
         self._highest_mean = max(self._highest_mean, mean)
-        return is_record or (bool(rewards) and secrets.randbelow(RESCORE_EVERY) == 0)
+        return is_record or (bool(rewards) and secrets.randbelow(RESCORE_INTERVAL_BATCHES) == 0)
 
-    def _in_separate_workers(self, calls: Sequence[Call], until: float) -> list[Any]:
-        return [self._in_one_worker([call], until)[0] for call in calls]
+    def _ask_separate_workers(self, calls: Sequence[Call], deadline: float) -> list[Any]:
+        return [self._ask_one_worker([call], deadline)[0] for call in calls]
 
-    def _in_one_worker(self, calls: Sequence[Call], until: float, *, is_kept: bool = False) -> list[Any]:
+    def _ask_one_worker(self, calls: Sequence[Call], deadline: float, *, is_kept: bool = False) -> list[Any]:
         """Make the calls in order in one worker, which is replaced after each call that breaks it."""
         results: list[Any] = []
         worker = self._session_worker if is_kept else None
         try:
             while len(results) < len(calls):
-                if time.monotonic() >= until:
-                    late = f"the batch took more than {self._limits.batch_seconds:g} s"
-                    return results + [Failure(call.boundary, late) for call in calls[len(results) :]]
+                if time.monotonic() >= deadline:
+                    reason = f"the batch took more than {self._limits.batch_seconds:g} s"
+                    return results + [Failure(call.boundary, reason) for call in calls[len(results) :]]
                 worker = worker or self._with_server(ForkServer.fork)
-                some, is_broken = self._chunk(worker, calls[len(results) : len(results) + CHUNK], until)
-                results += some
+                chunk, is_broken = self._ask_chunk(
+                    worker, calls[len(results) : len(results) + CHUNK_CALLS], deadline
+                )
+                results += chunk
                 if is_broken:
                     worker = None
                     self.restarts += 1
@@ -164,15 +164,15 @@ class EnvironmentProcess:
             elif worker is not None:
                 worker.close()
 
-    def _chunk(self, worker: Worker, calls: Sequence[Call], until: float) -> tuple[list[Any], bool]:
+    def _ask_chunk(self, worker: Worker, calls: Sequence[Call], deadline: float) -> tuple[list[Any], bool]:
         """Return the results up to and including a call that breaks the worker, and whether one did."""
         results: list[Any] = []
         seconds = [self._limits.item_seconds * call.steps for call in calls]
         worker.send({"items": [call.document(self.generation) for call in calls]})
         for index, call in enumerate(calls):
-            left = min(seconds[index], max(until - time.monotonic(), 0.0))
+            left = min(seconds[index], max(deadline - time.monotonic(), 0.0))
             try:
-                results.append(_read(call, worker.receive(left), index))
+                results.append(_read_answer(call, worker.receive(left), index))
             except BrokenChannelError as broken:
                 worker.close()
                 return [*results, Failure(call.boundary, str(broken))], True
@@ -183,7 +183,7 @@ class EnvironmentProcess:
 
     def _with_server(self, action: Callable[[ForkServer], T]) -> T:
         """Apply `action` to the server. A server that is killed from outside is restarted a few times."""
-        for _ in range(STARTS):
+        for _ in range(MAX_STARTS):
             self._server = self._server or ForkServer(self._spec, self._limits)
             try:
                 return action(self._server)
@@ -193,38 +193,38 @@ class EnvironmentProcess:
                 self.generation += 1
             except BrokenChannelError as broken:
                 self.close()
-                raise WorkFailedError(f"{NAME} cannot start: {broken}") from None
+                raise WorkFailedError(f"{PROCESS_NAME} cannot start: {broken}") from None
             except RequestError:
                 self.close()
                 raise
         raise ProcessLostError(
-            f"{killed}, {STARTS} times, before it scored anything",
+            f"{killed}, {MAX_STARTS} times, before it scored anything",
             remedy="check whether the machine is out of memory, and try again",
         )
 
 
-def _rewards(outcomes: Sequence[Any]) -> dict[int, float]:
+def _rewards_by_index(outcomes: Sequence[Any]) -> dict[int, float]:
     """Return the rewards of all outcomes that are not failures, by index."""
     return {
-        index: one.reward if isinstance(one, Score) else one.rewards[0]
-        for index, one in enumerate(outcomes)
-        if not isinstance(one, Failure)
+        index: outcome.reward if isinstance(outcome, Score) else outcome.rewards[0]
+        for index, outcome in enumerate(outcomes)
+        if not isinstance(outcome, Failure)
     }
 
 
 def _choose_rewarded(rewards: Mapping[int, float]) -> int:
     """Return the index of an answer with more than the lowest reward, drawn unpredictably."""
-    least = min(rewards.values())
-    return secrets.choice([index for index, reward in rewards.items() if reward > least] or list(rewards))
+    lowest = min(rewards.values())
+    return secrets.choice([index for index, reward in rewards.items() if reward > lowest] or list(rewards))
 
 
-def _read(call: Call, answer: Mapping[str, Any], index: int) -> Any:
+def _read_answer(call: Call, answer: Mapping[str, Any], index: int) -> Any:
     if answer.get("item") != index:
-        raise BrokenChannelError(f"{NAME} answered out of turn")
+        raise BrokenChannelError(f"{PROCESS_NAME} answered out of turn")
     try:
         if "failure" in answer:
             boundary, reason = map(str, answer["failure"])
             return Failure(boundary, reason)
         return call.read(answer)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
-        raise BrokenChannelError(f"{NAME} sent a malformed answer") from None
+        raise BrokenChannelError(f"{PROCESS_NAME} sent a malformed answer") from None

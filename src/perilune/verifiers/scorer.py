@@ -14,7 +14,7 @@ from perilune.environments.core.episode_settings import episode_settings
 from perilune.environments.core.protocol import Failure, Outcome, Score, Task, Transcript
 from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.process import EnvironmentProcess
-from perilune.verifiers.worker import figures
+from perilune.verifiers.worker import to_floats
 
 Item = tuple[Task, Transcript]
 
@@ -76,14 +76,14 @@ class Scorer:
             WorkFailedError: if the process cannot start.
         """
         seconds = self._limits.batch_seconds
-        until = math.inf if seconds is None else time.monotonic() + seconds
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         calls = [ScoreCall(*item) for item in items]
         if len(self.processes) == 1:
-            return self.processes[0].ask(calls, until)
+            return self.processes[0].ask(calls, deadline)
         share = -(-len(calls) // len(self.processes))
         shards = [calls[i * share : (i + 1) * share] for i in range(len(self.processes))]
         with ThreadPoolExecutor(len(self.processes)) as threads:
-            scored = threads.map(lambda process, shard: process.ask(shard, until), self.processes, shards)
+            scored = threads.map(lambda process, shard: process.ask(shard, deadline), self.processes, shards)
             return [outcome for outcomes in scored for outcome in outcomes]
 
     def close(self) -> None:
@@ -103,21 +103,21 @@ class ScoreCall:
 
     @property
     def steps(self) -> int:
-        """Scoring replays all actions."""
+        """The number of actions, all of which scoring replays."""
         return 1 + len(self.transcript.earlier)
 
     def document(self, generation: int) -> Mapping[str, Any]:
         """Return the task and the transcript."""
-        return {"task": fields(self.task), "transcript": fields(self.transcript)}
+        return {"task": slot_values(self.task), "transcript": slot_values(self.transcript)}
 
     def read(self, answer: Mapping[str, Any]) -> Outcome:
         """Return the outcome; a Failure if a number is not finite."""
-        score = Score(float(answer["reward"]), figures(answer["terms"]), figures(answer["metrics"]))
+        score = Score(float(answer["reward"]), to_floats(answer["terms"]), to_floats(answer["metrics"]))
         if not all(map(math.isfinite, (score.reward, *score.terms.values(), *score.metrics.values()))):
             return Failure("verifier", "the scorer returned a number that is not finite")
         return score
 
 
-def fields(value: Task | Transcript) -> dict[str, Any]:
+def slot_values(value: Task | Transcript) -> dict[str, Any]:
     """Return the fields of a value, for JSON."""
     return {name: getattr(value, name) for name in value.__slots__}

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from perilune.frozen import Frozen
 
-_PROTECTED = re.compile(
+_PROTECTED_SPAN = re.compile(
     rb"```.*?(?:```|\Z)|\$\$.*?(?:\$\$|\Z)|\\\[.*?(?:\\\]|\Z)|\\\(.*?(?:\\\)|\Z)|\$[^$\n]+\$"
     rb"|\\begin\{(?P<name>[a-z*]+)\}.*?(?:\\end\{(?P=name)\}|\Z)",
     re.DOTALL,
@@ -24,7 +24,7 @@ _PROTECTED = re.compile(
 
 
 class SegmentSettings(Frozen):
-    """How answers are split into segments."""
+    """Settings of the segments of an answer."""
 
     cut: Literal["text", "length", "surprise"] = Field(
         "text",
@@ -38,8 +38,7 @@ class SegmentSettings(Frozen):
 def segment_boundaries(
     pieces: Sequence[bytes], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
 ) -> list[int]:
-    """Boundaries in the reasoning: increasing token counts, 0 < boundary <= `stop`, without the end of the
-    answer.
+    """Return boundaries in the reasoning: increasing token counts in (0, `stop`], without the answer's end.
 
     Args:
         pieces: [T], the bytes of each token; empty for control tokens.
@@ -48,17 +47,16 @@ def segment_boundaries(
     """
     ends = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
     text = b"".join(pieces)
-    wanted = _wanted(text, ends, logprobs, stop, settings)
-    closed = _closed(text)
-    free = [cut for cut in wanted if not any(start < ends[cut] < end for start, end in closed)]
+    candidates = _find_candidates(text, ends, logprobs, stop, settings)
+    protected = _find_protected_spans(text)
+    outside = [cut for cut in candidates if not any(start < ends[cut] < end for start, end in protected)]
     last = [stop] if 0 < stop < len(pieces) else []
-    apart = _apart(free, stop, settings.least)
-    return sorted(_thinned(apart, settings.most - 1 - len(last), settings.cut)) + last
+    spaced = _keep_apart(outside, stop, settings.least)
+    return sorted(_thin_out(spaced, settings.most - 1 - len(last), settings.cut)) + last
 
 
 def end_of_reasoning(pieces: Sequence[bytes], opens: Sequence[str], forms: Sequence[str]) -> int:
-    """Return the number of tokens before the answer begins or the right answer is first written; T if neither
-    happens.
+    """Return the number of tokens before the answer or the first mention of the right one; T without both.
 
     Args:
         pieces: [T], the bytes of each token.
@@ -66,62 +64,62 @@ def end_of_reasoning(pieces: Sequence[bytes], opens: Sequence[str], forms: Seque
         forms: spellings of the right answer. They count only as separate words.
     """
     text = b"".join(pieces)
-    first = [at for at in (text.find(mark.encode()) for mark in opens) if at >= 0]
+    starts = [start for start in (text.find(mark.encode()) for mark in opens) if start >= 0]
     for form in forms:
-        alone = rb"(?<![\w.])" + re.escape(form.strip().encode()) + rb"(?!\w|\.\w)"
-        if form.strip() and (match := re.search(alone, text)):
-            first.append(match.start())
-    if not first:
+        pattern = rb"(?<![\w.])" + re.escape(form.strip().encode()) + rb"(?!\w|\.\w)"
+        if form.strip() and (match := re.search(pattern, text)):
+            starts.append(match.start())
+    if not starts:
         return len(pieces)
-    at = min(first)
-    at = next((start for start, end in _closed(text) if start < at < end), at)
+    first = min(starts)
+    first = next((start for start, end in _find_protected_spans(text) if start < first < end), first)
     ends = np.cumsum([len(piece) for piece in pieces])
-    return int(np.searchsorted(ends, at, side="right"))
+    return int(np.searchsorted(ends, first, side="right"))
 
 
 def spread_over_tokens(
     ends: Sequence[int], values: Sequence[float] | NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """float64[T]: each token's segment value. `ends` are the segments' ends in tokens; the last is T."""
+    """Return float64[T], the segment value of each token. `ends` are token counts; the last is T."""
     lengths = [after - before for before, after in pairwise([0, *ends])]
     return np.repeat(np.asarray(values, dtype=np.float64), lengths)
 
 
-def _closed(text: bytes) -> list[tuple[int, int]]:
+def _find_protected_spans(text: bytes) -> list[tuple[int, int]]:
     """Return spans without boundaries inside."""
-    return [match.span() for match in _PROTECTED.finditer(text)]
+    return [match.span() for match in _PROTECTED_SPAN.finditer(text)]
 
 
-def _wanted(
+def _find_candidates(
     text: bytes, ends: NDArray[np.int64], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
 ) -> list[int]:
     """Return candidate boundaries, the best first or in order."""
     if settings.cut == "length":
         return list(range(settings.least, stop, settings.least))
     if settings.cut == "surprise":
-        return [int(place) + 1 for place in np.argsort(logprobs[1:stop], kind="stable")]
-    found = {at for separator in settings.separators for at in _ends_of(separator.encode(), text)}
-    return sorted({int(np.searchsorted(ends, at)) for at in found})
+        return [int(token) + 1 for token in np.argsort(logprobs[1:stop], kind="stable")]
+    offsets = {offset for separator in settings.separators for offset in _find_ends(separator.encode(), text)}
+    return sorted({int(np.searchsorted(ends, offset)) for offset in offsets})
 
 
-def _ends_of(separator: bytes, text: bytes) -> Iterator[int]:
-    at = text.find(separator)
-    while at >= 0:
-        yield at + len(separator)
-        at = text.find(separator, at + len(separator))
+def _find_ends(separator: bytes, text: bytes) -> Iterator[int]:
+    start = text.find(separator)
+    while start >= 0:
+        yield start + len(separator)
+        start = text.find(separator, start + len(separator))
 
 
-def _apart(wanted: Sequence[int], stop: int, least: int) -> list[int]:
-    """Return the candidates that keep a distance of `least` from both ends and from earlier candidates."""
+def _keep_apart(candidates: Sequence[int], stop: int, distance: int) -> list[int]:
+    """Return the candidates that keep a distance of `distance` from both ends and from earlier candidates."""
     kept: list[int] = []
-    for cut in wanted:
-        if cut < stop and all(abs(cut - other) >= least for other in (0, stop, *kept)):
+    for cut in candidates:
+        if cut < stop and all(abs(cut - other) >= distance for other in (0, stop, *kept)):
             kept.append(cut)
     return kept
 
 
-def _thinned(places: Sequence[int], room: int, cut: str) -> list[int]:
-    """Return at most `room` places: the first ones if they are sorted by quality, else evenly spaced ones."""
-    if len(places) <= room or cut == "surprise":
-        return list(places[:room])
-    return [places[index] for index in np.linspace(-1, len(places), room + 2)[1:-1].round().astype(int)]
+def _thin_out(cuts: Sequence[int], max_count: int, cut: str) -> list[int]:
+    """Return at most `max_count` boundaries: the best ones if sorted by quality, else evenly spaced ones."""
+    if len(cuts) <= max_count or cut == "surprise":
+        return list(cuts[:max_count])
+    return [cuts[index] for index in np.linspace(-1, len(cuts), max_count + 2)[1:-1].round().astype(int)]

@@ -22,8 +22,8 @@ from perilune.environments.core.protocol import (
     Transcript,
 )
 from perilune.verifiers.process import Call, EnvironmentProcess
-from perilune.verifiers.scorer import ScoreCall, fields
-from perilune.verifiers.worker import TEXT_CHECKSUM, figures
+from perilune.verifiers.scorer import ScoreCall, slot_values
+from perilune.verifiers.worker import TEXT_CHECKSUM_KEY, to_floats
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 AGENT_ID = re.compile(r"\d{1,9}(\.\d{1,9})*")
@@ -71,8 +71,8 @@ class Sessions:
             sessions.append(RemoteSession(self._count, task, seed, process, is_held))
             self._count += 1
             process.begin_sessions(is_held)
-        if held := [one for one in sessions if one.is_held]:
-            self._ask([_Begin(one, self._players) for one in held], held)
+        if held := [session for session in sessions if session.is_held]:
+            self._ask([_Begin(session, self._players) for session in held], held)
         return sessions
 
     def step(self, moves: Sequence[tuple[RemoteSession, Sequence[str], bool]]) -> None:
@@ -96,21 +96,21 @@ class Sessions:
 
     def close(self, sessions: Sequence[RemoteSession]) -> None:
         """Close these sessions."""
-        held = [one for one in sessions if one.generation == one.process.generation]
+        held = [session for session in sessions if session.generation == session.process.generation]
         for process in self._processes:
-            process.ask([_Close(one) for one in held if one.process is process])
-            process.end_sessions(sum(one.is_held for one in sessions if one.process is process))
+            process.ask([_Close(session) for session in held if session.process is process])
+            process.end_sessions(sum(session.is_held for session in sessions if session.process is process))
 
     def _ask(self, calls: Sequence[Call], sessions: Sequence[RemoteSession]) -> None:
         """Make the calls. A process gets its answers to score and its moves of held sessions apart."""
         for process, is_held in product(self._processes, (False, True)):
-            mine = [
-                (call, one)
-                for call, one in zip(calls, sessions, strict=True)
-                if one.process is process and one.is_held == is_held
+            own = [
+                (call, session)
+                for call, session in zip(calls, sessions, strict=True)
+                if session.process is process and session.is_held == is_held
             ]
-            results = process.ask([call for call, _ in mine])
-            for (_, session), result in zip(mine, results, strict=True):
+            results = process.ask([call for call, _ in own])
+            for (_, session), result in zip(own, results, strict=True):
                 session.result = result
 
 
@@ -130,14 +130,14 @@ class _Begin:
         return 1 + len(self.session.actions)
 
     def document(self, generation: int) -> Mapping[str, Any]:
-        one = self.session
-        one.generation = generation
+        session = self.session
+        session.generation = generation
         return {
-            "session": one.number,
-            "task": fields(one.task),
-            "seed": one.seed,
-            "earlier": one.actions[: len(one.actions) - self.latest],
-            "actions": one.actions[len(one.actions) - self.latest :],
+            "session": session.number,
+            "task": slot_values(session.task),
+            "seed": session.seed,
+            "earlier": session.actions[: len(session.actions) - self.latest],
+            "actions": session.actions[len(session.actions) - self.latest :],
             "finished": self.finished,
         }
 
@@ -174,7 +174,7 @@ class _Move:
         observation = read_observation(answer["observation"], self.players)
         if isinstance(observation, Failure):
             return observation
-        return replace(observation, info={**observation.info, TEXT_CHECKSUM: answer[TEXT_CHECKSUM]})
+        return replace(observation, info={**observation.info, TEXT_CHECKSUM_KEY: answer[TEXT_CHECKSUM_KEY]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class _Answer(ScoreCall):
         outcome = ScoreCall.read(self, answer)
         if isinstance(outcome, Failure):
             return outcome
-        info = {TEXT_CHECKSUM: answer[TEXT_CHECKSUM]}
+        info = {TEXT_CHECKSUM_KEY: answer[TEXT_CHECKSUM_KEY]}
         rewards = (outcome.reward,)
         return Observation((), 0, rewards, outcome.terms, outcome.metrics, done=True, info=info)
 
@@ -216,15 +216,15 @@ def read_observation(document: Mapping[str, Any], players: int) -> Observation |
         messages=tuple(map(_message, document["messages"])),
         player=int(document["player"]),
         rewards=tuple(map(float, document["rewards"])),
-        terms=figures(document["terms"]),
-        metrics=figures(document["metrics"]),
+        terms=to_floats(document["terms"]),
+        metrics=to_floats(document["metrics"]),
         done=bool(document["done"]),
         truncated=bool(document["truncated"]),
         legal=None if legal is None else tuple(map(str, legal)),
         info=dict(document["info"]),
         turns=tuple(_agent_turn(*turn) for turn in document["turns"]),
     )
-    reason = next((reason for reason, applies in _INVALID.items() if applies(observation, players)), None)
+    reason = next((reason for reason, applies in _REASONS.items() if applies(observation, players)), None)
     return observation if reason is None else Failure("environment", reason)
 
 
@@ -232,13 +232,16 @@ def _message(message: Mapping[str, Any]) -> Message:
     return {"role": str(message["role"]), "content": str(message["content"])}
 
 
-def _agent_turn(agent: Any, messages: Any, name: Any, most: Any) -> AgentTurn:
+def _agent_turn(agent: Any, messages: Any, name: Any, max_tokens: Any) -> AgentTurn:
     return AgentTurn(
-        str(agent), tuple(map(_message, messages)), str(name), None if most is None else max(1, int(most))
+        str(agent),
+        tuple(map(_message, messages)),
+        str(name),
+        None if max_tokens is None else max(1, int(max_tokens)),
     )
 
 
-def _agents_are_valid(turns: Sequence[AgentTurn]) -> bool:
+def _are_agents_valid(turns: Sequence[AgentTurn]) -> bool:
     agents = [turn.agent for turn in turns]
     return (
         len({*agents}) == len(agents)
@@ -247,17 +250,17 @@ def _agents_are_valid(turns: Sequence[AgentTurn]) -> bool:
     )
 
 
-_INVALID: Mapping[str, Callable[[Observation, int], bool]] = {
-    "a number is not finite": lambda one, _: (
-        not all(map(math.isfinite, (*one.rewards, *one.terms.values(), *one.metrics.values())))
+_REASONS: Mapping[str, Callable[[Observation, int], bool]] = {
+    "a number is not finite": lambda seen, _: (
+        not all(map(math.isfinite, (*seen.rewards, *seen.terms.values(), *seen.metrics.values())))
     ),
-    "there is not one reward per player": lambda one, players: len(one.rewards) not in (0, players),
-    "the player to move does not exist": lambda one, players: not (one.done or 0 <= one.player < players),
-    "the player to move has no legal action": lambda one, _: not one.done and one.legal == (),
-    "a message has a role other than system, user, assistant and tool": lambda one, _: any(
-        message["role"] not in ROLES for turn in one.due for message in turn.messages
+    "there is not one reward per player": lambda seen, players: len(seen.rewards) not in (0, players),
+    "the player to move does not exist": lambda seen, players: not (seen.done or 0 <= seen.player < players),
+    "the player to move has no legal action": lambda seen, _: not seen.done and seen.legal == (),
+    "a message has a role other than system, user, assistant and tool": lambda seen, _: any(
+        message["role"] not in ROLES for turn in seen.due for message in turn.messages
     ),
-    "sub-agents need distinct ids such as 2 or 2.0, and the player's own turn is the first": lambda one, _: (
-        not _agents_are_valid(one.turns)
+    "sub-agents need distinct ids such as 2 or 2.0, and the player's own turn is the first": lambda seen, _: (
+        not _are_agents_valid(seen.turns)
     ),
 }

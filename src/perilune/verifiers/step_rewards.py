@@ -11,13 +11,13 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-Steps = NDArray[np.float64]
+StepValues = NDArray[np.float64]
 
 PASS_THRESHOLD = 0.99
 """The reward from which an answer counts as right."""
 
 
-def shaping(potentials: Steps, bounds: tuple[float, float], gamma: float = 1.0) -> Steps:
+def compute_shaping(potentials: StepValues, bounds: tuple[float, float], gamma: float = 1.0) -> StepValues:
     """Return float64[T]: gamma Phi(after) - Phi(before) of each step.
 
     Args:
@@ -29,10 +29,10 @@ def shaping(potentials: Steps, bounds: tuple[float, float], gamma: float = 1.0) 
     return np.asarray(gamma * phi[1:] - phi[:-1])
 
 
-def centered_returns(rewards: Steps, gamma: float = 1.0, scale: float = 1.0, clip: float = math.inf) -> Steps:
-    """float64[T]: clip((G - b) / scale), where G is the return of each step and b their mean (0 for a single
-    step).
-    """
+def compute_centered_returns(
+    rewards: StepValues, gamma: float = 1.0, scale: float = 1.0, clip: float = math.inf
+) -> StepValues:
+    """Return float64[T]: clip((G - b) / scale) of each step's return G and their mean b (0 for one step)."""
     returns = np.zeros(len(rewards))
     later = 0.0
     for t in range(len(rewards))[::-1]:

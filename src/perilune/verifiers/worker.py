@@ -1,5 +1,4 @@
-"""The code of the scorer's processes: the server, which builds the environment, confines itself and forks,
-and a worker.
+"""The scorer's processes: the server, which builds the environment and confines itself, and its workers.
 
 The server reads commands from the socket at standard input: first {"spec", "limits"}, answered by {"ready"}
 or {"refused"}; then {"fork"}, with descriptors for the worker's socket and standard error, answered by
@@ -36,8 +35,8 @@ from perilune.errors import RequestError
 from perilune.sandbox.control_socket import read_requests
 from perilune.verifiers.confinement import Confinement, ScorerLimits
 
-TEXT_CHECKSUM = "text_checksum"  # key of an answer: CRC-32 of the text that was scored
-_LONGEST_REASON = 300
+TEXT_CHECKSUM_KEY = "text_checksum"  # key of an answer: CRC-32 of the text that was scored
+_MAX_REASON_CHARS = 300
 
 
 def main() -> None:
@@ -51,7 +50,7 @@ def main() -> None:
     opening, _ = next(commands)
     try:
         environment = make_environment(opening["spec"], checked=False)
-        confinement = _confined(environment, ScorerLimits(**opening["limits"]))
+        confinement = _confine(environment, ScorerLimits(**opening["limits"]))
     except RequestError as error:
         _send(control, {"refused": [error.what, error.where, error.remedy]})
         return
@@ -61,18 +60,18 @@ def main() -> None:
     _send(control, {"ready": True, "confined": confinement is not None, "missing": missing})
     for command, descriptors in commands:
         if "end" in command:
-            _send(control, {"status": _end(command["end"])})
+            _send(control, {"status": _kill_worker(command["end"])})
             continue
         process = os.fork()
         if process == 0:
             control.close()
-            _work(environment, confinement, *descriptors)
+            _run_worker(environment, confinement, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         _send(control, {"process": process})
 
 
-def _confined(environment: Environment, limits: ScorerLimits) -> Confinement | None:
+def _confine(environment: Environment, limits: ScorerLimits) -> Confinement | None:
     """Confine this process if the environment permits it, and load the code that must be confined.
 
     Raises:
@@ -89,7 +88,9 @@ def _confined(environment: Environment, limits: ScorerLimits) -> Confinement | N
     return confinement
 
 
-def _work(environment: Environment, confinement: Confinement | None, answers: int, errors: int) -> NoReturn:
+def _run_worker(
+    environment: Environment, confinement: Confinement | None, answers: int, errors: int
+) -> NoReturn:
     """Answer requests until the socket closes, and exit."""
     try:
         _die_with_parent()
@@ -100,7 +101,7 @@ def _work(environment: Environment, confinement: Confinement | None, answers: in
         if confinement is not None:
             confinement.forbid_processes()
         stream = os.fdopen(answers, "wb")
-        _answer(stream, {"ready": True})
+        _write_answer(stream, {"ready": True})
         host = SessionHost(environment)
 
         def answer(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,11 +111,11 @@ def _work(environment: Environment, confinement: Confinement | None, answers: in
 
         # The sessions of some environments wait for other processes, which then run at the same time.
         threads = getattr(environment, "concurrent", 1)
-        together = ThreadPoolExecutor(threads).map if threads > 1 else map
+        map_items = ThreadPoolExecutor(threads).map if threads > 1 else map
         for line in os.fdopen(os.dup(answers), "rb"):
             items = json.loads(line)["items"]
-            for index, (item, found) in enumerate(zip(items, together(answer, items), strict=True)):
-                _answer(stream, {"item": index, TEXT_CHECKSUM: _checksum(item)} | found)
+            for index, (item, result) in enumerate(zip(items, map_items(answer, items), strict=True)):
+                _write_answer(stream, {"item": index, TEXT_CHECKSUM_KEY: _compute_checksum(item)} | result)
     finally:
         os._exit(0)
 
@@ -127,9 +128,7 @@ class SessionHost:
         self._sessions: dict[int, Session] = {}
 
     def answer(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what `item` requests: open a session and replay its actions, apply one action, or close a
-        session.
-        """
+        """Open a session and replay its actions, apply one action, or close a session."""
         number: int = item["session"]
         try:
             if "close" in item:
@@ -138,20 +137,20 @@ class SessionHost:
             if "task" in item:
                 observation = self._begin(number, item)
             else:
-                observation = _apply(self._sessions[number], item["actions"], item["finished"])
-            return _observation_document(observation)
+                observation = _apply_actions(self._sessions[number], item["actions"], item["finished"])
+            return _encode_observation(observation)
         except EpisodeFailedError as error:
-            return {"failure": [error.failure.boundary, error.failure.reason[:_LONGEST_REASON]]}
+            return {"failure": [error.failure.boundary, error.failure.reason[:_MAX_REASON_CHARS]]}
         except BaseException as error:  # a session's SystemExit or MemoryError must not end the process
-            return {"failure": ["environment", f"{type(error).__name__}: {error}"[:_LONGEST_REASON]]}
+            return {"failure": ["environment", f"{type(error).__name__}: {error}"[:_MAX_REASON_CHARS]]}
 
     def _begin(self, number: int, item: Mapping[str, Any]) -> Observation:
         self._close(number)
-        session = self._environment.reset(_task(item["task"]), item["seed"])
+        session = self._environment.reset(_parse_task(item["task"]), item["seed"])
         self._sessions[number] = session
         for action in item["earlier"]:
             session.step(action)
-        return _apply(session, item["actions"], item["finished"])
+        return _apply_actions(session, item["actions"], item["finished"])
 
     def _close(self, number: int) -> None:
         session = self._sessions.pop(number, None)
@@ -159,7 +158,7 @@ class SessionHost:
             session.close()
 
 
-def _apply(session: Session, actions: Sequence[str], finished: bool) -> Observation:
+def _apply_actions(session: Session, actions: Sequence[str], finished: bool) -> Observation:
     """Apply the actions of one round. `finished` is about the first, the player's own.
 
     Raises:
@@ -169,15 +168,15 @@ def _apply(session: Session, actions: Sequence[str], finished: bool) -> Observat
         the last observation; that of the first action if it was cut off and so ended the episode.
     """
     for left, action in zip(range(len(actions) - 1, -1, -1), actions, strict=True):
-        seen = session.step(action, finished or left < len(actions) - 1)
-        if seen.truncated and not finished:
+        observation = session.step(action, finished or left < len(actions) - 1)
+        if observation.truncated and not finished:
             break
-        if left and (seen.done or seen.rewards or seen.terms or seen.metrics):
+        if left and (observation.done or observation.rewards or observation.terms or observation.metrics):
             raise ValueError(f"a result came before the last {left} turns of a round")
     return session.observation
 
 
-def _checksum(item: Mapping[str, Any]) -> int | None:
+def _compute_checksum(item: Mapping[str, Any]) -> int | None:
     """Return CRC-32 of the texts that `item` passes to the environment; None if there are none."""
     texts = [item["transcript"]["text"]] if "transcript" in item else item.get("actions")
     return text_checksum(texts) if texts else None
@@ -188,11 +187,11 @@ def text_checksum(texts: Iterable[str]) -> int:
     return zlib.crc32("\0".join(texts).encode("utf-8", "surrogatepass"))
 
 
-def _task(document: Mapping[str, Any]) -> Task:
+def _parse_task(document: Mapping[str, Any]) -> Task:
     return Task(**{**document, "prompt": tuple(document["prompt"])})
 
 
-def _observation_document(observation: Any) -> dict[str, Any]:
+def _encode_observation(observation: Any) -> dict[str, Any]:
     """Return an observation as JSON. The receiver validates its fields."""
     if not isinstance(observation, Observation):
         raise TypeError(f"a step returned {type(observation).__name__}, not an Observation")
@@ -201,7 +200,7 @@ def _observation_document(observation: Any) -> dict[str, Any]:
     return {"observation": fields | {"turns": turns}}
 
 
-def _end(process: int) -> int:
+def _kill_worker(process: int) -> int:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(process, signal.SIGKILL)
@@ -214,34 +213,34 @@ def _send(control: socket.socket, document: Mapping[str, Any]) -> None:
 
 def _score(environment: Environment, item: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        task, transcript = _task(item["task"]), item["transcript"]
+        task, transcript = _parse_task(item["task"]), item["transcript"]
         transcript = {**transcript, **{name: tuple(transcript[name]) for name in ("earlier", "messages")}}
         outcome: Any = environment.score(task, Transcript(**transcript))
     except BaseException as error:  # a scorer's SystemExit or MemoryError must not end the process
         outcome = Failure("verifier", f"scorer raised {type(error).__name__}: {error}")
-    return _outcome_document(outcome)
+    return _encode_outcome(outcome)
 
 
-def _outcome_document(outcome: Any) -> dict[str, Any]:
+def _encode_outcome(outcome: Any) -> dict[str, Any]:
     if isinstance(outcome, Failure):
-        return {"failure": [str(outcome.boundary), str(outcome.reason)[:_LONGEST_REASON]]}
+        return {"failure": [str(outcome.boundary), str(outcome.reason)[:_MAX_REASON_CHARS]]}
     if not isinstance(outcome, Score):
         return {"failure": ["verifier", f"scorer returned {type(outcome).__name__}, not an outcome"]}
     try:
-        reward, terms, metrics = float(outcome.reward), figures(outcome.terms), figures(outcome.metrics)
+        reward, terms, metrics = float(outcome.reward), to_floats(outcome.terms), to_floats(outcome.metrics)
     except (TypeError, ValueError, OverflowError, AttributeError) as error:
-        return {"failure": ["verifier", f"scorer returned invalid numbers: {error}"[:_LONGEST_REASON]]}
+        return {"failure": ["verifier", f"scorer returned invalid numbers: {error}"[:_MAX_REASON_CHARS]]}
     if not all(map(math.isfinite, (reward, *terms.values(), *metrics.values()))):
         return {"failure": ["verifier", f"scorer returned a number that is not finite (reward {reward})"]}
     return {"reward": reward, "terms": terms, "metrics": metrics}
 
 
-def figures(values: Mapping[str, Any]) -> dict[str, float]:
+def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
     """Convert keys to strings and values to floats."""
     return {str(name): float(value) for name, value in values.items()}
 
 
-def _answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
+def _write_answer(answers: BinaryIO, document: Mapping[str, Any]) -> None:
     try:
         text = json.dumps(document)
     except (TypeError, ValueError, RecursionError) as error:

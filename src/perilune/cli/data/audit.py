@@ -145,7 +145,7 @@ def replay(
     """Score the example of every finding again. Exits with 1 when a verdict has changed."""
     from perilune.files import read_regular
     from perilune.verifiers.audit import Audit
-    from perilune.verifiers.audit.audit import replay as judge_again
+    from perilune.verifiers.audit.audit import replay_examples as judge_again
 
     try:
         raw = json.loads(read_regular(file))
@@ -192,9 +192,9 @@ def _show(audit: Audit, out: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from perilune.verifiers.audit.findings import MEANING
+    from perilune.verifiers.audit.findings import GRADE_MEANINGS
 
-    echo(f"grade {audit.grade}: {MEANING[audit.grade]}")
+    echo(f"grade {audit.grade}: {GRADE_MEANINGS[audit.grade]}")
     echo(f"{audit.judged:,} outputs scored on {audit.tasks} tasks, {audit.searched:,} of them in the search")
     if audit.form != "…":
         echo(f"the reward accepts answers in the form {audit.form!r}, where … is the stated answer")

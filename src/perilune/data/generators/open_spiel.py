@@ -18,11 +18,11 @@ from perilune.games.open_spiel import OpenSpielEnvironment
 from perilune.games.open_spiel_match import is_simultaneous
 from perilune.games.open_spiel_text import move_text
 from perilune.games.teachers import (
-    BEST,
+    BEST_TEACHERS,
     GAME_TEACHERS,
     EpsilonTeacher,
     GameTeacher,
-    choose,
+    choose_move,
     make_game_teacher,
 )
 
@@ -85,10 +85,10 @@ class OpenSpielTeacher:
             )
         game, spec = environment.game, environment.spec
         name = self.options.policy
-        if name == "best" and game.get_type().short_name not in BEST:
+        if name == "best" and game.get_type().short_name not in BEST_TEACHERS:
             what = f"'{spec.game}' has no default game teacher"
             raise RequestError(what, where="options.policy", remedy="set options.policy to a name")
-        own = BEST[game.get_type().short_name] if name == "best" else name
+        own = BEST_TEACHERS[game.get_type().short_name] if name == "best" else name
         self._environment = environment
         teacher = make_game_teacher(own, game, simulations=self.options.simulations, where="options.policy")
         self._policy = EpsilonTeacher(teacher, self.options.epsilon) if self.options.epsilon else teacher
@@ -123,12 +123,12 @@ class OpenSpielTeacher:
         match = environment.begin(luck)
         actions: list[str] = []
         likely: list[float] = []
-        while not match.over:
+        while not match.is_over:
             action = environment.opponent_move(match, task, luck)
             if action is None:
                 is_own = match.player == seat
                 policy = self._policy if is_own else self._opponents[facing]
-                move = choose(policy, match, own_luck, greedy=is_own and self.options.greedy)
+                move = choose_move(policy, match, own_luck, greedy=is_own and self.options.greedy)
                 action = move.action
                 actions.append(move_text(match.state, match.player, action))
                 likely += [move.probability] if is_own else []

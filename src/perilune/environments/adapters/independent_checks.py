@@ -36,10 +36,7 @@ puzzle24 spell_backward time_intervals tower_of_hanoi
 UNRELIABLE_FAMILIES = frozenset(_UNRELIABLE_NAMES.split())
 """Families whose scorer gives full reward to clearly wrong answers: other numbers than the given ones, the
 answer among others, any number with the same prefix, "nan", or any text if the answer is "False"."""
-MAX_EQUAL_DIFFERENCE, MIN_UNEQUAL_DIFFERENCE = (
-    1e-6,
-    0.05,
-)  # relative; numbers in between are undecided
+EQUAL_WITHIN, UNEQUAL_FROM = 1e-6, 0.05  # relative; undecided in between
 MAX_ANSWER_CHARS = 20_000  # characters; a longer answer is wrong
 
 _SYNTAX_ERRORS = (ValueError, LookupError, TypeError, AttributeError, SyntaxError)
@@ -90,13 +87,7 @@ def _compare_numbers(given: str, expected: str) -> bool | None:
     if re.fullmatch(r"[+-]?\d+", expected):
         return a == b
     difference = abs(a - b) / max(abs(a), abs(b), 1e-12)
-    return (
-        True
-        if difference <= MAX_EQUAL_DIFFERENCE
-        else False
-        if difference >= MIN_UNEQUAL_DIFFERENCE
-        else None
-    )
+    return True if difference <= EQUAL_WITHIN else False if difference >= UNEQUAL_FROM else None
 
 
 # -- expressions -------------------------------------------------------------------------------------------

@@ -39,9 +39,7 @@ class Connection:
                 proxy=None,
             )
         except self._connection_errors as error:
-            raise _environment_error(
-                f"the server at {self._url} cannot be reached: {_describe_error(error)}"
-            ) from None
+            raise _failure(f"the server at {self._url} cannot be reached: {_describe_error(error)}") from None
         return self
 
     def __exit__(
@@ -60,23 +58,19 @@ class Connection:
             self._socket.send(json.dumps({"type": kind, "data": data}))
             text = self._socket.recv(timeout=self._seconds)
         except TimeoutError:
-            raise _environment_error(
-                f"the server did not answer a {kind} within {self._seconds:g} s"
-            ) from None
+            raise _failure(f"the server did not answer a {kind} within {self._seconds:g} s") from None
         except self._connection_errors as error:
-            raise _environment_error(
+            raise _failure(
                 f"the server closed the connection after a {kind}: {_describe_error(error)}"
             ) from None
         response = _parse_document(text)
         received = response.get("data")
         if not isinstance(received, dict):
-            raise _environment_error(f"the server's response to a {kind} has no data")
+            raise _failure(f"the server's response to a {kind} has no data")
         if response.get("type") == "error":
             if kind == "step" and received.get("code") == "VALIDATION_ERROR":
                 return None
-            raise _environment_error(
-                f"the server: {received.get('code')}: {str(received.get('message'))[:200]}"
-            )
+            raise _failure(f"the server: {received.get('code')}: {str(received.get('message'))[:200]}")
         return received
 
 
@@ -93,15 +87,13 @@ def fetch_action_fields(url: str, seconds: float) -> list[str]:
         link.request("GET", f"{parts.path}/schema")
         text = link.getresponse().read(MAX_RESPONSE_BYTES)
     except (OSError, HTTPException) as error:
-        raise _environment_error(f"the server's schema cannot be read: {_describe_error(error)}") from None
+        raise _failure(f"the server's schema cannot be read: {_describe_error(error)}") from None
     finally:
         link.close()
     action = _parse_document(text).get("action")
     fields = action.get("required") if isinstance(action, dict) else None
     if not isinstance(fields, list):
-        raise _environment_error(
-            "the server's schema lists no required field of an action; set environment.action"
-        )
+        raise _failure("the server's schema lists no required field of an action; set environment.action")
     return [str(field) for field in fields]
 
 
@@ -109,9 +101,9 @@ def _parse_document(text: str | bytes) -> Mapping[str, Any]:
     try:
         document = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise _environment_error(f"the server's response is not JSON: {error}") from None
+        raise _failure(f"the server's response is not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise _environment_error("the server's response is not a JSON object")
+        raise _failure("the server's response is not a JSON object")
     return document
 
 
@@ -119,7 +111,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _environment_error(reason: str) -> EpisodeFailedError:
+def _failure(reason: str) -> EpisodeFailedError:
     return EpisodeFailedError("environment", reason)
 
 

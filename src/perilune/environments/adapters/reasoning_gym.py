@@ -141,7 +141,7 @@ class ReasoningGymEnvironment(SingleTurn):
         entry = {
             "question": task.data["question"],
             "answer": gold,
-            "metadata": decode_metadata(task.data["metadata"]),
+            "metadata": from_json(task.data["metadata"]),
         }
         try:
             raw = float(self._dataset.score_answer(answer, entry))
@@ -171,7 +171,7 @@ class ReasoningGymEnvironment(SingleTurn):
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:
         """Return a second opinion for audits, without the family's scorer; None if undecidable."""
         answer = self._extract_answer(transcript.text)
-        facts = {"answer": task.data["answer"], "metadata": decode_metadata(task.data["metadata"])}
+        facts = {"answer": task.data["answer"], "metadata": from_json(task.data["metadata"])}
         return answer is not None and is_right(self.spec.task, answer, facts)
 
     def reference_answer(self, task: Task) -> ReferenceAnswer | None:
@@ -213,7 +213,7 @@ class ReasoningGymEnvironment(SingleTurn):
         data = {
             "question": question,
             "answer": entry["answer"],
-            "metadata": encode_metadata(entry["metadata"]),
+            "metadata": to_json(entry["metadata"]),
         }
         if compact_prompt is not None:
             data["compact"] = compact_prompt
@@ -261,29 +261,29 @@ def extract_final_answer(text: str) -> str:
     return text.rpartition("</think>")[2].strip()
 
 
-def encode_metadata(value: Any) -> Any:
+def to_json(value: Any) -> Any:
     """Make metadata JSON-serializable without loss: tag tuples, and mappings whose keys are not strings."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
-            return {key: encode_metadata(item) for key, item in value.items()}
-        return {"__pairs__": [[encode_metadata(key), encode_metadata(item)] for key, item in value.items()]}
+            return {key: to_json(item) for key, item in value.items()}
+        return {"__pairs__": [[to_json(key), to_json(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
-        return {"__tuple__": [encode_metadata(item) for item in value]}
+        return {"__tuple__": [to_json(item) for item in value]}
     if isinstance(value, list):
-        return [encode_metadata(item) for item in value]
+        return [to_json(item) for item in value]
     return value
 
 
-def decode_metadata(value: Any) -> Any:
-    """Undo `encode_metadata`."""
+def from_json(value: Any) -> Any:
+    """Undo `to_json`."""
     if isinstance(value, Mapping):
         if "__pairs__" in value:
-            return {decode_metadata(key): decode_metadata(item) for key, item in value["__pairs__"]}
+            return {from_json(key): from_json(item) for key, item in value["__pairs__"]}
         if "__tuple__" in value:
-            return tuple(decode_metadata(item) for item in value["__tuple__"])
-        return {key: decode_metadata(item) for key, item in value.items()}
+            return tuple(from_json(item) for item in value["__tuple__"])
+        return {key: from_json(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [decode_metadata(item) for item in value]
+        return [from_json(item) for item in value]
     return value
 
 

@@ -26,9 +26,7 @@ MAX_PLAYERS = 6  # tried if the recipe does not set the number of players
 _DEFAULT_VARIANT = re.compile(r".*-v\d+")  # variants, such as another board size, add a suffix
 
 # TextArena depends on python-chess, which is under the GPL. Users must opt in to it.
-INSTALL_REMEDY = (
-    "pip install 'perilune[textarena-gpl]', which brings python-chess under the GPL, version 3 or later"
-)
+REMEDY = "pip install 'perilune[textarena-gpl]', which brings python-chess under the GPL, version 3 or later"
 
 
 class TextArenaSpec(Frozen):
@@ -156,8 +154,6 @@ def _registry() -> dict[str, Any]:
         registration = import_module("textarena.envs.registration")
         import_module("textarena")
     except ImportError:
-        raise RequestError(
-            "TextArena is not installed", where="environment.id", remedy=INSTALL_REMEDY
-        ) from None
+        raise RequestError("TextArena is not installed", where="environment.id", remedy=REMEDY) from None
     names: dict[str, Any] = registration.ENV_REGISTRY
     return names

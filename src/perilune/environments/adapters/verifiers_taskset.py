@@ -58,9 +58,7 @@ class TasksetPackage:
             if isinstance(getattr(settings, field), AgentConfig)
         }
         if len(agents) != 1:
-            raise _unsupported_error(
-                f"'{name}' has {len(agents)} agents ({', '.join(agents)}); one is supported"
-            )
+            raise _refusal(f"'{name}' has {len(agents)} agents ({', '.join(agents)}); one is supported")
         ((self._agent, agent),) = agents.items()
         max_turns = turns or agent.max_turns or DEFAULT_MAX_TURNS
         self.turns = 1 if kind is SingleAgentEnv else max_turns
@@ -151,9 +149,7 @@ class Conversation:
         if not self._turns_left or self.trace.stop_condition is not None:
             return vf.Segment(messages=[], terminated=True)
         self._turns_left, self._prompted = self._turns_left - 1, False
-        reply = AssistantMessage(
-            content=await self._ask([convert_message(entry) for entry in self._messages])
-        )
+        reply = AssistantMessage(content=await self._ask([convert_message(item) for item in self._messages]))
         response = Response(id="", created=0, model="policy", message=reply, finish_reason="stop")
         prepare_turn(self.trace, self._messages).commit(response)
         self._messages.append(reply)
@@ -218,16 +214,16 @@ def _check_supported(name: str, env: Any, task: Any) -> None:
     kind, taskset = type(task), type(env.taskset)
     scorers = [*task.hooks("reward"), *task.hooks("metric")]
     if taskset.toolsets(env.taskset.config) or kind.toolsets(env.taskset.config.task):
-        raise _unsupported_error(f"'{name}' gives its agent tools")
+        raise _refusal(f"'{name}' gives its agent tools")
     if task.plugged_judges():
-        raise _unsupported_error(f"'{name}' uses a model as a judge")
+        raise _refusal(f"'{name}' uses a model as a judge")
     has_hooks = kind.setup is not vf.Task.setup or kind.finalize is not vf.Task.finalize
     if kind.NEEDS_CONTAINER or task.data.image or has_hooks or any(map(_needs_machine, scorers)):
-        raise _unsupported_error(f"'{name}' needs a machine for its agent")
+        raise _refusal(f"'{name}' needs a machine for its agent")
     if not all(set(inspect.signature(stop).parameters) <= {"trace"} for stop in task.hooks("stop")):
-        raise _unsupported_error(f"'{name}' has a stop condition that reads requests to a model server")
+        raise _refusal(f"'{name}' has a stop condition that reads requests to a model server")
     if not _opening_messages(task.data):
-        raise _unsupported_error(f"'{name}' has tasks without a prompt")
+        raise _refusal(f"'{name}' has tasks without a prompt")
 
 
 def _needs_machine(function: Any) -> bool:
@@ -235,6 +231,6 @@ def _needs_machine(function: Any) -> bool:
     return machine is not None and machine.default is inspect.Parameter.empty
 
 
-def _unsupported_error(what: str) -> RequestError:
+def _refusal(what: str) -> RequestError:
     remedy = "use a text environment that is scored by functions"
     return RequestError(what, where="environment.package", remedy=remedy)

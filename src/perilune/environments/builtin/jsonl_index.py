@@ -33,9 +33,7 @@ from perilune.frozen import Frozen
 MAX_LINE_BYTES = 16 << 20  # bytes; a longer line is invalid
 
 ROLES = ("system", "user", "assistant", "tool")
-RESERVED_COLUMNS = frozenset(
-    {"actions", "compact", "completions", "prompts", "task_id"}
-)  # used for other purposes
+RESERVED_COLUMNS = frozenset({"actions", "compact", "completions", "prompts", "task_id"})  # used elsewhere
 BrokenRowPolicy = Literal["stop", "drop"]
 """The policy for invalid rows."""
 

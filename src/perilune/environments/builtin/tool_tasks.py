@@ -223,8 +223,8 @@ def repair(draw: random.Random) -> ToolTask:
     while actual == expected:
         cases = [chosen.arguments(draw) for _ in range(12)]
         expected, actual = (
-            _run_function(source, chosen.name, cases),
-            _run_function(broken, chosen.name, cases),
+            _run_cases(source, chosen.name, cases),
+            _run_cases(broken, chosen.name, cases),
         )
     return ToolTask(
         question=f"solution.py has a function {chosen.name}, which should do this: it"
@@ -238,7 +238,7 @@ def repair(draw: random.Random) -> ToolTask:
     )
 
 
-def _run_function(source: str, name: str, cases: Sequence[Sequence[Any]]) -> list[Any]:
+def _run_cases(source: str, name: str, cases: Sequence[Sequence[Any]]) -> list[Any]:
     """Return the results of one of the functions above."""
     scope: dict[str, Any] = {}
     exec(source, scope)  # noqa: S102  # only sources of this module

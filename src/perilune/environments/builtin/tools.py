@@ -168,9 +168,9 @@ class ToolsEnvironment(MultiTurn):
     def _run(
         self, code: str, files: Mapping[str, bytes], counts: dict[str, float]
     ) -> tuple[str, Mapping[str, bytes]]:
-        run = self._run_in_sandbox(code, files)
+        run = self._execute(code, files)
         if self.spec.sandbox.twice:
-            again = self._run_in_sandbox(code, files)
+            again = self._execute(code, files)
             if (again.output, again.files) != (run.output, run.files):
                 counts["unsteady"] = counts.get("unsteady", 0.0) + 1.0
         ended = ""
@@ -179,7 +179,7 @@ class ToolsEnvironment(MultiTurn):
             ended = f"[ended: {run.cause}]\n"
         return self._format_output(run.output + ended), run.files
 
-    def _run_in_sandbox(self, code: str, files: Mapping[str, bytes]) -> Execution:
+    def _execute(self, code: str, files: Mapping[str, bytes]) -> Execution:
         """Run code in the sandbox."""
         try:
             return self._sandbox.run(code, files)
@@ -205,9 +205,7 @@ class ToolsEnvironment(MultiTurn):
             "solution.py": files.get("solution.py", b""),
             "cases.json": json.dumps(data["cases"]).encode(),
         }
-        run = self._run_in_sandbox(
-            _CHECK_SCRIPT.format(function=data["function"], results=_RESULTS_FILE), inputs
-        )
+        run = self._execute(_CHECK_SCRIPT.format(function=data["function"], results=_RESULTS_FILE), inputs)
         return matches_expected(data["expected"], _RESULTS_FILE, run.files.get(_RESULTS_FILE, b""))
 
     def _draw_task(self, draw: random.Random) -> Task:

@@ -30,7 +30,7 @@ class Programs(Generic[T]):
     A program's next turns are due as soon as its own last ones are taken; it waits for no other program.
 
     Attributes:
-        results: what the finished programs returned, by number in the order of their starts.
+        results: the return values of finished programs, by number in the order of their starts.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def gather(programs: Sequence[AgentProgram[T]]) -> AgentProgram[list[T]]:
 
 
 class RemainingTurns(Sequence[AgentTurn]):
-    """The turns from a place on. Nothing is copied, so that thousands of turns are taken in linear time."""
+    """The turns from `start` on, as a view: thousands of turns are taken in linear time."""
 
     def __init__(self, turns: Sequence[AgentTurn], start: int) -> None:
         self._turns, self._start = turns, start
@@ -109,7 +109,7 @@ class RemainingTurns(Sequence[AgentTurn]):
 
 
 def sample(program: AgentProgram[T], player: int = 0) -> Generator[Observation, str, T]:
-    """The result of a program, in the generator of a `MultiTurn` environment: `yield from sample(program)`.
+    """Run a program in the generator of a `MultiTurn` environment: `yield from sample(program)`.
 
     Args:
         player: the player whose sub-agents these are.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class BorrowedTasks:
-    """The environment of the field `tasks`. It scores in a process of its own.
+    """The environment of the field `tasks`. It scores in a separate process.
 
     Args:
         section: of that environment, with the rewards and the prompting of the one that borrows.
@@ -46,8 +46,8 @@ class BorrowedTasks:
         return self.environment.tasks(split, seed)
 
     def bare_source_tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Return the environment's tasks, without their prompts if it can draw them so (`LongContexts`)."""
-        has_bare_tasks = hasattr(type(self.environment), "bare_tasks")  # what wraps it chooses tasks itself
+        """Return the environment's tasks, without prompts if it supports this (`LongContexts`)."""
+        has_bare_tasks = hasattr(type(self.environment), "bare_tasks")  # a wrapper chooses tasks itself
         draw: Callable[[Split, int], Iterator[Task]] = (
             self.environment.bare_tasks if has_bare_tasks else self.environment.tasks  # type: ignore[attr-defined]
         )
@@ -59,7 +59,7 @@ class BorrowedTasks:
         return Task(task.task_id, (), task.data["task"], task.difficulty)
 
     def score_reply(self, task: Task, answer: str) -> Score:
-        """The score of a bare answer, in the form that the environment's `reply` gives it, if it has one.
+        """Score a bare answer, in the form of the environment's method `reply` if it has one.
 
         Raises:
             EpisodeFailedError: when it cannot be scored.

@@ -22,7 +22,7 @@ class Dialogue(Generic[T]):
     Args:
         loop: an event loop that is not running. Several dialogues may share it.
         play: holds the conversation: it awaits a reply with the function it is given, and returns a result.
-        context: a context that is entered whenever a part of `play` runs.
+        context: a context manager that is entered whenever a part of `play` runs.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Random numbers for environments, each computed from the seed, the task and a name.
 
 A stateful generator returns a different number if one more draw came before. These draws have no state: a
-replayed episode sees the same random numbers, whatever was drawn before and in whatever order.
+replayed episode sees the same random numbers in any order of draws.
 """
 
 import hashlib
@@ -27,9 +27,7 @@ class KeyedRandom:
     task_id: str
 
     def uniform(self, *name: Hashable) -> float:
-        """A float in [0, 1), a multiple of 2**-53. `name` is any sequence of strings and integers, such as
-        ("die", 3).
-        """
+        """Draw a float in [0, 1), a multiple of 2**-53, for a name such as "die", 3."""
         key = "\x1f".join(map(str, (self.seed, self.task_id, *name)))
         bits = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big")
         return float(bits >> (64 - _MANTISSA_BITS)) / (1 << _MANTISSA_BITS)

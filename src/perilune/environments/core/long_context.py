@@ -1,4 +1,4 @@
-"""Long contexts, which an agent explores instead of reading them."""
+"""Long contexts, which an agent explores instead of reading."""
 
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -10,11 +10,11 @@ SAMPLE_LINES = 2
 
 
 class Glimpse(NamedTuple):
-    """What an agent sees of a context at first.
+    """The first view of a context: its size and first lines.
 
     Attributes:
-        lines: their number.
-        first: the first two.
+        lines: number of lines.
+        first: the first two lines.
         characters: counts all characters, which may take as long as drawing the context.
     """
 
@@ -24,7 +24,7 @@ class Glimpse(NamedTuple):
 
 
 class LongContexts(Protocol):
-    """What an environment of long contexts offers besides the protocol.
+    """An environment of long contexts: methods besides the protocol.
 
     It may also have `glimpse(task)`, if that is cheaper than the context, and `bare_tasks(split, seed)`: the
     tasks without prompts that hold the context.

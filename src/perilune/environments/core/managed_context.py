@@ -1,7 +1,7 @@
-"""The `context` section: what leaves the policy's context in a long episode.
+"""The `context` section: rules that shorten the policy's context in a long episode.
 
-When the conversation grows beyond `above`, the policy continues in a new context: the task, what the rule
-keeps of the conversation, and the new messages. The new context is a sub-agent of the episode, so every token
+When the conversation grows beyond `above`, the policy continues in a new context: the task, the shortened
+conversation, and the new messages. The new context is a sub-agent of the episode, so every token
 keeps the context in which it was sampled, also in the loss, and contexts with the same beginning share it in
 the prefix cache.
 """
@@ -39,7 +39,7 @@ _FOLD = re.compile(r"<fold>(.*?)</fold>", re.DOTALL)
 
 
 class ContextSettings(Frozen):
-    """What leaves the context of a long episode."""
+    """Rules that shorten the context of a long episode."""
 
     rule: Literal["drop_output", "fold", "summarise", "policy"] = Field(
         description="drop_output: earlier messages of the environment become '[dropped]'; fold: earlier"
@@ -60,7 +60,7 @@ class ContextSettings(Frozen):
 
 
 class ManagedContext(EnvironmentWrapper, MultiTurn):
-    """An environment with several turns whose policy sees what the rule leaves of the conversation.
+    """An environment with several turns whose policy sees the conversation as the rule shortens it.
 
     Raises:
         RequestError: for an environment with a single turn or several players.
@@ -107,7 +107,7 @@ class _Context:
         self.number = 0
         self._prompt, self._settings = task.prompt, settings
         self._folded = 0  # turns that the rule fold has left out
-        self._note = ""  # what stands for turns that are gone
+        self._note = ""  # replaces earlier turns
         self._turns: list[Turn] = []
         self._opening: tuple[Message, ...] = ()  # of a new context, until the policy sees it
 
@@ -173,7 +173,7 @@ def _drop_output(message: Message) -> Message:
 
 
 def _merge_user_messages(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return the messages, with one for several of the user in a row, because chat templates refuse these."""
+    """Merge consecutive user messages, because chat templates refuse these."""
     merged: list[Message] = []
     for message in messages:
         if merged and message["role"] == merged[-1]["role"] == "user":

@@ -58,7 +58,7 @@ def normalize_number(number: str) -> str:
 
 
 def unmatchable_reason(match: Match, answer: str) -> str:
-    """Why `answer` cannot be used with this rule; empty if it can."""
+    """Return the reason why this rule cannot match `answer`; empty if it can."""
     if not answer.strip():
         return "the answer is empty"
     if match == "number" and find_last_number(answer) is None:

@@ -95,9 +95,7 @@ class Mixture:
     def __init__(self, spec: MixtureSpec, sections: Mapping[str, Mapping[str, Any]]) -> None:
         self.spec = spec
         self.parts = {name: _make_part(name, section) for name, section in sections.items()}
-        self.shares = _compute_shares(
-            {name: part.weight for name, part in spec.parts.items()}, spec.temperature
-        )
+        self.shares = _to_shares({name: part.weight for name, part in spec.parts.items()}, spec.temperature)
         self.max_turns = max(getattr(part, "max_turns", 1) for part in self.parts.values())
         self.confined = all(getattr(part, "confined", True) for part in self.parts.values())
         self._scales = {name: part.reward_scale for name, part in spec.parts.items()}
@@ -236,7 +234,7 @@ def _make_part(name: str, section: Mapping[str, Any]) -> Environment:
     return part
 
 
-def _compute_shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
+def _to_shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
     """weight^(1/temperature) of the positive weights, normalized."""
     largest = max(weights.values())
     scaled = {name: (weight / largest) ** (1 / temperature) for name, weight in weights.items() if weight}

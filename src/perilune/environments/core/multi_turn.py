@@ -129,9 +129,7 @@ class ScriptedSession:
 
 
 def ask(content: str | None = None, *, player: int = 0, role: str = "user", **fields: Any) -> Observation:
-    """Ask `player` for the next action, after a message if `content` is given. `fields` sets other fields of
-    the observation.
-    """
+    """Ask `player` for the next action, after the message `content`. `fields` are others of Observation."""
     messages: tuple[Message, ...] = () if content is None else ({"role": role, "content": content},)
     return Observation(messages, player, **fields)
 
@@ -144,8 +142,6 @@ def end_episode(
 
 
 def strip_move(move: str) -> str:
-    """A move without up to two characters of space around it. With more space the move is illegal, since
-    a losing player could use up the tokens of the episode with it.
-    """
+    """Strip up to two characters of space. With more, the move is illegal, as it may waste tokens."""
     stripped = move.strip()
     return stripped if len(move) <= len(stripped) + 2 else move

@@ -11,10 +11,10 @@ from perilune.errors import RequestError
 def wrap_user_tasks(
     tasks: Callable[[Split, int], Iterable[Task]], name: str
 ) -> Callable[[Split, int], Iterator[Task]]:
-    """Return the method `tasks` of a user's file. Whatever goes wrong in it is an error that names the line.
+    """Wrap the method `tasks` of a user's file, so that its errors name the line.
 
     Raises:
-        RequestError: when it raises, or yields what is not a task.
+        RequestError: when it raises, or yields anything but a Task.
     """
     file = name.rpartition(":")[0]
 
@@ -33,7 +33,7 @@ def wrap_user_tasks(
             raise RequestError(
                 f"{name} cannot make tasks: {type(error).__name__}: {error}",
                 where=f"{file}{line}",
-                remedy="tasks(self, split, seed) yields Task(task_id, messages, data), and JSON can say data",
+                remedy="tasks(self, split, seed) yields Task(task_id, messages, data), with JSON data",
             ) from error
 
     return wrapped

@@ -1,4 +1,4 @@
-"""Wraps an environment so that a pretrained model is asked as the `prompting` section says.
+"""Wraps an environment to prompt a pretrained model as in the `prompting` section.
 
 A system prompt and examples come before a task's own messages, one sentence asks for the answer format, and
 the environment scores only the answer that was found in that format.
@@ -35,7 +35,7 @@ FORMAT_TERM = "format"  # the reward term: the share of an episode's answers tha
 
 
 class PromptedEnvironment(EnvironmentWrapper):
-    """An environment that asks in the way of `settings`, and scores the answers that it finds.
+    """An environment with the prompts of `settings`, which scores the answers that it finds.
 
     A text without the format, or with an ambiguous answer, never earns a positive reward. The term `format`
     is 1 for an answer in the format; the recipe's `rewards` may weigh it.
@@ -66,7 +66,7 @@ class PromptedEnvironment(EnvironmentWrapper):
         self._check()
 
     def __getattr__(self, name: str) -> Any:
-        """What the environment offers besides the protocol. Gold answers and opinions have the format."""
+        """Return further attributes of the environment. Gold answers and opinions have the format."""
         value = super().__getattr__(name)
         return {
             "gold": self._gold,
@@ -166,13 +166,13 @@ class PromptedEnvironment(EnvironmentWrapper):
             return frozenset(), tuple(message for shot in shots for message in self._render_example(shot))
         tasks = list(islice(self._environment.tasks("train", seed), shots))
         if len(tasks) < shots:
-            raise _settings_error(f"{self.id} has {len(tasks)} training tasks", "few_shot", "lower few_shot")
+            raise _refusal(f"{self.id} has {len(tasks)} training tasks", "few_shot", "lower few_shot")
         messages: list[Message] = []
         for task in tasks:
             gold = self._gold(task)
             if gold is None:
                 what = f"{self.id} states no right answer to show"
-                raise _settings_error(what, "few_shot", "write the examples: a list of question and answer")
+                raise _refusal(what, "few_shot", "write the examples: a list of question and answer")
             shown = replay_conversation(self, task, gold)[len(task.prompt) :]
             messages += [*self._prompt_builder.build_question(task.prompt), *shown]
         return frozenset(task.task_id for task in tasks), tuple(messages)
@@ -184,27 +184,25 @@ class PromptedEnvironment(EnvironmentWrapper):
     def _check(self) -> None:
         settings = self.prompting
         if self._format is None and settings.instruction:
-            raise _settings_error(
+            raise _refusal(
                 "there is no format to ask for", "instruction", "set format, or write it in system"
             )
         if settings.format and (own := getattr(self._environment, "own_format", "")):
             what = f"{self.id} has a format of its own here ({own}), which a second one would hide"
-            raise _settings_error(
-                what, "format", "remove format, or choose the environment's original prompts"
-            )
+            raise _refusal(what, "format", "remove format, or choose the environment's original prompts")
         if any(not stop for stop in settings.stop):
-            raise _settings_error("holds an empty text, which would end every answer", "stop", "remove it")
+            raise _refusal("holds an empty text, which would end every answer", "stop", "remove it")
         if isinstance(settings.few_shot, int):
             if settings.few_shot < 0:
-                raise _settings_error("must not be negative", "few_shot", "write 0 for none")
+                raise _refusal("must not be negative", "few_shot", "write 0 for none")
             if settings.few_shot and not hasattr(self._environment, "gold"):
                 what = f"{self.id} states no right answers to show"
-                raise _settings_error(what, "few_shot", "write the examples: a list of question and answer")
+                raise _refusal(what, "few_shot", "write the examples: a list of question and answer")
             return
         for number, shot in enumerate(settings.few_shot):
             if self.parse(shot.answer) is None:
                 what = f"this answer does not have the format {settings.format}"
-                raise _settings_error(what, f"few_shot.{number}.answer", f"end it with {self.write('…')}")
+                raise _refusal(what, f"few_shot.{number}.answer", f"end it with {self.write('…')}")
 
 
 class _ParsedSession:
@@ -242,5 +240,5 @@ def _remove_gain(outcome: Outcome) -> Score:
     return replace(outcome, reward=min(0.0, outcome.reward), terms=terms)
 
 
-def _settings_error(what: str, key: str, remedy: str) -> RequestError:
+def _refusal(what: str, key: str, remedy: str) -> RequestError:
     return RequestError(f"{key}: {what}", where=f"environment.{PROMPTING_KEY}.{key}", remedy=remedy)

@@ -51,7 +51,7 @@ class PromptingSettings(Frozen):
 
 
 class PromptBuilder:
-    """Puts a task's own messages into a whole prompt.
+    """Builds a whole prompt around a task's own messages.
 
     Args:
         settings: how to ask.
@@ -62,7 +62,7 @@ class PromptBuilder:
         self._settings, self._instruction = settings, instruction
 
     def build_question(self, own: Sequence[Message]) -> list[Message]:
-        """A task's own messages without their system prompt; the instruction follows the last question."""
+        """Return a task's messages without their system prompt; the instruction follows the last question."""
         messages = list(own[_has_system(own) :])
         if self._instruction and self._puts_instruction_in_question(own):
             place = max(n for n, message in enumerate(messages) if message["role"] == "user")

@@ -66,7 +66,7 @@ class AgentTurn:
         agent: "" for the player itself. Sub-agents have ids of numbers, "2" for the third that the player
             started, "2.0" for the first that this one started. Each has a context of its own.
         messages: messages that the agent has not seen yet. The first ones of a sub-agent are its prompt.
-        name: what the sub-agent is for, such as "ask", in spans.
+        name: purpose of the sub-agent in spans, such as "ask".
         max_tokens: most tokens of the turn; None for as many as a turn of the player may have.
     """
 

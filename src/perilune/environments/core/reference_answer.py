@@ -11,7 +11,7 @@ class ReferenceAnswer:
     that trains.
 
     Attributes:
-        lead: text that makes the policy answer at once, whatever it wrote before.
+        lead: text that makes the policy answer at once.
         forms: spellings of the right answer, the usual one first.
         opens: texts with which the policy begins an answer by itself.
     """

@@ -74,8 +74,7 @@ def environment_ids() -> tuple[str, ...]:
 
 
 def environment_spec(name: str, source: str | None = None) -> type[BaseModel] | None:
-    """The model of an environment's section, including `episodes` and `prompting`; None if the environment
-    declares no model.
+    """Return the model of an environment's section, with `episodes` and `prompting`; None if it has none.
 
     Args:
         source: text of the file, for the id file.py:name.
@@ -119,7 +118,7 @@ def environment_families(name: str) -> tuple[str, ...]:
 
 
 def environment_summary(name: str) -> str:
-    """What an environment is, in one line: that of its module's docstring.
+    """Return one line about an environment, from its module's docstring.
 
     Raises:
         RequestError: if the environment is not installed.
@@ -158,7 +157,7 @@ def file_fields(section: Mapping[str, Any]) -> dict[str, str]:
 
 
 def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The section of each part of a mixture by name, of the tasks that an environment borrows, or empty.
+    """Return the sections of a mixture's parts by name, or of borrowed tasks, or none.
 
     A part without `rewards` or `prompting` has those of the whole.
     """
@@ -175,7 +174,7 @@ def part_sections(section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def part_path(section: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """Where the part `name` stands in the section."""
+    """Return the path of the part `name` in the section."""
     return ("parts", name) if section.get("id") == MIXTURE else (name,)
 
 
@@ -199,7 +198,7 @@ def scoring_sections(section: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...
 
 
 def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:
-    """The section with absolute paths. `base` returns the folder that the path in a field is relative to."""
+    """Make paths in the section absolute. `base` returns the folder of the path in a field."""
     absolute = dict(section)
     for key, path in file_fields(section).items():
         absolute = replace_field(absolute, key, str((base(key) / Path(path).expanduser()).absolute()))
@@ -221,7 +220,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     (`PromptingSettings`) is the prompt of a pretrained model.
 
     Args:
-        checked: whether to check what only `tasks` needs, such as files of questions.
+        checked: whether to check files that only `tasks` needs.
 
     Raises:
         RequestError: if the id is missing or unknown, or a field is unknown, missing or invalid.
@@ -261,7 +260,7 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
 
 
 def _apply_sections(environment: Environment, spec: Mapping[str, Any]) -> Environment:
-    """The environment with the sections that every environment accepts. Parts have rewards and prompting."""
+    """Apply the sections that every environment accepts. Parts have their own rewards and prompting."""
     has_parts = bool(part_sections(spec))
     if spec.get(prompting.PROMPTING_KEY) and not has_parts:
         prompting_settings = _parse_shared_section(
@@ -331,7 +330,7 @@ def _parse_shared_section(model: type[Settings], key: str, section: Any) -> Sett
 
 @cache
 def _extend_model(model: type[BaseModel]) -> type[BaseModel]:
-    """The model of an environment's section, extended by the sections that every environment accepts."""
+    """Extend the model of a section by the sections that every environment accepts."""
     episodes_field = Field(
         default_factory=EpisodeSettings, description="bounds of an episode and policy for failures"
     )

@@ -7,7 +7,7 @@ from perilune.environments.core.protocol import Environment, Message, Task, Tran
 
 
 def replay_conversation(environment: Environment, task: Task, transcript: Transcript) -> tuple[Message, ...]:
-    """The messages that `transcript.player` saw and wrote, from the prompt to that player's last action.
+    """Return the messages that `transcript.player` saw and wrote, up to that player's last action.
 
     Raises:
         ValueError: if the episode is done before its last action, or the player took no action.

@@ -34,7 +34,7 @@ from perilune.extensions import INSTALL_REMEDY, REWARD_GROUP
 VERIFIER_TERM = "verifier"  # the term that holds the environment's own reward
 GOLD_METRIC = "gold"  # the metric that keeps that reward when training optimizes another one
 
-CALL_ERROR_PREFIX = "cannot call the reward function"  # begins the reason of such a failure
+CALL_ERROR_PREFIX = "cannot call the reward function"  # start of the reason of such a failure
 CONFINEMENT_HINT = (
     "functions run confined: without files, network, processes and libraries that load native code late, such"
     " as torch. An environment of your own with `confined = False` may use them"

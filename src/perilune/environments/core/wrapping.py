@@ -7,7 +7,7 @@ from perilune.environments.core.protocol import Environment, Split, Task
 
 
 class EnvironmentWrapper:
-    """An environment that offers what another one does, except for what a subclass changes."""
+    """An environment that forwards to another one. Subclasses override methods."""
 
     def __init__(self, environment: Environment) -> None:
         self.id = environment.id

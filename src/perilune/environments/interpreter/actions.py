@@ -32,7 +32,7 @@ class Ask:
     last: int
 
     def question(self, context: str) -> str:
-        """What a sub-agent sees."""
+        """Return the message of the sub-agent."""
         lines = context.splitlines()[self.first - 1 : self.last]
         return "\n".join([*lines, *([self.text] if self.text else [])])
 

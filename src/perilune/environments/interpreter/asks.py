@@ -10,10 +10,10 @@ FUNCTIONS = ("ask", "ask_all")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a sub-agent is asked.
+    """A question to a sub-agent.
 
     Attributes:
-        context: the text that it explores; empty if `text` is all that it needs.
+        context: the text that it explores; empty if there is none.
     """
 
     text: str

@@ -177,10 +177,8 @@ class Exploration:
         if question.context and depth:
             self._increment("agents")
             text = self._settings.render_opening(make_glimpse(question.context), question.text, depth)
-            answer_text = yield from self.explore(
-                Agent(child, question.context, depth), [_user_message(text)]
-            )
-            return answer_text or ""
+            reply = yield from self.explore(Agent(child, question.context, depth), [_user_message(text)])
+            return reply or ""
         text = "\n".join(filter(None, (question.context, question.text)))
         (answer,) = yield [AgentTurn(child, (_user_message(text),), "ask", self._settings.ask_tokens)]
         return answer

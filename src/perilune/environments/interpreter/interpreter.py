@@ -59,10 +59,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class BlockResult:
-    """What a block of code did.
+    """The result of a block of code.
 
     Attributes:
-        output: what it printed, or its traceback.
+        output: printed text, or the traceback.
         answer: `answer["content"]` as text if `answer["ready"]` is true, else None.
         cause: why it was ended, as in `Execution.cause`; "calls" for too many of them; "results" if they are
             too large, with the arguments. Its variables are then lost.
@@ -133,7 +133,7 @@ class Interpreter:
     _results: list[tuple[list[Any], dict[str, Any]]] = field(default_factory=list)
 
     def run(self, code: str) -> Generator[Call, Result, BlockResult]:
-        """Run a block: yield its calls one after another, receive their results, and return what it did.
+        """Run a block: yield its calls one after another, receive their results, and return the result.
 
         Raises:
             EpisodeFailedError: if the sandbox itself fails.

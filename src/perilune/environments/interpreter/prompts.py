@@ -38,7 +38,7 @@ ask(question, context) and ask_all(questions, contexts) give each model a C of i
 
 
 def render_opening(style: Style, tool: Tool, context: Glimpse, question: str, depth: int) -> str:
-    """The first message: length, type and first lines of the context, the question, and how to explore it.
+    """Render the first message: size and first lines of the context, the question, and the tools.
 
     Args:
         depth: how deep sub-agents may be nested below this agent.
@@ -58,7 +58,7 @@ def render_opening(style: Style, tool: Tool, context: Glimpse, question: str, de
 
 
 def render_output(style: Style, block: BlockResult, max_chars: int) -> str:
-    """What the agent sees of a block that did not end the episode."""
+    """Render the output of a block that did not end the episode."""
     ended = f"[ended: {block.cause}; its variables are lost]\n" if block.cause else ""
     output = block.output[:max_chars] + ended
     if style == "compact":

@@ -1,8 +1,8 @@
 """OpenAI's chat completions, as far as agent programs need them: requests to messages, turns to responses.
 
-Sampling settings of a request are ignored, because a policy is trained with those of its recipe. What would
-change the text of an answer in another way is refused. Tools are described in the system message, and their
-calls are read from the text.
+Sampling settings of a request are ignored, because a policy is trained with those of its recipe. Other
+settings that would change the text of an answer are refused. The system message describes the tools, and
+their calls are read from the text.
 """
 
 import json
@@ -82,7 +82,7 @@ def read_request(body: bytes) -> ChatRequest:
     """Parse a request.
 
     Raises:
-        RefusedCallError: when it is malformed, or asks for what the gateway does not have.
+        RefusedCallError: when it is malformed, or asks for an unsupported feature.
     """
     try:
         document = json.loads(body)

@@ -1,4 +1,4 @@
-"""The conversations of a program: which call continues which, and which begins another.
+"""The conversations of a program. A call continues one of them or begins another.
 
 The program sends the whole conversation with each call. If it repeats an earlier one and the policy's reply
 to it, the policy's tokens are continued. If it has changed earlier messages, or uses its model for something
@@ -55,8 +55,7 @@ class Conversations:
     def match_calls(self, calls: Sequence[Call]) -> list[tuple[Conversation, Call, AgentTurn]]:
         """Return each call with its conversation and the turn that answers it, the player's own first.
 
-        Calls made at the same time are ordered by what they say, so that the order in which they arrive makes
-        no difference.
+        Calls made at the same time are ordered by their messages, not by their arrival.
 
         Raises:
             EpisodeFailedError: for a second conversation without `branches`.

@@ -2,7 +2,7 @@
 
 Each episode starts the program anew, confined (`perilune.sandbox.programs`). OPENAI_BASE_URL leads to a
 gateway in this process. Every call of the program is a turn of the policy, and the environment of `tasks`
-scores what the program answers at the end.
+scores the program's final answer.
 """
 
 import contextlib

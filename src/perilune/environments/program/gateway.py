@@ -73,7 +73,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a program that hangs up is no error of this process."""
+        """Do nothing: a program that hangs up is no error of this process."""
 
 
 class _Session:
@@ -155,6 +155,6 @@ def _make_handler(sessions: dict[str, _Session]) -> type[BaseHTTPRequestHandler]
                 self.close_connection = True
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: the log of a run is no place for a program's requests."""
+            """Do nothing: a run does not log a program's requests."""
 
     return Handler

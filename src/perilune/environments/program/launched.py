@@ -21,7 +21,7 @@ TASK, FILE = "{task}", "{file}"  # in `command`
 
 
 class LaunchSpec(Frozen):
-    """The fields of an environment section that say what is started, and for which tasks."""
+    """The fields of an environment section about the program and its tasks."""
 
     tasks: TasksSection = Field(
         description="section of a single-turn environment: its prompts are the tasks; it scores answers"

@@ -28,12 +28,12 @@ class SearchAgent(Protocol):
     counts: dict[str, float]
 
     def take(self, text: str) -> Answer | str:
-        """Return the answer that ends the episode, or what the agent sees."""
+        """Return the answer that ends the episode, or the text that the agent sees."""
         ...
 
 
 class CodeAgent:
-    """Runs blocks of Python in the sandbox. The agent sees what they print."""
+    """Runs blocks of Python in the sandbox. The agent sees their output."""
 
     def __init__(
         self,

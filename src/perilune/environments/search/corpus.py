@@ -36,7 +36,7 @@ class Corpus:
 
 @lru_cache(maxsize=4)
 def read_corpus(path: str) -> Corpus:
-    """The documents of a JSON Lines file: `text`, and possibly `id` (by default d1, d2, ...) and `title`.
+    """Read a JSON Lines file: `text`, and possibly `id` (by default d1, d2, ...) and `title`.
 
     Raises:
         RequestError: naming file and line of an invalid row.

@@ -65,7 +65,7 @@ class Embeddings:
 
     @cached_property
     def _client(self) -> JsonClient:
-        """Opened by the process that uses it."""
+        """The client of this process."""
         token = os.environ.get(self._spec.token or "")
         return JsonClient(self._spec.url, token=token, timeout=_TIMEOUT_S, attempts=_MAX_ATTEMPTS)
 

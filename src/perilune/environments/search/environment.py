@@ -1,6 +1,6 @@
 """The environment `search`: questions about a corpus that the policy searches.
 
-In the mode `code` the policy writes Python that calls the search stack, and sees what it prints. In the mode
+In the mode `code` the policy writes Python that calls the search stack, and sees its output. In the mode
 `calls` it calls the same functions one at a time, and sees every result.
 """
 

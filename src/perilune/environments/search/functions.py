@@ -21,7 +21,7 @@ def dedup(documents: list[dict[str, str]]) -> list[dict[str, str]]:
 
 
 def extract(documents: list[dict[str, str]], template: str) -> list[str]:
-    """What stands in the place of {} in the first match of each document that has one.
+    """Return the text at {} in the first match of each document that has one.
 
     extract(documents, "seat in {}.") ends at the full stop; what {} stands for has no punctuation.
     """

@@ -21,7 +21,7 @@ class Index:
     Equal scores are in the order of the documents, so a query always gives the same list.
 
     Args:
-        where: what needs the index, for the error.
+        where: the field that errors refer to.
 
     Raises:
         RequestError: when bm25s is not installed.

@@ -26,10 +26,8 @@ def _parse_compact(text: str) -> Call | InvalidAction:
     try:
         call = ast.parse(text[:_MAX_CALL_CHARS].strip(), mode="eval").body
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
-            arguments = [ast.literal_eval(argument) for argument in call.args]
-            named = {
-                argument.arg: ast.literal_eval(argument.value) for argument in call.keywords if argument.arg
-            }
+            arguments = [ast.literal_eval(arg) for arg in call.args]
+            named = {arg.arg: ast.literal_eval(arg.value) for arg in call.keywords if arg.arg}
             return Call(call.func.id, arguments, named)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         pass

@@ -32,7 +32,7 @@ class SearchStack:
     Args:
         max_results: most documents that a search returns.
         max_searches: most searches of the episode.
-        embeddings: what `rerank` uses in place of BM25.
+        embeddings: used by `rerank` in place of BM25.
 
     Attributes:
         searches: queries so far.
@@ -87,15 +87,13 @@ class SearchStack:
         if len(queries) > left:
             raise ValueError(f"{len(queries)} searches are needed, and {left} are left in this episode")
         self.searches += len(queries)
-        return [
-            document for query in queries for document in self._index.search(query, min(k, self._max_results))
-        ]
+        return [doc for query in queries for doc in self._index.search(query, min(k, self._max_results))]
 
     def _rerank(
         self, documents: Documents, query: str, k: Annotated[int, Field(ge=1)] = _MAX_ARGUMENT_ITEMS
     ) -> list[Document]:
         if self._embeddings:
-            texts = [f"{document['title']}\n{document['text']}".strip() for document in documents]
+            texts = [f"{doc['title']}\n{doc['text']}".strip() for doc in documents]
             order = rank_scores(self._embeddings.similarities(query, texts))
         else:
             order = rank_scores(Index(documents).scores(query))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 COLUMNS, ROWS = 7, 6
 HEIGHT = ROWS + 1  # bits of a column
 DIRECTIONS = (1, HEIGHT - 1, HEIGHT, HEIGHT + 1)  # up, falling, level, rising
-PLANES = 4  # see `planes`
+PLANES = 4  # see `encode_planes`
 
 Words = NDArray[np.uint64]
 Columns = NDArray[np.int64]
@@ -50,12 +50,12 @@ class Boards:
         return self.own ^ self.stones
 
 
-def empty(count: int) -> Boards:
+def empty_boards(count: int) -> Boards:
     """Return empty boards."""
     return Boards(np.zeros(count, np.uint64), np.zeros(count, np.uint64))
 
 
-def joined(*parts: Boards) -> Boards:
+def concatenate(*parts: Boards) -> Boards:
     """Concatenate boards."""
     return Boards(np.concatenate([p.own for p in parts]), np.concatenate([p.stones for p in parts]))
 
@@ -66,17 +66,17 @@ def from_moves(moves: str) -> Boards:
     Raises:
         ValueError: if a column is full or invalid, or the game is over before the last move.
     """
-    boards = empty(1)
+    boards = empty_boards(1)
     for index, digit in enumerate(moves):
         if has_four(boards.other)[0]:
             raise ValueError(f"the game was over before move {index + 1} of {moves!r}")
-        if digit not in "1234567" or not legal(boards)[0, int(digit) - 1]:
+        if digit not in "1234567" or not legal_columns(boards)[0, int(digit) - 1]:
             raise ValueError(f"move {index + 1} of {moves!r} is not a column with an empty square")
         boards = play(boards, np.array([int(digit) - 1]))
     return boards
 
 
-def legal(boards: Boards) -> NDArray[np.bool_]:
+def legal_columns(boards: Boards) -> NDArray[np.bool_]:
     """Return bool[N, 7]: columns with an empty square, whether or not the game is over (`has_four`)."""
     return np.equal(boards.stones[:, None] & TOP_SQUARES, 0)
 
@@ -89,11 +89,11 @@ def play(boards: Boards, columns: Columns) -> Boards:
 
 def has_four(stones: Words) -> NDArray[np.bool_]:
     """Return bool[N]: whether four of these stones are in line."""
-    found = np.zeros_like(stones)
+    lines = np.zeros_like(stones)
     for step in DIRECTIONS:
         pairs = stones & (stones >> np.uint64(step))
-        found |= pairs & (pairs >> np.uint64(2 * step))
-    return np.not_equal(found, 0)
+        lines |= pairs & (pairs >> np.uint64(2 * step))
+    return np.not_equal(lines, 0)
 
 
 def is_full(boards: Boards) -> NDArray[np.bool_]:
@@ -101,43 +101,43 @@ def is_full(boards: Boards) -> NDArray[np.bool_]:
     return np.equal(boards.stones, BOARD)
 
 
-def completing(stones: Words, taken: Words) -> Words:
+def completing_squares(stones: Words, taken: Words) -> Words:
     """Return empty squares that would complete four in line with these stones, reachable or not."""
-    found = np.zeros_like(stones)
+    squares = np.zeros_like(stones)
     for step in DIRECTIONS:
         one, two, three = np.uint64(step), np.uint64(2 * step), np.uint64(3 * step)
         below, above = (stones << one) & (stones << two), (stones >> one) & (stones >> two)
-        found |= below & ((stones << three) | (stones >> one))
-        found |= above & ((stones >> three) | (stones << one))
-    return found & BOARD & ~taken
+        squares |= below & ((stones << three) | (stones >> one))
+        squares |= above & ((stones >> three) | (stones << one))
+    return squares & BOARD & ~taken
 
 
-def plies(boards: Boards) -> NDArray[np.int64]:
+def count_plies(boards: Boards) -> NDArray[np.int64]:
     """Return int64[N]: stones on each board."""
     bits = np.unpackbits(boards.stones[:, None].view(np.uint8), axis=1)
     return np.asarray(bits.sum(axis=1, dtype=np.int64))
 
 
-def mirrored(words: Words) -> Words:
+def mirror_words(words: Words) -> Words:
     """Return the boards mirrored left to right."""
-    found = np.zeros_like(words)
+    mirrored = np.zeros_like(words)
     for column in range(COLUMNS):
         squares = (words >> np.uint64(HEIGHT * column)) & np.uint64((1 << HEIGHT) - 1)
-        found |= squares << np.uint64(HEIGHT * (COLUMNS - 1 - column))
-    return found
+        mirrored |= squares << np.uint64(HEIGHT * (COLUMNS - 1 - column))
+    return mirrored
 
 
-def where(chosen: NDArray[np.bool_], yes: Boards, no: Boards) -> Boards:
-    """For each game, one position or the other."""
+def select_boards(chosen: NDArray[np.bool_], yes: Boards, no: Boards) -> Boards:
+    """Return for each game the position of `yes` or of `no`."""
     return Boards(np.where(chosen, yes.own, no.own), np.where(chosen, yes.stones, no.stones))
 
 
-def mirrored_where(boards: Boards, chosen: NDArray[np.bool_]) -> Boards:
+def mirror_where(boards: Boards, chosen: NDArray[np.bool_]) -> Boards:
     """Return the positions, mirrored where `chosen`. Mirrored games are equivalent."""
-    return where(chosen, Boards(mirrored(boards.own), mirrored(boards.stones)), boards)
+    return select_boards(chosen, Boards(mirror_words(boards.own), mirror_words(boards.stones)), boards)
 
 
-def planes(boards: Boards) -> NDArray[np.uint8]:
+def encode_planes(boards: Boards) -> NDArray[np.uint8]:
     """Return uint8[N, 4, 7, 7] of zeros and ones by column and row; the seventh row is empty.
 
     The planes are own stones, the opponent's stones, and the empty squares where either player would complete
@@ -145,7 +145,13 @@ def planes(boards: Boards) -> NDArray[np.uint8]:
     """
     other = boards.other
     words = np.stack(
-        [boards.own, other, completing(boards.own, boards.stones), completing(other, boards.stones)], axis=1
+        [
+            boards.own,
+            other,
+            completing_squares(boards.own, boards.stones),
+            completing_squares(other, boards.stones),
+        ],
+        axis=1,
     )
     bits = np.unpackbits(words.view(np.uint8).reshape(len(boards), PLANES, 8), axis=2, bitorder="little")
     return bits[..., : COLUMNS * HEIGHT].reshape(len(boards), PLANES, COLUMNS, HEIGHT)

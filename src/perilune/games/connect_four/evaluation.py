@@ -9,20 +9,20 @@ from numpy.typing import NDArray
 from perilune.engine.random import uniforms
 from perilune.games.connect_four.board import (
     Boards,
-    empty,
+    concatenate,
+    count_plies,
+    empty_boards,
     has_four,
     is_full,
-    joined,
     play,
-    plies,
 )
 from perilune.games.connect_four.players import Player, one_ply, random_player
-from perilune.games.connect_four.solver import NO_COLUMN, Scores, Solver
+from perilune.games.connect_four.solver import FULL_COLUMN, Scores, Solver
 from perilune.metrics.proportion import wilson_interval
 
-EARLIEST = 8  # stones on the board from which the solver takes well under a second per position
-BUCKETS = ((8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 31), (32, 40))  # ranges of plies in reports
-_MATCH, _POSITIONS = 1 << 30, 1 << 31  # streams of random numbers that training does not use
+MIN_SOLVER_PLY = 8  # stones on the board from which the solver takes well under a second per position
+PLY_BUCKETS = ((8, 11), (12, 15), (16, 19), (20, 23), (24, 27), (28, 31), (32, 40))  # for reports
+_MATCH_STREAM, _POSITION_STREAM = 1 << 30, 1 << 31  # streams of random numbers that training does not use
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,72 +31,72 @@ class Exam:
 
     Attributes:
         boards: N positions of unfinished games.
-        scores: int8[N, 7], the score of each column; NO_COLUMN if it is full.
+        scores: int8[N, 7], the score of each column; FULL_COLUMN if it is full.
     """
 
     boards: Boards
     scores: Scores
 
 
-def exam(solver: Solver, per_ply: int, first_ply: int, seed: int) -> Exam:
-    """Solve `per_ply` positions of each ply, from `first_ply` (best not below `EARLIEST`) to the last but
-    one.
+def make_exam(solver: Solver, per_ply: int, first_ply: int, seed: int) -> Exam:
+    """Solve `per_ply` positions of each ply from `first_ply` to the last but one.
 
-    Half are from random games, half from games in which nobody misses an immediate win or block.
+    `first_ply` should not be below `MIN_SOLVER_PLY`. Half of the positions are from random games, half from
+    games in which nobody misses an immediate win or block.
     """
     parts = []
     for player in (random_player, one_ply):
         for ply in range(first_ply, 41):
-            parts.append(positions(player, ply, -(-per_ply // 2), seed))
-    boards = joined(*parts)
+            parts.append(sample_positions(player, ply, -(-per_ply // 2), seed))
+    boards = concatenate(*parts)
     return Exam(boards, solver.column_scores(boards))
 
 
-def positions(player: Player, ply: int, count: int, seed: int) -> Boards:
+def sample_positions(player: Player, ply: int, count: int, seed: int) -> Boards:
     """Return `count` positions of unfinished games after `ply` moves of `player`."""
     batches: list[Boards] = []
     lane = 0
     while sum(map(len, batches)) < count:
-        boards = empty(16 * count)
+        boards = empty_boards(16 * count)
         for _ in range(ply):
             lane += 1
-            boards = play(boards, player(boards, _uniforms(seed, _POSITIONS, ply, lane, len(boards))))
+            boards = play(boards, player(boards, _draw(seed, _POSITION_STREAM, ply, lane, len(boards))))
             boards = boards[~has_four(boards.other)]
         batches.append(boards)
-    return joined(*batches)[:count]
+    return concatenate(*batches)[:count]
 
 
-def _uniforms(seed: int, purpose: int, lane: int, turn: int, count: int) -> NDArray[np.float64]:
+def _draw(seed: int, purpose: int, lane: int, turn: int, count: int) -> NDArray[np.float64]:
     keys = np.zeros((1, 4), np.uint64)
     keys[0] = seed, purpose, lane, turn
     return np.asarray(uniforms(keys, np.arange(count)[None])[0])
 
 
-def grade(exam: Exam, player: Player, seed: int = 0) -> dict[str, Any]:
-    """How often the player's move is a best one, and how often it loses a win or a draw, by ply.
+def grade_player(exam: Exam, player: Player, seed: int = 0) -> dict[str, Any]:
+    """Return how often a player's move is a best one or loses a win or a draw, by ply.
 
     Positions in which all moves have the same score are left out.
     """
-    matters = (np.where(exam.scores == NO_COLUMN, 99, exam.scores).min(axis=1)) < exam.scores.max(axis=1)
-    boards, scores = exam.boards[matters], exam.scores[matters]
-    columns = player(boards, _uniforms(seed, _POSITIONS, 0, 0, len(boards)))
+    is_decisive = np.where(exam.scores == FULL_COLUMN, 99, exam.scores).min(axis=1) < exam.scores.max(axis=1)
+    boards, scores = exam.boards[is_decisive], exam.scores[is_decisive]
+    columns = player(boards, _draw(seed, _POSITION_STREAM, 0, 0, len(boards)))
     chosen, best = scores[np.arange(len(scores)), columns], scores.max(axis=1)
     optimal, blunder = chosen == best, np.sign(chosen) < np.sign(best)
-    moved = plies(boards)
-    buckets = {f"{first} to {last}": (first <= moved) & (moved <= last) for first, last in BUCKETS}
+    moved = count_plies(boards)
+    buckets = {f"{first} to {last}": (first <= moved) & (moved <= last) for first, last in PLY_BUCKETS}
     return {
         "positions": len(boards),
-        **_shares(optimal, blunder),
+        **_to_shares(optimal, blunder),
         "lost_score": float((best - chosen).mean()),
         "by_ply": [
-            {"plies": name, "positions": int(within.sum()), **_shares(optimal[within], blunder[within])}
+            {"plies": name, "positions": int(within.sum()), **_to_shares(optimal[within], blunder[within])}
             for name, within in buckets.items()
             if within.any()
         ],
     }
 
 
-def _shares(optimal: NDArray[np.bool_], blunder: NDArray[np.bool_]) -> dict[str, Any]:
+def _to_shares(optimal: NDArray[np.bool_], blunder: NDArray[np.bool_]) -> dict[str, Any]:
     return {
         "optimal": wilson_interval(int(optimal.sum()), len(optimal))._asdict(),
         "blunders": wilson_interval(int(blunder.sum()), len(blunder))._asdict(),
@@ -116,9 +116,7 @@ class Match:
     began: NDArray[np.bool_]
 
     def figures(self) -> dict[str, Any]:
-        """Games won, drawn and lost, and points per game (a draw is half a point) with intervals, by who
-        began.
-        """
+        """Return games won, drawn and lost, and points per game, when beginning and replying."""
         report: dict[str, Any] = {"games": len(self.results)}
         for name, which in (("", slice(None)), (" beginning", self.began), (" replying", ~self.began)):
             results = self.results[which]
@@ -130,9 +128,9 @@ class Match:
         return report | counts
 
 
-def match(first: Player, second: Player, openings: Boards, seed: int = 0) -> Match:
+def play_match(first: Player, second: Player, openings: Boards, seed: int = 0) -> Match:
     """Play every opening twice, so that each player has each side once."""
-    boards = joined(openings, openings)
+    boards = concatenate(openings, openings)
     count = len(boards)
     began = np.arange(count) < len(openings)
     results = np.zeros(count, np.int8)
@@ -142,33 +140,31 @@ def match(first: Player, second: Player, openings: Boards, seed: int = 0) -> Mat
     while len(playing):
         for player, is_first in ((first, True), (second, False)):
             turn += 1
-            uniform = _uniforms(seed, _MATCH, 0, turn, count)
-            now = Boards(own[playing], stones[playing])
-            to_move = (began[playing] == (plies(now) % 2 == 0)) == is_first
-            which = playing[to_move]
-            if not len(which):
+            uniform = _draw(seed, _MATCH_STREAM, 0, turn, count)
+            current = Boards(own[playing], stones[playing])
+            to_move = (began[playing] == (count_plies(current) % 2 == 0)) == is_first
+            moving = playing[to_move]
+            if not len(moving):
                 continue
-            after = play(now[to_move], player(now[to_move], uniform[which]))
-            own[which], stones[which] = after.own, after.stones
+            after = play(current[to_move], player(current[to_move], uniform[moving]))
+            own[moving], stones[moving] = after.own, after.stones
             won = has_four(after.other)
-            results[which[won]] = 1 if is_first else -1
-            playing = np.setdiff1d(playing, which[won | is_full(after)])
+            results[moving[won]] = 1 if is_first else -1
+            playing = np.setdiff1d(playing, moving[won | is_full(after)])
     return Match(results, began)
 
 
-def openings(length: int, count: int, seed: int) -> Boards:
+def make_openings(length: int, count: int, seed: int) -> Boards:
     """Return positions after `length` random moves, without games that are over."""
-    return empty(count) if length == 0 else positions(random_player, length, count, seed)
+    return empty_boards(count) if length == 0 else sample_positions(random_player, length, count, seed)
 
 
-def openings_against(name: str, solver: Solver, count: int, first_ply: int, seed: int) -> Boards:
-    """Openings for a match: two random moves. Against perfect play: `first_ply` moves, if the position is
-    drawn.
-    """
+def make_openings_against(name: str, solver: Solver, count: int, first_ply: int, seed: int) -> Boards:
+    """Return openings of two random moves; against perfect play, drawn ones of `first_ply` moves."""
     if name != "perfect":
-        return openings(2, count, seed)
+        return make_openings(2, count, seed)
     batches: list[Boards] = []
     while sum(map(len, batches)) < count:
-        candidates = openings(first_ply, count, seed + len(batches))
+        candidates = make_openings(first_ply, count, seed + len(batches))
         batches.append(candidates[solver.scores(candidates, -1, 1) == 0])
-    return joined(*batches)[:count]
+    return concatenate(*batches)[:count]

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from perilune.games.connect_four.board import Boards, legal, planes, plies
+from perilune.games.connect_four.board import Boards, count_plies, encode_planes, legal_columns
 from perilune.games.connect_four.learning_settings import LearningSettings
 from perilune.games.connect_four.network import Network, masked_logprobs
-from perilune.games.connect_four.self_play import SelfPlay, Stretch, advantages
+from perilune.games.connect_four.self_play import MoveBatch, SelfPlay, compute_advantages
 from perilune.learn import checkpoints
 from perilune.learn.distributed import SINGLE_RANK
 from perilune.learn.optimizer import AdamW
@@ -43,7 +43,7 @@ class Moves(NamedTuple):
     boards: Boards
     columns: torch.Tensor
     policies: torch.Tensor
-    gains: torch.Tensor
+    advantages: torch.Tensor
     returns: torch.Tensor
 
 
@@ -72,35 +72,35 @@ class Trainer:
         training.
         """
         began = time.process_time()
-        stretch = self.games.play(self.network, self.step, self.settings.moves)
+        batch = self.games.play(self.network, self.step, self.settings.moves)
         played = time.process_time()
-        figures = self._learn(stretch, progress)
+        figures = self._learn(batch, progress)
         self.step += 1
         learned = time.process_time()
-        finished = int(stretch.over.sum())
+        finished = int(batch.over.sum())
         return figures | {
-            "moves": stretch.columns.size,
+            "moves": batch.columns.size,
             "games": finished,
-            "first_player_wins": _first_player_wins(stretch),
-            "draws": float((stretch.over & (stretch.rewards == 0)).sum() / max(1, finished)),
+            "first_player_wins": _first_player_win_share(batch),
+            "draws": float((batch.over & (batch.rewards == 0)).sum() / max(1, finished)),
             "play_seconds": played - began,
             "learn_seconds": learned - played,
         }
 
-    def _learn(self, stretch: Stretch, progress: float) -> dict[str, float]:
+    def _learn(self, batch: MoveBatch, progress: float) -> dict[str, float]:
         settings = self.settings
-        gae = advantages(stretch, settings.trace)
-        returns = torch.from_numpy((gae + stretch.values[:-1]).reshape(-1))
-        gains = torch.from_numpy(((gae - gae.mean()) / (gae.std() + 1e-6)).reshape(-1))
-        columns = torch.from_numpy(stretch.columns.reshape(-1))
-        policies = torch.from_numpy(stretch.policies.reshape(len(columns), -1))
+        gae = compute_advantages(batch, settings.trace)
+        returns = torch.from_numpy((gae + batch.values[:-1]).reshape(-1))
+        advantages = torch.from_numpy(((gae - gae.mean()) / (gae.std() + 1e-6)).reshape(-1))
+        columns = torch.from_numpy(batch.columns.reshape(-1))
+        policies = torch.from_numpy(batch.policies.reshape(len(columns), -1))
         lr = settings.lr * (1 - progress * (1 - settings.final_lr))
         sums: dict[str, float] = {}
         parts = self._minibatches(len(columns))
         for part in parts:
             chosen = torch.from_numpy(part)
             moves = Moves(
-                stretch.boards[part], columns[chosen], policies[chosen], gains[chosen], returns[chosen]
+                batch.boards[part], columns[chosen], policies[chosen], advantages[chosen], returns[chosen]
             )
             loss, figures = self._loss(moves, settings.entropy * (1 - progress))
             loss.backward()  # type: ignore[no-untyped-call]
@@ -117,8 +117,8 @@ class Trainer:
         return [part for whole in shuffled for part in np.array_split(whole, parts)]
 
     def _loss(self, moves: Moves, entropy_weight: float) -> tuple[torch.Tensor, dict[str, float]]:
-        logits, values = self.network(torch.from_numpy(planes(moves.boards)))
-        allowed = torch.from_numpy(legal(moves.boards))
+        logits, values = self.network(torch.from_numpy(encode_planes(moves.boards)))
+        allowed = torch.from_numpy(legal_columns(moves.boards))
         logprobs = masked_logprobs(logits, allowed)
         entropy = -(logprobs.exp() * logprobs.masked_fill(~allowed, 0)).sum(1).mean()
         value_loss = (values - moves.returns).square().mean()
@@ -127,12 +127,12 @@ class Trainer:
             policy_loss = -(moves.policies.exp() * logprobs.masked_fill(~allowed, 0)).sum(1).mean()
             figures["policy_loss"] = float(policy_loss.detach())
         else:
-            surrogate, ratio_figures = self._clipped(moves, logprobs)
+            surrogate, ratio_figures = self._clipped_loss(moves, logprobs)
             policy_loss = surrogate - entropy_weight * entropy
             figures |= ratio_figures
         return policy_loss + VALUE_WEIGHT * value_loss, figures
 
-    def _clipped(self, moves: Moves, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    def _clipped_loss(self, moves: Moves, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """Return PPO's clipped surrogate loss."""
         chosen = moves.columns[:, None]
         before, now = (values.gather(1, chosen).squeeze(1) for values in (moves.policies, logprobs))
@@ -142,7 +142,7 @@ class Trainer:
             "clipped": float((ratio.detach() != bounded.detach()).float().mean()),
             "kl": float((before - now.detach()).mean()),
         }
-        return -torch.minimum(ratio * moves.gains, bounded * moves.gains).mean(), figures
+        return -torch.minimum(ratio * moves.advantages, bounded * moves.advantages).mean(), figures
 
     def save_state(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write the complete state atomically to `directory`, with `extra` as JSON."""
@@ -150,7 +150,10 @@ class Trainer:
             "weights": {name: p.detach() for name, p in self.network.named_parameters()},
             "first_moments": self.optimizer.first,
             "second_moments": self.optimizer.second,
-            "games": {"own": _signed(self.games.boards.own), "stones": _signed(self.games.boards.stones)},
+            "games": {
+                "own": _as_signed(self.games.boards.own),
+                "stones": _as_signed(self.games.boards.stones),
+            },
         }
         state = {"step": self.step, "updates": self.optimizer.step, "extra": dict(extra or {})}
         checkpoints.write(directory, tensors, state)
@@ -165,18 +168,18 @@ class Trainer:
         checkpoints.copy_into(dict(self.network.named_parameters()), tensors["weights"], directory)
         checkpoints.copy_into(self.optimizer.first, tensors["first_moments"], directory)
         checkpoints.copy_into(self.optimizer.second, tensors["second_moments"], directory)
-        games = {"own": _signed(self.games.boards.own), "stones": _signed(self.games.boards.stones)}
+        games = {"own": _as_signed(self.games.boards.own), "stones": _as_signed(self.games.boards.stones)}
         checkpoints.copy_into(games, tensors["games"], directory)
         self.step, self.optimizer.step = int(state["step"]), int(state["updates"])
         return dict(state["extra"])
 
 
-def _signed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> torch.Tensor:
+def _as_signed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> torch.Tensor:
     return torch.from_numpy(words.view(np.int64))
 
 
-def _first_player_wins(stretch: Stretch) -> float:
+def _first_player_win_share(batch: MoveBatch) -> float:
     """Return share of finished games that the first player won."""
-    moved = plies(stretch.boards).reshape(stretch.over.shape)
-    won = stretch.rewards > 0
-    return float((won & (moved % 2 == 0)).sum() / max(1, stretch.over.sum()))
+    moved = count_plies(batch.boards).reshape(batch.over.shape)
+    won = batch.rewards > 0
+    return float((won & (moved % 2 == 0)).sum() / max(1, batch.over.sum()))

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from perilune.games.connect_four.board import COLUMNS, PLANES, ROWS, Boards, legal, planes
+from perilune.games.connect_four.board import COLUMNS, PLANES, ROWS, Boards, encode_planes, legal_columns
 from perilune.learn import checkpoints
 
 WINDOW = 4
 Floats = NDArray[np.float32]
-PLACES = (COLUMNS - WINDOW + 1) * (ROWS - WINDOW + 1)
+WINDOW_COUNT = (COLUMNS - WINDOW + 1) * (ROWS - WINDOW + 1)
 
 
 class Network(nn.Module):
@@ -32,31 +32,31 @@ class Network(nn.Module):
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
         self.lines = nn.Linear(PLANES * WINDOW * WINDOW, channels)
-        self.first = nn.Linear(PLACES * channels, hidden)
+        self.first = nn.Linear(WINDOW_COUNT * channels, hidden)
         self.second = nn.Linear(hidden, hidden)
         self.policy = nn.Linear(hidden, COLUMNS)
         self.value = nn.Linear(hidden, 1)
 
-    def forward(self, seen: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits float32[N, 7] and values float32[N] in (-1, 1) for uint8[N, 4, 7, 7] of `board.planes`.
+    def forward(self, planes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits float32[N, 7] and values float32[N] in (-1, 1) for planes uint8[N, 4, 7, 7].
 
         Matrix products take bfloat16 and accumulate in float32. Weights stay float32.
         """
-        windows = seen[..., :ROWS].unfold(2, WINDOW, 1).unfold(3, WINDOW, 1)  # [N, 4, 4, 3, 4, 4]
-        patches = windows.permute(0, 2, 3, 1, 4, 5).reshape(len(seen) * PLACES, -1)
-        with torch.autocast(seen.device.type, torch.bfloat16):
-            hidden = F.relu(self.lines(patches.to(torch.bfloat16))).view(len(seen), -1)
+        windows = planes[..., :ROWS].unfold(2, WINDOW, 1).unfold(3, WINDOW, 1)  # [N, 4, 4, 3, 4, 4]
+        patches = windows.permute(0, 2, 3, 1, 4, 5).reshape(len(planes) * WINDOW_COUNT, -1)
+        with torch.autocast(planes.device.type, torch.bfloat16):
+            hidden = F.relu(self.lines(patches.to(torch.bfloat16))).view(len(planes), -1)
             hidden = F.relu(self.first(hidden))
             hidden = hidden + F.relu(self.second(hidden))
             logits, value = self.policy(hidden), self.value(hidden)
         return logits.float(), torch.tanh(value.float()).squeeze(1)
 
 
-def evaluate(network: Network, boards: Boards) -> tuple[Floats, Floats]:
+def evaluate_boards(network: Network, boards: Boards) -> tuple[Floats, Floats]:
     """Return log-probabilities float32[N, 7], -inf for full columns, and values float32[N]."""
     with torch.inference_mode():
-        logits, values = network(torch.from_numpy(planes(boards)))
-        return masked_logprobs(logits, torch.from_numpy(legal(boards))).numpy(), values.numpy()
+        logits, values = network(torch.from_numpy(encode_planes(boards)))
+        return masked_logprobs(logits, torch.from_numpy(legal_columns(boards))).numpy(), values.numpy()
 
 
 def masked_logprobs(logits: Tensor, allowed: Tensor) -> Tensor:

@@ -15,14 +15,14 @@ from perilune.games.connect_four.board import (
     ROWS,
     Boards,
     Columns,
-    completing,
-    legal,
-    plies,
+    completing_squares,
+    count_plies,
+    legal_columns,
 )
-from perilune.games.connect_four.network import Network, evaluate
+from perilune.games.connect_four.network import Network, evaluate_boards
 from perilune.games.connect_four.search import search
-from perilune.games.connect_four.self_play import drawn
-from perilune.games.connect_four.solver import Solver, foreseen
+from perilune.games.connect_four.self_play import sample_columns
+from perilune.games.connect_four.solver import Solver, find_forced_outcomes
 
 _UNFINISHED = {"is_terminal": False, "winner": ""}
 
@@ -35,58 +35,58 @@ class Player(Protocol):
         ...
 
 
-def among_best(worth: NDArray[Any], uniform: NDArray[np.float64]) -> Columns:
+def sample_best(worth: NDArray[Any], uniform: NDArray[np.float64]) -> Columns:
     """Return int64[N]: a uniformly drawn column among those with the highest worth."""
     best = worth == worth.max(axis=1, keepdims=True)
     with np.errstate(divide="ignore"):
-        return drawn(np.log(best.astype(np.float32)), uniform)
+        return sample_columns(np.log(best.astype(np.float32)), uniform)
 
 
 def random_player(boards: Boards, uniform: NDArray[np.float64]) -> Columns:
     """Plays a random legal column."""
-    return among_best(legal(boards), uniform)
+    return sample_best(legal_columns(boards), uniform)
 
 
 def one_ply(boards: Boards, uniform: NDArray[np.float64]) -> Columns:
     """Wins if possible, else blocks if necessary, else plays a random legal column."""
     squares = (boards.stones[:, None] + BOTTOM_SQUARES) & COLUMN_SQUARES
-    wins = squares & completing(boards.own, boards.stones)[:, None]
-    blocks = squares & completing(boards.other, boards.stones)[:, None]
-    return among_best(np.where(wins, 3, np.where(blocks, 2, legal(boards))), uniform)
+    wins = squares & completing_squares(boards.own, boards.stones)[:, None]
+    blocks = squares & completing_squares(boards.other, boards.stones)[:, None]
+    return sample_best(np.where(wins, 3, np.where(blocks, 2, legal_columns(boards))), uniform)
 
 
 @dataclass(frozen=True, slots=True)
-class Foresight:
+class LookaheadPlayer:
     """Searches all lines of `moves` moves: avoids a loss within them and plays a forced win."""
 
     moves: int
 
     def __call__(self, boards: Boards, uniform: NDArray[np.float64]) -> Columns:
-        return among_best(foreseen(boards, self.moves), uniform)
+        return sample_best(find_forced_outcomes(boards, self.moves), uniform)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Perfect:
+class PerfectPlayer:
     """Plays a move with the highest exact score. Slow with few stones on the board."""
 
     solver: Solver
 
     def __call__(self, boards: Boards, uniform: NDArray[np.float64]) -> Columns:
-        return among_best(self.solver.column_scores(boards), uniform)
+        return sample_best(self.solver.column_scores(boards), uniform)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Intuition:
+class NetworkPlayer:
     """Plays the network's most probable column, without search."""
 
     network: Network
 
     def __call__(self, boards: Boards, uniform: NDArray[np.float64]) -> Columns:
-        return np.asarray(evaluate(self.network, boards)[0].argmax(axis=1))
+        return np.asarray(evaluate_boards(self.network, boards)[0].argmax(axis=1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Searching:
+class SearchPlayer:
     """Plays the column with the most visits of a search that the network guides."""
 
     network: Network
@@ -97,7 +97,7 @@ class Searching:
         return np.asarray((result.visits + 0.5 * result.values).argmax(axis=1))
 
 
-class TreeSearch:
+class OpenSpielSearchPlayer:
     """OpenSpiel's Monte Carlo tree search with random rollouts and exact endings.
 
     Raises:
@@ -121,7 +121,7 @@ class TreeSearch:
 
     def _state(self, board: Boards) -> Any:
         """Return the position in OpenSpiel's format: x moved first, rows from below."""
-        x_moves = plies(board)[0] % 2 == 0
+        x_moves = count_plies(board)[0] % 2 == 0
         x, o = (board.own, board.other) if x_moves else (board.other, board.own)
         squares = [
             [
@@ -135,13 +135,13 @@ class TreeSearch:
         )
 
 
-def playing(network: Network, simulations: int) -> Player:
+def make_network_player(network: Network, simulations: int) -> Player:
     """Return a player that uses the network with this many simulations per move; 0 for no search."""
-    return Searching(network, simulations) if simulations else Intuition(network)
+    return SearchPlayer(network, simulations) if simulations else NetworkPlayer(network)
 
 
-def opponent(name: str, solver: Solver, seed: int) -> Player:
-    """A player by name: `random`, `one_ply`, `perfect`, `foresight_N` (N moves) or `mcts_N` (N simulations).
+def make_opponent(name: str, solver: Solver, seed: int) -> Player:
+    """Make a player: `random`, `one_ply`, `perfect`, `foresight_N` (N moves) or `mcts_N` (N simulations).
 
     Raises:
         RequestError: if the name is unknown, or `mcts` needs OpenSpiel and it is not installed.
@@ -152,9 +152,9 @@ def opponent(name: str, solver: Solver, seed: int) -> Player:
     if kind == "random":
         return random_player
     if kind == "perfect":
-        return Perfect(solver)
+        return PerfectPlayer(solver)
     if kind == "foresight":
-        return Foresight(int(number))
+        return LookaheadPlayer(int(number))
     if kind == "mcts":
-        return TreeSearch(int(number), seed)
+        return OpenSpielSearchPlayer(int(number), seed)
     raise RequestError(f"no Connect Four player is called '{name}'")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from perilune.errors import WorkFailedError
 from perilune.games.connect_four.board import COLUMNS, Boards
-from perilune.games.connect_four.network import Network, evaluate
+from perilune.games.connect_four.network import Network, evaluate_boards
 from perilune.models.native.build import load_library
 
 EXPLORATION = 1.5
@@ -37,7 +37,7 @@ _PER_COLUMN = {"children": np.int32, "visits": np.int32, "priors": np.float32, "
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
+class SearchResult:
     """The result of searching N positions.
 
     Attributes:
@@ -49,7 +49,7 @@ class Found:
     values: NDArray[np.float32]
 
     @property
-    def worth(self) -> NDArray[np.float32]:
+    def mean_value(self) -> NDArray[np.float32]:
         """float32[N]: the mean outcome of all simulations."""
         mean = (self.visits * self.values).sum(axis=1) / self.visits.sum(axis=1)
         return np.asarray(mean, np.float32)
@@ -68,7 +68,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 @cache
-def _function(name: str) -> Any:
+def _load_function(name: str) -> Any:
     unit = load_library(_UNIT)
     if unit.library is None:
         raise WorkFailedError(f"the search cannot be compiled: {unit.reason}", remedy="install a C compiler")
@@ -77,7 +77,7 @@ def _function(name: str) -> Any:
     return function
 
 
-def search(network: Network, boards: Boards, simulations: int) -> Found:
+def search(network: Network, boards: Boards, simulations: int) -> SearchResult:
     """Search positions of unfinished games.
 
     Raises:
@@ -90,12 +90,12 @@ def search(network: Network, boards: Boards, simulations: int) -> Found:
     pointers = {name: array.ctypes.data for name, array in arrays.items()}
     forest = _Forest(trees=trees, nodes=nodes, **pointers)
     arrays["own"][:, 0], arrays["stones"][:, 0] = boards.own, boards.stones
-    for fresh in range(nodes):
-        if fresh:
-            _function("descend")(byref(forest), fresh, EXPLORATION)
+    for node in range(nodes):
+        if node:
+            _load_function("descend")(byref(forest), node, EXPLORATION)
         where = np.arange(trees), arrays["leaves"]
-        logprobs, values = evaluate(network, Boards(arrays["own"][where], arrays["stones"][where]))
+        logprobs, values = evaluate_boards(network, Boards(arrays["own"][where], arrays["stones"][where]))
         priors = np.exp(logprobs)
-        _function("absorb")(byref(forest), fresh, priors.ctypes.data, values.ctypes.data)
+        _load_function("absorb")(byref(forest), node, priors.ctypes.data, values.ctypes.data)
     visits, totals = arrays["visits"][:, 0], arrays["totals"][:, 0]
-    return Found(visits, np.divide(totals, np.maximum(visits, 1), dtype=np.float32))
+    return SearchResult(visits, np.divide(totals, np.maximum(visits, 1), dtype=np.float32))

@@ -13,23 +13,23 @@ from perilune.engine.random import uniforms
 from perilune.games.connect_four.board import (
     COLUMNS,
     Boards,
-    empty,
+    empty_boards,
     has_four,
     is_full,
-    legal,
-    mirrored_where,
+    legal_columns,
+    mirror_where,
     play,
-    where,
+    select_boards,
 )
-from perilune.games.connect_four.network import Floats, Network, evaluate
+from perilune.games.connect_four.network import Floats, Network, evaluate_boards
 from perilune.games.connect_four.search import search
 
-_POOLS = 4  # sets of openings per batch; a game restarts from its opening of the current set
-_DRAWS = 2  # random numbers per move: the column, and whether to mirror the board
+_OPENING_SETS = 4  # sets of openings per batch; a game restarts from its opening of the current set
+_DRAWS_PER_MOVE = 2  # random numbers per move: the column, and whether to mirror the board
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
+class MoveBatch:
     """T moves of each of G games, as the network saw them.
 
     Attributes:
@@ -49,7 +49,7 @@ class Stretch:
     over: NDArray[np.bool_]
 
 
-def drawn(logprobs: Floats, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+def sample_columns(logprobs: Floats, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return int64[N]: a column drawn from each row of log-probabilities, by inverse transform sampling."""
     cumulated = np.exp(logprobs.astype(np.float64)).cumsum(axis=1)
     columns: NDArray[np.int64] = (cumulated <= uniform[:, None] * cumulated[:, -1:]).sum(axis=1)
@@ -71,74 +71,76 @@ class SelfPlay:
         self._seed = seed
         self._opening = opening
         self._simulations = simulations
-        self.boards = self._openings(games, 0)
+        self.boards = self._draw_openings(games, 0)
 
-    def play(self, network: Network, step: int, moves: int) -> Stretch:
+    def play(self, network: Network, step: int, moves: int) -> MoveBatch:
         """Play the next `moves` moves of every game. A game that ends is replaced by a new one."""
         count = len(self.boards)
         games = np.arange(count)
-        uniform = self._uniforms(step, count, np.arange(moves * _DRAWS)).reshape(-1, moves, _DRAWS)
-        pool = self._openings(_POOLS * count, step + 1)
+        uniform = self._draw_uniforms(step, count, np.arange(moves * _DRAWS_PER_MOVE)).reshape(
+            -1, moves, _DRAWS_PER_MOVE
+        )
+        pool = self._draw_openings(_OPENING_SETS * count, step + 1)
         shape = (moves, count)
         own, stones = np.empty(shape, np.uint64), np.empty(shape, np.uint64)
         columns, won, over = np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_)
         policies = np.empty((*shape, COLUMNS), np.float32)
         values = np.empty((moves + 1, count), np.float32)
         for turn in range(moves):
-            boards = mirrored_where(self.boards, uniform[:, turn, 1] < 0.5)
+            boards = mirror_where(self.boards, uniform[:, turn, 1] < 0.5)
             own[turn], stones[turn] = boards.own, boards.stones
             policies[turn], values[turn] = self._evaluate(network, boards)
-            columns[turn] = drawn(policies[turn], uniform[:, turn, 0])
+            columns[turn] = sample_columns(policies[turn], uniform[:, turn, 0])
             after = play(boards, columns[turn])
             won[turn] = has_four(after.other)
             over[turn] = won[turn] | is_full(after)
-            fresh = pool[turn * _POOLS // moves * count + games]
-            self.boards = where(over[turn], fresh, after)
+            fresh = pool[turn * _OPENING_SETS // moves * count + games]
+            self.boards = select_boards(over[turn], fresh, after)
         values[moves] = self._evaluate(network, self.boards)[1]
         seen = Boards(own.reshape(-1), stones.reshape(-1))
-        return Stretch(seen, columns, policies, values, won.astype(np.float32), over)
+        return MoveBatch(seen, columns, policies, values, won.astype(np.float32), over)
 
     def _evaluate(self, network: Network, boards: Boards) -> tuple[Floats, Floats]:
         """Return log-probabilities of the columns, and values, from the network or the search."""
         if not self._simulations:
-            return evaluate(network, boards)
+            return evaluate_boards(network, boards)
         result = search(network, boards, self._simulations)
         with np.errstate(divide="ignore"):
-            return np.log(result.visits / np.float32(self._simulations)), result.worth
+            return np.log(result.visits / np.float32(self._simulations)), result.mean_value
 
-    def _openings(self, count: int, step: int) -> Boards:
+    def _draw_openings(self, count: int, step: int) -> Boards:
         """Return boards after random moves, skipping moves that would end the game."""
         keys = 1 << 20
-        uniform = self._uniforms(step, count, keys + np.arange(self._opening + 1))
+        uniform = self._draw_uniforms(step, count, keys + np.arange(self._opening + 1))
         lengths = (uniform[:, 0] * (self._opening + 1)).astype(np.int64)
-        boards = empty(count)
+        boards = empty_boards(count)
         for ply in range(self._opening):
-            moved = play(boards, random_columns(boards, uniform[:, ply + 1]))
-            boards = where((lengths > ply) & ~has_four(moved.other), moved, boards)
+            moved = play(boards, sample_random_columns(boards, uniform[:, ply + 1]))
+            boards = select_boards((lengths > ply) & ~has_four(moved.other), moved, boards)
         return boards
 
-    def _uniforms(self, step: int, count: int, places: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _draw_uniforms(self, step: int, count: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
         keys = np.zeros((count, 4), np.uint64)
         keys[:, 0], keys[:, 1], keys[:, 2] = self._seed, step, np.arange(count)
-        return uniforms(keys, np.broadcast_to(places, (count, len(places))))
+        return uniforms(keys, np.broadcast_to(indices, (count, len(indices))))
 
 
-def random_columns(boards: Boards, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
+def sample_random_columns(boards: Boards, uniform: NDArray[np.float64]) -> NDArray[np.int64]:
     """Return int64[N]: a uniformly drawn legal column."""
     with np.errstate(divide="ignore"):
-        return drawn(np.log(legal(boards).astype(np.float32)), uniform)
+        return sample_columns(np.log(legal_columns(boards).astype(np.float32)), uniform)
 
 
-def advantages(stretch: Stretch, trace: float) -> Floats:
-    """float32[T, G]: generalized advantage estimation (Schulman et al., arXiv 1506.02438), undiscounted.
+def compute_advantages(batch: MoveBatch, trace: float) -> Floats:
+    """Return float32[T, G]: undiscounted generalized advantage estimates (Schulman et al., arXiv 1506.02438).
 
     The players alternate, so the next value and the next advantage count with the opposite sign.
     """
-    gae = np.zeros_like(stretch.rewards)
-    following = np.zeros_like(stretch.rewards[0])
+    gae = np.zeros_like(batch.rewards)
+    next_advantage = np.zeros_like(batch.rewards[0])
     for turn in reversed(range(len(gae))):
-        continues = ~stretch.over[turn]
-        td_error = stretch.rewards[turn] - continues * stretch.values[turn + 1] - stretch.values[turn]
-        following = td_error - trace * continues * following
-        gae[turn] = following
+        continues = ~batch.over[turn]
+        td_error = batch.rewards[turn] - continues * batch.values[turn + 1] - batch.values[turn]
+        next_advantage = td_error - trace * continues * next_advantage
+        gae[turn] = next_advantage
     return gae

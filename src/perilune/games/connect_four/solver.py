@@ -16,8 +16,8 @@ from perilune.errors import WorkFailedError
 from perilune.games.connect_four.board import COLUMNS, Boards
 from perilune.models.native.build import load_library
 
-BEST, WORST = 18, -18  # the first line takes four stones
-NO_COLUMN = -128  # in place of the score of a column that is full
+MAX_SCORE, MIN_SCORE = 18, -18  # the first line takes four stones
+FULL_COLUMN = -128  # in place of the score of a column that is full
 
 Scores = NDArray[np.int8]
 
@@ -39,7 +39,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 @cache
-def _function(name: str) -> Any:
+def _load_function(name: str) -> Any:
     unit = load_library(_UNIT)
     if unit.library is None:
         raise WorkFailedError(f"the solver cannot be compiled: {unit.reason}", remedy="install a C compiler")
@@ -62,38 +62,38 @@ class Solver:
         """Allocate a table of 2**table_bits entries of 8 bytes."""
         self._entries = np.zeros(1 << table_bits, np.uint64)
         self._table = _Table(self._entries.ctypes.data, table_bits, 0)
-        _function("scores")
+        _load_function("scores")
 
     @property
     def nodes(self) -> int:
         return int(self._table.nodes)
 
-    def scores(self, boards: Boards, least: int = WORST, most: int = BEST) -> Scores:
-        """int8[N]: scores of unfinished games, clipped to [least, most]; -1 and 1 find only the winner."""
-        return self._solved("scores", boards, least, most, (len(boards),))
+    def scores(self, boards: Boards, low: int = MIN_SCORE, high: int = MAX_SCORE) -> Scores:
+        """Return int8[N]: scores of unfinished games, clipped to [low, high]; -1 and 1 find the winner."""
+        return self._solve("scores", boards, low, high, (len(boards),))
 
-    def column_scores(self, boards: Boards, least: int = WORST, most: int = BEST) -> Scores:
-        """Return int8[N, 7]: the score of each column for the player to move; NO_COLUMN if it is full."""
-        return self._solved("columns", boards, least, most, (len(boards), COLUMNS))
+    def column_scores(self, boards: Boards, low: int = MIN_SCORE, high: int = MAX_SCORE) -> Scores:
+        """Return int8[N, 7]: the score of each column for the player to move; FULL_COLUMN if it is full."""
+        return self._solve("columns", boards, low, high, (len(boards), COLUMNS))
 
-    def _solved(self, name: str, boards: Boards, least: int, most: int, shape: tuple[int, ...]) -> Scores:
+    def _solve(self, name: str, boards: Boards, low: int, high: int, shape: tuple[int, ...]) -> Scores:
         scores = np.empty(shape, np.int8)
         own, stones = (np.ascontiguousarray(words) for words in (boards.own, boards.stones))
-        _function(name)(
-            byref(self._table), own.ctypes.data, stones.ctypes.data, len(own), least, most, scores.ctypes.data
+        _load_function(name)(
+            byref(self._table), own.ctypes.data, stones.ctypes.data, len(own), low, high, scores.ctypes.data
         )
         return scores
 
 
-def foreseen(boards: Boards, moves: int) -> Scores:
-    """int8[N, 7]: 1 if a column wins by force within `moves` moves (itself included), -1 if it loses, else 0.
+def find_forced_outcomes(boards: Boards, moves: int) -> Scores:
+    """Search all lines of `moves` moves for forced wins and losses.
 
-    NO_COLUMN if the column is full. All lines of play are searched.
+    Returns int8[N, 7]: 1 for a column that wins, -1 for one that loses, FULL_COLUMN for a full one, else 0.
 
     Raises:
         WorkFailedError: if there is no C compiler.
     """
     scores = np.empty((len(boards), COLUMNS), np.int8)
     own, stones = (np.ascontiguousarray(words) for words in (boards.own, boards.stones))
-    _function("foreseen")(own.ctypes.data, stones.ctypes.data, len(own), moves, scores.ctypes.data)
+    _load_function("foreseen")(own.ctypes.data, stones.ctypes.data, len(own), moves, scores.ctypes.data)
     return scores

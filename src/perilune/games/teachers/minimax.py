@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from perilune.errors import RequestError
-from perilune.games.teachers.regret import version
-from perilune.games.teachers.table import PolicyTable, solved
+from perilune.games.teachers.regret import open_spiel_version
+from perilune.games.teachers.table import PolicyTable, load_or_solve
 
-GAMES = frozenset({"tic_tac_toe", "hex", "clobber", "connect_four"})  # the history does not matter
-LARGEST = 300_000  # positions
-_FORM = 1
+SUPPORTED_GAMES = frozenset({"tic_tac_toe", "hex", "clobber", "connect_four"})  # the history does not matter
+MAX_POSITIONS = 300_000  # positions
+_TABLE_VERSION = 1
 
 
 class Value(NamedTuple):
@@ -28,19 +28,26 @@ class MinimaxTeacher:
     """Plays all best moves with equal probability: those that win soonest, or lose latest, or draw.
 
     Raises:
-        RequestError: if the game is not in `GAMES`, or has too many positions.
+        RequestError: if the game is not in `SUPPORTED_GAMES`, or has too many positions.
     """
 
     name = "minimax"
 
     def __init__(self, game: Any, where: str) -> None:
         name = game.get_type().short_name
-        if name not in GAMES:
+        if name not in SUPPORTED_GAMES:
             raise RequestError(
-                f"minimax cannot play '{name}'", where=where, remedy=f"one of: {', '.join(sorted(GAMES))}"
+                f"minimax cannot play '{name}'",
+                where=where,
+                remedy=f"one of: {', '.join(sorted(SUPPORTED_GAMES))}",
             )
-        request = {"form": _FORM, "game": str(game), "algorithm": "minimax", "open_spiel": version()}
-        self.table = solved(request, lambda: _solve(game, where))
+        request = {
+            "form": _TABLE_VERSION,
+            "game": str(game),
+            "algorithm": "minimax",
+            "open_spiel": open_spiel_version(),
+        }
+        self.table = load_or_solve(request, lambda: _solve(game, where))
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
         """Return equal probabilities for all best moves."""
@@ -57,24 +64,24 @@ def _solve(game: Any, where: str) -> PolicyTable:
         position = str(state)
         if position in values:
             return values[position]
-        if len(values) == LARGEST:
+        if len(values) == MAX_POSITIONS:
             raise RequestError(
-                f"{game} has more than {LARGEST:,} positions, too many for minimax",
+                f"{game} has more than {MAX_POSITIONS:,} positions, too many for minimax",
                 where=where,
                 remedy="use mcts, or make the game smaller with `config`, such as {board_size: 3} for hex",
             )
         sign = -1.0 if state.current_player() else 1.0
         after = {int(action): value(state.child(action)) for action in state.legal_actions()}
-        ranks = {action: _rank(one, sign) for action, one in after.items()}
+        ranks = {action: _rank(outcome, sign) for action, outcome in after.items()}
         highest = max(ranks.values())
         chosen = [action for action, rank in ranks.items() if rank == highest]
         best[position] = dict.fromkeys(chosen, 1.0 / len(chosen))
-        reached = after[chosen[0]]
-        values[position] = Value(reached.returns, reached.moves + 1)
+        best_outcome = after[chosen[0]]
+        values[position] = Value(best_outcome.returns, best_outcome.moves + 1)
         return values[position]
 
     value(game.new_initial_state())
-    return PolicyTable.of(best)
+    return PolicyTable.from_rows(best)
 
 
 def _rank(value: Value, sign: float) -> tuple[float, int]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from perilune.errors import RequestError
-from perilune.games.open_spiel_match import pyspiel
+from perilune.games.open_spiel_match import load_pyspiel
 from perilune.games.teachers.minimax import MinimaxTeacher
 from perilune.games.teachers.regret import RegretTeacher
 from perilune.games.teachers.teacher import GameTeacher, GinRummyTeacher, SearchTeacher, UniformTeacher
@@ -17,7 +17,7 @@ GAME_TEACHERS = {
     "rules": "heuristic rules for gin rummy",
 }
 
-BEST = {
+BEST_TEACHERS = {
     "goofspiel": "cfr",
     "leduc_poker": "cfr",
     "kuhn_poker": "cfr",
@@ -32,8 +32,7 @@ BEST = {
 
 
 def make_game_teacher(name: str, game: Any, *, simulations: int = 50, where: str = "teacher") -> GameTeacher:
-    """The teacher `name` of a pyspiel game. A teacher that solves the game does so now, unless a cached
-    solution exists.
+    """Make the teacher `name` of a pyspiel game, solving the game unless a solution is cached.
 
     Args:
         simulations: simulations per move of "mcts".
@@ -60,10 +59,10 @@ def make_game_teacher(name: str, game: Any, *, simulations: int = 50, where: str
 
 
 def _check_searchable(game: Any, where: str) -> None:
-    kind, types = game.get_type(), pyspiel().GameType
+    kind, types = game.get_type(), load_pyspiel().GameType
     sees_all = kind.information == types.Information.PERFECT_INFORMATION
     if not sees_all or kind.dynamics != types.Dynamics.SEQUENTIAL:
-        own = BEST.get(kind.short_name, "random")
+        own = BEST_TEACHERS.get(kind.short_name, "random")
         raise RequestError(
             f"mcts cannot play '{kind.short_name}', which has hidden information or simultaneous moves",
             where=where,

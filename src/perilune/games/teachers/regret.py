@@ -11,14 +11,14 @@ from typing import Any
 
 from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.errors import RequestError
-from perilune.games.open_spiel_match import is_simultaneous, pyspiel
-from perilune.games.teachers.table import PolicyTable, solved
+from perilune.games.open_spiel_match import is_simultaneous, load_pyspiel
+from perilune.games.teachers.table import PolicyTable, load_or_solve
 
 ITERATIONS = {"cfr": 200, "mccfr": 200_000}
-LARGEST = 1_000_000  # estimated histories
-_PLAYOUTS = 1000  # random games for the estimate
-_HOPELESS = 1e12  # histories; a larger estimate need not be exact
-_FORM = 1  # version of the table's keys
+MAX_HISTORIES = 1_000_000  # estimated histories
+_PLAYOUT_COUNT = 1000  # random games for the estimate
+_MAX_ESTIMATE = 1e12  # histories; a larger estimate need not be exact
+_TABLE_VERSION = 1  # version of the table's keys
 
 
 class RegretSolver:
@@ -34,18 +34,18 @@ class RegretSolver:
     """
 
     def __init__(self, game: Any, algorithm: str, seed: int = 0) -> None:
-        spiel = pyspiel()
+        spiel = load_pyspiel()
         self.game = spiel.convert_to_turn_based(game) if is_simultaneous(game) else game
-        self._samples = algorithm == "mccfr"
+        self._is_sampling = algorithm == "mccfr"
         self._solver = (
             spiel.ExternalSamplingMCCFRSolver(self.game, seed)
-            if self._samples
+            if self._is_sampling
             else spiel.CFRPlusSolver(self.game)
         )
 
     def run(self, iterations: int) -> None:
         """Run further iterations."""
-        step = self._solver.run_iteration if self._samples else self._solver.evaluate_and_update_policy
+        step = self._solver.run_iteration if self._is_sampling else self._solver.evaluate_and_update_policy
         for _ in range(iterations):
             step()
 
@@ -54,16 +54,14 @@ class RegretSolver:
         return self._solver.average_policy()
 
     def exploitability(self) -> float:
-        """NashConv / 2 of the average policy: the mean gain of best responses over both players."""
-        return float(pyspiel().exploitability(self.game, self.policy()))
+        """Return NashConv / 2 of the average policy: the mean gain of best responses of both players."""
+        return float(load_pyspiel().exploitability(self.game, self.policy()))
 
     def table(self) -> PolicyTable:
-        """The average policy with a row for each information state; uniform for states that MCCFR did not
-        visit.
-        """
-        if not self._samples:
+        """Return the average policy by information state; uniform where MCCFR did not visit."""
+        if not self._is_sampling:
             rows = self._solver.tabular_average_policy().policy_table()
-            return PolicyTable.of({key: dict(row) for key, row in rows.items()})
+            return PolicyTable.from_rows({key: dict(row) for key, row in rows.items()})
         policy, rows, pending = self.policy(), {}, [self.game.new_initial_state()]
         while pending:
             state = pending.pop()
@@ -74,7 +72,7 @@ class RegretSolver:
                 if key not in rows:
                     rows[key] = dict(policy.get_state_policy(state))
             pending += [state.child(action) for action in state.legal_actions()]
-        return PolicyTable.of(rows)
+        return PolicyTable.from_rows(rows)
 
 
 class RegretTeacher:
@@ -88,20 +86,25 @@ class RegretTeacher:
         self.name = algorithm
         self._prefixed = is_simultaneous(game)
         kind = game.get_type()
-        if game.num_players() != 2 or kind.utility != pyspiel().GameType.Utility.ZERO_SUM:
+        if game.num_players() != 2 or kind.utility != load_pyspiel().GameType.Utility.ZERO_SUM:
             raise RequestError(f"{algorithm} needs a two-player zero-sum game", where=where)
         if not kind.provides_information_state_string:
             raise RequestError(f"'{kind.short_name}' has no text for information states", where=where)
-        size = tree_size(game)
-        if size > LARGEST:
+        size = estimate_tree_size(game)
+        if size > MAX_HISTORIES:
             raise RequestError(
-                f"{game} has about {size:.0e} histories; {algorithm} supports up to {LARGEST:,}",
+                f"{game} has about {size:.0e} histories; {algorithm} supports up to {MAX_HISTORIES:,}",
                 where=where,
                 remedy="make the game smaller with `config`, such as {num_cards: 4} for goofspiel",
             )
-        request = {"form": _FORM, "game": str(game), "algorithm": algorithm, "open_spiel": version()}
+        request = {
+            "form": _TABLE_VERSION,
+            "game": str(game),
+            "algorithm": algorithm,
+            "open_spiel": open_spiel_version(),
+        }
         request |= {"iterations": ITERATIONS[algorithm], "seed": 0}
-        self.table = solved(request, lambda: _solve(game, algorithm))
+        self.table = load_or_solve(request, lambda: _solve(game, algorithm))
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
         """Return the probabilities of the average policy."""
@@ -115,23 +118,23 @@ def _solve(game: Any, algorithm: str) -> PolicyTable:
     return solver.table()
 
 
-def tree_size(game: Any, seed: int = 0) -> float:
+def estimate_tree_size(game: Any, seed: int = 0) -> float:
     """Return estimated number of histories of a game: Knuth's unbiased estimate (1975) from random games."""
     total = 0.0
-    for number in range(_PLAYOUTS):
+    for number in range(_PLAYOUT_COUNT):
         rng, state, width = KeyedRandom(seed, f"{game}/{number}"), game.new_initial_state(), 1.0
-        while not state.is_terminal() and width < _HOPELESS:
+        while not state.is_terminal() and width < _MAX_ESTIMATE:
             turn = len(state.full_history())
             movers = range(state.num_players()) if state.is_simultaneous_node() else (None,)
-            legal = [state.legal_actions() if who is None else state.legal_actions(who) for who in movers]
-            moves = [int(rng.choice(some, turn, who)) for who, some in enumerate(legal)]
-            for some in legal:
-                width *= len(some)
+            legal = [state.legal_actions() if seat is None else state.legal_actions(seat) for seat in movers]
+            moves = [int(rng.choice(actions, turn, seat)) for seat, actions in enumerate(legal)]
+            for actions in legal:
+                width *= len(actions)
                 total += width
             state.apply_actions(moves) if state.is_simultaneous_node() else state.apply_action(moves[0])
-    return total / _PLAYOUTS
+    return total / _PLAYOUT_COUNT
 
 
-def version() -> str:
+def open_spiel_version() -> str:
     """Return the installed version of OpenSpiel, which determines the keys of a table."""
     return importlib.metadata.version("open_spiel")

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from perilune.files import canonical_json, home_directory, sha256_bytes, write_atomic
 
-FOLDER = "teachers"  # in the home directory
+CACHE_FOLDER = "teachers"  # in the home directory
 _INDEX = {"keys": np.uint8, "key_ends": np.int64, "row_ends": np.int64}
 _ARRAYS = {**_INDEX, "actions": np.int32, "probabilities": np.float64}
 
@@ -40,7 +40,7 @@ class PolicyTable:
     probabilities: NDArray[np.float64]
 
     @classmethod
-    def of(cls, rows: Mapping[str, Mapping[int, float]]) -> PolicyTable:
+    def from_rows(cls, rows: Mapping[str, Mapping[int, float]]) -> PolicyTable:
         """Return the table with these rows, without actions of probability 0."""
         names = [name.encode() for name in rows]
         kept = [{action: p for action, p in row.items() if p > 0} for row in rows.values()]
@@ -61,13 +61,13 @@ class PolicyTable:
         Raises:
             KeyError: if there is no such row.
         """
-        place = self._places[key]
-        row = slice(self.row_ends[place - 1] if place else 0, self.row_ends[place])
+        number = self._row_numbers[key]
+        row = slice(self.row_ends[number - 1] if number else 0, self.row_ends[number])
         return dict(zip(self.actions[row].tolist(), self.probabilities[row].tolist(), strict=True))
 
     def rows(self) -> dict[str, dict[int, float]]:
         """Return all rows."""
-        return {key: self.row(key) for key in self._places}
+        return {key: self.row(key) for key in self._row_numbers}
 
     @property
     def digest(self) -> str:
@@ -78,7 +78,7 @@ class PolicyTable:
             digest.update(f"{name}:{len(column)}:".encode() + column.tobytes())
         return digest.hexdigest()
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raise ValueError if the columns are inconsistent."""
         for name, dtype in _ARRAYS.items():
             column = getattr(self, name)
@@ -94,7 +94,7 @@ class PolicyTable:
             raise ValueError("the probabilities of a row do not sum to 1")
 
     @cached_property
-    def _places(self) -> dict[str, int]:
+    def _row_numbers(self) -> dict[str, int]:
         blob, places, begin = self.keys.tobytes(), {}, 0
         for place, end in enumerate(self.key_ends.tolist()):
             places[blob[begin:end].decode()] = place
@@ -102,7 +102,7 @@ class PolicyTable:
         return places
 
 
-def solved(request: Mapping[str, Any], solve: Callable[[], PolicyTable]) -> PolicyTable:
+def load_or_solve(request: Mapping[str, Any], solve: Callable[[], PolicyTable]) -> PolicyTable:
     """Read the table that `request` describes from its file, or call `solve` and cache the result.
 
     The file is named after a digest of the request and written atomically. A file that is damaged or contains
@@ -112,22 +112,22 @@ def solved(request: Mapping[str, Any], solve: Callable[[], PolicyTable]) -> Poli
         request: everything that determines the table: game, algorithm, iterations, seed, versions.
     """
     name = f"{request['algorithm']}-{sha256_bytes(canonical_json(request))}.safetensors"
-    path = home_directory() / FOLDER / name
+    path = home_directory() / CACHE_FOLDER / name
     log = logging.getLogger(__name__)
     if path.exists():
         try:
-            return _read(path, request)
+            return _read_table(path, request)
         except Exception as error:  # a damaged file may raise anything
             log.warning("%s is damaged (%s); solving the game again", path, error)
     table = solve()
     try:
-        write_atomic(path, _bytes(table, request))
+        write_atomic(path, _encode(table, request))
     except OSError as error:
         log.warning("cannot write %s (%s); the game will be solved again next time", path, error.strerror)
     return table
 
 
-def _bytes(table: PolicyTable, request: Mapping[str, Any]) -> bytes:
+def _encode(table: PolicyTable, request: Mapping[str, Any]) -> bytes:
     from safetensors.numpy import save
 
     # A single entry, because the order of several is not fixed and equal tables must be equal files.
@@ -136,7 +136,7 @@ def _bytes(table: PolicyTable, request: Mapping[str, Any]) -> bytes:
     return data
 
 
-def _read(path: Path, request: Mapping[str, Any]) -> PolicyTable:
+def _read_table(path: Path, request: Mapping[str, Any]) -> PolicyTable:
     from safetensors import safe_open
 
     with safe_open(path, framework="np") as file:
@@ -144,7 +144,7 @@ def _read(path: Path, request: Mapping[str, Any]) -> PolicyTable:
         table = PolicyTable(**{name: file.get_tensor(name) for name in _ARRAYS})
     if about["request"] != request:
         raise ValueError("it belongs to another request")
-    table.check()
+    table.validate()
     if about["sha256"] != table.digest:
         raise ValueError("its digest does not match")
     return table

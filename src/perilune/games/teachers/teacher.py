@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.games.open_spiel_match import Match, drawn, pyspiel
+from perilune.games.open_spiel_match import Match, load_pyspiel, sample_action
 
-UCT = 2.0  # exploration constant
-MEMORY_MB = 16  # memory of one search
+UCT_EXPLORATION = 2.0  # exploration constant
+SEARCH_MEMORY_MB = 16  # memory of one search
 
 
 class GameTeacher(Protocol):
@@ -36,7 +36,7 @@ class Move(NamedTuple):
     probability: float
 
 
-def choose(teacher: GameTeacher, match: Match, rng: KeyedRandom, *, greedy: bool = False) -> Move:
+def choose_move(teacher: GameTeacher, match: Match, rng: KeyedRandom, *, greedy: bool = False) -> Move:
     """Draw the teacher's move for the player to move. The turn alone determines the random number.
 
     Args:
@@ -48,7 +48,7 @@ def choose(teacher: GameTeacher, match: Match, rng: KeyedRandom, *, greedy: bool
     if greedy:
         action = max(actions, key=lambda action: policy[action])
     else:
-        action = drawn(actions, tuple(policy[action] for action in actions), point)
+        action = sample_action(actions, tuple(policy[action] for action in actions), point)
     return Move(action, float(policy[action]))
 
 
@@ -92,10 +92,19 @@ class SearchTeacher:
         self._simulations = simulations
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """1 for the chosen move."""
-        spiel = pyspiel()
+        """Return probability 1 for the chosen move."""
+        spiel = load_pyspiel()
         rollouts = spiel.RandomRolloutEvaluator(1, seed)
-        bot = spiel.MCTSBot(state.get_game(), rollouts, UCT, self._simulations, MEMORY_MB, True, seed, False)
+        bot = spiel.MCTSBot(
+            state.get_game(),
+            rollouts,
+            UCT_EXPLORATION,
+            self._simulations,
+            SEARCH_MEMORY_MB,
+            True,
+            seed,
+            False,
+        )
         return {int(bot.step(state)): 1.0}
 
 
@@ -110,12 +119,12 @@ class GinRummyTeacher:
     name = "rules"
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """1 for the move of the rules.
+        """Return probability 1 for the move of the rules.
 
         After a knock, the bot plans the melds that it lays down and keeps to its plan. Its decisions since
         the knock are therefore repeated, so that the move follows from what the player has seen.
         """
-        spiel = pyspiel()
+        spiel = load_pyspiel()
         game = state.get_game()
         bot = spiel.make_simple_gin_rummy_bot(game.get_parameters(), player)
         history = [int(action) for action in state.history()]

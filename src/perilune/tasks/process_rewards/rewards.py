@@ -23,7 +23,7 @@ from perilune.rollout.worker import RolloutWorker
 from perilune.tasks.process_rewards.montecarlo import Prefix, score_continuations
 from perilune.tasks.stage.sampling import SamplingSpec
 from perilune.verifiers.segments import end_of_reasoning, segment_boundaries
-from perilune.verifiers.step_rewards import shaping
+from perilune.verifiers.step_rewards import compute_shaping
 from perilune.watchdog import Watchdog
 
 Values = NDArray[np.float64]
@@ -218,7 +218,7 @@ def prefix_means(rewards: Values) -> Values | None:
 
 def step_rewards(segmented: SegmentedEpisode, potentials: Values) -> NDArray[np.float32]:
     """float32[T]: Phi(after) - Phi(before) at each segment's last token, Phi = 0 at the end; else NaN."""
-    differences = shaping(np.append(potentials, 0.0), (-np.inf, np.inf))
+    differences = compute_shaping(np.append(potentials, 0.0), (-np.inf, np.inf))
     mask = segmented.episode.loss_mask
     rewards = np.full(len(mask), np.nan, np.float32)
     own = np.flatnonzero(mask)

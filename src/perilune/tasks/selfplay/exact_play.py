@@ -51,7 +51,7 @@ def reply_bounds(
         RequestError: see `best_response`.
     """
     chances = partial(move_probabilities, decoder=decoder, tokenizer=tokenizer, temperature=temperature)
-    return [best_response(environment, seat, chances, least=least) for seat in (0, 1)]
+    return [best_response(environment, seat, chances, min_reach=least) for seat in (0, 1)]
 
 
 def move_probabilities(

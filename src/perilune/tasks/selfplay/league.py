@@ -14,7 +14,7 @@ import numpy as np
 
 from perilune.bundle.workspace import Workspace
 from perilune.engine.engine import Engine
-from perilune.games.ratings import points_of
+from perilune.games.ratings import returns_to_points
 from perilune.learn.trainer import Learner
 from perilune.learn.weights import WeightedGroup
 from perilune.models.adapters.files import save_policy
@@ -136,7 +136,7 @@ class League(NoOpponents):
         ]
         if not returns:
             return {}
-        points = points_of(returns, self._standings.largest_return(returns))
+        points = returns_to_points(returns, self._standings.largest_return(returns))
         mean, known = sum(points) / len(points), self._record["points"][str(self._met)]
         self._record["points"][str(self._met)] = DECAY * known + (1 - DECAY) * mean
         return {"points_against_met": mean}

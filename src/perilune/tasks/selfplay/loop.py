@@ -27,7 +27,7 @@ def run(workspace: Workspace, spec: SelfPlaySpec) -> dict[str, Any]:
             job.environment,
             heldout_tasks(player.environment, spec.league.games, job.seed),
             spec.params(frozen.stop_token_ids),
-            ExactGame.of(player.environment),
+            ExactGame.from_environment(player.environment),
         )
         snapshots = Snapshots(workspace.checkpoints / "league", frozen.decoder, engine)
         return League(workspace, spec, learner, snapshots, evaluator)

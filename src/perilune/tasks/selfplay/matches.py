@@ -11,7 +11,7 @@ from perilune.engine.request import SamplingParams
 from perilune.environments.core.protocol import Task
 from perilune.environments.core.registry import make_environment
 from perilune.games.exact_games import ExactGame
-from perilune.games.ratings import Match, points_of, ratings
+from perilune.games.ratings import Match, compute_ratings, returns_to_points
 from perilune.metrics.bootstrap import Interval, bootstrap_problems, paired_difference
 from perilune.models.decoder import Decoder
 from perilune.rollout.opponents import FixedOpponents
@@ -143,8 +143,8 @@ class Standings:
         """Return Elo ratings, relative to `random` if it plays, else to the initial policy."""
         played = [one for one in self.record.get("matches", ()) if one[2]]
         win = self.largest_return()
-        matches = [Match(first, second, points_of(returns, win)) for first, second, returns in played]
-        return ratings(matches, "random" if "random" in self.named else "step 0", seed=self.seed)
+        matches = [Match(first, second, returns_to_points(returns, win)) for first, second, returns in played]
+        return compute_ratings(matches, "random" if "random" in self.named else "step 0", seed=self.seed)
 
     def summary(self) -> dict[str, Any]:
         """Return all evaluations in order, ratings and matches."""

@@ -12,36 +12,36 @@ from perilune.environments.core.episode_settings import episode_settings
 from perilune.environments.core.protocol import Environment, Outcome, Score, Task, Transcript
 from perilune.environments.core.registry import make_environment
 from perilune.errors import RequestError
-from perilune.verifiers.audit.appeals import leaking_patterns
-from perilune.verifiers.audit.case import Case, Output, Probe, prompt_of
+from perilune.verifiers.audit.appeals import find_leaking_patterns
+from perilune.verifiers.audit.case import Case, Output, Probe, prompt_text
 from perilune.verifiers.audit.consistency import check_consistency
 from perilune.verifiers.audit.feedback import check_feedback
 from perilune.verifiers.audit.findings import Audit, Example, Finding
-from perilune.verifiers.audit.forms import FORMS, Form, shown_forms, stated_form
+from perilune.verifiers.audit.forms import FORMS, Form, find_shown_forms, find_stated_form
 from perilune.verifiers.audit.judging import (
     Findings,
     Scored,
     add_rewarded_wrong,
     check_across_tasks,
-    check_each,
     check_gold,
     check_lists,
-    verdict,
+    check_outputs,
+    reward_or_reason,
 )
-from perilune.verifiers.audit.known import implied
-from perilune.verifiers.audit.markers import halves
+from perilune.verifiers.audit.known import judge_by_gold
+from perilune.verifiers.audit.markers import split_in_half
 from perilune.verifiers.audit.probes import GOLD, PROBES
-from perilune.verifiers.audit.search import search
+from perilune.verifiers.audit.search import search_wrong_outputs
 from perilune.verifiers.confinement import ScorerLimits
 from perilune.verifiers.scorer import Scorer
 
-SEARCHED_TASKS = 3
-FEW_TASKS = 2
+MAX_SEARCHED_TASKS = 3
+SLOW_PROBE_TASKS = 2
 POOL_FACTOR = 4  # tasks whose gold answers the audit collects, for each that it probes
-LONGEST_IN_POOL = 100  # characters
-FORM_TASKS = 4  # tasks used to find the form of an answer
-ITEM_SECONDS = 3.0
-MOST_A_TASK = 2000  # scorings per task, each output three times, without the search
+MAX_POOL_ANSWER_CHARS = 100  # characters
+FORM_SEARCH_TASKS = 4  # tasks used to find the form of an answer
+ITEM_TIMEOUT_S = 3.0
+MAX_SCORINGS_PER_TASK = 2000  # scorings per task, each output three times, without the search
 SEARCH = Probe("search", "unknown", False, lambda case, generator: ())
 SEARCH_FROM_GOLD = replace(SEARCH, uses_gold=True)
 
@@ -72,8 +72,10 @@ class _Bench:
         return self.scorer.score([(case.task, transcript) for case, transcript in items])
 
     def is_right(self, case: Case, answer: str) -> bool | None:
-        """Whether an answer is right, by the second opinion, else as far as the gold answer implies it."""
-        return implied(case.gold, answer) if self._has_no_opinion else self._second_opinion(case, answer)
+        """Judge an answer by the second opinion, or by the gold answer if there is none; None if unknown."""
+        return (
+            judge_by_gold(case.gold, answer) if self._has_no_opinion else self._second_opinion(case, answer)
+        )
 
     def is_output_right(self, output: Output) -> bool | None:
         """Return whether an output of a probe is right; None if unknown."""
@@ -115,16 +117,16 @@ def audit_reward(
         WorkFailedError: if the scorer's process cannot start.
     """
     environment = make_environment(section)
-    cases = _cases(environment, tasks, seed)
+    cases = _draw_cases(environment, tasks, seed)
     opinion: Opinion = getattr(environment, "is_right", lambda task, transcript: None)
-    with Scorer(section, _limits(environment, section), rescores=False) as scorer:
+    with Scorer(section, _scorer_limits(environment, section), rescores=False) as scorer:
         bench = _Bench(cases, opinion, scorer, seed)
         golds = _score_golds(bench)
         on_progress(f"{len(PROBES)} probes on {len(cases)} tasks")
-        scored = _score_probes(bench, {one.output.case.task.task_id: one.full for one in golds})
+        scored = _score_probes(bench, {gold.output.case.task.task_id: gold.full for gold in golds})
         findings = Findings()
         check_gold(golds, findings)
-        unjudged = check_each(scored, findings)
+        unjudged = check_outputs(scored, findings)
         check_across_tasks(scored, findings)
         check_lists(scored, findings)
         on_progress("the same outputs again, in another order")
@@ -134,7 +136,7 @@ def audit_reward(
         if search_budget:
             on_progress("searching for a rewarded wrong output")
             searched = _search(golds, bench, findings, search_budget)
-        shrunk = [_shrunk(finding, bench) for finding in findings.sorted()]
+        shrunk_findings = [_shrink_markers(finding, bench) for finding in findings.sorted()]
     return Audit(
         environment=dict(section),
         seed=seed,
@@ -144,43 +146,47 @@ def audit_reward(
         searched=searched,
         without_gold=sum(case.gold is None for case in cases),
         form=bench.cases[0].form.wrap("…"),
-        findings=shrunk,
+        findings=shrunk_findings,
     )
 
 
-def replay(audit: Audit) -> Iterator[tuple[Finding, float | str]]:
+def replay_examples(audit: Audit) -> Iterator[tuple[Finding, float | str]]:
     """Score the example of each finding again. Yields the finding with its new reward or failure reason.
 
     Raises:
         RequestError: if the audit's environment cannot be built.
         WorkFailedError: if the scorer's process cannot start.
     """
-    limits = _limits(make_environment(audit.environment, checked=False), audit.environment)
+    limits = _scorer_limits(make_environment(audit.environment, checked=False), audit.environment)
     with Scorer(audit.environment, limits, rescores=False) as scorer:
         for finding in audit.findings:
             (outcome,) = scorer.score([(finding.example.task, finding.example.transcript)])
-            yield finding, verdict(outcome)
+            yield finding, reward_or_reason(outcome)
 
 
-def _limits(environment: Environment, section: Mapping[str, Any]) -> ScorerLimits:
-    """Less time than in training for a scorer that computes; as much for one that waits for others."""
+def _scorer_limits(environment: Environment, section: Mapping[str, Any]) -> ScorerLimits:
+    """Limit a scorer that computes to less time than in training, and one that waits to the same."""
     waits = not getattr(environment, "confined", True)
-    return ScorerLimits(item_seconds=episode_settings(section).seconds if waits else ITEM_SECONDS)
+    return ScorerLimits(item_seconds=episode_settings(section).seconds if waits else ITEM_TIMEOUT_S)
 
 
-def _cases(environment: Environment, count: int, seed: int) -> list[Case]:
+def _draw_cases(environment: Environment, count: int, seed: int) -> list[Case]:
     drawn = list(itertools.islice(environment.tasks("train", seed), POOL_FACTOR * count))
     tasks = drawn[:count]
     if not tasks:
         raise RequestError("the environment has no tasks to audit", where=environment.id)
     gold_of: Callable[[Task], Transcript | None] = getattr(environment, "gold", lambda task: None)
     golds = [gold_of(task) for task in drawn]
-    asked: tuple[str, str] | None = getattr(environment, "form", None)  # of the prompting section
-    form = Form(*asked, True) if asked else stated_form([gold.text for gold in golds if gold is not None])
+    form_parts: tuple[str, str] | None = getattr(environment, "form", None)  # of the prompting section
+    form = (
+        Form(*form_parts, True)
+        if form_parts
+        else find_stated_form([gold.text for gold in golds if gold is not None])
+    )
     texts = [None if gold is None else form.unwrap(gold.text) for gold in golds]
-    leaks = leaking_patterns([*map(prompt_of, drawn)], texts)
+    leaks = find_leaking_patterns([*map(prompt_text, drawn)], texts)
     cases = []
-    frequency = Counter(text for text in texts if text is not None and len(text) <= LONGEST_IN_POOL)
+    frequency = Counter(text for text in texts if text is not None and len(text) <= MAX_POOL_ANSWER_CHARS)
     for task, gold, text in zip(tasks, golds, texts, strict=False):
         others = dict.fromkeys(other for other in texts[:count] if other is not None and other != text)
         pool = tuple(answer for answer, _ in (frequency - Counter([text or ""])).most_common())
@@ -190,13 +196,13 @@ def _cases(environment: Environment, count: int, seed: int) -> list[Case]:
 
 def _score_golds(bench: _Bench) -> list[Scored]:
     """Score the gold answers in the form with the highest reward, and set that form in `bench.cases`."""
-    known = [case for case in bench.cases if case.gold is not None]
-    golds = _score_gold(known, bench)
-    if not _are_rewarded(golds) and known and known[0].form.is_bare:
-        some = known[:FORM_TASKS]
-        forms = [*shown_forms(some[0].prompt), *FORMS]
+    cases = [case for case in bench.cases if case.gold is not None]
+    golds = _score_gold(cases, bench)
+    if not _are_mostly_rewarded(golds) and cases and cases[0].form.is_bare:
+        probed = cases[:FORM_SEARCH_TASKS]
+        forms = [*find_shown_forms(probed[0].prompt), *FORMS]
         rewards = [
-            _mean_reward(_score_gold([replace(case, form=form) for case in some], bench)) for form in forms
+            _mean_reward(_score_gold([replace(case, form=form) for case in probed], bench)) for form in forms
         ]
         best = max(rewards)
         if best > 0:
@@ -211,14 +217,14 @@ def _score_gold(cases: Sequence[Case], bench: _Bench) -> list[Scored]:
     for case in cases:
         gold = case.gold or ""
         outputs.append(Output(case, GOLD, ("gold", 0, True), gold, case.transcript(case.form.wrap(gold))))
-    outcomes = bench.score_all([(one.case, one.transcript) for one in outputs])
+    outcomes = bench.score_all([(output.case, output.transcript) for output in outputs])
     return [
         Scored(output, True, outcome, (outcome.reward if isinstance(outcome, Score) else 0.0) or 1.0)
         for output, outcome in zip(outputs, outcomes, strict=True)
     ]
 
 
-def _are_rewarded(golds: Sequence[Scored]) -> bool:
+def _are_mostly_rewarded(golds: Sequence[Scored]) -> bool:
     return 2 * sum(isinstance(one.outcome, Score) and one.outcome.reward > 0 for one in golds) >= len(golds)
 
 
@@ -232,10 +238,10 @@ def _score_probes(bench: _Bench, full: Mapping[str, float]) -> list[Scored]:
         output
         for index, case in enumerate(bench.cases)
         for probe in PROBES
-        if index < FEW_TASKS or not probe.is_slow
+        if index < SLOW_PROBE_TASKS or not probe.is_slow
         for output in probe.outputs(case, random.Random(f"{bench.seed}/{index}/{probe.name}"))
     ]
-    outcomes = bench.score_all([(one.case, one.transcript) for one in outputs])
+    outcomes = bench.score_all([(output.case, output.transcript) for output in outputs])
     return [
         Scored(output, bench.is_output_right(output), outcome, full.get(output.case.task.task_id, 1.0))
         for output, outcome in zip(outputs, outcomes, strict=True)
@@ -244,9 +250,9 @@ def _score_probes(bench: _Bench, full: Mapping[str, float]) -> list[Scored]:
 
 def _search(golds: Sequence[Scored], bench: _Bench, findings: Findings, budget: int) -> int:
     """Search on a few tasks whose wrong answers can be recognized. Returns the number of outputs tried."""
-    full = {one.output.case.task.task_id: one.full for one in golds}
+    full = {wrong.output.case.task.task_id: wrong.full for wrong in golds}
     searched = 0
-    for index, case in enumerate(bench.cases[:SEARCHED_TASKS]):
+    for index, case in enumerate(bench.cases[:MAX_SEARCHED_TASKS]):
         if bench.is_right(case, "") is None:
             continue
         reward = full.get(case.task.task_id, 1.0)
@@ -254,7 +260,7 @@ def _search(golds: Sequence[Scored], bench: _Bench, findings: Findings, budget: 
         def score(answers: Sequence[str], case: Case = case) -> list[Outcome]:
             return bench.score(case, [case.transcript(case.form.wrap(answer)) for answer in answers])
 
-        results, tried = search(
+        results, tried = search_wrong_outputs(
             case,
             score,
             partial(bench.is_right, case),
@@ -263,22 +269,22 @@ def _search(golds: Sequence[Scored], bench: _Bench, findings: Findings, budget: 
             generator=random.Random(f"{bench.seed}/search/{index}"),
         )
         searched += tried
-        for one in results:
-            probe = SEARCH_FROM_GOLD if one.uses_gold else SEARCH
-            transcript = case.transcript(case.form.wrap(one.text))
-            output = Output(case, probe, ("search", 0, True), one.text, transcript)
-            add_rewarded_wrong(Scored(output, False, Score(one.reward), reward), findings)
+        for wrong in results:
+            probe = SEARCH_FROM_GOLD if wrong.uses_gold else SEARCH
+            transcript = case.transcript(case.form.wrap(wrong.text))
+            output = Output(case, probe, ("search", 0, True), wrong.text, transcript)
+            add_rewarded_wrong(Scored(output, False, Score(wrong.reward), reward), findings)
     return searched
 
 
-def _shrunk(finding: Finding, bench: _Bench) -> Finding:
-    """For a finding about a chunk of markers: the smallest part of the chunk with the same reward."""
+def _shrink_markers(finding: Finding, bench: _Bench) -> Finding:
+    """Shrink the example of a finding about markers to the smallest part with the same reward."""
     example = finding.example
     if finding.probe != "markers" or not isinstance(example.verdict, float):
         return finding
     case = next(case for case in bench.cases if case.task == example.task)
     text = example.transcript.text
-    while parts := halves(text):
+    while parts := split_in_half(text):
         outcomes = bench.score(case, [case.transcript(part) for part in parts])
         rewarded = [
             part

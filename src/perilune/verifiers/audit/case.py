@@ -10,13 +10,13 @@ from typing import Literal
 from perilune.environments.core.protocol import Task, Transcript
 from perilune.verifiers.audit.forms import BARE, Form
 
-Kind = Literal["right", "equivalent", "wrong", "unknown", "enumerated", "listed", "filled", "copied"]
+OutputKind = Literal["right", "equivalent", "wrong", "unknown", "enumerated", "listed", "filled", "copied"]
 """The outputs of a probe are: the gold answer; the gold answer in another form; wrong for every task; wrong
 unless a second opinion disagrees; all answers of a closed set at once; the gold answer among wrong ones; the
 gold answer after filler; copied from the prompt."""
 
 
-def prompt_of(task: Task) -> str:
+def prompt_text(task: Task) -> str:
     """Return the text of all opening messages."""
     return "\n".join(message["content"] for message in task.prompt)
 
@@ -39,7 +39,7 @@ class Case:
     task: Task
     gold: str | None
     others: tuple[str, ...]
-    before: Transcript
+    gold_transcript: Transcript
     form: Form = BARE
     pool: tuple[str, ...] = ()
     leaks: tuple[str, ...] = ()
@@ -47,11 +47,11 @@ class Case:
     @property
     def prompt(self) -> str:
         """The text of all opening messages."""
-        return prompt_of(self.task)
+        return prompt_text(self.task)
 
     def transcript(self, text: str, finished: bool = True) -> Transcript:
         """Return the gold transcript with `text` as its last action."""
-        return replace(self.before, text=text, finished=finished)
+        return replace(self.gold_transcript, text=text, finished=finished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Probe:
     """
 
     name: str
-    kind: Kind
+    kind: OutputKind
     uses_gold: bool
     write: Callable[[Case, random.Random], Iterable[str]]
     is_slow: bool = False

@@ -10,7 +10,7 @@ from perilune.environments.core.protocol import Task, Transcript
 
 Grade = Literal["A", "B", "C", "D", "F"]
 
-MEANING: Mapping[Grade, str] = {
+GRADE_MEANINGS: Mapping[Grade, str] = {
     "A": "no wrong output got a reward",
     "B": "small reward without the answer, partial reward for nearly right answers, or another form refused",
     "C": "partial reward without the answer, more reward for filler, or failure on a wrong output",

@@ -57,26 +57,26 @@ FORMS: Sequence[Form] = (
     Form('{"answer": ', "}"),
     Form("```\n", "\n```"),
 )
-_ENDS_A_FORM = re.compile(r".*[>{:#$]\s*", re.DOTALL)
+_FORM_START = re.compile(r".*[>{:#$]\s*", re.DOTALL)
 
 
-def stated_form(golds: Sequence[str]) -> Form:
-    """The common prefix and suffix of all gold answers, if the prefix ends like a tag, a box or a label."""
+def find_stated_form(golds: Sequence[str]) -> Form:
+    """Return the common prefix and suffix of gold answers, if the prefix ends like a tag, box or label."""
     if len(set(golds)) < 2:
         return BARE
-    opening = _ENDS_A_FORM.match(_common_start(golds))
+    opening = _FORM_START.match(_common_prefix(golds))
     before = opening[0] if opening else ""
-    after = _common_start([gold[len(before) :][::-1] for gold in golds])[::-1]
+    after = _common_prefix([gold[len(before) :][::-1] for gold in golds])[::-1]
     after = re.sub(r"^[^<}$]*", "", after)
     return Form(before, after, stated=True) if before else BARE
 
 
-def _common_start(texts: Sequence[str]) -> str:
+def _common_prefix(texts: Sequence[str]) -> str:
     same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
     return "".join(letters[0] for letters in same)
 
 
-def shown_forms(prompt: str) -> list[Form]:
+def find_shown_forms(prompt: str) -> list[Form]:
     """Return the forms that a prompt shows: its tags in order, with the answer in the last one."""
     names = list(dict.fromkeys(re.findall(r"<([A-Za-z_][\w-]{0,30})>", prompt)))
     forms = []

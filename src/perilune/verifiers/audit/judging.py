@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from perilune.environments.core.protocol import Failure, Outcome, Score
 from perilune.verifiers.audit.case import Output
 from perilune.verifiers.audit.findings import Example, Finding, Grade
-from perilune.verifiers.audit.from_gold import place_in_list
+from perilune.verifiers.audit.from_gold import position_in_list
 from perilune.verifiers.audit.known import is_plain
-from perilune.verifiers.audit.search import ENOUGH
+from perilune.verifiers.audit.search import FULL_SHARE
 
-SMALL = 0.1  # share of the full reward up to which a reward is small
-NEARLY = 0.9  # share from which a reward counts as full, for outputs that were made without the gold answer
-_REMARKS: dict[str, tuple[Grade, str]] = {
+SMALL_SHARE = 0.1  # share of the full reward up to which a reward is small
+FULL_SHARE_WITHOUT_GOLD = 0.9  # share that counts as full for outputs made without the gold answer
+_PROBE_REMARKS: dict[str, tuple[Grade, str]] = {
     "lookalike gold": ("B", "full reward for a right answer in lookalike characters"),
     "gold in another script": ("C", "full reward for a right answer in another script"),
     "all answers": ("F", "full reward for naming the answers of all other tasks"),
@@ -43,7 +43,7 @@ class Scored:
 
     @property
     def example(self) -> Example:
-        return Example(self.output.case.task, self.output.transcript, verdict(self.outcome))
+        return Example(self.output.case.task, self.output.transcript, reward_or_reason(self.outcome))
 
 
 @dataclass(slots=True)
@@ -68,68 +68,72 @@ class Findings:
 
 
 def check_gold(golds: Sequence[Scored], findings: Findings) -> None:
-    """Right answers must get a reward."""
-    for one in golds:
-        if isinstance(one.outcome, Failure):
-            findings.add("gold", "F", "the scorer fails on a right answer", one.example)
-        elif one.outcome.reward <= 0:
-            findings.add("gold", "F", "no reward for a right answer", one.example)
+    """Check that right answers get a reward."""
+    for gold in golds:
+        if isinstance(gold.outcome, Failure):
+            findings.add("gold", "F", "the scorer fails on a right answer", gold.example)
+        elif gold.outcome.reward <= 0:
+            findings.add("gold", "F", "no reward for a right answer", gold.example)
 
 
-def check_each(scored: Iterable[Scored], findings: Findings) -> int:
+def check_outputs(scored: Iterable[Scored], findings: Findings) -> int:
     """Check single outputs. Returns the number of rewarded outputs that may be right or wrong."""
     unexplained = 0
-    for one in scored:
-        name, kind = one.output.probe.name, one.output.probe.kind
+    for result in scored:
+        name, kind = result.output.probe.name, result.output.probe.kind
         if kind == "equivalent":
-            if isinstance(one.outcome, Score) and one.share < ENOUGH:
-                findings.add(name, "B", "no reward for a right answer in another form", one.example)
+            if isinstance(result.outcome, Score) and result.share < FULL_SHARE:
+                findings.add(name, "B", "no reward for a right answer in another form", result.example)
         elif kind == "filled":
-            if one.share > 1 + SMALL:
-                findings.add(name, "C", "extra words around a right answer raise its reward", one.example)
-        elif isinstance(one.outcome, Failure):
-            if one.is_right is not True:
-                findings.add(name, "C", "the scorer fails on a wrong output", one.example)
-        elif kind == "copied" and one.share >= NEARLY:
+            if result.share > 1 + SMALL_SHARE:
+                findings.add(name, "C", "extra words around a right answer raise its reward", result.example)
+        elif isinstance(result.outcome, Failure):
+            if result.is_right is not True:
+                findings.add(name, "C", "the scorer fails on a wrong output", result.example)
+        elif kind == "copied" and result.share >= FULL_SHARE_WITHOUT_GOLD:
             findings.add(
-                name, "F", "the right answer can be copied from every prompt by one rule", one.example
+                name, "F", "the right answer can be copied from every prompt by one rule", result.example
             )
-        elif kind != "listed" and one.outcome.reward > 0:
-            if one.is_right is False:
-                add_rewarded_wrong(one, findings)
-            unexplained += one.is_right is None
+        elif kind != "listed" and result.outcome.reward > 0:
+            if result.is_right is False:
+                add_rewarded_wrong(result, findings)
+            unexplained += result.is_right is None
     return unexplained
 
 
-def add_rewarded_wrong(one: Scored, findings: Findings) -> None:
+def add_rewarded_wrong(result: Scored, findings: Findings) -> None:
     """Record that a wrong output got a reward."""
-    probe = one.output.probe
-    gold = one.output.case.gold
-    full = ENOUGH if probe.uses_gold and not is_plain(gold or "") else NEARLY
-    if probe.name in _REMARKS and one.share >= ENOUGH:
-        grade, what = _REMARKS[probe.name]
-    elif one.share >= full:
+    probe = result.output.probe
+    gold = result.output.case.gold
+    full = FULL_SHARE if probe.uses_gold and not is_plain(gold or "") else FULL_SHARE_WITHOUT_GOLD
+    if probe.name in _PROBE_REMARKS and result.share >= FULL_SHARE:
+        grade, what = _PROBE_REMARKS[probe.name]
+    elif result.share >= full:
         grade, what = ("D" if probe.uses_gold else "F"), "full reward for a wrong output"
     elif probe.uses_gold:
         grade, what = "B", "partial reward for a nearly right output"
-    elif one.share > SMALL:
+    elif result.share > SMALL_SHARE:
         grade, what = "C", "partial reward for a wrong output"
     else:
         grade, what = "B", "small reward for a wrong output"
-    findings.add(probe.name, grade, what, one.example)
+    findings.add(probe.name, grade, what, result.example)
 
 
 def check_across_tasks(scored: Sequence[Scored], findings: Findings) -> None:
-    """If nobody knows whether outputs are right: one rule that is rewarded on most tasks must be wrong."""
-    for same in _grouped(scored, lambda one: one.output.rule if one.is_right is None else None):
+    """Report rules that are rewarded on most tasks, for outputs that cannot be judged alone."""
+    for same in _group_by(scored, lambda result: result.output.rule if result.is_right is None else None):
         probe = same[0].output.probe
         if probe.kind not in ("unknown", "enumerated") or len(same) < 2:
             continue
-        full = [one for one in same if one.share >= (ENOUGH if probe.uses_gold else NEARLY)]
-        part = [one for one in same if one.share > SMALL]
-        if probe.uses_gold and probe.name in _REMARKS:
+        full = [
+            result
+            for result in same
+            if result.share >= (FULL_SHARE if probe.uses_gold else FULL_SHARE_WITHOUT_GOLD)
+        ]
+        partial = [result for result in same if result.share > SMALL_SHARE]
+        if probe.uses_gold and probe.name in _PROBE_REMARKS:
             if len(full) == len(same):
-                _add_all(full, *_REMARKS[probe.name], findings)
+                _add_all(full, *_PROBE_REMARKS[probe.name], findings)
         elif probe.uses_gold:
             if len(full) == len(same) > 2 and not probe.reorders:
                 _add_all(
@@ -137,20 +141,20 @@ def check_across_tasks(scored: Sequence[Scored], findings: Findings) -> None:
                 )
         elif 2 * len(full) >= len(same) and len(full) > 1:
             _add_all(full, "F", "full reward for answers by one rule on most tasks", findings)
-        elif 2 * len(part) >= len(same) and len(part) > 1:
-            _add_all(part, "C", "partial reward for answers by one rule on most tasks", findings)
+        elif 2 * len(partial) >= len(same) and len(partial) > 1:
+            _add_all(partial, "C", "partial reward for answers by one rule on most tasks", findings)
 
 
 def check_lists(scored: Sequence[Scored], findings: Findings) -> None:
-    """A right answer among wrong ones must not get a reward at every position.
+    """Check that a right answer among wrong ones does not get a reward at every position.
 
     A scorer that takes the first or last answer in a form, such as the last box, is sound. One that takes the
     first or last word or number of a text guesses.
     """
-    listed = [one for one in scored if one.output.probe.kind == "listed" and one.share >= ENOUGH]
-    for same in _grouped(listed, lambda one: (one.output.probe.name, one.output.case.task.task_id)):
+    listed = [item for item in scored if item.output.probe.kind == "listed" and item.share >= FULL_SHARE]
+    for same in _group_by(listed, lambda item: (item.output.probe.name, item.output.case.task.task_id)):
         probe, case = same[0].output.probe, same[0].output.case
-        if len({place_in_list(one.output) for one in same}) > 1:
+        if len({position_in_list(item.output) for item in same}) > 1:
             _add_all(
                 same, "D", "full reward for a right answer at several positions among wrong ones", findings
             )
@@ -158,21 +162,21 @@ def check_lists(scored: Sequence[Scored], findings: Findings) -> None:
             _add_all(same, "C", "the scorer picks a right answer by its position among wrong ones", findings)
 
 
-def _grouped(scored: Iterable[Scored], key: Callable[[Scored], object]) -> Iterable[list[Scored]]:
+def _group_by(scored: Iterable[Scored], key: Callable[[Scored], object]) -> Iterable[list[Scored]]:
     groups: dict[object, list[Scored]] = {}
-    for one in scored:
-        name = key(one)
+    for result in scored:
+        name = key(result)
         if name is not None:
-            groups.setdefault(name, []).append(one)
+            groups.setdefault(name, []).append(result)
     return groups.values()
 
 
 def _add_all(scored: Iterable[Scored], grade: Grade, what: str, findings: Findings) -> None:
-    for one in scored:
-        findings.add(one.output.probe.name, grade, what, one.example)
+    for result in scored:
+        findings.add(result.output.probe.name, grade, what, result.example)
 
 
-def verdict(outcome: Outcome) -> float | str:
+def reward_or_reason(outcome: Outcome) -> float | str:
     """Return the reward, or the reason of the failure."""
     return outcome.reward if isinstance(outcome, Score) else outcome.reason
 

@@ -1,4 +1,4 @@
-"""What a gold answer implies about other outputs.
+"""Judges outputs by the gold answer alone.
 
 If the gold answer is one number or one word, every other number or word is wrong. An expression, a list or a
 sentence implies nothing, because several may be right.
@@ -23,7 +23,7 @@ def is_number(gold: str) -> bool:
     return _NUMBER.fullmatch(gold.strip()) is not None
 
 
-def implied(gold: str | None, text: str) -> bool | None:
+def judge_by_gold(gold: str | None, text: str) -> bool | None:
     """Return whether an output is right, as far as the gold answer implies it; None if unknown."""
     if gold is None:
         return None

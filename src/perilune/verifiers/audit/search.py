@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from perilune.environments.core.protocol import Outcome, Score
 from perilune.verifiers.audit.case import Case
 
-GENERATION = 24  # outputs scored together
-PARENTS = 8
-LONGEST = 400  # characters; keeps the search from growing its outputs
-ENOUGH = 0.999  # share of the gold output's reward that counts as full
+GENERATION_SIZE = 24  # outputs scored together
+PARENT_COUNT = 8
+MAX_CHARS = 400  # characters; keeps the search from growing its outputs
+FULL_SHARE = 0.999  # share of the gold output's reward that counts as full
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class WrongOutput:
     uses_gold: bool
 
 
-def search(
+def search_wrong_outputs(
     case: Case,
     score: Callable[[Sequence[str]], Sequence[Outcome]],
     is_right: Callable[[str], bool | None],
@@ -50,9 +50,9 @@ def search(
     seen = {output.text for output in pool}
     best: dict[bool, WrongOutput] = {}
     scored = 0
-    while scored < budget and not _enough(best, full, case):
-        children = [_child(pool, letters, generator) for _ in range(GENERATION)]
-        fresh = [child for child in children if child.text not in seen and len(child.text) <= LONGEST]
+    while scored < budget and not _is_finished(best, full, case):
+        children = [_mutate(pool, letters, generator) for _ in range(GENERATION_SIZE)]
+        fresh = [child for child in children if child.text not in seen and len(child.text) <= MAX_CHARS]
         seen.update(child.text for child in fresh)
         scored += len(children)
         for child, outcome in zip(fresh, score([child.text for child in fresh]), strict=True):
@@ -62,37 +62,37 @@ def search(
             pool.append(output)
             if output.reward > max(0.0, best[output.uses_gold].reward if output.uses_gold in best else 0.0):
                 best[output.uses_gold] = output
-        pool = _survivors(pool, generator)
+        pool = _select_survivors(pool, generator)
     return [best[uses_gold] for uses_gold in sorted(best)], scored
 
 
-def _enough(best: dict[bool, WrongOutput], full: float, case: Case) -> bool:
+def _is_finished(best: dict[bool, WrongOutput], full: float, case: Case) -> bool:
     origins = (False,) if case.gold is None else (False, True)
-    return all(origin in best and best[origin].reward >= ENOUGH * full for origin in origins)
+    return all(origin in best and best[origin].reward >= FULL_SHARE * full for origin in origins)
 
 
-def _survivors(pool: list[WrongOutput], generator: random.Random) -> list[WrongOutput]:
+def _select_survivors(pool: list[WrongOutput], generator: random.Random) -> list[WrongOutput]:
     """Return the best of both origins, shorter ones first, and some random others for diversity."""
     ranked = sorted(pool, key=lambda output: (-output.reward, len(output.text)))
     by_origin = [[output for output in ranked if output.uses_gold is origin] for origin in (False, True)]
-    kept = by_origin[0][:PARENTS] + by_origin[1][:PARENTS]
+    kept = by_origin[0][:PARENT_COUNT] + by_origin[1][:PARENT_COUNT]
     others = [output for output in pool if output not in kept]
-    return kept + generator.sample(others, min(PARENTS, len(others)))
+    return kept + generator.sample(others, min(PARENT_COUNT, len(others)))
 
 
-def _child(pool: Sequence[WrongOutput], letters: Sequence[str], generator: random.Random) -> WrongOutput:
+def _mutate(pool: Sequence[WrongOutput], letters: Sequence[str], generator: random.Random) -> WrongOutput:
     """Return a mutation of one output of the pool."""
     parent = generator.choice(pool)
     text, uses_gold = parent.text, parent.uses_gold
     for _ in range(generator.choice((1, 1, 2))):
-        place, end = sorted((generator.randint(0, len(text)), generator.randint(0, len(text))))
+        start, end = sorted((generator.randint(0, len(text)), generator.randint(0, len(text))))
         match generator.randrange(7):
             case 0:
-                text = text[:place] + generator.choice(letters) + text[place:]
+                text = text[:start] + generator.choice(letters) + text[start:]
             case 1:
-                text = text[:place] + text[end:]
+                text = text[:start] + text[end:]
             case 2:
-                text = text[:end] + text[place:end] + text[end:]
+                text = text[:end] + text[start:end] + text[end:]
             case 3:
                 mate = generator.choice(pool)
                 text += generator.choice(("", " ", "\n", ",")) + mate.text
@@ -103,5 +103,5 @@ def _child(pool: Sequence[WrongOutput], letters: Sequence[str], generator: rando
             case 5:
                 text = text * generator.randint(2, 5)
             case _:
-                text = text[:place] + generator.choice(letters) + text[place + 1 :]
+                text = text[:start] + generator.choice(letters) + text[start + 1 :]
     return WrongOutput(text, 0.0, uses_gold)

@@ -49,7 +49,7 @@ class ConstraintKind:
     is_satisfied: Callable[[str, Params], bool]
 
 
-def split_words(text: str) -> list[str]:
+def to_words(text: str) -> list[str]:
     """Return the words of a text in lower case."""
     return [word.lower() for word in _WORD.findall(text)]
 
@@ -66,12 +66,12 @@ def is_sound(text: str, request: str, topic_word: str, max_words: int) -> bool:
     Such a text mentions the topic and has at most `max_words` words. It is no echo of the request, no
     repetition and no list of numbers, contains no invisible characters, and mixes no alphabets in a word.
     """
-    words = split_words(text)
+    words = to_words(text)
     lettered = [word for word in words if any(map(str.isalpha, word))]
     return (
         any(word.startswith(topic_word) for word in words)
         and len(words) <= max_words
-        and len(set(lettered) - set(split_words(request))) >= MIN_NEW_WORDS
+        and len(set(lettered) - set(to_words(request))) >= MIN_NEW_WORDS
         and len(set(words)) >= MIN_DISTINCT_SHARE * len(words)
         and len(lettered) >= MIN_LETTERED_SHARE * len(words)
         and all(len(_alphabets(word)) == 1 for word in lettered)
@@ -99,9 +99,7 @@ def _without_layout(text: str) -> str:
 
 def _is_bullets(text: str, params: Params) -> bool:
     lines = [line for line in text.strip().split("\n") if line.strip()]
-    return len(lines) == params["count"] and all(
-        re.match(r"- \S", line) and split_words(line) for line in lines
-    )
+    return len(lines) == params["count"] and all(re.match(r"- \S", line) and to_words(line) for line in lines)
 
 
 def _is_json(text: str, params: Params) -> bool:
@@ -112,23 +110,23 @@ def _is_json(text: str, params: Params) -> bool:
     if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
         return False
     return sorted(key for key, _ in pairs) == ["text", "title"] and all(
-        isinstance(value, str) and split_words(value) for _, value in pairs
+        isinstance(value, str) and to_words(value) for _, value in pairs
     )
 
 
 def _has_title(text: str, params: Params) -> bool:
     first, _, rest = text.strip().partition("\n")
     title = re.fullmatch(r"<<([^<>]+)>>\s*", first)
-    return title is not None and bool(split_words(title[1])) and bool(split_words(rest))
+    return title is not None and bool(to_words(title[1])) and bool(to_words(rest))
 
 
 def _has_paragraphs(text: str, params: Params) -> bool:
     parts = re.split(r"\n[ \t]*\n", text.strip())
-    return len(parts) == params["count"] and all(map(split_words, parts))
+    return len(parts) == params["count"] and all(map(to_words, parts))
 
 
 def _is_language(text: str, params: Params) -> bool:
-    words, language = split_words(text), params["language"]
+    words, language = to_words(text), params["language"]
     if language == "Russian":
         letters = [letter for letter in text if letter.isalpha()]
         return sum("\u0400" <= letter <= "\u04ff" for letter in letters) >= 0.9 * len(letters) > 0
@@ -169,14 +167,14 @@ KINDS: Mapping[str, ConstraintKind] = {
             "length",
             "Use at least {count} words.",
             _draw_from("count", (15, 20, 25, 30)),
-            lambda text, p: len(split_words(text)) >= p["count"],
+            lambda text, p: len(to_words(text)) >= p["count"],
         ),
         (
             "max_words",
             "length",
             "Use fewer than {count} words.",
             _draw_from("count", (15, 20, 25)),
-            lambda text, p: len(split_words(text)) < p["count"],
+            lambda text, p: len(to_words(text)) < p["count"],
         ),
         (
             "sentences",
@@ -190,21 +188,21 @@ KINDS: Mapping[str, ConstraintKind] = {
             "words",
             'Use the words "{first}" and "{second}".',
             _two_keywords,
-            lambda text, p: {p["first"], p["second"]} <= set(split_words(text)),
+            lambda text, p: {p["first"], p["second"]} <= set(to_words(text)),
         ),
         (
             "forbidden",
             "words",
             'Do not use the word "{word}".',
             _draw_from("word", AVOIDED),
-            lambda text, p: p["word"] not in split_words(text),
+            lambda text, p: p["word"] not in to_words(text),
         ),
         (
             "frequency",
             "words",
             'Use the word "{word}" exactly {count} times.',
             lambda draw: {"word": draw.choice(KEYWORDS), "count": draw.randint(2, 4)},
-            lambda text, p: split_words(text).count(p["word"]) == p["count"],
+            lambda text, p: to_words(text).count(p["word"]) == p["count"],
         ),
         (
             "bullets",

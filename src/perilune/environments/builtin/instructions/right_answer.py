@@ -5,7 +5,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from perilune.environments.builtin.instructions.constraints import split_words
+from perilune.environments.builtin.instructions.constraints import to_words
 from perilune.environments.builtin.instructions.vocabulary import LANGUAGES, SENTENCES
 
 SHORT_ANSWER_WORDS = 15  # a shorter answer has only one sentence about the topic
@@ -19,7 +19,7 @@ def write_answer(topic: str, constraints: Mapping[str, Mapping[str, Any]], draw:
     pool = _topic_sentences(topic, constraints)
     draw.shuffle(pool)
     body = _choose_sentences(
-        pool, len(opening) + len(closing), split_words(" ".join((*opening, *closing))), constraints
+        pool, len(opening) + len(closing), to_words(" ".join((*opening, *closing))), constraints
     )
     text = _format_text([*opening, *body, *closing], topic, constraints)
     if "lowercase" in constraints:
@@ -43,9 +43,7 @@ def _topic_sentences(topic: str, constraints: Mapping[str, Mapping[str, Any]]) -
         language = constraints["language"]
         return [template.format(topic=language["word"]) for template in LANGUAGES[language["language"]]]
     forbidden = constraints.get("forbidden", {}).get("word")
-    return [
-        text for template in SENTENCES if forbidden not in split_words(text := template.format(topic=topic))
-    ]
+    return [text for template in SENTENCES if forbidden not in to_words(text := template.format(topic=topic))]
 
 
 def _choose_sentences(
@@ -59,9 +57,7 @@ def _choose_sentences(
     ):
         return sentences[:1]
     body = sentences[:2]
-    while len(split_words(" ".join(body))) + len(other_words) < constraints.get("min_words", {}).get(
-        "count", 0
-    ):
+    while len(to_words(" ".join(body))) + len(other_words) < constraints.get("min_words", {}).get("count", 0):
         if len(body) == len(sentences):
             break
         body = sentences[: len(body) + 1]

@@ -124,13 +124,13 @@ def _parse_compact(question: str) -> _ParsedQuestion:
 
 
 def _compute_answer(lines: Sequence[_Line], question: _ParsedQuestion) -> str | set[frozenset[str]]:
-    included = [
+    kept = [
         one for one in lines if question.user in (None, one.user) and _is_within(one.date, question.period)
     ]
 
     def count(label: str, user: str | None = None, month: str = "") -> int:
         return sum(
-            one.label == label and user in (None, one.user) and one.date.startswith(month) for one in included
+            one.label == label and user in (None, one.user) and one.date.startswith(month) for one in kept
         )
 
     match question.find:
@@ -143,9 +143,9 @@ def _compute_answer(lines: Sequence[_Line], question: _ParsedQuestion) -> str | 
             more, fewer = map(count, question.labels)
             return question.signs[0 if more > fewer else 1 if more < fewer else 2]
         case "user":
-            return _unique_maximum({one.user: count(question.labels[0], user=one.user) for one in included})
+            return _unique_maximum({one.user: count(question.labels[0], user=one.user) for one in kept})
         case "month":
-            months = {one.date[:7] for one in included}
+            months = {one.date[:7] for one in kept}
             return _unique_maximum({month: count(question.labels[0], month=month) for month in months})
     counts = {
         user: [count(label, user=user) for label in question.labels] for user in {one.user for one in lines}

@@ -14,22 +14,20 @@ def check_plan(trip: Trip, plan: Plan | None) -> dict[str, bool]:
     """
     if plan is None:
         return dict.fromkeys(TERMS, False)
-    stops = _find_stops(trip, plan)
+    stops = _stops(trip, plan)
     known = len(stops) == len(plan)
     return {"syntax": True, "known": known} | {name: check(trip, stops) for name, check in _CHECKS.items()}
 
 
 def total_interest(trip: Trip, plan: Plan) -> int:
     """Return the total interest of a plan's places; each place counts once."""
-    return sum(
-        place.interest for place in {place.name: place for _, place in _find_stops(trip, plan)}.values()
-    )
+    return sum(place.interest for place in {place.name: place for _, place in _stops(trip, plan)}.values())
 
 
 _Stops = list[tuple[Visit, Place]]
 
 
-def _find_stops(trip: Trip, plan: Plan) -> _Stops:
+def _stops(trip: Trip, plan: Plan) -> _Stops:
     """Return visits of known places, sorted by day; visits of one day keep their order."""
     stops = [(visit, place) for visit in plan if (place := trip.find_place(visit.name)) is not None]
     return sorted(stops, key=lambda stop: stop[0].day)

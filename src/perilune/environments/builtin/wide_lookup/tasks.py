@@ -34,12 +34,12 @@ def _draw_data(spec: WideLookupSpec, draw: random.Random) -> dict[str, Any]:
     keys = draw.sample(string.ascii_uppercase, draw.choice(spec.keys))
     values = {key: draw.choice(string.digits) for key in keys}
     return {
-        "shards": {key: _hide_entry(key + values[key], spec.letters, draw) for key in keys},
+        "shards": {key: _hide(key + values[key], spec.letters, draw) for key in keys},
         "values": values,
     }
 
 
-def _hide_entry(entry: str, letters: int, draw: random.Random) -> str:
+def _hide(entry: str, letters: int, draw: random.Random) -> str:
     text = "".join(draw.choices(string.ascii_lowercase, k=letters))
     place = draw.randint(0, letters)
     return text[:place] + entry + text[place:]

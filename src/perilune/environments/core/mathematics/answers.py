@@ -46,19 +46,19 @@ def parse_answer(tokens: Tokens) -> Answer:
     if len(tokens) > 2 and tokens[1].text == r"\in":
         tokens = tokens[2:]
     if any(token.text in _SIGNS[0] for token in tokens):
-        return _make_items(
+        return _group(
             "set", [[Token(kind, signs.get(text, text)) for kind, text in tokens] for signs in _SIGNS]
         )
     parts, _ = _split_tokens(tokens, _SEPARATORS)
     if len(parts) > 1:
-        return _make_items("set", parts)
+        return _group("set", parts)
     parts, relations = _split_tokens(tokens, _RELATIONS)
     if relations:
         return _parse_relation(parts, relations)
     return _parse_bracketed(tokens) or _parse_quantity(tokens)
 
 
-def _make_items(kind: str, parts: Collection[Tokens]) -> Answer:
+def _group(kind: str, parts: Collection[Tokens]) -> Answer:
     return Answer(kind, tuple(map(parse_answer, parts)))
 
 
@@ -96,8 +96,8 @@ def _parse_relation(parts: Sequence[Tokens], relations: Sequence[str]) -> Answer
             parts, names, relations = [*parts, [_INFINITY]], [*names, ""], [*relations, "<"]
         if len(names) == 3 and _NAME.fullmatch(names[1]):
             brackets = ("(" if relations[0] == "<" else "[") + (")" if relations[1] == "<" else "]")
-            return _make_items(brackets, [parts[0], parts[2]])
-    return _make_items(" ".join(relations), parts)
+            return _group(brackets, [parts[0], parts[2]])
+    return _group(" ".join(relations), parts)
 
 
 def _parse_bracketed(tokens: Tokens) -> Answer | None:
@@ -105,9 +105,7 @@ def _parse_bracketed(tokens: Tokens) -> Answer | None:
     first, last = (tokens[0].text, tokens[-1].text) if tokens else ("", "")
     if first == r"\begin" and len(tokens) > 7 and tokens[2].text.endswith("matrix"):
         rows, _ = _split_tokens(tokens[4:-4], {r"\cr"})
-        return Answer(
-            "matrix", tuple(_make_items("row", _split_tokens(row, {"&"})[0]) for row in rows if row)
-        )
+        return Answer("matrix", tuple(_group("row", _split_tokens(row, {"&"})[0]) for row in rows if row))
     if (
         first not in _CLOSING
         or last not in _CLOSING.values()
@@ -116,8 +114,8 @@ def _parse_bracketed(tokens: Tokens) -> Answer | None:
         return None
     parts, separators = _split_tokens(tokens[1:-1], _SEPARATORS)
     if first == r"\{":
-        return _make_items("set", parts)
-    return _make_items(first + last, parts) if separators else None
+        return _group("set", parts)
+    return _group(first + last, parts) if separators else None
 
 
 def _parse_quantity(tokens: Tokens) -> Answer:

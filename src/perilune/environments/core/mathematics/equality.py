@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are equal."""
+"""Equality of two mathematical answers."""
 
 import cmath
 import contextlib

@@ -174,9 +174,7 @@ def find_variables(node: Node) -> frozenset[str]:
 
 
 def count_operations(node: Node) -> int:
-    """The operations that are left to work out. A sign, a mixed number, a reduced fraction and a power of ten
-    as in 1.2 * 10^5 are part of a number.
-    """
+    """Count the operations to work out. Signs, mixed numbers, reduced fractions and 1.2 * 10^5 are none."""
     first, *others = node.arguments or (node,)
     if _is_fraction(node):
         top, bottom = (_whole_number(argument) or 0 for argument in node.arguments)

@@ -50,7 +50,7 @@ class Token(NamedTuple):
 
 
 def tokenize(text: str) -> list[Token]:
-    """The tokens of an answer, without layout. A comma in brackets separates numbers, and never thousands."""
+    """Return the tokens of an answer, without layout. A comma in brackets never separates thousands."""
     text = text.translate(_SYMBOLS)
     for pattern, new in _REWRITES:
         text = pattern.sub(new, text)

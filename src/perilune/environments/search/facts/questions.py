@@ -8,7 +8,7 @@ from perilune.environments.search.facts.world import Style, World
 
 Kind = Literal["one", "two", "count", "join"]
 KINDS: tuple[Kind, ...] = ("one", "two", "count", "join")
-_RELATION_QUESTIONS = {
+_QUESTIONS = {
     "c": "In which city does {} have its seat?",
     "s": "What does {} make?",
     "h": "Who leads {}?",
@@ -22,8 +22,8 @@ class Question:
 
     Attributes:
         name: a company (one, two) or a city (count, join).
-        relation: what is asked about the company (one).
-        goods: what the counted companies make (join).
+        relation: the property of the company (one).
+        goods: the product of the counted companies (join).
     """
 
     kind: Kind
@@ -37,7 +37,7 @@ def draw_question(world: World, kind: Kind, draw: random.Random) -> Question:
     company = draw.choice(world.companies)
     match kind:
         case "one":
-            return Question(kind, company, draw.choice(list(_RELATION_QUESTIONS)))
+            return Question(kind, company, draw.choice(list(_QUESTIONS)))
         case "two":
             return Question(kind, company)
         case "count":
@@ -68,7 +68,7 @@ def write_question(question: Question, style: Style) -> str:
     name = question.name.title()
     match question.kind:
         case "one":
-            return _RELATION_QUESTIONS[question.relation].format(name) + _NAME_FORM
+            return _QUESTIONS[question.relation].format(name) + _NAME_FORM
         case "two":
             return f"In which city does the head of {name} live?{_NAME_FORM}"
         case "count":

@@ -1,7 +1,6 @@
 """A generated world of companies, their heads and cities, as documents with one fact each.
 
-What a company makes, where it is and who leads it stand in different documents. Former
-seats distract, and reprints repeat.
+Product, seat and head of a company are in different documents. Former seats distract, and reprints repeat.
 """
 
 import itertools
@@ -31,7 +30,7 @@ _SENTENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """What a document says.
+    """A fact, which one document states.
 
     Attributes:
         relation: c (seat in the city), s (sells), h (head), l (lives in), n (no longer in the city).

@@ -29,7 +29,7 @@ from perilune.tasks.rl.sampling import GroupSource
 from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.task_sampler import DrawnTask, TaskSampler
 from perilune.tasks.stage.player import Player
-from perilune.verifiers.scorer import fields
+from perilune.verifiers.scorer import slot_values
 from perilune.watchdog import Watchdog
 from perilune.weights.delta import BoundsComparison, ChangeFinder, CopyComparison
 
@@ -138,7 +138,7 @@ class AsynchronousSampler(GroupSource):
         self._learner.memory[MEMORY_KEY] = {
             "admitted": self._admitted,
             "waiting": {
-                str(number): (fields(task), probability)
+                str(number): (slot_values(task), probability)
                 for number, (task, probability) in self._waiting.items()
             },
             "recorded": {str(self._number(key)): samples for key, samples in recorded.items()},
@@ -182,7 +182,7 @@ class AsynchronousSampler(GroupSource):
         self._fleet.admit(
             {
                 "key": self._key(number),
-                "task": fields(self._waiting[number][0]),
+                "task": slot_values(self._waiting[number][0]),
                 "recorded": self._recorded.get(str(number)),
                 "version_runs": version_runs,
             }
