@@ -88,7 +88,7 @@ class OpenSpielEnvironment(MultiTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """Return names of the games with text, sorted."""
+        """Return the names of the games with text, sorted."""
         return tuple(sorted(kind.short_name for kind in load_pyspiel().registered_games() if _has_text(kind)))
 
     @staticmethod

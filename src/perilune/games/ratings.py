@@ -74,7 +74,7 @@ def compute_ratings(
 
 
 def expected_points(difference: float) -> float:
-    """Return expected points per game of a player rated `difference` above the other."""
+    """Return the expected points per game of a player rated `difference` above the other."""
     return 1 / (1 + 10 ** (-difference / 400))
 
 

@@ -86,14 +86,14 @@ def spread_over_tokens(
 
 
 def _find_protected_spans(text: bytes) -> list[tuple[int, int]]:
-    """Return spans without boundaries inside."""
+    """Return the code blocks and formulas, in which no boundary may lie."""
     return [match.span() for match in _PROTECTED_SPAN.finditer(text)]
 
 
 def _find_candidates(
     text: bytes, ends: NDArray[np.int64], logprobs: NDArray[np.float32], stop: int, settings: SegmentSettings
 ) -> list[int]:
-    """Return candidate boundaries, the best first or in order."""
+    """Return the candidate boundaries, the best first or in order."""
     if settings.cut == "length":
         return list(range(settings.least, stop, settings.least))
     if settings.cut == "surprise":

@@ -71,7 +71,7 @@ def classify_strategy(text: str) -> str:
 
 
 def arithmetic_metrics(prompt: str, text: str) -> dict[str, float]:
-    """Return metrics of a compact arithmetic output. They do not affect the reward.
+    """Return the metrics of a compact arithmetic output. They do not affect the reward.
 
     "strategy/NAME" is 1.0 for the recognized strategy. "trace_valid", present if there is working, is
     1.0 if every step is right.
@@ -98,7 +98,7 @@ def canonical_question(question: str) -> str:
 
 
 def arithmetic_difficulty(prompt: str) -> float | None:
-    """Return columns of the longest number times operations; for two summands, plus their carries."""
+    """Return the columns of the longest number times operations; for two summands, plus their carries."""
     expression = prompt.removesuffix("=")
     numbers = scratchpad.parse_terms(expression) or scratchpad.parse_factors(expression)
     if numbers is None:

@@ -23,7 +23,7 @@ Step = tuple[list[str], int]  # columns, and the value after them
 
 
 def parse_terms(expression: str) -> tuple[int, ...] | None:
-    """Return signed terms of a sum without parentheses: (5, -3, 2) for "5-3+2". None for any other text."""
+    """Return the signed terms of a plain sum: (5, -3, 2) for "5-3+2". None for any other text."""
     match = _SUM.fullmatch(expression)
     if match is None:
         return None
@@ -32,7 +32,7 @@ def parse_terms(expression: str) -> tuple[int, ...] | None:
 
 
 def parse_factors(expression: str) -> tuple[int, ...] | None:
-    """Return factors of a product without parentheses. None for any other text."""
+    """Return the factors of a product without parentheses. None for any other text."""
     if _PRODUCT.fullmatch(expression) is None:
         return None
     return tuple(int(number) for number in expression.split("*"))
@@ -107,7 +107,7 @@ def _add(a: int, b: int, width: int) -> tuple[list[str], int]:
 
 
 def _subtract(a: int, b: int, width: int) -> list[str]:
-    """Return columns of a - b, for a >= b >= 0."""
+    """Return the columns of a - b, for a >= b >= 0."""
     columns, borrow = [], 0
     for x, y in _digit_pairs(a, b, width):
         digit = x - y - borrow

@@ -64,7 +64,7 @@ class TextArenaEnvironment(MultiTurn):
 
     @staticmethod
     def families() -> tuple[str, ...]:
-        """Return names of the games without their variants, sorted."""
+        """Return the names of the games without their variants, sorted."""
         return tuple(sorted(name for name in _registry() if _DEFAULT_VARIANT.fullmatch(name)))
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:

@@ -51,7 +51,7 @@ class Boards:
 
 
 def empty_boards(count: int) -> Boards:
-    """Return empty boards."""
+    """Return `count` empty boards."""
     return Boards(np.zeros(count, np.uint64), np.zeros(count, np.uint64))
 
 

@@ -179,7 +179,7 @@ def _as_signed(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> torch
 
 
 def _first_player_win_share(batch: MoveBatch) -> float:
-    """Return share of finished games that the first player won."""
+    """Return the share of finished games that the first player won."""
     moved = count_plies(batch.boards).reshape(batch.over.shape)
     won = batch.rewards > 0
     return float((won & (moved % 2 == 0)).sum() / max(1, batch.over.sum()))

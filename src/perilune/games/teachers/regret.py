@@ -119,7 +119,7 @@ def _solve(game: Any, algorithm: str) -> PolicyTable:
 
 
 def estimate_tree_size(game: Any, seed: int = 0) -> float:
-    """Return estimated number of histories of a game: Knuth's unbiased estimate (1975) from random games."""
+    """Estimate the number of histories of a game from random games (Knuth 1975, unbiased)."""
     total = 0.0
     for number in range(_PLAYOUT_COUNT):
         rng, state, width = KeyedRandom(seed, f"{game}/{number}"), game.new_initial_state(), 1.0

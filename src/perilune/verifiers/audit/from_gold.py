@@ -62,7 +62,7 @@ def reorder(gold: str, _: Case, generator: random.Random) -> list[str]:
 
 
 def write_other_numbers(gold: str, _: Case, __: random.Random) -> list[str]:
-    """Return numbers that resemble the gold answer: close, with the same digits, remainders, size or sign."""
+    """Return numbers that resemble the gold answer: close, with equal digits, remainders, size or sign."""
     if not is_number(gold):
         return []
     with localcontext(prec=120):

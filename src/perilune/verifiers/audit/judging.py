@@ -63,7 +63,7 @@ class Findings:
         self.worst[key] = Finding(probe, grade, what, len(seen), shown)
 
     def sorted(self) -> list[Finding]:
-        """Return the worst first."""
+        """Return the findings, the worst first."""
         return sorted(self.worst.values(), key=lambda finding: (finding.grade, finding.tasks), reverse=True)
 
 

@@ -38,7 +38,7 @@ def _required_sentences(constraints: Mapping[str, Mapping[str, Any]]) -> list[st
 
 
 def _topic_sentences(topic: str, constraints: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return sentences about the topic without the forbidden word."""
+    """Return the sentences about the topic without the forbidden word."""
     if "language" in constraints:
         language = constraints["language"]
         return [template.format(topic=language["word"]) for template in LANGUAGES[language["language"]]]

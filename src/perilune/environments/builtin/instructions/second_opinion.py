@@ -51,7 +51,7 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 def _is_disguised(word: str) -> bool:
-    """Return whether letters of several alphabets stand in one word."""
+    """Return whether a word has letters of several alphabets."""
     names = [unicodedata.name(letter, "").split(" ") for letter in word if letter.isalpha()]
     return any(name[0] != names[0][0] for name in names)
 

@@ -44,7 +44,7 @@ def render_line(record: Record) -> str:
 
 
 def count_tokens(text: str) -> int:
-    """Return tokens of a line: one a character."""
+    """Return the tokens of a line: one a character."""
     return len(text) + 1
 
 

@@ -74,7 +74,7 @@ def render_line(record: Record) -> str:
 
 
 def count_tokens(text: str) -> int:
-    """Return estimated tokens of a line: one a word, a digit, a punctuation mark and the line end."""
+    """Return the estimated tokens of a line: one a word, a digit, a punctuation mark and the line end."""
     return len(_TOKEN.findall(text)) + 1
 
 

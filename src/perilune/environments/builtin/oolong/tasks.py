@@ -131,7 +131,7 @@ def _shared_settings(settings: OolongSettings) -> dict[str, Any]:
 
 @cache
 def tokens_per_line(settings: OolongSettings) -> float:
-    """Return estimated tokens of a line, on average over a sample."""
+    """Return the estimated tokens of a line, on average over a sample."""
     style = _STYLES[settings.style]
     sample = draw_records({"seed": 0, "lines": SAMPLED_LINES, **_shared_settings(settings)})
     total: int = sum(style.count_tokens(style.render_line(record)) for record in sample)

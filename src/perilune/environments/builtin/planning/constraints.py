@@ -28,7 +28,7 @@ _Stops = list[tuple[Visit, Place]]
 
 
 def _stops(trip: Trip, plan: Plan) -> _Stops:
-    """Return visits of known places, sorted by day; visits of one day keep their order."""
+    """Return the visits of known places, sorted by day; visits of one day keep their order."""
     stops = [(visit, place) for visit in plan if (place := trip.find_place(visit.name)) is not None]
     return sorted(stops, key=lambda stop: stop[0].day)
 

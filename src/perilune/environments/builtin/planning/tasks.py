@@ -89,7 +89,7 @@ def _make_task(settings: TripSettings, trip: Trip, planted: Plan, digest: str, p
 
 
 def _compute_busy_share(trip: Trip, best: Optimum) -> float:
-    """Return share of all steps that the best plan spends on travel and visits."""
+    """Return the share of all steps that the best plan spends on travel and visits."""
     busy = 0
     for day in range(1, trip.days + 1):
         here = HOME

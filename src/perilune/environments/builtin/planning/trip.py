@@ -89,7 +89,7 @@ class Trip:
 
 
 def travel_steps(here: tuple[int, int], there: tuple[int, int]) -> int:
-    """Return steps from one place to another: the Manhattan distance."""
+    """Return the steps from one place to another: the Manhattan distance."""
     return abs(here[0] - there[0]) + abs(here[1] - there[1])
 
 
