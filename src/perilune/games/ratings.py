@@ -41,7 +41,12 @@ def returns_to_points(returns: Iterable[float], max_return: float) -> tuple[floa
 
 
 def compute_ratings(
-    matches: Sequence[Match], anchor: str, *, seed: int = 0, resamples: int = 400, level: float = CONFIDENCE_LEVEL
+    matches: Sequence[Match],
+    anchor: str,
+    *,
+    seed: int = 0,
+    resamples: int = 400,
+    level: float = CONFIDENCE_LEVEL,
 ) -> dict[str, Interval]:
     """Compute Elo ratings, with percentile intervals from resampling the games of each match.
 
