@@ -47,7 +47,7 @@ SUMS: Mapping[str, Any] = {
 }  # fmt: skip
 SKIPPED = (
     "perilune.rollout.worker.check_group",
-    "perilune.rollout.worker.check_judged",
+    "perilune.rollout.worker.check_scored_text",
     "perilune.tasks.rl.update.check_packed",
     "perilune.tasks.rl.update.check_weights",
     "perilune.tasks.checks.epochs.EpochChecker.check",

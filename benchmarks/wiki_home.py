@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import select
 
-from perilune.bundle.digest import BUNDLE_FILE, Entry, bundle_document, describe, entries_digest
+from perilune.bundle.digest import BUNDLE_FILE, Entry, bundle_document, entries_digest, make_entry
 from perilune.bundle.manifest import write_manifest
 from perilune.control.evidence.attestation import attest_bundle, attest_result
 from perilune.control.record.ids import new_ulid
@@ -96,7 +96,9 @@ def _bundle(source: Path, target: Path, seed: int) -> str:
     recorded = json.loads((target / BUNDLE_FILE).read_bytes())["files"]
     entries = [Entry(**one) for one in recorded if one["path"] != "job.json"]
     status = (target / "job.json").lstat()
-    entries = sorted([*entries, describe(target / "job.json", "job.json", status)], key=lambda one: one.path)
+    entries = sorted(
+        [*entries, make_entry(target / "job.json", "job.json", status)], key=lambda one: one.path
+    )
     _replace(target / BUNDLE_FILE, bundle_document(entries))
     return str(entries_digest(entries))
 

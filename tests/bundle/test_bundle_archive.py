@@ -249,7 +249,7 @@ def test_unpack_rejects_damaged_archive(
 def test_unpack_writes_nothing_from_archive_with_high_compression_ratio(
     files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perilune.bundle.archive._ANYWAY", 1 << 20)
+    monkeypatch.setattr("perilune.bundle.archive._BASE_BYTES", 1 << 20)
     size = (8 << 20) // files
     archive = write_archive(
         tmp_path / "small.tar.gz", [member(f"inputs/{n}", bytes(size)) for n in range(files)]

@@ -300,9 +300,8 @@ def test_slow_upload_blocks_nothing_else(
     wait_for(others_have_ended, "the end of the other run and of the lease")
     assert place.uploads.is_set() and control.run(slow).state == "active"
     assert key not in bill(cloud)["alive"]
-    control.reconciler.reconcile_all(
-        patience=0.0
-    )  # this pass finds the run locked by the transfer of an earlier pass
+    # This pass finds the run locked by the transfer of an earlier pass.
+    control.reconciler.reconcile_all(patience=0.0)
     place.let_go.set()
     wait_for(lambda: control.run(slow).state == "failed", "the end of the run")
     assert [run.state for run in control.reconciler.reconcile_all(patience=0.0) if run.id == slow] == [

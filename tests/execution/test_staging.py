@@ -31,7 +31,7 @@ from placement_conformance import assigned, stage, until
 from sshd_cases import Line, sshd
 
 from perilune import redaction
-from perilune.bundle.digest import bundle_digest, describe, entries_digest, walk
+from perilune.bundle.digest import bundle_digest, entries_digest, make_entry, walk
 from perilune.bundle.remote import holder, receiver, runner, store
 from perilune.bundle.scripts import remote_source
 from perilune.errors import RequestError, WorkFailedError
@@ -462,7 +462,7 @@ def test_store_evicts_by_age_and_disk_share(box: Box, upload: Upload, tmp_path: 
 
     old, partial = sent(1), box.store / f"{'a' * 64}.partial"
     partial.write_bytes(b"half")
-    long_ago = time.time() - store.UNUSED - 60
+    long_ago = time.time() - store.MAX_UNUSED_S - 60
     for path in (old, partial):
         os.utime(path, (long_ago, long_ago))
     recent = sent(2)
@@ -814,6 +814,6 @@ def test_sender_and_receiver_compute_the_same_tree_digest(tmp_path: Path) -> Non
         path.parent.mkdir(exist_ok=True)
         path.write_text(name)
         path.chmod(mode)
-    entries = [describe(tmp_path / name, name, status) for name, status in walk(tmp_path)]
+    entries = [make_entry(tmp_path / name, name, status) for name, status in walk(tmp_path)]
     files = sorted(receiver.File(one.path, one.size, one.sha256, one.mode) for one in entries)
     assert receiver.entries_digest(files) == entries_digest(entries)

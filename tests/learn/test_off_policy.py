@@ -34,9 +34,8 @@ LOG_W = np.array([0, 0.3, -0.5, 1.2, 2])
 def test_bounds_worked_example() -> None:
     assert bound_weights(LOG_W, "truncate", 0, 2) == pytest.approx([1, 1.350, 0.607, 2, 2], abs=5e-4)
     assert bound_weights(LOG_W, "mask", 0, 2) == pytest.approx([1, 1.350, 0.607, 0, 0], abs=5e-4)  # MIS
-    assert bound_weights(LOG_W, "mask", 0.5, 5) == pytest.approx(
-        [1, 1.350, 0.607, 3.320, 0], abs=5e-4
-    )  # IcePop
+    # IcePop.
+    assert bound_weights(LOG_W, "mask", 0.5, 5) == pytest.approx([1, 1.350, 0.607, 3.320, 0], abs=5e-4)
     assert bound_weights(LOG_W, "none", 0, 2).tolist() == [1] * 5
 
 

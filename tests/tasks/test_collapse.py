@@ -66,9 +66,8 @@ def test_dead_groups_lower_the_evidence_needed_for_an_alarm() -> None:
 def test_rl_run_warns_about_its_collapse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "perilune.tasks.checks.preflight.MIN_LONG_RUN_STEPS", 100
-    )  # skips bandit and audit to save time
+    # Without bandit and audit, to save time.
+    monkeypatch.setattr("perilune.tasks.checks.preflight.MIN_LONG_RUN_STEPS", 100)
     environment = {**DIGITS, "factory": "task_environments:Fades"}
     options: dict[str, Any] = {"steps": 30, "prompts": 2, "save_every": 50, "lr": 1e-6}
     bundle = run_task(tmp_path / "rl", "rl", environment=environment, **options)

@@ -21,12 +21,8 @@ Message = dict[str, Any]
 
 DEMONSTRATION_COLUMNS = "messages, prompt and completion, or text"
 PREFERENCE_COLUMNS = "chosen and rejected, with prompt or without"
-RESERVED_VARIABLES = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-)  # inputs that a template has anyway
+# Inputs that every template has.
+RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 @dataclass(frozen=True, slots=True)

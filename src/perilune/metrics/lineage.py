@@ -7,10 +7,8 @@ evaluations says nothing about either stage.
 from collections.abc import Mapping
 from typing import Any
 
-SAMPLE_SIZE_KEYS = (
-    "tasks",
-    "samples",
-)  # settings that change the precision of an evaluation, not what it measures
+# Settings that change the precision of an evaluation, not what it measures.
+SAMPLE_SIZE_KEYS = ("tasks", "samples")
 
 
 def find_parent_evaluation(

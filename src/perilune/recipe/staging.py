@@ -40,9 +40,8 @@ def _stage_data(job: Job) -> tuple[Job, dict[str, Path]]:
 
 def _stage_environments(job: Job) -> tuple[Job, dict[str, Path]]:
     """Stage the files of the job's environment, and of those that its spec names."""
-    registry = import_module(
-        "perilune.environments.core.registry"
-    )  # by name: see `resolve.import_environment_registry`
+    # Imported by name: see `resolve.import_environment_registry`.
+    registry = import_module("perilune.environments.core.registry")
     parts, references = {"environment": job.environment, "spec": job.spec}, list(job.inputs)
     sections = {"environment": job.environment}
     for field in environment_fields(load_plugin(job.task).spec):

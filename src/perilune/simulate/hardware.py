@@ -55,11 +55,9 @@ HOST_SECONDS = 1e-3  # of scheduler and sampler in each step of the engine
 EXCHANGE_SECONDS = 1e-5  # latency of an exchange between two cards
 USED_MEMORY = 0.9  # share of the memory for weights and cache
 NETWORK_BANDWIDTH = 50e9  # bytes per second between machines: 400 Gbit/s
-START_SECONDS, RECORD_SECONDS, ANSWER_SECONDS = (
-    60.0,
-    0.1,
-    1e-4,
-)  # seconds of a stage, a training step and a scored answer
+START_SECONDS = 60.0  # to start a stage
+RECORD_SECONDS = 0.1  # to record a training step
+ANSWER_SECONDS = 1e-4  # to score an answer
 ASSUMPTIONS = (
     f"computed from published bandwidth and FLOPs, not measured: {ACHIEVED_BANDWIDTH:.0%} of the bandwidth,"
     f" {ACHIEVED_FLOPS:.0%} of the bfloat16 FLOPs ({ACHIEVED_TRAINING:.0%} in training),"

@@ -12,15 +12,7 @@ COLUMNS = (
     *("Cache 1k", "32k", "128k", "Next token at 1k", "Concepts", "Runs"),
 )
 
-CARD_FIGURES = (
-    "parameters",
-    "active",
-    "published",
-    "context",
-    "cache",
-    "concepts",
-    "Perilune",
-)  # figures on a card
+CARD_FIGURES = ("parameters", "active", "published", "context", "cache", "concepts", "Perilune")
 
 
 def render_gallery(models: Sequence[Mapping[str, Any]], compared: Sequence[int] = ()) -> str:

@@ -257,7 +257,6 @@ def _check_episode(
     if name == "gold":
         result.expect("the gold answer is accepted", task, accepted, f"its reward is {outcome.reward:g}")
     elif name != "random":
-        accepted = (
-            min(played.rewards) >= ACCEPTED_REWARD
-        )  # if all players write the same text, one of them may win
+        # Of several players who all write the same text, one may win.
+        accepted = min(played.rewards) >= ACCEPTED_REWARD
         result.expect("worthless texts are refused", task, not accepted, f"{name} got {played.rewards}")

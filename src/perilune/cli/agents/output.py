@@ -68,7 +68,7 @@ def render(document: Any, part: Sequence[str] = (), offset: int = 0) -> str:
             text := _shorten(shown, cut, len(text))
         ):
             break
-    return text.encode(errors="backslashreplace").decode()  # a lone surrogate cannot be sent
+    return text
 
 
 def _find_part(document: Any, part: Sequence[str]) -> tuple[Any, bool]:

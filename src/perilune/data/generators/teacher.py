@@ -111,7 +111,7 @@ def verify_candidates(
         score: scores a batch, normally `Scorer.score`.
         most: tasks after whose records it ends.
         converse: turns a transcript into conversations by agent, normally
-            `perilune.environments.core.replay.agent_conversations`. The default is prompt and answer.
+            `perilune.environments.core.replay.replay_agent_conversations`. The default is prompt and answer.
         provenance: of the records, normally from `perilune.data.generators.provenance_of`.
     """
     pending = iter(candidates)

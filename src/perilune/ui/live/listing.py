@@ -16,13 +16,8 @@ from perilune.ui.report import to_plain
 from perilune.ui.view import StageView
 
 SPARKLINE_POINTS = 60  # points of a sparkline
-SPARKLINE_METRICS = (
-    "eval/heldout/pass@1",
-    "pass_rate",
-    "reward",
-    "accuracy",
-    "loss",
-)  # the first that a stage has
+# A sparkline shows the first of these that a stage has.
+SPARKLINE_METRICS = ("eval/heldout/pass@1", "pass_rate", "reward", "accuracy", "loss")
 
 
 class Listing:
