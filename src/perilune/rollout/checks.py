@@ -84,22 +84,22 @@ def _check_tokens(episode: Episode, trajectory: Trajectory) -> None:
 def _check_sampling(episode: Episode, trajectory: Trajectory, params: SamplingParams) -> None:
     """Check that a sampler with `params` can have produced the turns."""
     for turn in trajectory.turns:
-        one, count = turn.completion, len(turn.completion.token_ids)
-        if not (np.isfinite(one.logprobs).all() and (one.logprobs <= MAX_LOGPROB).all()):
-            raise _error(episode, f"has a sampled token with log-prob {one.logprobs.max():.4g}")
+        sample, count = turn.completion, len(turn.completion.token_ids)
+        if not (np.isfinite(sample.logprobs).all() and (sample.logprobs <= MAX_LOGPROB).all()):
+            raise _error(episode, f"has a sampled token with log-prob {sample.logprobs.max():.4g}")
         if count > params.max_tokens:
             raise _error(episode, f"has a turn of {count} tokens, and max_tokens is {params.max_tokens}")
-        if one.finish_reason == "aborted":
+        if sample.finish_reason == "aborted":
             if not episode.failure:
                 raise _error(episode, f"was aborted by the engine and has reward {episode.reward}")
             continue
-        stops = np.isin(one.token_ids, params.stop_token_ids)
+        stops = np.isin(sample.token_ids, params.stop_token_ids)
         if stops[:-1].any():
             raise _error(episode, "has tokens after its end-of-sequence token")
-        if params.stop_token_ids and not params.stop and stops[-1:].any() != (one.finish_reason == "stop"):
+        if params.stop_token_ids and not params.stop and stops[-1:].any() != (sample.finish_reason == "stop"):
             raise _error(
                 episode,
-                f"ended by {one.finish_reason!r}, and its last token is"
+                f"ended by {sample.finish_reason!r}, and its last token is"
                 f" {'the' if stops[-1:].any() else 'not an'} end-of-sequence token: was it cut off?",
             )
 

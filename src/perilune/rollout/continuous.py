@@ -124,8 +124,8 @@ class Group:
             [turn.versions for turn in self.finished_turns.get(sample, [])] for sample in range(samples)
         )
         return [
-            [(version, sum(1 for _ in run)) for version, run in groupby(chain.from_iterable(one))]
-            for one in versions
+            [(version, sum(1 for _ in run)) for version, run in groupby(chain.from_iterable(turn_versions))]
+            for turn_versions in versions
         ]
 
     def turns(self, sample: int, current: TurnTokens | None) -> list[TurnTokens]:
@@ -177,7 +177,7 @@ class ContinuousRollouts:
         self._room = CacheAdmission(self._engine.cache_tokens)
         self._turns: dict[int, dict[int, _Turn]] = {}  # by engine request, then sample
         self._paused: list[_Turn] = []  # turns that wait for the next weights
-        self._threads = [_EnvironmentThread(one, worker, self.post) for one in worker.scorer.processes]
+        self._threads = [_EnvironmentThread(proc, worker, self.post) for proc in worker.scorer.processes]
 
     def post(self, event: Event) -> None:
         """Queue `event` for the next `advance`. Any thread may call this."""
@@ -215,13 +215,13 @@ class ContinuousRollouts:
         while self._waiting:
             group = self._waiting[0]
             if self._needs_cache_room(group):
-                most = self._samples * self._worker.max_episode_tokens(group.task, self._params)
-                if not self._room.has_room(most):
+                max_tokens = self._samples * self._worker.max_episode_tokens(group.task, self._params)
+                if not self._room.has_room(max_tokens):
                     return
                 self._room.begin(group.key, group.rollouts)
             self._waiting.popleft()
             for sample in range(self._samples):
-                thread = min(self._threads, key=lambda one: one.sessions)
+                thread = min(self._threads, key=lambda thread: thread.sessions)
                 thread.open(group, sample, partial(self._on_session_open, group))
 
     def _needs_cache_room(self, group: Group) -> bool:
@@ -231,17 +231,17 @@ class ContinuousRollouts:
     def update_weights(self, state: Mapping[str, Tensor] | None, version: int) -> None:
         """Load `state`, or the decoder's current weights, and resume the turns that waited for them."""
         self._engine.update_weights(state, version)
-        held, self._paused = self._paused, []
-        for turn in held:
+        resumed, self._paused = self._paused, []
+        for turn in resumed:
             self._request_tokens(turn)
 
     def recorded(self) -> dict[tuple[int, int], list[list[TurnTokens]]]:
         """Return the turns sampled so far of each group in flight: by key, a list for each sample."""
         current = {(turn.group.key, turn.rollout.sample): turn.tokens for turn in self._paused}
         for request, turns in self._turns.items():
-            for index, one in self._engine.sampled_so_far(request).items():
+            for index, completion in self._engine.sampled_so_far(request).items():
                 turn = turns[index]
-                current[turn.group.key, turn.rollout.sample] = turn.tokens.extended(one)
+                current[turn.group.key, turn.rollout.sample] = turn.tokens.extended(completion)
         return {
             key: [group.turns(sample, current.get((key, sample))) for sample in range(self._samples)]
             for key, group in self._groups.items()
@@ -257,8 +257,8 @@ class ContinuousRollouts:
         rollouts = [group.rollouts[sample] for sample in range(self._samples)]
         self._observe(rollouts)
         if group.recorded or group.version_runs or any(rollout.is_over for rollout in rollouts):
-            for one in rollouts:
-                self._advance_turn(group, one)
+            for member in rollouts:
+                self._advance_turn(group, member)
             return
         turns = [self._make_turn(group, rollout) for rollout in rollouts]
         self._submit(turns, self._worker.add_stop_texts(self._params, group.task), samples=self._samples)
@@ -292,33 +292,33 @@ class ContinuousRollouts:
     def _request_tokens(self, turn: _Turn) -> None:
         """Request the rest of a turn from the engine, up to the tokens that this version may sample."""
         params = self._worker.add_stop_texts(self._params, turn.rollout.task)
-        done = len(turn.tokens.token_ids)
-        most = min(params.max_tokens - done, self._tokens_allowed(turn))
-        if most <= 0:
+        count = len(turn.tokens.token_ids)
+        max_tokens = min(params.max_tokens - count, self._tokens_allowed(turn))
+        if max_tokens <= 0:
             self._paused.append(turn)
             return
-        least = min(max(params.min_tokens - done, 0), most)
-        self._submit([turn], replace(params, max_tokens=most, min_tokens=least), samples=1)
+        min_tokens = min(max(params.min_tokens - count, 0), max_tokens)
+        self._submit([turn], replace(params, max_tokens=max_tokens, min_tokens=min_tokens), samples=1)
 
     def _submit(self, turns: list[_Turn], params: SamplingParams, *, samples: int) -> None:
         first = turns[0]
-        done = first.tokens.token_ids
+        sampled = first.tokens.token_ids
         request = Request(
-            first.context + done,
+            first.context + sampled,
             params,
             first.key,
             samples,
-            position=len(done),
+            position=len(sampled),
             first_sample=first.sample,
         )
         self._turns[self._engine.add(request, stream=False)] = dict(enumerate(turns))
 
     def _tokens_allowed(self, turn: _Turn) -> int:
-        """Return how many tokens of the turn's episode the current version may sample next."""
+        """Return the number of tokens that the current version may sample next in the turn's episode."""
         if turn.group.version_runs is None:
             return self._params.max_tokens
         sample = turn.rollout.sample
-        earlier = sum(len(one.token_ids) for one in turn.group.finished_turns.get(sample, []))
+        earlier = sum(len(previous.token_ids) for previous in turn.group.finished_turns.get(sample, []))
         position = earlier + len(turn.tokens.token_ids)
         for version, count in turn.group.version_runs[sample]:
             if position < count:

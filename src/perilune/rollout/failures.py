@@ -1,4 +1,4 @@
-"""Failed episodes: counted by boundary, and an error when the recipe does not allow as many."""
+"""Counts failed episodes by boundary, and raises an error when the recipe does not allow as many."""
 
 from collections import Counter
 from collections.abc import Sequence

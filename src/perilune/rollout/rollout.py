@@ -39,7 +39,7 @@ class Trajectory:
     """The messages and tokens of one player or sub-agent. Tokens are only ever appended.
 
     Attributes:
-        name: what a sub-agent is for.
+        name: purpose of a sub-agent.
         rounds: the round of each turn.
         is_refused: whether a sub-agent cannot take its next turn: its messages cannot be encoded, or the
             model has no room for them. Its actions are then empty.
@@ -81,7 +81,7 @@ class Trajectory:
         self.messages.append({"role": "assistant", "content": text})
 
     def sampled_values(self, name: str, fill: float, dtype: type[np.generic]) -> NDArray[Any]:
-        """[T] values of a field of the turns' completions; `fill` on observed tokens."""
+        """Return [T] values of a field of the turns' completions; `fill` on observed tokens."""
         values = np.full(len(self.token_ids), fill, dtype)
         for turn in self.turns:
             part = getattr(turn.completion, name)
@@ -89,25 +89,25 @@ class Trajectory:
         return values
 
     def top_tokens(self) -> dict[str, Any]:
-        """`top_ids` and `top_logprobs` of an episode; empty if the engine did not return them."""
-        most = max((len(one) for turn in self.turns for one in turn.completion.top_logprobs or ()), default=0)
-        if not most:
+        """Return `top_ids` and `top_logprobs` of an episode; empty if the engine did not return them."""
+        size = max((len(top) for turn in self.turns for top in turn.completion.top_logprobs or ()), default=0)
+        if not size:
             return {}
-        ids = np.full((len(self.token_ids), most), -1, np.int32)
+        ids = np.full((len(self.token_ids), size), -1, np.int32)
         logprobs = np.zeros(ids.shape, np.float32)
         for turn in self.turns:
-            for place, top in enumerate(turn.completion.top_logprobs or (), turn.start):
-                ids[place], logprobs[place] = zip(*top, strict=True)
+            for position, top in enumerate(turn.completion.top_logprobs or (), turn.start):
+                ids[position], logprobs[position] = zip(*top, strict=True)
         return {"top_ids": ids, "top_logprobs": logprobs}
 
     def routes(self) -> Routes | None:
-        """Routes of all tokens but the last; None if the engine recorded none.
+        """Return the routes of all tokens but the last; None if the engine recorded none.
 
         A turn has routes of its whole context. Those of earlier turns are kept, because they computed what
-        was sampled there. Rows are missing where weights changed within a turn, which computed the context
-        again: other experts may have computed the tokens before.
+        was sampled there. Rows are missing where weights changed within a turn, as the engine then computed
+        the context again: other experts may have computed the earlier tokens.
         """
-        recorded = [one for turn in self.turns if (one := turn.completion.routed_experts) is not None]
+        recorded = [routed for turn in self.turns if (routed := turn.completion.routed_experts) is not None]
         if not recorded:
             return None
         routes = no_routes(len(self.prompt_ids) + len(self.token_ids) - 1, recorded[0])
@@ -145,7 +145,7 @@ class Trajectory:
         return bool(self.turns) and len(self.turns[-1].completion.token_ids) > 0
 
     def mask(self) -> NDArray[np.bool_]:
-        """bool[T], True on tokens that the policy sampled."""
+        """Return bool[T], True on tokens that the policy sampled."""
         sampled = np.zeros(len(self.token_ids), np.bool_)
         for turn in self.turns:
             sampled[turn.start : turn.start + len(turn.completion.token_ids)] = True
@@ -189,7 +189,7 @@ class DueTurn:
 
 
 class SampledTurn(NamedTuple):
-    """What was sampled in a turn: the tokens that the engine continued, its completion, and the text."""
+    """One sampled turn: the tokens that the engine continued, its completion, and the text."""
 
     context: list[int]
     completion: Completion
@@ -262,14 +262,14 @@ class Rollout:
         return not self.session.is_held
 
     def take(self, sampled: Mapping[DueTurn, SampledTurn]) -> list[str]:
-        """Append what was sampled in the turns that are due; return all their actions."""
+        """Append the samples of the turns that are due; return all their actions."""
         for turn in self.due:
-            if one := sampled.get(turn):
-                turn.trajectory.add_completion(one.context, one.completion, one.text)
+            if result := sampled.get(turn):
+                turn.trajectory.add_completion(result.context, result.completion, result.text)
                 turn.trajectory.rounds.append(self.rounds)
                 if not turn.agent:
-                    self.finish_reason = one.completion.finish_reason
-                if one.completion.finish_reason == "aborted":
+                    self.finish_reason = result.completion.finish_reason
+                if result.completion.finish_reason == "aborted":
                     self.fail("model", "sampling of the turn was aborted")
         self.rounds += 1
         return [sampled[turn].text if turn in sampled else "" for turn in self.due]
@@ -310,17 +310,17 @@ class Rollout:
 
     def sub_agents(self, player: int) -> dict[str, Trajectory]:
         """Return the trajectories of a player's sub-agents by id, in the order in which they began."""
-        return {agent: one for (owner, agent), one in self.agents.items() if owner == player}
+        return {agent: trajectory for (owner, agent), trajectory in self.agents.items() if owner == player}
 
     def spans(self, player: int) -> tuple[Span, ...]:
         """Return the spans of a player and its sub-agents; none if it had no sub-agent."""
-        own = self.sub_agents(player)
-        if not own:
+        sub_agents = self.sub_agents(player)
+        if not sub_agents:
             return ()
-        by_id = {"": self.trajectories[player], **own}
+        by_id = {"": self.trajectories[player], **sub_agents}
         return tuple(
-            one.span(f"{player}.{agent}" if agent else f"{player}", by_id.get(agent.rpartition(".")[0]))
-            for agent, one in by_id.items()
+            node.span(f"{player}.{agent}" if agent else f"{player}", by_id.get(agent.rpartition(".")[0]))
+            for agent, node in by_id.items()
         )
 
     def outcome(self, player: int) -> Outcome:
@@ -330,7 +330,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AgentRollout:
-    """One agent's part of a rollout: what becomes an episode.
+    """One agent's part of a rollout, which becomes an episode.
 
     Attributes:
         agent: a sub-agent of the player; "" for the player itself.
@@ -343,8 +343,8 @@ class AgentRollout:
     @property
     def trajectory(self) -> Trajectory:
         """The agent's messages and tokens."""
-        own = self.rollout
-        return own.agents[self.player, self.agent] if self.agent else own.trajectories[self.player]
+        rollout = self.rollout
+        return rollout.agents[self.player, self.agent] if self.agent else rollout.trajectories[self.player]
 
     @property
     def outcome(self) -> Outcome:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SubAgents:
-    """How the turns of sub-agents are sampled.
+    """The engine that samples the turns of sub-agents, and their use in training.
 
     Attributes:
         engine: a frozen policy; None for the current one.

@@ -197,13 +197,13 @@ class RolloutWorker:
         texts = map(self.text, completions)
         sampled = dict(zip(turns, map(SampledTurn, contexts, completions, texts), strict=True))
         actions = {rollout: rollout.take(sampled) for rollout in due}
-        going = [rollout for rollout in due if not rollout.is_over]
-        with self._scoring_watchdog(sum(len(actions[rollout]) for rollout in going)):
-            sessions.step([(rollout.session, actions[rollout], rollout.has_finished) for rollout in going])
-            for rollout in going:
+        active = [rollout for rollout in due if not rollout.is_over]
+        with self._scoring_watchdog(sum(len(actions[rollout]) for rollout in active)):
+            sessions.step([(rollout.session, actions[rollout], rollout.has_finished) for rollout in active])
+            for rollout in active:
                 check_scored_text(rollout, actions[rollout])
                 rollout.advance()
-            self.observe([rollout for rollout in going if not rollout.is_over], params)
+            self.observe([rollout for rollout in active if not rollout.is_over], params)
         watch.scoring += time.perf_counter() - began
 
     def sample_turns(
@@ -218,20 +218,20 @@ class RolloutWorker:
         sampled: dict[DueTurn, Completion] = {}
         batches: dict[tuple[int, bool, int, tuple[str, ...]], list[tuple[DueTurn, list[int]]]] = {}
         for turn, context in zip(turns, contexts, strict=True):
-            own = self.turn_params(turn, params)
-            key = self._engine_number(turn), turn.is_first, own.max_tokens, own.stop
+            own_params = self.turn_params(turn, params)
+            key = self._engine_number(turn), turn.is_first, own_params.max_tokens, own_params.stop
             batches.setdefault(key, []).append((turn, context))
         for (number, is_first, _, _), pairs in sorted(batches.items(), key=lambda batch: batch[0]):
-            engine, own = self._engines[number], self.turn_params(pairs[0][0], params)
+            engine, own_params = self._engines[number], self.turn_params(pairs[0][0], params)
             if is_first:
                 first = {turn.rollout.key: Prompt(context, turn.rollout.key) for turn, context in pairs}
-                groups = engine.sample(list(first.values()), samples, own, progress)
+                groups = engine.sample(list(first.values()), samples, own_params, progress)
                 by_key = dict(zip(first, groups, strict=True))
                 sampled |= {turn: by_key[turn.rollout.key][turn.rollout.sample] for turn, _ in pairs}
             else:
                 prompts = [Prompt(context, turn.key) for turn, context in pairs]
-                groups = engine.sample(prompts, 1, own, progress)
-                sampled |= {turn: one for (turn, _), (one,) in zip(pairs, groups, strict=True)}
+                groups = engine.sample(prompts, 1, own_params, progress)
+                sampled |= {turn: completion for (turn, _), (completion,) in zip(pairs, groups, strict=True)}
         return [sampled[turn] for turn in turns]
 
     @property

@@ -1,7 +1,7 @@
 """Compares this harness with another installation of Perilune, such as that of the last release.
 
-The other installation runs `perilune traces run` on episodes that this one has just played: where it gives
-something else, the two differ.
+The other installation runs `perilune traces run` on episodes that this one has just played, and reports the
+differences.
 """
 
 import os
@@ -22,7 +22,7 @@ SUITE_TIMEOUT_S = 600  # of one run of the other installation
 
 
 def differs_in_installation(python: Path, tokenizer_of: TokenizerOf, kinds: frozenset[str]) -> FailureCheck:
-    """Return the other installation plays an episode differently, in one of these kinds of differences.
+    """Return a check: does the other installation play a cassette with differences of these kinds?
 
     Args:
         python: the interpreter in which the other installation is.
@@ -32,8 +32,8 @@ def differs_in_installation(python: Path, tokenizer_of: TokenizerOf, kinds: froz
     def fails(played: Sequence[Cassette]) -> list[bool]:
         if not played:
             return []
-        found = run_in_installation(python, played, tokenizer_of)
-        return [bool(found[one.digest] & kinds if kinds else found[one.digest]) for one in played]
+        diff = run_in_installation(python, played, tokenizer_of)
+        return [bool(diff[tape.digest] & kinds if kinds else diff[tape.digest]) for tape in played]
 
     return fails
 
@@ -48,20 +48,20 @@ def run_in_installation(
     """
     with TemporaryDirectory() as folder:
         suite = Path(folder) / "suite"
-        distinct = {one.digest: one for one in cassettes}
-        cases = [(Case(digest=name, cause=describe_cause(one)), one) for name, one in distinct.items()]
-        tokenizers = {one.tokenizer: tokenizer_of(one.tokenizer) for one in cassettes}
+        distinct = {cassette.digest: cassette for cassette in cassettes}
+        cases = [(Case(digest=name, cause=describe_cause(tape)), tape) for name, tape in distinct.items()]
+        tokenizers = {cassette.tokenizer: tokenizer_of(cassette.tokenizer) for cassette in cassettes}
         write_suite(suite, cases, tokenizers, "")
         command = [str(python), "-m", "perilune.cli.main", "traces", "run", str(suite), "--json"]
-        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(command, env=own, capture_output=True, timeout=SUITE_TIMEOUT_S, check=False)
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        process = subprocess.run(command, env=env, capture_output=True, timeout=SUITE_TIMEOUT_S, check=False)
         try:
-            results = parse_strict_json(done.stdout)["results"]
-            return {one["digest"]: {it["kind"] for it in one["differences"]} for one in results}
+            results = parse_strict_json(process.stdout)["results"]
+            return {result["digest"]: {diff["kind"] for diff in result["differences"]} for result in results}
         except (ValueError, KeyError, TypeError):
-            said = done.stderr.decode(errors="replace")[-300:].strip()
+            stderr = process.stderr.decode(errors="replace")[-300:].strip()
             raise WorkFailedError(
-                f"the other installation cannot run the suite: {said}",
+                f"the other installation cannot run the suite: {stderr}",
                 where=str(python),
                 remedy="install a version that has `perilune traces`",
             ) from None

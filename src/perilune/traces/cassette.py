@@ -23,7 +23,7 @@ Key = tuple[int, int, int]
 
 
 class Turn(Frozen):
-    """One turn of the policy, and what it saw next.
+    """One turn of the policy, and the observation that follows.
 
     Attributes:
         tokens, text: what the policy wrote. The text is the tokens decoded.
@@ -105,7 +105,7 @@ class TaskRecord(Frozen):
     @classmethod
     def of(cls, task: Task) -> TaskRecord:
         """Return the record of a task."""
-        prompt = tuple(dict(one) for one in task.prompt)
+        prompt = tuple(dict(message) for message in task.prompt)
         return cls(task_id=task.task_id, prompt=prompt, data=dict(task.data), difficulty=task.difficulty)
 
     def task(self) -> Task:
@@ -150,7 +150,7 @@ class Cassette(Frozen):
 
     def track(self, player: int) -> Track | None:
         """Return the part of a player; None if it never moved."""
-        return next((one for one in self.tracks if one.player == player), None)
+        return next((track for track in self.tracks if track.player == player), None)
 
     def actions(self) -> list[Turn]:
         """Return the turns of all players in the order of the episode."""
@@ -158,7 +158,7 @@ class Cassette(Frozen):
         return [next(turns[player]) for player in self.order]
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON, redacted."""
+        """Return the canonical JSON, redacted."""
         return canonical_json(redact_document(self.model_dump(mode="json")))
 
 
@@ -175,27 +175,27 @@ def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()
             apart.
     """
     runs = [(start, end) for is_sampled, start, end in episode.runs() if is_sampled]
-    written = [place for place, one in enumerate(episode.messages) if one["role"] == "assistant"]
-    if len(runs) > len(written):
+    answers = [index for index, message in enumerate(episode.messages) if message["role"] == "assistant"]
+    if len(runs) > len(answers):
         raise RequestError("two turns cannot be told apart", where=episode.episode_id)
-    first = written[-len(runs)] if runs else len(episode.messages)
-    starts = [place for place in written if place >= first]
+    first = answers[-len(runs)] if runs else len(episode.messages)
+    starts = [start for start in answers if start >= first]
     ends = [*starts[1:], len(episode.messages)]
     turns = []
-    for number, ((begin, end), place) in enumerate(zip(runs, starts, strict=True)):
+    for number, ((begin, end), start) in enumerate(zip(runs, starts, strict=True)):
         tokens = episode.token_ids[begin:end].tolist()
-        text = episode.messages[place]["content"]
+        text = episode.messages[start]["content"]
         until = runs[number + 1][0] if number + 1 < len(runs) else len(episode.token_ids)
         is_last = number + 1 == len(runs)
         finished = len(tokens) < sampling.max_tokens or tokens[-1] in sampling.stop_token_ids
-        finished = finished or any(one in text for one in stop)
+        finished = finished or any(stop_text in text for stop_text in stop)
         turns.append(
             Turn(
                 tokens=tokens,
                 text=text,
                 finished=finished or (is_last and episode.finish_reason == "stop"),
                 seen=episode.token_ids[end:until].tolist(),
-                messages=_messages(episode.messages[place + 1 : ends[number]]),
+                messages=_messages(episode.messages[start + 1 : ends[number]]),
             )
         )
     return Track(
@@ -220,9 +220,9 @@ def extract_verdict(episode: Episode) -> Verdict:
 
 
 def environment_digest(section: Mapping[str, Any]) -> str:
-    """SHA-256 of an environment section."""
+    """Return the SHA-256 of an environment section."""
     return sha256_bytes(canonical_json(section))
 
 
 def _messages(messages: Sequence[Mapping[str, str]]) -> Messages:
-    return tuple({"role": one["role"], "content": one["content"]} for one in messages)
+    return tuple({"role": message["role"], "content": message["content"]} for message in messages)

@@ -24,20 +24,20 @@ def describe_cause(cassette: Cassette) -> str:
 
 
 def cluster_cassettes(cassettes: Sequence[Cassette]) -> dict[str, list[Cassette]]:
-    """Cassettes by environment and cause; in each, the smallest first, then by digest."""
-    found: dict[str, list[Cassette]] = {}
-    for one in cassettes:
-        found.setdefault(f"{environment_label(one.environment)}: {describe_cause(one)}", []).append(one)
+    """Return the cassettes by environment and cause; in each, the smallest first, then by digest."""
+    clusters: dict[str, list[Cassette]] = {}
+    for tape in cassettes:
+        clusters.setdefault(f"{environment_label(tape.environment)}: {describe_cause(tape)}", []).append(tape)
     return {
-        name: sorted(members, key=lambda one: (one.tokens, one.digest))
-        for name, members in sorted(found.items())
+        name: sorted(members, key=lambda cassette: (cassette.tokens, cassette.digest))
+        for name, members in sorted(clusters.items())
     }
 
 
 def choose_cassettes(found: Mapping[str, Sequence[Cassette]], each: int) -> dict[str, list[Cassette]]:
     """Return at most `each` of every cluster: the smallest, then others evenly over its sizes."""
     return {
-        name: [members[place] for place in _even_places(len(members), each)]
+        name: [members[index] for index in _even_places(len(members), each)]
         for name, members in found.items()
     }
 
@@ -57,7 +57,7 @@ def _describe_track(track: Track) -> str:
     verdict = track.verdict
     if verdict.failure:
         return f"failure {_VARYING.sub('#', verdict.failure)}"
-    seen = "\n".join(one["content"] for turn in track.turns for one in turn.messages)
+    text = "\n".join(message["content"] for turn in track.turns for message in turn.messages)
     low = [
         f"{name} {'below 1' if value else '0'}"
         for name, value in verdict.terms.items()
@@ -67,8 +67,8 @@ def _describe_track(track: Track) -> str:
     return ", ".join(
         [
             *(["cut off"] if verdict.finish_reason == "length" else []),
-            *(f"ended by {one}" for one in dict.fromkeys(_ENDED.findall(seen))),
-            *dict.fromkeys(_ERROR.findall(seen)),
+            *(f"ended by {reason}" for reason in dict.fromkeys(_ENDED.findall(text))),
+            *dict.fromkeys(_ERROR.findall(text)),
             *(name.partition("/")[2] for name in verdict.metrics if name.startswith(_CAUSE_METRICS)),
             *(low or ["full reward" if reward >= FULL_REWARD else f"reward {reward:g}"]),
         ]

@@ -80,7 +80,7 @@ class SuiteEnvironment(Mixture):
 
 
 def _recorded_task(cassette: Cassette) -> tuple[str, Mapping[str, Any], Task]:
-    """The name and the section of the environment that played a cassette, and its task, which names it."""
+    """Return the name and the section of a cassette's environment, and its task, which names it."""
     section, task = cassette.environment, cassette.task.task()
     if section.get("id") == MIXTURE:
         part, task = split_task(task)

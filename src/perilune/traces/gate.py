@@ -15,7 +15,7 @@ Mode = Literal["harness", "rescore"]
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A case, what playing it gave, and how that differs."""
+    """A case, its replay, and the differences from the expectations."""
 
     case: Case
     episode_id: str
@@ -30,7 +30,7 @@ class CaseResult:
             "cause": self.case.cause,
             "held_out": self.case.held_out,
             "passed": not self.differences,
-            "differences": [one.document() for one in self.differences],
+            "differences": [difference.document() for difference in self.differences],
         }
 
 
@@ -52,7 +52,7 @@ class GateReport:
     @property
     def failed(self) -> list[CaseResult]:
         """The cases that differ."""
-        return [one for one in self.results if one.differences]
+        return [result for result in self.results if result.differences]
 
     def document(self) -> dict[str, Any]:
         """As JSON."""
@@ -61,8 +61,8 @@ class GateReport:
             "mode": self.mode,
             "cases": len(self.results),
             "failed": len(self.failed),
-            "reward": {name: one and one._asdict() for name, one in intervals.items()},
-            "results": [one.document() for one in self.results],
+            "reward": {name: interval and interval._asdict() for name, interval in intervals.items()},
+            "results": [result.document() for result in self.results],
         }
 
 
@@ -76,7 +76,7 @@ def run_suite(suite: Suite, mode: Mode = "harness", part: Part = "all", seed: in
         RequestError: when the suite is damaged.
     """
     cases = suite.cases(part)
-    cassettes = [suite.cassettes[one.digest] for one in cases]
+    cassettes = [suite.cassettes[case.digest] for case in cases]
     with Replayer(suite.tokenizer) as replayer:
         replays = replayer.rescore(cassettes) if mode == "rescore" else replayer.harness(cassettes)
     results = [
@@ -91,11 +91,11 @@ def _reward_intervals(
 ) -> tuple[Interval | None, Interval | None, Interval | None]:
     before: dict[str, float] = {}
     after: dict[str, float] = {}
-    for one in results:
-        recorded = _rewards_by_player(suite.expected(one.case))
-        for player, reward in _rewards_by_player(one.replay.expectations()).items():
+    for result in results:
+        recorded = _rewards_by_player(suite.expected(result.case))
+        for player, reward in _rewards_by_player(result.replay.expectations()).items():
             if reward is not None and (old := recorded.get(player)) is not None:
-                key = f"{one.case.digest}/{player}"
+                key = f"{result.case.digest}/{player}"
                 before[key], after[key] = old, reward
     if not before:
         return None, None, None
@@ -104,4 +104,4 @@ def _reward_intervals(
 
 
 def _rewards_by_player(expectations: Sequence[Expectation]) -> dict[int, float | None]:
-    return {one.player: one.verdict.reward for one in expectations}
+    return {expectation.player: expectation.verdict.reward for expectation in expectations}

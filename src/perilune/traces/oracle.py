@@ -1,4 +1,4 @@
-"""The oracle: what must be equal when a cassette is played again.
+"""The oracle: the values that must be equal when a cassette is played again.
 
 It compares how the episode ends (reward, terms, metrics, failure), what the policy sees (observations, and
 their tokens), and that the episode ends with the last turn of the tape. It does not compare what a live model
@@ -69,69 +69,69 @@ def make_expectation(track: Track) -> Expectation:
 
 def find_differences(expected: Sequence[Expectation], replayed: Sequence[Expectation]) -> list[Difference]:
     """Return all differences between what was recorded and what a replay gave."""
-    before, after = ({one.player: one for one in part} for part in (expected, replayed))
-    found = []
+    before, after = ({item.player: item for item in part} for part in (expected, replayed))
+    diffs = []
     for player in sorted(before.keys() | after.keys()):
         name = f"player {player} " if len(before) > 1 or player else ""
         if player not in before or player not in after:
             moved = {True: "moves", False: "does not move"}
-            found.append(Difference("turns", f"{name}turns", moved[player in before], moved[player in after]))
+            diffs.append(Difference("turns", f"{name}turns", moved[player in before], moved[player in after]))
             continue
-        found += _compare_players(before[player], after[player], name)
-    return found
+        diffs += _compare_players(before[player], after[player], name)
+    return diffs
 
 
 def _compare_verdicts(expected: Verdict, replayed: Verdict, name: str) -> list[Difference]:
-    found = []
+    diffs = []
     if _mask_numbers(expected.failure) != _mask_numbers(replayed.failure):
-        found.append(_make_difference("failure", f"{name}failure", expected.failure, replayed.failure))
+        diffs.append(_make_difference("failure", f"{name}failure", expected.failure, replayed.failure))
     if not _is_close(expected.reward, replayed.reward):
-        found.append(_make_difference("reward", f"{name}reward", expected.reward, replayed.reward))
+        diffs.append(_make_difference("reward", f"{name}reward", expected.reward, replayed.reward))
     if expected.finish_reason != replayed.finish_reason:
         values = expected.finish_reason, replayed.finish_reason
-        found.append(_make_difference("finish", f"{name}finish_reason", *values))
-    found += _compare_figures("term", f"{name}reward_terms", expected.terms, replayed.terms)
-    return found + _compare_figures("metric", f"{name}metrics", expected.metrics, replayed.metrics)
+        diffs.append(_make_difference("finish", f"{name}finish_reason", *values))
+    diffs += _compare_figures("term", f"{name}reward_terms", expected.terms, replayed.terms)
+    return diffs + _compare_figures("metric", f"{name}metrics", expected.metrics, replayed.metrics)
 
 
 def find_token_differences(recorded: Sequence[Track], replayed: Sequence[Track]) -> list[Difference]:
     """Return the first sampled token of each player that differs, for mode `exact`."""
-    after = {one.player: one for one in replayed}
-    found = []
+    after = {track.player: track for track in replayed}
+    diffs = []
     for track in recorded:
         other = after[track.player].turns if track.player in after else ()
         for number, (old, new) in enumerate(zip_longest(track.turns, other), 1):
             before, now = (turn.tokens if turn else () for turn in (old, new))
             if before != now:
-                place = next(
-                    (at for at, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]),
+                position = next(
+                    (i for i, pair in enumerate(zip(before, now, strict=False)) if pair[0] != pair[1]),
                     min(len(before), len(now)),
                 )
-                shown = [_format_value(list(part[place : place + 8])) for part in (before, now)]
-                found.append(Difference("sampled", f"turn {number}, token {place}", *shown))
+                values = [_format_value(list(part[position : position + 8])) for part in (before, now)]
+                diffs.append(Difference("sampled", f"turn {number}, token {position}", *values))
                 break
-    return found
+    return diffs
 
 
 def _compare_players(before: Expectation, after: Expectation, name: str) -> list[Difference]:
-    found = []
+    diffs = []
     if len(before.texts) != len(after.texts):
-        found.append(_make_difference("turns", f"{name}turns", len(before.texts), len(after.texts)))
+        diffs.append(_make_difference("turns", f"{name}turns", len(before.texts), len(after.texts)))
     if before.stop != after.stop:
-        found.append(_make_difference("stop", f"{name}stop texts", before.stop, after.stop))
+        diffs.append(_make_difference("stop", f"{name}stop texts", before.stop, after.stop))
     for turn, (old, new) in enumerate(zip(before.texts, after.texts, strict=False), 1):
         if old != new:
-            found.append(_make_difference("text", f"{name}turn {turn}, its text", old[:12], new[:12]))
+            diffs.append(_make_difference("text", f"{name}turn {turn}, its text", old[:12], new[:12]))
     for turn, (old_seen, new_seen) in enumerate(zip(before.seen, after.seen, strict=False)):
         where = f"{name}observation {turn}" if turn else f"{name}prompt"
         if old_seen != new_seen:
-            found.append(
+            diffs.append(
                 _make_difference("observation", where, _format_messages(old_seen), _format_messages(new_seen))
             )
         elif before.tokens[turn] != after.tokens[turn]:
             values = before.tokens[turn][:12], after.tokens[turn][:12]
-            found.append(_make_difference("tokens", f"{where}, its tokens", *values))
-    return found + _compare_verdicts(before.verdict, after.verdict, name)
+            diffs.append(_make_difference("tokens", f"{where}, its tokens", *values))
+    return diffs + _compare_verdicts(before.verdict, after.verdict, name)
 
 
 def _compare_figures(
@@ -165,7 +165,7 @@ def _format_value(value: Any) -> str:
 
 
 def _format_messages(messages: Messages) -> str:
-    return repr("".join(f"{one['role']}: {one['content']}" for one in messages))
+    return repr("".join(f"{message['role']}: {message['content']}" for message in messages))
 
 
 def _digest_tokens(ids: Sequence[int]) -> str:

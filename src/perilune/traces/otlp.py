@@ -43,7 +43,7 @@ def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[s
     shared = {"gen_ai.conversation.id": episode.episode_id, "gen_ai.provider.name": "perilune"}
     conversations = {span.span_id: span.messages or episode.messages for span in spans}
     for span in spans:
-        joined = [one for one in spans if one.parent == span.span_id]
+        children = [child for child in spans if child.parent == span.span_id]
         agent = {
             "gen_ai.operation.name": "invoke_agent",
             "gen_ai.agent.name": span.name,
@@ -56,7 +56,7 @@ def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[s
         prompt = (
             {"gen_ai.input.messages": _encode_messages(span.messages[:1])} if texts and span.messages else {}
         )
-        own: dict[str, Any] = {
+        agent_span: dict[str, Any] = {
             "traceId": trace,
             "spanId": _hex_digest(f"{episode.episode_id} {span.span_id}", 16),
             "name": f"invoke_agent {span.name}",
@@ -67,27 +67,27 @@ def _episode_spans(episode: Episode, begin: int, texts: bool) -> Iterator[dict[s
             "status": _episode_status(episode) if not span.parent else {"code": OK},
         }
         if span.parent:
-            own["parentSpanId"] = _hex_digest(f"{episode.episode_id} {span.parent}", 16)
-        yield own
-        answers = [one for one in conversations[span.span_id] if one["role"] == "assistant"]
-        for number, place in enumerate(span.rounds):
-            turn = {"gen_ai.operation.name": "chat", "perilune.round": place}
-            said = answers[number - len(span.rounds)] if len(answers) >= len(span.rounds) else None
-            if texts and said is not None:
-                turn["gen_ai.output.messages"] = _encode_messages([said])
+            agent_span["parentSpanId"] = _hex_digest(f"{episode.episode_id} {span.parent}", 16)
+        yield agent_span
+        answers = [message for message in conversations[span.span_id] if message["role"] == "assistant"]
+        for number, round_index in enumerate(span.rounds):
+            turn = {"gen_ai.operation.name": "chat", "perilune.round": round_index}
+            answer = answers[number - len(span.rounds)] if len(answers) >= len(span.rounds) else None
+            if texts and answer is not None:
+                turn["gen_ai.output.messages"] = _encode_messages([answer])
             yield {
                 "traceId": trace,
                 "spanId": _hex_digest(f"{episode.episode_id} {span.span_id} {number}", 16),
-                "parentSpanId": own["spanId"],
+                "parentSpanId": agent_span["spanId"],
                 "name": "chat",
                 "kind": _CLIENT,
-                "startTimeUnixNano": str(begin + place * _ROUND_NS),
-                "endTimeUnixNano": str(begin + (place + 1) * _ROUND_NS),
+                "startTimeUnixNano": str(begin + round_index * _ROUND_NS),
+                "endTimeUnixNano": str(begin + (round_index + 1) * _ROUND_NS),
                 "attributes": encode_attributes(shared | turn),
                 "links": [
-                    {"traceId": trace, "spanId": _hex_digest(f"{episode.episode_id} {one.span_id}", 16)}
-                    for one in joined
-                    if one.joined == place
+                    {"traceId": trace, "spanId": _hex_digest(f"{episode.episode_id} {child.span_id}", 16)}
+                    for child in children
+                    if child.joined == round_index
                 ],
                 "status": {"code": OK},
             }
@@ -108,16 +108,16 @@ def _player_span(episode: Episode) -> Span:
 
 
 def _outcome_attributes(episode: Episode) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "perilune.environment": episode.environment,
         "perilune.task_id": episode.task_id,
         "perilune.finish_reason": episode.finish_reason,
     }
     if episode.reward is not None:
-        found["perilune.reward"] = float(episode.reward)
+        attributes["perilune.reward"] = float(episode.reward)
     if episode.failure:
-        found["error.type"] = episode.failure.partition(":")[0]
-    return found
+        attributes["error.type"] = episode.failure.partition(":")[0]
+    return attributes
 
 
 def _episode_status(episode: Episode) -> dict[str, Any]:
@@ -126,13 +126,13 @@ def _episode_status(episode: Episode) -> dict[str, Any]:
 
 def _encode_messages(messages: Sequence[Mapping[str, str]]) -> str:
     parts = [
-        {"role": one["role"], "parts": [{"type": "text", "content": one["content"]}]} for one in messages
+        {"role": item["role"], "parts": [{"type": "text", "content": item["content"]}]} for item in messages
     ]
     return json.dumps(parts, ensure_ascii=False)
 
 
 def encode_attributes(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Values in the form of AnyValue; 64-bit integers are strings."""
+    """Return the values in the form of AnyValue; 64-bit integers are strings."""
     kinds = {str: "stringValue", int: "intValue", float: "doubleValue"}
     return [
         {"key": key, "value": {kinds[type(value)]: str(value) if isinstance(value, int) else value}}

@@ -20,7 +20,7 @@ from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, ext
 from perilune.traces.oracle import make_expectation
 from perilune.traces.replay import Replay, Replayer
 
-_NUMBERS = re.compile(r"\d+ ?")  # of differences, which would make every reason another one
+_NUMBERS = re.compile(r"\d+ ?")  # numbers in differences, which would make every reason unique
 MAX_TASKS = 200_000  # of a split, that are searched for the tasks of episodes
 
 
@@ -68,7 +68,7 @@ def record_episodes(episodes: Sequence[Episode], origin: Origin, replayer: Repla
         RequestError: when the environment cannot be made.
     """
     environment = make_environment(origin.environment)
-    tasks = find_tasks(environment, {one.task_id for one in episodes}, origin.seed, origin.system)
+    tasks = find_tasks(environment, {episode.task_id for episode in episodes}, origin.seed, origin.system)
     refused: Counter[str] = Counter()
     drafts = []
     for members in group_rollouts(episodes):
@@ -84,9 +84,9 @@ def record_episodes(episodes: Sequence[Episode], origin: Origin, replayer: Repla
     kept = []
     for draft, replay in zip(drafts, replayer.harness(drafts), strict=True):
         cassette = _complete_cassette(draft, replay)
-        found = replay.differences(tuple(map(make_expectation, cassette.tracks)))
-        if found:
-            refused[f"it does not replay, {found[0].kind}: {_NUMBERS.sub('', found[0].where)}"] += 1
+        diffs = replay.differences(tuple(map(make_expectation, cassette.tracks)))
+        if diffs:
+            refused[f"it does not replay, {diffs[0].kind}: {_NUMBERS.sub('', diffs[0].where)}"] += 1
         else:
             kept.append(cassette)
     return Recording(tuple(kept), dict(refused))
@@ -94,27 +94,27 @@ def record_episodes(episodes: Sequence[Episode], origin: Origin, replayer: Repla
 
 def group_rollouts(episodes: Sequence[Episode]) -> list[list[Episode]]:
     """Return the episodes of all players of each rollout, without those of sub-agents."""
-    found: dict[tuple[str, str, str], list[Episode]] = {}
-    for one in episodes:
-        if not one.is_sub_agent:
-            step, index, *_, sample = one.episode_id.split("/")
-            found.setdefault((step, index, sample), []).append(one)
-    return list(found.values())
+    rollouts: dict[tuple[str, str, str], list[Episode]] = {}
+    for episode in episodes:
+        if not episode.is_sub_agent:
+            step, index, *_, sample = episode.episode_id.split("/")
+            rollouts.setdefault((step, index, sample), []).append(episode)
+    return list(rollouts.values())
 
 
 def find_tasks(environment: Environment, ids: set[str], seed: int, system: str = "") -> dict[str, Task]:
     """Return the tasks with these ids, among the first `MAX_TASKS` of both splits."""
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     splits: tuple[Split, Split] = ("heldout", "train")
     streams = [islice(environment.tasks(split, seed), MAX_TASKS) for split in splits]
     opening = ({"role": "system", "content": system},) if system else ()
     for drawn in zip_longest(*streams):
         for task in filter(None, drawn):
             if task.task_id in ids:
-                found[task.task_id] = replace(task, prompt=(*opening, *task.prompt))
-        if len(found) == len(ids):
+                tasks[task.task_id] = replace(task, prompt=(*opening, *task.prompt))
+        if len(tasks) == len(ids):
             break
-    return found
+    return tasks
 
 
 def _draft_cassette(
@@ -132,7 +132,7 @@ def _draft_cassette(
         **origin.options,
     )
     stop = tuple(getattr(find_part(environment, task), "stop_texts", ()))
-    versions = {int(one) for episode in members for one in episode.policy_version[episode.loss_mask]}
+    versions = {int(version) for episode in members for version in episode.policy_version[episode.loss_mask]}
     source = Source(run=origin.run, stage=origin.stage, file=origin.file, episode_id=members[0].episode_id)
     return Cassette(
         source=source,
@@ -142,19 +142,19 @@ def _draft_cassette(
         task=TaskRecord.of(task),
         sampling=sampling,
         order=(),
-        tracks=tuple(extract_track(one, sampling, stop) for one in members),
+        tracks=tuple(extract_track(episode, sampling, stop) for episode in members),
     )
 
 
 def _complete_cassette(draft: Cassette, replay: Replay) -> Cassette:
     """Return the cassette with the order of its actions, and the metrics that playing it gives."""
-    given = {one.player: one.verdict.metrics for one in replay.tracks}
+    replayed = {track.player: track.verdict.metrics for track in replay.tracks}
     tracks = []
     for track in draft.tracks:
         metrics = {
             name: value
             for name, value in track.verdict.metrics.items()
-            if name in given.get(track.player, {})
+            if name in replayed.get(track.player, {})
         }
         tracks.append(
             track.model_copy(update={"verdict": track.verdict.model_copy(update={"metrics": metrics})})

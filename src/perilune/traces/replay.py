@@ -41,7 +41,7 @@ class Replay:
     Attributes:
         tracks: the players' parts, as in the cassette.
         order: the player of each action.
-        error: why the replay stopped; "" if it did not.
+        error: the reason for which the replay stopped; "" if it did not.
     """
 
     tracks: tuple[Track, ...] = ()
@@ -60,7 +60,7 @@ class Replay:
 
 
 def apply_replay(cassette: Cassette, replay: Replay) -> Cassette:
-    """Return the cassette with what the replay gave in place of what was recorded."""
+    """Return the cassette with the replay in place of the recording."""
     return cassette.model_copy(update={"tracks": replay.tracks, "order": replay.order})
 
 
@@ -115,17 +115,17 @@ class Replayer:
         """
 
         def score(batch: Sequence[Cassette]) -> list[Replay]:
-            scored = [one for one in batch if one.order and not any(t.verdict.failure for t in one.tracks)]
+            valid = [tape for tape in batch if tape.order and not any(t.verdict.failure for t in tape.tracks)]
             items = [
-                (one.task.task(), _make_transcript(one, track.player))
-                for one in scored
-                for track in one.tracks
+                (tape.task.task(), _make_transcript(tape, track.player))
+                for tape in valid
+                for track in tape.tracks
             ]
             outcomes = iter(self._scorer(batch[0]).score(items))
             verdicts = {
-                one.digest: [_with_outcome(track, next(outcomes)) for track in one.tracks] for one in scored
+                tape.digest: [_with_outcome(track, next(outcomes)) for track in tape.tracks] for tape in valid
             }
-            return [Replay(tuple(verdicts.get(one.digest, one.tracks)), one.order) for one in batch]
+            return [Replay(tuple(verdicts.get(tape.digest, tape.tracks)), tape.order) for tape in batch]
 
         return _play_batches(cassettes, score)
 
@@ -152,18 +152,18 @@ class Replayer:
             min_p=sampling.min_p,
         )
         sessions = Sessions(worker.scorer.processes, environment)
-        opened = sessions.open([(one.task.task(), session_seed(one.sampling.key)) for one in cassettes])
-        for one, session in zip(cassettes, opened, strict=True):
-            rollout = worker.new_rollout(one.sampling.key, one.sampling.sample, session)
+        opened = sessions.open([(tape.task.task(), session_seed(tape.sampling.key)) for tape in cassettes])
+        for tape, session in zip(cassettes, opened, strict=True):
+            rollout = worker.new_rollout(tape.sampling.key, tape.sampling.sample, session)
             rollout.advance()
-            worker.tapes[rollout] = one
-        most = 1 + max(one.sampling.sample for one in cassettes)
-        worker.play_to_end(sessions, [*worker.tapes], params, samples=most, watch=Stopwatch())
+            worker.tapes[rollout] = tape
+        samples = 1 + max(tape.sampling.sample for tape in cassettes)
+        worker.play_to_end(sessions, [*worker.tapes], params, samples=samples, watch=Stopwatch())
         return [_collect_replay(worker, rollout, params) for rollout in worker.tapes]
 
 
 def split_batches(cassettes: Iterable[Cassette]) -> Iterator[list[Cassette]]:
-    """Cassettes of the same run, environment and sampling settings, which can be played together."""
+    """Yield batches of the same run, environment and sampling settings, which can be played together."""
 
     def kind(one: Cassette) -> bytes:
         shared = one.sampling.model_dump(exclude={"key", "sample"})
@@ -178,10 +178,10 @@ def split_batches(cassettes: Iterable[Cassette]) -> Iterator[list[Cassette]]:
 def _play_batches(
     cassettes: Sequence[Cassette], play: Callable[[Sequence[Cassette]], list[Replay]]
 ) -> list[Replay]:
-    found: dict[str, Replay] = {}
-    for batch in split_batches({one.digest: one for one in cassettes}.values()):
-        found |= zip([one.digest for one in batch], _play_or_report(batch, play), strict=True)
-    return [found[one.digest] for one in cassettes]
+    replays: dict[str, Replay] = {}
+    for batch in split_batches({cassette.digest: cassette for cassette in cassettes}.values()):
+        replays |= zip([cassette.digest for cassette in batch], _play_or_report(batch, play), strict=True)
+    return [replays[cassette.digest] for cassette in cassettes]
 
 
 def _play_or_report(
@@ -192,9 +192,9 @@ def _play_or_report(
         return play(batch)
     except Exception as error:  # whatever the harness raises is a finding, and must not hide the others
         if len(batch) > 1:
-            return [replay for one in batch for replay in _play_or_report([one], play)]
-        why = error.what if isinstance(error, PeriluneError) else f"{type(error).__name__}: {error}"
-        return [Replay(error=why)]
+            return [replay for cassette in batch for replay in _play_or_report([cassette], play)]
+        reason = error.what if isinstance(error, PeriluneError) else f"{type(error).__name__}: {error}"
+        return [Replay(error=reason)]
 
 
 def _with_sample(cassette: Cassette, sample: int) -> Cassette:
@@ -211,7 +211,7 @@ def _collect_replay(worker: TapedWorker, rollout: Rollout, params: SamplingParam
             track = extract_track(_drop_missing_turn(episode), sampling, stop)
             tracks.append(_restore_finished(tape, track) if is_taped else track)
     order = tuple(worker.order.get(rollout, ()))
-    if rollout.finish_reason != "aborted" and len(order) != sum(len(one.turns) for one in tracks):
+    if rollout.finish_reason != "aborted" and len(order) != sum(len(track.turns) for track in tracks):
         return Replay(error="two turns without an observation between them cannot be told apart")
     return Replay(tuple(tracks), order)
 
@@ -224,9 +224,9 @@ def _drop_missing_turn(episode: Episode) -> Episode:
 
 
 def _restore_finished(cassette: Cassette, track: Track) -> Track:
-    """The track, with the turns finished that are finished on the tape: a shrunk one is below the limit."""
+    """Return the track with `finished` of each turn as on the tape: a shrunk turn is below the limit."""
     tape = cassette.track(track.player)
-    finished = [one.finished for one in tape.turns[: len(track.turns)]] if tape else []
+    finished = [turn.finished for turn in tape.turns[: len(track.turns)]] if tape else []
     turns = [
         turn.model_copy(update={"finished": flag}) for turn, flag in zip(track.turns, finished, strict=False)
     ]
@@ -238,7 +238,7 @@ def _make_transcript(cassette: Cassette, player: int) -> Transcript:
     return Transcript(
         last.text,
         last.finished,
-        tuple(one.text for one in earlier),
+        tuple(turn.text for turn in earlier),
         session_seed(cassette.sampling.key),
         player,
     )
@@ -254,6 +254,6 @@ def _with_outcome(track: Track, outcome: Outcome) -> Track:
         }
         return track.model_copy(update={"verdict": track.verdict.model_copy(update=failed)})
     is_cut = track.verdict.finish_reason == "length"
-    terms = {name: one for name, one in outcome.terms.items() if name in track.verdict.terms or not is_cut}
+    terms = {name: term for name, term in outcome.terms.items() if name in track.verdict.terms or not is_cut}
     scored = track.verdict.model_copy(update={"reward": outcome.reward, "terms": terms})
     return track.model_copy(update={"verdict": scored})

@@ -19,7 +19,7 @@ from perilune.traces.replay import Replayer, apply_replay
 
 T = TypeVar("T")
 FailureCheck = Callable[[Sequence[Cassette]], list[bool]]
-"""Which of these played cassettes still show the failure."""
+"""Returns for each of these played cassettes whether it still shows the failure."""
 
 _PIECES = re.compile(r"\n+|[^\S\n]+|\w+|[^\w\s]")
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
@@ -27,9 +27,9 @@ MAX_PIECES = 400  # of a text that is cut word by word; longer ones are cut by l
 
 
 def has_same_cause(cassette: Cassette) -> FailureCheck:
-    """Return the cause of the outcome is that of `cassette`."""
+    """Return a check: does a played cassette have the same cause of its outcome as `cassette`?"""
     wanted = describe_cause(cassette)
-    return lambda played: [describe_cause(one) == wanted for one in played]
+    return lambda played: [describe_cause(candidate) == wanted for candidate in played]
 
 
 def minimize(items: Sequence[T], first: Callable[[list[list[T]]], int | None]) -> list[T]:
@@ -78,10 +78,10 @@ class Shrinker:
         while small.tokens < before:
             before = small.tokens
             small = self._cut_turns(small)
-            for place in range(len(small.order)):
-                small = self._cut_text(small, place) if place < len(small.order) else small
-            for place in range(len(small.task.prompt)):
-                small = self._cut_prompt(small, place)
+            for index in range(len(small.order)):
+                small = self._cut_text(small, index) if index < len(small.order) else small
+            for index in range(len(small.task.prompt)):
+                small = self._cut_prompt(small, index)
         if small.tokens >= cassette.tokens:
             return cassette
         return small.model_copy(update={"shrunk_from": cassette.digest, "checkpoint": None})
@@ -113,13 +113,13 @@ class Shrinker:
         def first(candidates: list[list[T]]) -> int | None:
             nonlocal best
             drafts = list(map(make_draft, candidates))
-            places = [place for place, one in enumerate(drafts) if one is not None]
-            played = self._play([one for one in drafts if one is not None])
-            found = [(place, one) for place, one in zip(places, played, strict=True) if one is not None]
-            for (place, one), fails in zip(found, self.fails([one for _, one in found]), strict=True):
+            indices = [index for index, draft in enumerate(drafts) if draft is not None]
+            played = self._play([draft for draft in drafts if draft is not None])
+            kept = [(index, draft) for index, draft in zip(indices, played, strict=True) if draft is not None]
+            for (index, draft), fails in zip(kept, self.fails([draft for _, draft in kept]), strict=True):
                 if fails:
-                    best = one
-                    return place
+                    best = draft
+                    return index
             return None
 
         if 1 < len(items) <= MAX_PIECES:
@@ -127,23 +127,23 @@ class Shrinker:
         return best
 
     def _play(self, drafts: Sequence[Cassette]) -> list[Cassette | None]:
-        """The drafts as the harness plays them; None where it stops, or asks for a turn that was cut."""
-        found = []
-        for one, replay in zip(drafts, self.replayer.harness(drafts), strict=True):
-            ended = [track.verdict.finish_reason for track in replay.tracks]
-            found.append(None if replay.error or "aborted" in ended else apply_replay(one, replay))
-        return found
+        """Return the drafts as the harness plays them; None if it stops, or asks for a turn that was cut."""
+        results = []
+        for draft, replay in zip(drafts, self.replayer.harness(drafts), strict=True):
+            reasons = [track.verdict.finish_reason for track in replay.tracks]
+            results.append(None if replay.error or "aborted" in reasons else apply_replay(draft, replay))
+        return results
 
 
 def _with_turns(cassette: Cassette, kept: Sequence[int]) -> Cassette | None:
-    """Return the draft with some of the actions, by their place in the episode."""
+    """Return the draft with some of the actions, given by their indices in the episode."""
     if not kept:
         return None
     turns: dict[int, list[Turn]] = {track.player: [] for track in cassette.tracks}
     actions = cassette.actions()
-    for place in kept:
-        turns[cassette.order[place]].append(actions[place])
-    tracks = tuple(one.model_copy(update={"turns": tuple(turns[one.player])}) for one in cassette.tracks)
+    for index in kept:
+        turns[cassette.order[index]].append(actions[index])
+    tracks = tuple(part.model_copy(update={"turns": tuple(turns[part.player])}) for part in cassette.tracks)
     return cassette.model_copy(update={"tracks": tracks})
 
 
@@ -169,7 +169,7 @@ def _with_prompt(cassette: Cassette, place: int, text: str) -> Cassette | None:
     """Return the draft with another text of a message of the task's prompt. One message keeps some text."""
     prompt = list(cassette.task.prompt)
     prompt[place] = {**prompt[place], "content": text}
-    if not any(one["content"].strip() for one in prompt):
+    if not any(message["content"].strip() for message in prompt):
         return None
     task = cassette.task.model_copy(update={"prompt": tuple(prompt)})
     return cassette.model_copy(update={"task": task})

@@ -1,4 +1,4 @@
-"""A suite: cassettes in a folder, with the tokenizers that they need and what was accepted since.
+"""A suite: cassettes in a folder, with the tokenizers that they need and the changes accepted since.
 
     suite.json                  the cases, and the condition that chose them
     cassettes/DIGEST.json       one cassette each, named by its content; never changes
@@ -38,7 +38,7 @@ class Case(Frozen):
     Attributes:
         cause: of its outcome, see `perilune.traces.causes`.
         held_out: whether it is kept from those who change the harness.
-        accepted: what is expected since a change on purpose; None: what the cassette recorded.
+        accepted: the expectations since an intended change; None for those that the cassette recorded.
     """
 
     digest: Digest
@@ -78,7 +78,7 @@ class Suite:
 
     def cases(self, part: Part = "all") -> list[Case]:
         """Return the cases of a part."""
-        return [one for one in self.index.cases if part == "all" or one.held_out == (part == "held-out")]
+        return [case for case in self.index.cases if part == "all" or case.held_out == (part == "held-out")]
 
     def expected(self, case: Case) -> tuple[Expectation, ...]:
         """Return the expectations of a case."""
@@ -103,7 +103,7 @@ class Suite:
         return self._tokenizers[digest]
 
     def accept(self, replayed: Mapping[str, tuple[Expectation, ...]]) -> str:
-        """Expect what these replays gave, by digest. Writes suite.json; returns the change as a diff."""
+        """Accept the results of these replays, by digest. Writes suite.json; returns the change as a diff."""
         cases = []
         for case in self.index.cases:
             given = replayed.get(case.digest)
@@ -114,7 +114,7 @@ class Suite:
         changed = self.index.model_copy(update={"cases": tuple(cases)})
         lines: list[str] = []
         for before, after in zip(self.index.cases, cases, strict=True):
-            old, new = (_expected_lines(one, self.cassettes[one.digest]) for one in (before, after))
+            old, new = (_expected_lines(case, self.cassettes[case.digest]) for case in (before, after))
             name = f"{before.digest[:12]} {before.cause}"
             lines += difflib.unified_diff(old, new, name, name, lineterm="", n=2)
         write_json(self.root / INDEX_FILE, changed.model_dump(mode="json"))
@@ -123,12 +123,12 @@ class Suite:
 
     def _load_cassette(self, digest: str) -> Cassette:
         path = self.root / "cassettes" / f"{digest}.json"
-        found = _parse_file(Cassette, path)
+        cassette = _parse_file(Cassette, path)
         if sha256_bytes(read_regular(path)) != digest:
             raise RequestError(
                 "the content is not the one that its name states", where=str(path), remedy="restore the file"
             )
-        return found
+        return cassette
 
 
 def write_suite(
@@ -153,7 +153,7 @@ def write_suite(
 
 
 def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of the files of a tokenizer."""
+    """Return the SHA-256 over the names and contents of the files of a tokenizer."""
     names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
     files = [(name, sha256_file(folder / name)) for name in names if (folder / name).is_file()]
     return sha256_bytes(json.dumps(files).encode())
@@ -167,7 +167,7 @@ def _make_folder(folder: Path) -> Path:
 def _expected_lines(case: Case, cassette: Cassette) -> list[str]:
     """Return the expectations of a case for a diff: one line per figure or message."""
     expected = tuple(map(make_expectation, cassette.tracks)) if case.accepted is None else case.accepted
-    document = [one.model_dump(mode="json") for one in expected]
+    document = [expectation.model_dump(mode="json") for expectation in expected]
     return json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True).splitlines()
 
 

@@ -62,17 +62,17 @@ class TapedWorker(RolloutWorker):
         progress: Progress,
     ) -> list[Completion]:
         """Return each turn: from the tape of its rollout, or sampled."""
-        found: dict[DueTurn, Completion] = {}
-        for one in turns:
-            self.order.setdefault(one.rollout, []).append(one.rollout.observation.player)
-            if self.until is None or one.number < self.until:
-                found[one] = self._replay_turn(one)
-        live = [(one, context) for one, context in zip(turns, contexts, strict=True) if one not in found]
+        taped: dict[DueTurn, Completion] = {}
+        for turn in turns:
+            self.order.setdefault(turn.rollout, []).append(turn.rollout.observation.player)
+            if self.until is None or turn.number < self.until:
+                taped[turn] = self._replay_turn(turn)
+        live = [(turn, context) for turn, context in zip(turns, contexts, strict=True) if turn not in taped]
         if live:
             parts = [list(part) for part in zip(*live, strict=True)]
             sampled = super().sample_turns(parts[0], parts[1], samples, params, progress)
-            found |= dict(zip(parts[0], sampled, strict=True))
-        return [found[one] for one in turns]
+            taped |= dict(zip(parts[0], sampled, strict=True))
+        return [taped[turn] for turn in turns]
 
     def _replay_turn(self, due: DueTurn) -> Completion:
         if due.agent:

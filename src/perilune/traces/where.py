@@ -24,17 +24,17 @@ Condition = Callable[[Episode], bool]
 _Term = Callable[[Episode], Value]
 
 FIELDS: Mapping[str, _Term] = {
-    "reward": lambda one: one.reward,
-    "failure": lambda one: one.failure,
-    "finish_reason": lambda one: one.finish_reason,
-    "truncated": lambda one: one.truncated,
-    "environment": lambda one: one.environment,
-    "task_id": lambda one: one.task_id,
-    "episode_id": lambda one: one.episode_id,
-    "text": lambda one: one.text,
-    "step": lambda one: float(one.episode_id.partition("/")[0]),
-    "tokens": lambda one: float(len(one.prompt_ids) + len(one.token_ids)),
-    "sampled": lambda one: float(one.sampled),
+    "reward": lambda episode: episode.reward,
+    "failure": lambda episode: episode.failure,
+    "finish_reason": lambda episode: episode.finish_reason,
+    "truncated": lambda episode: episode.truncated,
+    "environment": lambda episode: episode.environment,
+    "task_id": lambda episode: episode.task_id,
+    "episode_id": lambda episode: episode.episode_id,
+    "text": lambda episode: episode.text,
+    "step": lambda episode: float(episode.episode_id.partition("/")[0]),
+    "tokens": lambda episode: float(len(episode.prompt_ids) + len(episode.token_ids)),
+    "sampled": lambda episode: float(episode.sampled),
 }
 GROUPS = ("reward_terms", "metrics")  # mappings of an episode: reward_terms.NAME
 _TOKEN = re.compile(
@@ -69,16 +69,16 @@ def parse_where(text: str) -> Condition:
 
 
 def _tokenize(text: str) -> list[tuple[str, str]]:
-    found, at = [], 0
+    tokens, position = [], 0
     text = text.rstrip()
-    while at < len(text):
-        match = _TOKEN.match(text, at)
+    while position < len(text):
+        match = _TOKEN.match(text, position)
         if match is None:
-            raise RequestError(f"cannot read {text[at:].strip()[:40]!r}", where="--where")
+            raise RequestError(f"cannot read {text[position:].strip()[:40]!r}", where="--where")
         kind = match.lastgroup or ""
-        found.append((kind, match[kind]))
-        at = match.end()
-    return found
+        tokens.append((kind, match[kind]))
+        position = match.end()
+    return tokens
 
 
 @dataclass
@@ -92,20 +92,20 @@ class _Parser:
         terms = [self.both(depth)]
         while self.take("or"):
             terms.append(self.both(depth))
-        return terms[0] if len(terms) == 1 else lambda one: any(term(one) for term in terms)
+        return terms[0] if len(terms) == 1 else lambda episode: any(term(episode) for term in terms)
 
     def both(self, depth: int) -> _Term:
         terms = [self.one(depth)]
         while self.take("and"):
             terms.append(self.one(depth))
-        return terms[0] if len(terms) == 1 else lambda one: all(term(one) for term in terms)
+        return terms[0] if len(terms) == 1 else lambda episode: all(term(episode) for term in terms)
 
     def one(self, depth: int) -> _Term:
         if depth > _MAX_DEPTH:
             raise self.error("it is nested too deeply")
         if self.take("not"):
             inner = self.one(depth + 1)
-            return lambda one: not inner(one)
+            return lambda episode: not inner(episode)
         if self.take("("):
             inner = self.either(depth + 1)
             if not self.take(")"):
@@ -115,7 +115,7 @@ class _Parser:
         if not self.tokens or self.tokens[0][1] not in {*_OPERATORS, "~"}:
             return left
         sign, right = self.tokens.pop(0)[1], self.value()
-        return lambda one: _compare_values(sign, left(one), right(one))
+        return lambda episode: _compare_values(sign, left(episode), right(episode))
 
     def value(self) -> _Term:
         if not self.tokens:
@@ -137,10 +137,10 @@ class _Parser:
             word = _LITERALS[name]
             return lambda _: word
         if group in GROUPS and key:
-            return lambda one: getattr(one, group).get(key)
+            return lambda episode: getattr(episode, group).get(key)
         if name in FIELDS:
             return FIELDS[name]
-        known = ", ".join((*FIELDS, *(f"{one}.NAME" for one in GROUPS)))
+        known = ", ".join((*FIELDS, *(f"{mapping}.NAME" for mapping in GROUPS)))
         raise RequestError(f"episodes have no '{name}'", where="--where", remedy=f"one of: {known}")
 
     def take(self, word: str) -> bool:
