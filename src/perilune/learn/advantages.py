@@ -33,25 +33,25 @@ def spread(rewards: Rewards) -> float:
 
 
 def centred(rewards: Rewards) -> Rewards:
-    """r - mean; 0 in a dead group."""
+    """Return r - mean; 0 in a dead group."""
     if is_dead(rewards):
         return np.where(np.isnan(rewards), np.nan, 0.0)
     return np.asarray(rewards - np.nanmean(rewards))
 
 
 def standardised(rewards: Rewards, epsilon: float = STD_EPSILON) -> Rewards:
-    """(r - mean) / (std + epsilon), std with ddof=1 as in verl and TRL."""
+    """Return (r - mean) / (std + epsilon), std with ddof=1 as in verl and TRL."""
     return np.asarray(centred(rewards) / (spread(rewards) + epsilon))
 
 
 def leave_one_out(rewards: Rewards) -> Rewards:
-    """r - mean of the others' rewards, which is K / (K - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
+    """Return r - mean of the others' rewards, which is K / (K - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
     scored = int((~np.isnan(rewards)).sum())
     return np.asarray(centred(rewards) * (scored / max(scored - 1, 1)))
 
 
 def whitened(values: Sequence[Tokens], masks: Sequence[NDArray[np.bool_]]) -> list[Tokens]:
-    """(x - mean) / std over all unmasked tokens of all episodes; 0 if they are equal.
+    """Return (x - mean) / std over all unmasked tokens of all episodes; 0 if they are equal.
 
     Long episodes therefore influence mean and std more than short ones.
     """
@@ -64,18 +64,18 @@ def whitened(values: Sequence[Tokens], masks: Sequence[NDArray[np.bool_]]) -> li
 
 
 def token_rewards(episode: Episode, reward: float) -> Tokens:
-    """float64[T]: the process rewards, if any, plus `reward` at the last sampled token."""
+    """Return float64[T]: the process rewards, if any, plus `reward` at the last sampled token."""
     values = np.zeros(len(episode.token_ids))
     if episode.step_rewards is not None:
-        there = episode.loss_mask & ~np.isnan(episode.step_rewards)
-        values[there] = episode.step_rewards[there]
+        rewarded = episode.loss_mask & ~np.isnan(episode.step_rewards)
+        values[rewarded] = episode.step_rewards[rewarded]
     if episode.loss_mask.any():
         values[np.flatnonzero(episode.loss_mask)[-1]] += reward
     return values
 
 
 def rewards_to_go(rewards: Tokens, mask: NDArray[np.bool_], gamma: float) -> Tokens:
-    """G_t = r_t + gamma G_{t+1} over unmasked tokens; 0 at masked tokens."""
+    """Return G_t = r_t + gamma G_{t+1} over unmasked tokens; 0 at masked tokens."""
     returns = np.zeros(len(rewards))
     later = 0.0
     for t in np.flatnonzero(mask)[::-1]:

@@ -207,14 +207,14 @@ def _weighted_items(group: WeightedGroup, denominators: dict[str, float]) -> lis
         if weights:
             if len(episode.prompt_ids) == 0:
                 raise WorkFailedError(f"episode {episode.episode_id} has an empty prompt")
-            none = np.zeros(len(episode.token_ids), np.float32)
+            zeros = np.zeros(len(episode.token_ids), np.float32)
             items.append(
                 _Item(
                     episode,
                     weights,
                     old_logprobs=group.proximal[index] if group.proximal else episode.logprobs,
-                    returns=group.value.returns[index] if group.value else none,
-                    old_values=group.value.values[index] if group.value else none,
+                    returns=group.value.returns[index] if group.value else zeros,
+                    old_values=group.value.values[index] if group.value else zeros,
                 )
             )
     return items
@@ -271,9 +271,9 @@ def _pack_bin(items: list[_Item], temperature: float) -> PackedBatch:
     def weights(name: str) -> Tensor | None:
         if not any(name in item.weights for item in items):
             return None
-        zero = [np.zeros(item.fed + 1, np.float32) for item in items]
+        zeros = [np.zeros(item.fed + 1, np.float32) for item in items]
         return learned(
-            (item.weights.get(name, none) for item, none in zip(items, zero, strict=True)), np.float32
+            (item.weights.get(name, zero) for item, zero in zip(items, zeros, strict=True)), np.float32
         )
 
     value = weights("value")
@@ -316,7 +316,7 @@ def minibatches(groups: Sequence[WeightedGroup], count: int) -> list[list[Weight
 
 def pack_each(episodes: Iterable[Episode], token_budget: int) -> list[PackedBatch]:
     """Pack episodes in order, without sharing prompts, into batches of at most `token_budget` tokens."""
-    return pack([_learn_all_tokens((one,)) for one in episodes], token_budget)
+    return pack([_learn_all_tokens((episode,)) for episode in episodes], token_budget)
 
 
 def pack_pairs(pairs: Iterable[Pair], token_budget: int) -> list[PackedBatch]:
@@ -327,10 +327,10 @@ def pack_pairs(pairs: Iterable[Pair], token_budget: int) -> list[PackedBatch]:
     """
     pairs = list(pairs)
     for chosen, rejected in pairs:
-        for one in (chosen, rejected):
-            if not one.loss_mask.any():
+        for episode in (chosen, rejected):
+            if not episode.loss_mask.any():
                 raise RequestError(
-                    "a completion without sampled tokens cannot be compared", where=one.episode_id
+                    "a completion without sampled tokens cannot be compared", where=episode.episode_id
                 )
         if not np.array_equal(chosen.prompt_ids, rejected.prompt_ids):
             raise RequestError("the two answers of a pair have different prompts", where=chosen.episode_id)

@@ -83,14 +83,14 @@ def copy_into(own: Mapping[str, Tensor], loaded: Mapping[str, Tensor], directory
         problem = "missing" if unmatched[0] in own else "not part of this model"
         raise RequestError(f"tensor {unmatched[0]} is {problem}", where=str(directory))
     for name, tensor in own.items():
-        other = loaded[name]
-        if other.shape != tensor.shape or other.dtype != tensor.dtype:
+        source = loaded[name]
+        if source.shape != tensor.shape or source.dtype != tensor.dtype:
             raise RequestError(
-                f"tensor {name} is {other.dtype} {list(other.shape)}, "
+                f"tensor {name} is {source.dtype} {list(source.shape)}, "
                 f"the model has {tensor.dtype} {list(tensor.shape)}",
                 where=str(directory),
             )
-        tensor.copy_(other)
+        tensor.copy_(source)
 
 
 def find_latest_complete(parent: Path) -> Path | None:

@@ -60,35 +60,35 @@ def check_packed(groups: Sequence[WeightedGroup], batches: Sequence[PackedBatch]
             denominator of the whole step.
     """
     expected = {episode.episode_id: episode for group in groups for episode in _weighted_episodes(group)}
-    seen: set[str] = set()
+    learned_ids: set[str] = set()
     for batch in batches:
         _check_tokens(batch, [expected[name] for name in batch.episode_ids])
-        twice = seen & {*batch.episode_ids}
+        twice = learned_ids & {*batch.episode_ids}
         if twice:
             raise WorkFailedError(f"a step learns twice from episode {min(twice)}", remedy=REPORT_BUG)
-        seen |= {*batch.episode_ids}
-    missing = expected.keys() - seen
+        learned_ids |= {*batch.episode_ids}
+    missing = expected.keys() - learned_ids
     if missing:
         raise WorkFailedError(
             f"episode {min(missing)} has weights and is in no micro-batch", remedy=REPORT_BUG
         )
     for name in COMPONENTS:
-        components = [one for group in groups if (one := group.component(name)) is not None]
+        components = [part for group in groups if (part := group.component(name)) is not None]
         denominator = math.fsum(component.denominator for component in components)
-        every = [w.astype(np.float64) for component in components for w in component.weights]
+        arrays = [w.astype(np.float64) for component in components for w in component.weights]
         packed = [
             weights.detach().cpu().double() for b in batches if (weights := getattr(b, name)) is not None
         ]
-        size = math.fsum(float(np.abs(w).sum()) for w in every) / (denominator or 1.0)
-        total = math.fsum(float(w.sum()) for w in every) / (denominator or 1.0)
+        size = math.fsum(float(np.abs(w).sum()) for w in arrays) / (denominator or 1.0)
+        total = math.fsum(float(w.sum()) for w in arrays) / (denominator or 1.0)
         sums = (
             ("weights", total, math.fsum(float(w.sum()) for w in packed)),
             ("magnitudes", size, math.fsum(float(w.abs().sum()) for w in packed)),
         )
-        for what, right, found in sums:
-            if abs(found - right) > TOLERANCE * size:
+        for what, right, actual in sums:
+            if abs(actual - right) > TOLERANCE * size:
                 raise WorkFailedError(
-                    f"the {name} {what} of {len(batches)} micro-batches add up to {found:.6g}, those of the"
+                    f"the {name} {what} of {len(batches)} micro-batches add up to {actual:.6g}, those of the"
                     f" step to {right:.6g}: a denominator is not that of the whole step",
                     remedy=REPORT_BUG,
                 )
@@ -148,7 +148,7 @@ def _check_tokens(batch: PackedBatch, episodes: Sequence[Episode]) -> None:
     """Check targets, their predicting tokens, log-probs and versions, episode by episode."""
     fed, rows = batch.token_ids.cpu().numpy(), batch.rows.cpu().numpy()
     positions = batch.positions.cpu().numpy()
-    found = {
+    packed = {
         "learned tokens": batch.targets.cpu().numpy(),
         "tokens before the learned ones (the mask is off by one)": fed[rows],
         "positions of the tokens before the learned ones": positions[rows],
@@ -160,15 +160,15 @@ def _check_tokens(batch: PackedBatch, episodes: Sequence[Episode]) -> None:
         mask, before = episode.loss_mask, len(episode.prompt_ids) - 1
         sequence = np.concatenate([episode.prompt_ids, episode.token_ids])
         length = int(mask.sum())
-        right: tuple[NDArray[Any], ...] = (
+        expected: tuple[NDArray[Any], ...] = (
             episode.token_ids[mask],
             sequence[before:-1][mask],
             before + np.flatnonzero(mask),
             episode.logprobs[mask],
             episode.policy_version[mask],
         )
-        for (what, values), theirs in zip(found.items(), right, strict=True):
-            if not np.array_equal(values[start : start + length], theirs):
+        for (what, values), wanted in zip(packed.items(), expected, strict=True):
+            if not np.array_equal(values[start : start + length], wanted):
                 raise _bad_episode(episode, f"was packed with wrong {what}")
         start += length
     if start != len(rows):

@@ -79,30 +79,30 @@ def split_chunks(
         teacher_prompts: the prompts that the teacher sees instead of the episodes' prompts.
     """
     gains = [0.0] * len(episodes) if advantages is None else advantages
-    seen = [
-        (one, replace(one, prompt_ids=np.asarray(prompt, np.int32)), gain)
-        for one, prompt, gain in zip(episodes, teacher_prompts, gains, strict=True)
-        if one.loss_mask.any()
+    items = [
+        (episode, replace(episode, prompt_ids=np.asarray(prompt, np.int32)), gain)
+        for episode, prompt, gain in zip(episodes, teacher_prompts, gains, strict=True)
+        if episode.loss_mask.any()
     ]
-    held: list[tuple[Episode, Episode, float]] = []
+    batch: list[tuple[Episode, Episode, float]] = []
     room = token_budget
-    for item in seen:
+    for item in items:
         cost = max(len(item[0].prompt_ids), len(item[1].prompt_ids)) + len(item[0].token_ids)
-        if held and cost > room:
-            yield _pack_batch(held, temperature)
-            held, room = [], token_budget
-        held.append(item)
+        if batch and cost > room:
+            yield _pack_batch(batch, temperature)
+            batch, room = [], token_budget
+        batch.append(item)
         room -= cost
-    if held:
-        yield _pack_batch(held, temperature)
+    if batch:
+        yield _pack_batch(batch, temperature)
 
 
 def _pack_batch(items: Sequence[tuple[Episode, Episode, float]], temperature: float) -> DistillationBatch:
     def packed(episodes: Sequence[Episode]) -> PackedBatch:
-        (batch,) = pack_each(episodes, sum(len(one.prompt_ids) + len(one.token_ids) for one in episodes))
+        (batch,) = pack_each(episodes, sum(len(e.prompt_ids) + len(e.token_ids) for e in episodes))
         return replace(batch, temperature=temperature)
 
-    student, teacher = packed([one for one, _, _ in items]), packed([one for _, one, _ in items])
+    student, teacher = packed([s for s, _, _ in items]), packed([t for _, t, _ in items])
     if not torch.equal(student.targets, teacher.targets):
         raise AssertionError("the batches of student and teacher have different learned tokens")
     return DistillationBatch(student, teacher, torch.tensor([gain for *_, gain in items]))
@@ -158,20 +158,20 @@ def token_losses(  # noqa: PLR0917
 
 
 def forward_topk(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """Sum of q (log q - log p) over the k likeliest tokens of q, float[M], at least 0."""
-    best, places = q.topk(min(k, q.shape[-1]), dim=-1)
-    return (best.exp() * (best - p.gather(-1, places))).sum(-1).clamp(min=0)
+    """Return the sum of q (log q - log p) over the k likeliest tokens of q, float[M], at least 0."""
+    best, indices = q.topk(min(k, q.shape[-1]), dim=-1)
+    return (best.exp() * (best - p.gather(-1, indices))).sum(-1).clamp(min=0)
 
 
 def reverse_topk(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """KL(p' || q') in nats, float[M], with both renormalised on the k likeliest tokens of p."""
-    best, places = p.topk(min(k, p.shape[-1]), dim=-1)
-    a, b = best.log_softmax(-1), q.gather(-1, places).log_softmax(-1)
+    """Return KL(p' || q') in nats, float[M], with both renormalised on the k likeliest tokens of p."""
+    best, indices = p.topk(min(k, p.shape[-1]), dim=-1)
+    a, b = best.log_softmax(-1), q.gather(-1, indices).log_softmax(-1)
     return (a.exp() * (a - b)).sum(-1)
 
 
 def generalised_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
-    """The divergence of GKD in nats, float[M].
+    """Return the divergence of GKD in nats, float[M].
 
     Raises:
         RequestError: when beta is outside 0 to 1.
@@ -186,7 +186,7 @@ def generalised_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
 
 
 def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tensor]:
-    """Sums over tokens of figures that compare student and teacher.
+    """Return sums over tokens of figures that compare student and teacher.
 
     With S_p and S_q the k likeliest tokens of each, and O their intersection:
 
@@ -199,12 +199,12 @@ def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tens
     * entropy of p; reverse_kl: log p - log q of the sampled token
     """
     k = min(k, p.shape[-1])
-    best_p, places_p = p.topk(k, dim=-1)
-    best_q, places_q = q.topk(k, dim=-1)
-    shared = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, places_p, True)
-    shared &= torch.zeros_like(shared).scatter_(-1, places_q, True)
+    best_p, indices_p = p.topk(k, dim=-1)
+    best_q, indices_q = q.topk(k, dim=-1)
+    shared = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, indices_p, True)
+    shared &= torch.zeros_like(shared).scatter_(-1, indices_q, True)
     count = shared.sum(-1)
-    has = count > 0
+    overlaps = count > 0
     size = count.clamp(min=1)
     lowest = torch.finfo(p.dtype).min
     p_bar = torch.where(shared, p, lowest).log_softmax(-1)
@@ -215,12 +215,12 @@ def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tens
     topk = [_entropy(best_p.log_softmax(-1)), _entropy(best_q.log_softmax(-1))]
     return {
         "overlap_ratio": (count / k).sum(),
-        "overlap_tokens": has.sum(),
-        "overlap_advantage": advantage[has].sum(),
-        "overlap_advantage_verl": verl[has].sum(),
+        "overlap_tokens": overlaps.sum(),
+        "overlap_advantage": advantage[overlaps].sum(),
+        "overlap_advantage_verl": verl[overlaps].sum(),
         "overlap_mass_student": torch.where(shared, p.exp(), 0).sum(),
         "overlap_mass_teacher": torch.where(shared, q.exp(), 0).sum(),
-        "topk_mass_student": p.gather(-1, places_q).exp().sum(),
+        "topk_mass_student": p.gather(-1, indices_q).exp().sum(),
         "topk_mass_teacher": best_q.exp().sum(),
         "entropy": entropies[0].sum(),
         "entropy_gap": (entropies[1] - entropies[0]).abs().sum(),
@@ -243,7 +243,7 @@ def _means(totals: Mapping[str, float], k: int) -> dict[str, float]:
 
 
 def _kl(a: Tensor, b: Tensor) -> Tensor:
-    """KL(a || b) of float[M, V] log-probs; a token of probability 0 adds nothing."""
+    """Return KL(a || b) of float[M, V] log-probs; a token of probability 0 adds nothing."""
     terms = a.exp() * (a - b)
     return torch.where(a.isneginf(), 0, terms).sum(-1)
 

@@ -102,11 +102,11 @@ class Ranks:
         Raises:
             WorkFailedError: when the values differ.
         """
-        values = [one.decode() for one in self.all_gather(what, value.encode())]
+        values = [payload.decode() for payload in self.all_gather(what, value.encode())]
         if len({*values}) > 1:
-            seen = ", ".join(f"process {rank} has {one}" for rank, one in enumerate(values))
+            summary = ", ".join(f"process {rank} has {value}" for rank, value in enumerate(values))
             raise WorkFailedError(
-                f"the processes no longer agree on the {what}: {seen}",
+                f"the processes no longer agree on the {what}: {summary}",
                 remedy="run the same code on the same kind of processor; if you do, report this bug",
             )
 

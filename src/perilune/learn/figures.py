@@ -59,14 +59,14 @@ def merge_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
         return dict(updates[0])
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for figures in updates for name in figures):
-        having = [figures for figures in updates if name in figures]
+        present = [figures for figures in updates if name in figures]
         if name == "tokens":
-            merged[name] = math.fsum(figures[name] for figures in having)
+            merged[name] = math.fsum(figures[name] for figures in present)
         elif name.endswith("_max"):
-            merged[name] = max(figures[name] for figures in having)
+            merged[name] = max(figures[name] for figures in present)
         else:
-            weights = [figures["tokens"] for figures in having]
+            weights = [figures["tokens"] for figures in present]
             total = math.fsum(weights)
-            mean = math.fsum(figures[name] * w for figures, w in zip(having, weights, strict=True))
-            merged[name] = mean / total if total else having[-1][name]
+            mean = math.fsum(figures[name] * w for figures, w in zip(present, weights, strict=True))
+            merged[name] = mean / total if total else present[-1][name]
     return merged

@@ -17,7 +17,7 @@ from perilune.learn.weights import WeightedGroup
 
 
 def weight_groups(algorithm: Algorithm, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
-    """Compute token weights; with `kl_estimator` k1_reward, subtract the KL from the rewards before.
+    """Compute token weights; with `kl_estimator` k1_reward, first subtract the KL from the rewards.
 
     The returned groups have the original rewards. The figure `kl_reference` is the mean of k3 over a group's
     tokens.
@@ -27,7 +27,7 @@ def weight_groups(algorithm: Algorithm, groups: Sequence[Group], context: StepCo
     """
     if not context.kl or context.kl_estimator != "k1_reward":
         return algorithm.weight_groups(groups, context)
-    penalised = [[_penalise(one, algorithm.takes_step_rewards, context) for one in group] for group in groups]
+    penalised = [[_penalise(e, algorithm.takes_step_rewards, context) for e in group] for group in groups]
     return [
         replace(
             weighted,
@@ -39,7 +39,7 @@ def weight_groups(algorithm: Algorithm, groups: Sequence[Group], context: StepCo
 
 
 def _k1(episode: Episode, context: StepContext) -> np.ndarray:
-    """float64[T], 0 at tokens that the policy did not sample."""
+    """Return k1 as float64[T], 0 at tokens that the policy did not sample."""
     reference = context.signal("reference_logprobs", episode)
     return np.where(episode.loss_mask, episode.logprobs - reference, 0.0)
 
@@ -55,7 +55,5 @@ def _penalise(episode: Episode, per_token: bool, context: StepContext) -> Episod
 
 
 def _mean_k3(group: Group, context: StepContext) -> float:
-    x = np.concatenate(
-        [_k1(one, context)[one.loss_mask] for one in group if not one.failure] or [np.zeros(0)]
-    )
+    x = np.concatenate([_k1(e, context)[e.loss_mask] for e in group if not e.failure] or [np.zeros(0)])
     return float((np.expm1(-x) + x).mean()) if len(x) else 0.0

@@ -20,7 +20,7 @@ def policy_gradient(
     surrogate: Surrogate,
     episode_of: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the token losses that `surrogate` defines: those of PPO, GSPO or CISPO.
+    """Return the sum of the token losses that `surrogate` defines: those of PPO, GSPO or CISPO.
 
     Source: Schulman et al., arXiv 1707.06347, eq. 7; asymmetric range from DAPO (arXiv 2503.14476); dual
     clip from Ye et al. (arXiv 1912.09729, eq. 5); GSPO (arXiv 2507.18071, eq. 14); CISPO (arXiv 2506.13585).
@@ -54,33 +54,33 @@ def policy_gradient(
 
 
 def episode_sum(values: Tensor, episode_of: Tensor) -> Tensor:
-    """float[M]: for each token the sum of float[M] `values` over the tokens of its episode."""
+    """Return for each token the sum of float[M] `values` over the tokens of its episode, float[M]."""
     episodes = int(episode_of.max()) + 1 if len(episode_of) else 0
     return values.new_zeros(episodes).index_add_(0, episode_of, values)[episode_of]
 
 
 def episode_mean(values: Tensor, episode_of: Tensor) -> Tensor:
-    """float[M]: for each token the mean of float[M] `values` over the tokens of its episode."""
+    """Return for each token the mean of float[M] `values` over the tokens of its episode, float[M]."""
     return episode_sum(values, episode_of) / torch.bincount(episode_of)[episode_of]
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, clip: float) -> Tensor:
-    """Sum of w/2 * max((v - return)^2, (v' - return)^2), v' = v clipped to old value +- clip.
+    """Return the sum of w/2 * max((v - return)^2, (v' - return)^2), v' = v clipped to old value +- clip.
 
     Source: the value loss of PPO's reference code; all arguments float[M].
     """
-    held = old_values + (values - old_values).clamp(-clip, clip)
-    return (weights * torch.maximum((values - returns).square(), (held - returns).square())).sum() / 2
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return (weights * torch.maximum((values - returns).square(), (clipped - returns).square())).sum() / 2
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy of each row of logits float[N, V] at a temperature, float[N] in nats; differentiable."""
+    """Return the entropy float[N] in nats of rows of logits float[N, V]; differentiable."""
     logprobs = (logits.float() / (temperature or 1.0)).log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def cross_entropy(logprobs: Tensor, weights: Tensor) -> Tensor:
-    """Sum of -w * log-prob."""
+    """Return the sum of -w * log-prob."""
     return -(weights * logprobs).sum()
 
 
@@ -91,7 +91,7 @@ def reference_kl(
     estimator: KLEstimator = "k3",
     sampler_logprobs: Tensor | None = None,
 ) -> Tensor:
-    """Sum of w * estimate of (log-prob - reference log-prob).
+    """Return the sum of w * estimate of (log-prob - reference log-prob).
 
     Args:
         sampler_logprobs: required by k3_corrected, whose ratio carries a gradient.

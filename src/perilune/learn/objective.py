@@ -55,8 +55,8 @@ def live_group_probability(p: float, group_size: int) -> float:
 def _advantages(chosen: Algorithm, successes: int, group_size: int) -> tuple[float, float]:
     """Return the advantages of a success and of a failure in a group; NaN if it has none."""
     group = [_episode(index, float(index < successes)) for index in range(group_size)]
-    none = {one.episode_id: np.zeros(1, np.float32) for one in group}
-    context = StepContext(max_tokens=1, signals=dict.fromkeys(chosen.needs, none))
+    zeros = {episode.episode_id: np.zeros(1, np.float32) for episode in group}
+    context = StepContext(max_tokens=1, signals=dict.fromkeys(chosen.needs, zeros))
     (advantages,) = (weighted.advantages for weighted in chosen.weight_groups([group], context))
     assert advantages is not None
     success = float(advantages[0]) if successes else math.nan
@@ -65,7 +65,7 @@ def _advantages(chosen: Algorithm, successes: int, group_size: int) -> tuple[flo
 
 
 def _episode(index: int, reward: float) -> Episode:
-    one = np.zeros(1, np.int32)
+    zero = np.zeros(1, np.int32)
     return Episode(
         episode_id=f"0/0/{index}",
         group_id="0",
@@ -73,11 +73,11 @@ def _episode(index: int, reward: float) -> Episode:
         environment="binary",
         seed=0,
         messages=(),
-        prompt_ids=one,
-        token_ids=one,
+        prompt_ids=zero,
+        token_ids=zero,
         loss_mask=np.ones(1, np.bool_),
         logprobs=np.zeros(1, np.float32),
-        policy_version=one,
+        policy_version=zero,
         finish_reason="stop",
         reward=reward,
     )

@@ -140,9 +140,9 @@ class PreferenceObjective:
         return pair_figures(self._gathered(), self.beta)
 
     def _gathered(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """float64[6, B], in the order of the pairs."""
-        seen = self.ranks.all_gather_arrays("pairs", [one.numpy() for one in self._seen])
-        return np.concatenate(seen, axis=1)
+        """Return the pairs' figures as float64[6, B], in the order of the pairs."""
+        parts = self.ranks.all_gather_arrays("pairs", [part.numpy() for part in self._seen])
+        return np.concatenate(parts, axis=1)
 
 
 def pair_figures(seen: np.ndarray[tuple[int, int], np.dtype[np.float64]], beta: float) -> dict[str, float]:
@@ -192,12 +192,12 @@ def evaluate_pairs(
 def add_reference_to_pairs(pairs: Sequence[Pair], reference: Decoder, token_budget: int) -> list[Pair]:
     """Return the pairs with the log-probs of a frozen `reference` in their `logprobs`."""
     device = next(reference.parameters()).device
-    episodes = iter([one for pair in pairs for one in pair])
+    episodes = iter([episode for pair in pairs for episode in pair])
     scored = []
     for batch in (batch.to(device) for batch in pack_pairs(pairs, token_budget)):
         logprobs, _ = target_logprobs(reference, batch, predicting_states(reference, batch))
-        for (_, part), one in zip(batch.split_by_episode(logprobs), episodes, strict=False):
-            scored.append(replace(one, logprobs=scatter_to_sampled(one, part)))
+        for (_, part), episode in zip(batch.split_by_episode(logprobs), episodes, strict=False):
+            scored.append(replace(episode, logprobs=scatter_to_sampled(episode, part)))
     return list(zip(scored[::2], scored[1::2], strict=True))
 
 

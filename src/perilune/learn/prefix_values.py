@@ -123,7 +123,7 @@ def _pack(probes: Sequence[Probe], temperature: float) -> PackedBatch:
                     prefix_of.append(index)
                     before.append(past)
                 end += fed
-    nothing = torch.zeros(sum(map(len, targets)))
+    zeros = torch.zeros(sum(map(len, targets)))
     return PackedBatch(
         token_ids=_tensor(tokens),
         positions=_tensor(positions),
@@ -132,11 +132,11 @@ def _pack(probes: Sequence[Probe], temperature: float) -> PackedBatch:
         prefix_lengths=torch.tensor(before),
         rows=_tensor(rows),
         targets=_tensor(targets),
-        episode_of=torch.zeros(len(nothing), dtype=torch.int64),
+        episode_of=torch.zeros(len(zeros), dtype=torch.int64),
         episode_ids=(),
-        old_logprobs=nothing,
-        sampler_logprobs=nothing,
-        policy_version=torch.zeros(len(nothing), dtype=torch.int64),
+        old_logprobs=zeros,
+        sampler_logprobs=zeros,
+        policy_version=torch.zeros(len(zeros), dtype=torch.int64),
         policy_gradient=None,
         cross_entropy=None,
         reference_kl=None,

@@ -121,7 +121,7 @@ def apply_process_rewards(
 def _apply_to_group(
     group: WeightedGroup, algorithm: PolicyGradient, context: StepContext, settings: ProcessRewardSettings
 ) -> WeightedGroup:
-    parts = [None if one.failure else reward_segments(one) for one in group.episodes]
+    parts = [None if episode.failure else reward_segments(episode) for episode in group.episodes]
     group = replace(group, figures={**group.figures, **_figures(group.episodes, parts)})
     own = group.policy_gradient
     if settings.role == "reward" or own is None or (settings.dead_only and not group.dead):
@@ -176,7 +176,7 @@ def _value_scale(episodes: Sequence[Episode], parts: Parts, settings: ProcessRew
             part[0], compute_centered_returns(earned, clip=_MAX_RETURN) if is_trace else earned
         )
 
-    return [None if part is None else of(one, part) for one, part in zip(episodes, parts, strict=True)]
+    return [None if part is None else of(e, part) for e, part in zip(episodes, parts, strict=True)]
 
 
 def _figures(episodes: Sequence[Episode], parts: Parts) -> dict[str, float]:
@@ -188,18 +188,18 @@ def _figures(episodes: Sequence[Episode], parts: Parts) -> dict[str, float]:
         segments before the last; process/agreement: probability that a right answer's last value is above a
         wrong answer's (0.5 is chance); process/setbacks: share of right answers' segments that lost value.
     """
-    judged = [(one, part) for one, part in zip(episodes, parts, strict=True) if not one.failure]
-    having = [(one, part) for one, part in judged if part is not None]
-    if not having:
+    judged = [(episode, part) for episode, part in zip(episodes, parts, strict=True) if not episode.failure]
+    rewarded = [(episode, part) for episode, part in judged if part is not None]
+    if not rewarded:
         return {"process/without": 1.0} if judged else {}
-    inner = np.concatenate([part[1][:-1] for _, part in having])
+    inner = np.concatenate([part[1][:-1] for _, part in rewarded])
     figures = {
-        "process/without": 1 - len(having) / len(judged),
-        "process/segments": float(np.mean([len(part[1]) for _, part in having])),
+        "process/without": 1 - len(rewarded) / len(judged),
+        "process/segments": float(np.mean([len(part[1]) for _, part in rewarded])),
         "process/std": float(inner.std(ddof=1)) if len(inner) > 1 else 0.0,
     }
-    right = [part for one, part in having if (one.reward or 0.0) >= PASS_THRESHOLD]
-    wrong = [part for one, part in having if (one.reward or 0.0) < PASS_THRESHOLD]
+    right = [part for episode, part in rewarded if (episode.reward or 0.0) >= PASS_THRESHOLD]
+    wrong = [part for episode, part in rewarded if (episode.reward or 0.0) < PASS_THRESHOLD]
     if right and wrong:
         gap = np.subtract.outer([-part[1][-1] for part in right], [-part[1][-1] for part in wrong])
         figures["process/agreement"] = float(np.mean((gap > 0) + (gap == 0) / 2))

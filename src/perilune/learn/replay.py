@@ -29,7 +29,7 @@ def pack_routes(episodes: Sequence[Episode], prompt_of: Sequence[int]) -> Tensor
     Returns:
         None if no episode has routes.
     """
-    shape = next((one.routed_experts.shape[1:] for one in episodes if one.routed_experts is not None), None)
+    shape = next((e.routed_experts.shape[1:] for e in episodes if e.routed_experts is not None), None)
     if shape is None:
         return None
     prompts: dict[int, np.ndarray] = {}

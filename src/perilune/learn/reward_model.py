@@ -96,7 +96,7 @@ def score_figures(scores: NDArray[np.float64], pairs: Sequence[Pair]) -> dict[st
 @torch.no_grad()
 def score_pairs(model: RewardModel, pairs: Sequence[Pair], token_budget: int) -> NDArray[np.float64]:
     """Return scores float64[B, 2] of (chosen, rejected)."""
-    return score(model, [one for pair in pairs for one in pair], token_budget).reshape(-1, 2)
+    return score(model, [episode for pair in pairs for episode in pair], token_budget).reshape(-1, 2)
 
 
 @torch.no_grad()
@@ -104,7 +104,7 @@ def score(model: RewardModel, episodes: Sequence[Episode], token_budget: int) ->
     """Return scores float64[episodes]; an empty answer is scored at the end of its prompt."""
     device = next(model.parameters()).device
     scores: list[float] = []
-    for batch in pack_each([append_scored_token(one) for one in episodes], token_budget):
+    for batch in pack_each([append_scored_token(episode) for episode in episodes], token_budget):
         scores += model.rewards(predicting_states(model, batch.to(device))).double().tolist()
     return np.array(scores)
 

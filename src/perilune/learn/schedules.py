@@ -19,5 +19,5 @@ def learning_rate(settings: OptimizerSettings, step: int, total: int) -> float:
         return peak
     span = max(total - 1 - settings.warmup, 1)
     progress = min((step - settings.warmup) / span, 1.0)
-    left = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return peak * (settings.final_lr + (1 - settings.final_lr) * left)
+    decay = 1 - progress if settings.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * (settings.final_lr + (1 - settings.final_lr) * decay)

@@ -53,8 +53,10 @@ class ShardedDecoder:
         self.parameters = {name: nn.Parameter(_local_shard(p.detach())) for name, p in self._sharded.items()}
 
     def distribute(self, batches: Sequence[T], others: Sequence[nn.Parameter]) -> Iterator[T]:
-        """Like `Ranks.distribute`. A rank without a micro-batch left runs the layers with a loss of 0,
-        because all ranks must compute layers at the same time.
+        """Iterate over this rank's micro-batches and sum gradients, as `Ranks.distribute` does.
+
+        A rank that has no micro-batch left runs the layers with a loss of 0, because ranks compute layers
+        together.
 
         Args:
             others: trained parameters besides the decoder's, which every rank has in full.
@@ -81,19 +83,19 @@ class ShardedDecoder:
         from torch.distributed.tensor import DTensor
 
         device = self._mesh.device_type
-        one = torch.zeros(1, dtype=torch.int64, device=device)
+        token = torch.zeros(1, dtype=torch.int64, device=device)
         bounds = torch.tensor([0, 1], device=device)
-        loss = self.module(one, one, PackedAttention(bounds)).sum()
+        loss = self.module(token, token, PackedAttention(bounds)).sum()
         for parameter in self.module.parameters():
             if not isinstance(parameter, DTensor):  # gathered outside of the layers, such as the head
                 loss = loss + parameter.sum()
         (loss * 0).backward()
 
     def _reduce(self, others: Sequence[nn.Parameter]) -> None:
-        has = torch.tensor([float(parameter.grad is not None) for parameter in others])
-        has = self._ranks.all_reduce("the gradients' flags", has)
-        for some, parameter in zip(has.tolist(), others, strict=True):
-            if some:
+        flags = torch.tensor([float(parameter.grad is not None) for parameter in others])
+        flags = self._ranks.all_reduce("the gradients' flags", flags)
+        for flag, parameter in zip(flags.tolist(), others, strict=True):
+            if flag:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self._ranks.all_reduce("the critic's gradient", gradient)
 
@@ -150,8 +152,7 @@ class ShardedDecoder:
 
 @torch.no_grad()
 def _copy_into(part: nn.Module, source: nn.Module, prefix: str) -> None:
-    """Replace the meta parameters of `part` by copies of those of `source`, where its name begins with
-    `prefix`."""
+    """Replace each meta parameter of `part` by a copy of the parameter `prefix` + name of `source`."""
     for name, parameter in list(part.named_parameters()):
         if parameter.is_meta:
             own = source.get_parameter(prefix + name)

@@ -65,7 +65,7 @@ def compute_signals(
     if models.critic is None and {"values", "values_after"} & set(names):
         raise RequestError("the signals values and values_after need a critic")
     if "values_after" in names:
-        cut = [[_extend(one) for one in group if one.truncated and one.loss_mask.any()] for group in groups]
+        cut = [[_extend(e) for e in group if e.truncated and e.loss_mask.any()] for group in groups]
         later = compute_signals({"values"}, cut, models, token_budget=token_budget, ranks=ranks)["values"]
         rest = compute_signals(
             {*names} - {"values_after"},
@@ -135,15 +135,15 @@ def _compare(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Compute deviation and uncertainty in chunks of `CHUNK_ROWS`, to limit memory."""
     missing = round_up_rows(len(states)) - len(states)
-    states, theirs = (F.pad(one, (0, 0, 0, missing)) for one in (states, theirs))
-    for mine, other in zip(torch.split(states, CHUNK_ROWS), torch.split(theirs, CHUNK_ROWS), strict=True):
+    states, theirs = (F.pad(tensor, (0, 0, 0, missing)) for tensor in (states, theirs))
+    for own, other in zip(torch.split(states, CHUNK_ROWS), torch.split(theirs, CHUNK_ROWS), strict=True):
         yield deviation_and_uncertainty(
-            decoder.logits(mine).float() / temperature, reference.logits(other).float() / temperature
+            decoder.logits(own).float() / temperature, reference.logits(other).float() / temperature
         )
 
 
 def deviation_and_uncertainty(logits: Tensor, reference_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """float[M] each, in [0, 1]: 1 - sum sqrt(p q), the squared Hellinger distance, and H(p) / log V."""
+    """Return float[M] each, in [0, 1]: 1 - sum sqrt(p q) (squared Hellinger distance) and H(p) / log V."""
     p, q = logits.log_softmax(-1), reference_logits.log_softmax(-1)
     deviation = (1 - ((p + q) / 2).exp().sum(-1)).clamp(0, 1)
     entropy = -(p.exp() * p).sum(-1)

@@ -148,13 +148,13 @@ class LoRASettings(Frozen):
                 where="lora.rank",
                 remedy=f"set it to {widest} at most; 8 to 64 is usual",
             )
-        known = [name for name in get_args(LoRATarget) if adapter_parameters(config, 1, [name])]
-        missing = [name for name in self.targets if name not in known]
+        available = [name for name in get_args(LoRATarget) if adapter_parameters(config, 1, [name])]
+        missing = [name for name in self.targets if name not in available]
         if missing and len(set(self.targets)) < len(get_args(LoRATarget)):
             raise RequestError(
                 f"this model has no linear map {missing[0]}",
                 where="lora.targets",
-                remedy=f"choose from {', '.join(known)}",
+                remedy=f"choose from {', '.join(available)}",
             )
         check_base_kind(config, self.base)
 

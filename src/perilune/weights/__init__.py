@@ -3,5 +3,5 @@
 from typing import Literal
 
 SendMode = Literal["auto", "full", "delta"]
-"""Whether tensors are sent whole (full), or as changed values where these are smaller (delta).
+"""Form in which tensors are sent: whole (full), or as changed values where these are smaller (delta).
 "auto" searches for changes only in tensors of fewer than four bytes per value."""

@@ -7,7 +7,7 @@ from perilune.models.decoder import Decoder
 
 
 def engine_dtypes(decoder: Decoder) -> dict[str, torch.dtype]:
-    """Dtypes by name of the tensors that an engine rounds when it copies the decoder's weights.
+    """Return the dtypes by name of the tensors that an engine rounds when it copies the decoder's weights.
 
     With bfloat16 products these are the matrices and the embeddings, in bfloat16. An engine rounds
     the sum of a base and its adapter, so with an adapter neither is rounded before it is sent.

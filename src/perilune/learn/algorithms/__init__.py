@@ -53,7 +53,7 @@ RLAlgorithm = Annotated[_Section, NameOrSection(RL_ALGORITHMS), OrExtension(RL_A
 
 
 def algorithm(name: str, **options: Any) -> Algorithm:
-    """The algorithm `name` with its options.
+    """Return the algorithm `name` with its options.
 
     Raises:
         RequestError: when the algorithm or an option is unknown, or an option has an invalid value.
@@ -65,5 +65,5 @@ def algorithm(name: str, **options: Any) -> Algorithm:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         known = ", ".join(field for field in ALGORITHMS[name].model_fields if field != "name")
-        place = ".".join(map(str, first["loc"]))
-        raise RequestError(f"{place}: {first['msg']}", where=name, remedy=f"options: {known}") from None
+        location = ".".join(map(str, first["loc"]))
+        raise RequestError(f"{location}: {first['msg']}", where=name, remedy=f"options: {known}") from None

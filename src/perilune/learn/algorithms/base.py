@@ -103,7 +103,7 @@ class Algorithm(Frozen):
 
     @property
     def refills(self) -> int:
-        """How often a step may replace its dead groups by groups of new tasks."""
+        """Maximum number of times that a step may replace its dead groups by groups of new tasks."""
         return 0
 
     @property
@@ -163,9 +163,9 @@ class PolicyGradient(Algorithm):
             dead: whether the group gives no gradient; by default, whether all scores are equal.
         """
         judged = ~np.isnan(scores)
-        scale: Scale = [a if there else np.nan for a, there in zip(advantages, judged, strict=True)]
+        scale: Scale = [a if valid else np.nan for a, valid in zip(advantages, judged, strict=True)]
         masked = [self.mask_truncated and episode.truncated for episode in group]
-        learned: Scale = [np.nan if out else a for a, out in zip(scale, masked, strict=True)]
+        learned: Scale = [np.nan if truncated else a for a, truncated in zip(scale, masked, strict=True)]
         kl = context.kl if context.kl_estimator != "k1_reward" else 0.0
         bonus = np.where(judged, self.entropy_bonus, np.nan)
         return WeightedGroup(
@@ -174,7 +174,7 @@ class PolicyGradient(Algorithm):
             reference_kl=self.component(group, np.where(judged, kl, np.nan), context) if kl > 0 else None,
             entropy=aggregate(group, bonus, "token-mean") if self.entropy_bonus > 0 else None,
             surrogate=replace(self.surrogate, kl=context.kl_estimator),
-            advantages=np.array([_mean(a, one) for a, one in zip(scale, group, strict=True)], np.float32),
+            advantages=np.array([_mean(a, e) for a, e in zip(scale, group, strict=True)], np.float32),
             dead=is_dead(scores) if dead is None else dead,
             figures=figures or {},
         )

@@ -41,15 +41,15 @@ class DGPO(ClippedPolicyGradient):
             for episode, advantage in zip(group, advantages, strict=True)
         ]
         scale = [a * w if len(w) else a for a, w in zip(advantages, weights, strict=True)]
-        every = np.concatenate([np.zeros(0), *weights])
-        every = every[every > 0]
+        positive = np.concatenate([np.zeros(0), *weights])
+        positive = positive[positive > 0]
         spread = {}
-        if len(every):
-            spread = {"dgpo_weight_std": float(every.std()), "dgpo_weight_max": float(every.max())}
+        if len(positive):
+            spread = {"dgpo_weight_std": float(positive.std()), "dgpo_weight_max": float(positive.max())}
         return self.weight_tokens(group, scores, scale, context, figures=spread)
 
     def token_weights(self, episode: Episode, context: StepContext) -> Tokens:
-        """Weights of an answer's tokens, float64[T]: 0 at masked tokens, mean 1 at the others."""
+        """Return the weights of an answer's tokens, float64[T]: 0 at masked tokens, mean 1 at the others."""
         mask = episode.loss_mask
         if not mask.any():
             return np.zeros(len(mask))

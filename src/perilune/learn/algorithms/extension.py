@@ -57,9 +57,9 @@ class OrExtension:
             return kind.model_validate(options)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
+            location = ".".join(map(str, first["loc"]))
             known = ", ".join(field for field in kind.model_fields if field != "name")
-            raise ValueError(f"{place}: {first['msg']}; its options are {known}") from None
+            raise ValueError(f"{location}: {first['msg']}; its options are {known}") from None
 
 
 def _is_extension(name: str) -> bool:
@@ -82,9 +82,9 @@ def _load(name: str, source: str | None) -> type[Algorithm]:
                 problem = f"has a {method} that does not take the episodes and the context: {error}"
     if problem:
         raise ValueError(f"{name} {problem}")
-    found: type[Algorithm] = kind
-    _LOADED[found] = name, source
-    return found
+    loaded: type[Algorithm] = kind
+    _LOADED[loaded] = name, source
+    return loaded
 
 
 def _serialise(value: Any, handler: Callable[[Any], Any]) -> Any:

@@ -18,7 +18,7 @@ class GroupRelative(PolicyGradient):
 
     @abstractmethod
     def advantages(self, scores: Rewards) -> Rewards:
-        """[G] advantages of [G] rewards; NaN stays NaN."""
+        """Return [G] advantages of [G] rewards; NaN stays NaN."""
 
     def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
@@ -170,7 +170,7 @@ class DAPO(ClippedPolicyGradient):
         return self.weight_tokens(group, scores, advantages, context)
 
     def overlong(self, lengths: np.ndarray, max_tokens: int) -> np.ndarray:
-        """min(0, -penalty (L - (max - buffer)) / buffer) of each length (eq. 13)."""
+        """Return min(0, -penalty (L - (max - buffer)) / buffer) of each length (eq. 13)."""
         buffer = self.overlong_buffer * max_tokens
         if buffer == 0:
             return np.zeros(len(lengths))

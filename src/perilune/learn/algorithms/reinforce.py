@@ -28,7 +28,7 @@ class ReinforcePP(ClippedPolicyGradient):
         return 1
 
     def outcomes(self, scores: Rewards) -> Rewards:
-        """[G] outcome rewards of a group's answers."""
+        """Return the [G] outcome rewards of a group's answers."""
         return scores
 
     def weight_groups(self, groups: Sequence[Group], context: StepContext) -> list[WeightedGroup]:
