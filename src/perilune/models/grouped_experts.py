@@ -74,7 +74,7 @@ class GroupedExperts:
         gated: Callable[[Tensor, Tensor], Tensor],
         product: GroupedProduct,
     ) -> None:
-        self._gate_up, self._down = stack_frozen_weights(first), stack_frozen_weights([[one] for one in last])
+        self._gate_up, self._down = stack_frozen_weights(first), stack_frozen_weights([[p] for p in last])
         self._round_input, self._gated, self._product = first[0][0].round_input, gated, product
 
     def __call__(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def stack_frozen_weights(experts: Sequence[Sequence[Projection]]) -> StackedWeig
     """Move the frozen weights of projections into one tensor, ordered by expert."""
     weights = [projection.frozen[0] for own in experts for projection in own if projection.frozen]
     narrow = [weight for weight in weights if isinstance(weight, NarrowWeight)]
-    values = [weight.values for weight in narrow] or [one for one in weights if isinstance(one, Tensor)]
+    values = [weight.values for weight in narrow] or [w for w in weights if isinstance(w, Tensor)]
     scales = [weight.scales for weight in narrow if weight.scales is not None]
     return StackedWeight(_joined(values, len(experts)), _joined(scales, len(experts)) if scales else None)
 

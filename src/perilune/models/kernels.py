@@ -267,7 +267,7 @@ def route(
         logits: float[N, E].
         per_token: K.
         normalised: scale the weights of each token to sum to one.
-        given: int64[N, K], experts to take instead, in that order; a row of -1 leaves the choice to `logits`.
+        forced: int64[N, K], experts to take instead, in that order; in rows of -1 `logits` decide.
 
     Returns:
         Probabilities [N, K] in float32 at least, the largest first, and indices int64[N, K].
@@ -307,12 +307,12 @@ class _Route(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits, weights, chosen = ctx.saved_tensors
-        along = (grad * weights).sum(-1, keepdim=True)
+        dot = (grad * weights).sum(-1, keepdim=True)
         if ctx.normalised:
-            own = torch.zeros_like(logits).scatter_(-1, chosen, weights * (grad - along))
+            own = torch.zeros_like(logits).scatter_(-1, chosen, weights * (grad - dot))
             return own, None, None, None
         spread = torch.zeros_like(logits).scatter_(-1, chosen, grad)
-        return logits.softmax(-1) * (spread - along), None, None, None
+        return logits.softmax(-1) * (spread - dot), None, None, None
 
 
 def route_by_sigmoid(
@@ -323,7 +323,7 @@ def route_by_sigmoid(
     Args:
         logits: float[N, E].
         correction: float[E], added to the scores for the choice and not for the weights.
-        given: as for `route`.
+        forced: as for `route`.
 
     Returns:
         As `route`: weights, which sum to `experts.scale` if normalised, and indices.

@@ -68,11 +68,11 @@ class LatentAttention(nn.Module):
         rotary = self._rotated(torch.cat([q_rotary, k_rotary[:, None]], dim=1), cos, sin)
         q_rotary, k_rotary = torch.split(rotary, [self.heads, 1], dim=1)
         if isinstance(attention, PackedAttention) and not is_exact(x):
-            every = latent.expand(-1, self.heads, -1)
+            per_head = latent.expand(-1, self.heads, -1)
             keys = self.project_to_latent.apply_transposed(latent[:, 0])
             k = torch.cat([keys, k_rotary.expand(-1, self.heads, -1)], dim=-1)
             q = torch.cat([q, q_rotary], dim=-1) * self.score_scale
-            return self.out(attention(q, k, self.project_values(every), self.layer).flatten(1))
+            return self.out(attention(q, k, self.project_values(per_head), self.layer).flatten(1))
         q = torch.cat([self.project_to_latent(q), q_rotary], dim=-1)
         # Attention divides by the square root of the size of these queries, which is not that of a head.
         q = q * (self.score_scale * (q.shape[-1] / (sizes.key_size + sizes.rotary_size)) ** 0.5)
@@ -95,7 +95,7 @@ class HeadProjection(Projection):
     Args:
         part: a map whose matrix stacks those of the heads.
         rows: the rows of a head's matrix.
-        across: whether to apply the transpose of those rows.
+        transposed: whether to apply the transpose of those rows.
     """
 
     def __init__(self, part: nn.Linear, heads: int, rows: slice, *, transposed: bool = False) -> None:
@@ -107,7 +107,7 @@ class HeadProjection(Projection):
         weights = self._matrices()
         if isinstance(weights, Tensor) and not is_exact(x):
             return torch.einsum("nhi,hoi->nho", x, weights)
-        return torch.stack([linear(x[:, head], one) for head, one in enumerate(weights)], dim=1)
+        return torch.stack([linear(x[:, head], weight) for head, weight in enumerate(weights)], dim=1)
 
     def apply_transposed(self, x: Tensor) -> Tensor:
         """Apply each head's transposed map to float[N, O]: float[N, H, I], whose bits depend on N."""
@@ -119,7 +119,7 @@ class HeadProjection(Projection):
         assert isinstance(source, HeadProjection)
         fresh = source.head_matrices().detach()
         if is_exact(fresh):
-            self._frozen = [pack_weight(one)[0] for one in fresh]
+            self._frozen = [pack_weight(matrix)[0] for matrix in fresh]
         else:
             self._frozen = copy_in_place(self._frozen, fresh.clone(memory_format=torch.contiguous_format))
 

@@ -114,8 +114,8 @@ def compute_in_row_chunks(
         token_ids: int64[N].
         vocab_size: V, the logits that `of_rows` computes per row.
     """
-    most = MAX_LOGITS_PER_CHUNK_ON_GPU if hidden.device.type == "cuda" else MAX_LOGITS_PER_CHUNK
-    rows = max(1, most // vocab_size)
+    limit = MAX_LOGITS_PER_CHUNK_ON_GPU if hidden.device.type == "cuda" else MAX_LOGITS_PER_CHUNK
+    rows = max(1, limit // vocab_size)
     rows = rows // _ROW_MULTIPLE * _ROW_MULTIPLE or rows
     if len(hidden) <= rows:
         return of_rows(hidden, token_ids)

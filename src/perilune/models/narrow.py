@@ -20,7 +20,7 @@ Precision = Literal["float32", "bfloat16"]
 """Precision of products in training. bfloat16 rounds both factors; sums are float32 either way."""
 
 _HAS_FLOAT32_OUTPUT = hasattr(torch.ops.aten.mm, "dtype")
-"""Whether a product of bfloat16 matrices on a GPU can return float32, since PyTorch 2.8."""
+"""True if a product of bfloat16 matrices on a GPU can return float32, as since PyTorch 2.8."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -117,8 +117,8 @@ class _Linear(torch.autograd.Function):
         x, grad = x.contiguous(), grad.contiguous()  # oneDNN is 300 times slower for strided rows
         precision: Precision = ctx.precision
         if precision == "bfloat16" and _fits_tiles(grad, weight):
-            needed = ops.gradients_of_linear(grad, x if needs_weight else None, weight if needs_x else None)
-            return *needed, None
+            grads = ops.gradients_of_linear(grad, x if needs_weight else None, weight if needs_x else None)
+            return *grads, None
         grad_x = gradient_matmul(grad, weight.t(), precision) if needs_x else None
         if not needs_weight:
             return grad_x, None, None

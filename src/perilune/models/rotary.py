@@ -21,8 +21,8 @@ def inverse_frequencies(rope: Rope, size: int) -> Tensor:
         return _yarn_frequencies(frequencies, rope.theta, scaling)
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = ramp.clamp(0.0, 1.0)
-    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+    share = ramp.clamp(0.0, 1.0)
+    return (1 - share) * frequencies / scaling.factor + share * frequencies
 
 
 def rotary_scale(rope: Rope) -> float:

@@ -68,14 +68,14 @@ def remove_model(name: str) -> StoredModel:
     Raises:
         RequestError: when there is no such model.
     """
-    found = find_stored_model(name)
-    if found is None:
+    model = find_stored_model(name)
+    if model is None:
         raise RequestError(
             f"no model {name} in the home", where=str(models_folder()), remedy="perilune model list"
         )
-    with _lock_build_folder(found.folder) as building:
-        found.folder.rename(building)
-    return found
+    with _lock_build_folder(model.folder) as building:
+        model.folder.rename(building)
+    return model
 
 
 def ensure_model(name: str, build: Callable[[Path], Mapping[str, Any]]) -> StoredModel:

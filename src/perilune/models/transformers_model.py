@@ -193,10 +193,10 @@ def _read_config(folder: CheckpointFolder) -> tuple[Any, Mapping[str, Any]]:
 
     try:
         config = AutoConfig.from_pretrained(str(folder.path), **_LOCAL_FILES)
-        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        supported = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     except Exception as error:  # a hostile config.json can raise anything in transformers
         raise _load_error(error, folder.path) from None
-    if not known:
+    if not supported:
         raise _load_error(f"{raw['model_type']} is not a language model there", folder.path)
     return config, raw
 
