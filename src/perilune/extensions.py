@@ -88,7 +88,7 @@ def load_extension(reference: str, source: str | None, group: str, where: str) -
     except BaseException as error:  # user code may even exit
         if isinstance(error, KeyboardInterrupt):
             raise
-        line = next((f":{one.lineno}" for one in reversed(_stack_frames(error)) if one.filename == file), "")
+        line = next((f":{f.lineno}" for f in reversed(_stack_frames(error)) if f.filename == file), "")
         raise RequestError(
             f"cannot load {file}{line}: {type(error).__name__}: {error}",
             where=where,

@@ -94,12 +94,12 @@ def detect_wrong_format(head: bytes) -> tuple[str, str] | None:
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    document: dict[str, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in document:
             raise ValueError(f"the key {name[:80]!r} occurs twice")
-        found[name] = value
-    return found
+        document[name] = value
+    return document
 
 
 def _parse_finite(text: str) -> float:

@@ -62,12 +62,12 @@ class Redactor:
         """Redact the value of the secret `name` from now on. A value that is too short is ignored."""
         if len(_drop_separators(value.encode("utf-8", "surrogateescape"))) < MIN_SECRET_LENGTH:
             return
-        found = dict(self._names)
+        names = dict(self._names)
         for form in _search_forms(value):
             for needle in (_drop_separators(form), _drop_separators(_unescape(form))):
                 if len(needle) >= MIN_SECRET_LENGTH:
-                    found.setdefault(needle, name)
-        self._names, self._needles = found, tuple(sorted(found, key=len, reverse=True))
+                    names.setdefault(needle, name)
+        self._names, self._needles = names, tuple(sorted(names, key=len, reverse=True))
         self._window = MAX_ESCAPE_BYTES * len(self._needles[0]) + MAX_GAP_BYTES
 
     def redact(self, data: bytes) -> bytes:
@@ -79,12 +79,12 @@ class Redactor:
 
         Overlapping values make one span with the name of the longest.
         """
-        found = [*self._find_in_view(data, _drop_separators(data), _map_squeezed)]
+        spans = [*self._find_in_view(data, _drop_separators(data), _map_squeezed)]
         if _may_contain_escape(data):
-            found += self._find_in_view(data, _drop_separators(_unescape(data)), _map_unescaped)
+            spans += self._find_in_view(data, _drop_separators(_unescape(data)), _map_unescaped)
         merged: list[tuple[int, int, str]] = []
         widest = 0
-        for start, end, name in sorted(found):
+        for start, end, name in sorted(spans):
             if not merged or start >= merged[-1][1]:
                 merged.append((start, end, name))
                 widest = end - start
@@ -99,24 +99,24 @@ class Redactor:
         starts: list[int] = []
         ends: list[int] = []
         for needle in self._needles:
-            at = view.find(needle)
-            while at >= 0:
+            index = view.find(needle)
+            while index >= 0:
                 if not starts:
                     starts, ends = places(data)
-                yield starts[at], ends[at + len(needle) - 1], self._names[needle]
-                at = view.find(needle, at + 1)
+                yield starts[index], ends[index + len(needle) - 1], self._names[needle]
+                index = view.find(needle, index + 1)
 
     def count_held_bytes(self, data: bytes) -> int:
         """Return count the bytes at the end of `data` that may be the start of a value."""
         tail = data[-self._window :]
-        held = self._count_partial_bytes(_drop_separators(tail), tail, _map_squeezed)
+        count = self._count_partial_bytes(_drop_separators(tail), tail, _map_squeezed)
         if _may_contain_escape(tail):
             escape = _CUT_ESCAPE.search(tail)
             whole = tail[: escape.start()] if escape else tail
             cut = len(tail) - len(whole)
             begun = self._count_partial_bytes(_drop_separators(_unescape(whole)), whole, _map_unescaped)
-            held = max(held, cut + begun)
-        return held
+            count = max(count, cut + begun)
+        return count
 
     def _count_partial_bytes(self, view: bytes, text: bytes, places: Places) -> int:
         length = max(_count_overlap(view, needle) for needle in self._needles)
@@ -173,8 +173,8 @@ def redact_text(text: str) -> str:
     if not KNOWN_SECRETS:
         return text
     data = text.encode("utf-8", "surrogatepass")
-    found = KNOWN_SECRETS.redact(data)
-    return text if found is data else found.decode("utf-8", "surrogatepass")
+    redacted = KNOWN_SECRETS.redact(data)
+    return text if redacted is data else redacted.decode("utf-8", "surrogatepass")
 
 
 def redact_document(value: Any) -> Any:
@@ -245,7 +245,7 @@ def _drop_separators(data: bytes) -> bytes:
 
 
 def _unescape(data: bytes) -> bytes:
-    return _ESCAPES.sub(lambda found: _decode_escape(found[0]), data)
+    return _ESCAPES.sub(lambda match: _decode_escape(match[0]), data)
 
 
 @lru_cache(4096)
@@ -279,34 +279,34 @@ def _map_unescaped(data: bytes) -> tuple[list[int], list[int]]:
     """Return the start and the end in `data` of each byte of the second view, or of its escape."""
     starts: list[int] = []
     ends: list[int] = []
-    at = 0
+    position = 0
     for token in _TOKENS.finditer(data):
-        starts.extend(range(at, token.start()))
-        ends.extend(range(at + 1, token.start() + 1))
-        at = token.end()
+        starts.extend(range(position, token.start()))
+        ends.extend(range(position + 1, token.start() + 1))
+        position = token.end()
         if token[1] is not None:
             made = len(_drop_separators(_decode_escape(token[1])))
             starts.extend([token.start()] * made)
-            ends.extend([at] * made)
-    starts.extend(range(at, len(data)))
-    ends.extend(range(at + 1, len(data) + 1))
+            ends.extend([position] * made)
+    starts.extend(range(position, len(data)))
+    ends.extend(range(position + 1, len(data) + 1))
     return starts, ends
 
 
 def _count_overlap(text: bytes, needle: bytes) -> int:
     """Return count the bytes at the end of `text` that are the start, but not all, of `needle`."""
     tail = text[-(len(needle) - 1) :]
-    at = tail.find(needle[:1])
-    while at >= 0 and not needle.startswith(tail[at:]):
-        at = tail.find(needle[:1], at + 1)
-    return len(tail) - at if at >= 0 else 0
+    index = tail.find(needle[:1])
+    while index >= 0 and not needle.startswith(tail[index:]):
+        index = tail.find(needle[:1], index + 1)
+    return len(tail) - index if index >= 0 else 0
 
 
 def _replace_spans(data: bytes, spans: list[tuple[int, int, str]]) -> bytes:
     if not spans:
         return data
-    parts, at = [], 0
+    parts, position = [], 0
     for start, end, name in spans:
-        parts += [data[at:start], b"[" + name.encode() + b"]"]
-        at = end
-    return b"".join([*parts, data[at:]])
+        parts += [data[position:start], b"[" + name.encode() + b"]"]
+        position = end
+    return b"".join([*parts, data[position:]])

@@ -112,8 +112,8 @@ def _result_differences(bundle: Path, subjects: Sequence[Subject], known: Collec
     for name, sha256, mode in subjects:
         status = present.get(name)
         plain = status is not None and stat.S_ISREG(status.st_mode)
-        found = hashes.get(name) or (sha256_file(bundle / name) if plain and name not in hashes else "")
-        if found != sha256:
+        actual = hashes.get(name) or (sha256_file(bundle / name) if plain and name not in hashes else "")
+        if actual != sha256:
             yield f"{name} is not what was attested"
         elif status is not None and mode not in (None, now := format_mode(status)):
             yield f"{name} has another mode: {now}"
@@ -135,8 +135,8 @@ def _read_result_statement(evidence: Evidence) -> tuple[str, list[Subject]]:
     with _require_fields(evidence.result):
         statement = read_statement(evidence.result, evidence.key, RESULT_PREDICATE)
         subjects = [
-            Subject(str(one["name"]), str(one["digest"]["sha256"]), one.get("annotations", {}).get("mode"))
-            for one in statement["subject"]
+            Subject(str(row["name"]), str(row["digest"]["sha256"]), row.get("annotations", {}).get("mode"))
+            for row in statement["subject"]
         ]
         return str(statement["predicate"]["runDetails"]["metadata"]["invocationId"]), subjects
 

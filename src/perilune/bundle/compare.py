@@ -167,15 +167,15 @@ def _is_measured(change: Change) -> bool:
 def _metric_difference(a: Path, b: Path) -> tuple[Change, ...]:
     """Return the first step and key at which the metrics of two runs differ."""
     rows = zip_longest(*(read_json_lines(path / "artifacts" / "metrics.jsonl") for path in (a, b)))
-    for one, other in rows:
-        if one == other:
+    for first, other in rows:
+        if first == other:
             continue
-        if one is None or other is None:
-            step = (one or other).get("step")
-            return (Change(f"metrics at step {step}", one or _ABSENT, other or _ABSENT),)
-        key = next(key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key))
-        name = f"metrics at step {one.get('step')}, {key}"
-        return (Change(name, one.get(key, _ABSENT), other.get(key, _ABSENT)),)
+        if first is None or other is None:
+            step = (first or other).get("step")
+            return (Change(f"metrics at step {step}", first or _ABSENT, other or _ABSENT),)
+        key = next(key for key in sorted(first.keys() | other.keys()) if first.get(key) != other.get(key))
+        name = f"metrics at step {first.get('step')}, {key}"
+        return (Change(name, first.get(key, _ABSENT), other.get(key, _ABSENT)),)
     return ()
 
 
@@ -192,8 +192,8 @@ class _RunFiles:
     def read(cls, root: Path) -> _RunFiles:
         artifacts = root / "artifacts"
         optional = [artifacts / "precheck.json", artifacts / "summary.json"]
-        found = [read_object(path) if path.exists() else {} for path in optional]
-        return cls(root, read_object(root / "job.json"), *found)
+        documents = [read_object(path) if path.exists() else {} for path in optional]
+        return cls(root, read_object(root / "job.json"), *documents)
 
 
 def _scripts(run: _RunFiles) -> dict[str, Any]:
@@ -221,14 +221,14 @@ def _checkout(run: _RunFiles) -> dict[str, Any]:
 
 def _packages(run: _RunFiles) -> dict[str, str]:
     """Return the version of each loaded distribution, and the file of each other module."""
-    found = {}
+    versions = {}
     for name, facts in run.precheck.get("packages", {}).items():
         if facts.get("distribution"):
             editable = " (editable)" if facts.get("editable") else ""
-            found[facts["distribution"]] = f"{facts['version']}{editable}"
+            versions[facts["distribution"]] = f"{facts['version']}{editable}"
         else:
-            found[name] = f"not installed, from {facts.get('file')}"
-    return found
+            versions[name] = f"not installed, from {facts.get('file')}"
+    return versions
 
 
 def _package_contents(first: _RunFiles, second: _RunFiles) -> Iterator[Change]:
@@ -243,7 +243,7 @@ def _package_contents(first: _RunFiles, second: _RunFiles) -> Iterator[Change]:
 def _distribution_digests(run: _RunFiles) -> dict[str, tuple[Any, Any]]:
     """Return version and digest of each loaded distribution; runs of older versions have no digest."""
     facts = run.precheck.get("packages", {}).values()
-    return {one["distribution"]: (one["version"], one.get("record")) for one in facts if one["distribution"]}
+    return {row["distribution"]: (row["version"], row.get("record")) for row in facts if row["distribution"]}
 
 
 def _machine(run: _RunFiles) -> dict[str, Any]:
@@ -255,12 +255,12 @@ def _changes(a: Any, b: Any, prefix: str = "") -> tuple[Change, ...]:
     if a == b:
         return ()
     if isinstance(a, dict) and isinstance(b, dict):
-        found: list[Change] = []
+        changes: list[Change] = []
         for key in sorted(a.keys() | b.keys()):
             name = f"{prefix}.{key}" if prefix else str(key)
             if key not in a or key not in b:
-                found.append(Change(name, a.get(key, _ABSENT), b.get(key, _ABSENT)))
+                changes.append(Change(name, a.get(key, _ABSENT), b.get(key, _ABSENT)))
             else:
-                found += _changes(a[key], b[key], name)
-        return tuple(found)
+                changes += _changes(a[key], b[key], name)
+        return tuple(changes)
     return (Change(prefix, a, b),)

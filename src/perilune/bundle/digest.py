@@ -126,7 +126,7 @@ def source_files(source: Path) -> list[tuple[str, Path]]:
         raise RequestError("no such input", where=str(source), remedy="check the path")
     root = source.resolve()
     homes = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
-    found = []
+    files = []
     for relative, status in walk(source):
         path = source / relative
         if stat.S_ISDIR(status.st_mode):
@@ -141,8 +141,8 @@ def source_files(source: Path) -> list[tuple[str, Path]]:
                 )
         elif not stat.S_ISREG(status.st_mode):
             raise RequestError(f"{relative} is not a plain file", where=str(source))
-        found.append((relative, path))
-    return sorted(found)
+        files.append((relative, path))
+    return sorted(files)
 
 
 def contents_digest(contents: Iterable[tuple[str, str]]) -> str:

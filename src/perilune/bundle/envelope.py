@@ -110,12 +110,12 @@ def read_public_key(path: Path) -> SSlibKey:
     from securesystemslib.signer import SSlibKey
 
     try:
-        found = load_pem_public_key(read_regular(path))
+        key = load_pem_public_key(read_regular(path))
     except (OSError, RequestError, ValueError, UnsupportedAlgorithm):
-        found = None
-    if not isinstance(found, Ed25519PublicKey):
+        key = None
+    if not isinstance(key, Ed25519PublicKey):
         raise RequestError("is not an Ed25519 public key", where=str(path), remedy=f"the path of a {PUBLIC}")
-    return SSlibKey.from_crypto(found)
+    return SSlibKey.from_crypto(key)
 
 
 def _make(private: Path) -> None:
@@ -144,16 +144,16 @@ def _load(private: Path) -> Ed25519PrivateKey:
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
-        found = load_pem_private_key(private.read_bytes(), password=None)
+        key = load_pem_private_key(private.read_bytes(), password=None)
     except (ValueError, TypeError):
-        found = None
-    if not isinstance(found, Ed25519PrivateKey):
+        key = None
+    if not isinstance(key, Ed25519PrivateKey):
         raise RequestError(
             "holds no Ed25519 key",
             where=str(private),
             remedy="restore the file from a backup of this home",
         )
-    return found
+    return key
 
 
 def _pem(key: Ed25519PublicKey) -> bytes:

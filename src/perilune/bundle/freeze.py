@@ -150,10 +150,10 @@ def _refuse_secrets(job: Job, building: Path) -> None:
     register_secrets(job.secrets)
     for relative, path in source_files(building):
         with path.open("rb") as file:
-            found = KNOWN_SECRETS.find_secret(file)
-        if found is not None:
+            secret = KNOWN_SECRETS.find_secret(file)
+        if secret is not None:
             raise RequestError(
-                f"{relative} contains the value of the secret {found}",
+                f"{relative} contains the value of the secret {secret}",
                 where=f"stage {job.stage}",
-                remedy=f"write its name, {found}, instead; then renew the secret, because it has leaked",
+                remedy=f"write its name, {secret}, instead; then renew the secret, because it has leaked",
             )

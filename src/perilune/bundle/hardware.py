@@ -161,10 +161,10 @@ class _ProcessTree:
             root = self._known.get(self._pid) or psutil.Process(self._pid)
             if not root.is_running():  # its pid may belong to another process now
                 return []
-            found = [root, *root.children(recursive=True)]
+            processes = [root, *root.children(recursive=True)]
         except psutil.Error:
             return []
-        self._known = {process.pid: self._known.get(process.pid, process) for process in found}
+        self._known = {process.pid: self._known.get(process.pid, process) for process in processes}
         return list(self._known.values())
 
 

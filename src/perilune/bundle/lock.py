@@ -28,17 +28,17 @@ def requirements_lock(task: str) -> str:
         WorkFailedError: when a declared dependency is not installed.
     """
     waiting = [(NAME, frozenset[str]()), *((owner, frozenset[str]()) for owner in _plugin_owners(task))]
-    seen: set[tuple[str, frozenset[str]]] = set()
+    visited: set[tuple[str, frozenset[str]]] = set()
     locked: dict[str, str] = {}
     while waiting:
         name, extras = waiting.pop()
-        if (_normalize(name), extras) in seen:
+        if (_normalize(name), extras) in visited:
             continue
-        seen.add((_normalize(name), extras))
+        visited.add((_normalize(name), extras))
         locked[_normalize(name)] = _version_and_digest(_find_distribution(name))
         waiting += _requirements(name, extras)
     del locked[_normalize(NAME)]
-    return "".join(f"{name}=={found}\n" for name, found in sorted(locked.items()))
+    return "".join(f"{name}=={version}\n" for name, version in sorted(locked.items()))
 
 
 @cache

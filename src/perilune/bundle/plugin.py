@@ -182,14 +182,14 @@ def code_fields(spec: type[BaseModel]) -> dict[str, CodeReference]:
 
 def environment_fields(spec: type[BaseModel]) -> list[str]:
     """Return fields of `spec` that map names to sections of environments; those in a section are dotted."""
-    found = []
+    fields = []
     for name, info in spec.model_fields.items():
         if any(isinstance(mark, ChangesEnvironment) for mark in info.metadata):
-            found.append(name)
+            fields.append(name)
         for kind in (info.annotation, *get_args(info.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
-                found += [f"{name}.{inner}" for inner in environment_fields(kind)]
-    return found
+                fields += [f"{name}.{inner}" for inner in environment_fields(kind)]
+    return fields
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:

@@ -128,7 +128,7 @@ def read_sources() -> dict[str, SecretSource]:
         return _SOURCES.validate_python(yaml.safe_load(path.read_text(encoding="utf-8")) or {})
     except (ValidationError, yaml.YAMLError, UnicodeDecodeError) as error:
         keys = (
-            [".".join(map(str, one["loc"])) for one in error.errors()]
+            [".".join(map(str, detail["loc"])) for detail in error.errors()]
             if isinstance(error, ValidationError)
             else []
         )
@@ -166,11 +166,11 @@ def store_in_keyring(service: str, name: str, value: str) -> None:
 def _from_keyring(service: str, name: str) -> str | None:
     keyring = _keyring()
     try:
-        found = keyring.get_password(service, name)
+        value = keyring.get_password(service, name)
     except keyring.errors.KeyringError as error:
         remedy = "unlock it, or use --file or --environment"
         raise RequestError(f"the keyring cannot be read: {error}", remedy=remedy) from None
-    return found or None
+    return value or None
 
 
 def _from_file(path: Path) -> str | None:

@@ -75,14 +75,14 @@ def wheel_members(wheel: Path) -> dict[str, int]:
 def package_files() -> dict[str, bytes]:
     """Return all files of the package by relative path, without caches and hidden files."""
     root = _package()
-    found = {}
+    files = {}
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
         inside = Path(folder).relative_to(root).as_posix() + "/" if folder != str(root) else ""
         for name in names:
             if not name.startswith(".") and not name.endswith(".pyc"):
-                found[inside + name] = Path(folder, name).read_bytes()
-    return found
+                files[inside + name] = Path(folder, name).read_bytes()
+    return files
 
 
 def _package() -> Path:

@@ -127,19 +127,19 @@ class PagedCache:
 
     def read(self, index: int, blocks: Blocks) -> NDArray[np.uint8]:
         """Return the content uint8[C, bytes] of the blocks int32[C] of window `index`."""
-        at = torch.from_numpy(blocks).long().to(self.device)
-        parts = (part[:, at].transpose(0, 1) for part in self._window_parts(index))
+        block_ids = torch.from_numpy(blocks).long().to(self.device)
+        parts = (part[:, block_ids].transpose(0, 1) for part in self._window_parts(index))
         as_bytes = [part.contiguous().view(len(part), -1).view(torch.uint8) for part in parts]
         return torch.cat(as_bytes, dim=1).cpu().numpy()
 
     def write(self, index: int, blocks: Blocks, content: NDArray[np.uint8]) -> None:
         """Overwrite the blocks int32[C] of window `index` with the content that `read` returned."""
-        at = torch.from_numpy(blocks).long().to(self.device)
+        block_ids = torch.from_numpy(blocks).long().to(self.device)
         data, start = torch.from_numpy(content).to(self.device), 0
         for part in self._window_parts(index):
             shape = len(blocks), part.shape[0], *part.shape[2:]
             size = math.prod(shape[1:]) * part.dtype.itemsize
-            part[:, at] = (
+            part[:, block_ids] = (
                 data[:, start : start + size].contiguous().view(part.dtype).view(shape).transpose(0, 1)
             )
             start += size

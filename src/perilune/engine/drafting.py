@@ -49,11 +49,11 @@ class Draft:
         ]
         drafted = np.zeros((len(rows), int(limits.max())), dtype=np.int64)
         active = np.arange(len(rows))
-        for at in range(drafted.shape[1]):
+        for offset in range(drafted.shape[1]):
             logits = self._runner.run(_make_batch(inputs, starts, tables[:, active]))
-            drafted[active, at] = draw_ahead(sequences, logits, rows[active], at)
-            active = active[limits[active] > at + 1]
-            starts, inputs = lengths[active] + at, list(drafted[active, at : at + 1])
+            drafted[active, offset] = draw_ahead(sequences, logits, rows[active], offset)
+            active = active[limits[active] > offset + 1]
+            starts, inputs = lengths[active] + offset, list(drafted[active, offset : offset + 1])
         self._record_drafts(rows, limits)
         return [tokens[:count] for tokens, count in zip(drafted, limits.tolist(), strict=True)]
 

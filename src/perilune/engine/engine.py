@@ -645,12 +645,12 @@ class Engine:
         """Draw the next token after each accepted draft token."""
         assert self._scheduler.speculation is not None
         check_draft = self._scheduler.speculation.check_draft
-        for at in itertools.count():
-            proposals = [proposal for proposal in proposals if check_draft(proposal, at)]
+        for accepted in itertools.count():
+            proposals = [proposal for proposal in proposals if check_draft(proposal, accepted)]
             if not proposals:
                 return
             rows = np.array([proposal.row for proposal in proposals])
-            logits_of = np.array([proposal.logits + at + 1 for proposal in proposals])
+            logits_of = np.array([proposal.logits + accepted + 1 for proposal in proposals])
             drawn = self._draw(logits, rows, logits_of)
             self._scheduler.append(rows, drawn.token_ids, drawn.logprobs, self.version)
             if not self._deliver(rows, drawn):

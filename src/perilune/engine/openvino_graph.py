@@ -126,16 +126,16 @@ def _unsupported_reason(config: DecoderConfig) -> str:
 
 def _named_weights(decoder: Decoder) -> dict[str, Tensor]:
     """Return the weights of the traced graph by name; matrices of products end in `.matrix`."""
-    found = {f"rope.{i}": decoder.inverse_frequencies[rope] for i, rope in enumerate(_ropes(decoder.config))}
-    found["embedding"] = decoder.model.embed_tokens.weight
+    table = {f"rope.{i}": decoder.inverse_frequencies[rope] for i, rope in enumerate(_ropes(decoder.config))}
+    table["embedding"] = decoder.model.embed_tokens.weight
     for index, projection in enumerate(decoder.projections()):
         matrix, bias = projection.stack_parts()
-        found[f"projection.{index}.matrix"] = matrix
+        table[f"projection.{index}.matrix"] = matrix
         if bias is not None:
-            found[f"projection.{index}.bias"] = bias
-    found |= {name: norm.factor() for name, norm in _norms(decoder)}
-    found |= {name: attention.qk_norm_weight() for name, attention in _head_normed_attentions(decoder)}
-    return found
+            table[f"projection.{index}.bias"] = bias
+    table |= {name: norm.factor() for name, norm in _norms(decoder)}
+    table |= {name: attention.qk_norm_weight() for name, attention in _head_normed_attentions(decoder)}
+    return table
 
 
 def _set_weights(decoder: Decoder, weights: dict[str, Tensor]) -> None:

@@ -59,20 +59,20 @@ class OpenVino:
     def properties(self) -> dict[str, str]:
         """Properties of the compiled model."""
         hints = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "u8": "u8"}
-        found = {
+        properties = {
             "INFERENCE_PRECISION_HINT": hints[self.precision],
             "KV_CACHE_PRECISION": hints[self.cache],
             "PERFORMANCE_HINT": "LATENCY",
             "CACHE_DIR": "",  # each weight update would add a compiled model
         }
         if self.resolved_device == "CPU":
-            found |= {
+            properties |= {
                 "INFERENCE_NUM_THREADS": str(torch.get_num_threads()),
                 "ENABLE_CPU_PINNING": "NO",  # the learner uses the same cores
                 "KEY_CACHE_QUANT_MODE": "BY_TOKEN",  # scales by channel change with the tokens of a block
                 "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",  # activations are not rounded to int8
             }
-        return found
+        return properties
 
     def __call__(self, decoder: Decoder | TransformersModel, num_blocks: Sequence[int]) -> OpenVinoRunner:
         return OpenVinoRunner(decoder, num_blocks, self)

@@ -48,8 +48,8 @@ class PagedAttention:
 
     def __init__(self, cache: PagedCache, batch: StepBatch, tokens: int) -> None:
         self._cache = cache
-        at, within = slot_mapping(batch, tokens, cache.device)
-        self._places = [CacheSlots(of_table, within, cache.heads) for of_table in at]
+        slots, within = slot_mapping(batch, tokens, cache.device)
+        self._places = [CacheSlots(of_table, within, cache.heads) for of_table in slots]
         self._query_groups = list(_group_queries(batch))
         self._groups: dict[int | None, list[_GroupAttention]] = {}
 

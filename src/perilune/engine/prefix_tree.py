@@ -265,8 +265,8 @@ class PrefixTree:
             if node.heap_entry or self._nodes.get(node.digest) is not node:
                 continue  # it was reached from another end
             if returns_in:
-                at = self.clock() + returns_in
-                node.expected_return = at, at + _PATIENCE_FACTOR * returns_in
+                due = self.clock() + returns_in
+                node.expected_return = due, due + _PATIENCE_FACTOR * returns_in
             self._make_leaf(node)
 
     def evict(self, index: int) -> None:
@@ -303,10 +303,10 @@ class PrefixTree:
         """Add a leaf to the heap of those that can be evicted."""
         self._entries += 1
         leaf.heap_entry = self._entries
-        at, until = leaf.expected_return
-        order = (1, -at) if at else (0, float(leaf.last_used))
+        due, until = leaf.expected_return
+        order = (1, -due) if due else (0, float(leaf.last_used))
         heapq.heappush(self._leaves, (*order, leaf.heap_entry, leaf))
-        if at:
+        if due:
             heapq.heappush(self._expected, (until, leaf.heap_entry, leaf))
         if len(self._leaves) > 2 * len(self._nodes) + 64:
             self._leaves = [entry for entry in self._leaves if entry[3].heap_entry == entry[2]]

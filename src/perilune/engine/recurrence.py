@@ -54,9 +54,9 @@ class PagedRecurrence:
         tails = cache[self._begins].to(x.dtype)
         tails[self._fresh] = 0
         before = tails.flatten(0, 1)
-        seen = taps[self._last, 1:]
+        last = taps[self._last, 1:]
         stored = torch.where(
-            (seen < len(x))[..., None], x[seen.clamp(max=len(x) - 1)], before[(seen - len(x)).clamp(min=0)]
+            (last < len(x))[..., None], x[last.clamp(max=len(x) - 1)], before[(last - len(x)).clamp(min=0)]
         )
         cache[self._blocks] = stored.to(cache.dtype)
         return convolve(x, before, taps, weight)
@@ -65,9 +65,9 @@ class PagedRecurrence:
         """Return the inputs int64[N, K] of each token, as indices of token rows and then of stored rows."""
         taps = np.zeros((self._padded, width), dtype=np.int64)
         for row, (start, length) in enumerate(zip(self._starts, self._lengths, strict=True)):
-            at = np.arange(length)[:, None] + np.arange(1 - width, 1)
-            stored = self._padded + (row + 1) * (width - 1) + at
-            taps[start : start + length] = np.where(at >= 0, start + at, stored)
+            offsets = np.arange(length)[:, None] + np.arange(1 - width, 1)
+            stored = self._padded + (row + 1) * (width - 1) + offsets
+            taps[start : start + length] = np.where(offsets >= 0, start + offsets, stored)
         return taps
 
     def scan(self, layer: int, inputs: DeltaInputs) -> Tensor:

@@ -61,8 +61,8 @@ class RouteStore:
         Rows that all attention windows have passed are missing: their blocks have been released.
         """
         blocks = table[self.table, : blocks_for(rows)].astype(np.int64)
-        found = self.experts[torch.from_numpy(blocks).to(self.experts.device)].cpu().numpy()
-        routes: Routes = found.view(self.dtype).reshape(-1, *found.shape[2:])[:rows]
+        experts = self.experts[torch.from_numpy(blocks).to(self.experts.device)].cpu().numpy()
+        routes: Routes = experts.view(self.dtype).reshape(-1, *experts.shape[2:])[:rows]
         routes[np.repeat(blocks == NULL_BLOCK, BLOCK)[:rows]] = self.missing
         return routes
 

@@ -174,9 +174,9 @@ class TorchRunner:
         needed = len(batch.logit_rows)
         if needed == count == batch.decodes:
             return self.decoder.logits(hidden)[:count].float()
-        at = np.zeros(_pad_row_count(needed), dtype=np.int64)
-        at[:needed] = batch.logit_rows
-        return self.decoder.logits(hidden[self._tensor(at)])[:needed].float()
+        rows = np.zeros(_pad_row_count(needed), dtype=np.int64)
+        rows[:needed] = batch.logit_rows
+        return self.decoder.logits(hidden[self._tensor(rows)])[:needed].float()
 
     @torch.inference_mode()
     def hidden_states(self, batch: StepBatch) -> Tensor:

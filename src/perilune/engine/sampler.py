@@ -88,7 +88,7 @@ class Sampler:
         sequences = self._sequences
         special = np.flatnonzero(~sequences.plain[rows])
         params = [_params(sequences, row) for row in rows[special].tolist()]
-        with_raw = [index for index, one in zip(special.tolist(), params, strict=True) if one.raw_logprobs]
+        with_raw = [index for index, own in zip(special.tolist(), params, strict=True) if own.raw_logprobs]
         raw = logits[with_raw] if with_raw else None  # a copy
 
         special_rows = rows[special]
@@ -125,16 +125,16 @@ class Sampler:
         penalty = sequences.repetition_penalty[rows]
         if (penalty != 1).any():
             width = int(sequences.length[rows].max())
-            seen = sequences.tokens[rows, :width].astype(np.int64)
-            seen = np.where(np.arange(width) < sequences.length[rows][:, None], seen, seen[:, :1])
-            ids, factor = _to_device(seen, logits), _to_device(penalty, logits)[:, None]
+            tokens = sequences.tokens[rows, :width].astype(np.int64)
+            tokens = np.where(np.arange(width) < sequences.length[rows][:, None], tokens, tokens[:, :1])
+            ids, factor = _to_device(tokens, logits), _to_device(penalty, logits)[:, None]
             scores = logits.gather(1, ids)
             logits = logits.scatter(1, ids, torch.where(scores > 0, scores / factor, scores * factor))
         for index, own in enumerate(params):
             if own.presence_penalty or own.frequency_penalty:
-                seen, counts = np.unique(sequences.sampled_tokens(int(rows[index])), return_counts=True)
+                tokens, counts = np.unique(sequences.sampled_tokens(int(rows[index])), return_counts=True)
                 penalties = (own.frequency_penalty * counts + own.presence_penalty).astype(np.float32)
-                ids = _to_device(seen.astype(np.int64), logits)
+                ids = _to_device(tokens.astype(np.int64), logits)
                 logits[index, ids] -= _to_device(penalties, logits)
             if own.logit_bias:
                 ids = torch.tensor(list(own.logit_bias), device=device)

@@ -180,16 +180,16 @@ class Scheduler:
     def _allocate_chunk(self, row: int, limit: int) -> int:
         """Allocate blocks for at most `limit` tokens of `row`, and return the number of tokens."""
         sequences = self.sequences
-        computed, held = int(sequences.computed[row]), int(sequences.num_blocks[row])
+        computed, allocated = int(sequences.computed[row]), int(sequences.num_blocks[row])
         count = min(int(sequences.length[row]) - computed, limit, self.pools.max_chunk_tokens)
-        need = blocks_for(computed + count, self.pools.block_size) - held
+        need = blocks_for(computed + count, self.pools.block_size) - allocated
         while need > self.pools.num_available and (latest := self._latest_row()) != row:
             self._preempt(latest)
         need = min(need, self.pools.num_available)
-        count = min(count, (held + need) * self.pools.block_size - computed)
+        count = min(count, (allocated + need) * self.pools.block_size - computed)
         if need:
-            sequences.blocks[:, row, held : held + need] = self.pools.allocate(need)
-            sequences.num_blocks[row] = held + need
+            sequences.blocks[:, row, allocated : allocated + need] = self.pools.allocate(need)
+            sequences.num_blocks[row] = allocated + need
         return count
 
     def _admit(self, refill: bool) -> int | None:
@@ -228,12 +228,12 @@ class Scheduler:
     def _should_wait_for_prefix(self, row: int) -> bool:
         """Return whether another row is computing much of the prompt of `row`, so that it should wait."""
         chain = self._block_digests(row, int(self.sequences.length[row]) - 1)
-        at = self.pools.count_cached_columns(chain) + _MIN_SHARED_BLOCKS - 1
-        if at >= len(chain):
+        index = self.pools.count_cached_columns(chain) + _MIN_SHARED_BLOCKS - 1
+        if index >= len(chain):
             return False
         for other in self.prefilling:
             others = self._block_digests(other, int(self.sequences.length[other]))
-            if at < len(others) and others[at] == chain[at]:  # then all blocks before are equal too
+            if index < len(others) and others[index] == chain[index]:  # then all blocks before are equal too
                 self._steps_since_refill = _REFILL_WAIT_STEPS
                 return True
         return False

@@ -138,13 +138,13 @@ class Sequences:
         self, rows: Rows, tokens: NDArray[np.int64], logprobs: NDArray[np.float32], version: int
     ) -> None:
         """Append the next token of each of `rows`."""
-        at = self.length[rows]
-        places = rows * self.tokens.shape[1] + at
+        lengths = self.length[rows]
+        places = rows * self.tokens.shape[1] + lengths
         self.tokens.ravel()[places] = tokens
         self.logprobs.ravel()[places] = logprobs
         self.versions.ravel()[places] = version
-        self.computed[rows] = at
-        self.length[rows] = at + 1
+        self.computed[rows] = lengths
+        self.length[rows] = lengths + 1
 
     def uniforms(self, rows: Rows, ahead: int = 0) -> NDArray[np.float64]:
         """Return float64[B] random numbers in [0, 1) for the token `ahead` positions after the next one."""

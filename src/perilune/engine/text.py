@@ -66,9 +66,9 @@ class TextStream:
         places = []
         for stop in self._stops:
             # A stop text must end in the new text; older text was searched before, or did not count.
-            at = self.text.find(stop, max(0, start - len(stop) + 1))
-            if at >= 0:
-                places.append(at)
+            index = self.text.find(stop, max(0, start - len(stop) + 1))
+            if index >= 0:
+                places.append(index)
         if places:
             self.text, self.stopped = self.text[: min(places)], True
 
@@ -80,7 +80,7 @@ class TextStream:
 def _partial_match_length(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that is a proper prefix of `stop`."""
     end = text[max(0, len(text) - len(stop) + 1) :]
-    at = end.find(stop[0])
-    while at >= 0 and not stop.startswith(end[at:]):
-        at = end.find(stop[0], at + 1)
-    return len(end) - at if at >= 0 else 0
+    index = end.find(stop[0])
+    while index >= 0 and not stop.startswith(end[index:]):
+        index = end.find(stop[0], index + 1)
+    return len(end) - index if index >= 0 else 0

@@ -65,8 +65,8 @@ class TransformersRunner:
             out = self._run_together(batch, sequences, rows)
             if logits is None:
                 logits = out.new_empty(len(sequence_of), out.shape[-1], dtype=torch.float32)
-            at = np.searchsorted(sequences, sequence_of[needed]), np.searchsorted(rows, rows_in_padded)
-            logits[self._tensor(needed)] = out[self._tensor(at[0]), self._tensor(at[1])].float()
+            index = np.searchsorted(sequences, sequence_of[needed]), np.searchsorted(rows, rows_in_padded)
+            logits[self._tensor(needed)] = out[self._tensor(index[0]), self._tensor(index[1])].float()
         assert logits is not None, "a batch without sequences"
         return logits
 
@@ -79,9 +79,9 @@ class TransformersRunner:
         new, past = int(counts.max()), int(before.max())
         # Position of each column in its sequence; negative where the sequence is shorter than the longest.
         positions = np.arange(past + new) - (past + new - before - counts)[:, None]
-        held = np.maximum(positions, 0)
+        clamped = np.maximum(positions, 0)
         tables = batch.block_tables[0, sequences]
-        places = np.take_along_axis(tables, held // BLOCK, axis=1) * np.int64(BLOCK) + held % BLOCK
+        places = np.take_along_axis(tables, clamped // BLOCK, axis=1) * np.int64(BLOCK) + clamped % BLOCK
         fed = np.maximum(positions[:, past:] - before[:, None], 0)
         tokens = self._tensor(batch.token_ids[starts[:, None] + fed])
         cache = self._cache(self._tensor(places[:, :past]))

@@ -90,14 +90,14 @@ class OpenAICompletions:
         choices = _list(_mapping(answer, "the answer").get("choices"), "choices", n)
         samples: dict[int, Completion] = {}
         for choice in choices:
-            one = _mapping(choice, "a choice")
-            if one.get("token_ids") is None:
+            raw = _mapping(choice, "a choice")
+            if raw.get("token_ids") is None:
                 raise MalformedError("the server returns no token ids")
-            tokens = one["token_ids"]
-            logprobs = _mapping(one.get("logprobs"), "logprobs").get("token_logprobs")
-            versions = one.get("policy_version", [0] * len(tokens)) if self.is_perilune else [0] * len(tokens)
-            samples[_integer(one.get("index"), "index")] = parse_completion(
-                tokens, logprobs, versions, one.get("finish_reason"), one.get("text")
+            tokens = raw["token_ids"]
+            logprobs = _mapping(raw.get("logprobs"), "logprobs").get("token_logprobs")
+            versions = raw.get("policy_version", [0] * len(tokens)) if self.is_perilune else [0] * len(tokens)
+            samples[_integer(raw.get("index"), "index")] = parse_completion(
+                tokens, logprobs, versions, raw.get("finish_reason"), raw.get("text")
             )
         if sorted(samples) != list(range(n)):
             raise MalformedError(f"the choices are numbered {sorted(samples)}, not 0 to {n - 1}")
@@ -128,15 +128,15 @@ class SGLangGenerate:
     def parse(self, answer: Any, n: int) -> list[Completion]:
         """Return the samples in an answer, in order."""
         samples = []
-        for one in _list(answer if isinstance(answer, list) else [answer], "the answer", n):
-            about = _mapping(_mapping(one, "a sample").get("meta_info"), "meta_info")
+        for sample in _list(answer if isinstance(answer, list) else [answer], "the answer", n):
+            about = _mapping(_mapping(sample, "a sample").get("meta_info"), "meta_info")
             pairs = about.get("output_token_logprobs")
             if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) > 1 for p in pairs):
                 raise MalformedError("the server returns no token ids")
             reason = _mapping(about.get("finish_reason"), "finish_reason").get("type")
             tokens = [pair[1] for pair in pairs]
             logprobs, versions = [pair[0] for pair in pairs], [0] * len(pairs)
-            samples.append(parse_completion(tokens, logprobs, versions, reason, one.get("text")))
+            samples.append(parse_completion(tokens, logprobs, versions, reason, sample.get("text")))
         return samples
 
 

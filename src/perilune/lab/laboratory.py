@@ -99,12 +99,12 @@ class Laboratory:
 
     def __enter__(self) -> Laboratory:
         home = Home.open(self.folder / "home")
-        place = {
+        provider = {
             "type": "fake",
             "folder": str(self.cloud.folder),
             "visibility_seconds": self.plan.weather.visibility_seconds,
         }
-        settings = {"daily_cap": DAILY_CAP, "providers": {"fake": place}}
+        settings = {"daily_cap": DAILY_CAP, "providers": {"fake": provider}}
         (home.root / PROVIDERS_FILE).write_text(yaml.safe_dump(settings))
         os.environ[CANARY] = self.canary
         self.control = Control(home)
@@ -187,10 +187,10 @@ class Laboratory:
         ]
         environment = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
         site = Site(python=sys.executable, installed=True, environment=environment)
-        place = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+        target = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
         retry = Retry(infrastructure=1000, lost=1000, base=0.05, cap=2.0)
         limits = AttemptLimits(on_box_stop_after=60.0)
-        return Template(placement=place, retry=retry, limits=limits, bring="all")
+        return Template(placement=target, retry=retry, limits=limits, bring="all")
 
     def _inject_failures(self) -> None:
         """Kill the control process or the cloud's server at random, and restart dead ones."""

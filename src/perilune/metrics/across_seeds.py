@@ -38,7 +38,7 @@ class SeedComparison:
     def describe(self, *, is_share: bool = True) -> str:
         """Return the conclusion with the difference; in percentage points for shares such as pass@1."""
         values = (self.mean, self.low, self.high)
-        mean, low, high = (f"{100 * one:+.1f}" if is_share else f"{one:+.3g}" for one in values)
+        mean, low, high = (f"{100 * value:+.1f}" if is_share else f"{value:+.3g}" for value in values)
         mean = f"{mean} points" if is_share else mean
         if self.conclusion == "too few seeds":
             return f"too few seeds for a claim ({mean})"
@@ -89,8 +89,8 @@ def correct_p_values(values: Mapping[str, float]) -> dict[str, float]:
     """P values by name after the step-down correction of Holm (1979)."""
     corrected: dict[str, float] = {}
     highest = 0.0
-    for place, name in enumerate(sorted(values, key=lambda name: values[name])):
-        highest = max(highest, min(1.0, values[name] * (len(values) - place)))
+    for index, name in enumerate(sorted(values, key=lambda name: values[name])):
+        highest = max(highest, min(1.0, values[name] * (len(values) - index)))
         corrected[name] = highest
     return corrected
 

@@ -42,10 +42,10 @@ def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0, resam
     Raises:
         RequestError: for fewer than two rounds, or rounds with different tasks.
     """
-    if len(rounds) < 2 or any(one.keys() != rounds[0].keys() for one in rounds):
+    if len(rounds) < 2 or any(row.keys() != rounds[0].keys() for row in rounds):
         raise RequestError("a gain needs at least two rounds, evaluated on the same tasks")
     names = sorted(rounds[0])
-    rates = np.array([[one[name] for name in names] for one in rounds])  # [rounds, tasks]
+    rates = np.array([[row[name] for name in names] for row in rounds])  # [rounds, tasks]
     edge = 0.5 / len(names)
 
     def gains(means: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[float]:

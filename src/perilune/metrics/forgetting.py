@@ -32,12 +32,12 @@ def forgetting_rows(found: Mapping[str, Any]) -> list[ForgettingRow]:
         rows.append(
             ForgettingRow("bits per byte of it", f"{bits['before']:.4f}", f"{bits['after']:.4f}", change)
         )
-    for one in found.get("environments", ()):
-        rates = one["pass@1"]
+    for entry in found.get("environments", ()):
+        rates = entry["pass@1"]
         sides = [_format_interval(rates[side], ".1%") for side in ("before", "after")]
         rows.append(
             ForgettingRow(
-                f"pass@1 of {one['environment']}",
+                f"pass@1 of {entry['environment']}",
                 sides[0],
                 sides[1],
                 _format_interval(rates["change"], "+.1%"),
@@ -64,9 +64,9 @@ def forgetting_warnings(found: Mapping[str, Any]) -> list[str]:
                 f" {after:.1f}; lower lr, train fewer steps, or set kl"
             )
     lines += [
-        f"pass@1 of {one['environment']} fell by {-100 * one['pass@1']['change']['mean']:.1f} points"
-        for one in found.get("environments", ())
-        if one["pass@1"]["change"]["high"] < 0
+        f"pass@1 of {entry['environment']} fell by {-100 * entry['pass@1']['change']['mean']:.1f} points"
+        for entry in found.get("environments", ())
+        if entry["pass@1"]["change"]["high"] < 0
     ]
     return lines
 

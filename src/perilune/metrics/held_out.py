@@ -30,8 +30,8 @@ def list_evaluations(lines: Lines, figure: str) -> list[tuple[int, Interval]]:
 def best_evaluation(lines: Lines, figure: str) -> int | None:
     """Return the step with the best mean, the earlier of equals; None before the first evaluation."""
     sign = 1 if figure.endswith(LOWER_IS_BETTER) else -1
-    found = [(sign * interval.mean, step) for step, interval in list_evaluations(lines, figure)]
-    return min(found)[1] if found else None
+    scores = [(sign * interval.mean, step) for step, interval in list_evaluations(lines, figure)]
+    return min(scores)[1] if scores else None
 
 
 def evaluations_since_best(lines: Lines, figure: str) -> int:
@@ -70,7 +70,7 @@ def gap_warning(lines: Lines, figure: str, tasks: int) -> str:
         (training_rate(lines, before, step), wilson_interval(interval.mean * tasks, tasks))
         for before, (step, interval) in zip(steps, measured[1:], strict=False)
     ][-GAP_EVALUATIONS:]
-    clear = [train is not None and train.low > held.high for train, held in pairs]
+    clear = [train is not None and train.low > held_out.high for train, held_out in pairs]
     if len(clear) < GAP_EVALUATIONS or not all(clear):
         return ""
     train, held = pairs[-1]
@@ -97,7 +97,7 @@ def change_between(
     shared = sides[0].keys() & sides[1].keys()  # tasks without a verdict are missing
     if not shared:
         return None
-    return paired_difference(*({one: side[one] for one in shared} for side in sides), seed=seed)
+    return paired_difference(*({key: side[key] for key in shared} for side in sides), seed=seed)
 
 
 def fall_warning(name: str, figure: str, change: Interval | None) -> str:
@@ -109,7 +109,7 @@ def fall_warning(name: str, figure: str, change: Interval | None) -> str:
             return ""
         moved = f"rose by {change.mean:.3g} ({change.low:.3g} to {change.high:.3g})"
     elif change.high < 0:
-        mean, most, least = (-100 * one for one in change)
+        mean, most, least = (-100 * value for value in change)
         moved = f"fell by {mean:.1f} points ({least:.1f} to {most:.1f})"
     else:
         return ""
@@ -126,13 +126,13 @@ def curve_rows(found: Mapping[str, Any]) -> list[list[str]]:
     """
     sets, curve = found["sets"], found["curve"]
     places = {round(index * (len(curve) - 1) / (TABLE_ROWS - 1)) for index in range(TABLE_ROWS)}
-    places |= {place for place, row in enumerate(curve) if row["step"] == found["best"]}
+    places |= {index for index, row in enumerate(curve) if row["step"] == found["best"]}
     rates = any(row["training"] for row in curve)
-    table = [["step", *(["training"] if rates else []), *(f"{n} {one['figure']}" for n, one in sets.items())]]
-    for place, row in enumerate(curve):
-        if place in places:
+    table = [["step", *(["training"] if rates else []), *(f"{n} {s['figure']}" for n, s in sets.items())]]
+    for index, row in enumerate(curve):
+        if index in places:
             cells = [_format_cell("pass@1", row["training"])] if rates else []
-            cells += [_format_cell(one["figure"], row[name]) for name, one in sets.items()]
+            cells += [_format_cell(entry["figure"], row[name]) for name, entry in sets.items()]
             table.append([f"{row['step']}{' (best)' if row['step'] == found['best'] else ''}", *cells])
     return table
 
@@ -140,13 +140,13 @@ def curve_rows(found: Mapping[str, Any]) -> list[list[str]]:
 def curve_notes(found: Mapping[str, Any]) -> list[str]:
     """Sentences about `summary["held_out"]`: the changes, the output checkpoint, an early stop."""
     notes = []
-    for name, one in found["sets"].items():
-        if change := one["change"]:
-            scale, unit = (1, " nats") if one["figure"].endswith(LOWER_IS_BETTER) else (100, " points")
+    for name, entry in found["sets"].items():
+        if change := entry["change"]:
+            scale, unit = (1, " nats") if entry["figure"].endswith(LOWER_IS_BETTER) else (100, " points")
             mean, low, high = (scale * change[key] for key in ("mean", "low", "high"))
             digits = 3 if scale == 1 else 1
             notes.append(
-                f"{name}: {one['figure']} changed by {mean:+.{digits}f}{unit} since the start"
+                f"{name}: {entry['figure']} changed by {mean:+.{digits}f}{unit} since the start"
                 f" ({low:+.{digits}f} to {high:+.{digits}f}, paired)"
             )
     step = found["best"] if found["output"] == "best" else found["curve"][-1]["step"]

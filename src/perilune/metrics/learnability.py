@@ -68,12 +68,12 @@ def _verdict(summary: Mapping[str, Any], pass_at_1: Interval, live: Interval | N
         return "RL can start"
     answers = sum(n for _, n, _ in summary["correct_per_task"])
     passed = sum(c for _, _, c in summary["correct_per_task"])
-    found = f"{passed} of {answers} answers passed, {live.mean:.0%} of groups are live"
+    counts = f"{passed} of {answers} answers passed, {live.mean:.0%} of groups are live"
     if pass_at_1.mean > 0.5:
-        return f"nearly solved: {found}; choose harder tasks"
+        return f"nearly solved: {counts}; choose harder tasks"
     if live.mean >= MIN_LIVE_SHARE:
-        return f"RL can start slowly: {found}; SFT or easier tasks first are faster"
-    return f"SFT first{_likely_cause(summary)}: {found}"
+        return f"RL can start slowly: {counts}; SFT or easier tasks first are faster"
+    return f"SFT first{_likely_cause(summary)}: {counts}"
 
 
 def _likely_cause(summary: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ def decompose_length(before: Mapping[str, Bin], after: Mapping[str, Bin]) -> Dec
 
     A bin that only one side has contributes to the composition alone.
     """
-    totals = [sum(one.count for one in side.values()) for side in (before, after)]
+    totals = [sum(item.count for item in side.values()) for side in (before, after)]
     behaviour, composition = [], []
     for name in sorted(before.keys() | after.keys()):
         shares = [
@@ -64,8 +64,8 @@ def decompose_length(before: Mapping[str, Bin], after: Mapping[str, Bin]) -> Dec
 def length_bins(episodes: Sequence[Episode]) -> dict[str, Bin]:
     """Bins by difficulty ("unknown" if the environment does not state it)."""
     lengths: dict[str, list[int]] = defaultdict(list)
-    for one in episodes:
-        lengths[_difficulty(one)].append(len(one.token_ids))
+    for episode in episodes:
+        lengths[_difficulty(episode)].append(len(episode.token_ids))
     return {name: Bin(len(values), sum(values) / len(values)) for name, values in lengths.items()}
 
 
@@ -108,43 +108,43 @@ def is_repetitive(text: str) -> bool:
 
 def surprisal_by_fifth(episodes: Sequence[Episode]) -> list[float | None]:
     """Mean -log p of the sampled tokens in each fifth of the answers, in nats; None without tokens."""
-    found: list[list[float]] = [[] for _ in range(5)]
-    for one in episodes:
-        length = len(one.token_ids)
-        for place, (logprob, own) in enumerate(
-            zip(one.logprobs.tolist(), one.loss_mask.tolist(), strict=True)
+    surprisals: list[list[float]] = [[] for _ in range(5)]
+    for episode in episodes:
+        length = len(episode.token_ids)
+        for position, (logprob, own) in enumerate(
+            zip(episode.logprobs.tolist(), episode.loss_mask.tolist(), strict=True)
         ):
             if own:
-                found[5 * place // length].append(-logprob)
-    return [math.fsum(values) / len(values) if values else None for values in found]
+                surprisals[5 * position // length].append(-logprob)
+    return [math.fsum(values) / len(values) if values else None for values in surprisals]
 
 
 def _mean_length(bins: Mapping[str, Bin]) -> float:
-    total = sum(one.count for one in bins.values())
-    return math.fsum(one.count * one.length for one in bins.values()) / total if total else 0.0
+    total = sum(item.count for item in bins.values())
+    return math.fsum(item.count * item.length for item in bins.values()) / total if total else 0.0
 
 
 def _summarise_answers(episodes: Sequence[Episode]) -> dict[tuple[str, bool], dict[str, float]]:
-    found: dict[tuple[str, bool], list[Episode]] = defaultdict(list)
-    for one in episodes:
-        if one.reward is not None:
-            correct = one.metrics.get("gold", one.reward) >= CORRECT_REWARD
-            found[_difficulty(one), correct].append(one)
+    groups: dict[tuple[str, bool], list[Episode]] = defaultdict(list)
+    for episode in episodes:
+        if episode.reward is not None:
+            correct = episode.metrics.get("gold", episode.reward) >= CORRECT_REWARD
+            groups[_difficulty(episode), correct].append(episode)
     return {
         key: {
             "count": len(group),
-            "length": sum(len(one.token_ids) for one in group) / len(group),
-            "truncated": sum(one.truncated for one in group) / len(group),
+            "length": sum(len(episode.token_ids) for episode in group) / len(group),
+            "truncated": sum(episode.truncated for episode in group) / len(group),
         }
-        for key, group in found.items()
+        for key, group in groups.items()
     }
 
 
 def _shape(episodes: Sequence[Episode]) -> dict[str, Any]:
     count = max(len(episodes), 1)
     return {
-        "stopped": sum(one.finish_reason == "stop" for one in episodes) / count,
-        "repetitive": sum(is_repetitive(one.text) for one in episodes) / count,
+        "stopped": sum(episode.finish_reason == "stop" for episode in episodes) / count,
+        "repetitive": sum(is_repetitive(episode.text) for episode in episodes) / count,
         "surprisal": surprisal_by_fifth(episodes),
     }
 

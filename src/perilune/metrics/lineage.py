@@ -23,18 +23,18 @@ def find_parent_evaluation(
             evaluations
             with equal settings, apart from `SAMPLE_SIZE_KEYS`, are compared.
     """
-    seen: set[str | None] = {None}
+    visited: set[str | None] = {None}
     wanted = _comparable_settings(settings[evaluation])
     ancestor = checkpoints.get(checkpoints.get(evaluation) or "")
-    while ancestor not in seen:
-        for other, found in settings.items():
+    while ancestor not in visited:
+        for other, values in settings.items():
             if (
                 other != evaluation
                 and checkpoints.get(other) == ancestor
-                and _comparable_settings(found) == wanted
+                and _comparable_settings(values) == wanted
             ):
                 return other
-        seen.add(ancestor)
+        visited.add(ancestor)
         ancestor = checkpoints.get(ancestor or "")
     return None
 

@@ -36,6 +36,6 @@ def pass_rate_interval(values: Sequence[float], *, seed: int = 0, resamples: int
     Raises:
         RequestError: as `bootstrap_problems`.
     """
-    found = bootstrap_problems(values, seed=seed, resamples=resamples)
-    equal = found.low == found.high and found.mean in (0, 1)
-    return wilson_interval(sum(values), len(values)) if equal else found
+    interval = bootstrap_problems(values, seed=seed, resamples=resamples)
+    equal = interval.low == interval.high and interval.mean in (0, 1)
+    return wilson_interval(sum(values), len(values)) if equal else interval

@@ -38,7 +38,7 @@ def spearman_over_problems(
     if correlation is None:
         return None
     rng = np.random.default_rng(seed)
-    drawn = ([pairs[place] for place in rng.integers(len(pairs), size=len(pairs))] for _ in range(resamples))
+    drawn = ([pairs[index] for index in rng.integers(len(pairs), size=len(pairs))] for _ in range(resamples))
     values = [value for some in drawn if (value := spearman(*_concatenate(some))) is not None]
     low, high = np.quantile(values or [correlation], [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return Interval(correlation, float(low), float(high))
@@ -59,6 +59,6 @@ def _concatenate(pairs: Sequence[tuple[Figures, Figures]]) -> tuple[Figures, Fig
 
 
 def _ranks(values: Figures) -> Figures:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    return np.asarray((last - (counts - 1) / 2)[place], dtype=np.float64)
+    return np.asarray((last - (counts - 1) / 2)[index], dtype=np.float64)

@@ -16,13 +16,13 @@ def training_figures(summary: Mapping[str, Any]) -> dict[str, str]:
 
 def describe_training(summary: Mapping[str, Any]) -> str:
     """Return the main figures of `training_figures`; empty for a stage without them."""
-    said, held = (
+    main, held_out = (
         _list_main_figures(_describe_changes(summary)),
         _list_main_figures(_describe_held_out(summary)),
     )
-    said += " (first to last steps)" if said else ""
+    main += " (first to last steps)" if main else ""
     count = summary.get("validation_pairs", 0)
-    return f"{said}; on {count:,} held-out pair{'' if count == 1 else 's'} {held}" if held else said
+    return f"{main}; on {count:,} held-out pair{'' if count == 1 else 's'} {held_out}" if held_out else main
 
 
 def _list_main_figures(figures: Mapping[str, str]) -> str:
@@ -38,9 +38,9 @@ def _describe_changes(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _describe_held_out(summary: Mapping[str, Any]) -> dict[str, str]:
-    held = summary.get("validation") or {}
-    names = {name: name.removeprefix("validation_") for name in held}
-    return {names[name]: _format_figure(names[name], value) for name, value in held.items()}
+    figures = summary.get("validation") or {}
+    names = {name: name.removeprefix("validation_") for name in figures}
+    return {names[name]: _format_figure(names[name], value) for name, value in figures.items()}
 
 
 def _format_figure(name: str, value: Any) -> str:

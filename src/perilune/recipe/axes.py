@@ -69,8 +69,8 @@ def parse_axis(option: str) -> Axis:
         raise RequestError(
             "seeds are not an axis: arms are compared over them", where=location, remedy="--seeds 3"
         )
-    if found := _RANGE.fullmatch(text):
-        return Axis(key.strip(), bounds=_parse_bounds(found, location))
+    if match := _RANGE.fullmatch(text):
+        return Axis(key.strip(), bounds=_parse_bounds(match, location))
     try:
         values = parse_yaml(f"[{text}]", location).value
     except RequestError as error:
@@ -82,7 +82,7 @@ def parse_axis(option: str) -> Axis:
 
 def _parse_bounds(found: re.Match[str], location: str) -> Bounds:
     low, high = (parse_yaml(found[name], location).value for name in ("low", "high"))
-    if not all(isinstance(one, int | float) and not isinstance(one, bool) for one in (low, high)):
+    if not all(isinstance(bound, int | float) and not isinstance(bound, bool) for bound in (low, high)):
         raise RequestError("a range is two numbers, as in 1e-6..1e-4", where=location)
     if low >= high:
         raise RequestError(f"the range is empty: {low} is not below {high}", where=location)
@@ -138,8 +138,8 @@ def parse_seeds(text: str, first: int) -> tuple[int, ...]:
     """
     if text.isdecimal():
         seeds = tuple(range(first, first + int(text)))
-    elif found := re.fullmatch(r"(\d+)\.\.(\d+)", text):
-        seeds = tuple(range(int(found[1]), int(found[2]) + 1))
+    elif match := re.fullmatch(r"(\d+)\.\.(\d+)", text):
+        seeds = tuple(range(int(match[1]), int(match[2]) + 1))
     else:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         seeds = tuple(dict.fromkeys(int(part) for part in parts)) if all(map(str.isdecimal, parts)) else ()

@@ -65,8 +65,8 @@ def read_chat_template(path: str, base: Path) -> str:
 
 def _find_in_home(name: str) -> Path | None:
     """Return the folder of the model called `name` in the home, or None."""
-    found = _import_store().find_stored_model(name)
-    return None if found is None else found.folder
+    model = _import_store().find_stored_model(name)
+    return None if model is None else model.folder
 
 
 def _import_store() -> Any:

@@ -84,10 +84,10 @@ def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> Mode
     try:
         return model.model_validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        found = [dict(detail) for detail in error.errors(include_url=False)]
-    details = [one for one in found if not _is_wrong_alternative(one, value)] or found
-    details.sort(key=lambda one: one["type"] != "extra_forbidden")  # a misspelt key is also a missing key
-    raise ProblemsError([_problem(model, one, value, path, label) for one in details])
+        errors = [dict(detail) for detail in error.errors(include_url=False)]
+    details = [detail for detail in errors if not _is_wrong_alternative(detail, value)] or errors
+    details.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelt key is also a missing key
+    raise ProblemsError([_problem(model, detail, value, path, label) for detail in details])
 
 
 def _is_wrong_alternative(detail: Mapping[str, Any], value: Any) -> bool:
@@ -143,13 +143,13 @@ def _value_problem(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
     if isinstance(detail["input"], dict | list):
         return Problem(full, f"{key}: {message}" if key else message)
     given = detail["input"]
-    shown = json.dumps(given, ensure_ascii=False)[:80]
+    text = json.dumps(given, ensure_ascii=False)[:80]
     remedy = ""
     if name := _NAME_PATTERN.fullmatch(detail.get("ctx", {}).get("pattern", "")):
         longest = int(name[1]) + 1
         message = f"must begin with a letter and have at most {longest} letters, digits, _ and -"
         remedy = re.sub(r"[^A-Za-z0-9_-]+", "-", given).lstrip("_-0123456789")[:longest].rstrip("_-")
-    return Problem(full, f"{key} is {shown} but {message}", remedy)
+    return Problem(full, f"{key} is {text} but {message}", remedy)
 
 
 def _find_owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:
@@ -168,7 +168,7 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     """Return all models in an annotation."""
     if _is_model(annotation):
         return [annotation]
-    return [found for inner in get_args(annotation) for found in _models_in(inner)]
+    return [model for inner in get_args(annotation) for model in _models_in(inner)]
 
 
 def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:

@@ -32,18 +32,18 @@ class Key:
 def list_sections() -> dict[str, tuple[Key, ...]]:
     """Return the keys of each section: "recipe", "model", "environment: ID", "task: NAME", ..."""
     fields = Recipe.model_fields
-    found = {"recipe": _list_keys(Recipe, only=tuple(fields))}
+    sections = {"recipe": _list_keys(Recipe, only=tuple(fields))}
     for name in ("model", "resources"):
         kinds = (fields[name].annotation, *get_args(fields[name].annotation))
-        found[name] = next(
-            _list_keys(one) for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)
+        sections[name] = next(
+            _list_keys(kind) for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)
         )
     for name, model in environment_models().items():
-        found[f"environment: {name}"] = _list_keys(model)
-    found["stages"] = _list_keys(Stage, only=(*STAGE_HEADER, "environment"))
+        sections[f"environment: {name}"] = _list_keys(model)
+    sections["stages"] = _list_keys(Stage, only=(*STAGE_HEADER, "environment"))
     for name in plugin_names():
-        found[f"task: {name}"] = _list_keys(load_plugin(name).spec)
-    return found | {title: _list_keys(model) for title, model in _named_choices().items()}
+        sections[f"task: {name}"] = _list_keys(load_plugin(name).spec)
+    return sections | {title: _list_keys(model) for title, model in _named_choices().items()}
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -97,14 +97,14 @@ def environment_models() -> dict[str, type[BaseModel]]:
 
 def _named_choices() -> dict[str, type[BaseModel]]:
     """Return the sections that a key of a task selects by name: "algorithm: grpo", ..."""
-    found = {}
+    sections = {}
     for task in plugin_names():
         for field, info in load_plugin(task).spec.model_fields.items():
             kinds = [kind for kind in get_args(info.annotation) if isinstance(kind, type)]
             for kind in kinds:
                 if issubclass(kind, BaseModel) and "name" in kind.model_fields and kind is not CodeFile:
-                    found[f"{field}: {kind.model_fields['name'].default}"] = kind
-    return found
+                    sections[f"{field}: {kind.model_fields['name'].default}"] = kind
+    return sections
 
 
 def _list_keys(

@@ -93,13 +93,13 @@ def _sort_key(location: str) -> tuple[bool, int, str]:
 
 def _resolve_model_paths(model: ModelSpec, document: Document, folder: Path) -> ModelSpec:
     """Make the paths of the model absolute. Paths from `--set` are relative to the working directory."""
-    found: dict[str, str] = {}
+    update: dict[str, str] = {}
     if model.path is not None:
-        found["path"] = str(find_model(model.path, _base_folder(document, ("model", "path"), folder)))
+        update["path"] = str(find_model(model.path, _base_folder(document, ("model", "path"), folder)))
     if model.chat_template is not None:
         base = _base_folder(document, ("model", "chat_template"), folder)
-        found["chat_template"] = read_chat_template(model.chat_template, base)
-    return model.model_copy(update=found)
+        update["chat_template"] = read_chat_template(model.chat_template, base)
+    return model.model_copy(update=update)
 
 
 def _load_rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str, float | RewardFunction]:
@@ -107,22 +107,22 @@ def _load_rewards(recipe: Recipe, document: Document, folder: Path) -> dict[str,
     if isinstance(recipe.rewards.get(VERIFIER), RewardFunction):
         what = f"rewards.{VERIFIER} is the environment's own verifier; give a weight, or rename the function"
         raise ProblemsError([Problem(("rewards", VERIFIER), what)])
-    found = {
+    rewards = {
         name: read_reward_source(name, term, _base_folder(document, ("rewards", name, "function"), folder))
         if isinstance(term, RewardFunction)
         else term
         for name, term in recipe.rewards.items()
     }
     if not recipe.environment:  # empty if it was invalid, which is reported already
-        return found
-    if not found:
+        return rewards
+    if not rewards:
         _require_scoring(recipe)
-        return found
+        return rewards
     try:
-        import_environment_registry().make_environment(add_rewards(recipe.environment, found))
+        import_environment_registry().make_environment(add_rewards(recipe.environment, rewards))
     except RequestError as error:
         raise ProblemsError([Problem(("rewards",), f"rewards: {error.what}", error.remedy)]) from None
-    return found
+    return rewards
 
 
 def _require_scoring(recipe: Recipe) -> None:

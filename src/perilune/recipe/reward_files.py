@@ -47,13 +47,13 @@ def read_reward_terms(value: Any, base: Callable[[KeyPath], Path], where: KeyPat
         ProblemsError: with all errors.
     """
     terms = validate(_Terms, {"rewards": value}, where[:-1], ".".join(map(str, where[:-1]))).rewards
-    found = {
+    rewards = {
         name: read_reward_source(name, term, base((*where, name, "function")), where)
         if isinstance(term, RewardFunction)
         else term
         for name, term in terms.items()
     }
-    return dict(add_rewards({}, found).get("rewards", {}))
+    return dict(add_rewards({}, rewards).get("rewards", {}))
 
 
 def read_reward_source(
@@ -113,7 +113,7 @@ def read_source_files(
     for key in marks.keys() & fields.keys():
         value, path = fields[key], (*where, key)
         if marks[key].many and isinstance(value, dict):
-            read_fields[key] = {name: read(one, (*path, name)) for name, one in value.items()}
+            read_fields[key] = {name: read(item, (*path, name)) for name, item in value.items()}
         else:
             read_fields[key] = read(value, path)
     return read_fields
@@ -134,7 +134,7 @@ def read_source(reference: str, base: Path, path: KeyPath) -> str:
     file = (base / Path(location).expanduser()).absolute()
     try:
         text = read_regular(file, MAX_SOURCE_BYTES).decode("utf-8-sig")
-        defined = [name for one in ast.parse(text, str(file)).body for name in _defined_names(one)]
+        defined = [name for node in ast.parse(text, str(file)).body for name in _defined_names(node)]
     except RequestError as error:
         raise ProblemsError(
             [Problem(path, f"{key}: {file} cannot be read: {error.what}", error.remedy)]
@@ -162,9 +162,9 @@ def _defined_names(statement: ast.stmt) -> list[str]:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return [name]
         case ast.Assign(targets=targets):
-            return [one.id for one in targets if isinstance(one, ast.Name)]
+            return [target.id for target in targets if isinstance(target, ast.Name)]
         case ast.AnnAssign(target=ast.Name(id=name)):
             return [name]
         case ast.ImportFrom(names=names):
-            return [one.asname or one.name for one in names]
+            return [alias.asname or alias.name for alias in names]
     return []

@@ -31,8 +31,8 @@ class Document:
     def locate(self, path: Sequence[str | int]) -> str:
         """Return the source of the value at `path`, or of the closest section around it."""
         for length in range(len(path), -1, -1):
-            if (found := self.locations.get(tuple(path[:length]))) is not None:
-                return found
+            if (location := self.locations.get(tuple(path[:length]))) is not None:
+                return location
         return ""
 
     def set(self, path: KeyPath, value: Any, location: str) -> None:

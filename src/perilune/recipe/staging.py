@@ -29,13 +29,13 @@ def stage_files(job: Job) -> tuple[Job, dict[str, Path]]:
 def _stage_data(job: Job) -> tuple[Job, dict[str, Path]]:
     """Stage the user's own data files, which replace the outputs of earlier stages."""
     kind = load_plugin(job.task).spec
-    found = {name: Path(path) for name, path in file_fields(kind, job.spec).items()}
+    files = {name: Path(path) for name, path in file_fields(kind, job.spec).items()}
     references = [
         InputReference(name=name, path=f"inputs/{name}", digest="", kind=consumed_fields(kind)[name])
-        for name in found
+        for name in files
     ]
-    spec = {**job.spec, **{one.name: one.path for one in references}}
-    return job.model_copy(update={"spec": spec, "inputs": (*job.inputs, *references)}), found
+    spec = {**job.spec, **{reference.name: reference.path for reference in references}}
+    return job.model_copy(update={"spec": spec, "inputs": (*job.inputs, *references)}), files
 
 
 def _stage_environments(job: Job) -> tuple[Job, dict[str, Path]]:
@@ -47,7 +47,7 @@ def _stage_environments(job: Job) -> tuple[Job, dict[str, Path]]:
     for field in environment_fields(load_plugin(job.task).spec):
         named = get_field(job.spec, field) or {}
         sections |= {f"spec.{field}.{name}": section for name, section in named.items()}
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for location, section in sections.items():
         for key, path in registry.file_fields(section).items():
             name = f"{location}.{key}"
@@ -55,5 +55,5 @@ def _stage_environments(job: Job) -> tuple[Job, dict[str, Path]]:
             part, _, rest = name.partition(".")
             parts[part] = replace_field(parts[part], rest, reference.path)
             references.append(reference)
-            found[name] = Path(path)
-    return job.model_copy(update={**parts, "inputs": tuple(references)}), found
+            files[name] = Path(path)
+    return job.model_copy(update={**parts, "inputs": tuple(references)}), files

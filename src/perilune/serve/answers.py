@@ -77,8 +77,8 @@ class TokenFormatter:
 
     def bytes(self, token: int) -> list[int] | None:
         """Return the bytes of `token`, which may be part of a character; None for control tokens."""
-        found = self._bytes[token] if token < len(self._bytes) else None
-        return None if found is None else list(found)
+        data = self._bytes[token] if token < len(self._bytes) else None
+        return None if data is None else list(data)
 
 
 class CompletionAnswer:
@@ -158,7 +158,7 @@ class CompletionAnswer:
             return
         before = self._text_logprobs(prompt, 0)
         before["token_logprobs"] = [None, *before["token_logprobs"][1:]]  # nothing predicts the first token
-        after["text_offset"] = [len(prompt.text) + place for place in after["text_offset"]]
+        after["text_offset"] = [len(prompt.text) + offset for offset in after["text_offset"]]
         if after["top_logprobs"] is not None:
             before["top_logprobs"][0] = None
             after["top_logprobs"] = before["top_logprobs"] + after["top_logprobs"]

@@ -59,12 +59,12 @@ def validate_body(document: Any, kind: type[BodyT]) -> BodyT:
         return kind.model_validate(document)
     except ValidationError as error:
         first = _select_error(error.errors(include_url=False, include_input=False))
-    place = _error_path(first, document)
+    path = _error_path(first, document)
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        place.append(message)
-        message = _unknown_argument(".".join(place))
-    field = shorten(".".join(place))
+        path.append(message)
+        message = _unknown_argument(".".join(path))
+    field = shorten(".".join(path))
     if first["type"] == "missing":
         message = f"{field} is missing"
     elif field and first["type"] != "extra_forbidden":
@@ -77,9 +77,9 @@ def _select_error(errors: list[Any]) -> Any:
     field = errors[0]["loc"][:1]
     return next(
         (
-            one
-            for one in errors
-            if one["loc"][:1] == field and not one["type"].endswith(("_type", "_parsing"))
+            error
+            for error in errors
+            if error["loc"][:1] == field and not error["type"].endswith(("_type", "_parsing"))
         ),
         errors[0],
     )
@@ -89,13 +89,13 @@ def _error_path(error: Any, document: Any) -> list[str]:
     """Return the keys and indices of the invalid value, without the type names that pydantic adds."""
     parts = list(error["loc"])
     missing = [str(parts.pop())] if error["type"] == "missing" else []
-    place = []
+    path = []
     for part in parts:
         kind = list if isinstance(part, int) else dict
         if isinstance(document, kind) and (kind is list or part in document):
             document = document[part]
-            place.append(str(part))
-    return place + missing
+            path.append(str(part))
+    return path + missing
 
 
 def _unknown_argument(argument: str) -> str:
@@ -108,13 +108,13 @@ def check_values(document: Any, max_values: int, max_depth: int) -> None:
     Raises:
         ValueError: when it has more.
     """
-    waiting, seen = [(document, 1)], 1
+    waiting, count = [(document, 1)], 1
     while waiting:
         value, depth = waiting.pop()
         if not isinstance(value, dict | list):
             continue
-        seen += len(value)
-        if seen > max_values:
+        count += len(value)
+        if count > max_values:
             raise ValueError(f"more than {max_values:,} values")
         if depth > max_depth:
             raise ValueError(f"nested deeper than {max_depth} levels")
@@ -161,8 +161,8 @@ class Body(BaseModel):
             known = _names(cls)
             for name in document:
                 if name not in known:
-                    shown = name[:_MAX_SHOWN_CHARS].encode(errors="replace").decode()
-                    raise PydanticCustomError("extra_forbidden", "{name}", {"name": shown})
+                    shortened = name[:_MAX_SHOWN_CHARS].encode(errors="replace").decode()
+                    raise PydanticCustomError("extra_forbidden", "{name}", {"name": shortened})
         return document
 
 

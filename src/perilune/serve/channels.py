@@ -86,9 +86,9 @@ class ChannelsReader:
 
     def _call(self, parts: Parts, arguments: str) -> None:
         assert self._format is not None and self._header is not None
-        found = self._format.parse(f"{self._header}{_MESSAGE}{arguments}<|call|>", Brackets())
-        if found is None or not found.calls:
+        parsed = self._format.parse(f"{self._header}{_MESSAGE}{arguments}<|call|>", Brackets())
+        if parsed is None or not parsed.calls:
             parts.add("content", arguments)
         elif self._calls_left:
             self._calls_left -= 1
-            parts.add_calls([("call", found.calls[0]), ("end", "")])
+            parts.add_calls([("call", parsed.calls[0]), ("end", "")])

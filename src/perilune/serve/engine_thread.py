@@ -312,10 +312,10 @@ class EngineThread:
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            place = self._streams.get(delta.request_id)
-            if place is None:  # aborted
+            entry = self._streams.get(delta.request_id)
+            if entry is None:  # aborted
                 continue
-            stream, first = place
+            stream, first = entry
             if delta.failure is not None:
                 self.abort(stream.ids)
                 stream.fail(delta.failure)

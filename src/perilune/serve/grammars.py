@@ -114,11 +114,11 @@ class AnswerConstraints:
     def _tag_rules(self, tag: StructuralTag) -> str:
         """Return the rules of free text in which each trigger begins a structure."""
         rules = [f"answer: ({' | '.join(f'tag_{i}' for i in range(len(tag.structures)))})* TEXT", _ANY_TEXT]
-        for i, one in enumerate(tag.structures):
-            trigger = tag.trigger(one) or ""
-            rest, end = (json.dumps(text) if text else "" for text in (one.begin[len(trigger) :], one.end))
+        for i, part in enumerate(tag.structures):
+            trigger = tag.trigger(part) or ""
+            rest, end = (json.dumps(text) if text else "" for text in (part.begin[len(trigger) :], part.end))
             rules.append(f"trigger_{i}[lazy]: TEXT {json.dumps(trigger)}")
-            rules.append(f"tag_{i}: trigger_{i} {rest} {_json_rule(one.schema_)} {end}")
+            rules.append(f"tag_{i}: trigger_{i} {rest} {_json_rule(part.schema_)} {end}")
         return "\n".join(rules)
 
     def _text_rule(self, text: str) -> str:
@@ -141,7 +141,7 @@ def _json_rule(schema: Schema) -> str:
 
 def _regex_rule(pattern: str) -> str:
     """Return the expression of text that a regular expression matches as a whole."""
-    escaped = re.sub(r"\\.|/|\n", lambda found: _ESCAPED.get(found[0], found[0]), pattern, flags=re.DOTALL)
+    escaped = re.sub(r"\\.|/|\n", lambda match: _ESCAPED.get(match[0], match[0]), pattern, flags=re.DOTALL)
     return f"/{escaped}/"
 
 

@@ -121,9 +121,9 @@ class PartsReader:
             parts.add("reasoning", thought)
             self._buffer, self._state, self._skip_whitespace = rest, "content", True
             return
-        held = "" if last else _partial_mark(thought, THINK_END)
-        parts.add("reasoning", thought.removesuffix(held))
-        self._buffer = held
+        partial = "" if last else _partial_mark(thought, THINK_END)
+        parts.add("reasoning", thought.removesuffix(partial))
+        self._buffer = partial
 
     def _read_content(self, parts: Parts, last: bool) -> None:
         if self._forced is not None:
@@ -138,20 +138,20 @@ class PartsReader:
             start = self._format.find_call(self._buffer, at_start=self._at_start)
             before = self._buffer[:start]
             rest = self._buffer[start:]
-            found = self._format.parse(rest, self._brackets) if rest else None
-            if found is None:
+            parsed = self._format.parse(rest, self._brackets) if rest else None
+            if parsed is None:
                 # White space before a call belongs to it.
                 content = self._buffer if last else before.rstrip()
                 self._add_content(parts, content)
                 self._buffer = self._buffer[len(content) :]
                 return
-            end = start + found.length
-            self._add_content(parts, before.rstrip() if found.calls else self._buffer[:end])
+            end = start + parsed.length
+            self._add_content(parts, before.rstrip() if parsed.calls else self._buffer[:end])
             self._buffer, self._brackets = self._buffer[end:], Brackets(self._format.quotes)
-            if found.calls:
-                for call in found.calls[: self._calls_left]:
+            if parsed.calls:
+                for call in parsed.calls[: self._calls_left]:
                     parts.add_calls([("call", call), ("end", "")])
-                self._calls_left -= min(len(found.calls), self._calls_left)
+                self._calls_left -= min(len(parsed.calls), self._calls_left)
                 self._skip_whitespace = True
 
     def _add_content(self, parts: Parts, text: str) -> None:

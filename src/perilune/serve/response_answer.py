@@ -192,9 +192,9 @@ class ResponseAnswer:
         return {"item_id": self._output[-1]["id"], "output_index": index, "content_index": 0}
 
     def _call_location(self) -> dict[str, Any]:
-        place = self._location()
-        del place["content_index"]
-        return place
+        location = self._location()
+        del location["content_index"]
+        return location
 
     # -- documents ---------------------------------------------------------------------------------------
 

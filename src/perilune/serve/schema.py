@@ -514,8 +514,8 @@ class ChatBody(PromptOptions, Sampling):
     @property
     def usable_tools(self) -> list[dict[str, Any]]:
         """The tools that the model is shown."""
-        shown = self.tools if self.names_function else self._callable
-        return [tool.document for tool in shown]
+        tools = self.tools if self.names_function else self._callable
+        return [tool.document for tool in tools]
 
     @property
     def forced_functions(self) -> list[Function]:

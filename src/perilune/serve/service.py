@@ -173,12 +173,12 @@ class Service:
 
     async def _score(self, texts: Sequence[list[int]], top: int, adapter: str | None) -> list[PromptLogprobs]:
         """Score texts, a bounded number of tokens between two steps of the engine."""
-        found: list[PromptLogprobs] = []
+        logprobs: list[PromptLogprobs] = []
         pieces = self._prompt_logprobs(texts, top, adapter)
-        while len(found) < len(texts):
+        while len(logprobs) < len(texts):
             await self.gate.enter()
-            await self.thread.run_between_steps(lambda: found.extend(next(pieces)))
-        return found
+            await self.thread.run_between_steps(lambda: logprobs.extend(next(pieces)))
+        return logprobs
 
     def _make_answer(self, body: Sampling, *, chat: bool, logprobs: bool) -> CompletionAnswer:
         answer = CompletionAnswer(
@@ -317,14 +317,14 @@ class Service:
             EngineRequest(
                 prompt,
                 params,
-                (seed, step, (task + place) % 2**32),
+                (seed, step, (task + index) % 2**32),
                 body.n,
                 constraint=constraint,
                 adapter=adapter,
                 returns_in=body.returns_in,
                 continues_text=continues,
             )
-            for place, prompt in enumerate(prompts)
+            for index, prompt in enumerate(prompts)
         ]
 
     def _params(self, body: Sampling, max_tokens: int, top_logprobs: int) -> SamplingParams:

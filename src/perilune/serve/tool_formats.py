@@ -64,14 +64,14 @@ class Brackets:
         Returns the negative of the index after the first wrong character if the expression is malformed.
         """
         self._position = max(self._position, start)
-        for found in _STRUCTURE.finditer(text, self._position):
-            character, place = found[0], found.start()
-            self._position = place + 1
-            if place == self._escaped:
+        for match in _STRUCTURE.finditer(text, self._position):
+            character, index = match[0], match.start()
+            self._position = index + 1
+            if index == self._escaped:
                 continue
             if self._quote:
                 if character == "\\":
-                    self._escaped = place + 1
+                    self._escaped = index + 1
                 elif character == self._quote:
                     self._quote = ""
             elif character in self._quotes:
@@ -219,29 +219,29 @@ class TaggedFormat(Hermes):
         return type(self)(schemas)
 
     def parse(self, text: str, brackets: Brackets) -> ParsedText | None:
-        found = super().parse(text, brackets)
-        if found is None or found.calls:
-            return found
-        inner = text[len(self._open) : found.length - len(self._close)]
+        parsed = super().parse(text, brackets)
+        if parsed is None or parsed.calls:
+            return parsed
+        inner = text[len(self._open) : parsed.length - len(self._close)]
         call = self.call.fullmatch(inner)
         arguments = None if call is None else self._arguments(call[2])
         if call is None or arguments is None:
-            return found
+            return parsed
         schema = self._schemas.get(call[1], {}).get("properties")
         kinds = schema if isinstance(schema, Mapping) else {}
         given = {name: _parse_argument(value, kinds.get(name)) for name, value in arguments}
-        return ParsedText(found.length, _canonical_calls([(call[1], given)]))
+        return ParsedText(parsed.length, _canonical_calls([(call[1], given)]))
 
     def _arguments(self, text: str) -> list[tuple[str, str]] | None:
         """Return names and values, parsed in linear time; None if one is malformed."""
-        found, at = [], 0
-        while at < len(text):
-            argument = self.argument.match(text, at)
+        arguments, position = [], 0
+        while position < len(text):
+            argument = self.argument.match(text, position)
             if argument is None:
                 return None
-            found.append((argument[1], argument[2]))
-            at = argument.end()
-        return found
+            arguments.append((argument[1], argument[2]))
+            position = argument.end()
+        return arguments
 
     def format_calls(self, calls: Sequence[ToolCall]) -> str:
         before, after, begin, between, end, closing = self.texts
@@ -249,8 +249,8 @@ class TaggedFormat(Hermes):
         for name, arguments in calls:
             value = _parse_json(arguments)
             texts = [
-                f"{begin}{key}{between}{one if isinstance(one, str) else json.dumps(one)}{end}"
-                for key, one in (value.items() if isinstance(value, dict) else ())
+                f"{begin}{key}{between}{item if isinstance(item, str) else json.dumps(item)}{end}"
+                for key, item in (value.items() if isinstance(value, dict) else ())
             ]
             written.append(f"{self._open}{before}{name}{after}{''.join(texts)}{closing}{self._close}")
         return "\n".join(written)
@@ -412,17 +412,17 @@ class ControlTokenFormat(ToolFormat):
         inner, mark, _ = text[len(self.marks[0]) :].partition(self.marks[-1])
         if not mark:
             return None
-        calls, at = [], 0
-        while at < len(inner.rstrip()):
-            call = self.call.match(inner, at)
+        calls, position = [], 0
+        while position < len(inner.rstrip()):
+            call = self.call.match(inner, position)
             calls.append((None, None) if call is None else (call[1], _parse_json(call[2])))
-            at = len(inner) if call is None else call.end()
+            position = len(inner) if call is None else call.end()
         return ParsedText(len(self.marks[0]) + len(inner) + len(mark), _canonical_calls(calls))
 
     def format_calls(self, calls: Sequence[ToolCall]) -> str:
         opening, before, between, after, separator, closing = self.spelling  # type: ignore[misc]
         return (
-            opening + separator.join(f"{before}{name}{between}{one}{after}" for name, one in calls) + closing
+            opening + separator.join(f"{before}{name}{between}{raw}{after}" for name, raw in calls) + closing
         )
 
     @property
@@ -512,8 +512,8 @@ class Harmony(ToolFormat):
 
 
 FORMATS: Mapping[str, ToolFormat] = {
-    one.name: one
-    for one in (
+    form.name: form
+    for form in (
         Qwen3Coder(),
         Glm45(),
         Hermes(),
@@ -536,9 +536,9 @@ def detect_format(template: str | None) -> ToolFormat:
 
 def _find_mark(text: str, mark: str) -> int:
     """Return the index of `mark` in `text`, or of its beginning at the end of `text`; len(text) if none."""
-    found = text.find(mark)
-    if found >= 0:
-        return found
+    index = text.find(mark)
+    if index >= 0:
+        return index
     lengths = range(min(len(mark) - 1, len(text)), 0, -1)
     return len(text) - next((length for length in lengths if text.endswith(mark[:length])), 0)
 
@@ -580,7 +580,7 @@ def _python_arguments(arguments: str) -> str:
     value = _parse_json(arguments)
     if not isinstance(value, dict):
         return arguments
-    return ", ".join(f"{key}={one!r}" for key, one in value.items())
+    return ", ".join(f"{key}={item!r}" for key, item in value.items())
 
 
 def _parse_python_calls(text: str) -> list[tuple[Any, Any]]:
@@ -591,8 +591,8 @@ def _parse_python_calls(text: str) -> list[tuple[Any, Any]]:
         listed = ast.parse(text, mode="eval").body
         calls = listed.elts if isinstance(listed, ast.List) else []
         return [
-            (ast.unparse(call.func), {one.arg: ast.literal_eval(one.value) for one in call.keywords})
-            if isinstance(call, ast.Call) and not call.args and all(one.arg for one in call.keywords)
+            (ast.unparse(call.func), {item.arg: ast.literal_eval(item.value) for item in call.keywords})
+            if isinstance(call, ast.Call) and not call.args and all(item.arg for item in call.keywords)
             else (None, None)
             for call in calls
         ]

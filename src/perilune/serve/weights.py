@@ -82,8 +82,8 @@ class WeightUpdates:
             state = decoder.state_dict()
             self._reader.set_base(state, engine.version)
         self._tensors = {
-            name: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape)}
-            for name, one in state.items()
+            name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            for name, tensor in state.items()
         }
         self._max_update_bytes = sum(tensor.nbytes for tensor in state.values()) + _UPDATE_OVERHEAD_BYTES
         self._lock, self._weights_lock = asyncio.Lock(), weights_lock
@@ -199,8 +199,8 @@ def weight_routes(updates: WeightUpdates) -> APIRouter:
 
     @router.put("/{digest}")
     async def receive(digest: str, request: Request) -> dict[str, Any]:
-        place = request.headers.get("content-range", "")
-        return {"received": await updates.receive(digest, place, await request.body())}
+        content_range = request.headers.get("content-range", "")
+        return {"received": await updates.receive(digest, content_range, await request.body())}
 
     @router.post("")
     async def apply(request: Request) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class AsynchronousRun(Simulation):
         admit_limit = admission_limit(self._settings, self.plan.prompts, step - 1, self.plan.steps)
         while self._admitted < admit_limit:
             group = _Group(self._admitted, next(self._source))
-            worker = min(self.workers, key=lambda one: (one.groups, one.number))
+            worker = min(self.workers, key=lambda worker: (worker.groups, worker.number))
             worker.groups += 1
             self.schedule(arrival, partial(worker.admit, group))
             self._admitted += 1
@@ -194,7 +194,7 @@ class _Worker:
         shape, run = group.shape, self._run
 
         def sample_first_turns() -> None:
-            samples = [one[0].sampled for one in shape.episodes]
+            samples = [episode[0].sampled for episode in shape.episodes]
             self._enter_request(shape.prompt.tolist(), samples, _Request(group, range(len(samples)), 0))
 
         def open_sessions() -> None:

@@ -41,8 +41,8 @@ class Autoscaling:
         """
         try:
             min_replicas, rate, startup = text.split(":")
-            found = cls(int(min_replicas), float(rate), float(startup))
-            if found.min_replicas < 1 or not found.rate > 0 or not found.startup >= 0:
+            settings = cls(int(min_replicas), float(rate), float(startup))
+            if settings.min_replicas < 1 or not settings.rate > 0 or not settings.startup >= 0:
                 raise ValueError
         except ValueError:
             raise RequestError(
@@ -51,7 +51,7 @@ class Autoscaling:
                 remedy="give LEAST:RATE:STARTUP, such as 1:4:120: at least one replica, another for each 4"
                 " requests per second, which serves after 120 s",
             ) from None
-        return found
+        return settings
 
 
 @dataclass(slots=True)
@@ -82,11 +82,11 @@ def assign_replicas(settings: Autoscaling, times: Sequence[float], max_replicas:
     result, last, numbers = ScalingResult(), times[0], count()
     recent: deque[float] = deque()
     demand: deque[tuple[float, int]] = deque()  # (time, replicas), so that the first has the most
-    held = [
+    replicas = [
         (next(numbers), -math.inf) for _ in range(min(settings.min_replicas, max_replicas))
     ]  # and since when they serve
     for turn, now in enumerate(times):
-        result.seconds += (now - last) * len(held)
+        result.seconds += (now - last) * len(replicas)
         last = now
         recent.append(now)
         while recent[0] <= now - settings.window:
@@ -98,10 +98,10 @@ def assign_replicas(settings: Autoscaling, times: Sequence[float], max_replicas:
         demand.append((now, required))
         while demand[0][0] <= now - settings.window:
             demand.popleft()
-        held += [(next(numbers), now + settings.startup) for _ in range(required - len(held))]
-        del held[demand[0][1] :]
-        serving = [number for number, since in held if since <= now]
+        replicas += [(next(numbers), now + settings.startup) for _ in range(required - len(replicas))]
+        del replicas[demand[0][1] :]
+        serving = [number for number, since in replicas if since <= now]
         result.replica_of.append(serving[turn % len(serving)])
-        result.peak = max(result.peak, len(held))
-    result.last = len(held)
+        result.peak = max(result.peak, len(replicas))
+    result.last = len(replicas)
     return result

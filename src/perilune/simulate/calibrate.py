@@ -50,7 +50,7 @@ def measure_steps(
         measured += _measure_shape(decoder, *shape, clock)
     works, spent = [list(column) for column in zip(*measured, strict=True)]
     cost = fit_step_cost(works, spent)
-    return cost, fmean(abs(cost.step_seconds(work) / one - 1) for work, one in measured)
+    return cost, fmean(abs(cost.step_seconds(work) / seconds - 1) for work, seconds in measured)
 
 
 def _shapes(positions: int) -> Iterator[tuple[int, int, int]]:
@@ -88,11 +88,11 @@ def _measure_shape(
     spent = [
         median(step_seconds) for step_seconds in zip(*times[1:], strict=True)
     ]  # the first allocates memory
-    for plain, run in groupby(zip(engine.log.works, spent, strict=True), key=lambda one: _is_plain(one[0])):
-        found = list(run)
+    for plain, run in groupby(zip(engine.log.works, spent, strict=True), key=lambda pair: _is_plain(pair[0])):
+        steps = list(run)
         size = STEPS_PER_MEASUREMENT if plain else 1
-        for start in range(0, len(found), size):
-            part = found[start : start + size]
+        for start in range(0, len(steps), size):
+            part = steps[start : start + size]
             yield part[len(part) // 2][0], fmean(seconds for _, seconds in part)
 
 
@@ -139,7 +139,7 @@ def _read_steps(folder: Path) -> Iterator[Mapping[str, Any]]:
     for line in read_json_lines(folder / "timings.jsonl"):
         episodes = list(read_episodes(folder / "episodes" / f"step-{line['step']:06d}.parquet"))
         groups = [
-            GroupShape.from_episodes(list(part)) for _, part in groupby(episodes, lambda one: one.group_id)
+            GroupShape.from_episodes(list(part)) for _, part in groupby(episodes, lambda item: item.group_id)
         ]
         tokens = sum(group.fed for group in groups if group.live)
         fed = sum(group.fed for group in groups)

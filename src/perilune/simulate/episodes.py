@@ -46,12 +46,12 @@ class GroupShape:
     @property
     def sampled(self) -> int:
         """Sampled tokens."""
-        return sum(len(turn.sampled) for one in self.episodes for turn in one)
+        return sum(len(turn.sampled) for episode in self.episodes for turn in episode)
 
     @property
     def fed(self) -> int:
         """Tokens that the learner computes: the prompt once, then all tokens of each episode."""
-        turns = [turn for one in self.episodes for turn in one]
+        turns = [turn for episode in self.episodes for turn in episode]
         return len(self.prompt) + sum(len(turn.observed) + len(turn.sampled) for turn in turns)
 
     @property
@@ -66,9 +66,9 @@ class GroupShape:
         Args:
             wait: metric with the wait of an episode.
         """
-        rewards = {one.reward for one in episodes if one.reward is not None}
-        played = [(one, turns) for one in episodes if (turns := tuple(_split_turns(one)))]
-        waits = tuple(one.metrics.get(wait, 0.0) for one, _ in played) if wait else ()
+        rewards = {episode.reward for episode in episodes if episode.reward is not None}
+        played = [(episode, turns) for episode in episodes if (turns := tuple(_split_turns(episode)))]
+        waits = tuple(episode.metrics.get(wait, 0.0) for episode, _ in played) if wait else ()
         return cls(episodes[0].prompt_ids, tuple(turns for _, turns in played), len(rewards) > 1, waits)
 
 
@@ -114,7 +114,7 @@ class RecordedLengths:
 
         steps = []
         for path in sorted(folder.glob("step-*.parquet")):
-            parts = groupby(read_episodes(path), lambda one: one.group_id)
+            parts = groupby(read_episodes(path), lambda episode: episode.group_id)
             groups = [GroupShape.from_episodes(list(part), wait) for _, part in parts]
             steps.append([group for group in groups if group.episodes])
         return cls(steps, seed, basis) if steps else None
@@ -124,9 +124,9 @@ class RecordedLengths:
         if step <= len(self._steps) and _has_enough(exact := self._steps[index], count, samples):
             return list(exact)
         nearby = [
-            one
+            group
             for steps in self._steps[max(0, index - NEARBY_STEPS) : index + NEARBY_STEPS + 1]
-            for one in steps
+            for group in steps
         ]
         rng = np.random.default_rng((self._seed, step))
         return [
@@ -137,12 +137,12 @@ class RecordedLengths:
         if len(group.episodes) == samples:
             return group
         chosen = rng.integers(len(group.episodes), size=samples)
-        waits = tuple(group.waits[one] for one in chosen) if group.waits else ()
-        return GroupShape(group.prompt, tuple(group.episodes[one] for one in chosen), group.live, waits)
+        waits = tuple(group.waits[index] for index in chosen) if group.waits else ()
+        return GroupShape(group.prompt, tuple(group.episodes[index] for index in chosen), group.live, waits)
 
 
 def _has_enough(groups: Sequence[GroupShape], count: int, samples: int) -> bool:
-    return len(groups) == count and all(len(one.episodes) <= samples for one in groups)
+    return len(groups) == count and all(len(group.episodes) <= samples for group in groups)
 
 
 class AssumedLengths:

@@ -97,8 +97,8 @@ def parse_machines(text: str) -> Machines:
     Raises:
         RequestError: when the text has another form, or names an unknown card.
     """
-    found = _MACHINES_PATTERN.fullmatch(text)
-    if found is None:
+    match = _MACHINES_PATTERN.fullmatch(text)
+    if match is None:
         raise RequestError(
             f"{text!r} does not describe machines",
             where="--machines",
@@ -106,21 +106,21 @@ def parse_machines(text: str) -> Machines:
             " per card and hour)",
         )
     names = {name.lower(): name for name in CARDS}
-    name = names.get(found["card"].lower())
+    name = names.get(match["card"].lower())
     if name is None:
         raise RequestError(
-            f"no published figures for {found['card']!r}",
+            f"no published figures for {match['card']!r}",
             where="--machines",
             remedy=f"the cards are {', '.join(CARDS)}",
         )
-    count, size = int(found["count"]), int(found["each"] or 1)
+    count, size = int(match["count"]), int(match["each"] or 1)
     if size < 1 or count < size or count % size:
         raise RequestError(
             f"{count} cards cannot be divided by {size}",
             where="--machines",
             remedy="give a multiple of the cards per model",
         )
-    return Machines(name, CARDS[name], count, size, float(found["price"]) if found["price"] else None)
+    return Machines(name, CARDS[name], count, size, float(match["price"]) if match["price"] else None)
 
 
 class ComputedSteps:

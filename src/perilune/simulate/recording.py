@@ -58,7 +58,7 @@ class RecordedEngine(Engine):
             now = clock()
             steps.append(now - before)
             self.log.update_last(ended=len(deltas))
-            ends |= {(ids[one.request_id], one.sample): now - began for one in deltas}
+            ends |= {(ids[delta.request_id], delta.sample): now - began for delta in deltas}
         return steps, ends
 
 

@@ -123,9 +123,9 @@ class RunResult:
 
     def add_engine_counts(self, engines: Sequence[SimulatedEngine]) -> None:
         """Add the counts of the engines."""
-        self.engine_steps = sum(one.counters.steps for one in engines)
-        self.preemptions = sum(one.counters.preemptions for one in engines)
-        fullest = max(engines, key=lambda one: one.peak_use)
+        self.engine_steps = sum(engine.counters.steps for engine in engines)
+        self.preemptions = sum(engine.counters.preemptions for engine in engines)
+        fullest = max(engines, key=lambda engine: engine.peak_use)
         self.peak_blocks = round(fullest.peak_use * fullest.block_count), fullest.block_count
 
     def idle_shares(self) -> dict[str, float]:
@@ -158,11 +158,11 @@ class Simulation:
                     engine.submit(turn_context(group, sample, turn), [group.episodes[sample][turn].sampled])
             else:
                 for group in groups:
-                    engine.submit(group.prompt.tolist(), [one[0].sampled for one in group.episodes])
+                    engine.submit(group.prompt.tolist(), [episode[0].sampled for episode in group.episodes])
             while engine.unfinished:
                 engine.step()
             sampling += clock.now - before
-            waits = (self.environment.answer_wait(*one, turn, self.rng) for one in due)
+            waits = (self.environment.answer_wait(*pair, turn, self.rng) for pair in due)
             clock.now += self.times.score(len(due)) + sum(waits)
             turn += 1
         return sampling, clock.now - began - sampling
@@ -238,7 +238,7 @@ class SynchronousRun(Simulation):
 def turn_context(group: GroupShape, sample: int, turn: int) -> list[int]:
     """Return the tokens that a turn of an episode continues."""
     episode = group.episodes[sample]
-    before = [part for one in episode[:turn] for part in (one.observed, one.sampled)]
+    before = [part for shape in episode[:turn] for part in (shape.observed, shape.sampled)]
     return np.concatenate([group.prompt, *before, episode[turn].observed]).tolist()  # type: ignore[no-any-return]
 
 

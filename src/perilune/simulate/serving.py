@@ -53,7 +53,7 @@ class Arrival:
 
     def tokens(self) -> list[int]:
         """Return the prompt."""
-        shared = [_hash_tokens(one) for one in self.hashes[: self.prompt // TOKENS_PER_HASH]]
+        shared = [_hash_tokens(digest) for digest in self.hashes[: self.prompt // TOKENS_PER_HASH]]
         rest = self.prompt - TOKENS_PER_HASH * len(shared)
         own = np.random.default_rng((1, self.number)).integers(VOCABULARY_SIZE, size=rest, dtype=np.int32)
         return np.concatenate([*shared, own]).tolist()  # type: ignore[no-any-return]
@@ -71,11 +71,11 @@ def read_requests(path: Path) -> list[Arrival]:
     Raises:
         RequestError: when a line is not such a request.
     """
-    found = []
+    arrivals = []
     for number, line in enumerate(read_regular(path).splitlines(), 1):
         try:
             row = json.loads(line)
-            hashes = tuple(int(one) for one in row.get("hash_ids", ()))
+            hashes = tuple(int(digest) for digest in row.get("hash_ids", ()))
             arrival = Arrival(
                 number, row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"]), hashes
             )
@@ -87,10 +87,10 @@ def read_requests(path: Path) -> list[Arrival]:
                 where=f"{path}:{number}",
                 remedy='a line is like {"timestamp": 27482, "input_length": 6955, "output_length": 52}',
             ) from None
-        found.append(arrival)
-    if not found:
+        arrivals.append(arrival)
+    if not arrivals:
         raise RequestError("the file has no requests", where=str(path))
-    return sorted(found, key=lambda one: one.time)
+    return sorted(arrivals, key=lambda arrival: arrival.time)
 
 
 def poisson_requests(rate: float, seconds: float, prompt: float, output: float, seed: int) -> list[Arrival]:
@@ -210,31 +210,31 @@ def serve(
     _check_longest(arrivals, model, cache_size)
     replica = partial(_simulate_replica, machines, model, slots, cache_size)
     if not prefill:
-        whole = [_RoutedRequest(one.time, one, one.output) for one in arrivals]
+        whole = [_RoutedRequest(arrival.time, arrival, arrival.output) for arrival in arrivals]
         if autoscaling is None:
             return _simulate_replicas(replica, _split_round_robin(whole, machines.replicas), jobs)
-        scaled = assign_replicas(autoscaling, [one.time for one in arrivals], machines.replicas)
+        scaled = assign_replicas(autoscaling, [arrival.time for arrival in arrivals], machines.replicas)
         shares: dict[int, list[_RoutedRequest]] = {}
         for number, sent in zip(scaled.replica_of, whole, strict=True):
             shares.setdefault(number, []).append(sent)
         fleet = _simulate_replicas(replica, list(shares.values()), jobs)
         fleet.scaled = scaled
         return fleet
-    prompts = [_RoutedRequest(one.time, one, 1) for one in arrivals]
+    prompts = [_RoutedRequest(arrival.time, arrival, 1) for arrival in arrivals]
     fleet = _simulate_replicas(replica, _split_round_robin(prompts, prefill), jobs)
     prompted, fleet.served = fleet.served, []
-    fleet.served += [one for one in prompted if one.arrival.output == 1]
+    fleet.served += [request for request in prompted if request.arrival.output == 1]
     received = [
         _RoutedRequest(
-            one.end + transfer_seconds(model, one.arrival.prompt),
-            one.arrival,
-            one.arrival.output - 1,
-            one.first,
+            request.end + transfer_seconds(model, request.arrival.prompt),
+            request.arrival,
+            request.arrival.output - 1,
+            request.first,
         )
-        for one in prompted
-        if one.arrival.output > 1
+        for request in prompted
+        if request.arrival.output > 1
     ]
-    received.sort(key=lambda one: (one.time, one.arrival.number))
+    received.sort(key=lambda request: (request.time, request.arrival.number))
     fleet.add(_simulate_replicas(replica, _split_round_robin(received, machines.replicas - prefill), jobs))
     return fleet
 
@@ -251,8 +251,8 @@ def _simulate_replicas(
             fleet.add(replica(share))
         return fleet
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for one in pool.map(replica, shares, chunksize=max(1, len(shares) // (4 * jobs))):
-            fleet.add(one)
+        for part in pool.map(replica, shares, chunksize=max(1, len(shares) // (4 * jobs))):
+            fleet.add(part)
     return fleet
 
 
@@ -267,7 +267,7 @@ def _simulate_replica(
     engine = SimulatedEngine(
         _simulated_model(model), steps, slots=slots, cache_tokens=cache_size, token_budget=budget
     )
-    found, in_flight, clock, next_index = Fleet(), dict[int, _RoutedRequest](), engine.clock, 0
+    fleet, in_flight, clock, next_index = Fleet(), dict[int, _RoutedRequest](), engine.clock, 0
     while next_index < len(share) or engine.unfinished:
         if not engine.unfinished:
             clock.now = max(clock.now, share[next_index].time)
@@ -280,10 +280,10 @@ def _simulate_replica(
         before = clock.now
         for delta in engine.step():
             sent, first = in_flight.pop(delta.request_id), engine.first_token_times.pop(delta.request_id)
-            found.served.append(Served(sent.arrival, first if sent.first is None else sent.first, clock.now))
-        found.busy += clock.now - before
-    found.count(engine)
-    return found
+            fleet.served.append(Served(sent.arrival, first if sent.first is None else sent.first, clock.now))
+        fleet.busy += clock.now - before
+    fleet.count(engine)
+    return fleet
 
 
 class _ReceivingSteps:
@@ -313,7 +313,7 @@ def _simulated_model(model: ModelCard) -> SimulatedModel:
 
 
 def _check_longest(arrivals: Sequence[Arrival], model: ModelCard, cache_size: int) -> None:
-    longest = max(arrivals, key=lambda one: one.prompt + one.output)
+    longest = max(arrivals, key=lambda arrival: arrival.prompt + arrival.output)
     tokens, limit = longest.prompt + longest.output, min(model.max_positions, cache_size - 16)
     if tokens > limit:
         raise RequestError(
@@ -330,31 +330,31 @@ def summarize_fleet(fleet: Fleet, machines: Machines, *, ttft: float, tpot: floa
         ttft, tpot: limits in seconds within which a request counts for the goodput.
     """
     served = fleet.served
-    begin, end = min(one.arrival.time for one in served), max(one.end for one in served)
-    seconds, tokens = end - begin, sum(one.arrival.output for one in served)
-    good = sum(one.ttft <= ttft and one.tpot <= tpot for one in served)
-    held = seconds * machines.replicas
+    begin, end = min(request.arrival.time for request in served), max(request.end for request in served)
+    seconds, tokens = end - begin, sum(request.arrival.output for request in served)
+    good = sum(request.ttft <= ttft and request.tpot <= tpot for request in served)
+    replica_seconds = seconds * machines.replicas
     if fleet.scaled is not None:  # until the last request is served, those held at the last arrival are kept
-        last = max(one.arrival.time for one in served)
-        held = fleet.scaled.seconds + (end - last) * fleet.scaled.last
-    cost = machines.cost(held / machines.replicas)
-    found = {
+        last = max(request.arrival.time for request in served)
+        replica_seconds = fleet.scaled.seconds + (end - last) * fleet.scaled.last
+    cost = machines.cost(replica_seconds / machines.replicas)
+    result = {
         "requests": len(served),
         "seconds": seconds,
-        **_distribution("ttft", [one.ttft for one in served]),
-        **_distribution("tpot", [one.tpot for one in served if one.arrival.output > 1] or [0.0]),
-        **_distribution("latency", [one.end - one.arrival.time for one in served]),
+        **_distribution("ttft", [request.ttft for request in served]),
+        **_distribution("tpot", [request.tpot for request in served if request.arrival.output > 1] or [0.0]),
+        **_distribution("latency", [request.end - request.arrival.time for request in served]),
         "tokens_per_second": tokens / seconds,
         "goodput": good / seconds,
         "good_share": good / len(served),
-        "busy": fleet.busy / held,
+        "busy": fleet.busy / replica_seconds,
         "prefix_hits": fleet.cached / max(1, fleet.cached + fleet.computed),
         "preemptions": fleet.preemptions,
         "engine_steps": fleet.steps,
     }
     if fleet.scaled is not None:
-        found |= {"replicas_mean": held / seconds, "replicas_peak": fleet.scaled.peak}
-    return found if cost is None else found | {"cost": cost, "cost_per_million_tokens": 1e6 * cost / tokens}
+        result |= {"replicas_mean": replica_seconds / seconds, "replicas_peak": fleet.scaled.peak}
+    return result if cost is None else result | {"cost": cost, "cost_per_million_tokens": 1e6 * cost / tokens}
 
 
 def _distribution(name: str, values: Sequence[float]) -> dict[str, float]:

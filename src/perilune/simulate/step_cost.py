@@ -77,12 +77,12 @@ class StepWork:
     @classmethod
     def from_batch(cls, batch: StepBatch, windows: Windows) -> StepWork:
         """Return the work of a batch, without what follows it: copies, and samples that begin or end."""
-        seen = batch.positions + 1
-        read = seen if windows.keys() == {None} else _mean_keys_read(seen, windows)
+        lengths = batch.positions + 1
+        read = lengths if windows.keys() == {None} else _mean_keys_read(lengths, windows)
         rows = batch.decodes
         chunks = len(batch.cu_seqlens) - 1 - rows
         keys, shared = float(read[:rows].sum()), _count_shared_keys(batch, read[:rows], windows)
-        return cls(rows, keys, shared, chunks, len(seen) - rows, float(read[rows:].sum()))
+        return cls(rows, keys, shared, chunks, len(lengths) - rows, float(read[rows:].sum()))
 
     def features(self) -> list[float]:
         """Return one value for each of `FEATURE_NAMES`."""
@@ -149,16 +149,16 @@ def fit_relative(features: Matrix, measured: Matrix) -> Matrix:
     unknowns.
     """
     matrix = features / measured[:, None]
-    assign_replicas = np.maximum(matrix.max(axis=0), 1e-300)
-    matrix = matrix / assign_replicas
+    scale = np.maximum(matrix.max(axis=0), 1e-300)
+    matrix = matrix / scale
     gram, linear = matrix.T @ matrix, matrix.sum(axis=0)
-    found = np.zeros(len(linear))
+    estimate = np.zeros(len(linear))
     for _ in range(MAX_SWEEPS):
-        before = found.copy()
+        before = estimate.copy()
         for index in np.flatnonzero(gram.diagonal()):
-            slope = gram[index] @ found - linear[index]
-            found[index] = max(0.0, found[index] - slope / gram[index, index])
-        if np.abs(found - before).max() < TOLERANCE * found.max():
+            slope = gram[index] @ estimate - linear[index]
+            estimate[index] = max(0.0, estimate[index] - slope / gram[index, index])
+        if np.abs(estimate - before).max() < TOLERANCE * estimate.max():
             break
-    solution: Matrix = found / assign_replicas
+    solution: Matrix = estimate / scale
     return solution

@@ -139,19 +139,19 @@ def load_coefficients(home: Path, machine: str, model: str) -> Calibrated:
         RequestError: when there are none, or another version of the engine was measured.
     """
     try:
-        found = _parse_calibrated(read_json_or_empty(home / COEFFICIENTS_FILE)[machine][model])
+        calibrated = _parse_calibrated(read_json_or_empty(home / COEFFICIENTS_FILE)[machine][model])
     except (KeyError, TypeError):  # none, or damaged
-        found = None
+        calibrated = None
     remedy = "run perilune calibrate RECIPE, or name other machines with --machines"
-    if found is None:
+    if calibrated is None:
         raise RequestError(f"this model has not been calibrated on {machine}", remedy=remedy)
-    if found.engine != engine_digest():
+    if calibrated.engine != engine_digest():
         raise RequestError(
             f"the calibration of this model on {machine} measured another version of the engine",
             where=str(home / COEFFICIENTS_FILE),
             remedy=remedy,
         )
-    return found
+    return calibrated
 
 
 def _parse_calibrated(document: Mapping[str, Any]) -> Calibrated:
@@ -162,4 +162,4 @@ def _parse_calibrated(document: Mapping[str, Any]) -> Calibrated:
 
 
 def _lists_to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(one) if isinstance(one, list) else one for name, one in values.items()}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -115,9 +115,9 @@ class WindowAttention(Streamed):
         qk, v = qkv.split_with_sizes([self.heads + self.kv_heads, self.kv_heads], 1)
         q, k = rotate(qk, cos, sin).split_with_sizes([self.heads, self.kv_heads], 1)
         new = torch.cat([k, v], dim=1).view(batch, length, -1)
-        seen = state.extend(self.key, new, self.window - 1).unfold(1, self.window, 1)
+        windows = state.extend(self.key, new, self.window - 1).unfold(1, self.window, 1)
         # [B, T, KV, D, W]
-        k, v = seen.view(batch, length, 2, self.kv_heads, self.size, self.window).unbind(2)
+        k, v = windows.view(batch, length, 2, self.kv_heads, self.size, self.window).unbind(2)
         q = q.reshape(batch, length, self.kv_heads, -1, self.size)
         first = state.frames[:, None] + torch.arange(length, device=x.device) - (self.window - 1)
         hidden = first[..., None] + torch.arange(self.window, device=x.device) < 0

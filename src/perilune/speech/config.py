@@ -59,11 +59,11 @@ class CodecConfig:
     sample_rate: int = 24000
 
     def __post_init__(self) -> None:
-        for one in dataclasses.fields(self):
-            values = getattr(self, one.name)
+        for setting in dataclasses.fields(self):
+            values = getattr(self, setting.name)
             for value in values if isinstance(values, tuple) else (values,):
                 if not isinstance(value, bool | str) and not value > 0:
-                    raise _config_error(f"{one.name} is {value!r}, not positive")
+                    raise _config_error(f"{setting.name} is {value!r}, not positive")
         if self.codebooks < 2:
             raise _config_error("a codec needs at least two codebooks")
         if self.codebook_dim % 2 or self.head_dim % 2:
@@ -244,7 +244,7 @@ class SpeechConfig:
         codec_ids += [*self.languages.values(), *self.speakers.values()]
         text_ids = [getattr(self.marks, name) for name in _TEXT_CONTROL_KEYS]
         for ids, size in ((codec_ids, self.talker.vocab_size), (text_ids, self.text_vocab_size)):
-            if not all(0 <= one < size for one in ids):
+            if not all(0 <= token < size for token in ids):
                 raise _config_error(f"a special token is outside the vocabulary of {size}")
         codes = self.codec.codebook_size
         if self.talker.vocab_size <= codes or self.predictor.vocab_size < codes:
@@ -273,9 +273,9 @@ class SpeechConfig:
         outer.reject("model_type", MODEL_TYPE, "give a Qwen3-TTS folder")
         read = outer.inner("talker_config")
         predictor = read.inner("code_predictor_config")
-        for one in (read, predictor):
-            if one.count("num_code_groups", codec.codebooks) != codec.codebooks:
-                raise one.wrong("num_code_groups", f"the codec has {codec.codebooks} codebooks")
+        for section in (read, predictor):
+            if section.count("num_code_groups", codec.codebooks) != codec.codebooks:
+                raise section.wrong("num_code_groups", f"the codec has {codec.codebooks} codebooks")
         marks = {name: read.integer(key) for name, key in _CODEC_CONTROL_KEYS.items()}
         marks |= {name: outer.integer(key) for name, key in _TEXT_CONTROL_KEYS.items()}
         speakers = _read_names(read, "spk_id")
@@ -316,9 +316,9 @@ class SpeechConfig:
             "code_predictor_config": predictor,
             **marks,
         }
-        for one in (talker, predictor):
-            one.pop("rope_parameters", None)
-            one.pop("architectures", None)
+        for section in (talker, predictor):
+            section.pop("rope_parameters", None)
+            section.pop("architectures", None)
         return {
             "architectures": ["Qwen3TTSForConditionalGeneration"],
             "model_type": MODEL_TYPE,

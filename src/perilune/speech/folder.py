@@ -175,17 +175,17 @@ def _load_module(
         module = build()
     names: dict[str, str] = {}
     for name, parameter in module.state_dict().items():
-        there = name_of(name)
-        if there is None:
+        stored_name = name_of(name)
+        if stored_name is None:
             _replace_parameter(module, name, torch.zeros(parameter.shape))
             continue
-        _check_tensor(stored.get(there), there, tuple(parameter.shape), folder.path)
-        names[there] = name
-    for there, one in stored.items():
-        if there not in names and not there.startswith(_IGNORED):
-            raise RequestError(f"tensor {there} is not part of this architecture", where=str(one.file))
-    for there, tensor in read_tensors([stored[one] for one in names]):
-        _replace_parameter(module, names[there], tensor.float())
+        _check_tensor(stored.get(stored_name), stored_name, tuple(parameter.shape), folder.path)
+        names[stored_name] = name
+    for stored_name, item in stored.items():
+        if stored_name not in names and not stored_name.startswith(_IGNORED):
+            raise RequestError(f"tensor {stored_name} is not part of this architecture", where=str(item.file))
+    for stored_name, tensor in read_tensors([stored[key] for key in names]):
+        _replace_parameter(module, names[stored_name], tensor.float())
     return module
 
 
@@ -208,7 +208,7 @@ def _replace_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 def _save_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     save_file(
-        {name: one.detach().cpu().contiguous() for name, one in tensors.items()}, file, {"format": "pt"}
+        {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"}
     )
 
 
@@ -243,12 +243,12 @@ def _load_tokenizer(folder: CheckpointFolder) -> Tokenizer:
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([_read_added_tokens(one, str(file)) for one in _sort_by_id(added, str(file))])
+    backend.add_tokens([_read_added_tokens(token, str(file)) for token in _sort_by_id(added, str(file))])
     return Tokenizer(backend, config, where=str(file))
 
 
 def _sort_by_id(added: Any, where: str) -> list[Mapping[str, Any]]:
-    if not isinstance(added, Mapping) or not all(str(one).isdecimal() for one in added):
+    if not isinstance(added, Mapping) or not all(str(key).isdecimal() for key in added):
         raise RequestError("added_tokens_decoder does not map ids to tokens", where=where)
     return [added[key] for key in sorted(added, key=int)]
 

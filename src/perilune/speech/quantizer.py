@@ -44,7 +44,7 @@ class ResidualQuantizer(nn.Module):
         self.project = Taps(self.output_proj)
 
     def forward(self, codes: Tensor) -> Tensor:
-        rows, tables = codes.flatten(0, 1), [one.table() for one in self.codebooks]
+        rows, tables = codes.flatten(0, 1), [codebook.table() for codebook in self.codebooks]
         embedded = torch.stack([table[rows[:, i]] for i, table in enumerate(tables)]).sum(0)
         return self.project(embedded).view(*codes.shape[:2], -1)
 

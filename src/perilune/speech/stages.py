@@ -79,7 +79,7 @@ class TalkerStage(Stage[SpeechStream]):
 
     def deadline(self) -> float | None:
         seconds = self._codec.config.frame_seconds
-        return min((one.heard + len(one.frames) * seconds for one in self.queue.values()), default=None)
+        return min((item.heard + len(item.frames) * seconds for item in self.queue.values()), default=None)
 
     def feed(self, items: Sequence[tuple[int, Request]]) -> None:
         for request_id, request in items:
@@ -180,9 +180,9 @@ class FrameAttention:
         new, group = len(q) // frames, q.shape[1] // kv_heads
         for cache, x in ((keys, k), (values, v)):
             cache[:, :, self.length : self.length + new] = x.view(frames, new, kv_heads, size).transpose(1, 2)
-        at = torch.arange(self.length, self.length + new, device=q.device).repeat(group)
+        positions = torch.arange(self.length, self.length + new, device=q.device).repeat(group)
         mask = q.new_zeros(1, group * new, columns)
-        mask.masked_fill_(torch.arange(columns, device=q.device) > at[:, None], -torch.inf)
+        mask.masked_fill_(torch.arange(columns, device=q.device) > positions[:, None], -torch.inf)
         q = q.view(frames, new, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(-1, group * new, size)
         own = None if layer.options is None else layer.options.for_sets(frames * kv_heads, kv_heads, new)
         out = attend(q, keys.flatten(0, 1), values.flatten(0, 1), mask, own)
@@ -205,43 +205,43 @@ class DecoderStage(Stage[SpeechStream]):
         self._codec, self._clock, self._chunks = codec, clock, chunks
 
     def deadline(self) -> float | None:
-        return min((one.heard for one in self._ready()), default=None)
+        return min((stream.heard for stream in self._ready()), default=None)
 
     def feed(self, items: Sequence[SpeechStream]) -> None:
         self.queue.update((stream.id, stream) for stream in items)
 
     def _ready(self) -> list[SpeechStream]:
         return [
-            one
-            for one in self.queue.values()
-            if _has_ended(one) or len(one.frames) >= self._chunks.of(one.chunks)
+            stream
+            for stream in self.queue.values()
+            if _has_ended(stream) or len(stream.frames) >= self._chunks.of(stream.chunks)
         ]
 
     def step(self) -> list[SpeechDelta]:
-        ready = sorted(self._ready(), key=lambda one: one.heard)
+        ready = sorted(self._ready(), key=lambda stream: stream.heard)
         size, started = self._chunks.of(ready[0].chunks), ready[0].chunks > 0
         batch = [
-            one
-            for one in ready
-            if (one.chunks > 0) == started and (_has_ended(one) or len(one.frames) >= size)
+            stream
+            for stream in ready
+            if (stream.chunks > 0) == started and (_has_ended(stream) or len(stream.frames) >= size)
         ][:_MAX_DECODER_BATCH]
-        decoded = self._decode([one for one in batch if one.frames], size)
-        return [self._delta(one, decoded.get(one.id)) for one in batch]
+        decoded = self._decode([stream for stream in batch if stream.frames], size)
+        return [self._delta(stream, decoded.get(stream.id)) for stream in batch]
 
     def _decode(self, batch: Sequence[SpeechStream], size: int) -> dict[int, Tensor]:
         """Return the samples float[N] of the next `size` frames of each stream, by its id."""
         if not batch:
             return {}
-        taken = [one.frames[:size] for one in batch]
+        taken = [stream.frames[:size] for stream in batch]
         padding = [frames[-1:] * (size - len(frames)) for frames in taken]
         codes = torch.stack([torch.stack(own + more) for own, more in zip(taken, padding, strict=True)])
-        state = CodecState.join([one.state for one in batch])
+        state = CodecState.join([stream.state for stream in batch])
         samples = self._codec(codes, state)
         decoded = {}
-        for one, own, after, row in zip(batch, taken, state.split(), samples, strict=True):
-            del one.frames[: len(own)]
-            one.state, one.chunks = after, one.chunks + 1
-            decoded[one.id] = row[: len(own) * self._codec.config.frame]
+        for stream, own, after, row in zip(batch, taken, state.split(), samples, strict=True):
+            del stream.frames[: len(own)]
+            stream.state, stream.chunks = after, stream.chunks + 1
+            decoded[stream.id] = row[: len(own) * self._codec.config.frame]
         return decoded
 
     def _delta(self, stream: SpeechStream, samples: Tensor | None) -> SpeechDelta:

@@ -46,10 +46,10 @@ class FrameInputs:
 
     def add(self, frame: Tensor) -> None:
         """Append the summed embeddings float[d] of the newest frame."""
-        at = self._length + self.frames
-        if at == len(self._rows):
+        row = self._length + self.frames
+        if row == len(self._rows):
             self._rows = torch.cat([self._rows, torch.empty_like(self._rows)])
-        self._rows[at] = frame + self._prompt.text_of(self.frames)
+        self._rows[row] = frame + self._prompt.text_of(self.frames)
         self.frames += 1
 
 

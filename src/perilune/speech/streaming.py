@@ -35,13 +35,13 @@ class CodecState:
     @classmethod
     def join(cls, states: Sequence[CodecState]) -> CodecState:
         """Return the joint state of the streams of `states`. Either all of them have started, or none."""
-        frames = torch.cat([one.frames for one in states])
-        return cls(frames, {key: torch.cat([one.tails[key] for one in states]) for key in states[0].tails})
+        frames = torch.cat([state.frames for state in states])
+        return cls(frames, {key: torch.cat([item.tails[key] for item in states]) for key in states[0].tails})
 
     def split(self) -> list[CodecState]:
         """Return the state of each stream."""
         return [
-            CodecState(self.frames[i : i + 1], {key: one[i : i + 1] for key, one in self.tails.items()})
+            CodecState(self.frames[i : i + 1], {key: tail[i : i + 1] for key, tail in self.tails.items()})
             for i in range(len(self.frames))
         ]
 

@@ -87,7 +87,7 @@ class Speaker:
 
     def say(self, utterances: Sequence[Utterance], seed: int = 0) -> list[Samples]:
         """Return the samples float32[N] of each utterance, batched. Utterance i has seed `seed` + i."""
-        ids = [self.pipeline.add(self.request(one, seed + i)) for i, one in enumerate(utterances)]
+        ids = [self.pipeline.add(self.request(utterance, seed + i)) for i, utterance in enumerate(utterances)]
         parts: dict[int, list[Samples]] = {request_id: [] for request_id in ids}
         while self.pipeline.unfinished:
             for delta in self.pipeline.step():

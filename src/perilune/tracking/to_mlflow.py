@@ -30,8 +30,8 @@ class MLflow:
         self._run = self._start_run(run)
 
     def _start_run(self, run: TrackedRun) -> Run:
-        found = self._client.get_experiment_by_name(run.experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(run.experiment)
+        existing = self._client.get_experiment_by_name(run.experiment)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(run.experiment)
         for before in self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.id}'"):
             self._client.delete_run(before.info.run_id)
         made = self._client.create_run(

@@ -54,7 +54,7 @@ class FigureReader:
             if step > self._last:
                 self._last = step
                 values = _finite_numbers(row) | {
-                    f"timing/{name}": one for name, one in _finite_numbers(timing).items()
+                    f"timing/{name}": value for name, value in _finite_numbers(timing).items()
                 }
                 yield Figures(step, seconds, values)
 

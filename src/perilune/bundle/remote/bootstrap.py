@@ -68,11 +68,11 @@ def home() -> Path:
 def installed(name: str) -> str:
     """Return the lock line of the installed package `name`; "" if it is not installed."""
     try:
-        found = metadata.distribution(name)
+        distribution = metadata.distribution(name)
     except metadata.PackageNotFoundError:
         return ""
-    said = re.search(r"^Version: *(\S+)", found.read_text("METADATA") or "", re.MULTILINE)
-    version = said[1] if said else found.version  # `version` parses all metadata, slowly
+    match = re.search(r"^Version: *(\S+)", distribution.read_text("METADATA") or "", re.MULTILINE)
+    version = match[1] if match else distribution.version  # `version` parses all metadata, slowly
     return unlabelled(f"{name}=={version}")
 
 

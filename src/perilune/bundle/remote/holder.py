@@ -104,7 +104,7 @@ def list_outputs(artifacts: Path) -> Iterator[tuple[Path, int, str]]:
 
 def list_checkpoint_files(root: Path) -> list[list[Any]]:
     """Path, size, SHA-256 and mode of each plain file of the complete checkpoints."""
-    found = []
+    files = []
     for folder, folders, names in os.walk(str(root / STATE_PREFIX.rpartition("/")[0])):
         folders[:] = [name for name in folders if is_finished(name)]
         for path in (Path(folder, name) for name in names):
@@ -113,8 +113,8 @@ def list_checkpoint_files(root: Path) -> list[list[Any]]:
             if relative.startswith(STATE_PREFIX) and stat.S_ISREG(status.st_mode):
                 with open_plain(path, os.O_RDONLY) as file:
                     mode = f"{stat.S_IMODE(status.st_mode):04o}"
-                    found.append([relative, status.st_size, compute_digest(file), mode])
-    return sorted(found)
+                    files.append([relative, status.st_size, compute_digest(file), mode])
+    return sorted(files)
 
 
 if __name__ == "__main__":

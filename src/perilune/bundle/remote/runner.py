@@ -123,8 +123,8 @@ class Attempt:
 
     def result(self) -> dict[str, Any] | None:
         """Return the verdict on this epoch."""
-        found = read_json(self.runtime / "result.json")
-        return found if found and found.get("epoch") == self.epoch else None
+        verdict = read_json(self.runtime / "result.json")
+        return verdict if verdict and verdict.get("epoch") == self.epoch else None
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -189,7 +189,7 @@ def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     lives = False if claim is None else is_running(attempt, claim)
     result = attempt.result() if lives is False else None
     beat = read_json(attempt.runtime / "heartbeat.json") or {}
-    seen = {
+    state = {
         "claim": claim,
         "alive": lives,
         "result": result,
@@ -197,8 +197,8 @@ def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
         "heartbeat": beat.get("count", 0) if beat.get("epoch") == attempt.epoch else 0,
         "staged": attempt.files.is_dir(),
     }
-    print(json.dumps({"seen": seen}), flush=True)
-    if claim is None or not seen["staged"]:
+    print(json.dumps({"seen": state}), flush=True)
+    if claim is None or not state["staged"]:
         return {"end": True, "more": False, "units": {}}
     unfinished = result is None or bool(result.get("cause"))
     if have["last"] and have.get("rescue") and unfinished and have["bring"] == "final":
@@ -264,7 +264,7 @@ def pull(root: Path, have: dict[str, Any], out: BinaryIO, last: bool) -> dict[st
 
 def list_files(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str, os.stat_result]]:
     """Yield regular files in order of urgency, without temporary ones; with `last`, all artifacts."""
-    found = []
+    files = []
     for top in (name for name in ("runtime", "artifacts") if name in wanted):
         every = last and top == "artifacts"
         for folder, folders, names in os.walk(str(root / top)):
@@ -275,8 +275,8 @@ def list_files(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str,
                     status = os.lstat(path)
                     relative = os.path.relpath(path, str(root))
                     if stat.S_ISREG(status.st_mode) and (last or relative not in LAST_FILES):
-                        found.append((transfer_order(root, relative, status), relative, status))
-    return ((relative, status) for _, relative, status in sorted(found, key=lambda one: one[:2]))
+                        files.append((transfer_order(root, relative, status), relative, status))
+    return ((relative, status) for _, relative, status in sorted(files, key=lambda entry: entry[:2]))
 
 
 def stays_on_machine(path: str, bring: str) -> bool:
@@ -390,17 +390,17 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
 
     environment = {**values["environment"], **values["secrets"], MARK: claim["nonce"]}
     entrypoint, printed = begin(attempt, environment, values["secrets"])
-    seen, seen_at, cause, why = modified(attempt.contact), began, "", ""
+    contact, contact_at, cause, why = modified(attempt.contact), began, "", ""
     while entrypoint.poll() is None and not cause:
         time.sleep(POLL_INTERVAL_S)
         now = time.monotonic()
-        if modified(attempt.contact) != seen:
-            seen, seen_at = modified(attempt.contact), now
+        if modified(attempt.contact) != contact:
+            contact, contact_at = modified(attempt.contact), now
         if asked:
             cause, why = "stopped", "stopped on request"
         elif now - began > options.lifetime:
             cause, why = "timeout", f"it took longer than max_lifetime, {options.lifetime:.0f} s"
-        elif options.unseen and now - seen_at > options.unseen:
+        elif options.unseen and now - contact_at > options.unseen:
             cause, why = "stopped", f"no contact for {options.unseen:.0f} s"
         elif not held():
             cause, why = "stopped", "the machine was taken away"
@@ -530,10 +530,10 @@ def launch(attempt: Attempt, options: argparse.Namespace) -> None:
     environments.mkdir(mode=0o700, parents=True, exist_ok=True)
     if set(str(attempt.workspace)) & set(',"'):
         sys.exit("the workspace's path has a comma or a quote, so it cannot be mounted into a container")
-    place = hashlib.sha256(str(attempt.workspace).encode()).hexdigest()[:8]
+    suffix = hashlib.sha256(str(attempt.workspace).encode()).hexdigest()[:8]
     labels = {**labels_of(attempt), "perilune.claim": (attempt.claim() or {})["nonce"]}
     command = [program, "create", "--interactive", *asked["options"]]
-    command += ["--name", f"perilune-{attempt.run.name}-{attempt.epoch}-{place}"]
+    command += ["--name", f"perilune-{attempt.run.name}-{attempt.epoch}-{suffix}"]
     for name, value in labels.items():
         command += ["--label", f"{name}={value}"]
     command += ["--user", asked["user"] or f"{os.getuid()}:{os.getgid()}"]
@@ -646,8 +646,8 @@ def ran_out_of_memory(attempt: Attempt) -> bool:
     """Return whether the attempt's container ran out of memory, as far as Docker or Podman reports it."""
     try:
         return any(
-            run_docker(attempt, "inspect", "--format", "{{.State.OOMKilled}}", one).strip() == "true"
-            for one in containers(attempt)
+            run_docker(attempt, "inspect", "--format", "{{.State.OOMKilled}}", container).strip() == "true"
+            for container in containers(attempt)
         )
     except RefusedError:
         return False
@@ -786,10 +786,10 @@ def prctl(option: int, value: int) -> None:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return document if isinstance(document, dict) else None
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -131,9 +131,9 @@ class Store:
 
     def shrink(self) -> None:
         """Delete contents that were not used for long, and the oldest ones beyond the store's share."""
-        found = self.list_oldest_first()
-        total = sum(status.st_size for _, status in found)
-        for path, status in found:
+        contents = self.list_oldest_first()
+        total = sum(status.st_size for _, status in contents)
+        for path, status in contents:
             if total > self.max_bytes or time.time() - status.st_mtime > MAX_UNUSED_S:
                 self.delete(path)
                 total -= status.st_size
@@ -145,12 +145,12 @@ class Store:
 
     def list_oldest_first(self) -> list[tuple[Path, os.stat_result]]:
         """Return all contents, sorted by the time of their last use."""
-        found = []
+        contents = []
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
                 if path.name != "lock":
-                    found.append((path, path.lstat()))
-        return sorted(found, key=lambda one: one[1].st_mtime)
+                    contents.append((path, path.lstat()))
+        return sorted(contents, key=lambda entry: entry[1].st_mtime)
 
     def free_bytes(self) -> int:
         disk = os.statvfs(str(self.folder))
@@ -169,12 +169,12 @@ def copy(source: BinaryIO, path: Path) -> str:
             for block in iter(lambda: source.read(BLOCK), b""):
                 digest.update(block)
                 target.write(block)
-            found = digest.hexdigest()
+            sha256 = digest.hexdigest()
         else:
-            found = compute_digest(target)
+            sha256 = compute_digest(target)
         target.flush()
         os.fsync(target.fileno())
-    return found
+    return sha256
 
 
 def compute_digest(file: BinaryIO) -> str:

@@ -71,9 +71,9 @@ def find_dead_groups(run: Evidence) -> Iterator[Finding]:
     dead, groups = run.metrics.column("dead_groups"), run.metrics.column("groups")
     passed = run.metrics.column("pass_rate")
     flags = []
-    for place, value in enumerate(dead):
-        number = sum(one or 1.0 for one in groups[max(0, place - 1) : place + 1])
-        is_solved = (passed[place] or 0.0) >= SOLVED_PASS_RATE
+    for index, value in enumerate(dead):
+        number = sum(count or 1.0 for count in groups[max(0, index - 1) : index + 1])
+        is_solved = (passed[index] or 0.0) >= SOLVED_PASS_RATE
         flags.append(
             value is not None and not is_solved and _is_clearly_above(value, number, DEAD_GROUP_SHARE)
         )
@@ -161,7 +161,7 @@ def find_reward_error(run: Evidence) -> Iterator[Finding]:
             "reward error", "broken", since, f"{_latest(shares):.0%} of the episodes got no score", remedy
         )
     reward = metrics.column("reward")
-    varied = list(accumulate((one not in (None, 0.0) for one in metrics.column("reward_std")), max))
+    varied = list(accumulate((value not in (None, 0.0) for value in metrics.column("reward_std")), max))
     jumped = find_shifts(reward, sigmas=JUMP_SIGMAS, least=0.1, share=FALL_SHARE, sticky=-1)
     constant = [
         value == 0.0 and before and jump != 0
@@ -247,11 +247,11 @@ def find_stall(run: Evidence) -> Iterator[Finding]:
         return
     total = _step_seconds(run.timings)
     whole = [
-        None if one is None else one + (more or 0.0)
-        for one, more in zip(total, run.timings.column("evaluation"), strict=True)
+        None if seconds is None else seconds + (more or 0.0)
+        for seconds, more in zip(total, run.timings.column("evaluation"), strict=True)
     ]
     usual = median(total)
-    longest = max((one for one in whole if one is not None), default=0.0)
+    longest = max((seconds for seconds in whole if seconds is not None), default=0.0)
     if usual is None:
         return
     if run.open_seconds is not None and run.open_seconds > max(SLOW_STEP_FACTOR * usual, 2 * longest, 10.0):
@@ -279,10 +279,10 @@ def _flag_falls(jumped: Sequence[int], beside: Sequence[bool], *, with_it: bool)
     """
     flags: list[bool] = []
     began = 0
-    for place, sign in enumerate(jumped):
-        if sign < 0 and not (flags and jumped[place - 1] < 0):
-            began = place
-        flags.append(sign < 0 and any(beside[began : min(place, began + 1) + 1]) == with_it)
+    for index, sign in enumerate(jumped):
+        if sign < 0 and not (flags and jumped[index - 1] < 0):
+            began = index
+        flags.append(sign < 0 and any(beside[began : min(index, began + 1) + 1]) == with_it)
     return flags
 
 
@@ -290,18 +290,18 @@ def _flag_divergence(reward: Values, truth: Values) -> list[bool]:
     """Flag steps where truth is clearly below its best mean, and reward above its mean at that time."""
     flags: list[bool] = []
     best: tuple[float, float, float, float] | None = None
-    for place in range(len(truth)):
+    for i in range(len(truth)):
         recent = [
-            [one for one in values[max(0, place + 1 - TREND_WINDOW_STEPS) : place + 1] if one is not None]
+            [value for value in values[max(0, i + 1 - TREND_WINDOW_STEPS) : i + 1] if value is not None]
             for values in (truth, reward)
         ]
         if min(map(len, recent)) < TREND_WINDOW_STEPS:
             flags.append(False)
             continue
-        means = [math.fsum(one) / TREND_WINDOW_STEPS for one in recent]
+        means = [math.fsum(values) / TREND_WINDOW_STEPS for values in recent]
         errors = [
-            math.fsum((value - mean) ** 2 for value in one) / TREND_WINDOW_STEPS**2
-            for mean, one in zip(means, recent, strict=True)
+            math.fsum((value - mean) ** 2 for value in values) / TREND_WINDOW_STEPS**2
+            for mean, values in zip(means, recent, strict=True)
         ]
         now = (means[0], errors[0], means[1], errors[1])
         if best is None or now[0] > best[0]:
@@ -323,7 +323,7 @@ def _is_clearly_above(share: float, number: float, limit: float) -> bool:
 
 def _step_seconds(timings: Series) -> list[float | None]:
     parts = [timings.column(name) for name in STEP_PARTS]
-    return [math.fsum(one or 0.0 for one in row) or None for row in zip(*parts, strict=True)]
+    return [math.fsum(value or 0.0 for value in row) or None for row in zip(*parts, strict=True)]
 
 
 def _latest(values: Values) -> float | None:

@@ -37,10 +37,10 @@ class Series:
         """
         onset: int | None = None
         streak = gap = 0
-        for place, flag in enumerate(flags):
+        for index, flag in enumerate(flags):
             streak, gap = (streak + 1, 0) if flag else (0, gap + 1)
             if onset is None and streak == CONFIRM_STEPS:
-                onset = place - CONFIRM_STEPS + 1
+                onset = index - CONFIRM_STEPS + 1
             elif gap == CONFIRM_STEPS:
                 onset = None
         return None if onset is None else self.steps[onset]

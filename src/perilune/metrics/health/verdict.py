@@ -40,8 +40,8 @@ class Health:
 
 def assess_health(run: Evidence) -> Health:
     """Return the health of a run from its lines. Pure: the same lines and times give the same verdict."""
-    found = [finding for rule in RULES for finding in rule(run)]
-    effects = {effect for finding in found for effect in EFFECTS_BY_CAUSE.get(finding.name, ())}
-    found = [one for one in found if one.name not in effects or one.status == "broken"]
-    found.sort(key=lambda one: SEVERITY_ORDER.index(one.status))
-    return Health(found[0].status if found else "healthy", tuple(found))
+    findings = [finding for rule in RULES for finding in rule(run)]
+    effects = {effect for finding in findings for effect in EFFECTS_BY_CAUSE.get(finding.name, ())}
+    findings = [finding for finding in findings if finding.name not in effects or finding.status == "broken"]
+    findings.sort(key=lambda finding: SEVERITY_ORDER.index(finding.status))
+    return Health(findings[0].status if findings else "healthy", tuple(findings))
