@@ -60,7 +60,7 @@ def _by_episode(groups: Sequence[WeightedGroup]) -> Weights:
 
 
 def _differ(weights: Weights, others: Weights) -> bool:
-    size = max((float(np.abs(one).max(initial=0.0)) for one in weights.values()), default=0.0)
+    size = max((float(np.abs(array).max(initial=0.0)) for array in weights.values()), default=0.0)
     return any(np.abs(weights[name] - others[name]).max(initial=0.0) > TOLERANCE * size for name in others)
 
 

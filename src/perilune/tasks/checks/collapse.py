@@ -48,19 +48,19 @@ class CollapseWatch:
         before = slice(-2 * WINDOW_STEPS, -WINDOW_STEPS)
         self.best = max(self.best, _mean(self._rewards[before]))
         self._fewest_dead = min(self._fewest_dead, _mean(self._dead[before]))
-        now = self.mean
-        drop, least = self.best - now, MIN_DROP_SHARE * abs(self.best)
-        self._drop_steps = self._drop_steps + 1 if drop > self._max_noise() and drop >= least else 0
+        mean = self.mean
+        drop, min_drop = self.best - mean, MIN_DROP_SHARE * abs(self.best)
+        self._drop_steps = self._drop_steps + 1 if drop > self._max_noise() and drop >= min_drop else 0
         if not self.alarm and self._drop_steps >= ALARM_STEPS:
             self.alarm, self.since = True, self.since or step
             return (
-                f"the reward collapsed: {now:.3g} over the last {WINDOW_STEPS} steps, {self.best:.3g} at its"
+                f"the reward collapsed: {mean:.3g} over the last {WINDOW_STEPS} steps, {self.best:.3g} at its"
                 f" best, and {_mean(self._dead[-WINDOW_STEPS:]):.0%} of groups have equal rewards. Lower lr,"
                 " set kl, or continue from an earlier checkpoint"
             )
-        if self.alarm and drop < least / 2:
+        if self.alarm and drop < min_drop / 2:
             self.alarm = False
-            return f"the reward has recovered: {now:.3g} over the last {WINDOW_STEPS} steps"
+            return f"the reward has recovered: {mean:.3g} over the last {WINDOW_STEPS} steps"
         return ""
 
     @property

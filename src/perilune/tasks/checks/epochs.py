@@ -41,8 +41,8 @@ class EpochChecker:
                 self._generate(self._place + 1)
             self._start_epoch()
             if self._seen[task] and self._is_wrong_repeat(task):
-                what = f"task {task} repeats within its epoch: the run trains on the same tasks again"
-                raise WorkFailedError(what, where=f"step {step}", remedy=REPORT_BUG)
+                message = f"task {task} repeats within its epoch: the run trains on the same tasks again"
+                raise WorkFailedError(message, where=f"step {step}", remedy=REPORT_BUG)
             self._seen[task] += 1
             self._epoch.append(task)
             self._place += 1

@@ -62,16 +62,16 @@ class GoldWatch:
         return {GOLD_METRIC: gold, "kl_start": kl, **figures}
 
     def _kl_from_start(self, groups: Sequence[Sequence[Episode]]) -> float:
-        """`kl_from_start`, with each prompt computed once; of a large model, from every fourth group."""
+        """Return `kl_from_start`, computing each prompt once; for a large model, from every fourth group."""
         if self._start is None:
             self._start = self._load_start()
         if sum(parameter.numel() for parameter in self._start.parameters()) > LARGE_PARAMETERS:
             groups = groups[::GROUP_STRIDE]
         # This policy routes by itself.
-        own = [[replace(episode, routed_experts=None) for episode in group] for group in groups]
+        unrouted = [[replace(episode, routed_experts=None) for episode in group] for group in groups]
         signals = compute_signals(
             {"logprobs"},
-            own,
+            unrouted,
             SignalModels(self._start),
             token_budget=self._token_budget,
             temperature=self._temperature,
@@ -83,7 +83,7 @@ class GoldWatch:
         self._workspace.log(f"step {step}: {message} (set steps to {step} in the recipe to stop there)")
 
     def summary(self) -> dict[str, Any]:
-        """`gold`: the recommended stop, the alarm, the best step and the fitted law; empty without gold."""
+        """Return `gold`: the recommended stop, alarm, best step and fitted law; empty without gold."""
         lines = [line for line in self._workspace.step_metrics() if GOLD_METRIC in line]
         if not lines:
             return {}
@@ -110,7 +110,7 @@ class GoldWatch:
 def kl_from_start(
     episodes: Sequence[Episode], start_logprobs: Mapping[str, np.ndarray[tuple[int], np.dtype[np.float32]]]
 ) -> float:
-    """KL(policy || start) in nats per episode: the mean over episodes of the sum of k3 over tokens.
+    """Return KL(policy || start) in nats per episode: the mean over episodes of the sum of k3 over tokens.
 
     k3 = exp(-x) - 1 + x, where x is the policy's log-prob minus the start's; unbiased and never negative.
 

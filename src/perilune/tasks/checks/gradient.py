@@ -83,20 +83,20 @@ def check_gradient(twin: Twin) -> None:
         learner.forward_backward(single)
         actual = [sum(_slopes(twin, direction).values()) for direction in range(DIRECTIONS)]
         tokens = _loss_inputs(twin, weighted, name)
-        expected = [_derivative(_LOSSES[name], tokens, current, one) for one in differences]
+        expected = [_derivative(_LOSSES[name], tokens, current, change) for change in differences]
         limit = _tolerance(twin) * max(map(abs, expected)) + ABSOLUTE_TOLERANCE
         if not _are_close(actual, expected, limit):
             mistakes = {
-                mistake: [_derivative(loss, other, current, one) for one in differences]
+                mistake: [_derivative(loss, other, current, change) for change in differences]
                 for mistake, loss, other in _known_mistakes(name, twin, tokens, len(single))
             }
-            why = next(
+            reason = next(
                 (mistake for mistake, wrong in mistakes.items() if _are_close(actual, wrong, limit)), None
             )
-            why = why or _describe_wrong_parameters(
+            reason = reason or _describe_wrong_parameters(
                 twin, partial(_derivative, _LOSSES[name], tokens, current)
             )
-            raise _error(f"the gradient of {_LABELS[name]} differs from an independent computation: {why}")
+            raise _error(f"the gradient of {_LABELS[name]} differs from an independent computation: {reason}")
         for parameter in learner.optimizer.parameters.values():
             parameter.grad = None
 
@@ -121,7 +121,7 @@ def _check_logprobs(twin: Twin, batches: Sequence[PackedBatch]) -> None:
         )
         if not rounding_of(decoder).allows((first - second).numpy()):
             raise _error(f"the learner's forward pass gives other log-probs each time: {RANDOM_LAYER_HINT}")
-        expected, at_one = (plain_figures(decoder, None, episodes, one)[0] for one in (temperature, 1.0))
+        expected, at_one = (plain_figures(decoder, None, episodes, value)[0] for value in (temperature, 1.0))
         rounding = plain_rounding(decoder)
         if rounding.allows((first - expected).numpy()):
             continue
@@ -140,18 +140,18 @@ def _tolerance(twin: Twin) -> float:
 
 
 def _are_close(values: Sequence[float], others: Sequence[float], limit: float) -> bool:
-    return all(abs(one - other) <= limit for one, other in zip(values, others, strict=True))
+    return all(abs(value - other) <= limit for value, other in zip(values, others, strict=True))
 
 
 # ---- derivatives along a direction -----------------------------------------------------------------------
 
 
 def _directions(twin: Twin, direction: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """For each trained parameter: its name, its float64 copy, and +-1 for each element."""
+    """Yield the name of each trained parameter, its float64 copy, and +-1 for each element."""
     random = torch.Generator().manual_seed(direction)
     exact = dict(twin.exact.named_parameters())
     if twin.exact_critic is not None:
-        exact |= {CRITIC_PREFIX + name: one for name, one in twin.exact_critic.named_parameters()}
+        exact |= {CRITIC_PREFIX + name: weight for name, weight in twin.exact_critic.named_parameters()}
     for name in twin.trained:
         yield name, exact[name], torch.randint(0, 2, exact[name].shape, generator=random).double() * 2 - 1
 
@@ -168,7 +168,7 @@ def _slopes(twin: Twin, direction: int) -> dict[str, float]:
 def _central_differences(twin: Twin, direction: int, only: str | None = None) -> Figures:
     """Return the derivatives of the figures along a direction, for all weights or those of one parameter."""
     episodes = [episode for group in twin.groups for episode in group]
-    weights = [one for one in _directions(twin, direction) if only in (None, one[0])]
+    weights = [entry for entry in _directions(twin, direction) if only in (None, entry[0])]
 
     routes = FirstRoutes()
 
@@ -182,20 +182,20 @@ def _central_differences(twin: Twin, direction: int, only: str | None = None) ->
     up, down = shifted(DIFFERENCE_STEP), shifted(-2 * DIFFERENCE_STEP)
     for _, weight, signs in weights:
         weight.add_(signs, alpha=DIFFERENCE_STEP)
-    return Figures(*((one - other) / (2 * DIFFERENCE_STEP) for one, other in zip(up, down, strict=True)))
+    return Figures(*((high - low) / (2 * DIFFERENCE_STEP) for high, low in zip(up, down, strict=True)))
 
 
 def _derivative(loss: Loss, tokens: _Tokens, current: Figures, differences: Figures) -> float:
     """Return the derivative of a loss along a direction, by the chain rule."""
-    leaves = Figures(*(one.clone().requires_grad_() for one in current))
+    leaves = Figures(*(figure.clone().requires_grad_() for figure in current))
     gradients = torch.autograd.grad(loss(tokens, leaves), leaves, allow_unused=True)
     return sum(
-        float(one @ other) for one, other in zip(gradients, differences, strict=True) if one is not None
+        float(grad @ change) for grad, change in zip(gradients, differences, strict=True) if grad is not None
     )
 
 
 def _describe_wrong_parameters(twin: Twin, derivative: Callable[[Figures], float]) -> str:
-    """Which parameters have the wrong gradient."""
+    """Return a clause that names the parameters with a wrong gradient."""
     actual = _slopes(twin, 0)
     expected = {name: derivative(_central_differences(twin, 0, name)) for name in actual}
     limit = _tolerance(twin) * max(map(abs, expected.values())) + ABSOLUTE_TOLERANCE
@@ -204,27 +204,27 @@ def _describe_wrong_parameters(twin: Twin, derivative: Callable[[Figures], float
         return "the gradients of many parameters differ a little"
     first = max(wrong, key=lambda name: abs(expected[name]))
     times = actual[first] / expected[first] if expected[first] else np.inf
-    of = "all parameters" if len(wrong) == len(actual) else f"{len(wrong)} of {len(actual)} parameters"
+    share = "all parameters" if len(wrong) == len(actual) else f"{len(wrong)} of {len(actual)} parameters"
     problem = f"is {times:.3g} times the right one"
     if abs(times) < 1e-6:
         problem = "is missing"
     elif abs(times + 1) < 0.05:
         problem = "has the wrong sign"
-    return f"the gradient of {of} is wrong, and that of {first} {problem}"
+    return f"the gradient of {share} is wrong, and that of {first} {problem}"
 
 
 # ---- the independent losses -----------------------------------------------------------------------------
 
 
 def _policy_loss(tokens: _Tokens, now: Figures, *, smaller: bool = True) -> Tensor:
-    """PPO's clipped gain with dual clip, for token or sequence ratios; or CISPO's weighted log-probs."""
+    """Return PPO's clipped gain with dual clip (token or sequence ratios), or CISPO's weighted log-probs."""
     rule, weights, logprobs = tokens.surrogate, tokens.weights, now.logprobs
     ratio = (logprobs - tokens.sampler).exp()
     if rule.ratio != "token":
-        of = torch.nn.functional.one_hot(tokens.episode_of).double()
-        total = (logprobs - tokens.sampler).detach() @ of
-        whole = total / of.sum(0) if rule.ratio == "sequence" else total
-        ratio = (of @ whole).exp() * (logprobs - logprobs.detach()).exp()
+        onehot = torch.nn.functional.one_hot(tokens.episode_of).double()
+        total = (logprobs - tokens.sampler).detach() @ onehot
+        whole = total / onehot.sum(0) if rule.ratio == "sequence" else total
+        ratio = (onehot @ whole).exp() * (logprobs - logprobs.detach()).exp()
     clipped = torch.clip(ratio, rule.low, rule.high)
     if rule.clip == "weight":
         return -(weights * clipped.detach() * logprobs).sum()
@@ -310,16 +310,16 @@ def _loss_inputs(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _T
         return torch.from_numpy(np.concatenate(parts))
 
     targets = [group.value for group in weighted if group.value is not None]
-    components = [found for group in weighted if (found := group.component(name)) is not None]
-    denominator = sum(sum(one.counts) for one in components)
-    weights = learned([array for one in components for array in one.weights]) / denominator
+    components = [component for group in weighted if (component := group.component(name)) is not None]
+    denominator = sum(sum(component.counts) for component in components)
+    weights = learned([array for component in components for array in component.weights]) / denominator
     none = torch.zeros_like(weights)
     return _Tokens(
         weights=weights,
         sampler=learned([episode.logprobs for episode in episodes]),
         reference=plain_figures(twin.reference, None, episodes, spec.temperature)[0],
-        returns=learned([a for one in targets for a in one.returns]) if targets else none,
-        old_values=learned([a for one in targets for a in one.values]) if targets else none,
+        returns=learned([a for target in targets for a in target.returns]) if targets else none,
+        old_values=learned([a for target in targets for a in target.values]) if targets else none,
         episode_of=torch.arange(len(masks)).repeat_interleave(torch.tensor([int(m.sum()) for m in masks])),
         surrogate=_configure_surrogate(spec.algorithm, replace(group.surrogate, kl=spec.kl_estimator)),
         value_clip=targets[0].clip if targets else 0.0,

@@ -1,4 +1,4 @@
-"""Says why reinforcement learning may have changed little: groups without a gradient, or answers cut off."""
+"""Explains why a policy learned little: groups without a gradient, or answers cut off."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -163,13 +163,13 @@ class LogprobChecker:
             return
         by_id = {episode.episode_id: episode for group in groups for episode in group}
         gaps = [
-            (_gaps(one.logprobs[one.loss_mask], own), one, own)
+            (_gaps(episode.logprobs[episode.loss_mask], logprobs), episode, logprobs)
             for batch in batches
-            for name, own in batch.split_by_episode(token_logprobs(self.learner.decoder, batch))
-            if self._is_current(one := by_id[name])
+            for name, logprobs in batch.split_by_episode(token_logprobs(self.learner.decoder, batch))
+            if self._is_current(episode := by_id[name])
         ]
         _, worst, logprobs = max(gaps, key=lambda item: float(np.abs(item[0]).max(initial=0.0)))
-        if rounding.allows(np.concatenate([one for one, _, _ in gaps])):
+        if rounding.allows(np.concatenate([values for values, _, _ in gaps])):
             raise WorkFailedError(
                 f"the learner's log-probs with a gradient differ by {gap:.3g} nats from the sampler's and"
                 f" from its own without one: {RANDOM_LAYER_HINT}",
@@ -199,7 +199,7 @@ def rescore(decoder: Decoder, episode: Episode, temperature: float) -> Array:
 
 
 def _rescore(decoder: Decoder, episode: Episode, temperature: float) -> tuple[Array, Array]:
-    """`rescore`, and float32[min(T, REDRAWN_TOKENS), V] log-probs of the vocabulary at the first tokens."""
+    """Return `rescore`, and float32[min(T, REDRAWN_TOKENS), V] log-probs of the vocabulary at the start."""
     ids = np.concatenate([episode.prompt_ids, episode.token_ids]).astype(np.int64)
     routes = pack_routes([episode], [0])
     replay = None if routes is None else RouteReplay(routes.to(next(decoder.parameters()).device))

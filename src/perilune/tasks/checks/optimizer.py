@@ -66,29 +66,29 @@ class OptimizerChecker:
     @torch.no_grad()
     def _choose_elements(self) -> tuple[Array, float]:
         """Choose one element of each parameter; return their gradients and the norm of the whole gradient."""
-        places, gradients, norms = {}, [], {}
+        indices, gradients, norms = {}, [], {}
         for name, parameter in self._learner.optimizer.parameters.items():
             if not parameter.numel():  # another process has this parameter
                 continue
-            places[name] = 0
+            indices[name] = 0
             gradient = parameter.grad
             if gradient is None:
                 gradients.append(parameter.new_zeros((), dtype=torch.float32))
                 continue
             flat = gradient.reshape(-1)
             stride = max(1, len(flat) // CANDIDATES)
-            places[name] = int(flat[::stride].abs().argmax()) * stride
-            gradients.append(flat[places[name]].float())
+            indices[name] = int(flat[::stride].abs().argmax()) * stride
+            gradients.append(flat[indices[name]].float())
             norms[name] = torch.linalg.vector_norm(gradient)
         norms = dict(self._learner.optimizer.gather_norms(norms)) if norms else {}
-        self._places = places
+        self._places = indices
         norm = torch.linalg.vector_norm(torch.stack([*norms.values()])) if norms else 0.0
         return torch.stack(gradients).double().cpu().numpy(), float(norm)
 
     @torch.no_grad()
     def _read_state(self) -> _State:
         def chosen(tensors: Mapping[str, torch.Tensor]) -> Array:
-            elements = [tensors[name].reshape(-1)[place].double() for name, place in self._places.items()]
+            elements = [tensors[name].reshape(-1)[index].double() for name, index in self._places.items()]
             return torch.stack(elements).cpu().numpy()
 
         optimizer = self._learner.optimizer
@@ -97,12 +97,12 @@ class OptimizerChecker:
     def _check_unchanged(self) -> None:
         if self._last is None:
             return
-        for field, before, now in zip(_State._fields, self._last, self._read_state(), strict=True):
-            changed = np.flatnonzero(before != now)
+        for field, before, after in zip(_State._fields, self._last, self._read_state(), strict=True):
+            changed = np.flatnonzero(before != after)
             if len(changed):
                 name = list(self._places)[changed[0]]
                 kind = "weights" if field == "weights" else f"{field} moments"
-                lost = ": the optimizer lost its state" if field != "weights" and not now.any() else ""
+                lost = ": the optimizer lost its state" if field != "weights" and not after.any() else ""
                 raise self._error(f"the {kind} of {name} changed between two updates{lost}")
 
     def _check_step(self, before: int) -> None:
@@ -192,6 +192,6 @@ _NAMES = {"weights": "weight", "first": "first moment", "second": "second moment
 
 def _are_close(one: _State, other: _State, places: NDArray[np.int64]) -> bool:
     return all(
-        np.allclose(mine[places], others[places], rtol=1e-5, atol=1e-12)
-        for mine, others in zip(one, other, strict=True)
+        np.allclose(left[places], right[places], rtol=1e-5, atol=1e-12)
+        for left, right in zip(one, other, strict=True)
     )

@@ -11,7 +11,7 @@ from perilune.verifiers.audit import Audit, audit_reward
 from perilune.watchdog import Watchdog
 
 AUDIT_TASKS = 3  # fewest tasks from which an audit draws conclusions across tasks
-AUDIT_SCORINGS = 600  # about as many answers does it score
+AUDIT_SCORINGS = 600  # approximate number of answers that it scores
 AUDIT_LIMIT_S = 20.0  # seconds that it may take
 AUDIT_FILE = "reward_audit.json"
 FAILING_GRADES = frozenset({"D", "F"})
@@ -26,9 +26,9 @@ def check_reward(workspace: Workspace) -> None:
     if (workspace.artifacts / AUDIT_FILE).exists():
         return
     with Watchdog("reward audit"):
-        if (each := _seconds_to_score(workspace)) * AUDIT_SCORINGS > AUDIT_LIMIT_S:
+        if (seconds := _seconds_to_score(workspace)) * AUDIT_SCORINGS > AUDIT_LIMIT_S:
             workspace.log(
-                f"the reward was not audited, because scoring an answer takes {each:.2g} s;"
+                f"the reward was not audited, because scoring an answer takes {seconds:.2g} s;"
                 " `perilune environments audit` does it"
             )
             return

@@ -90,17 +90,17 @@ class Twin:
         samples = max(len(_LENGTHS), self.spec.algorithm.least_samples + 1)
         reward = float(getattr(self.spec.algorithm, "passes_at", 1.0))
         prompts = [random.integers(_VOCABULARY, size=size).astype(np.int32) for size in (2, 3)]
-        every = [
+        episodes = [
             _make_episode(f"0/{group}/{sample}", prompt, reward * (sample == 0), random)
             for group, prompt in enumerate(prompts)
             for sample in range(samples)
         ]
-        own, *_ = plain_figures(self.learner.decoder, None, every, self.spec.temperature)
-        drifted = own.numpy() - random.choice(_DRIFT, size=len(own))
-        drifted = np.split(drifted, np.cumsum([one.sampled for one in every])[:-1])
-        for episode, logprobs in zip(every, drifted, strict=True):
+        current, *_ = plain_figures(self.learner.decoder, None, episodes, self.spec.temperature)
+        drifted = current.numpy() - random.choice(_DRIFT, size=len(current))
+        drifted = np.split(drifted, np.cumsum([episode.sampled for episode in episodes])[:-1])
+        for episode, logprobs in zip(episodes, drifted, strict=True):
             episode.logprobs[episode.loss_mask] = logprobs
-        return [tuple(every[:samples]), tuple(every[samples:])]
+        return [tuple(episodes[:samples]), tuple(episodes[samples:])]
 
 
 def _make_episode(name: str, prompt: np.ndarray, reward: float, random: np.random.Generator) -> Episode:
@@ -175,7 +175,7 @@ def plain_figures(
     temperature: float,
     routing: Routing | None = None,
 ) -> Figures:
-    """Log-probs of the trained tokens of all episodes, and values and entropies before them.
+    """Return log-probs of the trained tokens of all episodes, and values and entropies before them.
 
     A plain computation: every sequence has its own prompt, and there are no micro-batches.
     """

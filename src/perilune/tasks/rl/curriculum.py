@@ -88,7 +88,7 @@ class Curriculum:
         return f"{name} {task.difficulty:g}" if known else name
 
     def _weight(self, stratum: str) -> float:
-        """`floor` to 1, growing with the expectation of p (1 - p) under the posterior Beta(a, b)."""
+        """Return a weight from `floor` to 1: it grows with the mean of p (1 - p) under Beta(a, b)."""
         right, total = self._counts.get(stratum, (0.0, 0.0))
         a, b = right + self.settings.prior, total - right + self.settings.prior
         variance = a * b / ((a + b) * (a + b + 1))
@@ -96,7 +96,7 @@ class Curriculum:
 
 
 def inclusion_probabilities(weights: Array, count: int) -> Array:
-    """float64[N], proportional to `weights` and at most 1, with the sum `count`.
+    """Return float64[N], proportional to `weights` and at most 1, with the sum `count`.
 
     Args:
         weights: float64[N], positive; N is at least `count`.
@@ -131,7 +131,7 @@ def add_probabilities(groups: Groups, probabilities: Mapping[str, float]) -> Gro
 
 
 def uniform_metrics(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """`uniform/...`: reward and pass rate of a uniform draw, and the effective share of groups.
+    """Return `uniform/...`: reward and pass rate of a uniform draw, and the effective share of groups.
 
     Means over groups, weighted by the inverse of their probabilities (Hajek's estimator). Empty without a
     curriculum.
@@ -179,4 +179,4 @@ def _scale_group(group: WeightedGroup, factor: float) -> WeightedGroup:
 
 
 def _scale_component(part: Component, factor: float) -> Component:
-    return Component(tuple(np.float32(factor) * one for one in part.weights), part.counts)
+    return Component(tuple(np.float32(factor) * weights for weights in part.weights), part.counts)

@@ -8,7 +8,7 @@ from perilune.frozen import Frozen
 
 
 class CurriculumSettings(Frozen):
-    """How tasks are drawn by their pass rates."""
+    """The draw of tasks by their pass rates."""
 
     by: Literal["difficulty", "environment", "task"] = Field(
         "difficulty",

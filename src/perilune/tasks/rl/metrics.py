@@ -171,7 +171,7 @@ def compare_lengths(workspace: Workspace) -> dict[str, Any]:
     files = sorted(workspace.episodes.glob("step-*.parquet"))
     edge = max(1, min(5, len(files) // 2))
     before, after = (
-        [one for path in part for one in read_episodes(path)] for part in (files[:edge], files[-edge:])
+        [row for path in part for row in read_episodes(path)] for part in (files[:edge], files[-edge:])
     )
     return length_dynamics(before, after)
 

@@ -100,15 +100,15 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
             plan = replace(plan, persistent={**plan.persistent, "sub-agents": sampling.total})
         if self.asynchronous is None:
             return plan
-        here = self.asynchronous.workers if self.asynchronous.ray is None else 0
-        held = {**plan.persistent, OTHER_PROCESSES: here * sampling.total}
+        local = self.asynchronous.workers if self.asynchronous.ray is None else 0
+        persistent = {**plan.persistent, OTHER_PROCESSES: local * sampling.total}
         if self.asynchronous.keeps_weights_copy(self):
-            held[WEIGHTS_COPY] = plan.persistent["weights"] // 2
-        return replace(plan, persistent=held)
+            persistent[WEIGHTS_COPY] = plan.persistent["weights"] // 2
+        return replace(plan, persistent=persistent)
 
     @model_validator(mode="after")
     def _set_default_corrections(self) -> RLSpec:
-        """Asynchronous training has off-policy corrections, unless the recipe sets its own.
+        """Set the off-policy corrections of asynchronous training, unless the recipe sets its own.
 
         A validator that runs before the fields would turn off the rules of JSON: a list could not be a tuple.
         """
@@ -152,10 +152,10 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RLSpec:
-        least = self.algorithm.least_samples
-        if self.samples < least:
+        min_samples = self.algorithm.least_samples
+        if self.samples < min_samples:
             raise ValueError(
-                f"samples is {self.samples}, and {self.algorithm.name} needs at least {least} per group"
+                f"samples is {self.samples}, and {self.algorithm.name} needs at least {min_samples} per group"
             )
         return self
 
@@ -189,10 +189,10 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         if self.process_rewards is None:
             return self
         if self.algorithm.takes_step_rewards != (self.process_rewards.role == "reward"):
-            right = "reward" if self.algorithm.takes_step_rewards else "bonus, advantage or trace"
+            expected = "reward" if self.algorithm.takes_step_rewards else "bonus, advantage or trace"
             raise ValueError(
                 f"process_rewards.role is {self.process_rewards.role}, and {self.algorithm.name} takes"
-                f" process rewards as {right}"
+                f" process rewards as {expected}"
             )
         if self.reward_model and self.process_rewards.name == "montecarlo":
             raise ValueError(

@@ -23,7 +23,7 @@ class ReinforcementStage(Stage[Spec]):
     produces = "checkpoint"
 
     def describe(self, spec: Spec, job: Job) -> Mapping[str, object]:
-        """Episodes, updates, the schedule and memory.
+        """Return the plan: episodes, updates, the schedule and memory.
 
         Raises:
             RequestError: when the environment has `rewards` that a reward model would replace, or new
@@ -53,12 +53,12 @@ class ReinforcementStage(Stage[Spec]):
             )
         longest = planned_episode_tokens(job.environment, spec.max_tokens, config)
         episodes = spec.steps * spec.prompts * spec.samples
-        most = spec.algorithm.refills
-        refills = f", and dead groups refilled up to {most} times a step" if most else ""
-        asked = f"{plural(spec.steps, 'step')} x {plural(spec.prompts, 'task')}"
+        max_refills = spec.algorithm.refills
+        refills = f", and dead groups refilled up to {max_refills} times a step" if max_refills else ""
+        tasks = f"{plural(spec.steps, 'step')} x {plural(spec.prompts, 'task')}"
         return {
-            "episodes": f"{asked} x {spec.samples} = {episodes:,}{refills}",
-            "tokens at most": f"{episodes * (1 + most) * longest:,}",
+            "episodes": f"{tasks} x {spec.samples} = {episodes:,}{refills}",
+            "tokens at most": f"{episodes * (1 + max_refills) * longest:,}",
             "algorithm": f"{_describe_algorithm(spec.algorithm)}; updates per step:"
             f" {spec.updates_per_batch * spec.epochs_per_batch}; kl {spec.kl:g}",
             **({"curriculum": spec.curriculum.describe()} if spec.curriculum else {}),
@@ -99,7 +99,7 @@ def _check_asynchronous(job: Job) -> None:
 
 
 def _describe_algorithm(algorithm: Algorithm) -> str:
-    """Name and options."""
+    """Return the name and the options."""
     options = algorithm.model_dump(exclude={"name"}, exclude_none=True)
     listed = ", ".join(f"{name} {value}" for name, value in options.items())
     return f"{algorithm.name} ({listed})"

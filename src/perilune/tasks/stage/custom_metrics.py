@@ -36,13 +36,13 @@ class CustomMetrics:
     """
 
     def __init__(self, named: Mapping[str, str | CodeFile], log: Callable[[str], None] = print) -> None:
-        self._functions = {name: _load(name, one) for name, one in named.items()}
+        self._functions = {name: _load(name, function) for name, function in named.items()}
         self._log = log
         self._failed: set[str] = set()
 
     def figures(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Return the value of each metric that returns a finite number. A metric that fails is left out."""
-        found = {}
+        figures = {}
         for name, function in self._functions.items():
             try:
                 value = function(episodes)
@@ -50,12 +50,12 @@ class CustomMetrics:
                     continue
                 if not math.isfinite(value):
                     raise ValueError(f"it returned {value}")
-                found[name] = float(value)
+                figures[name] = float(value)
             except Exception as error:
                 if name not in self._failed:
                     self._log(f"warning: metric {name!r} failed: {type(error).__name__}: {error}")
                 self._failed.add(name)
-        return found
+        return figures
 
 
 def _load(name: str, named: str | CodeFile) -> CustomMetric:

@@ -99,8 +99,8 @@ class ModelDefaults(Frozen):
         missing = [name for name in cls.by_model if name in spec and spec[name] is None]
         if not missing:
             return dict(spec)
-        found = cls.defaults(task, spec, model, device)
-        return {**spec, **{name: found[name].value for name in missing}}
+        defaults = cls.defaults(task, spec, model, device)
+        return {**spec, **{name: defaults[name].value for name in missing}}
 
     @classmethod
     def defaults(
@@ -110,10 +110,10 @@ class ModelDefaults(Frozen):
         own = {name: cls.model_fields[name].default for name in cls.by_model if name in cls.model_fields}
         if not is_pretrained(model):
             source = f"a new model (preset {model['preset']})" if model.get("preset") else "a small model"
-            found = {name: Default(value, f"the default for {source}") for name, value in own.items()}
-            if "lr" in found:
-                found["lr"] = _new_model_lr(task, section_config(model), found["lr"].reason)
-            return found
+            defaults = {name: Default(value, f"the default for {source}") for name, value in own.items()}
+            if "lr" in defaults:
+                defaults["lr"] = _new_model_lr(task, section_config(model), defaults["lr"].reason)
+            return defaults
         config = section_config(model)
         return {
             name: _FOR_PRETRAINED[name](_Context(task, spec, config, device, value))
@@ -204,8 +204,8 @@ def _default_token_budget(context: _Context) -> Default:
 
 
 def _default_max_tokens(context: _Context) -> Default:
-    most = max(1, min(MAX_ANSWER_TOKENS, context.config.max_position_embeddings // 2))
-    return Default(most, "room for written-out work; half of the positions at most")
+    tokens = max(1, min(MAX_ANSWER_TOKENS, context.config.max_position_embeddings // 2))
+    return Default(tokens, "room for written-out work; half of the positions at most")
 
 
 _FOR_PRETRAINED: dict[str, Callable[[_Context], Default]] = {

@@ -87,8 +87,8 @@ class HeldOutEvaluation:
         figures: dict[str, float] = {}
         if self._publisher is not None:
             self._publisher.publish()
-        for one in self._sets:
-            figures |= self._evaluate_set(one, step)
+        for task_set in self._sets:
+            figures |= self._evaluate_set(task_set, step)
         if self._data is not None:
             values = self._data()
             figures |= self._with_intervals(DATA_SET, values)
@@ -101,27 +101,27 @@ class HeldOutEvaluation:
             held.tasks, samples=self._settings.samples, params=self._params, step=0, watch=Stopwatch()
         )
         seed = self._workspace.job.seed
-        found = evaluation_summary(held.rollouts.environment.id, groups, [], seed)
+        summary = evaluation_summary(held.rollouts.environment.id, groups, [], seed)
         values = {
-            "pass@1": {task: correct / count for task, count, correct in found["correct_per_task"]},
+            "pass@1": {task: correct / count for task, count, correct in summary["correct_per_task"]},
             "reward": _mean_rewards(groups),
         }
         self._workspace.evaluation(step, held.name, values)
-        more = {"length": found["length"]["mean"], "truncated": found["truncated"]}
+        extra = {"length": summary["length"]["mean"], "truncated": summary["truncated"]}
         figures = self._with_intervals(held.name, values)
-        for part, own in found.get("by_environment", {}).items():
-            if "pass@1" in own:  # a part without a scored answer has none
+        for part, entry in summary.get("by_environment", {}).items():
+            if "pass@1" in entry:  # a part without a scored answer has none
                 figures |= _interval_metrics(
-                    f"{held.name}/environment/{part}/pass@1", Interval(**own["pass@1"])
+                    f"{held.name}/environment/{part}/pass@1", Interval(**entry["pass@1"])
                 )
-        return figures | {f"{EVAL_PREFIX}{held.name}/{name}": value for name, value in more.items()}
+        return figures | {f"{EVAL_PREFIX}{held.name}/{name}": value for name, value in extra.items()}
 
     def _with_intervals(self, name: str, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         figures: dict[str, float] = {}
         for figure, by_example in values.items():
             mean = pass_rate_interval if figure in ("pass@1", "accuracy") else bootstrap_problems
-            found = mean(list(by_example.values()), seed=self._workspace.job.seed)
-            figures |= _interval_metrics(f"{name}/{figure}", found)
+            interval = mean(list(by_example.values()), seed=self._workspace.job.seed)
+            figures |= _interval_metrics(f"{name}/{figure}", interval)
         return figures
 
 
@@ -197,7 +197,7 @@ def _one_player_environment(section: Mapping[str, Any]) -> Environment:
 
 
 class EvaluationHistory:
-    """What follows from the evaluations so far, which are in the workspace's metrics.
+    """The results of the evaluations so far, which are in the workspace's metrics.
 
     Attributes:
         figure: the metric of the best checkpoint.
@@ -211,9 +211,9 @@ class EvaluationHistory:
         self._read(workspace.metrics())
 
     def _read(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        found = list_evaluations(lines, self.figure)
+        evaluations = list_evaluations(lines, self.figure)
         self.best = best_evaluation(lines, self.figure)
-        self.latest = {self.figure.removeprefix(EVAL_PREFIX): found[-1][1].mean} if found else {}
+        self.latest = {self.figure.removeprefix(EVAL_PREFIX): evaluations[-1][1].mean} if evaluations else {}
 
     def observe(self, step: int) -> bool:
         """Log an evaluation that has been recorded, and the gap to training at the first step that has it.
@@ -223,12 +223,12 @@ class EvaluationHistory:
         """
         lines = self._workspace.metrics()
         self._read(lines)
-        shown = [
-            f"{name}: {figure} {_format_interval(figure, found[-1][1])}"
+        texts = [
+            f"{name}: {figure} {_format_interval(figure, evaluations[-1][1])}"
             for name, figure in self._set_figures(lines)
-            if (found := list_evaluations(lines, f"{EVAL_PREFIX}{name}/{figure}"))
+            if (evaluations := list_evaluations(lines, f"{EVAL_PREFIX}{name}/{figure}"))
         ]
-        self._workspace.log(f"step {step}: held out: {'; '.join(shown)}")
+        self._workspace.log(f"step {step}: held out: {'; '.join(texts)}")
         warning, before = (
             self._gap_warning(lines),
             self._gap_warning([line for line in lines if line["step"] < step]),
@@ -252,7 +252,7 @@ class EvaluationHistory:
         """
         lines, values = self._workspace.metrics(), self._workspace.evaluations()
         changes: dict[str, Any] = {}
-        warnings = [one for one in [self._gap_warning(lines)] if one]
+        warnings = [warning for warning in [self._gap_warning(lines)] if warning]
         for name, figure in self._set_figures(lines):
             change = change_between(
                 values, name, figure, before=0, after=steps, seed=self._workspace.job.seed
@@ -279,10 +279,10 @@ class EvaluationHistory:
     def _set_figures(self, lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         """Return the sets, each with the figure that describes it."""
         names = [*self._settings.sections(self._workspace.job.environment)]
-        held = [(name, "pass@1") for name in names]
+        figures = [(name, "pass@1") for name in names]
         if any(f"{EVAL_PREFIX}{DATA_SET}/loss" in line for line in lines[:1]):
-            held.append((DATA_SET, "loss"))
-        return held
+            figures.append((DATA_SET, "loss"))
+        return figures
 
     def _gap_warning(self, lines: Sequence[Mapping[str, Any]]) -> str:
         return gap_warning(lines, f"{EVAL_PREFIX}{HELDOUT_SET}/pass@1", self._settings.tasks)
@@ -296,8 +296,8 @@ class EvaluationHistory:
                 "training": _interval_json(training_rate(lines, before, step)),
             }
             for name, figure in self._set_figures(lines):
-                found = dict(list_evaluations(lines, f"{EVAL_PREFIX}{name}/{figure}"))
-                row[name] = _interval_json(found.get(step))
+                values = dict(list_evaluations(lines, f"{EVAL_PREFIX}{name}/{figure}"))
+                row[name] = _interval_json(values.get(step))
             curve.append(row)
         return curve
 
@@ -323,4 +323,4 @@ def _mean_rewards(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
         group[0].task_id: [episode.reward for episode in group if episode.reward is not None]
         for group in groups
     }
-    return {task: sum(found) / len(found) for task, found in rewards.items() if found}
+    return {task: sum(values) / len(values) for task, values in rewards.items() if values}

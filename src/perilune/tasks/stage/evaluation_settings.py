@@ -102,13 +102,13 @@ class EvaluatedSpec(TrainingSpec):
         return self
 
     def evaluation_tokens(self, job: Job) -> int:
-        """Most tokens of a turn in evaluations."""
+        """Return the most tokens of a turn in evaluations."""
         assert self.eval is not None
         if self.eval.max_tokens is not None:
             return self.eval.max_tokens
-        own: int | None = getattr(self, "max_tokens", None)
+        max_tokens: int | None = getattr(self, "max_tokens", None)
         defaults = SamplingSpec.defaults(job.task, {}, job.model, job.resources.device)
-        return own or int(defaults["max_tokens"].value)
+        return max_tokens or int(defaults["max_tokens"].value)
 
     def evaluation_memory(self, job: Job, config: DecoderConfig) -> EvaluationMemory:
         """Return the memory arguments for evaluations; empty without tasks."""
@@ -129,9 +129,9 @@ class EvaluatedSpec(TrainingSpec):
             return
         figure = self.eval.figure(job.environment).removeprefix(EVAL_PREFIX)
         name, sections = figure.split("/")[0], self.eval.sections(job.environment)
-        held = [DATA_SET] if getattr(self, "validation", 0) else []
-        if name not in (*sections, *held):
-            known = ", ".join([*sections, *held])
+        data_sets = [DATA_SET] if getattr(self, "validation", 0) else []
+        if name not in (*sections, *data_sets):
+            known = ", ".join([*sections, *data_sets])
             raise RequestError(
                 f"the best checkpoint is chosen by {figure}, and "
                 + (f"the sets are {known}" if known else "nothing is held out"),

@@ -59,7 +59,7 @@ def model_config(job: Job) -> DecoderConfig:
 
 
 def section_config(model: Mapping[str, Any]) -> DecoderConfig:
-    """As `model_config`, from the recipe's model section."""
+    """Return the configuration of the recipe's model section, as `model_config` does."""
     if model.get("preset"):
         preset = PRESETS[model["preset"]]
         sizes = {"bytes": BYTE_VOCABULARY_SIZE, "bpe": model.get("vocab_size")}
@@ -139,7 +139,7 @@ class StageMemory(MemoryPlan):
     slots: int = 0
 
     def fitting(self, available: int) -> str:
-        """Return how to fit into `available` bytes: a lower token budget, or settings that save more."""
+        """Return advice to fit into `available` bytes: a lower token budget, or settings that save more."""
         budgets = range(MIN_TOKEN_BUDGET, self.token_budget)
         fits = bisect_right(budgets, available, key=lambda budget: self.replan(budget).total)
         if fits:
@@ -165,8 +165,8 @@ def engine_size(
         samples: most samples that the stage has at a time; None if unknown.
     """
     slots = min(max_slots(config, max_tokens, room), samples or MAX_SLOTS)
-    one = -(-_sample_tokens(config, max_tokens) // BLOCK)
-    wanted = max(slots * one, -(-config.max_position_embeddings // BLOCK))
+    blocks = -(-_sample_tokens(config, max_tokens) // BLOCK)
+    wanted = max(slots * blocks, -(-config.max_position_embeddings // BLOCK))
 
     def needed(count: int) -> int:
         return blocks_bytes(config, 1 + count, slots, room.item_bytes)
@@ -174,7 +174,7 @@ def engine_size(
     fitting = BLOCK * bisect_right(range(1, 1 + wanted), room.bytes, key=needed)
     full = min(config.max_position_embeddings, fitting)
     return EngineSize(
-        slots=slots, cache_tokens=max(min(slots * one * BLOCK, max(fitting, one * BLOCK)), full)
+        slots=slots, cache_tokens=max(min(slots * blocks * BLOCK, max(fitting, blocks * BLOCK)), full)
     )
 
 
@@ -266,12 +266,12 @@ def _add_gpu_engine(
     On a CPU, untouched pages of the cache take no memory.
     """
     blocks = 1 + engine_size(config, max_tokens, room, slots)["cache_tokens"] // BLOCK
-    held = {**plan.persistent, "cache": blocks_bytes(config, blocks, slots, room.item_bytes)}
+    persistent = {**plan.persistent, "cache": blocks_bytes(config, blocks, slots, room.item_bytes)}
     if room.precision == "bfloat16":
         card = get_model_card(config)
         head = room.item_bytes * card.table_parameters if card.tied else 0
-        held["engine"] = base_bytes(config, "bfloat16") + head
-    return replace(plan, persistent=held)
+        persistent["engine"] = base_bytes(config, "bfloat16") + head
+    return replace(plan, persistent=persistent)
 
 
 def plan_sampling_memory(

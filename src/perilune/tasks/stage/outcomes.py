@@ -35,20 +35,20 @@ def evaluation_summary(
     if not judged:
         first = next(episode.failure for group in groups for episode in group if episode.failure)
         raise WorkFailedError(f"the verifier scored no answer; the first failure: {first}", where=environment)
-    most = max(n for _, n, _ in judged)
+    max_count = max(n for _, n, _ in judged)
     samples = [episode for group in groups for episode in group]
-    scored_greedy = [float(is_correct(one)) for one in greedy if not one.failure]
+    scored_greedy = [float(is_correct(episode)) for episode in greedy if not episode.failure]
     return {
         "kind": "evaluation",
         "environment": environment,
         "tasks": len(judged),
-        "samples": most,
+        "samples": max_count,
         **_pass_at_k_figures([(n, c) for _, n, c in judged], seed),
         "greedy": pass_rate_interval(scored_greedy, seed=seed)._asdict() if scored_greedy else None,
-        "length": {"mean": sum(one.sampled for one in samples) / len(samples)},
+        "length": {"mean": sum(episode.sampled for episode in samples) / len(samples)},
         "truncated": sum(episode.truncated for episode in samples) / len(samples),
         **({} if (share := form_share(samples)) is None else {"format": share}),
-        **({"live_groups": _live_share(groups)} if most > 1 else {}),
+        **({"live_groups": _live_share(groups)} if max_count > 1 else {}),
         **count_failures([*samples, *greedy]),
         "tasks_without_verdict": len(counts) - len(judged),
         "by_difficulty": _by_difficulty(groups),
@@ -59,7 +59,7 @@ def evaluation_summary(
 
 
 def environment_figures(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """`environment/PART/...` for each part of a mixture: reward, pass rate, groups and share of dead groups.
+    """Return `environment/PART/...` for each part of a mixture: reward, pass rate, groups, dead share.
 
     Empty without a mixture. A part whose episodes all failed has no reward and no pass rate.
     """
@@ -128,7 +128,7 @@ def strategy_figures(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]
 
 
 def _pass_at_k_figures(counts: Sequence[tuple[int, int]], seed: int) -> dict[str, dict[str, float]]:
-    """pass@k with its interval, for each k that enough tasks have samples for.
+    """Return pass@k with its interval, for each k that enough tasks have samples for.
 
     Args:
         counts: scored and right answers of each task.
@@ -155,9 +155,9 @@ def _by_environment(groups: Sequence[Sequence[Episode]], seed: int) -> dict[str,
 
 
 def _live_share(groups: Sequence[Sequence[Episode]]) -> dict[str, float]:
-    """Share of groups whose rewards differ, and which reinforcement learning can therefore learn from."""
+    """Return the share of groups whose rewards differ, which reinforcement learning can learn from."""
     rewards = [{episode.reward for episode in group if episode.reward is not None} for group in groups]
-    return wilson_interval(sum(len(one) > 1 for one in rewards), len(rewards))._asdict()
+    return wilson_interval(sum(len(values) > 1 for values in rewards), len(rewards))._asdict()
 
 
 def _count_correct(group: Sequence[Episode]) -> tuple[int, int]:

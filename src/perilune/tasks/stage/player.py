@@ -35,7 +35,7 @@ class Player:
 
     Attributes:
         max_tokens: most tokens of a turn.
-        longest: most tokens of an episode after its prompt.
+        max_episode_tokens: most tokens of an episode after its prompt.
         memory: the stage's memory plan; None if `open_player` was given none.
     """
 
@@ -50,7 +50,7 @@ class Player:
     memory: StageMemory | None = None
 
     def training_tasks(self, skip: int = 0) -> TrainingTasks:
-        """Training tasks after the first `skip`."""
+        """Return the training tasks after the first `skip`."""
         return TrainingTasks(self.environment, self.workspace, skip=skip)
 
     def play(
@@ -101,7 +101,7 @@ def open_player(
             the type of device. The plan must fit the machine before the engine is made.
         environments: number of environment processes.
         record_routes: record which experts compute each token.
-        backend: what computes the engine's steps, by default Perilune.
+        backend: computes the engine's steps; None for Perilune's own runner.
 
     Raises:
         RequestError: when the answers leave no room for a prompt, or the plan does not fit.

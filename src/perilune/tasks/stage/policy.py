@@ -157,6 +157,6 @@ def heldout_tasks(environment: Environment, count: int, seed: int) -> list[Task]
     """
     tasks = list(islice(environment.tasks("heldout", seed), count))
     if len(tasks) < count:
-        what = f"{environment.id} gave {len(tasks)} of {count} held-out tasks"
-        raise RequestError(what, remedy="lower the number of tasks, or widen the environment's config")
+        message = f"{environment.id} gave {len(tasks)} of {count} held-out tasks"
+        raise RequestError(message, remedy="lower the number of tasks, or widen the environment's config")
     return tasks

@@ -51,11 +51,11 @@ class Publisher:
         if self._start is None:
             return
         weights = checksum(base_state(self._learner.decoder))  # a new adapter changes nothing
-        began = weights if self._learner.version == 0 else self._learner.memory.get("start", self._start)
-        self._learner.memory["start"] = began
-        if began != self._start:
-            what = f"the reference policy has checksum {self._start}, and training started from {began}"
-            raise WorkFailedError(what, where="reference", remedy=REPORT_BUG)
+        start = weights if self._learner.version == 0 else self._learner.memory.get("start", self._start)
+        self._learner.memory["start"] = start
+        if start != self._start:
+            message = f"the reference policy has checksum {self._start}, and training started from {start}"
+            raise WorkFailedError(message, where="reference", remedy=REPORT_BUG)
 
     def accept_reference(self) -> None:
         """Expect the reference's current weights from now on, because the stage moved it."""
@@ -73,11 +73,11 @@ class Publisher:
         self.published[version] = checksum(decoder.state_dict())
         self._learner.ranks.check_same(f"weights of version {version}", self.published[version])
         self._engine.update_weights(None, version)
-        held = (self._engine.version, self._engine.checksum)
-        if held != (version, self.published[version]):
+        used = (self._engine.version, self._engine.checksum)
+        if used != (version, self.published[version]):
             raise self._error(
                 f"the learner published version {version} with checksum {self.published[version]}, and the"
-                f" engine has version {held[0]} with {held[1]}: its weights are stale, or another model's"
+                f" engine has version {used[0]} with {used[1]}: its weights are stale, or another model's"
             )
         rounding = plain_rounding(decoder)
         gaps = self._probe_gaps(decoder)
@@ -125,12 +125,12 @@ class Publisher:
 
 def is_nondeterministic(decoder: Decoder, ids: Tokens) -> bool:
     """Return whether two forward passes over int64[T] tokens differ by more than rounding."""
-    one, other = (plain_logprobs(decoder, ids, len(ids) - 1, 1.0) for _ in range(2))
-    return not rounding_of(decoder).allows((one - other).cpu().double().numpy())
+    first, second = (plain_logprobs(decoder, ids, len(ids) - 1, 1.0) for _ in range(2))
+    return not rounding_of(decoder).allows((first - second).cpu().double().numpy())
 
 
 def plain_logprobs(decoder: Decoder, ids: Tokens, count: int, temperature: float) -> Tensor:
-    """Log-probs float32[count] of the last `count` of int64[T] tokens."""
+    """Return float32[count] log-probs of the last `count` of int64[T] tokens."""
     return plain_scores(decoder, ids, count, temperature)[0]
 
 
@@ -143,13 +143,13 @@ def plain_scores(  # noqa: PLR0917
     routing: Routing | None = None,
     whole: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs float32[count] of the last `count` of int64[T] tokens, and float32[whole, V] of all tokens.
+    """Return float32[count] log-probs of the last `count` of int64[T] tokens, and float32[whole, V] of all.
 
     A plain computation for checks: one sequence, without packing, row selection or the log-prob kernels. It
     shares the decoder's layers with the code that it checks. Logits are computed for some rows at a time.
 
     Args:
-        whole: how many of the first distributions to return; at most `count` and `_LOGIT_ROWS`.
+        whole: number of the first distributions to return; at most `count` and `_LOGIT_ROWS`.
     """
     device = next(decoder.parameters()).device
     tokens = torch.as_tensor(np.asarray(ids, np.int64), device=device)
@@ -158,11 +158,11 @@ def plain_scores(  # noqa: PLR0917
     states, targets = states[-count - 1 : -1], tokens[-count:]
     chosen: list[Tensor] = []
     first = states.new_empty(0)
-    for some, of_some in zip(
+    for part, part_targets in zip(
         torch.split(states, _LOGIT_ROWS), torch.split(targets, _LOGIT_ROWS), strict=True
     ):
-        logprobs = (decoder.logits(some).float() / (temperature or 1.0)).log_softmax(-1)
+        logprobs = (decoder.logits(part).float() / (temperature or 1.0)).log_softmax(-1)
         if not chosen:
             first = logprobs[:whole].clone()
-        chosen.append(logprobs.gather(1, of_some[:, None])[:, 0])
+        chosen.append(logprobs.gather(1, part_targets[:, None])[:, 0])
     return torch.cat(chosen), first

@@ -22,7 +22,7 @@ BEST = "best"
 
 
 class Keep(Frozen):
-    """Which checkpoints a stage keeps."""
+    """The checkpoints that a stage keeps."""
 
     last: int = Field(1, ge=1, description="number of newest checkpoints to keep, counting the final one")
     best: str | None = Field(
@@ -111,7 +111,7 @@ def best_step(workspace: Workspace, spec: TrainingSpec, steps: Sequence[int]) ->
 
 
 def best_summary(workspace: Workspace, spec: TrainingSpec, steps: int) -> dict[str, Any]:
-    """`best`: the metric, and its intervals at the best and the last step; empty without `best_metric`.
+    """Return `best`: the metric, its intervals at the best and the last step; empty without `best_metric`.
 
     When the intervals overlap, the best checkpoint may be no better than the last.
 
@@ -147,12 +147,12 @@ def describe_retention(spec: TrainingSpec, memory: MemoryPlan) -> str:
 
     A checkpoint holds the weights and AdamW's two moments. One more exists while it is written.
     """
-    one = memory.persistent.get("weights", 0) + memory.persistent.get("moments", 0)
+    size = memory.persistent.get("weights", 0) + memory.persistent.get("moments", 0)
     kept = f"the newest {spec.keep.last}" if spec.keep.last > 1 else "the newest"
     best = f" and the best by {spec.keep.best}" if spec.keep.best else ""
     best = best or (" and the best evaluated" if getattr(spec, "eval", None) else "")
-    most = (spec.keep.last + 1 + (2 if best else 0)) * one
-    return f"every {plural(spec.save_every, 'step')}; {kept}{best} kept, about {most / 1e6:,.0f} MB at most"
+    total = (spec.keep.last + 1 + (2 if best else 0)) * size
+    return f"every {plural(spec.save_every, 'step')}; {kept}{best} kept, about {total / 1e6:,.0f} MB at most"
 
 
 def checkpoint_bytes(workspace: Workspace, exclude: Path | None = None) -> int:

@@ -1,4 +1,4 @@
-"""How far the log-probs of one policy may differ when engine and learner both compute them.
+"""Bounds on the differences between the engine's and the learner's log-probs of one policy.
 
 In float32 on a CPU they are equal, so each token is checked. With bfloat16 products on a GPU, another order
 of summation changes a log-prob by about 0.01 nats, and the largest of a million differences says nothing:
@@ -63,7 +63,7 @@ _MIN_PLAIN_BOUND = 1e-3  # least bound for a comparison with `plain_logprobs`, w
 
 
 def rounding_of(decoder: Decoder) -> Rounding:
-    """What counts as rounding, for the decoder's device and precision."""
+    """Return the bounds on rounding for the decoder's device and precision."""
     precision = "bfloat16" if decoder.precision == "bfloat16" else "float32"
     device = next(decoder.parameters()).device.type
     return _ROUNDING.get((precision, device), _ROUNDING[precision, "cuda"])
@@ -75,6 +75,6 @@ def is_exact(decoder: Decoder) -> bool:
 
 
 def plain_rounding(decoder: Decoder) -> Rounding:
-    """`rounding_of` for a comparison with `plain_logprobs`."""
+    """Return `rounding_of`, with the bound that a comparison with `plain_logprobs` needs."""
     rounding = rounding_of(decoder)
     return rounding if rounding.largest >= _MIN_PLAIN_BOUND else Rounding(_MIN_PLAIN_BOUND)

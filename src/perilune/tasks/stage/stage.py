@@ -121,10 +121,10 @@ def describe_defaults(spec: BaseModel, job: Job) -> dict[str, str]:
     """Describe the fields whose default depends on a pretrained model; `lr` is described separately."""
     if not isinstance(spec, ModelDefaults) or not is_pretrained(job.model):
         return {}
-    found = defaults_of(spec, job)
+    defaults = defaults_of(spec, job)
     lines = {
-        name: f"{getattr(spec, name):g}; {_default_reason(name, spec, found)}"
-        for name in found
+        name: f"{getattr(spec, name):g}; {_default_reason(name, spec, defaults)}"
+        for name in defaults
         if name not in ("lr", "forgetting")
     }
     if isinstance(spec, ForgettingSpec) and spec.forgetting:
@@ -138,7 +138,7 @@ def defaults_of(spec: ModelDefaults, job: Job) -> dict[str, Default]:
 
 
 def _default_reason(name: str, spec: BaseModel, defaults: Mapping[str, Default]) -> str:
-    """Return why a field has its value: the reason for the default, or the recipe."""
+    """Return the reason for a field's value: that of the default, or the recipe."""
     default = defaults[name]
     return default.reason if getattr(spec, name) == default.value else "set in the recipe"
 

@@ -177,9 +177,9 @@ class TrainingLoop:
         if not workspace.leads:
             return
         prune_checkpoints(workspace, spec)
-        held = checkpoint_bytes(workspace)
-        workspace.event("checkpoint", step=step, disk_bytes=held)
-        workspace.log(f"checkpoint of step {step}; all checkpoints take {held / 1e6:,.1f} MB")
+        disk_bytes = checkpoint_bytes(workspace)
+        workspace.event("checkpoint", step=step, disk_bytes=disk_bytes)
+        workspace.log(f"checkpoint of step {step}; all checkpoints take {disk_bytes / 1e6:,.1f} MB")
         if spec.keep.best and best_step(workspace, spec, [step]) is None:
             workspace.log(f"keep.best: the last {spec.save_every} steps have no metric {spec.keep.best!r}")
 
@@ -202,7 +202,7 @@ class TrainingLoop:
         return finished | self._measure_forgetting(policy) | {"seconds": self._watch.elapsed}
 
     def _measure_forgetting(self, policy: Policy) -> dict[str, Any]:
-        """Forgetting of the trained model, if the recipe measures it. A failure does not fail the stage."""
+        """Return the forgetting, if the recipe measures it. A failed measurement does not fail the stage."""
         workspace = self._workspace
         settings = getattr(self._spec, "forgetting", False)
         start = workspace.starting_checkpoint()
@@ -212,11 +212,11 @@ class TrainingLoop:
 
         device = next(policy.decoder.parameters()).device
         try:
-            found = measure_forgetting(workspace, settings, start, workspace.checkpoints / FINAL, device)
+            result = measure_forgetting(workspace, settings, start, workspace.checkpoints / FINAL, device)
         except PeriluneError as error:
             workspace.log(f"warning: forgetting was not measured: {error}")
-            found = {"skipped": str(error)}
-        return {"forgetting": found}
+            result = {"skipped": str(error)}
+        return {"forgetting": result}
 
 
 def resume(workspace: Workspace, learner: Resumable) -> int:

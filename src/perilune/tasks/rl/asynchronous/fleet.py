@@ -113,13 +113,13 @@ class Fleet:
         """
         began = time.monotonic()
         dtypes, state = engine_dtypes(decoder), decoder.state_dict()
-        held = {name: one.to(dtypes.get(name, one.dtype)).to(one.dtype) for name, one in state.items()}
+        loaded = {key: value.to(dtypes.get(key, value.dtype)).to(value.dtype) for key, value in state.items()}
         names = trainable(decoder) if self._updates else state
         path = Path(self._folder.name) / f"weights-{version}.safetensors"
-        sent = {name: held[name].to(dtypes.get(name, held[name].dtype)) for name in names}
+        sent = {name: loaded[name].to(dtypes.get(name, loaded[name].dtype)) for name in names}
         update = self._writer.write(path, sent, version, changed)
-        message = {"weights": path.name, "version": version, "checksum": checksum(held)}
-        needed = [(one, its) for one, its in self._updates if not update.replaces(one)]
+        message = {"weights": path.name, "version": version, "checksum": checksum(loaded)}
+        needed = [(old, message) for old, message in self._updates if not update.replaces(old)]
         self._updates = [*needed, (update, message)]
         self._published = time.monotonic()
         self.write_s = self._published - began
@@ -140,31 +140,31 @@ class Fleet:
 
     def admit(self, message: Mapping[str, Any]) -> None:
         """Send a group to the process with the fewest groups."""
-        one = min(self._processes, key=lambda process: (len(process.groups), process.number))
-        one.groups[tuple(message["key"])] = message
-        one.channel.send({"admit": message})
+        process = min(self._processes, key=lambda process: (len(process.groups), process.number))
+        process.groups[tuple(message["key"])] = message
+        process.channel.send({"admit": message})
 
     def snapshot(self) -> dict[Key, Any]:
         """Return the turns sampled so far of all groups in flight, by key."""
         recorded: dict[Key, Any] = {}
-        for one in list(self._processes):
-            name = f"snapshot-{one.number}.json"
-            one.channel.send({"snapshot": name})
+        for process in list(self._processes):
+            name = f"snapshot-{process.number}.json"
+            process.channel.send({"snapshot": name})
             self._answers = []
-            while name not in self._answers and one in self._processes:
+            while name not in self._answers and process in self._processes:
                 self.receive()
-            if one in self._processes:
+            if process in self._processes:
                 for group in json.loads(Path(self._folder.name, name).read_bytes()):
                     recorded[tuple(group["key"])] = group["samples"]
         return {key: value for key, value in recorded.items() if key not in self.finished}
 
     def wait_until_idle(self, number: int) -> None:
         """Wait until all processes are idle, so that they need new weights or groups to continue."""
-        for one in list(self._processes):
-            one.channel.send({"settle": number})
+        for process in list(self._processes):
+            process.channel.send({"settle": number})
             self._answers = []
             while number not in self._answers:
-                if one not in self._processes:
+                if process not in self._processes:
                     raise ProcessLostError("a rollout process died while a schedule was followed")
                 self.receive()
 

@@ -99,23 +99,23 @@ class RolloutProcess:
         self._reader.commit()
         self._loaded.set()
         self._rollouts.update_weights(None, version)
-        if (held := self._player.engine.checksum) != message["checksum"]:
+        if (own := self._player.engine.checksum) != message["checksum"]:
             raise WorkFailedError(
-                f"version {version} has checksum {message['checksum']}, and the rollout process holds {held}",
+                f"version {version} has checksum {message['checksum']}, and the rollout process holds {own}",
                 remedy=REPORT_BUG,
             )
         self._send({"holds": version})
 
     def _admit(self, message: Mapping[str, Any]) -> None:
-        known = message["recorded"]
+        recorded = message["recorded"]
         version_runs = message["version_runs"]
         self._rollouts.admit(
             Group(
                 tuple(message["key"]),
                 Task(**message["task"]),
                 None
-                if known is None
-                else [[TurnTokens.from_json(turn) for turn in sample] for sample in known],
+                if recorded is None
+                else [[TurnTokens.from_json(turn) for turn in sample] for sample in recorded],
                 None if version_runs is None else [[(v, n) for v, n in sample] for sample in version_runs],
             )
         )

@@ -44,12 +44,12 @@ class RayCluster:
         self._bundle = self._ray.put(_pack_bundle(bundle))
 
     def _require_resources(self, workers: int) -> None:
-        there = self._ray.cluster_resources()
-        for name, each in (("CPU", self._settings.cpus), ("GPU", self._settings.gpus)):
-            if there.get(name, 0) < workers * each:
+        resources = self._ray.cluster_resources()
+        for name, amount in (("CPU", self._settings.cpus), ("GPU", self._settings.gpus)):
+            if resources.get(name, 0) < workers * amount:
                 raise WorkFailedError(
-                    f"the Ray cluster has {there.get(name, 0):g} {name}s,"
-                    f" and {workers} rollout processes need {workers * each:g}",
+                    f"the Ray cluster has {resources.get(name, 0):g} {name}s,"
+                    f" and {workers} rollout processes need {workers * amount:g}",
                     where="asynchronous.ray",
                     remedy="lower asynchronous.workers, or add nodes",
                 )
@@ -73,8 +73,8 @@ class RayChannel(Channel):
         self._end = "the loss of its node"
 
     def send(self, message: Message) -> None:
-        named = message.get("weights")
-        content = None if named is None else (self._folder / named).read_bytes()
+        name = message.get("weights")
+        content = None if name is None else (self._folder / name).read_bytes()
         self._actor.send.remote(json.dumps(message).encode(), content)
 
     def messages(self) -> Iterator[Message]:
@@ -108,8 +108,8 @@ class _Actor:
     """
 
     def __init__(self, bundle: bytes, versions: Mapping[str, str]) -> None:
-        if (own := _package_versions()) != versions:
-            different = sorted(name for name in versions if own.get(name) != versions[name])
+        if (own_versions := _package_versions()) != versions:
+            different = sorted(name for name in versions if own_versions.get(name) != versions[name])
             raise RuntimeError(f"this node has other versions than the learner of: {', '.join(different)}")
         self._folder = Path(tempfile.mkdtemp(prefix="rollouts-"))  # the process removes it in the end
         root = self._folder / "bundle"

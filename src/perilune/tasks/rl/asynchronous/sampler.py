@@ -53,25 +53,25 @@ class AsynchronousSampler(GroupSource):
         assert spec.asynchronous is not None
         self._spec, self._settings, self._player, self._learner = spec, spec.asynchronous, player, learner
         self._workspace = player.workspace
-        known: dict[str, Any] = learner.memory.get(MEMORY_KEY, {})
+        saved: dict[str, Any] = learner.memory.get(MEMORY_KEY, {})
         self.versions: dict[int, str] = {
-            int(version): one for version, one in known.get("versions", {}).items()
+            int(version): checksum for version, checksum in saved.get("versions", {}).items()
         }
         self._published: int | None = None
         self._sent = CopyComparison()
-        self._admitted: int = known.get("admitted", 0)
+        self._admitted: int = saved.get("admitted", 0)
         self._waiting: dict[int, DrawnTask] = {  # tasks of admitted groups, by number
             int(number): (Task(**task), probability)
-            for number, (task, probability) in known.get("waiting", {}).items()
+            for number, (task, probability) in saved.get("waiting", {}).items()
         }
         self._tasks = TaskSampler(spec.curriculum, player, learner.memory)
-        self._recorded: Mapping[str, Any] = known.get("recorded", {})
+        self._recorded: Mapping[str, Any] = saved.get("recorded", {})
         schedule = self._workspace.runtime / SCHEDULE
         self._schedule: dict[int, Batch] | None = read_schedule(schedule) if schedule.exists() else None
         self._version_runs = {} if self._schedule is None else dict(ChainMap(*self._schedule.values()))
-        weights = sum(one.nbytes for one in player.policy.decoder.state_dict().values())
+        weights = sum(tensor.nbytes for tensor in player.policy.decoder.state_dict().values())
         self._fleet = Fleet(self._workspace, self._settings, weights)
-        for number, (stream, version_runs) in known.get("finished", {}).items():
+        for number, (stream, version_runs) in saved.get("finished", {}).items():
             groups = groups_from_bytes(base64.b64decode(stream))
             self._fleet.finished[self._key(int(number))] = Finished(groups, version_runs)
         self._process_rewards = ProcessRewards(
@@ -115,7 +115,7 @@ class AsynchronousSampler(GroupSource):
         versions = [
             np.unique(episode.policy_version[episode.loss_mask]) for group in groups for episode in group
         ]
-        return {"mixed_versions": sum(len(one) > 1 for one in versions) / max(len(versions), 1)}
+        return {"mixed_versions": sum(len(values) > 1 for values in versions) / max(len(versions), 1)}
 
     def timings(self) -> dict[str, float]:
         """Return size and times of the last update, and the numbers of ready groups and lost processes."""
@@ -143,7 +143,7 @@ class AsynchronousSampler(GroupSource):
             },
             "recorded": {str(self._number(key)): samples for key, samples in recorded.items()},
             "finished": finished,
-            "versions": {str(version): one for version, one in self._recent_versions().items()},
+            "versions": {str(version): checksum for version, checksum in self._recent_versions().items()},
         }
 
     def _publish(self) -> None:
@@ -209,7 +209,7 @@ class AsynchronousSampler(GroupSource):
     def _recent_versions(self) -> dict[int, str]:
         """Return the versions that may have sampled a token of a group in flight."""
         oldest = max(self.versions, default=0) - MAX_TOKEN_AGE * (self._settings.staleness + 1)
-        return {version: one for version, one in self.versions.items() if version >= oldest}
+        return {version: checksum for version, checksum in self.versions.items() if version >= oldest}
 
     def _key(self, number: int) -> Key:
         """Return the (step, index) key of a group's random numbers: the same as without staleness."""

@@ -1,4 +1,4 @@
-"""The schedule log: which groups each step trained on, and which version sampled each of their tokens.
+"""The schedule log: the groups that each step trained on, and the versions that sampled their tokens.
 
 The log and the seed determine an asynchronous run. A run writes the log; `perilune reproduce` follows it.
 
@@ -32,7 +32,7 @@ def read_schedule(path: Path) -> dict[int, Batch]:
     try:
         return {
             int(line["step"]): {
-                int(number): [[(int(version), int(count)) for version, count in one] for one in samples]
+                int(number): [[(int(version), int(count)) for version, count in runs] for runs in samples]
                 for number, samples in line["groups"]
             }
             for line in read_json_lines(path)

@@ -19,7 +19,7 @@ class RaySettings(Frozen):
 
 
 class AsynchronousSettings(Frozen):
-    """How far rollouts run ahead of training, and in how many processes."""
+    """The lead of rollouts over training, and the number of rollout processes."""
 
     staleness: int = Field(
         1, ge=0, description="steps by which rollouts may run ahead of training; 0 waits for each update"
@@ -51,13 +51,13 @@ class AsynchronousSettings(Frozen):
 
     def describe(self) -> str:
         processes = "1 rollout process" if self.workers == 1 else f"{self.workers} rollout processes"
-        place = "" if self.ray is None else f" on the Ray cluster {self.ray.address}"
-        each = f"with {self.environments} environments each"
-        return f"up to {self.staleness} steps ahead, {processes}{place} {each}"
+        cluster = "" if self.ray is None else f" on the Ray cluster {self.ray.address}"
+        environments = f"with {self.environments} environments each"
+        return f"up to {self.staleness} steps ahead, {processes}{cluster} {environments}"
 
 
 def default_corrections(settings: AsynchronousSettings, updates: int) -> OffPolicySettings:
-    """Truncated importance weights per token; tokens that are much older than usual are masked.
+    """Return truncated importance weights per token, and mask tokens that are much older than usual.
 
     Pacing bounds the mean age, not the age of the first tokens of the longest episodes.
 
