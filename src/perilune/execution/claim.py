@@ -91,22 +91,22 @@ def hold_claim(bundle: Path, epoch: int | None = None) -> Iterator[Claim]:
 
 
 def _admit(bundle: Path, epoch: int | None, previous: Claim | None) -> int:
-    seen = previous.epoch if previous else 0
+    latest = previous.epoch if previous else 0
     if epoch is None:
         if (bundle / "runtime" / "result.json").exists():
             raise RequestError(
-                f"this bundle has already run to its end (attempt {seen})",
+                f"this bundle has already run to its end (attempt {latest})",
                 where=str(bundle),
-                remedy=f"run a fresh copy, or pass --epoch {seen + 1} to run it again in place",
+                remedy=f"run a fresh copy, or pass --epoch {latest + 1} to run it again in place",
             )
-        return seen + 1
-    if epoch < seen:
+        return latest + 1
+    if epoch < latest:
         raise RequestError(
-            f"attempt {epoch} is out of date: attempt {seen} has started",
+            f"attempt {epoch} is out of date: attempt {latest} has started",
             where=str(bundle),
             remedy="nothing to do; the newer attempt continues",
         )
-    if epoch == seen:
+    if epoch == latest:
         raise RequestError(
             f"attempt {epoch} has already been claimed and cannot start twice",
             where=str(bundle),

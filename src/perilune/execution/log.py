@@ -67,12 +67,12 @@ class LogWriter:
 
 def log_pieces(runtime: Path) -> list[tuple[int, Path]]:
     """Return the pieces of a log with the offsets of their first bytes, in order."""
-    found = []
+    pieces = []
     for path in runtime.glob(f"{LOG_NAME}*"):
-        place = path.name.removeprefix(LOG_NAME)
-        if not place or (place[0] == "." and place[1:].isdecimal()):
-            found.append((int(place[1:] or 0), path))
-    return sorted(found)
+        suffix = path.name.removeprefix(LOG_NAME)
+        if not suffix or (suffix[0] == "." and suffix[1:].isdecimal()):
+            pieces.append((int(suffix[1:] or 0), path))
+    return sorted(pieces)
 
 
 class LogReader:
@@ -82,7 +82,7 @@ class LogReader:
         self._runtime, self._place = runtime, place
 
     def read(self) -> Iterator[bytes]:
-        """Yield a new output since the last call; a line says how much is missing at a gap."""
+        """Yield the output since the last call; a line says how much is missing at a gap."""
         for start, path in log_pieces(self._runtime):
             # The writer may delete a piece meanwhile.
             with contextlib.suppress(FileNotFoundError), path.open("rb") as file:

@@ -243,15 +243,15 @@ def _pip_install(*arguments: str) -> str:
 
 def _python() -> str:
     """Return the shortest command for the running interpreter."""
-    found = shutil.which("python")
-    same = found is not None and Path(found).parent.samefile(Path(sys.executable).parent)
+    program = shutil.which("python")
+    same = program is not None and Path(program).parent.samefile(Path(sys.executable).parent)
     return "python" if same else sys.executable
 
 
 def _check_program(name: str, purpose: str, package: str, *, beside: str = "") -> Finding:
-    found = _first_program(name, beside)
-    if found:
-        return Finding(name, "ok", found)
+    program = _first_program(name, beside)
+    if program:
+        return Finding(name, "ok", program)
     return Finding(name, "advice", f"absent; with it {purpose}", _system_install(package))
 
 

@@ -22,7 +22,7 @@ OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, sign
 
 
 class Cause(StrEnum):
-    """Why an attempt did not succeed."""
+    """The reason why an attempt did not succeed."""
 
     NONE = ""
     REQUEST = "request_error"  # the task found the request wrong
@@ -112,7 +112,7 @@ def make_damaged_verdict(epoch: int, why: str) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the task process ended, according to its exit status and its failure report."""
+    """The end of the task process, according to its exit status and its failure report."""
 
     exit_code: int | None
     signal: int | None
@@ -175,9 +175,9 @@ def describe_error(error: Exception) -> str:
     if isinstance(error, PeriluneError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    location = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     what = "the disk is full" if find_cause(error) is Cause.DISK_FULL else f"{type(error).__name__}: {error}"
-    return what + place
+    return what + location
 
 
 _OWN_EVENTS = {1: "memory.oom_control", 2: "memory.events.local"}  # by version of control groups

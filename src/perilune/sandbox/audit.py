@@ -75,27 +75,27 @@ class Probe:
 
 
 PROBES = (
-    *(Probe("see", "names", one) for one in (see.processes, see.files, see.host)),
-    *(Probe("see", "files", one) for one in (see.environment,)),
-    *(Probe("read", "files", one) for one in (read.secrets, read.project, read.descriptors, read.run_before)),
+    *(Probe("see", "names", fn) for fn in (see.processes, see.files, see.host)),
+    *(Probe("see", "files", fn) for fn in (see.environment,)),
+    *(Probe("read", "files", fn) for fn in (read.secrets, read.project, read.descriptors, read.run_before)),
     Probe("read", "signals", read.memory),
-    *(Probe("write", "writes", one) for one in (write.folders, write.existing_files, write.devices)),
-    *(Probe("signal", "signals", one) for one in (signals.signals, signals.priorities)),
-    *(Probe("reach", "network", one) for one in (reach.network, reach.local_sockets)),
+    *(Probe("write", "writes", fn) for fn in (write.folders, write.existing_files, write.devices)),
+    *(Probe("signal", "signals", fn) for fn in (signals.signals, signals.priorities)),
+    *(Probe("reach", "network", fn) for fn in (reach.network, reach.local_sockets)),
     Probe("reach", "sockets", reach.other_families),
     Probe("reach", "kernel", reach.other_runs),
     *(
-        Probe("exhaust", "memory", one)
-        for one in (exhaust.memory, exhaust.memory_of_many, exhaust.memory_of_threads)
+        Probe("exhaust", "memory", fn)
+        for fn in (exhaust.memory, exhaust.memory_of_many, exhaust.memory_of_threads)
     ),
-    *(Probe("exhaust", "kernel", one) for one in (exhaust.memory_let_go, exhaust.shared_slots)),
+    *(Probe("exhaust", "kernel", fn) for fn in (exhaust.memory_let_go, exhaust.shared_slots)),
     Probe("exhaust", "processes", exhaust.processes),
     Probe("exhaust", "files", exhaust.descriptors),
     Probe("exhaust", "scratch", exhaust.disk),
-    *(Probe("exhaust", "time", one) for one in (exhaust.processor, exhaust.clock)),
+    *(Probe("exhaust", "time", fn) for fn in (exhaust.processor, exhaust.clock)),
     Probe("exhaust", "output", exhaust.output),
     Probe("escape", "privileges", escape.privileges),
-    *(Probe("escape", "kernel", one) for one in (escape.namespaces, escape.kernel, escape.tracing)),
+    *(Probe("escape", "kernel", fn) for fn in (escape.namespaces, escape.kernel, escape.tracing)),
     Probe("escape", "programs", escape.programs),
     Probe("escape", "whole tree", escape.daemon),
 )
@@ -138,7 +138,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class SandboxAudit:
-    """What untrusted code could do on this machine."""
+    """The result of an audit: what untrusted code could do on this machine."""
 
     machine: Mapping[str, str]
     capabilities: Capabilities
@@ -147,7 +147,7 @@ class SandboxAudit:
     @property
     def breached(self) -> tuple[Finding, ...]:
         """Probes that succeeded or could not be tried although the wall stands."""
-        return tuple(one for one in self.findings if one.stands and one.verdict != "contained")
+        return tuple(item for item in self.findings if item.stands and item.verdict != "contained")
 
     def document(self) -> dict[str, Any]:
         """Return the audit as JSON."""
@@ -158,7 +158,7 @@ class SandboxAudit:
             "mechanisms": capabilities["mechanisms"],
             "missing": dict(self.capabilities.reasons),
             "walls": walls,
-            "findings": [asdict(one) for one in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }
 
 
@@ -185,11 +185,11 @@ def audit_sandbox(
             findings.append(run_probe(probe, sandbox.run, baits, sandbox.process_id, capabilities))
             if on_finding:
                 on_finding(findings[-1])
-        for probe in [] if without else [one for one in probes if one.function in SCORER_PROBES]:
-            found = run_probe(
+        for probe in [] if without else [probe for probe in probes if probe.function in SCORER_PROBES]:
+            finding = run_probe(
                 probe, _run_in_scorer, baits, sandbox.process_id, _without_namespaces(capabilities)
             )
-            findings.append(replace(found, probe=f"scorer: {found.probe}"))
+            findings.append(replace(finding, probe=f"scorer: {finding.probe}"))
             if on_finding:
                 on_finding(findings[-1])
     return SandboxAudit(_describe_machine(), capabilities, findings)
@@ -198,7 +198,7 @@ def audit_sandbox(
 def _without_namespaces(capabilities: Capabilities) -> Capabilities:
     """Return the walls of a process without namespaces and without its own user."""
     walls = {
-        wall: tuple(one for one in made_of if one not in ("namespaces", "own_user"))
+        wall: tuple(mechanism for mechanism in made_of if mechanism not in ("namespaces", "own_user"))
         for wall, made_of in capabilities.walls.items()
     }
     return replace(capabilities, walls=walls)
@@ -227,12 +227,12 @@ def run_probe(
     mark = secrets.token_hex(16)  # tells the report from other output
     execution = run(probe.code(facts, mark))
     reached, refused, untried = _read_report(execution, mark)
-    seen = baits.list_taken() + [f"process {one} lives on" for one in descendants(supervisor)]
+    signs = baits.list_taken() + [f"process {process} lives on" for process in descendants(supervisor)]
     if any(baits.secret.encode() in content for content in execution.files.values()):
-        seen.append("a secret was carried out in a file")
+        signs.append("a secret was carried out in a file")
     if len(execution.output) > 2 * AUDIT_LIMITS.output_bytes:
-        seen.append(f"{len(execution.output)} characters were kept")
-    reached |= {f"from outside {number}": text for number, text in enumerate(seen, 1)}
+        signs.append(f"{len(execution.output)} characters were kept")
+    reached |= {f"from outside {number}": text for number, text in enumerate(signs, 1)}
     verdict = (
         "partly" if reached and refused else "open" if reached else "untried" if untried else "contained"
     )

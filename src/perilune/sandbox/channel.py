@@ -166,11 +166,11 @@ class Channel(Line):
     def __init__(self, module: str, name: str, answer_bytes: int) -> None:
         super().__init__(name, answer_bytes)
         self._folder = OwnedFolder("perilune-confined-")
-        theirs, errors = self.theirs
+        descriptor, errors = self.theirs
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-s", "-B", "-c", _START, json.dumps(sys.path), module],
-            stdin=theirs,
-            stdout=theirs,
+            stdin=descriptor,
+            stdout=descriptor,
             stderr=errors,
             cwd=self._folder.path,
             env=_environment(self._folder.path),

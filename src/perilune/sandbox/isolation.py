@@ -124,9 +124,9 @@ def _enter_scratch(run: Run, files: Mapping[str, str]) -> None:
     if mechanisms.landlock and not restrict_files(readable, [scratch, "/dev/null", "/dev/full"]):
         raise OSError("the kernel accepted Landlock before and refuses it now")
     for name, content in files.items():
-        place = Path(name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(base64.b64decode(content))
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(base64.b64decode(content))
 
 
 def _run_code(run: Run, errors: int, code: str) -> NoReturn:
@@ -203,11 +203,11 @@ def _collect_files(limits: SandboxLimits) -> dict[str, Any]:
         name = str(path)
         try:
             name.encode()
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode) or found.st_size > room or len(files) >= count:
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size > room or len(files) >= count:
                 raise OSError
             files[name] = base64.b64encode(path.read_bytes()).decode()
-            room -= found.st_size
+            room -= status.st_size
         except (OSError, UnicodeError):
             left_out.append(ascii(name)[:200])
     return {"files": files, "left_out": left_out[: limits.scratch_files]}

@@ -48,9 +48,9 @@ class Mechanisms:
     @property
     def names(self) -> frozenset[str]:
         """The available mechanisms, with the names that `WALLS` uses."""
-        found = {name for name, value in asdict(self).items() if value}
+        names = {name for name, value in asdict(self).items() if value}
         return frozenset(
-            found
+            names
             | {"limits", "watch", "no_new_privileges"}
             | ({"landlock_scopes"} if self.landlock >= 6 else set())
         )
@@ -58,4 +58,4 @@ class Mechanisms:
     def walls(self) -> dict[str, tuple[str, ...]]:
         """Return the mechanisms that implement each wall; none if the wall is missing."""
         names = self.names
-        return {wall: tuple(one for one in made_of if one in names) for wall, (_, made_of) in WALLS.items()}
+        return {wall: tuple(name for name in parts if name in names) for wall, (_, parts) in WALLS.items()}

@@ -26,25 +26,25 @@ _ROOT_SIZE = "size=1m,nr_inodes=4k,mode=755"
 
 def library_folders() -> list[str]:
     """Return the folders of Python's own library, without installed packages."""
-    found = {str(Path(os.__file__).resolve().parent)}
-    found |= {str(Path(place).resolve()) for place in sys.path if (Path(place) / "lib-dynload").is_dir()}
-    return sorted(found)
+    folders = {str(Path(os.__file__).resolve().parent)}
+    folders |= {str(Path(path).resolve()) for path in sys.path if (Path(path) / "lib-dynload").is_dir()}
+    return sorted(folders)
 
 
 def shared_libraries() -> list[str]:
     """Shared libraries that Python's extension modules load, and data of time zones and locales."""
     architecture = getattr(sys.implementation, "_multiarch", "")
-    found = [f"/usr/lib/{architecture}" if architecture else "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
+    paths = [f"/usr/lib/{architecture}" if architecture else "/usr/lib", "/lib", "/lib64", "/usr/lib64"]
     if sys.base_prefix not in ("/usr", "/usr/local"):
-        found += map(str, Path(sys.base_prefix, "lib").glob("*.so*"))
-    found += ["/etc/ld.so.cache", "/usr/share/zoneinfo"]
-    return [place for place in found if Path(place).exists()]
+        paths += map(str, Path(sys.base_prefix, "lib").glob("*.so*"))
+    paths += ["/etc/ld.so.cache", "/usr/share/zoneinfo"]
+    return [path for path in paths if Path(path).exists()]
 
 
 def readable_paths() -> list[str]:
     """Return the files that may be read if the host's file system stays visible."""
     own = [
-        str(one) for place in library_folders() for one in Path(place).iterdir() if one.name not in _FOREIGN
+        str(item) for path in library_folders() for item in Path(path).iterdir() if item.name not in _FOREIGN
     ]
     return [*own, *shared_libraries(), *DEVICES]
 
@@ -57,14 +57,12 @@ def enter_own_root(folder: str, scratch_bytes: int, scratch_files: int) -> None:
     """
     mount("", "/", flags=RECURSIVE | PRIVATE)
     mount("tmpfs", folder, "tmpfs", NO_SETUID | NO_DEVICES, _ROOT_SIZE)
-    for place in [*library_folders(), *shared_libraries(), *DEVICES]:
-        _bind(place, folder)
-    for place in library_folders():
+    for path in [*library_folders(), *shared_libraries(), *DEVICES]:
+        _bind(path, folder)
+    for path in library_folders():
         for hidden in _FOREIGN:
-            if Path(folder + place, hidden).is_dir():
-                mount(
-                    "tmpfs", f"{folder}{place}/{hidden}", "tmpfs", READ_ONLY | NO_SETUID, "size=4k,mode=755"
-                )
+            if Path(folder + path, hidden).is_dir():
+                mount("tmpfs", f"{folder}{path}/{hidden}", "tmpfs", READ_ONLY | NO_SETUID, "size=4k,mode=755")
     Path(folder + SCRATCH).mkdir()
     size = f"size={scratch_bytes},nr_inodes={scratch_files + 1},mode=777"
     mount("tmpfs", folder + SCRATCH, "tmpfs", NO_SETUID | NO_DEVICES, size)

@@ -42,22 +42,22 @@ def _exit_code(code: str) -> int:
     main = types.ModuleType("__main__")
     main.__dict__["__file__"] = NAME
     sys.modules["__main__"] = main
-    found = 0
+    status = 0
     try:
         exec(compile(code, NAME, "exec", dont_inherit=True), main.__dict__)  # noqa: S102  # what it is for
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
         atexit._run_exitfuncs()
     except SystemExit as leaving:
-        found = _as_exit_code(leaving.code)
+        status = _as_exit_code(leaving.code)
     except BaseException as error:
-        found = 1
+        status = 1
         trace = error.__traceback__
         sys.stdout.flush()
         traceback.print_exception(type(error), error, trace.tb_next if trace else None)
     with suppress(BaseException):
         sys.stdout.flush()
         sys.stderr.flush()
-    return found
+    return status
 
 
 def _as_exit_code(code: object) -> int:
@@ -72,6 +72,6 @@ def _as_exit_code(code: object) -> int:
 def _hide_package() -> None:
     """Hide this package: from here on only Python's own library can be imported."""
     library = library_folders()
-    sys.path[:] = [place for place in sys.path if any(place.startswith(one) for one in library)]
+    sys.path[:] = [path for path in sys.path if any(path.startswith(folder) for folder in library)]
     for name in [name for name in sys.modules if name.partition(".")[0] == "perilune"]:
         del sys.modules[name]

@@ -103,7 +103,7 @@ def call_filter(*, among_others: bool, no_processes: bool, no_shared_memory: boo
     looked_into: dict[_Numbers, list[bytes]] = {
         _CLONE: clone + (_allow_only_threads() if no_processes else []),
         _OWN_LIMITS: _deny_unless(0),
-        _FCNTL: [_argument(1), *(one for command in _FCNTL_DENIED for one in _deny_if(command))],
+        _FCNTL: [_argument(1), *(step for command in _FCNTL_DENIED for step in _deny_if(command))],
         _SOCKETPAIR: _stream_pair(),
         _MMAP: _mappings(no_shared_memory),
     }
@@ -129,7 +129,7 @@ def _program(refused: Mapping[str, _Numbers], looked_into: Mapping[_Numbers, Seq
             *(_load(_NUMBER), _if(_AT_LEAST, _REVIEWED_BELOW, 0, 1), _return(_UNKNOWN)),
             *(step for number in numbers for step in _deny_if(number)),
             *(_if(_EQUAL, _CLONE3[column], 0, 1), _return(_UNKNOWN)),  # makes libraries use clone
-            *(one for call, steps in looked_into.items() for one in _look_into(call[column] or 0, steps)),
+            *(step for call, steps in looked_into.items() for step in _look_into(call[column] or 0, steps)),
             _return(_ALLOW),
         ]
     )

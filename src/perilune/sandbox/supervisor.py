@@ -35,7 +35,7 @@ def main() -> None:
     """Serve until the owner closes the socket."""
     opening = json.loads(sys.argv[2])
     group = None
-    sys.path[:] = [str(Path(place).resolve()) for place in sys.path]
+    sys.path[:] = [str(Path(path).resolve()) for path in sys.path]
     try:
         limits = SandboxLimits(**opening["limits"])
         reasons = dict.fromkeys(opening["without"], "switched off")

@@ -187,8 +187,8 @@ def unshared_memory(processes: Iterable[int], shared: int) -> int:
         with contextlib.suppress(OSError):
             try:
                 sizes = Path(f"/proc/{process}/smaps_rollup").read_text().split("\n")
-                found = dict(line.split(":", 1) for line in sizes[1:] if line)
-                proportional += sum(int(found[name].split()[0]) << 10 for name in ("Pss", "SwapPss"))
+                fields = dict(line.split(":", 1) for line in sizes[1:] if line)
+                proportional += sum(int(fields[name].split()[0]) << 10 for name in ("Pss", "SwapPss"))
             except PermissionError:
                 alone += max(_resident(process) - shared, 0)
     return max(proportional - shared, 0) + alone

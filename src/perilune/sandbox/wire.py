@@ -24,10 +24,10 @@ def send_frame(descriptor: int, document: Mapping[str, Any]) -> None:
 
 def receive_exactly(descriptor: int, size: int) -> bytes | None:
     """Read `size` bytes; None at the end of the stream."""
-    found = bytearray()
-    while len(found) < size:
-        data = os.read(descriptor, min(size - len(found), _CHUNK))
+    received = bytearray()
+    while len(received) < size:
+        data = os.read(descriptor, min(size - len(received), _CHUNK))
         if not data:
             return None
-        found += data
-    return bytes(found)
+        received += data
+    return bytes(received)

@@ -78,15 +78,15 @@ def disk_usage(control: Control) -> list[DiskUsage]:
     with control.store.snapshot() as session:
         query = select(Run, Experiment.name).join(Experiment, Experiment.id == Run.experiment_id)
         rows = session.execute(query.order_by(Run.id)).all()
-    found = []
+    usages = []
     for run, experiment in rows:
         bundle = disk_bytes(home.bundle(run.id), seen)
         attempts = sorted((home.run(run.id) / "attempts").glob("[0-9]*"))
         checkpoints = sum(disk_bytes(attempt / CHECKPOINTS_FOLDER, seen) for attempt in attempts)
         others = sum(disk_bytes(attempt, seen) for attempt in attempts)
         again = disk_bytes(home.run(run.id) / "reproductions", seen)
-        found.append(DiskUsage(experiment, run.stage, run.id, run.state, bundle, others, checkpoints, again))
-    return found
+        usages.append(DiskUsage(experiment, run.stage, run.id, run.state, bundle, others, checkpoints, again))
+    return usages
 
 
 def other_usage(home: Home) -> dict[str, int]:
@@ -108,10 +108,10 @@ def find_removable(
         checkpoints: also the intermediate checkpoints of succeeded runs.
         unused_days: days without use after which an environment can be removed.
     """
-    found = [*_find_replaced(control), *_find_unused(control.home, unused_days)]
+    removable = [*_find_replaced(control), *_find_unused(control.home, unused_days)]
     if checkpoints:
-        found += _find_intermediate(control)
-    return found
+        removable += _find_intermediate(control)
+    return removable
 
 
 def remove_items(control: Control, chosen: Sequence[Removable]) -> Iterator[Removable]:
@@ -132,9 +132,9 @@ def disk_bytes(path: Path, seen: set[tuple[int, int]]) -> int:
     """Return the bytes on disk of a file or tree without the files in `seen`, and add its files to `seen`."""
     total = 0
     paths = [path] if path.is_file() else path.rglob("*")
-    for one in paths:
+    for entry in paths:
         try:
-            status = one.lstat()
+            status = entry.lstat()
         except OSError:  # removed meanwhile
             continue
         if (status.st_dev, status.st_ino) not in seen:
@@ -161,8 +161,8 @@ def _is_replaced(attempt: Attempt, run: Run) -> bool:
 
 
 def _remove_attempt(control: Control, item: Removable) -> bool:
-    with locked(control.home.run(item.run_id)) as mine:
-        if not mine:
+    with locked(control.home.run(item.run_id)) as acquired:
+        if not acquired:
             return False
         with control.store.transaction() as session:
             attempt = session.get_one(Attempt, (item.run_id, item.epoch))
@@ -182,7 +182,7 @@ def _find_intermediate(control: Control) -> Iterator[Removable]:
         path = control.directory(run) / CHECKPOINTS_FOLDER
         if found := sorted(path.glob(INTERMEDIATE_PATTERN)):
             seen = set[tuple[int, int]]()
-            size, names = sum(disk_bytes(one, seen) for one in found), tuple(one.name for one in found)
+            size, names = sum(disk_bytes(item, seen) for item in found), tuple(item.name for item in found)
             why = "they serve only to resume training, and the run has succeeded"
             yield Removable("checkpoints", path, size, why, run.id, run.current_epoch, names)
 
@@ -192,8 +192,8 @@ def _remove_checkpoints(control: Control, item: Removable) -> bool:
     below = tuple(f"{CHECKPOINTS_FOLDER}/{name}/" for name in item.names)
     hashes = manifest_hashes(control.home.attempt(item.run_id, item.epoch))
     files = {name: sha256 for name, sha256 in hashes.items() if name.startswith(below)}
-    with locked(control.home.run(item.run_id)) as mine:
-        if not mine or not files:
+    with locked(control.home.run(item.run_id)) as acquired:
+        if not acquired or not files:
             return False
         attest_removal(control.home, item.run_id, item.epoch, files)
         with control.store.transaction() as session:
@@ -216,8 +216,8 @@ def _find_unused(home: Home, days: float) -> Iterator[Removable]:
 
 
 def _remove_environment(control: Control, item: Removable) -> bool:
-    with _environment_lock(item.path) as mine:
-        if not mine or _is_in_use(item.path):
+    with _environment_lock(item.path) as acquired:
+        if not acquired or _is_in_use(item.path):
             return False
         with control.store.transaction() as session:
             record_event(session, "environment.removed", name=item.path.name, bytes=item.bytes)

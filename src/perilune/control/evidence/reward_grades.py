@@ -1,4 +1,4 @@
-"""Stores the grade of the last reward audit in the home, by a digest of what was audited."""
+"""Store the grade of the last reward audit in the home, by a digest of what was audited."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -24,12 +24,12 @@ def store_grade(
 
 def read_grade(home: Home, section: Mapping[str, Any], files: Iterable[Path]) -> dict[str, Any] | None:
     """Return what `store_grade` stored for exactly this section and these files; None if there is none."""
-    place = _grade_path(home, section, files)
+    path = _grade_path(home, section, files)
     try:
-        found = read_json(place) if place.is_file() else None
+        stored = read_json(path) if path.is_file() else None
     except RequestError:
         return None
-    return found if isinstance(found, dict) and found.keys() == {"grade", "worst", "time"} else None
+    return stored if isinstance(stored, dict) and stored.keys() == {"grade", "worst", "time"} else None
 
 
 def _grade_path(home: Home, section: Mapping[str, Any], files: Iterable[Path]) -> Path:

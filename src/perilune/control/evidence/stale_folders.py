@@ -18,10 +18,10 @@ def remove_stale_folders(home: Home, store: Store) -> None:
     """
     home.sweep()
     SharedFiles(home.root).remove_unused()
-    found = {path.name for path in home.runs.iterdir()}
-    for run_id in found - _recorded_ids(store):
-        with locked(home.run(run_id)) as mine:  # the submitting process holds it until the run is accepted
-            if not mine or run_id in _recorded_ids(store):
+    names = {path.name for path in home.runs.iterdir()}
+    for run_id in names - _recorded_ids(store):
+        with locked(home.run(run_id)) as acquired:  # its submitter holds it until the run is accepted
+            if not acquired or run_id in _recorded_ids(store):
                 continue
             if run_id in _removed_ids(store):
                 home.discard(home.run(run_id))
@@ -42,4 +42,4 @@ def _removed_ids(store: Store) -> set[str]:
     """Return the ids of removed experiments and of their runs."""
     with store.snapshot() as session:
         events = session.scalars(select(Event).where(Event.kind == REMOVED_EVENT)).all()
-    return {one for event in events for one in (event.detail["experiment"], *event.detail["runs"])}
+    return {name for event in events for name in (event.detail["experiment"], *event.detail["runs"])}

@@ -28,10 +28,10 @@ def find_damage(store: Store) -> str:
     """Describe corruption of the database, with a remedy; "" if there is none."""
     try:
         with store.snapshot() as session:
-            found = store.database.find_damage(session.connection())
+            damage = store.database.find_damage(session.connection())
     except DamagedError as error:
         return str(error)
-    return f"the state database is damaged ({found})\n  try: {REPAIR_REMEDY}" if found else ""
+    return f"the state database is damaged ({damage})\n  try: {REPAIR_REMEDY}" if damage else ""
 
 
 def find_unrecorded_runs(home: Home, store: Store) -> list[str]:
@@ -51,8 +51,8 @@ def find_record_problem(control: Control, *, since_last: bool = False) -> str:
             full check notices changes of older events.
     """
     kept = control.home.root / VERIFIED_FILE
-    if not since_last and (found := find_damage(control.store)):
-        return found
+    if not since_last and (damage := find_damage(control.store)):
+        return damage
     with control.store.snapshot() as session:
         seq, digest = _read_last_verified(session, kept) if since_last else (0, "")
         broken = verify_events(session, seq, digest)
@@ -68,8 +68,8 @@ def find_record_problem(control: Control, *, since_last: bool = False) -> str:
 def _read_last_verified(session: Session, kept: Path) -> tuple[int, str]:
     """Return the number and hash of the last verified event; (0, "") if that event has another hash now."""
     try:
-        found = read_json(kept)
-        seq, digest = int(found["seq"]), str(found["hash"])
+        record = read_json(kept)
+        seq, digest = int(record["seq"]), str(record["hash"])
     except (RequestError, KeyError, TypeError, ValueError):
         return 0, ""
     same = session.scalar(select(Event.hash).where(Event.seq == seq)) == digest

@@ -54,7 +54,7 @@ def find_cap_problem(session: Session, cap: float, rental: Rental, price: float,
 def cost_today(machines: Iterable[Machine]) -> float:
     """Return the cost of machines in the last 24 hours, plus what they may still cost."""
     now = Instant.now()
-    return sum(_cost_last_day(one, now) + remaining_cost(one, now) for one in machines)
+    return sum(_cost_last_day(machine, now) + remaining_cost(machine, now) for machine in machines)
 
 
 def _cost_last_day(machine: Machine, now: Instant) -> float:
@@ -109,21 +109,19 @@ def machine_uses(session: Session, runs: Collection[str] | None = None) -> list[
     if runs is not None:
         earlier = earlier.where(EarlierUse.run_id.in_(runs))
         latest = latest.where(Machine.run_id.in_(runs))
-    found = [
-        MachineUse(one.run_id, one.epoch, machine, one.cost) for one, machine in session.execute(earlier)
-    ]
+    uses = [MachineUse(use.run_id, use.epoch, machine, use.cost) for use, machine in session.execute(earlier)]
     shares = select(EarlierUse.machine_key, func.sum(EarlierUse.cost)).group_by(EarlierUse.machine_key)
     before = {row[0]: float(row[1]) for row in session.execute(shares)}
     for machine in session.scalars(latest):
         share = max(0.0, accrued_cost(machine) - before.get(machine.key, 0.0))
-        found.append(MachineUse(machine.run_id, machine.epoch, machine, share))
-    return found
+        uses.append(MachineUse(machine.run_id, machine.epoch, machine, share))
+    return uses
 
 
 def cost_of_runs(session: Session, runs: Collection[str]) -> float | None:
     """Return the cost of the machines rented for these runs; None if none were rented."""
     rented = machine_uses(session, runs)
-    return sum(one.cost for one in rented) if rented else None
+    return sum(use.cost for use in rented) if rented else None
 
 
 def accrued_cost(machine: Machine, now: Instant | None = None) -> float:

@@ -42,7 +42,7 @@ def take_over_machines(session: Session, attempt: Attempt, rental: Rental, nodes
     All of them must be ready and clean, and half of their lease must be left.
     """
     for machines in _earlier_machines(session, attempt.run_id):
-        if len(machines) == nodes and all(_is_suitable(session, one, rental) for one in machines):
+        if len(machines) == nodes and all(_is_suitable(session, machine, rental) for machine in machines):
             for machine in machines:
                 _hand_over(session, machine, attempt)
             return True
@@ -85,8 +85,8 @@ def _earlier_machines(session: Session, run_id: str) -> Iterator[Sequence[Machin
             )
         )
         for run in session.scalars(earlier.order_by(Stage.position.desc())):
-            mine = select(Machine).where(Machine.run_id == run.id, Machine.epoch == run.current_epoch)
-            yield session.scalars(mine.order_by(Machine.rank)).all()
+            query = select(Machine).where(Machine.run_id == run.id, Machine.epoch == run.current_epoch)
+            yield session.scalars(query.order_by(Machine.rank)).all()
 
 
 def _is_suitable(session: Session, machine: Machine, rental: Rental) -> bool:

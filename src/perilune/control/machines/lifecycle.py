@@ -73,7 +73,7 @@ class Fleet:
         if not include_gone:
             query = query.where(Machine.state != MachineState.GONE.value)
         with self.store.snapshot() as session:
-            return [one for one in session.scalars(query) if include_gone or owns_machine(self.home, one.key)]
+            return [row for row in session.scalars(query) if include_gone or owns_machine(self.home, row.key)]
 
     def machine_key(self, run_id: str, epoch: int, rank: int = 0) -> str:
         """Return the key of a machine of an attempt."""
@@ -81,9 +81,9 @@ class Fleet:
 
     def machines_of(self, run_id: str, epoch: int) -> list[Machine]:
         """Return the recorded machines of an attempt, the leading one first."""
-        mine = select(Machine).where(Machine.run_id == run_id, Machine.epoch == epoch)
+        query = select(Machine).where(Machine.run_id == run_id, Machine.epoch == epoch)
         with self.store.snapshot() as session:
-            return list(session.scalars(mine.order_by(Machine.rank)))
+            return list(session.scalars(query.order_by(Machine.rank)))
 
     def waits_for_next_stage(self, machine: Machine) -> bool:
         """Return whether the next stage of an experiment will take over a machine."""
@@ -131,17 +131,17 @@ class Fleet:
         if renting_is_stopped(self.home):
             self.request_termination(machine.key, PANIC)
         listing = self.listings.get(machine.provider)
-        seen = listing.sighting(machine.key)
-        self._record_sighting(machine.key, seen, listing.time)
+        sighting = listing.sighting(machine.key)
+        self._record_sighting(machine.key, sighting, listing.time)
         with self.store.snapshot() as session:
             machine = session.get_one(Machine, machine.key)
             desire = self._find_desire(session, machine)
         recorded = self._recorded_machine(machine)
-        plan = plan_machine(desire, recorded, seen, listing.time)
+        plan = plan_machine(desire, recorded, sighting, listing.time)
         for operation in plan.operations:
-            self._apply(operation, _Look(machine, recorded, seen, listing.time), plan)
-        if seen.presence is Presence.UNKNOWN and machine.state != MachineState.GONE:
-            raise ProviderUnreachableError(f"{machine.provider} cannot say whether it exists: {seen.why}")
+            self._apply(operation, _Look(machine, recorded, sighting, listing.time), plan)
+        if sighting.presence is Presence.UNKNOWN and machine.state != MachineState.GONE:
+            raise ProviderUnreachableError(f"{machine.provider} cannot say whether it exists: {sighting.why}")
 
     def request_termination(self, key: str, reason: str) -> None:
         """Record that a machine is to be terminated on the user's request, whatever runs on it.

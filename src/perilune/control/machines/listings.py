@@ -21,7 +21,7 @@ LISTING_TTL_S = 0.5  # for which a listing is reused
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """This home's machines by key, as one provider listed them; None and why if it did not answer."""
+    """This home's machines by key, as one provider listed them; None and the reason if it did not answer."""
 
     time: Instant
     machines: Mapping[str, RentedMachine] | None
@@ -31,10 +31,10 @@ class Listing:
         """Return the observation of one machine."""
         if self.machines is None:
             return Sighting(Presence.UNKNOWN, why=self.why)
-        found = self.machines.get(key)
-        if found is not None and found.unseen:
-            return Sighting(Presence.UNKNOWN, why=found.unseen)
-        return Sighting(Presence.ABSENT) if found is None else Sighting(Presence.PRESENT, found)
+        machine = self.machines.get(key)
+        if machine is not None and machine.unseen:
+            return Sighting(Presence.UNKNOWN, why=machine.unseen)
+        return Sighting(Presence.ABSENT) if machine is None else Sighting(Presence.PRESENT, machine)
 
 
 class Listings:

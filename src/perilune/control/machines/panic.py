@@ -136,13 +136,13 @@ class _Terminator:
     def _look(self, name: str) -> None:
         try:
             provider = self.providers.get(name)
-            listed = [one for tag in self.tags for one in provider.list(tag)]
+            listed = [machine for tag in self.tags for machine in provider.list(tag)]
             self.report.silent.pop(name, None)
         except Exception as error:
             self._report_error(name, error)
             return
-        alive = [one for one in listed if one.status is not MachineStatus.ENDED]
-        self.alive[name] = [one.key for one in alive]
+        alive = [machine for machine in listed if machine.status is not MachineStatus.ENDED]
+        self.alive[name] = [machine.key for machine in alive]
         for machine in alive:
             self._terminate(name, provider, machine)
         if alive:

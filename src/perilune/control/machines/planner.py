@@ -19,7 +19,7 @@ CREATE_INTERVAL_S = 5.0  # seconds between two requests to create the same machi
 
 
 class Desire(StrEnum):
-    """What the machine's attempt still needs it for."""
+    """The purpose for which its attempt still needs a machine."""
 
     HELD = "held"  # the attempt runs, or will run, on it
     AWAITED = "awaited"  # the attempt has succeeded, and the next stage takes the machine over

@@ -67,8 +67,8 @@ class Providers:
             return None
         try:
             return validate(ProvidersFile, document.value, (), "")
-        except ProblemsError as found:
-            raise_first(found.problems, document.locate)
+        except ProblemsError as error:
+            raise_first(error.problems, document.locate)
 
     def problems(self, name: str, kinds: Sequence[str]) -> list[RequestError]:
         """Return the problems of kinds of machines, as far as they can be checked without renting.

@@ -128,7 +128,7 @@ class RentedPlacement:
         return alone or GangPlacement(self.name, self.launcher, members)
 
     def _members(self, attempt: Assignment) -> list[Placement | None]:
-        """Return the placement on each of the attempt's machines; None where nothing of it can be.
+        """Return the placement on each of the attempt's machines; None where it can have nothing.
 
         Raises:
             HostUnreachableError: a machine that should exist has not been listed.
@@ -141,13 +141,13 @@ class RentedPlacement:
             if row.state in {MachineState.REQUESTED, MachineState.GONE}:
                 members.append(None)
                 continue
-            found = self.fleet.listings.last_seen(self.rental.provider, row.key)
-            if found is None or provider is None:
+            machine = self.fleet.listings.last_seen(self.rental.provider, row.key)
+            if machine is None or provider is None:
                 raise HostUnreachableError(f"its machine {row.key} has not been listed yet")
             node = self._node(attempt, rows, row.rank)
             variables = node.variables() if len(rows) > 1 else {}
             left = max(0.0, lease_seconds_left(row)) + SELF_STOP_MARGIN_S
-            members.append(self._build(provider.host(found), variables, lasting, left))
+            members.append(self._build(provider.host(machine), variables, lasting, left))
         return members
 
     def _node(self, attempt: Assignment, rows: Sequence[Machine], rank: int) -> Node:
@@ -173,23 +173,23 @@ class Rentals:
     def provide_machines(
         self, placement: Placement, run: Run, attempt: Attempt, assigned: Assignment, act: bool
     ) -> bool:
-        """Rent and check the machines of a live attempt; whether the attempt can proceed."""
+        """Rent and check the machines of a live attempt; True if the attempt can proceed."""
         if not isinstance(placement, RentedPlacement):
             return True
         self._managed_runs.add(run.id)
         machines = self._reconcile(attempt)
-        gone = [one for one in machines if one.state in {MachineState.TERMINATING, MachineState.GONE}]
+        gone = [row for row in machines if row.state in {MachineState.TERMINATING, MachineState.GONE}]
         if gone:
             self._end_without_machine(attempt, gone[0])
             return False
-        if not machines or any(one.state == MachineState.REQUESTED for one in machines):
+        if not machines or any(machine.state == MachineState.REQUESTED for machine in machines):
             if run.desired == RunState.CANCELLED:
                 self._end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
             elif not machines and act and self._rent(placement.rental, attempt):
                 self._reconcile(attempt)
             return False
         self._begin_staging(attempt)
-        staying = all(one.state == MachineState.READY for one in machines)
+        staying = all(machine.state == MachineState.READY for machine in machines)
         return staying or self._evacuate(placement, attempt, assigned)
 
     def _reconcile(self, attempt: Attempt) -> list[Machine]:
@@ -216,10 +216,10 @@ class Rentals:
             return []
         query = select(Machine).where(Machine.run_id.in_(runs), Machine.state != MachineState.GONE.value)
         with self.fleet.store.snapshot() as session:
-            found = [one for one in session.scalars(query) if live or not _is_held(session, one)]
-        for machine in found:
+            machines = [row for row in session.scalars(query) if live or not _is_held(session, row)]
+        for machine in machines:
             self.fleet.reconcile(machine.key)
-        return found
+        return machines
 
     def newest_epoch(self, placement: Placement, run: Run) -> int | None:
         """Return the newest attempt of a run that has a machine, which a restored database may not know.
@@ -243,7 +243,7 @@ class Rentals:
         ones is recorded, provided that the daily cap allows it.
 
         Returns:
-            Whether it has machines now.
+            True if it has machines now.
         """
         try:
             price = query_price(self.fleet.providers, rental)
@@ -285,14 +285,14 @@ class Rentals:
             attempt.state = AttemptState.STAGING.value
 
     def _evacuate(self, placement: RentedPlacement, attempt: Attempt, assigned: Assignment) -> bool:
-        """Stop the worker on machines that will be preempted; whether it has left a verdict."""
+        """Stop the worker on machines that will be preempted; True if it has left a verdict."""
         try:
             placement.stop(assigned)
-            seen = placement.observe(assigned)
-            if seen.verdict is None and not seen.unseen:
+            observation = placement.observe(assigned)
+            if observation.verdict is None and not observation.unseen:
                 placement.pull(assigned, whole=True)
                 self._end(attempt, AttemptState.PREEMPTED, Cause.PREEMPTED, "its machine is preempted")
-            return seen.verdict is not None
+            return observation.verdict is not None
         except (HostUnreachableError, HostRefusedError):
             return False  # the next look shows whether the machine is gone
 

@@ -82,7 +82,7 @@ class Arm:
     @property
     def finished_members(self) -> dict[int, Member]:
         """The members with a final figure, by seed."""
-        return {one.seed: one for one in self.members if one.figure is not None}
+        return {member.seed: member for member in self.members if member.figure is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,9 @@ class Comparison:
     @property
     def best(self) -> int | None:
         """Position of the arm with the best final figure; None if none or only one has a figure."""
-        known = {place: arm.figure.mean for place, arm in enumerate(self.arms) if arm.figure is not None}
+        known = {index: arm.figure.mean for index, arm in enumerate(self.arms) if arm.figure is not None}
         choose = max if self.maximize else min
-        return choose(known, key=lambda place: known[place]) if len(known) > 1 else None
+        return choose(known, key=lambda index: known[index]) if len(known) > 1 else None
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -147,19 +147,19 @@ def compare_experiments(
     Raises:
         RequestError: a reference, the stage of the figure or the baseline is unknown.
     """
-    sweeps = [found for one in references if (found := find_sweep(control, one)) is not None]
-    ids = list(dict.fromkeys(one for name in references for one in _find_experiments(control, name)))
-    documents = {one: _read_recipe(control.home.experiment(one) / "recipe.json") for one in ids}
+    sweeps = [sweep for name in references if (sweep := find_sweep(control, name)) is not None]
+    ids = list(dict.fromkeys(key for name in references for key in _find_experiments(control, name)))
+    documents = {key: _read_recipe(control.home.experiment(key) / "recipe.json") for key in ids}
     stages = group_stage_statuses(control, ids)
-    metric = metric or next((one.metric for one in sweeps if one.metric), None) or _default_metric(stages)
-    known = dict.fromkeys(one.name for found in stages.values() for one in found)
+    metric = metric or next((item.metric for item in sweeps if item.metric), None) or _default_metric(stages)
+    known = dict.fromkeys(status.name for statuses in stages.values() for status in statuses)
     if (stage := metric.partition(".")[0]) not in known:
         remedy = f"STAGE.FIGURE with one of the stages {', '.join(known)}"
         raise RequestError(f"no stage is called '{stage}'", where=f"--metric {metric}", remedy=remedy)
     arms = _keep_differing_settings(_group_arms(documents, stages, metric))
     if not 0 <= baseline < len(arms):
         raise RequestError(f"there are {len(arms)} arms", where=f"--baseline {baseline + 1}")
-    names = [one.name for one in sweeps] or dict.fromkeys(one["name"] for one in documents.values())
+    names = [sweep.name for sweep in sweeps] or dict.fromkeys(recipe["name"] for recipe in documents.values())
     arms = _add_differences(arms, baseline)
     return Comparison(", ".join(names), metric, tuple(arms[0].settings), tuple(arms), baseline)
 
@@ -170,30 +170,30 @@ def final_figures(
     """Return the final figure and its name, by experiment; experiments without it are left out."""
     stages = group_stage_statuses(control, list(experiments))
     metric = metric or _default_metric(stages)
-    found = {one: _read_figure(statuses, metric) for one, statuses in stages.items()}
-    return metric, {one: figure.mean for one, figure in found.items() if figure is not None}
+    figures = {experiment: _read_figure(statuses, metric) for experiment, statuses in stages.items()}
+    return metric, {experiment: figure.mean for experiment, figure in figures.items() if figure is not None}
 
 
 def _find_experiments(control: Control, name: str) -> list[str]:
     sweep = find_sweep(control, name)
     if sweep is None:
         return [find_experiment(control, name).id]
-    ids = [one for arm in sweep.arms for one in arm.experiments.values()]
+    ids = [key for arm in sweep.arms for key in arm.experiments.values()]
     # An experiment that was removed has no recipe.
-    return [one for one in ids if (control.home.experiment(one) / "recipe.json").exists()]
+    return [key for key in ids if (control.home.experiment(key) / "recipe.json").exists()]
 
 
 def _default_metric(stages: Mapping[str, Sequence[StageStatus]]) -> str:
     """Return pass@1 of the last evaluation that has it, else the main figure of the last training."""
     for wanted in ("evaluation", "training"):
-        for found in stages.values():
-            for status in reversed(found):
+        for statuses in stages.values():
+            for status in reversed(statuses):
                 if status.summary.get("kind") != wanted:
                     continue
                 if wanted == "evaluation":
                     return f"{status.name}.{DEFAULT_FIGURE}"
                 last = status.summary.get("last") or {}
-                if name := next((one for one in TRAINING_FIGURES if one in last), None):
+                if name := next((figure for figure in TRAINING_FIGURES if figure in last), None):
                     return f"{status.name}.last.{name}"
     final = next(iter(stages.values()))[-1]
     return f"{final.name}.{DEFAULT_FIGURE}"  # nothing has finished yet
@@ -201,7 +201,7 @@ def _default_metric(stages: Mapping[str, Sequence[StageStatus]]) -> str:
 
 def _read_figure(stages: Sequence[StageStatus], metric: str) -> Interval | None:
     name, *path = metric.split(".")
-    value: Any = next((one.summary for one in stages if one.name == name), {})
+    value: Any = next((stage.summary for stage in stages if stage.name == name), {})
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     if isinstance(value, Mapping) and "mean" in value:
@@ -234,7 +234,7 @@ def _flatten(value: Any, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         return {key: value}
     return {
-        name: one for inner, part in value.items() for name, one in _flatten(part, f"{key}.{inner}").items()
+        name: leaf for inner, part in value.items() for name, leaf in _flatten(part, f"{key}.{inner}").items()
     }
 
 
@@ -248,13 +248,13 @@ def _group_arms(
     arms = []
     for group in groups.values():
         members = tuple(
-            _make_member(one, documents[one]["seed"], stages[one], metric)
-            for one in sorted(group, key=lambda one: documents[one]["seed"])
+            _make_member(experiment, documents[experiment]["seed"], stages[experiment], metric)
+            for experiment in sorted(group, key=lambda experiment: documents[experiment]["seed"])
         )
-        figures = [one.figure for one in members if one.figure is not None]
+        figures = [member.figure for member in members if member.figure is not None]
         figure = figures[0] if figures else None
         if len(figures) > 1:
-            figure = Interval(**t_interval([one.mean for one in figures]))
+            figure = Interval(**t_interval([figure.mean for figure in figures]))
         arms.append(Arm(documents[group[0]]["name"], _flatten_recipe(documents[group[0]]), members, figure))
     return arms
 
@@ -263,12 +263,12 @@ def _make_member(experiment: str, seed: int, stages: Sequence[StageStatus], metr
     figure, problem = _read_figure(stages, metric), ""
     if figure is None:
         problem = f"there is no figure {metric}"
-        if stage := next((one for one in stages if one.state != "succeeded"), None):
+        if stage := next((status for status in stages if status.state != "succeeded"), None):
             cause = (stage.message or stage.cause).partition("\n")[0]
             problem = f"{stage.name} is {stage.display_state}" + (f": {cause}" if cause else "")
     name, _, measure = metric.partition(".")
     summary = (
-        next((one.summary for one in stages if one.name == name), {}) if measure == DEFAULT_FIGURE else {}
+        next((row.summary for row in stages if row.name == name), {}) if measure == DEFAULT_FIGURE else {}
     )
     rows = summary.get("correct_per_task") or ()
     tasks = {str(task): right / samples for task, samples, right in rows}
@@ -328,21 +328,21 @@ def _add_differences(arms: Sequence[Arm], baseline: int) -> list[Arm]:
     """Return the arms with their differences from the baseline; all of them are corrected together."""
     base = _figures(arms[baseline])
     by_seed: dict[str, list[float]] = {}
-    for place, arm in enumerate(arms):
+    for index, arm in enumerate(arms):
         figures = _figures(arm)
-        if place != baseline and (seeds := sorted(base.keys() & figures.keys())):
-            by_seed[str(place)] = [figures[seed] - base[seed] for seed in seeds]
+        if index != baseline and (seeds := sorted(base.keys() & figures.keys())):
+            by_seed[str(index)] = [figures[seed] - base[seed] for seed in seeds]
     tests = compare_over_seeds(by_seed)
     return [
-        replace(arm, difference=Difference(tests[str(place)], *_difference_over_tasks(arms[baseline], arm)))
-        if str(place) in tests
+        replace(arm, difference=Difference(tests[str(index)], *_difference_over_tasks(arms[baseline], arm)))
+        if str(index) in tests
         else arm
-        for place, arm in enumerate(arms)
+        for index, arm in enumerate(arms)
     ]
 
 
 def _figures(arm: Arm) -> dict[int, float]:
-    return {one.seed: one.figure.mean for one in arm.members if one.figure is not None}
+    return {member.seed: member.figure.mean for member in arm.members if member.figure is not None}
 
 
 def _difference_over_tasks(before: Arm, after: Arm) -> tuple[Interval | None, int]:
@@ -399,7 +399,7 @@ def _describe_edge(comparison: Comparison) -> str:
     edges = []
     for key in comparison.keys:
         values = [arm.settings.get(key) for arm in comparison.arms]
-        numbers = {one for one in values if isinstance(one, int | float) and not isinstance(one, bool)}
+        numbers = {item for item in values if isinstance(item, int | float) and not isinstance(item, bool)}
         if len(numbers) >= 3 and len(numbers) == len(set(map(repr, values))):
             best = comparison.arms[comparison.best].settings[key]
             edges += [f"lowest {key}"] * (best == min(numbers)) + [f"highest {key}"] * (best == max(numbers))
@@ -408,5 +408,5 @@ def _describe_edge(comparison: Comparison) -> str:
 
 def _repeats_tasks(arm: Arm) -> bool:
     """Return whether different seeds were evaluated on mostly the same tasks, as with a small task file."""
-    first, *others = [set(one.tasks) for one in arm.members if one.tasks] or [set()]
+    first, *others = [set(member.tasks) for member in arm.members if member.tasks] or [set()]
     return any(len(first & other) > len(first) / 2 for other in others)

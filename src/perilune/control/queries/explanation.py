@@ -68,7 +68,7 @@ def explain_run(control: Control, run_id: str) -> Explanation:
     if run_id in (others := read_inherited(control.home)).runs:
         return _explain_foreign_run(run, others)
     result = _explain_own_run(control, run)
-    errors = tuple(f"the last try failed: {one}" for one in control.reconciler.conditions.all(run_id))
+    errors = tuple(f"the last try failed: {error}" for error in control.reconciler.conditions.all(run_id))
     result = replace(result, because=(*result.because, *errors))
     with control.store.snapshot() as session:
         following = next_stages(session, run)
@@ -128,7 +128,7 @@ def _explain_own_run(control: Control, run: Run) -> Explanation:
             return Explanation(run.state, (*history, evidence), ahead, commands)
         case RunState.FAILED:
             kind = retry_class(run.cause).value
-            used = sum(retry_class(one.cause).value == kind for one in attempts)
+            used = sum(retry_class(attempt.cause).value == kind for attempt in attempts)
             budget = getattr(control.reconciler.placements.retry_policy(run_id), kind, None)
             why = f"{run.cause} counts as {kind}: at most {budget} retries, and this was failure {used}"
             commands = (f"perilune logs {run_id}", f"perilune retry {run_id}")
@@ -203,10 +203,10 @@ def _explain_active(control: Control, run: Run, attempt: Attempt, history: tuple
     facts = [*history, f"attempt {attempt.number} is {attempt.state}"]
     if attempt.state == AttemptState.PLANNED and attempt.message:
         return _explain_no_machine(control, run, attempt, facts)
-    seen, step = control.reconciler.observe(run, attempt)
+    observation, step = control.reconciler.observe(run, attempt)
     machines = control.reconciler.rentals.fleet.machines_of(attempt.run_id, attempt.number)
-    facts += [fact for one in machines for fact in _machine_facts(one, len(machines))] or [
-        _describe_worker(seen)
+    facts += [fact for machine in machines for fact in _machine_facts(machine, len(machines))] or [
+        _describe_worker(observation)
     ]
     if run.desired == RunState.CANCELLED:
         facts.append("cancellation was requested")

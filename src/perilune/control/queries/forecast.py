@@ -155,11 +155,11 @@ def _effective_limits(template: Template) -> dict[str, Any]:
 
 def _forecast_stages(control: Control, plans: Sequence[StagePlan]) -> tuple[StageForecast, ...]:
     done: dict[str, Run] = {}
-    found = []
+    forecasts = []
     for plan in plans:
         sources = {source for source in plan.consumes.values() if source != MODEL}
         if missing := sorted(sources - done.keys()):
-            found.append(
+            forecasts.append(
                 StageForecast(plan.name, "later", after=tuple(missing), nodes=plan.job.resources.nodes)
             )
             continue
@@ -175,8 +175,8 @@ def _forecast_stages(control: Control, plans: Sequence[StagePlan]) -> tuple[Stag
         if run is not None and action == "reuse":
             done[plan.name] = run
         run_id = "" if run is None else run.id
-        found.append(StageForecast(plan.name, action, run_id, (), files, job.resources.nodes, digest))
-    return tuple(found)
+        forecasts.append(StageForecast(plan.name, action, run_id, (), files, job.resources.nodes, digest))
+    return tuple(forecasts)
 
 
 def _bundle_sizes(bundle: Path, inputs: Sequence[str]) -> dict[str, int]:

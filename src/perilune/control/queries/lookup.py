@@ -103,7 +103,7 @@ def find_experiment(control: Control, reference: str | None = None) -> Experimen
     for experiment in everything:
         if reference in {experiment.id, experiment.name}:
             return experiment
-    fitting = [one for one in everything if one.id.startswith(reference.upper())]
+    fitting = [experiment for experiment in everything if experiment.id.startswith(reference.upper())]
     return _require_single(fitting, reference, "experiment")
 
 
@@ -210,18 +210,18 @@ def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[Stag
     with control.store.snapshot() as session:
         rows = session.execute(query).all()
     conditions: dict[str, list[str]] = {}
-    for one in control.reconciler.conditions.all():
-        conditions.setdefault(one.run_id, []).append(str(one))
-    overrides = {one: read_overrides(control, one) for one in {row[0].id for row in rows}}
+    for condition in control.reconciler.conditions.all():
+        conditions.setdefault(condition.run_id, []).append(str(condition))
+    overrides = {key: read_overrides(control, key) for key in {row[0].id for row in rows}}
     return [_make_status(control, row, conditions, overrides[row[0].id]) for row in rows]
 
 
 def group_stage_statuses(control: Control, experiment_ids: Sequence[str]) -> dict[str, list[StageStatus]]:
     """Return the stages of each experiment, in order."""
-    found: dict[str, list[StageStatus]] = {one: [] for one in experiment_ids}
+    groups: dict[str, list[StageStatus]] = {key: [] for key in experiment_ids}
     for status in stage_statuses(control, experiment_ids):
-        found[status.experiment_id].append(status)
-    return found
+        groups[status.experiment_id].append(status)
+    return groups
 
 
 def read_overrides(control: Control, experiment_id: str) -> tuple[str, ...]:
@@ -277,7 +277,7 @@ def list_attempts(control: Control, run_id: str) -> list[Attempt]:
 
 @dataclass(frozen=True, slots=True)
 class AttemptUse:
-    """Where an attempt ran, how it ended, and what its rented machines have cost.
+    """The placement and outcome of an attempt, and the cost of its rented machines.
 
     Attributes:
         machines: number of rented machines that it had.
@@ -303,8 +303,8 @@ def attempt_uses(control: Control, run_ids: Collection[str]) -> list[AttemptUse]
     with control.store.snapshot() as session:
         tries = session.scalars(select(Attempt).where(Attempt.run_id.in_(run_ids)).order_by(Attempt.created))
         rented: dict[tuple[str, int], list[MachineUse]] = {}
-        for one in machine_uses(session, run_ids):
-            rented.setdefault((one.run_id, one.epoch), []).append(one)
+        for use in machine_uses(session, run_ids):
+            rented.setdefault((use.run_id, use.epoch), []).append(use)
         return [_attempt_use(attempt, rented.get((attempt.run_id, attempt.number), [])) for attempt in tries]
 
 
@@ -316,8 +316,8 @@ def _attempt_use(attempt: Attempt, rented: Sequence[MachineUse]) -> AttemptUse:
         state=attempt.state,
         cause=attempt.cause,
         machines=len(rented),
-        price=sum(one.machine.price for one in rented),
-        cost=sum(one.cost for one in rented) if rented else None,
+        price=sum(use.machine.price for use in rented),
+        cost=sum(use.cost for use in rented) if rented else None,
         began=attempt.created,
         ended=attempt.ended,
     )
@@ -347,8 +347,8 @@ def run_document(control: Control, run: Run) -> dict[str, Any]:
         experiment = session.get_one(Experiment, run.experiment_id)
     summary, damage = _read_summary(control, run)
     conditions: list[dict[str, Any]] = [
-        {"about": one.about, "message": one.message, "since": one.since}
-        for one in control.reconciler.conditions.all(run.id)
+        {"about": condition.about, "message": condition.message, "since": condition.since}
+        for condition in control.reconciler.conditions.all(run.id)
     ]
     if damage:
         conditions.append({"about": "artifacts", "message": damage, "since": None})
@@ -387,8 +387,8 @@ def _read_summary(control: Control, run: Run) -> tuple[dict[str, Any], str]:
 def _is_attested(control: Control, run: Run) -> bool:
     """Return whether the summary of a succeeded run is the one that its manifest lists."""
     path = control.directory(run) / SUMMARY_FILE
-    found = sha256_file(path) if path.is_file() else None
-    return found == manifest_hashes(control.directory(run)).get(SUMMARY_FILE)
+    digest = sha256_file(path) if path.is_file() else None
+    return digest == manifest_hashes(control.directory(run)).get(SUMMARY_FILE)
 
 
 def _read_container(control: Control, attempt: Attempt) -> dict[str, str] | None:
@@ -406,6 +406,6 @@ def _require_single(fitting: list[NamedRow], reference: str, kind: str) -> Named
         raise RequestError(f"no {kind} is called '{reference}'", remedy="perilune runs")
     if len(fitting) > 1:
         raise RequestError(
-            f"'{reference}' matches {len(fitting)} {kind}s", remedy=", ".join(one.id for one in fitting[:4])
+            f"'{reference}' matches {len(fitting)} {kind}s", remedy=", ".join(row.id for row in fitting[:4])
         )
     return fitting[0]

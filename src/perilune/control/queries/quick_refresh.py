@@ -51,6 +51,6 @@ def _find_live_runs(reconciler: Reconciler) -> tuple[list[str], list[str], list[
         query = select(Run.id, Attempt.reachability).outerjoin(Attempt, current)
         rows = session.execute(query.where(Run.state.in_(LIVE_STATES)).order_by(Run.id)).all()
     elsewhere = {run_id for run_id, _ in rows if reconciler.placements.capabilities(run_id).is_remote}
-    hidden = {run_id for run_id, seen in rows if seen == Reachability.UNREACHABLE} & elsewhere
+    hidden = {run_id for run_id, state in rows if state == Reachability.UNREACHABLE} & elsewhere
     near = [run_id for run_id, _ in rows if run_id not in elsewhere]
     return near, sorted(elsewhere - hidden), sorted(hidden)

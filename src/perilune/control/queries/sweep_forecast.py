@@ -1,4 +1,4 @@
-"""What a sweep will run: which stages its arms share, which are finished, and how long the rest may take."""
+"""Forecast a sweep: the stages that its arms share, the finished ones, and the time that the rest takes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ def forecast_sweep(control: Control, recipes: Sequence[Recipe], template: Templa
     for recipe in recipes:
         experiment = _find_experiment(control, recipe)
         statuses = stage_statuses(control, [experiment]) if experiment else []
-        finished = {one.name for one in statuses if one.state == RunState.SUCCEEDED}
+        finished = {status.name for status in statuses if status.state == RunState.SUCCEEDED}
         keys = compute_stage_keys(plan_stages(recipe, template))
         fresh = {name for name, key in keys.items() if key not in seen}
         left = tuple(name for name in keys if name in fresh - finished)

@@ -100,7 +100,7 @@ def _fill_home(copy: Sqlite, home: Home) -> Inherited:
         unclean = select(Attempt.run_id).where(Attempt.cleanup == Cleanup.PENDING.value)
         runs = {str(row[0]) for query in (unfinished, unclean) for row in source.execute(query)}
         machines = [str(key) for (key,) in source.execute(select(Machine.key))]
-        found = inherit(copy.home, home, runs, machines)
+        others = inherit(copy.home, home, runs, machines)
         database = open_database(home)
         try:
             with database.engine.begin() as written:
@@ -110,12 +110,12 @@ def _fill_home(copy: Sqlite, home: Home) -> Inherited:
                     for experiment in session.scalars(select(Experiment).where(Experiment.requested)):
                         end_submission(session, experiment, "restored")  # or both homes would continue it
                     record_event(
-                        session, "store.restored", backup=copy.home.root.name, inherited=sorted(found.runs)
+                        session, "store.restored", backup=copy.home.root.name, inherited=sorted(others.runs)
                     )
                     session.flush()
         finally:
             database.engine.dispose()
-    return found
+    return others
 
 
 def _clear_new_home(root: Path) -> None:
@@ -155,8 +155,8 @@ def _read_batches(source: Connection, table: Table) -> Iterable[list[dict[str, A
     order = [*table.primary_key.columns]
     if table.name == "runs":  # a retry refers to an earlier run
         order = [table.c.created, *order]
-    found = source.execution_options(yield_per=BATCH_ROWS).execute(select(table).order_by(*order))
-    for part in found.mappings().partitions():
+    result = source.execution_options(yield_per=BATCH_ROWS).execute(select(table).order_by(*order))
+    for part in result.mappings().partitions():
         yield [dict(row) for row in part]
 
 

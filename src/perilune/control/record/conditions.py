@@ -21,7 +21,7 @@ HOME_CONDITION = ""  # run id of conditions that belong to no run
 
 @dataclass
 class GuardedWork:
-    """What happens in a block of `Conditions.guard`: its exception, or None."""
+    """The result of a block of `Conditions.guard`: its exception, or None."""
 
     error: Exception | None = None
 

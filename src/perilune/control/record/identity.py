@@ -1,4 +1,4 @@
-"""Which runs and machines a home owns, as opposed to those of the home that it was restored from.
+"""The runs and machines that a home owns, as opposed to those of the home that it was restored from.
 
 Each home has a random name (`cluster_id`). A restored home gets a new name, and its `inherited.json` lists
 the runs that were live in the original. The restored home does not act on those runs or on machines that the
@@ -21,7 +21,7 @@ ADOPT_REMEDY = "do it in that home; if that home no longer exists: perilune adop
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What a restored home knows of but does not own.
+    """The homes and runs that a restored home knows of but does not own.
 
     Attributes:
         homes: names of the home it was restored from, and of homes which that one had adopted.

@@ -16,7 +16,7 @@ from perilune.execution.verdict import Cause, Verdict
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How an attempt ended. `verdict` is None if its worker left none."""
+    """The end of an attempt. `verdict` is None if its worker left none."""
 
     state: AttemptState
     cause: Cause
@@ -123,8 +123,8 @@ def record_done(session: Session, key: str) -> None:
 
 def settle_intents(session: Session, attempt: Attempt, *verbs: str) -> None:
     """Record intended effects as done, because they were observed although their call was interrupted."""
-    mine = (Operation.run_id == attempt.run_id) & (Operation.epoch == attempt.number)
-    for operation in session.scalars(select(Operation).where(mine, Operation.status == "intent")):
+    of_attempt = (Operation.run_id == attempt.run_id) & (Operation.epoch == attempt.number)
+    for operation in session.scalars(select(Operation).where(of_attempt, Operation.status == "intent")):
         if operation.verb in verbs:
             record_done(session, operation.key)
 

@@ -73,17 +73,17 @@ def migrate(connection: Connection, database: Path) -> Path | None:
     Raises:
         RequestError: the database is newer than this program, or the copy cannot be written.
     """
-    found = schema_of(connection)
-    if not OLDEST <= found <= LATEST:
+    schema = schema_of(connection)
+    if not OLDEST <= schema <= LATEST:
         raise RequestError(
-            f"the state database has schema {found}; this version of perilune supports {OLDEST} to {LATEST}",
+            f"the state database has schema {schema}; this version of perilune supports {OLDEST} to {LATEST}",
             where=str(database),
             remedy="pip install --upgrade perilune, or choose another home with PERILUNE_HOME",
         )
-    if found == LATEST:
+    if schema == LATEST:
         return None
-    backup = copy_database(database, found)
-    for number in range(found + 1, LATEST + 1):
+    backup = copy_database(database, schema)
+    for number in range(schema + 1, LATEST + 1):
         for statement in MIGRATIONS[number]:
             connection.exec_driver_sql(statement)
     set_schema(connection, LATEST)

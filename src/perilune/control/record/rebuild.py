@@ -59,25 +59,25 @@ def rebuild(home: Home) -> RebuildReport:
         RequestError: the database is intact or in PostgreSQL, or a daemon is running.
     """
     _require_damage(home)
-    found = RebuildReport()
+    report = RebuildReport()
     with home.scratch() as scratch:
         store = Store(Home(scratch))
         with store.transaction() as session:
-            _add_experiments(home, session, found)
+            _add_experiments(home, session, report)
             for path in sorted(home.runs.iterdir()):
                 try:
                     state = _add_run(home, session, path.name)
-                    found.runs[state] += 1
+                    report.runs[state] += 1
                 except (PeriluneError, KeyError, TypeError, ValueError) as error:
-                    found.skipped.append(f"run {path.name}: {error}")
-            record_event(session, "store.rebuilt", runs=dict(found.runs), skipped=found.skipped)
+                    report.skipped.append(f"run {path.name}: {error}")
+            record_event(session, "store.rebuilt", runs=dict(report.runs), skipped=report.skipped)
         store.close()
         with (scratch / home.database.name).open("rb") as file:
             os.fsync(file.fileno())
-        found.aside = _set_aside(home)
+        report.aside = _set_aside(home)
         (scratch / home.database.name).rename(home.database)
         fsync_directory(home.root)
-    return found
+    return report
 
 
 def _require_damage(home: Home) -> None:
@@ -110,7 +110,7 @@ def _add_experiments(home: Home, session: Session, found: RebuildReport) -> None
         try:
             document = read_json(path / "recipe.json")
             stages = [
-                (str(one.get("name", one.get("stage"))), str(one["task"])) for one in document["stages"]
+                (str(item.get("name", item.get("stage"))), str(item["task"])) for item in document["stages"]
             ]
             digest, began = sha256_bytes(canonical_json(document)), ulid_seconds(path.name)
             row = Experiment(
@@ -133,8 +133,8 @@ def _add_run(home: Home, session: Session, run_id: str) -> RunState:
     path = home.run(run_id) / SUBMISSION_FILE
     submission: Mapping[str, Any] = read_json(path) if path.exists() else {}
     experiment = _find_experiment(session, submission, job, run_id)
-    mine = (Run.experiment_id == experiment.id, Run.stage == job["stage"], Run.bundle_digest == digest)
-    before = session.query(Run).filter(*mine).order_by(Run.id).all()
+    same_job = (Run.experiment_id == experiment.id, Run.stage == job["stage"], Run.bundle_digest == digest)
+    before = session.query(Run).filter(*same_job).order_by(Run.id).all()
     run = Run(
         id=run_id,
         submit_key=submission.get("key") or f"{experiment.id}/{job['stage']}/{digest}/{len(before)}",
@@ -154,8 +154,8 @@ def _add_run(home: Home, session: Session, run_id: str) -> RunState:
     session.add_all(attempts)
     stages = session.query(Stage).filter_by(experiment_id=experiment.id)
     if not stages.filter_by(name=run.stage).update({"run_id": run_id}):
-        place = {"experiment_id": experiment.id, "position": stages.count()}
-        session.add(Stage(name=run.stage, task=run.task, run_id=run_id, **place))
+        location = {"experiment_id": experiment.id, "position": stages.count()}
+        session.add(Stage(name=run.stage, task=run.task, run_id=run_id, **location))
     experiment.used = max(experiment.used, run.created)
     record_event(session, "run.rebuilt", run_id=run_id, epoch=run.current_epoch, state=run.state)
     return RunState(run.state)

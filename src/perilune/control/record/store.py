@@ -63,7 +63,7 @@ class Experiment(Base):
     recipe_digest: Mapped[str] = mapped_column(unique=True)
     created: Mapped[float]
     used: Mapped[float]  # time of its last submission
-    # Whether later stages start by themselves, and the number of its last submission.
+    # True if later stages start by themselves; then the number of its last submission.
     requested: Mapped[bool] = mapped_column("wanted", default=False, server_default=text("FALSE"))
     submission: Mapped[int] = mapped_column("wish", default=0, server_default=text("0"))
     template: Mapped[dict[str, Any] | None] = mapped_column(JSON)  # of that submission; None is this machine
@@ -229,13 +229,13 @@ class Store:
         self._reader = self.engine.execution_options(**SNAPSHOT_OPTIONS)
         with self.transaction() as session:
             connection = session.connection()
-            found = self.database.schema(connection)
-            if found == 0:
+            schema = self.database.schema(connection)
+            if schema == 0:
                 Base.metadata.create_all(connection)
                 self.database.protect(connection)
                 self.database.set_schema(connection, LATEST)
             elif backup := self.database.migrate(connection):
-                record_event(session, "store.migrated", found=found, now=LATEST, backup=backup)
+                record_event(session, "store.migrated", found=schema, now=LATEST, backup=backup)
 
     @contextmanager
     def transaction(self) -> Iterator[Session]:

@@ -25,7 +25,7 @@ class RunState(StrEnum):
 
 
 class AttemptState(StrEnum):
-    """How far an attempt has come."""
+    """The progress or outcome of an attempt."""
 
     PLANNED = "planned"
     PROVISIONING = "provisioning"
@@ -56,7 +56,7 @@ class MachineState(StrEnum):
 
 
 class Reachability(StrEnum):
-    """Whether the machine of an attempt answers. A condition, never an outcome."""
+    """The reachability of an attempt's machine. A condition, never an outcome."""
 
     UNKNOWN = "unknown"
     REACHABLE = "reachable"
@@ -64,7 +64,7 @@ class Reachability(StrEnum):
 
 
 class Cleanup(StrEnum):
-    """Whether everything that an attempt left behind (processes, files on machines) is gone."""
+    """The removal of everything that an attempt left behind (processes, files on machines)."""
 
     NONE = "none"
     PENDING = "pending"

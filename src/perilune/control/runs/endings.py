@@ -40,13 +40,13 @@ class Endings:
         """Stop the attempt. It becomes CANCELLED once that is proven, unless it has left a verdict before."""
         placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
         proven = placement.stop(assigned)
-        seen = placement.observe(assigned)
-        if seen.verdict is not None:
-            return self.finalize(attempt, seen.verdict)
-        if seen.unseen:
+        observation = placement.observe(assigned)
+        if observation.verdict is not None:
+            return self.finalize(attempt, observation.verdict)
+        if observation.unseen:
             return False
         if not proven:
-            return run.forced and self.abandon(run, attempt, seen)
+            return run.forced and self.abandon(run, attempt, observation)
         placement.pull(assigned, whole=True)
         return self.end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
 

@@ -151,10 +151,10 @@ def register_experiment(
     fresh = new_ulid()
     now = time.time()
     with control.store.transaction() as session:
-        found = session.scalars(select(Experiment).where(Experiment.recipe_digest == digest)).one_or_none()
-        if found is not None:
-            found.used = now
-            return found.id
+        known = session.scalars(select(Experiment).where(Experiment.recipe_digest == digest)).one_or_none()
+        if known is not None:
+            known.used = now
+            return known.id
         write_json(control.home.experiment(fresh) / "recipe.json", document)
         if overrides:
             write_json(control.home.experiment(fresh) / OVERRIDES_FILE, list(overrides))

@@ -47,7 +47,7 @@ def submission_template(experiment: Experiment) -> Template | None:
 
 @dataclass
 class _BlockedStage:
-    """Why the next stage of an experiment could not be started."""
+    """The reason why the next stage of an experiment could not be started."""
 
     message: str
     tries: int
@@ -96,10 +96,10 @@ class StageStarter:
         """Announce that this process starts the next stages of requested experiments."""
         with self.control.store.snapshot() as session:
             requested = set(session.scalars(select(Experiment.id).where(Experiment.requested)))
-        mine = requested if only is None else requested & {only}
-        for experiment_id in self._announced.keys() - mine:
+        selected = requested if only is None else requested & {only}
+        for experiment_id in self._announced.keys() - selected:
             self._announced.pop(experiment_id).close()
-        for experiment_id in mine - self._announced.keys():
+        for experiment_id in selected - self._announced.keys():
             self._announced[experiment_id] = announce_starter(self.control.home, experiment_id)
 
     def advance_run(self, run_id: str) -> tuple[Run, RunState | None]:

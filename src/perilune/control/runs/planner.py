@@ -115,7 +115,7 @@ RETRY_CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How many attempts may follow failures of each class, and after which pause.
+    """The number of retries after failures of each class, and the pause before them.
 
     Attributes:
         infrastructure: retries after the worker died or could not start.

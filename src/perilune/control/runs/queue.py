@@ -74,18 +74,18 @@ def _find_position(
         Run.id.not_in(read_inherited(placements.home).runs),
     )
     here = [
-        one for one in session.scalars(live) if one.id != own[1] and placements.settings(one.id) == settings
+        run for run in session.scalars(live) if run.id != own[1] and placements.settings(run.id) == settings
     ]
-    taking = [one.id for one in here if one.state == RunState.ACTIVE]
+    taking = [run.id for run in here if run.state == RunState.ACTIVE]
     waiting = [
-        one
-        for one in here
-        if one.state == RunState.QUEUED
-        and one.desired != RunState.CANCELLED
-        and not retry_pause_left(placements, one)
+        run
+        for run in here
+        if run.state == RunState.QUEUED
+        and run.desired != RunState.CANCELLED
+        and not retry_pause_left(placements, run)
     ]
     return QueuePosition(
-        slots, tuple(taking), tuple(one.id for one in waiting if _sort_key(placements, one) < own)
+        slots, tuple(taking), tuple(run.id for run in waiting if _sort_key(placements, run) < own)
     )
 
 

@@ -121,14 +121,14 @@ class Reconciler:
         """
         slots = Semaphore(MAX_REMOTE_LOOKS)
         wait_until(
-            deadline, *(in_background(partial(self._clean, one), slots) for one in self.unclean_attempts())
+            deadline, *(in_background(partial(self._clean, row), slots) for row in self.unclean_attempts())
         )
         with self.conditions.guard(HOME_CONDITION, "rented machines"):
             self.rentals.reconcile_all()
 
     def _clean(self, attempt: Attempt) -> None:
-        with locked(self.home.run(attempt.run_id)) as mine:
-            if mine:
+        with locked(self.home.run(attempt.run_id)) as acquired:
+            if acquired:
                 self.endings.clean_up(attempt)
 
     def sweep(self) -> None:
@@ -166,8 +166,8 @@ class Reconciler:
             return False
         if run_id in read_inherited(self.home).runs:
             return False
-        with locked(self.home.run(run_id)) as mine:
-            if mine:
+        with locked(self.home.run(run_id)) as acquired:
+            if acquired:
                 self._advance(run_id, act)
         self._look_after[run_id] = now + self._pause(run_id)
         return True
@@ -213,10 +213,10 @@ class Reconciler:
         placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
         if not self.rentals.provide_machines(placement, run, attempt, assigned, act):
             return False
-        seen = self._observe(attempt)
-        note_reachability(self.store, attempt, seen)
-        self._misses[run_id] = self._misses.get(run_id, 0) + 1 if seen.is_hidden else 0
-        return self._act(run, attempt, seen, self._next_step(run, attempt, seen), act)
+        observation = self._observe(attempt)
+        note_reachability(self.store, attempt, observation)
+        self._misses[run_id] = self._misses.get(run_id, 0) + 1 if observation.is_hidden else 0
+        return self._act(run, attempt, observation, self._next_step(run, attempt, observation), act)
 
     def _act(  # noqa: PLR0911 - one return per row of the table
         self, run: Run, attempt: Attempt, seen: Observation, step: Step, act: bool
@@ -259,9 +259,9 @@ class Reconciler:
 
     def observe(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
         """Observe an active run's attempt, and say which step is next. Changes nothing."""
-        seen = self._observe(attempt)
+        observation = self._observe(attempt)
         try:
-            return seen, self._next_step(run, attempt, seen)
+            return observation, self._next_step(run, attempt, observation)
         except Exception as error:
             return Observation(unseen=describe_error(error)), Step.UNREACHABLE
 

@@ -128,18 +128,18 @@ def _find_kept_runs(session: Session, experiment_id: str) -> dict[str, str]:
 def _find_dependents(session: Session, home: Home, experiment_id: str, runs: tuple[Run, ...]) -> list[str]:
     """Return the names of other experiments whose recipe starts from a checkpoint of one of the runs."""
     folders = [home.run(run.id) for run in runs]
-    found = []
+    names = []
     for other in session.scalars(select(Experiment).where(Experiment.id != experiment_id)):
         path = home.experiment(other.id) / "recipe.json"
         recipe: dict[str, Any] = read_json(path) if path.exists() else {}
         weights = (recipe.get("model") or {}).get("path")
         if weights and any(Path(weights).is_relative_to(folder) for folder in folders):
-            found.append(other.name)
-    return sorted(found)
+            names.append(other.name)
+    return sorted(names)
 
 
 def _find_blockers(session: Session, experiment: Experiment, own: list[Run]) -> list[tuple[str, str]]:
-    found = [
+    blockers = [
         (
             f"run {run.id} of stage {run.stage} is {run.state}",
             f"perilune cancel {run.id}, then wait for its end",
@@ -147,20 +147,20 @@ def _find_blockers(session: Session, experiment: Experiment, own: list[Run]) -> 
         for run in own
         if not RunState(run.state).is_terminal
     ]
-    if experiment.requested and not found:
-        found.append(("its remaining stages are still to run", f"perilune cancel {experiment.id}"))
+    if experiment.requested and not blockers:
+        blockers.append(("its remaining stages are still to run", f"perilune cancel {experiment.id}"))
     ids = [run.id for run in own]
     pending = select(Attempt).where(Attempt.run_id.in_(ids), Attempt.cleanup == Cleanup.PENDING.value)
-    found += [
-        (f"attempt {one.number} of run {one.run_id} is not proven to have stopped", "perilune reconcile")
-        for one in session.scalars(pending)
+    blockers += [
+        (f"attempt {row.number} of run {row.run_id} is not proven to have stopped", "perilune reconcile")
+        for row in session.scalars(pending)
     ]
     alive = select(Machine).where(Machine.run_id.in_(ids), Machine.state != MachineState.GONE.value)
-    found += [
-        (f"machine {one.key} of run {one.run_id} is {one.state}", "perilune machines list")
-        for one in session.scalars(alive)
+    blockers += [
+        (f"machine {machine.key} of run {machine.run_id} is {machine.state}", "perilune machines list")
+        for machine in session.scalars(alive)
     ]
-    return found
+    return blockers
 
 
 def _delete_rows(session: Session, removal: Removal) -> None:

@@ -34,7 +34,7 @@ def propose_arm(
         )
         study = optuna.create_study(sampler=sampler, direction="maximize" if maximize else "minimize")
         for settings, figure in figures.items():
-            params = {axis.key: _optuna_value(axis, one) for axis, one in zip(axes, settings, strict=True)}
+            params = {axis.key: _optuna_value(axis, item) for axis, item in zip(axes, settings, strict=True)}
             study.add_trial(optuna.trial.create_trial(params=params, distributions=space, value=figure))
         params = study.ask(space).params
         proposed = tuple(f"{axis.key}={_setting_text(axis, params[axis.key])}" for axis in axes)

@@ -68,7 +68,7 @@ class LocalHost:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(max(0.0, min(CHECK_SECONDS, until - time.monotonic())))
-            if any(os.fstat(one.fileno()).st_size > MAX_OUTPUT_BYTES for one in outputs):
+            if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT_BYTES for file in outputs):
                 raise HostUnreachableError("it answers with too much output", where=self.name)
             if time.monotonic() >= until:
                 raise HostUnreachableError(f"no answer in {timeout:.0f} s", where=self.name)

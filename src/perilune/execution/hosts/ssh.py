@@ -58,7 +58,7 @@ REFUSAL_MESSAGES = {
 
 
 class SshSettings(Frozen):
-    """How a machine is reached. The user's ssh config supplies everything not set here."""
+    """Settings for reaching a machine. The user's ssh config supplies everything not set here."""
 
     host: str = Field(
         pattern=r"^[A-Za-z0-9_:][A-Za-z0-9._:%-]*$", description="address, or name in the ssh config"

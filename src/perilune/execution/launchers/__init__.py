@@ -1,1 +1,1 @@
-"""How a worker is started on a machine: as a plain process or in a container."""
+"""Launchers: ways to start a worker on a machine, as a plain process or in a container."""

@@ -89,7 +89,7 @@ class Container(Frozen):
             return []
         numbers = ["all"] if self.gpus == "all" else [str(number) for number in self.gpus]
         if Path(self.program).name.startswith("podman"):  # uses the Container Device Interface
-            return [part for one in numbers for part in ("--device", f"nvidia.com/gpu={one}")]
+            return [part for number in numbers for part in ("--device", f"nvidia.com/gpu={number}")]
         return ["--gpus", "all" if self.gpus == "all" else f'"device={",".join(numbers)}"']
 
 

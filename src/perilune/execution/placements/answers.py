@@ -25,21 +25,21 @@ def parse_last_document(output: bytes, name: str) -> dict[str, Any]:
     """
     lines = output.strip().splitlines()
     try:
-        found = json.loads(lines[-1]) if lines else None
+        document = json.loads(lines[-1]) if lines else None
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        document = None
+    if not isinstance(document, dict):
         raise HostUnreachableError(f"{name}: its answer is incomplete")
-    return found
+    return document
 
 
 def parse_first_observation(answer: BinaryIO) -> dict[str, Any] | None:
     """Return the observation in the first JSON line of an answer, before its frames; None without one."""
     while line := answer.readline(MAX_LINE_BYTES):
         with contextlib.suppress(ValueError):
-            found = json.loads(line) if line.startswith(b'{"seen": {') else None
-            if found is not None:
-                return dict(found["seen"])
+            document = json.loads(line) if line.startswith(b'{"seen": {') else None
+            if document is not None:
+                return dict(document["seen"])
     return None
 
 

@@ -89,8 +89,8 @@ class GangPlacement:
             if member is not None and (nodes is None or node in nodes)
         ]
         with ThreadPoolExecutor(min(len(there), MAX_CONCURRENT_CALLS) or 1) as workers:
-            asked = [workers.submit(act, *one) for one in there]
-        return [one.result() for one in asked]
+            asked = [workers.submit(act, *call) for call in there]
+        return [future.result() for future in asked]
 
 
 def combine_observations(looks: Sequence[Observation]) -> Observation:
@@ -100,27 +100,27 @@ def combine_observations(looks: Sequence[Observation]) -> Observation:
     has failed for a reason of its own, rather than because it lost another.
     """
     for bad in ("superseded", "unseen"):
-        for seen in looks:
-            if getattr(seen, bad):
-                return seen
-    failed = [(node, seen) for node, seen in enumerate(looks) if _has_failed(seen)]
-    running = any(seen.verdict is None and not _has_failed(seen) for seen in looks)
-    if failed and (not running or any(not _has_lost_another(seen) for _, seen in failed)):
-        node, seen = min(failed, key=lambda one: _has_lost_another(one[1]))
-        if seen.verdict is None:
-            return seen
-        message = f"machine {node} of {len(looks)}: {seen.verdict.message}"
-        return replace(seen, verdict=replace(seen.verdict, message=message))
-    if any(seen.claim is None for seen in looks):
+        for look in looks:
+            if getattr(look, bad):
+                return look
+    failed = [(node, look) for node, look in enumerate(looks) if _has_failed(look)]
+    running = any(look.verdict is None and not _has_failed(look) for look in looks)
+    if failed and (not running or any(not _has_lost_another(look) for _, look in failed)):
+        node, look = min(failed, key=lambda pair: _has_lost_another(pair[1]))
+        if look.verdict is None:
+            return look
+        message = f"machine {node} of {len(looks)}: {look.verdict.message}"
+        return replace(look, verdict=replace(look.verdict, message=message))
+    if any(look.claim is None for look in looks):
         return Observation()
     leader = looks[0]
-    ended = all(seen.verdict is not None for seen in looks)
+    ended = all(look.verdict is not None for look in looks)
     worker = (
-        leader.worker if ended else _combine_presences(seen.worker for seen in looks if seen.verdict is None)
+        leader.worker if ended else _combine_presences(look.worker for look in looks if look.verdict is None)
     )
-    heartbeat = min(seen.heartbeat for seen in looks)
+    heartbeat = min(look.heartbeat for look in looks)
     verdict = leader.verdict if ended else None
-    more = any(seen.more for seen in looks)
+    more = any(look.more for look in looks)
     return Observation(leader.claim, worker, verdict, heartbeat=heartbeat, more=more)
 
 
@@ -136,4 +136,4 @@ def _has_lost_another(seen: Observation) -> bool:
 
 def _combine_presences(presences: Iterable[Presence]) -> Presence:
     """Return PRESENT if all are; otherwise UNKNOWN, because machines with a dead worker count as failed."""
-    return Presence.PRESENT if all(one is Presence.PRESENT for one in presences) else Presence.UNKNOWN
+    return Presence.PRESENT if all(item is Presence.PRESENT for item in presences) else Presence.UNKNOWN

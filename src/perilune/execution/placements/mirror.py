@@ -38,7 +38,7 @@ CHECKPOINTS_FOLDER = "artifacts/checkpoints"
 MIRRORED_FOLDERS = ("runtime", "artifacts")
 
 Bring = Literal["metrics", "final", "all"]
-"""Which checkpoints come home: none; those that training finished with; also those to resume from."""
+"""The checkpoints that come home: none; those that training finished with; also those to resume from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class Mirror:
         (self._arriving / path).unlink(missing_ok=True)
         if unit := _checkpoint_of(path):
             shutil.rmtree(self.directory / CHECKPOINTS_FOLDER / unit, ignore_errors=True)
-            self._cursor = {one: at for one, at in self._cursor.items() if _checkpoint_of(one) != unit}
+            self._cursor = {path: mark for path, mark in self._cursor.items() if _checkpoint_of(path) != unit}
         write_atomic(self._cursor_file, canonical_json(self._cursor))
 
     def _header(self, frames: BinaryIO) -> dict[str, Any] | None:

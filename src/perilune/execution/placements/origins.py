@@ -44,5 +44,5 @@ def _find_repository(directory: Path) -> tuple[str, str]:
         document = read_json(source)
         return str(document.get("repository")), str(document.get("commit"))
     path = str(read_json(directory / "job.json")["model"].get("path"))
-    found = _SNAPSHOT.fullmatch(path)
-    return (f"{found['owner']}/{found['name']}", found["commit"]) if found else ("", "")
+    match = _SNAPSHOT.fullmatch(path)
+    return (f"{match['owner']}/{match['name']}", match["commit"]) if match else ("", "")

@@ -86,7 +86,7 @@ class Placement(Protocol):
             is_cancelled: asked from time to time during an upload, which ends when the answer is True.
 
         Returns:
-            Why the attempt starts from the beginning although the previous one had a checkpoint; or "".
+            The reason for starting from the beginning although the previous one had a checkpoint; or "".
 
         Raises:
             RequestError: the bundle differs from what was frozen, or a disk is full.

@@ -55,12 +55,12 @@ class Upload:
 
     def small_contents(self) -> dict[str, int]:
         """Return the small contents to send without being asked, up to a limit."""
-        found, room = {}, UNREQUESTED_BYTES
-        for sha256, size in sorted(self._sizes.items(), key=lambda one: one[1]):
+        contents, room = {}, UNREQUESTED_BYTES
+        for sha256, size in sorted(self._sizes.items(), key=lambda item: item[1]):
             room -= size
             if size <= SMALL_BYTES and room >= 0 and sha256 in self._sources:
-                found[sha256] = 0
-        return found
+                contents[sha256] = 0
+        return contents
 
     def has_lost(self, wanted: Mapping[str, int]) -> bool:
         """Return whether the machine asks for content that its store has evicted and nobody else has."""
@@ -111,7 +111,7 @@ class Upload:
         yield head + canonical_json({"files": files, "origins": self._origins}) + b"\n"
         done, reported = sum(wanted.values()), time.monotonic()
         total = sum(self._sizes[sha256] for sha256 in wanted)
-        for sha256, offset in sorted(wanted.items(), key=lambda one: self._sizes[one[0]]):
+        for sha256, offset in sorted(wanted.items(), key=lambda item: self._sizes[item[0]]):
             length = self._sizes[sha256] - offset
             yield canonical_json([sha256, offset, length]) + b"\n"
             with self._sources[sha256].open("rb") as file:
@@ -141,13 +141,13 @@ def _write(pipe: int, data: bytes, ended: threading.Event) -> None:
 
 def read_upload_progress(attempt: Path) -> dict[str, Any] | None:
     """Return the progress of uploading an attempt to all of its machines; None without an upload."""
-    found: list[dict[str, Any]] = []
+    documents: list[dict[str, Any]] = []
     for path in attempt.parent.glob(f"{attempt.name}.sent-*.json"):
         with contextlib.suppress(RequestError):  # just removed
-            found.append(read_json(path))
-    if not found:
+            documents.append(read_json(path))
+    if not documents:
         return None
-    return found[0] | {key: sum(one[key] for one in found) for key in ("done", "total")}
+    return documents[0] | {key: sum(document[key] for document in documents) for key in ("done", "total")}
 
 
 def _list_entries(directory: Path) -> Iterator[Entry]:

@@ -17,7 +17,7 @@ def privileges(facts: Mapping[str, Any]) -> Attempts:
     def capabilities() -> str:
         header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
         libc.capget(header, data)
-        return "".join(f"{one:08x}" for one in data).strip("0")
+        return "".join(f"{word:08x}" for word in data).strip("0")
 
     def done(call: Callable[..., object], *arguments: Any) -> str:
         call(*arguments)

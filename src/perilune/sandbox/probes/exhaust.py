@@ -82,16 +82,16 @@ def memory_let_go(facts: Mapping[str, Any]) -> Attempts:
     piece = 1 << 21
 
     def mapped(flags: int, file: int = -1) -> int:
-        place = libc.mmap(None, piece, 1 if file >= 0 else 3, flags, file, 0)
-        if place in (None, ctypes.c_void_p(-1).value):
+        start = libc.mmap(None, piece, 1 if file >= 0 else 3, flags, file, 0)
+        if start in (None, ctypes.c_void_p(-1).value):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return int(place)
+        return int(start)
 
     def shared(file: int = -1) -> str:
         for _ in range(2 * facts["memory_bytes"] // piece):
-            place = mapped(mmap.MAP_SHARED | (mmap.MAP_ANONYMOUS if file < 0 else 0), file)
-            sum(ctypes.string_at(place + offset, 1)[0] for offset in range(0, piece, 4096))
-            libc.munmap(place + 4096, piece - 4096)
+            start = mapped(mmap.MAP_SHARED | (mmap.MAP_ANONYMOUS if file < 0 else 0), file)
+            sum(ctypes.string_at(start + offset, 1)[0] for offset in range(0, piece, 4096))
+            libc.munmap(start + 4096, piece - 4096)
         return f"{2 * facts['memory_bytes'] >> 20} MiB"
 
     def in_pipes() -> str:
@@ -99,11 +99,11 @@ def memory_let_go(facts: Mapping[str, Any]) -> Attempts:
             _fields_ = (("place", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
         reading, writing = os.pipe()
-        place = mapped(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        one = Piece(place, 4096)
-        if libc.vmsplice(writing, ctypes.byref(one), 1, 0) < 0:
+        start = mapped(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        vector = Piece(start, 4096)
+        if libc.vmsplice(writing, ctypes.byref(vector), 1, 0) < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        libc.munmap(place, piece)
+        libc.munmap(start, piece)
         return f"{len(os.read(reading, 4096))} bytes of a page that was unmapped"
 
     def huge() -> str:
@@ -181,8 +181,8 @@ def descriptors(facts: Mapping[str, Any]) -> Attempts:
             while len(kept) < facts["open_files"]:
                 kept.append(os.open("/dev/null", os.O_RDONLY))
         finally:
-            for one in kept:
-                os.close(one)
+            for descriptor in kept:
+                os.close(descriptor)
         return f"{len(kept)} descriptors"
 
     return {"open files": opened}

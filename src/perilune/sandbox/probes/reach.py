@@ -11,14 +11,14 @@ def network(facts: Mapping[str, Any]) -> Attempts:
     import socket
 
     def connected(family: int, kind: int, address: Any) -> str:
-        with socket.socket(family, kind) as one:
-            one.settimeout(0.5)
-            one.connect(address)
+        with socket.socket(family, kind) as client:
+            client.settimeout(0.5)
+            client.connect(address)
             return f"connected to {address}"
 
     def sent() -> str:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-            one.sendto(b"probe", ("127.0.0.1", facts["udp"]))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+            client.sendto(b"probe", ("127.0.0.1", facts["udp"]))
             return "sent a datagram"
 
     stream, datagram = socket.SOCK_STREAM, socket.SOCK_DGRAM
@@ -35,14 +35,14 @@ def local_sockets(facts: Mapping[str, Any]) -> Attempts:
     import socket
 
     def connected(address: str) -> str:
-        with socket.socket(socket.AF_UNIX) as one:
-            one.settimeout(0.5)
-            one.connect(address)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(0.5)
+            client.connect(address)
             return "connected"
 
     def sent_from_a_pair() -> str:
-        for one in socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM):
-            one.sendto(b"probe", facts["datagrams"])
+        for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM):
+            end.sendto(b"probe", facts["datagrams"])
         return "sent a datagram"
 
     return {

@@ -32,8 +32,8 @@ def project(facts: Mapping[str, Any]) -> Attempts:
     from pathlib import Path
 
     def imported() -> str:
-        for place in (facts["package_root"], facts["packages"]):
-            sys.path.append(place)
+        for path in (facts["package_root"], facts["packages"]):
+            sys.path.append(path)
         return str(importlib.import_module("perilune").__file__)
 
     return {
@@ -77,14 +77,14 @@ def descriptors(facts: Mapping[str, Any]) -> Attempts:
     import stat
 
     def beyond_standard() -> list[int]:
-        found = []
+        numbers = []
         for number in range(3, 1024):
             try:
                 os.fstat(number)
             except OSError:
                 continue
-            found.append(number)
-        return found
+            numbers.append(number)
+        return numbers
 
     return {
         "beyond the standard three": beyond_standard,
@@ -102,8 +102,8 @@ def run_before(facts: Mapping[str, Any]) -> Attempts:
     wanted = facts["left_behind"][::-1]  # so that it does not find itself
 
     def remembered() -> int:
-        dictionaries = [one for one in gc.get_objects() if type(one) is dict]
-        texts = [text for one in dictionaries for text in list(one.values()) if isinstance(text, str)]
+        dictionaries = [item for item in gc.get_objects() if type(item) is dict]
+        texts = [text for item in dictionaries for text in list(item.values()) if isinstance(text, str)]
         return sum(wanted in text for text in texts)
 
     return {

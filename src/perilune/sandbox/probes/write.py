@@ -29,7 +29,7 @@ def folders(facts: Mapping[str, Any]) -> Attempts:
         "folder of the bait": os.path.dirname(facts["public_file"]),  # noqa: PTH120
         "root": "/",
     }
-    return {name: lambda place=place: written(place) for name, place in places.items()}  # type: ignore[misc]
+    return {name: lambda path=path: written(path) for name, path in places.items()}  # type: ignore[misc]
 
 
 def existing_files(facts: Mapping[str, Any]) -> Attempts:

@@ -51,10 +51,10 @@ class FakeCloud:
     def find(self, key: str) -> Sighting:
         """Implement `Provider.find`."""
         try:
-            found = [machine for machine in self.list(key) if machine.key == key]
+            machines = [machine for machine in self.list(key) if machine.key == key]
         except PeriluneError as error:
             return Sighting(Presence.UNKNOWN, why=str(error))
-        return Sighting(Presence.PRESENT, found[0]) if found else Sighting(Presence.ABSENT)
+        return Sighting(Presence.PRESENT, machines[0]) if machines else Sighting(Presence.ABSENT)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
         """Implement `Provider.create`."""

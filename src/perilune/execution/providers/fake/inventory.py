@@ -34,8 +34,8 @@ class Inventory:
         self.folder, self.faults, self.capacity, self._cut = folder, faults, capacity, cut
         self._lock = threading.RLock()
         folder.mkdir(parents=True, exist_ok=True)
-        found = [Machine.load(path.parent) for path in folder.glob("*/record.json")]
-        self._machines = {machine.record.id: machine for machine in found}
+        machines = [Machine.load(path.parent) for path in folder.glob("*/record.json")]
+        self._machines = {machine.record.id: machine for machine in machines}
         self._ticked = now()
 
     def create(self, key: str, kind: str, lifetime: float | None, *, late: float = 0.0) -> Machine:
@@ -76,7 +76,7 @@ class Inventory:
 
     def room(self, kind: str) -> int:
         """Return the number of further machines of a kind that are available."""
-        taken = sum(one.record.kind == kind and one.record.ended is None for one in self.all())
+        taken = sum(machine.record.kind == kind and machine.record.ended is None for machine in self.all())
         return self.capacity[kind] - taken
 
     def all(self) -> list[Machine]:
@@ -102,8 +102,8 @@ class Inventory:
             moment = now()
             if not machine.record.alive(moment):
                 return
-            shown = moment + self.faults.seconds(self.faults.weather.visibility_seconds)
-            machine.update(ended=moment, end_visible=shown, reason=reason)
+            visible = moment + self.faults.seconds(self.faults.weather.visibility_seconds)
+            machine.update(ended=moment, end_visible=visible, reason=reason)
         self._cut(machine.record.id)
         machine.power_off()
 

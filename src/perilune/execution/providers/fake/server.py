@@ -97,8 +97,8 @@ class Cloud:
     def bill(self) -> dict[str, Any]:
         """Return the cost of every machine, by key."""
         moment, machines = now(), [machine.record for machine in self.inventory.all()]
-        costs = {one.key: one.price * one.billed_seconds(moment) / 3600.0 for one in machines}
-        alive = [one.key for one in machines if one.ended is None]
+        costs = {item.key: item.price * item.billed_seconds(moment) / 3600.0 for item in machines}
+        alive = [machine.key for machine in machines if machine.ended is None]
         return {"costs": costs, "total": sum(costs.values()), "alive": alive}
 
     def inject(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -200,11 +200,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _execute(self, key: str) -> None:
         command = json.loads(self.headers.get("X-Command", "[]"))
-        found = [machine for machine in self.cloud.find(key) if machine.record.alive(now())]
-        if not found or found[0].record.box is None or now() < found[0].record.ready:
+        machines = [machine for machine in self.cloud.find(key) if machine.record.alive(now())]
+        if not machines or machines[0].record.box is None or now() < machines[0].record.ready:
             self._answer(404, {"error": f"no machine {key} answers"})
             return
-        machine = found[0]
+        machine = machines[0]
         self.close_connection = True
         if now() < machine.record.cut_until:
             return

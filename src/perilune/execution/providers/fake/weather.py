@@ -101,7 +101,7 @@ class FaultInjector:
     def script(self, call: str, fault: Fault, times: int) -> None:
         """Inject `fault` into the next `times` calls named `call`, before any random fault."""
         with self._lock:
-            self._scripts = [one for one in self._scripts if one["call"] != call]
+            self._scripts = [script for script in self._scripts if script["call"] != call]
             self._scripts.append({"call": call, "fault": fault, "times": times})
 
     def fault_for(self, call: str, key: str) -> Fault | None:

@@ -68,7 +68,7 @@ class RayCluster:
         """Implement `Provider.find`."""
         try:
             job = self.jobs.find(_parse_key(key)[0])
-            found = [] if job is None else [one for one in self._machines(job) if one.key == key]
+            found = [] if job is None else [machine for machine in self._machines(job) if machine.key == key]
         except PeriluneError as error:
             return Sighting(Presence.UNKNOWN, why=str(error))
         return Sighting(Presence.PRESENT, found[0]) if found else Sighting(Presence.ABSENT)
@@ -94,7 +94,7 @@ class RayCluster:
         """Implement `Provider.list`."""
         ours = (job for job in self.jobs.list_jobs() if MachineKey.parse(f"{job.name}-0") is not None)
         asked = (job for job in ours if job.name.startswith(tag) or tag.startswith(job.name))
-        return [one for job in asked for one in self._machines(job) if one.key.startswith(tag)]
+        return [machine for job in asked for machine in self._machines(job) if machine.key.startswith(tag)]
 
     def terminate(self, key: str) -> None:
         """Terminate the machine with this key, together with those of all other ranks."""
@@ -148,7 +148,7 @@ class RayCluster:
         ready = [line.removeprefix(READY_PREFIX) for line in lines if line.startswith(READY_PREFIX)]
         with contextlib.suppress(ValueError, KeyError, TypeError):
             document = json.loads(ready[0]) if ready else {}
-            addresses = [str(one) for one in document["addresses"]]
+            addresses = [str(address) for address in document["addresses"]]
             self._ready[job.name] = _ReadyJob(job.started, addresses, str(document["token"]))
             return self._ready[job.name]
         return None

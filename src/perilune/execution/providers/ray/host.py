@@ -45,8 +45,8 @@ class RayHost:
                 try:
                     nonce = self._authenticate(wire, answers)
                     wire.settimeout(None)
-                    shown = token_proof(self._token, "command", nonce, *command)
-                    _send(wire, {"command": list(command), "nonce": nonce, "proof": shown})
+                    proof = token_proof(self._token, "command", nonce, *command)
+                    _send(wire, {"command": list(command), "nonce": nonce, "proof": proof})
                     return run_conversation(wire, answers, source, sink)
                 except BrokenConnectionError as error:
                     why = f"no end within {timeout:g} s" if late.is_set() else str(error)

@@ -53,12 +53,12 @@ class Clusters:
         for name in [name for name in self._alive if name.startswith(prefix) and name not in listed]:
             left = self._alive.pop(name)
             if name not in self._terminated:
-                self._gone[name] = [replace(one, status=MachineStatus.ENDED, unseen="") for one in left]
-        for name, cluster in ((one["cluster"], one) for one in clusters):
+                self._gone[name] = [replace(item, status=MachineStatus.ENDED, unseen="") for item in left]
+        for name, cluster in ((cluster["cluster"], cluster) for cluster in clusters):
             if cluster["status"] == "UP":
-                self._alive[name] = [replace(one, reason=find_gone_reason(cluster)) for one in listed[name]]
+                self._alive[name] = [replace(item, reason=find_gone_reason(cluster)) for item in listed[name]]
         gone = {name: left for name, left in self._gone.items() if name.startswith(prefix)}
-        return {one.key: one for machines in (listed | gone).values() for one in machines}
+        return {machine.key: machine for machines in (listed | gone).values() for machine in machines}
 
     def _machines(self, cluster: Mapping[str, Any]) -> Sequence[RentedMachine]:
         name, request = cluster["cluster"], self._requests.get(cluster["cluster"])

@@ -152,9 +152,9 @@ def find_interpreter(named: str | None) -> str:
     script = shutil.which("sky")
     if script is not None:  # a script installed by pip, pipx or uv names its interpreter in its first lines
         head = Path(script).read_bytes()[:1024].decode("utf-8", "replace")
-        found = re.search(r"(/[^\s'\"]*python[\d.]*)", head)
-        if found is not None:
-            return found[1]
+        match = re.search(r"(/[^\s'\"]*python[\d.]*)", head)
+        if match is not None:
+            return match[1]
     if importlib.util.find_spec("sky") is not None:
         return sys.executable
     raise RequestError("SkyPilot is not installed", where="providers.yaml, python", remedy=REMEDY)
