@@ -88,12 +88,12 @@ def find_marked(variable: str, value: str) -> list[psutil.Process]:
 
     A child inherits the mark even if it leaves its parent's process group and session.
     """
-    found = []
+    marked = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and process.environ().get(variable) == value:
-                found.append(process)
-    return found
+                marked.append(process)
+    return marked
 
 
 def kill_all(find: Callable[[], Iterable[psutil.Process]], *, grace: float) -> bool:

@@ -228,11 +228,11 @@ def find_interface_variables(address: str) -> dict[str, str]:
         (family, kind, _, _, where), *_ = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
         with socket.socket(family, kind) as probe:  # connecting chooses the interface, and sends nothing
             probe.connect(where)
-            mine = probe.getsockname()[0]
+            local = probe.getsockname()[0]
     except OSError as error:
         raise RequestError(f"the leading machine {address} cannot be reached: {error}") from None
     for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address.partition("%")[0] == mine for one in addresses):
+        if any(item.address.partition("%")[0] == local for item in addresses):
             return {
                 variable: os.environ.get(variable, name)
                 for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

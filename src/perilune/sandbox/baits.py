@@ -56,9 +56,9 @@ class Baits:
         self._udp.bind(("127.0.0.1", 0))
         self._unix, self._abstract = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
         abstract = f"perilune-audit-{self.secret[:8]}"
-        for one, address in ((self._unix, str(folder / "socket")), (self._abstract, "\0" + abstract)):
-            one.bind(address)
-            one.listen()
+        for listener, address in ((self._unix, str(folder / "socket")), (self._abstract, "\0" + abstract)):
+            listener.bind(address)
+            listener.listen()
         self._datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._datagrams.bind(str(folder / "datagrams"))
         for name in ("socket", "datagrams"):
@@ -92,24 +92,24 @@ class Baits:
     ) -> None:
         self._victim.kill()
         self._victim.wait()
-        for one in (self._tcp, self._udp, self._unix, self._abstract, self._datagrams):
-            one.close()
+        for bait in (self._tcp, self._udp, self._unix, self._abstract, self._datagrams):
+            bait.close()
         os.close(self._descriptor)
         os.environ.pop(BAIT_VARIABLE, None)
         self._folder.cleanup()
 
     def list_taken(self) -> list[str]:
         """Return the baits that were taken since the last call, as seen from outside."""
-        found = []
+        taken = []
         if self._victim.poll() is not None:
-            found.append("another process was killed")
+            taken.append("another process was killed")
             self._start_victim()
-        for one in (self._udp, self._datagrams):
-            one.setblocking(False)
+        for receiver in (self._udp, self._datagrams):
+            receiver.setblocking(False)
             with suppress(BlockingIOError):
-                one.recv(100)
-                found.append("a datagram arrived")
-        return found
+                receiver.recv(100)
+                taken.append("a datagram arrived")
+        return taken
 
     def _start_victim(self) -> None:
         self._victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -56,7 +56,7 @@ class ProgramLimits:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a program ended.
+    """The end of a program.
 
     Attributes:
         code: exit code; negative for a signal.
@@ -124,15 +124,15 @@ class Programs:
                 remedy="set confined: false if you trust the program with this machine's files and network",
             )
         self._limits, self._preload = limits, tuple(preload)
-        self._control, theirs = socket.socketpair()
+        self._control, child_end = socket.socketpair()
         self._lock = threading.Lock()
         self._server = subprocess.Popen(
             [sys.executable, "-P", "-s", "-c", _START, json.dumps(sys.path), *preload],
-            stdin=theirs.fileno(),
+            stdin=child_end.fileno(),
             stdout=subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"},
         )
-        theirs.close()
+        child_end.close()
         self._answers = self._control.makefile("rb")
 
     def start(
@@ -222,14 +222,14 @@ def _read_text(file: IO[bytes], most: int | None = None) -> str:
 
 
 def _find(name: str) -> str:
-    found = sys.executable if name in ("python", "python3") else shutil.which(name)
-    if found is None:
+    program = sys.executable if name in ("python", "python3") else shutil.which(name)
+    if program is None:
         raise RequestError(
             f"there is no program {name!r}",
             where="environment.command",
             remedy="give its absolute path, or install it",
         )
-    return found
+    return program
 
 
 def _variables(folder: str) -> dict[str, str]:
@@ -246,6 +246,6 @@ def _variables(folder: str) -> dict[str, str]:
 
 def _readable(executable: str) -> list[str]:
     """Return the system's files, and those of the interpreter and its packages."""
-    own = {sys.prefix, sys.base_prefix, *(place for place in sys.path if place)}
+    own = {sys.prefix, sys.base_prefix, *(path for path in sys.path if path)}
     own |= {str(Path(executable).parent.parent), str(Path(executable).resolve().parent.parent)}
     return [*_SYSTEM, *sorted(own - {"/"})]

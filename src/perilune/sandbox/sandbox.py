@@ -146,7 +146,7 @@ class Sandbox:
             path = PurePosixPath(name)
             if path.is_absolute() or not path.parts or ".." in path.parts or "\0" in name:
                 raise RequestError(f"{name!r} is not a valid file name in the scratch folder")
-        given = {name: base64.b64encode(one).decode() for name, one in files.items()}
+        given = {name: base64.b64encode(content).decode() for name, content in files.items()}
         with self._lock:
             supervisor = self._started()
             self._require_walls(supervisor.capabilities)
@@ -195,13 +195,13 @@ class _Supervisor:
         self._folder = OwnedFolder("perilune-sandbox-")
         folder = self._folder.path
         Path(folder).chmod(0o711)  # the run's own user passes through it
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_end = socket.socketpair()
         opening = {"limits": asdict(limits), "folder": folder, "without": sorted(without)}
         package = str(Path(perilune.__file__).parents[1])
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-s", "-S", "-B", "-c", _START, package, json.dumps(opening)],
-                stdin=theirs.fileno(),
+                stdin=child_end.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd=folder,

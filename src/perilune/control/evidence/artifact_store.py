@@ -66,12 +66,12 @@ class ArtifactStore:
     @classmethod
     def open(cls, url: str | None) -> ArtifactStore:
         """Return the store at `url`, or else at the URL in PERILUNE_ARTIFACTS."""
-        found = url or os.environ.get(URL_VARIABLE)
-        if not found:
+        address = url or os.environ.get(URL_VARIABLE)
+        if not address:
             raise RequestError(
                 "no artifact store is given", remedy=f"--store URL, or export {URL_VARIABLE}=URL"
             )
-        return cls(found)
+        return cls(address)
 
     def runs(self) -> list[str]:
         """Return the ids of the stored runs, sorted."""

@@ -129,8 +129,8 @@ class Sqlite:
 
     def find_damage(self, connection: Connection) -> str:
         """Describe what SQLite's check of all pages and indexes finds; "" if there is no damage."""
-        found = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(3)")]
-        return "" if found == ["ok"] else "; ".join(found)
+        messages = [str(row[0]) for row in connection.exec_driver_sql("PRAGMA integrity_check(3)")]
+        return "" if messages == ["ok"] else "; ".join(messages)
 
     def translate_error(self, error: DatabaseError) -> PeriluneError:
         """Translate an error for the user, from SQLite's message and the free space on the disk."""
@@ -204,13 +204,13 @@ class Postgres:
             raise self.translate_error(error) from error
 
     def schema(self, connection: Connection) -> int:
-        """As in `Sqlite`; a table stores the number."""
+        """Return the version of the schema, which a table stores."""
         connection.exec_driver_sql(f'CREATE SCHEMA IF NOT EXISTS "{self._schema}"')
         connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS schema_version (number INTEGER NOT NULL)")
         return int(connection.exec_driver_sql("SELECT max(number) FROM schema_version").scalar_one() or 0)
 
     def set_schema(self, connection: Connection, number: int) -> None:
-        """As in `Sqlite`; a table stores the number."""
+        """Record the version of the schema in a table."""
         connection.execute(text("INSERT INTO schema_version VALUES (:number)"), {"number": number})
 
     def protect(self, connection: Connection) -> None:

@@ -174,8 +174,8 @@ class Home:
         """Remove files of killed commands: scratch directories, folders built elsewhere, partial files."""
         for path in self.temporary.iterdir():
             if path.is_dir() and _is_old(path, SWEEP_AGE_S):
-                with locked(path) as mine:
-                    if mine:
+                with locked(path) as acquired:
+                    if acquired:
                         _remove_built_elsewhere(path)
                         remove_tree(path)
         for folder in (".", "keys", "experiments/*"):
@@ -207,8 +207,8 @@ def _remove_built_elsewhere(scratch: Path) -> None:
 
 def has_daemon(home: Home) -> bool:
     """Return whether a daemon manages the home."""
-    with locked(home.daemon) as mine:
-        return not mine and home.daemon.is_dir()
+    with locked(home.daemon) as acquired:
+        return not acquired and home.daemon.is_dir()
 
 
 def announce_starter(home: Home, experiment_id: str) -> BinaryIO:

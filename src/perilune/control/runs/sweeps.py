@@ -80,8 +80,8 @@ def open_sweep(
     definition = sha256_bytes(canonical_json(request))
     control.home.sweeps.mkdir(exist_ok=True)
     with locked(control.home.sweeps, wait=True):
-        known = {one.name: one for one in recorded_sweeps(control)}
-        same = [one for one in known.values() if one.definition == definition and name in {None, one.name}]
+        known = {sweep.name: sweep for sweep in recorded_sweeps(control)}
+        same = [old for old in known.values() if old.definition == definition and name in {None, old.name}]
         if same:
             return same[0]
         if name in known:
@@ -91,7 +91,7 @@ def open_sweep(
                 remedy=f"choose another name, or run the command that started it: {known[name].command}",
             )
         numbered = (f"{stem}-{number}" for number in range(1, len(known) + 2))
-        chosen = name or next(one for one in numbered if one not in known)
+        chosen = name or next(candidate for candidate in numbered if candidate not in known)
         _check_name(chosen)
         fresh = Sweep(name=chosen, definition=definition, created=time.time(), **fields)
         return fresh.with_arms(control, ())
@@ -109,8 +109,8 @@ def recorded_sweeps(control: Control) -> list[Sweep]:
     Raises:
         RequestError: a file is damaged.
     """
-    found = map(_read_sweep, control.home.sweeps.glob("*.json"))
-    return sorted(found, key=lambda one: one.created)
+    sweeps = map(_read_sweep, control.home.sweeps.glob("*.json"))
+    return sorted(sweeps, key=lambda sweep: sweep.created)
 
 
 def find_sweep(control: Control, name: str) -> Sweep | None:
@@ -146,16 +146,16 @@ class ArmState:
     @property
     def succeeded(self) -> bool:
         """True if all its stages have succeeded."""
-        return self.error is None and all(one.state == RunState.SUCCEEDED for one in self.stages)
+        return self.error is None and all(stage.state == RunState.SUCCEEDED for stage in self.stages)
 
     @property
     def stage(self) -> StageStatus:
         """The current stage: the first that has not succeeded, else the last."""
-        return next((one for one in self.stages if one.state != RunState.SUCCEEDED), self.stages[-1])
+        return next((stage for stage in self.stages if stage.state != RunState.SUCCEEDED), self.stages[-1])
 
     @property
     def problem(self) -> str:
-        """Why it failed, on one line; "" if it did not."""
+        """The reason why it failed, on one line; "" if it did not."""
         if self.error is not None:
             return str(self.error).partition("\n")[0]
         if self.succeeded:
@@ -201,8 +201,8 @@ class SweepRunner:
                 if isinstance(outcome, PeriluneError):
                     self._give_up(experiment, outcome)
         stages = group_stage_statuses(self.control, self.live)
-        states = {one: ArmState(tuple(found), self._errors.get(one)) for one, found in stages.items()}
-        self.live = [one for one in self.live if not states[one].is_over]
+        states = {key: ArmState(tuple(statuses), self._errors.get(key)) for key, statuses in stages.items()}
+        self.live = [key for key in self.live if not states[key].is_over]
         return states
 
     def request_cancel(self) -> list[str]:

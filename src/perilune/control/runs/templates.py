@@ -55,7 +55,7 @@ class RentedTarget(Rental):
 
 
 class Retry(Frozen):
-    """How many attempts may follow failures, by class of failure."""
+    """The number of attempts that may follow failures, by class of failure."""
 
     infrastructure: int = Field(5, ge=0, description="retries after a failure of the machine or of Perilune")
     lost: int = Field(5, ge=0, description="retries after contact was lost")
@@ -91,7 +91,7 @@ _Docker = Annotated[Container, Tag("docker")]
 
 
 class Template(Frozen):
-    """Where and how runs execute."""
+    """The placement, resources, retries and limits of runs."""
 
     description: str = Field("", description="text for readers")
     placement: Annotated[LocalTarget | SshTarget | RentedTarget, Field(discriminator="name")] = Field(
@@ -250,20 +250,20 @@ def _validate(document: Document) -> Template:
     value = document.value if document.value is not None else {}
     try:
         return validate(Template, value, (), "")
-    except ProblemsError as found:
-        raise_first(found.problems, document.locate)
+    except ProblemsError as error:
+        raise_first(error.problems, document.locate)
 
 
 def _apply_override(document: Document, change: str, allowed: Sequence[str], name: str) -> None:
     key, equals, text = change.partition("=")
-    place = f"--with {change}"
+    where = f"--with {change}"
     if not equals or not key:
-        raise RequestError("not of the form key=value", where=place, remedy="--with limits.max_lifetime=3600")
+        raise RequestError("not of the form key=value", where=where, remedy="--with limits.max_lifetime=3600")
     if key not in allowed:
         remedy = f"it allows {', '.join(allowed)}" if allowed else "add the key to its allowed_overrides"
-        raise RequestError(f"the template {name} does not allow changing '{key}'", where=place, remedy=remedy)
-    value: Any = parse_yaml(text, place).value
-    document.set(tuple(key.split(".")), value, place)
+        raise RequestError(f"the template {name} does not allow changing '{key}'", where=where, remedy=remedy)
+    value: Any = parse_yaml(text, where).value
+    document.set(tuple(key.split(".")), value, where)
 
 
 def _read_file(path: Path) -> str:

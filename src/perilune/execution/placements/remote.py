@@ -223,8 +223,8 @@ class RemotePlacement:
         """Implement `Placement.observe`. Transfers small new files, unless another process does."""
         try:
             with open_mirror(attempt.home, _pulled_folders(attempt), self.bring) as home:
-                seen, pulled = self._observe(attempt, home, LOOK_BYTES, LOOK_SECONDS)
-            return make_observation(seen, attempt.epoch, more=home is None or not pulled.ended or pulled.more)
+                look, pulled = self._observe(attempt, home, LOOK_BYTES, LOOK_SECONDS)
+            return make_observation(look, attempt.epoch, more=home is None or not pulled.ended or pulled.more)
         except HostRefusedError as error:
             return Observation(unseen=str(error), refused=True)
         except (HostUnreachableError, WorkFailedError) as error:
@@ -290,8 +290,8 @@ class RemotePlacement:
         Its processes are ended first, as `start` of the next attempt would, so nothing writes to them. The
         rest comes home too, because a checkpoint is resumed with the metrics of all steps before it.
         """
-        seen, _ = self._observe(attempt, None, 0, LOOK_SECONDS)
-        if seen.get("staged") is not True or not self.stop(attempt):
+        look, _ = self._observe(attempt, None, 0, LOOK_SECONDS)
+        if look.get("staged") is not True or not self.stop(attempt):
             return
         with contextlib.suppress(WorkFailedError):  # damaged files, which the next attempt makes again
             self.pull(attempt, whole=True)
@@ -315,10 +315,10 @@ class RemotePlacement:
 
     def _pull(self, attempt: Assignment, home: Mirror, *, last: bool) -> tuple[bool, bool]:
         """Pull once; returns whether there is more, and whether the attempt has ended."""
-        seen, pulled = self._observe(attempt, home, PULL_BYTES, CHANGE_SECONDS, last=last)
+        look, pulled = self._observe(attempt, home, PULL_BYTES, CHANGE_SECONDS, last=last)
         if not pulled.ended:
             raise HostUnreachableError(f"{self.name}: the transfer was interrupted")
-        return pulled.more, seen.get("result") is not None
+        return pulled.more, look.get("result") is not None
 
     def _observe(
         self, attempt: Assignment, home: Mirror | None, limit: int, seconds: float, *, last: bool = False
@@ -327,17 +327,17 @@ class RemotePlacement:
         asked = {"files": {}, "units": [], "folders": []} if home is None else home.state()
         payload = json.dumps(asked | {"limit": limit, "last": last}).encode()
         with tempfile.TemporaryFile() as answer:
-            seen, pulled = None, PullResult(False, True)
+            look, pulled = None, PullResult(False, True)
             try:
                 self._call(attempt, "look", payload=payload, sink=answer, timeout=seconds)
             finally:  # also after an interruption: complete frames are kept
                 answer.seek(0)
-                seen = parse_first_observation(answer)
-                if seen is not None and home is not None:
+                look = parse_first_observation(answer)
+                if look is not None and home is not None:
                     pulled = home.take(answer)
-        if seen is None:
+        if look is None:
             raise HostUnreachableError(f"{self.name}: its answer is incomplete")
-        return seen, pulled
+        return look, pulled
 
     def _call(
         self,

@@ -109,9 +109,9 @@ class Machine:
         home = self.folder / "home"
         (home / "tmp").mkdir(parents=True, exist_ok=True)
         image = {name: os.environ[name] for name in IMAGE if name in os.environ}
-        place = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "USER": "fake"}
+        variables = {"HOME": str(home), "TMPDIR": str(home / "tmp"), "USER": "fake"}
         command = [sys.executable, "-S", "-E", str(BOX), str(self.folder)]
-        process = start_detached(command, self.folder / "console.log", {**image, **place})
+        process = start_detached(command, self.folder / "console.log", {**image, **variables})
         identity = ProcessIdentity.of(process.pid)
         self.update(box=identity and asdict(identity))
 

@@ -76,7 +76,7 @@ class Jobs:
 
     def list_jobs(self) -> Sequence[Job]:
         """Return the submitted jobs, without other drivers."""
-        return [Job.parse(one) for one in self._json("GET", "/api/jobs/") if one.get("submission_id")]
+        return [Job.parse(job) for job in self._json("GET", "/api/jobs/") if job.get("submission_id")]
 
     def find(self, name: str) -> Job | None:
         """Return the job with this name, or None."""
@@ -162,10 +162,10 @@ class Jobs:
 @cache
 def build_package() -> bytes:
     """Return the package for the cluster as a zip archive, identical every time."""
-    found = [*files(CLUSTER).iterdir(), files("perilune.execution.providers") / "frames.py"]
+    sources = [*files(CLUSTER).iterdir(), files("perilune.execution.providers") / "frames.py"]
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as out:
-        for file in sorted(found, key=lambda one: one.name):
+        for file in sorted(sources, key=lambda path: path.name):
             if file.name.endswith(".py"):
                 out.writestr(zipfile.ZipInfo(f"{PACKAGE}/{file.name}"), file.read_bytes())
     return archive.getvalue()

@@ -72,23 +72,23 @@ class Clusters:
         """
         launching = self._launching(prefix)
         before = {
-            one["name"]: one["status_updated_at"]
-            for one in self.sky.get(self.sky.status())
-            if one["name"].startswith(prefix)
+            cluster["name"]: cluster["status_updated_at"]
+            for cluster in self.sky.get(self.sky.status())
+            if cluster["name"].startswith(prefix)
         }
         force = self.sky.StatusRefreshMode.FORCE
         after = self.sky.get(self.sky.status(sorted(before), refresh=force)) if before else []
-        found = {one["name"]: self._described(one) for one in after}
-        for name, cluster in found.items():
+        clusters = {cluster["name"]: self._described(cluster) for cluster in after}
+        for name, cluster in clusters.items():
             cluster["launching"] = name in launching
             renewed = cluster["updated"] != before.get(name) or abs(time.time() - cluster["updated"]) < 2
             cluster["unseen"] = "" if renewed or name in launching else "SkyPilot cannot ask its cloud"
             if cluster["status"] == "UP":
                 self._write_ssh_config(name, cluster["ssh"])
         for name, created in launching.items():
-            if name not in found:
-                found[name] = {"cluster": name, "status": "INIT", "launching": True, "launched": created}
-        return list(found.values())
+            if name not in clusters:
+                clusters[name] = {"cluster": name, "status": "INIT", "launching": True, "launched": created}
+        return list(clusters.values())
 
     def create(self, cluster: str, task: dict[str, Any], patience: float) -> None:
         """Ensure that a cluster is launched or being launched; waits at most `patience` seconds.
@@ -97,8 +97,8 @@ class Clusters:
         """
         if self._is_known(cluster):
             return
-        launches = [one for one in self._requests(cluster) if one.name == "sky.launch"]
-        if any(one.status in ACTIVE for one in launches):
+        launches = [request for request in self._requests(cluster) if request.name == "sky.launch"]
+        if any(launch.status in ACTIVE for launch in launches):
             return
         if launches and launches[0].status == "FAILED":
             self._report(launches[0].request_id)
@@ -116,13 +116,13 @@ class Clusters:
             AnswerError: the last try failed; another was started.
         """
         requests = self._requests(cluster)
-        launching = [one.request_id for one in requests if one.name == "sky.launch" and one.status in ACTIVE]
+        launching = [row.request_id for row in requests if row.name == "sky.launch" and row.status in ACTIVE]
         if launching:
             self.sky.get(self.sky.api_cancel(launching))
         if not launching and not self._is_known(cluster):
             return
-        downs = [one for one in requests if one.name == "sky.down"]
-        if any(one.status in ACTIVE for one in downs):
+        downs = [request for request in requests if request.name == "sky.down"]
+        if any(request.status in ACTIVE for request in downs):
             return
         self.sky.down(cluster)
         if downs and downs[0].status == "FAILED":
@@ -137,9 +137,9 @@ class Clusters:
         try:
             made = self.task(task)
             made.validate()
-            for one in made.resources:
-                if self._with_accelerators(one) == []:
-                    raise ValueError(f"{one.cloud} has no machine with {one.accelerators} there")
+            for resources in made.resources:
+                if self._with_accelerators(resources) == []:
+                    raise ValueError(f"{resources.cloud} has no machine with {resources.accelerators} there")
         except OSError as error:  # the catalogs are downloaded
             return {"unchecked": f"SkyPilot's catalog is unavailable: {error_text(error)[:300]}"}
         except Exception as error:
@@ -148,7 +148,7 @@ class Clusters:
 
     def price(self, task: dict[str, Any]) -> float | None:
         """Return the highest price per hour of a task's resources in the catalog; None if it has no price."""
-        prices = [self._price(one) for one in self.task(task).resources]
+        prices = [self._price(resources) for resources in self.task(task).resources]
         known = [price for price in prices if price is not None]
         return max(known) if known and len(known) == len(prices) else None
 
@@ -170,15 +170,15 @@ class Clusters:
         cloud, spot = str(wanted.cloud).lower(), wanted.use_spot
         if wanted.instance_type is not None:
             zones = catalog.get_region_zones_for_instance_type(wanted.instance_type, spot, clouds=cloud)
-            names = [one.name for one in zones if wanted.region in {None, one.name}]
+            names = [region.name for region in zones if wanted.region in {None, region.name}]
             return highest_price(
                 catalog.get_hourly_cost(wanted.instance_type, spot, name, wanted.zone, clouds=cloud)
                 for name in names
             )
-        found = self._with_accelerators(wanted)
-        if found is None or not all(isinstance(one.instance_type, str) for one in found):
+        machines = self._with_accelerators(wanted)
+        if machines is None or not all(isinstance(machine.instance_type, str) for machine in machines):
             return None  # the catalog has only the price of the accelerator
-        return highest_price(one.spot_price if wanted.use_spot else one.price for one in found)
+        return highest_price(machine.spot_price if wanted.use_spot else machine.price for machine in machines)
 
     def _with_accelerators(self, wanted: Any) -> Any:
         """Return the machines of the catalog with the requested accelerators; None if no cloud is given."""
@@ -194,7 +194,7 @@ class Clusters:
             clouds=str(wanted.cloud).lower(),
             all_regions=True,
         )
-        return [one for found in kinds.values() for one in found if wanted.region in {None, one.region}]
+        return [row for rows in kinds.values() for row in rows if wanted.region in {None, row.region}]
 
     def _described(self, one: Any) -> dict[str, Any]:
         handle = one["handle"]
@@ -217,24 +217,24 @@ class Clusters:
         }
 
     def _is_known(self, cluster: str) -> bool:
-        return any(one["name"] == cluster for one in self.sky.get(self.sky.status()))
+        return any(known["name"] == cluster for known in self.sky.get(self.sky.status()))
 
     def _is_active(self, cluster: str, request: str) -> bool:
-        found = self._requests(cluster)
-        return any(one.status in ACTIVE for one in found if one.request_id == request)
+        requests = self._requests(cluster)
+        return any(item.status in ACTIVE for item in requests if item.request_id == request)
 
     def _requests(self, cluster: str) -> list[Any]:
         """Return the requests for a cluster, the newest first."""
-        found = self.sky.api_status(all_status=True, cluster_name=cluster)
-        mine = [one for one in found if one.cluster_name == cluster]
-        return sorted(mine, key=lambda one: one.created_at, reverse=True)
+        requests = self.sky.api_status(all_status=True, cluster_name=cluster)
+        own = [request for request in requests if request.cluster_name == cluster]
+        return sorted(own, key=lambda request: request.created_at, reverse=True)
 
     def _launching(self, prefix: str) -> dict[str, float]:
         """Return the clusters with a pending launch, and its time."""
         return {
-            one.cluster_name: one.created_at
-            for one in self.sky.api_status()
-            if one.name == "sky.launch" and (one.cluster_name or "").startswith(prefix)
+            request.cluster_name: request.created_at
+            for request in self.sky.api_status()
+            if request.name == "sky.launch" and (request.cluster_name or "").startswith(prefix)
         }
 
     def _report(self, request: str) -> None:

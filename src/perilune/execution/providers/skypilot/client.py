@@ -71,14 +71,14 @@ class SkyPilot:
     def find(self, key: str) -> Sighting:
         """Implement `Provider.find`; asks the clouds now."""
         try:
-            found = self._look(cluster_of(key)).get(key)
+            machine = self._look(cluster_of(key)).get(key)
         except PeriluneError as error:
             return Sighting(Presence.UNKNOWN, why=str(error))
-        if found is None:
+        if machine is None:
             return Sighting(Presence.ABSENT)
-        if found.unseen:
-            return Sighting(Presence.UNKNOWN, why=found.unseen)
-        return Sighting(Presence.PRESENT, found)
+        if machine.unseen:
+            return Sighting(Presence.UNKNOWN, why=machine.unseen)
+        return Sighting(Presence.PRESENT, machine)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
         """Launch the cluster of this key, without waiting the minutes that it takes."""
@@ -90,9 +90,9 @@ class SkyPilot:
         task = self._task(request.kind, request.nodes, minutes=minutes, price=price)
         self._clusters.note_request(cluster, request)
         self._do("create", cluster=cluster, task=task, patience=CREATE_TIMEOUT_S)
-        found = self._look(cluster).get(key)
-        if found is not None:
-            return found
+        machine = self._look(cluster).get(key)
+        if machine is not None:
+            return machine
         return RentedMachine(key, cluster, request.kind, price, MachineStatus.PENDING, 0.0)
 
     def list(self, tag: str) -> Sequence[RentedMachine]:

@@ -45,7 +45,7 @@ class Kind(Frozen):
     def preemptible(self) -> bool:
         """True if its cloud may preempt it."""
         choices = [*self.resources.get("any_of", ()), *self.resources.get("ordered", ())]
-        return any(bool(one.get("use_spot")) for one in (self.resources, *choices))
+        return any(bool(choice.get("use_spot")) for choice in (self.resources, *choices))
 
 
 class SkyPilotSettings(Frozen):

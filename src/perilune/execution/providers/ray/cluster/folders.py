@@ -45,24 +45,24 @@ def environment(home: str) -> dict[str, str]:
 
 def is_abandoned(name: str) -> bool:
     """Return whether a folder of that name belongs to an ended process of this node without children."""
-    found = NAME.fullmatch(name)
-    if found is None or found[4] != host_id():
+    match = NAME.fullmatch(name)
+    if match is None or match[4] != host_id():
         return False
-    if found[3] != boot():
+    if match[3] != boot():
         return True
-    mark = f"{HOLDER}={found[1]} {found[2]}".encode()
-    return starttime(int(found[1])) != int(found[2]) and not any(
+    mark = f"{HOLDER}={match[1]} {match[2]}".encode()
+    return starttime(int(match[1])) != int(match[2]) and not any(
         mark in environ for environ in list_environments()
     )
 
 
 def list_environments() -> list[bytes]:
     """Return the environments of all processes that this user may inspect."""
-    found = []
+    environments = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            found.append(path.read_bytes())
-    return found
+            environments.append(path.read_bytes())
+    return environments
 
 
 def starttime(pid: int) -> int | None:

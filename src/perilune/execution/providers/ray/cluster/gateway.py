@@ -47,8 +47,8 @@ def serve_connection(wire: socket.socket, namespace: str) -> None:
         try:
             hello = json.loads(requests.readline(MAX_REQUEST_BYTES))
             machine: Any = ray.get_actor(str(hello["machine"]), namespace)
-            shown = ray.get(machine.greet.remote(str(hello["nonce"])))
-            wire.sendall(frame(Kind.HELLO, json.dumps(shown).encode()))
+            greeting = ray.get(machine.greet.remote(str(hello["nonce"])))
+            wire.sendall(frame(Kind.HELLO, json.dumps(greeting).encode()))
             if request := requests.readline(MAX_REQUEST_BYTES):
                 wire.settimeout(None)
                 run_command(wire, requests, machine, json.loads(request))

@@ -63,11 +63,11 @@ def hold_machines(options: argparse.Namespace, until: float) -> int:
             return 0
     token = secrets.token_hex(32)
     machines = [create_machine(options, group, rank, token) for rank in range(options.nodes)]
-    addresses: list[str] = ray.get([one.address.remote() for one in machines])
+    addresses: list[str] = ray.get([node.address.remote() for node in machines])
     host, _, port = options.listen.rpartition(":")
     threading.Thread(target=serve, args=(host, int(port), options.namespace), daemon=True).start()
     print(READY_PREFIX + json.dumps({"addresses": addresses, "token": token}), flush=True)
-    died, _ = ray.wait([one.stay.remote() for one in machines], timeout=max(0.0, until - time.monotonic()))
+    died, _ = ray.wait([node.stay.remote() for node in machines], timeout=max(0.0, until - time.monotonic()))
     ray.get(died)
     return 0
 

@@ -151,8 +151,8 @@ class Command:
         patience = SLICE if self._ended is None else 0.1
         if not self._open:
             return b"", b"", self._code(SLICE)
-        for pipe in ready(time.monotonic() + patience, reading=[one.fileno() for one in self._open]):
-            stream = next(one for one in self._open if one.fileno() == pipe)
+        for pipe in ready(time.monotonic() + patience, reading=[file.fileno() for file in self._open]):
+            stream = next(file for file in self._open if file.fileno() == pipe)
             came[stream] = os.read(pipe, BLOCK)
             if not came[stream]:
                 self._open.remove(stream)
