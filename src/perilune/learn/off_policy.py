@@ -159,8 +159,8 @@ def _correct_group(
             continue
         log_w = (proximal[-1][mask].astype(np.float64)) - episode.logprobs[mask]
         factor = bound_weights(pool_weights(log_w, settings.level), settings.weight, *settings.bounds)
-        bad = group.advantages is not None and group.advantages[index] < 0
-        if bad and settings.mask_negative is not None and -log_w.mean() > settings.mask_negative:
+        negative = group.advantages is not None and group.advantages[index] < 0
+        if negative and settings.mask_negative is not None and -log_w.mean() > settings.mask_negative:
             factor = np.zeros(len(factor))
         if settings.max_staleness is not None:
             factor = np.where(version - episode.policy_version[mask] <= settings.max_staleness, factor, 0.0)
@@ -221,8 +221,8 @@ class _WeightStatistics:
         }
         if not settings.needs_logprobs:
             return masked
-        log_sequences = np.array([one.sum() for one in self._tokens])
-        log_bounded = np.array([_log_bounded(one, settings) for one in self._tokens])
+        log_sequences = np.array([logs.sum() for logs in self._tokens])
+        log_bounded = np.array([_log_bounded(logs, settings) for logs in self._tokens])
         sequences, (low, high) = exp_log_ratio(log_sequences), settings.bounds
         return masked | {
             "ess": effective_share(sequences),

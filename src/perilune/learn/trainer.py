@@ -114,9 +114,9 @@ class Learner:
                 without a critic.
         """
         with self._in_step():
-            seen = [self._learn(batch) for batch in self._rank_batches(batches)]
-        every = self.ranks.all_gather_json("figures", [figures.read() for figures in seen])
-        return merge_micro_batches(every)
+            own = [self._learn(batch) for batch in self._rank_batches(batches)]
+        gathered = self.ranks.all_gather_json("figures", [figures.read() for figures in own])
+        return merge_micro_batches(gathered)
 
     def _learn(self, batch: PackedBatch) -> Figures:
         """Add the gradient of one micro-batch to the parameters."""
@@ -150,17 +150,17 @@ class Learner:
         Returns:
             loss, tokens, and the figures of the objective, all summed over the micro-batches.
         """
-        seen: list[dict[str, Tensor]] = []
+        results: list[dict[str, Tensor]] = []
         tokens: list[int] = []
         with self._in_step():
             for batch in self._rank_batches(batches):
                 loss, sums = objective(batch, predicting_states(self.trained, batch))
                 loss.backward()  # type: ignore[no-untyped-call]
-                seen.append({"loss": loss.detach(), **sums})
+                results.append({"loss": loss.detach(), **sums})
                 tokens.append(len(batch.targets))
         own = [
             {name: float(value.double()) for name, value in sums.items()} | {"tokens": float(count)}
-            for sums, count in zip(seen, tokens, strict=True)
+            for sums, count in zip(results, tokens, strict=True)
         ]
         totals = {"tokens": 0.0}
         for figures in self.ranks.all_gather_json("figures", own):

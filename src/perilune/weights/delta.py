@@ -117,13 +117,13 @@ class WeightWriter:
                 parts |= delta
             named.add(name)
             self._digests[name] = digest
-        base = combine_digests({name: one for name, one in before.items() if name not in rewritten})
+        base = combine_digests({name: digest for name, digest in before.items() if name not in rewritten})
         result = combine_digests(self._digests)
         _save(parts, path, {"version": str(version), "base": base, "result": result})
         size = path.stat().st_size
         self._until_full_update = FULL_UPDATE_INTERVAL - 1 if full_update else self._until_full_update - 1
         self._bytes_written = 0 if full_update else self._bytes_written + _size(parts.values())
-        share = differing / max(sum(one.numel() for one in state.values()), 1)
+        share = differing / max(sum(tensor.numel() for tensor in state.values()), 1)
         return Update(path, version, frozenset(rewritten), frozenset(named), base, result, share, size, full)
 
     def _find_changes(
@@ -172,7 +172,7 @@ class BoundsComparison:
     def __call__(self, name: str, flat: Tensor) -> NDArray[np.int64]:
         """Return the positions at which a flat tensor may differ from its earlier values."""
         now = _as_integers(flat)
-        low, high = (_as_integers(one.to("cpu", flat.dtype).reshape(-1)) for one in self._bounds(name))
+        low, high = (_as_integers(bound.to("cpu", flat.dtype).reshape(-1)) for bound in self._bounds(name))
         return np.flatnonzero((low != now) | (high != now))
 
 
@@ -196,8 +196,8 @@ class WeightReader:
 
     def set_base(self, held: Mapping[str, Tensor], version: int) -> None:
         """Use `held`, for example from a checkpoint, as the weights of `version`."""
-        dtypes = {name: self._dtypes.get(name, one.dtype) for name, one in held.items()}
-        self._digests = {name: tensor_digest(one.to(dtypes[name])) for name, one in held.items()}
+        dtypes = {name: self._dtypes.get(name, tensor.dtype) for name, tensor in held.items()}
+        self._digests = {name: tensor_digest(tensor.to(dtypes[name])) for name, tensor in held.items()}
         self.version, self.result = version, combine_digests(self._digests)
 
     def read(self, path: Path, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -211,30 +211,30 @@ class WeightReader:
         """
         try:
             with safe_open(path, framework="pt") as file:
-                about = _read_metadata(file.metadata(), path)
+                meta = _read_metadata(file.metadata(), path)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             if isinstance(error, FileNotFoundError):
                 raise
             raise RequestError(f"not a weight update: {error}", where=str(path)) from None
         rewritten = {name for name in tensors if "/" not in name}
-        kept = {name: one for name, one in self._digests.items() if name not in rewritten}
-        if held.keys() - self._digests.keys() - rewritten or combine_digests(kept) != about["base"]:
+        unchanged = {name: digest for name, digest in self._digests.items() if name not in rewritten}
+        if held.keys() - self._digests.keys() - rewritten or combine_digests(unchanged) != meta["base"]:
             raise RequestError(
-                f"version {about['version']} needs weights with digest {about['base']}, and this receiver has"
-                f" {combine_digests(kept)} of version {self.version}",
+                f"version {meta['version']} needs weights with digest {meta['base']}, and this receiver has"
+                f" {combine_digests(unchanged)} of version {self.version}",
                 where=str(path),
                 remedy="send a full update",
             )
         new = _decode_update(tensors, held, self._dtypes, path)
-        digests = self._digests | {name: tensor_digest(one) for name, one in new.items()}
-        if (result := combine_digests(digests)) != about["result"]:
+        digests = self._digests | {name: tensor_digest(tensor) for name, tensor in new.items()}
+        if (result := combine_digests(digests)) != meta["result"]:
             raise RequestError(
-                f"version {about['version']} has digest {result} instead of {about['result']}",
+                f"version {meta['version']} has digest {result} instead of {meta['result']}",
                 where=str(path),
                 remedy="the file was damaged; send it again",
             )
-        self._next = int(about["version"]), result, digests
+        self._next = int(meta["version"]), result, digests
         return new
 
     @property
@@ -290,29 +290,29 @@ def _decode_update(
 
     new = {name: parts.pop(name) for name in list(parts) if "/" not in name}
     for name, tensor in new.items():
-        known = held.get(name)
-        if known is None:
+        old = held.get(name)
+        if old is None:
             raise refuse(f"tensor {name[:80]!r} is not in the model")
-        dtype = dtypes.get(name, known.dtype)
-        if known.shape != tensor.shape or dtype != tensor.dtype:
+        dtype = dtypes.get(name, old.dtype)
+        if old.shape != tensor.shape or dtype != tensor.dtype:
             raise refuse(
-                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, and needs {dtype} {list(known.shape)}"
+                f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, and needs {dtype} {list(old.shape)}"
             )
     for name in sorted({part.rpartition("/")[0] for part in parts}):
-        known = held.get(name)
-        if known is None or name in new:
+        old = held.get(name)
+        if old is None or name in new:
             raise refuse(f"tensor {name[:80]!r} {'occurs twice' if name in new else 'is not in the model'}")
-        dtype = dtypes.get(name, known.dtype)
+        dtype = dtypes.get(name, old.dtype)
         kinds = [kind for kind in GAPS if f"{name}/{kind}" in parts]
         values = parts.pop(f"{name}/{VALUES}", None)
         if len(kinds) != 1 or values is None or values.dtype != dtype or values.dim() != 1:
             raise refuse(f"the changes of tensor {name} need one list of gaps and one of {dtype} values")
-        positions = _find_changes(parts.pop(f"{name}/{kinds[0]}"), GAPS[kinds[0]], len(values), known.numel())
+        positions = _find_changes(parts.pop(f"{name}/{kinds[0]}"), GAPS[kinds[0]], len(values), old.numel())
         if positions is None:
-            raise refuse(f"the positions of tensor {name} do not fit its {known.numel():,} values")
-        flat = known.detach().to("cpu", dtype, copy=True).contiguous().reshape(-1)
+            raise refuse(f"the positions of tensor {name} do not fit its {old.numel():,} values")
+        flat = old.detach().to("cpu", dtype, copy=True).contiguous().reshape(-1)
         _as_integers(flat)[positions] = _as_integers(values)
-        new[name] = flat.reshape(known.shape)
+        new[name] = flat.reshape(old.shape)
     if parts:
         raise refuse(f"unknown part {next(iter(parts))[:80]!r}")
     return new
@@ -321,7 +321,7 @@ def _decode_update(
 def _find_changes(
     packed: Tensor, width: type[np.unsignedinteger[Any]], count: int, size: int
 ) -> NDArray[np.int64] | None:
-    """`count` ascending positions below `size`; None if the gaps give others."""
+    """Return `count` ascending positions below `size`; None if the gaps give others."""
     if packed.dtype != torch.uint8 or packed.dim() != 1 or count > size:
         return None
     try:
@@ -335,13 +335,13 @@ def _find_changes(
 
 def _read_metadata(metadata: Mapping[str, str] | None, path: Path) -> Mapping[str, str]:
     """Check and return the metadata of an update."""
-    about = metadata or {}
-    if about.get("format") != FORMAT:
+    meta = metadata or {}
+    if meta.get("format") != FORMAT:
         raise RequestError(f"not a weight update in the format {FORMAT}", where=str(path))
     for key, form in _METADATA.items():
-        if not re.fullmatch(form, about.get(key, "-")):
-            raise RequestError(f"{key} {about.get(key, '')[:40]!r} is malformed", where=str(path))
-    return about
+        if not re.fullmatch(form, meta.get(key, "-")):
+            raise RequestError(f"{key} {meta.get(key, '')[:40]!r} is malformed", where=str(path))
+    return meta
 
 
 def _save(parts: Mapping[str, Tensor], path: Path, about: Mapping[str, str]) -> None:

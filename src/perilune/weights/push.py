@@ -109,8 +109,8 @@ class PeriluneServer:
         with path.open("rb") as file:
             file.seek(first)
             data = file.read(chunk)
-        place = f"bytes {first}-{first + len(data) - 1}/{total}"
-        answer = self._http.exchange("PUT", f"/v1/weights/{digest}", data, {"Content-Range": place})
+        byte_range = f"bytes {first}-{first + len(data) - 1}/{total}"
+        answer = self._http.exchange("PUT", f"/v1/weights/{digest}", data, {"Content-Range": byte_range})
         return int(answer["received"])
 
 
@@ -151,13 +151,13 @@ class VLLMServer:
 
 def _write_update(scratch: Path, folder: Path, base: Path | None, has: Mapping[str, Any]) -> Update:
     """Write the update from the server's weights to the checkpoint in `folder`."""
-    writer, kept = WeightWriter("full"), None
+    writer, finder = WeightWriter("full"), None
     if base is not None:
-        from_base, kept = WeightWriter("delta"), CopyComparison()
-        before = from_base.write(scratch / "base", load_tensors(base, has["tensors"]), has["version"], kept)
+        from_base, finder = WeightWriter("delta"), CopyComparison()
+        before = from_base.write(scratch / "base", load_tensors(base, has["tensors"]), has["version"], finder)
         before.path.unlink()
         writer = from_base if before.result == has["digest"] else writer
-    return writer.write(scratch / "update", load_tensors(folder, has["tensors"]), has["version"] + 1, kept)
+    return writer.write(scratch / "update", load_tensors(folder, has["tensors"]), has["version"] + 1, finder)
 
 
 class _Http:
