@@ -166,15 +166,15 @@ class PackedAttention:
     ) -> None:
         self._device = cu_seqlens.device
         starts, lengths = cu_seqlens[:-1].cpu(), cu_seqlens.diff().cpu()
-        of = torch.full_like(starts, -1) if prefix_of is None else prefix_of.cpu()
-        prefixes = torch.where(of < 0, 0, lengths[of] if prefix_lengths is None else prefix_lengths.cpu())
-        spans = torch.stack([starts, lengths, starts[of], prefixes], dim=1)
+        base = torch.full_like(starts, -1) if prefix_of is None else prefix_of.cpu()
+        prefixes = torch.where(base < 0, 0, lengths[base] if prefix_lengths is None else prefix_lengths.cpu())
+        spans = torch.stack([starts, lengths, starts[base], prefixes], dim=1)
         sizes = np.array([_padded_length(length) for length in lengths.tolist()])
         self._spans = [spans[sizes == size] for size in np.unique(sizes) if size]
         self._shared = prefix_of is not None
         self._layout: _PaddedLayout | None = None
         self._long_spans = spans.tolist() if bool((lengths > _QUERY_BLOCK).any()) else None
-        self._native_spans = Spans(starts, lengths, of, prefixes)
+        self._native_spans = Spans(starts, lengths, base, prefixes)
         self._all_spans = spans
 
     @cached_property
@@ -235,10 +235,10 @@ class FlashAttention:
         if self._keys is not None:  # in float32, so that the gradients of a shared prefix add in float32
             k, v = (x.float().index_select(0, self._keys).to(x.dtype) for x in (k, v))
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        seen = (-1 if window is None else window - 1, 0)
+        window_size = (-1 if window is None else window - 1, 0)
         attend_all = find_varlen_attn()
         assert attend_all is not None
-        out: Tensor = attend_all(q.contiguous(), k, v, *self._bounds, *self._longest, window_size=seen)
+        out: Tensor = attend_all(q.contiguous(), k, v, *self._bounds, *self._longest, window_size=window_size)
         return out
 
 
@@ -246,10 +246,10 @@ class FlashAttention:
 def find_varlen_attn() -> Callable[..., Any] | None:
     """Return torch's attention for packed sequences, or None before torch 2.11, which has no windows."""
     try:
-        from torch.nn.attention.varlen import varlen_attn as found
+        from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return found if "window_size" in inspect.signature(found).parameters else None
+    return varlen_attn if "window_size" in inspect.signature(varlen_attn).parameters else None
 
 
 def can_use_flash(q: Tensor, v: Tensor) -> bool:
@@ -293,10 +293,10 @@ def _attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tenso
     outs = []
     for first in range(0, length, _QUERY_BLOCK):
         rows = torch.arange(first, min(first + _QUERY_BLOCK, length), device=q.device) + total - length
-        seen = slice(max(0, first + total - length - window + 1), first + total - length + len(rows))
-        columns = torch.arange(seen.start, seen.stop, device=q.device)
+        span = slice(max(0, first + total - length - window + 1), first + total - length + len(rows))
+        columns = torch.arange(span.start, span.stop, device=q.device)
         visible = (columns <= rows[:, None]) & (columns > rows[:, None] - window)
-        chunk = q[:, :, first : first + len(rows)], k[:, :, seen], v[:, :, seen], visible
+        chunk = q[:, :, first : first + len(rows)], k[:, :, span], v[:, :, span], visible
         outs.append(F.scaled_dot_product_attention(*chunk))
     return torch.cat(outs, dim=2)[0].transpose(0, 1)
 
@@ -396,17 +396,17 @@ class _PaddedRows:
         self._source = flat.clamp(min=0).to(like.device)
         self._target = None
         if unique:
-            at = torch.empty(like.shape[0] * like.shape[1], dtype=torch.int64)
+            target = torch.empty(like.shape[0] * like.shape[1], dtype=torch.int64)
             real = (flat >= 0).nonzero()[:, 0]
-            at[flat[real]] = real
-            self._target = at.to(like.device)
+            target[flat[real]] = real
+            self._target = target.to(like.device)
 
     def pad(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return float[rows, D] of each block from float[N, heads, D]. Padding rows have arbitrary values."""
         return torch.split(_gather(x.reshape(-1, x.shape[-1]), self._source, self._target, None), self._sizes)
 
     def unpad(self, blocks: Sequence[Tensor]) -> Tensor:
-        """The inverse of `pad`."""
+        """Return the flat rows of padded blocks, the inverse of `pad`."""
         rows = blocks[0] if len(blocks) == 1 else torch.cat(list(blocks))
         assert self._target is not None
         return _gather(rows, self._target, self._source, self._padding)
@@ -463,11 +463,11 @@ class _Block:
         self._chunks = []
         for start in range(0, length, _QUERY_BLOCK):
             stop = min(start + _QUERY_BLOCK, length)
-            at = prefix[:, :, None] + torch.arange(start, stop)[:, None]
-            unseen = 0 if window is None else max(0, int(at.min()) - window + 1)
-            columns = slice(unseen // _MAX_SUM_TERMS * _MAX_SUM_TERMS, round_up_columns(int(at.max()) + 1))
+            query = prefix[:, :, None] + torch.arange(start, stop)[:, None]
+            unseen = 0 if window is None else max(0, int(query.min()) - window + 1)
+            columns = slice(unseen // _MAX_SUM_TERMS * _MAX_SUM_TERMS, round_up_columns(int(query.max()) + 1))
             column = torch.arange(columns.start, columns.stop)
-            visible = column <= at if window is None else (column <= at) & (column > at - window)
+            visible = column <= query if window is None else (column <= query) & (column > query - window)
             mask = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf).to(q)[:, None]
             if self._exact:
                 mask = mask[:, None].expand(-1, 1 if equal else kv_heads, self._group, -1, -1)
@@ -475,7 +475,7 @@ class _Block:
             self._chunks.append((slice(start, stop), columns, mask))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreOptions | None) -> Tensor:
-        """float[S * H * L, E] from float[S * H * L, D] and float[S * KV * T, D] and [..., E]."""
+        """Return float[S * H * L, E] from float[S * H * L, D] and float[S * KV * T, D] and [..., E]."""
         size, out_size = q.shape[-1], v.shape[-1]
         k, v = k.view(self._sets, -1, size), v.view(self._sets, -1, out_size)
         if not self._exact:

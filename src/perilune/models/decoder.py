@@ -88,7 +88,7 @@ class SelfAttention(nn.Module):
         return torch.cat([q.flatten(1), rest], dim=1), gate.flatten(1)
 
     def qk_norm_weight(self) -> Tensor:
-        """float[H + KV, D]: the norm weight of each head of q, then of k."""
+        """Return float[H + KV, D], the norm weight of each head of q, then of k."""
         if self.frozen_qk_norm is not None:
             return self.frozen_qk_norm
         q, k = self.q_norm.factor(), self.k_norm.factor()
@@ -240,11 +240,11 @@ class Decoder(nn.Module):
         recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.model.layers):
             rope = self.config.layer_rope(layer)
-            given = x, *(rotations[rope] if rope else (None, None)), attention, routing
+            arguments = x, *(rotations[rope] if rope else (None, None)), attention, routing
             if recompute:
-                x = checkpoint(block, *given, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = block(*given)
+                x = block(*arguments)
         return self.model.norm(x)  # type: ignore[no-any-return]
 
     def embed(self, token_ids: Tensor) -> Tensor:

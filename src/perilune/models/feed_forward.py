@@ -88,7 +88,7 @@ class FusedExperts(nn.ModuleList):
                 ExpertLinear(first, slice(1, None, 2)),
                 ExpertLinear(last, slice(None)),
             )
-            self.append(GatedNetwork(config, *(Projection(one) for one in maps)))
+            self.append(GatedNetwork(config, *(Projection(part) for part in maps)))
 
     @contextmanager
     def split(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ class FusedExperts(nn.ModuleList):
 
     def _expert_parameters(self, name: str, expert: int) -> tuple[Tensor, Tensor]:
         """Return the matrix and the bias of one expert."""
-        weight, bias = (self._parts.get(one, self.get_parameter(one)) for one in (name, f"{name}_bias"))
+        weight, bias = (self._parts.get(key, self.get_parameter(key)) for key in (name, f"{name}_bias"))
         return weight[expert], bias[expert]
 
 
@@ -148,8 +148,8 @@ class MixtureOfExperts(nn.Module):
     def use_grouped_product(self, product: GroupedProduct) -> None:
         """Compute the frozen experts, each an `MLP` without biases, together from now on."""
         networks = [network for network in self.experts if isinstance(network, GatedNetwork)]
-        first = [[one.gate] if one.up is None else [one.gate, one.up] for one in networks]
-        last = [one.down for one in networks]
+        first = [[network.gate] if network.up is None else [network.gate, network.up] for network in networks]
+        last = [network.down for network in networks]
         self._grouped = GroupedExperts(first, last, networks[0].gated, product)
 
     def _run_each_expert(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:

@@ -173,12 +173,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer, 2020); both float[N, F]."""
+    """Compute silu(gate) * up (Shazeer, 2020); both float[N, F]."""
     return _gated(gate, up, "silu")
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up with gelu's tanh approximation (Hendrycks and Gimpel, 2016); as `swiglu`."""
+    """Compute gelu(gate) * up with gelu's tanh approximation (Hendrycks and Gimpel, 2016); as `swiglu`."""
     return _gated(gate, up, "gelu_tanh")
 
 
@@ -206,7 +206,7 @@ _LIMIT, _ALPHA = 7.0, 1.702
 
 
 def _silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)).
+    """Compute x / (1 + exp(-x)).
 
     torch's function is faster, but rounds the last elements differently unless each thread has a multiple
     of 32.

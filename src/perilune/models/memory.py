@@ -100,12 +100,12 @@ class MemoryPlan:
         return sum(self.persistent.values()) + max(self.transient.values(), default=0)
 
     def __str__(self) -> str:
-        least = _MIN_SHOWN_SHARE * self.total
-        shown = [
-            separator.join(f"{name} {_readable(size)}" for name, size in parts.items() if size >= least)
+        limit = _MIN_SHOWN_SHARE * self.total
+        summaries = [
+            separator.join(f"{name} {_readable(size)}" for name, size in parts.items() if size >= limit)
             for separator, parts in ((", ", self.persistent), (" or ", self.transient))
         ]
-        return f"about {_readable(self.total)}: {'; then '.join(filter(None, shown))}"
+        return f"about {_readable(self.total)}: {'; then '.join(filter(None, summaries))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +195,10 @@ def blocks_bytes(
     for mixer in (layer.mixer for layer in get_model_card(model).layers):
         window = STATE_WINDOW if mixer.state_size else mixer.window
         blocks = window_blocks(window, num_blocks, slots=samples, token_budget=token_budget)
-        of_block = mixer.cached_elements(1) * BLOCK * item_bytes
+        block_bytes = mixer.cached_elements(1) * BLOCK * item_bytes
         if mixer.state_size:
-            of_block = (mixer.cached_elements(1) + mixer.state_size) * _FLOAT_BYTES
-        size += blocks * of_block
+            block_bytes = (mixer.cached_elements(1) + mixer.state_size) * _FLOAT_BYTES
+        size += blocks * block_bytes
     return size
 
 
@@ -210,7 +210,7 @@ def window_blocks(
     token_budget: int = DEFAULT_TOKEN_BUDGET,
     size: int = BLOCK,
 ) -> int:
-    """Return how many blocks of `size` tokens the layers with this window need, at most `num_blocks`.
+    """Return the number of blocks of `size` tokens for layers with this window, at most `num_blocks`.
 
     Each of `slots` samples needs the window of its next query, with a partly filled block at both ends, and
     the step computes `token_budget` tokens.
@@ -308,8 +308,8 @@ def learning_bytes(
             layer = round(2.5 * tokens * card.layer_bytes(length, item))
             return inputs + max(layer, logits + parts)
         return tokens * card.activation_bytes(length, item) + states * _FLOAT_BYTES + logits + parts
-    kept = tokens * card.activation_bytes(length, item_bytes, recompute=recompute)
-    return kept + states * _FLOAT_BYTES + logits + parts
+    activations = tokens * card.activation_bytes(length, item_bytes, recompute=recompute)
+    return activations + states * _FLOAT_BYTES + logits + parts
 
 
 def _largest(card: ModelCard) -> int:

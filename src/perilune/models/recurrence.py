@@ -187,9 +187,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, pieces: Pieces, *inputs: Tensor) -> Tensor:
-        given = DeltaInputs(*inputs)
-        states = given.v.new_empty(len(pieces.rows), given.v.shape[1], given.q.shape[2], given.v.shape[2])
-        out = scan(given, states, pieces)
+        named = DeltaInputs(*inputs)
+        states = named.v.new_empty(len(pieces.rows), named.v.shape[1], named.q.shape[2], named.v.shape[2])
+        out = scan(named, states, pieces)
         ctx.pieces = pieces
         ctx.save_for_backward(states, *inputs)
         return out
@@ -204,13 +204,13 @@ class _Scan(torch.autograd.Function):
         grads, grad_states = [torch.zeros_like(x) for x in inputs], torch.zeros_like(states)
         for wave in reversed(ctx.pieces.waves):
             own = grad[wave.tokens].masked_fill(wave.padding[..., None, None], 0.0).unbind(1)
-            of_steps, of_start = _steps_backward(
+            step_grads, start_grads = _steps_backward(
                 wave.first_states(states), wave.split_steps(inputs), own, grad_states[wave.ends]
             )
-            for to, steps in zip(grads, zip(*of_steps, strict=True), strict=True):
-                wave.add_steps(to, list(steps))
+            for total, steps in zip(grads, zip(*step_grads, strict=True), strict=True):
+                wave.add_steps(total, list(steps))
             continued = wave.begins >= 0
-            grad_states.index_add_(0, wave.begins[continued], of_start[continued])
+            grad_states.index_add_(0, wave.begins[continued], start_grads[continued])
         return None, *grads
 
 
@@ -272,7 +272,7 @@ class PackedRecurrence:
         reached: dict[tuple[int, int], int] = {}
         for start, length, prefix_start, prefix in sorted(spans, key=lambda span: span[3] > 0):
             begin = reached[prefix_start, prefix] if prefix else -1
-            needed = {end for of, end in ends if of == start and not prefix}
+            needed = {end for parent, end in ends if parent == start and not prefix}
             for first, last in pairwise(sorted({*range(0, length, STATE_INTERVAL), length, *needed})):
                 rows.append((start + first, last - first, begin, len(rows)))
                 begin = len(rows) - 1
@@ -291,12 +291,12 @@ class PackedRecurrence:
         starts, lengths, prefix_starts, prefixes = self._spans.T
         count = int(lengths.sum())
         taps = torch.empty(count, width, dtype=torch.int64)
-        of = torch.repeat_interleave(lengths)
+        sequence = torch.repeat_interleave(lengths)
         tokens = torch.cat([torch.arange(s, s + n) for s, n in self._spans[:, :2].tolist()])
-        at = (tokens - starts[of])[:, None] + torch.arange(1 - width, 1)
-        before = prefixes[of, None] + at
-        earlier = torch.where(before >= 0, prefix_starts[of, None] + before, count)
-        taps[tokens] = torch.where(at >= 0, starts[of, None] + at, earlier)
+        offset = (tokens - starts[sequence])[:, None] + torch.arange(1 - width, 1)
+        before = prefixes[sequence, None] + offset
+        earlier = torch.where(before >= 0, prefix_starts[sequence, None] + before, count)
+        taps[tokens] = torch.where(offset >= 0, starts[sequence, None] + offset, earlier)
         return taps
 
     def scan(self, layer: int, inputs: DeltaInputs) -> Tensor:

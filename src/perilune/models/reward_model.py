@@ -46,7 +46,7 @@ class RewardModel(Decoder):
 
 
 def save_reward_model(path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
-    """`save_checkpoint` with a config.json for sequence classification."""
+    """Save a checkpoint with a config.json for sequence classification."""
     save_checkpoint(path, model, tokenizer)
     raw = read_json(path / "config.json")
     (name,) = raw["architectures"]

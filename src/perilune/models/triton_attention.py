@@ -127,7 +127,7 @@ def _scales(cache: LayerCache, unused: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tile(size: int, item_bytes: int) -> int:
-    """Return how many keys with `size` elements are read at a time."""
+    """Return the number of keys with `size` elements that are read at a time."""
     return max(16, min(64, _TILE_BYTES // (_width(size) * item_bytes)))
 
 
@@ -160,8 +160,8 @@ def _store(  # noqa: PLR0917
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions_ptr + sequence * position_stride)
     block = tl.load(tables_ptr + sequence * table_stride + position // BLOCK).to(tl.int64)
-    place = block * HEADS + head
-    at = position % BLOCK
+    slot = block * HEADS + head
+    offset = position % BLOCK
     element = tl.arange(0, WIDTH)
     inside = element < SIZE
     k = tl.load(k_ptr + sequence * k_stride + head * SIZE + element, mask=inside, other=0.0)
@@ -170,14 +170,14 @@ def _store(  # noqa: PLR0917
         k, v = k.to(tl.float32), v.to(tl.float32)
         k_top = tl.maximum(tl.max(tl.abs(k), 0), 1e-30)
         v_top = tl.maximum(tl.max(tl.abs(v), 0), 1e-30)
-        tl.store(key_scales_ptr + place * BLOCK + at, k_top / 127.0)
-        tl.store(value_scales_ptr + place * BLOCK + at, v_top / 127.0)
+        tl.store(key_scales_ptr + slot * BLOCK + offset, k_top / 127.0)
+        tl.store(value_scales_ptr + slot * BLOCK + offset, v_top / 127.0)
         # Adding 1.5 * 2^23 rounds to the nearest integer, half to even.
         k = (k / k_top * 127.0 + 12582912.0) - 12582912.0
         v = (v / v_top * 127.0 + 12582912.0) - 12582912.0
     kind = keys_ptr.dtype.element_ty
-    tl.store(keys_ptr + (place * SIZE + element) * BLOCK + at, k.to(kind), mask=inside)
-    tl.store(values_ptr + (place * BLOCK + at) * SIZE + element, v.to(kind), mask=inside)
+    tl.store(keys_ptr + (slot * SIZE + element) * BLOCK + offset, k.to(kind), mask=inside)
+    tl.store(values_ptr + (slot * BLOCK + offset) * SIZE + element, v.to(kind), mask=inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -209,7 +209,7 @@ def _attend_to_part(  # noqa: PLR0917
     ROUNDED: tl.constexpr,
     WIDENED: tl.constexpr,
 ):
-    """Attention of the query heads of one key-value head over one part of the keys of their sequence.
+    """Compute attention of the query heads of one key-value head over one part of the keys of their sequence.
 
     Writes the output, and its weight in the merge: the base-2 logarithm of the sum of all exp2(score).
     """
@@ -223,44 +223,44 @@ def _attend_to_part(  # noqa: PLR0917
         row, element, key = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, TILE)
         inside, real = element < SIZE, row < group
         q_at = (kv_head * group + row[:, None]) * SIZE + element[None, :]
-        held = real[:, None] & inside[None, :]
-        q = tl.load(q_ptr + sequence * q_stride + q_at, mask=held, other=0.0)
+        mask = real[:, None] & inside[None, :]
+        q = tl.load(q_ptr + sequence * q_stride + q_at, mask=mask, other=0.0)
         if ROUNDED:
             q = q.to(tl.bfloat16)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         out = tl.zeros([ROWS, WIDTH], tl.float32)
-        for at in range(tl.maximum(start, first // TILE * TILE), stop, TILE):
-            column = at + key
-            seen = column < stop
+        for tile_start in range(tl.maximum(start, first // TILE * TILE), stop, TILE):
+            column = tile_start + key
+            visible = column < stop
             if WINDOW > 0:
-                seen &= column >= first
+                visible &= column >= first
             # Whole blocks are read, 16 bytes per thread at a time. Masked elements are finite.
-            of_table = tl.minimum(column // BLOCK, position // BLOCK)
-            block = tl.load(tables_ptr + sequence * table_stride + of_table)
-            place = block.to(tl.int64) * KV_HEADS + kv_head
+            table_column = tl.minimum(column // BLOCK, position // BLOCK)
+            block = tl.load(tables_ptr + sequence * table_stride + table_column)
+            slot = block.to(tl.int64) * KV_HEADS + kv_head
             within = column % BLOCK
-            k_at = (place[None, :] * SIZE + element[:, None]) * BLOCK + within[None, :]
-            v_at = (place[:, None] * BLOCK + within[:, None]) * SIZE + element[None, :]
+            k_at = (slot[None, :] * SIZE + element[:, None]) * BLOCK + within[None, :]
+            v_at = (slot[:, None] * BLOCK + within[:, None]) * SIZE + element[None, :]
             k = tl.load(keys_ptr + k_at, mask=inside[:, None], other=0.0)
             v = tl.load(values_ptr + v_at, mask=inside[None, :], other=0.0)
             scores = product(q, k, WIDENED) * scale
             if IS_INT8:
-                scores *= tl.load(key_scales_ptr + place * BLOCK + within)[None, :]
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+                scores *= tl.load(key_scales_ptr + slot * BLOCK + within)[None, :]
+            scores = tl.where(visible[None, :], scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 1))
             shrunk = tl.exp2(top - higher)
             weights = tl.exp2(scores - higher[:, None])
             total = total * shrunk + tl.sum(weights, 1)
             if IS_INT8:
-                weights *= tl.load(value_scales_ptr + place * BLOCK + within)[None, :]
+                weights *= tl.load(value_scales_ptr + slot * BLOCK + within)[None, :]
             out = out * shrunk[:, None] + product(weights.to(q.dtype), v, WIDENED)
             top = higher
         out = out / total[:, None]
         head = sequence * HEADS + kv_head * group + row
         tl.store(totals_ptr + head * parts + part, top + tl.log2(total), mask=real)
         partial_at = (head[:, None] * parts + part) * SIZE + element[None, :]
-        tl.store(partial_ptr + partial_at, out.to(partial_ptr.dtype.element_ty), mask=held)
+        tl.store(partial_ptr + partial_at, out.to(partial_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -294,18 +294,18 @@ def _merge(  # noqa: PLR0917
     head = sequence * HEADS + tl.program_id(1)
     position = tl.load(positions_ptr + sequence * position_stride)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
-    own = position // PART - first // PART + 1
-    element, some = tl.arange(0, WIDTH), tl.arange(0, JOINED)
+    count = position // PART - first // PART + 1
+    element, lane = tl.arange(0, WIDTH), tl.arange(0, JOINED)
     inside = element < SIZE
     top = -float("inf")
     total = 0.0
     out = tl.zeros([WIDTH], tl.float32)
-    for at in range(0, own, JOINED):
-        part = at + some
-        there = part < own
-        sums = tl.load(totals_ptr + head * parts + part, mask=there, other=-float("inf"))
+    for start in range(0, count, JOINED):
+        part = start + lane
+        valid = part < count
+        sums = tl.load(totals_ptr + head * parts + part, mask=valid, other=-float("inf"))
         partial_at = (head * parts + part[:, None]) * SIZE + element[None, :]
-        partial = tl.load(partial_ptr + partial_at, mask=there[:, None] & inside[None, :], other=0.0)
+        partial = tl.load(partial_ptr + partial_at, mask=valid[:, None] & inside[None, :], other=0.0)
         higher = tl.maximum(top, tl.max(sums, 0))
         shrunk = tl.exp2(top - higher)
         weights = tl.exp2(sums - higher)

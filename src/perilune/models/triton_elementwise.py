@@ -95,13 +95,13 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     """Return the gradients of `gate` and `up`, contiguous."""
-    of_gate, of_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
+    grad_gate, grad_up = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (gate, up))
     rows, size = gate.shape
     _gated_backward[(rows, triton.cdiv(size, _TILE // 2))](
-        grad.contiguous(), gate, up, of_gate, of_up, gate.stride(0), up.stride(0),
+        grad.contiguous(), gate, up, grad_gate, grad_up, gate.stride(0), up.stride(0),
         SIZE=size, KIND=_KINDS[activation], TILE=_TILE // 2,
     )  # fmt: skip
-    return of_gate, of_up
+    return grad_gate, grad_up
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
@@ -140,14 +140,14 @@ def _rms_norm(  # noqa: PLR0917
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     element = tl.arange(0, WIDTH)
     head = row % HEADS
-    held = (row < count)[:, None] & (element < SIZE)[None, :]
+    mask = (row < count)[:, None] & (element < SIZE)[None, :]
     x_at = (row // HEADS * x_stride + head * head_stride)[:, None] + element[None, :]
-    x = tl.load(x_ptr + x_at, mask=held, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(tl.float32)
     of_head = head if PER_HEAD else head * 0
-    weight = tl.load(weight_ptr + of_head[:, None] * SIZE + element[None, :], mask=held, other=0.0)
+    weight = tl.load(weight_ptr + of_head[:, None] * SIZE + element[None, :], mask=mask, other=0.0)
     scale = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
     out = x * scale[:, None] * weight.to(tl.float32)
-    tl.store(out_ptr + row[:, None] * SIZE + element[None, :], out.to(out_ptr.dtype.element_ty), mask=held)
+    tl.store(out_ptr + row[:, None] * SIZE + element[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + row, scale, mask=row < count)
 
 
@@ -180,18 +180,18 @@ def _rms_norm_backward(  # noqa: PLR0917
     total = tl.zeros([WIDTH], tl.float32)
     stop = tl.minimum((part + 1) * chunk, count)
     for first in range(part * chunk, stop, ROWS):
-        place = first + tl.arange(0, ROWS)
-        row = place * GROUPS + group
-        held = (place < stop)[:, None] & inside[None, :]
+        index = first + tl.arange(0, ROWS)
+        row = index * GROUPS + group
+        mask = (index < stop)[:, None] & inside[None, :]
         x_at = (row // HEADS * x_stride + row % HEADS * head_stride)[:, None] + element[None, :]
-        at = row[:, None] * SIZE + element[None, :]
-        x = tl.load(x_ptr + x_at, mask=held, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + at, mask=held, other=0.0).to(tl.float32)
-        scale = tl.load(scale_ptr + row, mask=place < stop, other=0.0)[:, None]
+        offset = row[:, None] * SIZE + element[None, :]
+        x = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.load(scale_ptr + row, mask=index < stop, other=0.0)[:, None]
         normal, weighted = x * scale, grad * weight[None, :]
         mean = tl.sum(normal * weighted, 1)[:, None] / SIZE
         grad_x = scale * (weighted - normal * mean)
-        tl.store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask=held)
+        tl.store(grad_x_ptr + offset, grad_x.to(grad_x_ptr.dtype.element_ty), mask=mask)
         total += tl.sum(normal * grad, 0)
     tl.store(partial_ptr + (part * GROUPS + group) * SIZE + element, total, mask=inside)
 
@@ -219,14 +219,14 @@ def _rotate(  # noqa: PLR0917
     cos = tl.load(cos_ptr + token * angle_stride + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + token * angle_stride + pair, mask=inside, other=0.0).to(tl.float32)[None, :]
     sin = sin * direction
-    held = (head < HEADS)[:, None] & inside[None, :]
+    mask = (head < HEADS)[:, None] & inside[None, :]
     x_at = token * x_stride + head[:, None] * head_stride + pair[None, :]
-    a = tl.load(x_ptr + x_at, mask=held, other=0.0).to(tl.float32)
-    b = tl.load(x_ptr + x_at + HALF, mask=held, other=0.0).to(tl.float32)
-    at = (token * HEADS + head[:, None]) * SIZE + pair[None, :]
+    a = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x_ptr + x_at + HALF, mask=mask, other=0.0).to(tl.float32)
+    offset = (token * HEADS + head[:, None]) * SIZE + pair[None, :]
     kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + at, (a * cos - b * sin).to(kind), mask=held)
-    tl.store(out_ptr + at + HALF, (b * cos + a * sin).to(kind), mask=held)
+    tl.store(out_ptr + offset, (a * cos - b * sin).to(kind), mask=mask)
+    tl.store(out_ptr + offset + HALF, (b * cos + a * sin).to(kind), mask=mask)
 
 
 @triton.jit
@@ -259,15 +259,15 @@ def _gated(  # noqa: PLR0917
     KIND: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A part of one row."""
+    """Compute a part of one row."""
     row, element = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    held = element < SIZE
-    gate = tl.load(gate_ptr + row * gate_stride + element, mask=held, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + element, mask=held, other=0.0).to(tl.float32)
+    mask = element < SIZE
+    gate = tl.load(gate_ptr + row * gate_stride + element, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + element, mask=mask, other=0.0).to(tl.float32)
     if KIND == 2:
         gate, up = _bounded(gate, up)
     out, _ = _activation(gate, KIND)
-    tl.store(out_ptr + row * SIZE + element, (out * up).to(out_ptr.dtype.element_ty), mask=held)
+    tl.store(out_ptr + row * SIZE + element, (out * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -285,16 +285,16 @@ def _gated_backward(  # noqa: PLR0917
 ):
     """dg = dy u f'(g) and du = dy f(g), and 0 beyond the bounds of gpt-oss."""
     row, element = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    held = element < SIZE
-    grad = tl.load(grad_ptr + row * SIZE + element, mask=held, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + element, mask=held, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + element, mask=held, other=0.0).to(tl.float32)
-    of_gate, of_up = grad, grad
+    mask = element < SIZE
+    grad = tl.load(grad_ptr + row * SIZE + element, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + element, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + element, mask=mask, other=0.0).to(tl.float32)
+    grad_gate, grad_up = grad, grad
     if KIND == 2:
-        of_gate = tl.where(gate > 7.0, 0.0, of_gate)
-        of_up = tl.where(tl.abs(up) > 7.0, 0.0, of_up)
+        grad_gate = tl.where(gate > 7.0, 0.0, grad_gate)
+        grad_up = tl.where(tl.abs(up) > 7.0, 0.0, grad_up)
         gate, up = _bounded(gate, up)
     out, slope = _activation(gate, KIND)
     kind = of_gate_ptr.dtype.element_ty
-    tl.store(of_gate_ptr + row * SIZE + element, (of_gate * up * slope).to(kind), mask=held)
-    tl.store(of_up_ptr + row * SIZE + element, (of_up * out).to(kind), mask=held)
+    tl.store(of_gate_ptr + row * SIZE + element, (grad_gate * up * slope).to(kind), mask=mask)
+    tl.store(of_up_ptr + row * SIZE + element, (grad_up * out).to(kind), mask=mask)

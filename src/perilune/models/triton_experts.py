@@ -67,19 +67,19 @@ def _grouped_product(  # noqa: PLR0917
     stop = tl.load(ends_ptr + expert)
     for first in range(start, stop, ROWS):
         row = first + tl.arange(0, ROWS)
-        held = row < stop
-        pair = tl.load(order_ptr + row, mask=held, other=0)
+        valid = row < stop
+        pair = tl.load(order_ptr + row, mask=valid, other=0)
         of_x = pair // PER_ROW * INPUTS
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for at in range(0, INPUTS, DEPTH):
-            element = at + tl.arange(0, DEPTH)
+        for depth in range(0, INPUTS, DEPTH):
+            element = depth + tl.arange(0, DEPTH)
             inside = element < INPUTS
             x_at = of_x[:, None] + element[None, :]
             weight_at = matrix[None, :] + element[:, None]
-            x = tl.load(x_ptr + x_at, mask=held[:, None] & inside[None, :], other=0.0)
+            x = tl.load(x_ptr + x_at, mask=valid[:, None] & inside[None, :], other=0.0)
             weight = tl.load(values_ptr + weight_at, mask=inside[:, None] & wanted[None, :], other=0.0)
             out += product(x, weight, WIDENED)
         if IS_INT8:
             out *= tl.load(scales_ptr + expert * OUTPUTS + column, mask=wanted, other=0.0)[None, :]
         out_at = pair[:, None] * OUTPUTS + column[None, :]
-        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=held[:, None] & wanted[None, :])
+        tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & wanted[None, :])

@@ -128,8 +128,8 @@ def attach_adapter(decoder: Decoder, targets: Collection[str], rank: int, alpha:
         if name.rpartition(".")[2] in names:
             out, inner = part.weight.shape
             bound = 1 / math.sqrt(inner)
-            drawn = random.uniform(-bound, bound, (rank, inner)).astype(np.float32)
-            set_pair(part, torch.from_numpy(drawn), torch.zeros(out, rank))
+            values = random.uniform(-bound, bound, (rank, inner)).astype(np.float32)
+            set_pair(part, torch.from_numpy(values), torch.zeros(out, rank))
     install_merged_projections(decoder, alpha / rank)
 
 
@@ -171,8 +171,8 @@ def convert_matrix(decoder: Decoder, name: str, kind: NarrowKind) -> None:
 
 def convert_base(decoder: Decoder, kind: BaseKind) -> None:
     """Convert all matrices of `decoder` to the kinds of `base_kinds`, without gradients."""
-    for name, own in base_kinds(decoder, kind).items():
-        convert_matrix(decoder, name, own)
+    for name, narrow_kind in base_kinds(decoder, kind).items():
+        convert_matrix(decoder, name, narrow_kind)
     install_merged_projections(decoder)
 
 
@@ -259,8 +259,8 @@ def merge_adapter(decoder: Decoder, device: torch.device | None = None) -> Decod
                 f"{names[id(part)]}.weight": projection.get_weight(part).to(device)
                 for part in projection.parts
             }
-    kept = {name: weights[name].to(device, decoder.dtype) for name in plain.state_dict()}
-    plain.load_state_dict(kept, assign=True)
+    state = {name: weights[name].to(device, decoder.dtype) for name in plain.state_dict()}
+    plain.load_state_dict(state, assign=True)
     return plain
 
 
@@ -278,12 +278,12 @@ def install_merged_projections(decoder: Decoder, scale: float = 0.0) -> None:
 
 def layer_linear_maps(decoder: Decoder) -> Iterator[tuple[str, nn.Linear]]:
     """Iterate over the linear maps of all layers by name, without routers."""
-    own = {
+    ids = {
         id(part)
         for projection in decoder.projections()
         if not projection.exact and projection is not decoder.head
         for part in projection.parts
     }
     for name, part in decoder.named_modules():
-        if id(part) in own and isinstance(part, nn.Linear):
+        if id(part) in ids and isinstance(part, nn.Linear):
             yield name, part

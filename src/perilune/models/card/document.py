@@ -7,7 +7,7 @@ from perilune.models.memory import MemoryPlan, plan_memory
 
 
 def card_document(card: ModelCard, *, context: int, batch: int, item_bytes: int) -> dict[str, Any]:
-    """All numbers of a card for `batch` sequences of `context` tokens.
+    """Return all numbers of a card for `batch` sequences of `context` tokens.
 
     Args:
         item_bytes: bytes of one weight, cache element or activation.
@@ -30,7 +30,7 @@ def card_document(card: ModelCard, *, context: int, batch: int, item_bytes: int)
         "active_parameters": card.active_parameters,
         "embedding_parameters": card.table_parameters * (1 if card.tied else 2),
         "max_positions": card.max_positions,
-        "layers": [{"layers": which, "kind": name} for which, name in card.variants()],
+        "layers": [{"layers": layers, "kind": name} for layers, name in card.variants()],
         "kinds": dict(card.kinds()),
         "item_bytes": item_bytes,
         "curve": [
@@ -54,7 +54,7 @@ def card_document(card: ModelCard, *, context: int, batch: int, item_bytes: int)
 
 
 def curve_tokens(context: int) -> list[int]:
-    """Powers of two from 64 up to `context`, and `context` itself."""
+    """Return powers of two from 64 up to `context`, and `context` itself."""
     powers = [64 * 2**power for power in range(context.bit_length()) if 64 * 2**power < context]
     return [*powers, context]
 

@@ -1,9 +1,8 @@
 """Read any Hugging Face config.json as a `ModelCard`.
 
-The keys that are present describe the model: `kv_lora_rank` means latent attention, a number of experts means
-    a mixture of experts, `layer_types` says where windows and recurrences are. The model's family
-    (`config.families`) supplies what the keys leave out. An unknown family is read like Llama, and the card
-    notes that.
+The keys that are present describe the model: `kv_lora_rank` means latent attention, a number of experts a
+mixture of experts, and `layer_types` has the kind of each layer. The model's family (`config.families`) has
+defaults for missing keys. An unknown family is read like Llama, and the card notes that.
 """
 
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def model_card(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelCard:
-    """The card of the model that a config.json describes; of its language model when it has several models.
+    """Read the card of a model from its config.json, or of the language model when it has several models.
 
     Raises:
         RequestError: when a number is missing or out of range, naming file and key.
@@ -47,8 +46,8 @@ class _ModelReader:
     """Reads one config.json with the defaults of its family."""
 
     def __init__(self, raw: Mapping[str, Any], where: str, family: Family) -> None:
-        given = {key: value for key, value in family.read(raw).items() if value is not None}
-        self.read = Reader(given, where)
+        values = {key: value for key, value in family.read(raw).items() if value is not None}
+        self.read = Reader(values, where)
         self.family = family
         self.hidden = self.read.count("hidden_size")
         self.heads = self.read.count("num_attention_heads")
@@ -180,7 +179,7 @@ class _ModelReader:
         return FeedForward(network, inner, experts, passed, shared_inner / inner, shared)
 
     def network(self, inner: int, bias: bool) -> int:
-        """Parameters of one feed-forward network."""
+        """Return the number of parameters of one feed-forward network."""
         matrices = self.family.matrices
         return matrices * self.hidden * inner + ((matrices - 1) * inner + self.hidden if bias else 0)
 

@@ -79,13 +79,13 @@ class ModelCard:
 
         Each active parameter counts 2, a multiplication and an addition. The embedding look-up counts 0.
         """
-        seen = ((layer.mixer, min(tokens, layer.mixer.window or tokens)) for layer in self.layers)
-        return self._dense_flops + sum(mixer.flops(count) for mixer, count in seen)
+        contexts = ((layer.mixer, min(tokens, layer.mixer.window or tokens)) for layer in self.layers)
+        return self._dense_flops + sum(mixer.flops(count) for mixer, count in contexts)
 
     def training_flops(self, tokens: int) -> float:
         """Return the mean FLOPs to train on one token of a sequence of `tokens`: 3 times forward."""
-        seen = ((layer.mixer, mean_context(tokens, layer.mixer.window)) for layer in self.layers)
-        return 3 * (self._dense_flops + sum(mixer.flops_uncached(count) for mixer, count in seen))
+        contexts = ((layer.mixer, mean_context(tokens, layer.mixer.window)) for layer in self.layers)
+        return 3 * (self._dense_flops + sum(mixer.flops_uncached(count) for mixer, count in contexts))
 
     @property
     def _dense_flops(self) -> int:
@@ -102,8 +102,8 @@ class ModelCard:
                 recomputed then takes 4.5 times its activations (measured), for temporaries and gradients.
         """
         layers = self._layer_activations(tokens)
-        kept = self.hidden_size * len(layers) + 4 * max(layers) if recompute else sum(layers)
-        return round(item_bytes * (kept + 0.5 * max(layers)))
+        elements = self.hidden_size * len(layers) + 4 * max(layers) if recompute else sum(layers)
+        return round(item_bytes * (elements + 0.5 * max(layers)))
 
     def layer_bytes(self, tokens: int, item_bytes: float) -> int:
         """Return the same for the largest layer alone."""
@@ -132,5 +132,5 @@ class ModelCard:
 
 def mean_context(tokens: int, window: int | None) -> float:
     """Return the mean number of tokens that a token attends to, including itself."""
-    seen = min(tokens, window or tokens)
-    return (seen * (seen + 1) / 2 + (tokens - seen) * seen) / tokens
+    context = min(tokens, window or tokens)
+    return (context * (context + 1) / 2 + (tokens - context) * context) / tokens

@@ -11,7 +11,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksum(state: Mapping[str, Tensor]) -> str:
-    """16 hex digits over the name, shape and sum of each tensor, its entries read as integers modulo 2^64.
+    """Return 16 hex digits over the name, shape and sum of each tensor, summed as integers modulo 2^64.
 
     Any update of the weights changes the checksum. It detects mix-ups of versions, not forgery.
     """

@@ -30,7 +30,7 @@ class CheckpointFolder:
         self._root = inside.resolve()
 
     def file(self, name: str) -> Path:
-        """The path of the file `name`, which need not exist.
+        """Return the path of the file `name`, which need not exist.
 
         Raises:
             RequestError: when the name leads out of the folder, as a path or through a link, or when it
@@ -61,7 +61,7 @@ class CheckpointFolder:
         return Reader(read_json(file), str(file))
 
     def end_tokens(self) -> tuple[int, ...]:
-        """The end-of-sequence tokens in config.json and generation_config.json.
+        """Return the end-of-sequence tokens in config.json and generation_config.json.
 
         Raises:
             RequestError: when a file is malformed.
@@ -72,7 +72,7 @@ class CheckpointFolder:
         return tuple(dict.fromkeys(end for read in readers for end in read.integers("eos_token_id")))
 
     def weight_files(self) -> list[Path]:
-        """The safetensors files: the single one, which transformers prefers too, or those of the index."""
+        """Return the safetensors files: the single one, which transformers prefers, or the indexed ones."""
         if not self.file(WEIGHTS).exists() and self.file(_INDEX).exists():
             where = str(self.path / _INDEX)
             index = read_json(self.file(_INDEX))
@@ -96,7 +96,7 @@ class CheckpointFolder:
 
 
 def pickle_error(file: Path) -> RequestError:
-    """The error for weights in a format that can run code."""
+    """Return the error for weights in a format that can run code."""
     return RequestError(
         "is a pickle. Perilune does not open pickles, because reading one can run code",
         where=str(file),

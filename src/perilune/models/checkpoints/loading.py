@@ -33,7 +33,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def new_model(preset: str | DecoderConfig, tokenizer: Tokenizer, seed: int) -> Decoder:
-    """A new model with random weights and the tokenizer's vocabulary.
+    """Create a model with random weights and the tokenizer's vocabulary.
 
     Raises:
         RequestError: when the preset does not exist.
@@ -228,15 +228,15 @@ def _drop_mtp(
     if "num_nextn_predict_layers" in config.family.options:
         count = min(read.count("num_nextn_predict_layers", 0, least=0), len(stored))
         prefixes = [f"model.layers.{config.num_layers + extra}." for extra in range(count)]
-    kept = {name: tensor for name, tensor in stored.items() if not name.startswith(tuple(prefixes))}
-    if len(kept) < len(stored):
-        skipped = f"skipping {len(stored) - len(kept)} tensors for multi-token prediction"
+    remaining = {name: tensor for name, tensor in stored.items() if not name.startswith(tuple(prefixes))}
+    if len(remaining) < len(stored):
+        skipped = f"skipping {len(stored) - len(remaining)} tensors for multi-token prediction"
         print(
             f"{escape_control(read.where)}: {skipped}, which the decoder does not use",
             file=sys.stderr,
             flush=True,
         )
-    return kept
+    return remaining
 
 
 def _check_counts(config: DecoderConfig, stored: Mapping[str, StoredTensor], path: Path) -> None:
@@ -277,8 +277,8 @@ def _check_shapes(
 
 def _missing_tensor(name: str, stored: Iterable[str], path: Path) -> RequestError:
     inner = name.removeprefix("model.")
-    other = next((stored_name for stored_name in stored if stored_name.endswith(inner)), None)
-    remedy = "" if other is None else f"the files call it {other}: rename their tensors"
+    similar = next((stored_name for stored_name in stored if stored_name.endswith(inner)), None)
+    remedy = "" if similar is None else f"the files call it {similar}: rename their tensors"
     if name == "lm_head.weight":
         remedy = "set tie_word_embeddings to true in config.json if the head is the embedding matrix"
     return RequestError(f"tensor {name} is missing", where=str(path), remedy=remedy)

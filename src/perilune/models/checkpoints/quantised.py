@@ -44,13 +44,13 @@ class QuantisedTensor(StoredTensor):
         if self.scales.file == self.file:
             scales = self.scales.read(opened)
         else:
-            with safe_open(self.scales.file, framework="pt") as other:
-                scales = self.scales.read(other)
+            with safe_open(self.scales.file, framework="pt") as file:
+                scales = self.scales.read(file)
         return from_mxfp4(values, scales) if self.block is None else from_fp8(values, scales, self.block)
 
 
 def unquantised_tensors(folder: CheckpointFolder) -> dict[str, StoredTensor]:
-    """`read_tensor_headers` with each quantised tensor as one, under its name in the unquantised checkpoint.
+    """Return the tensors by name, each quantised one under its name in the unquantised checkpoint.
 
     Raises:
         RequestError: as `read_tensor_headers` and `read_quantisation`; when the scales of a tensor are
@@ -60,20 +60,20 @@ def unquantised_tensors(folder: CheckpointFolder) -> dict[str, StoredTensor]:
     stored = read_tensor_headers(folder)
     if quantisation is None:
         return stored
-    found = dict(stored)
+    tensors = dict(stored)
     mxfp4 = quantisation.method == "mxfp4"
-    of_values, of_scales = ("_blocks", "_scales") if mxfp4 else ("", "_scale_inv")
+    values_suffix, scales_suffix = ("_blocks", "_scales") if mxfp4 else ("", "_scale_inv")
     for values in stored.values():
         if not (values.name.endswith("_blocks") if mxfp4 else values.dtype == "F8_E4M3"):
             continue
-        name = values.name.removesuffix(of_values)
-        scales = stored.get(name + of_scales)
+        name = values.name.removesuffix(values_suffix)
+        scales = stored.get(name + scales_suffix)
         if scales is None:
-            missing = f"tensor {name}{of_scales}, for {values.name}, is missing"
+            missing = f"tensor {name}{scales_suffix}, for {values.name}, is missing"
             raise RequestError(missing, where=str(folder.path))
-        del found[values.name], found[scales.name]
-        found[name] = (_mxfp4 if mxfp4 else _fp8)(name, values, scales, quantisation)
-    return found
+        del tensors[values.name], tensors[scales.name]
+        tensors[name] = (_mxfp4 if mxfp4 else _fp8)(name, values, scales, quantisation)
+    return tensors
 
 
 def _mxfp4(
@@ -113,26 +113,26 @@ def _scales_error(tensor: StoredTensor, wanted: str) -> RequestError:
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """bfloat16[E, I, O] from uint8[E, O, I / 32, 16] and the biased exponents uint8[E, O, I / 32]."""
+    """Return bfloat16[E, I, O] from uint8[E, O, I / 32, 16] and the biased exponents uint8[E, O, I / 32]."""
     experts, outputs, count, _ = blocks.shape
-    numbers = torch.tensor([*_POSITIVE, *(-one for one in _POSITIVE)], dtype=torch.bfloat16)
+    numbers = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)], dtype=torch.bfloat16)
     # Both numbers of each possible byte, as one element.
     pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1).view(torch.int32)[:, 0]
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).bfloat16()
     out = torch.empty(experts, count * _BLOCK, outputs, dtype=torch.bfloat16)
-    for its_blocks, its_scales, its_out in zip(blocks, scales, out, strict=True):
+    for expert_blocks, expert_scales, expert_out in zip(blocks, scales, out, strict=True):
         # `index_select` is seven times faster than `pairs[...]`.
-        values = pairs.index_select(0, its_blocks.int().flatten()).view(torch.bfloat16)
-        scaled = values.view(outputs, count, _BLOCK) * powers[its_scales.int()][..., None]
-        its_out.copy_(scaled.flatten(1).t())
+        values = pairs.index_select(0, expert_blocks.int().flatten()).view(torch.bfloat16)
+        scaled = values.view(outputs, count, _BLOCK) * powers[expert_scales.int()][..., None]
+        expert_out.copy_(scaled.flatten(1).t())
     return out
 
 
 def from_fp8(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """float32[R, C] from E4M3[R, C] and a scale for each block; the last blocks may be smaller."""
+    """Return float32[R, C] from E4M3[R, C] and a scale for each block; the last blocks may be smaller."""
     out = values.float()
     columns = out.shape[1]
-    of_rows = scales.float().reshape(-1, -(-columns // block[1]))
-    for rows, its_scales in zip(torch.split(out, block[0]), of_rows, strict=True):
-        rows.mul_(its_scales.repeat_interleave(block[1])[:columns])
+    row_scales = scales.float().reshape(-1, -(-columns // block[1]))
+    for rows, factors in zip(torch.split(out, block[0]), row_scales, strict=True):
+        rows.mul_(factors.repeat_interleave(block[1])[:columns])
     return out

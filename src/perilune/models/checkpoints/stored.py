@@ -97,7 +97,7 @@ def open_decoder(
 def open_checkpoint(
     path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[StoredDecoder, Tokenizer]:
-    """`open_decoder`, and the tokenizer of the folder.
+    """Open the model of a Hugging Face folder, and read its tokenizer.
 
     Raises:
         RequestError: as `load_checkpoint`.

@@ -278,7 +278,7 @@ class DecoderConfig:
         scalar = (
             read.integer("query_pre_attn_scalar", head_dim) if "query_pre_attn_scalar" in options else None
         )
-        softcap, of_scores = "final_logit_softcapping", "attn_logit_softcapping"
+        logit_key, score_key = "final_logit_softcapping", "attn_logit_softcapping"
         rope, local_rope = read_ropes(read, family)
         return cls(
             architecture=architecture,
@@ -298,8 +298,8 @@ class DecoderConfig:
             attention_bias=bool(options & _BIAS_KEYS) and read.boolean(str(family.qkv_bias), False),
             use_qk_norm="use_qk_norm" in options and read.boolean("use_qk_norm", False),
             mlp_bias="mlp_bias" in options and read.boolean("mlp_bias", False),
-            logit_softcap=read.optional_number(softcap) if softcap in options else None,
-            score_softcap=read.optional_number(of_scores) if of_scores in options else None,
+            logit_softcap=read.optional_number(logit_key) if logit_key in options else None,
+            score_softcap=read.optional_number(score_key) if score_key in options else None,
             unrotated=read_layers_without_rope(read, layers) if "no_rope_layers" in options else (),
             multipliers=Multipliers.read(read) if "logits_scaling" in options else None,
             experts=read_experts(read, family, layers) if "num_experts" in options else None,
@@ -346,7 +346,7 @@ class DecoderConfig:
         }
 
     def _options(self) -> dict[str, Any]:
-        """Keys of config.json that only some families have."""
+        """Return the keys of config.json that only some families have."""
         raw: dict[str, Any] = {
             **dict.fromkeys(_BIAS_KEYS, self.attention_bias),
             "use_qk_norm": self.use_qk_norm,
@@ -422,7 +422,7 @@ def _activation_key(family: Family) -> str:
 
 
 def _activation(family: Family) -> str:
-    """The value of that key; transformers names the activation of gpt-oss after what it modifies."""
+    """Return the value of that key; transformers names the activation of gpt-oss after what it modifies."""
     return "silu" if family.activation == "clamped" else family.activation
 
 
@@ -448,7 +448,7 @@ def _new_model(
     num_heads: int = 4,
     initializer_range: float = 0.0,
 ) -> DecoderConfig:
-    """The configuration of a preset, with the vocabulary of the character tokenizer."""
+    """Return the configuration of a preset, with the vocabulary of the character tokenizer."""
     return DecoderConfig(
         architecture="qwen3",
         vocab_size=98,
@@ -482,7 +482,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
 
 
 def find_preset(config: DecoderConfig) -> str | None:
-    """The preset that a model of this configuration was made from, whatever its vocabulary; None if none."""
+    """Return the name of the preset that equals `config` except for the vocabulary, or None."""
     ends = {"bos_token_id": config.bos_token_id, "eos_token_ids": config.eos_token_ids}
     own = {"vocab_size": config.vocab_size, **ends}
     return next((name for name, preset in PRESETS.items() if preset.replace(**own) == config), None)

@@ -98,7 +98,7 @@ class Family:
 
     def read(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of a config.json under the general names, with the family's defaults."""
-        names = {name: raw[theirs] for name, theirs in self.names.items() if raw.get(theirs) is not None}
+        names = {name: raw[key] for name, key in self.names.items() if raw.get(key) is not None}
         return {**self.defaults, **raw, **names}
 
     @property

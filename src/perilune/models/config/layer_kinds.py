@@ -156,7 +156,7 @@ class DeltaRule:
 
     def to_hf(self, layers: int) -> dict[str, Any]:
         linear = [layer in self.layers for layer in range(layers)]
-        kinds = ["linear_attention" if one else "full_attention" for one in linear]
+        kinds = ["linear_attention" if is_linear else "full_attention" for is_linear in linear]
         return {"layer_types": kinds, **{key: getattr(self, name) for name, key in _DELTA_KEYS.items()}}
 
 
@@ -201,16 +201,16 @@ def layer_kinds(read: Reader, family: Family, layers: int) -> list[str]:
     if isinstance(listed, Mapping):
         full = Reader(listed, f"{read.where}:linear_attn_config").integers("full_attn_layers")
         return ["full_attention" if i + 1 in full else "linear_attention" for i in range(layers)]
-    every = read.count("full_attention_interval", 0) or read.count("sliding_window_pattern", 0)
-    if family.linear and not every:
+    cycle = read.count("full_attention_interval", 0) or read.count("sliding_window_pattern", 0)
+    if family.linear and not cycle:
         raise read.wrong("layer_types", "give the kind of attention of each layer")
     if not family.linear and (family.windows == "none" or window_size(read, family) is None):
         return ["full_attention"] * layers
     if family.windows == "listed":
         raise read.wrong("layer_types", "give the kind of attention of each layer")
     if family.linear or family.windows == "most":
-        other = "linear_attention" if family.linear else "sliding_attention"
-        return [other if every and (i + 1) % every else "full_attention" for i in range(layers)]
+        kind = "linear_attention" if family.linear else "sliding_attention"
+        return [kind if cycle and (i + 1) % cycle else "full_attention" for i in range(layers)]
     first = read.count("max_window_layers", 28, least=0) if family.windows == "upper" else 0
     return ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
 
@@ -251,8 +251,8 @@ def read_layers_without_rope(read: Reader, layers: int) -> tuple[int, ...]:
     """
     rotated = read.integers("no_rope_layers")
     if not rotated:
-        every = read.count("no_rope_layer_interval", 4)
-        return tuple(range(every - 1, layers, every))
+        interval = read.count("no_rope_layer_interval", 4)
+        return tuple(range(interval - 1, layers, interval))
     if len(rotated) < layers:
         raise read.wrong("no_rope_layers", "give one number for each layer")
     return tuple(layer for layer in range(layers) if not rotated[layer])
@@ -289,8 +289,8 @@ def is_sparse(read: Reader, layer: int) -> bool:
     if isinstance(kinds, list) and layer < len(kinds):
         return bool(kinds[layer] == "sparse")
     if "first_k_dense_replace" in read.raw:
-        every = read.count("moe_layer_freq", 1)
-        return layer >= read.count("first_k_dense_replace", 0, least=0) and layer % every == 0
+        interval = read.count("moe_layer_freq", 1)
+        return layer >= read.count("first_k_dense_replace", 0, least=0) and layer % interval == 0
     if layer in read.integers("mlp_only_layers"):
         return False
     return (layer + 1) % read.count("decoder_sparse_step", 1) == 0

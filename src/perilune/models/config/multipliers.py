@@ -25,7 +25,7 @@ class Multipliers:
 
     @classmethod
     def read(cls, read: Reader) -> Multipliers:
-        """The factors in a config.json."""
+        """Read the factors in a config.json."""
         return cls(**{name: read.number(key, 1.0) for name, key in _KEYS.items()})
 
     def to_hf(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ class Quantisation:
 
 
 def read_quantisation(read: Reader) -> Quantisation | None:
-    """The quantisation of a checkpoint; None when its weights are plain.
+    """Read the quantisation of a checkpoint; None when its weights are plain.
 
     Raises:
         RequestError: when it is malformed, or a method that Perilune does not read.

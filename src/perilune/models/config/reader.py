@@ -28,24 +28,24 @@ class Reader:
         self.raw, self.where = raw, where
 
     def wrong(self, key: str, remedy: str = "") -> RequestError:
-        """The error for an invalid value of `key`."""
+        """Return the error for an invalid value of `key`."""
         return RequestError(f"{key} is {self.raw.get(key)!r}", where=f"{self.where}:{key}", remedy=remedy)
 
     def unsupported(self, key: str, remedy: str) -> UnsupportedModelError:
-        """The error for a valid value of `key` that the decoder does not implement."""
+        """Return the error for a valid value of `key` that the decoder does not implement."""
         message = f"{key} is {self.raw.get(key)!r}, which Perilune's decoder does not compute"
         return UnsupportedModelError(message, where=f"{self.where}:{key}", remedy=remedy)
 
     def architecture(self) -> Architecture:
-        """The family that `model_type` names."""
+        """Return the family that `model_type` names."""
         kind = self.raw.get("model_type")
         for architecture in DECODER_FAMILIES:
             if kind == architecture or SAME_FAMILY.get(str(kind)) == architecture:
                 return architecture
         if not isinstance(kind, str):
             raise self.wrong("model_type", "give the name of an architecture")
-        known = ", ".join(DECODER_FAMILIES)
-        raise self.unsupported("model_type", f"train a checkpoint of one of: {known}; others only sample")
+        families = ", ".join(DECODER_FAMILIES)
+        raise self.unsupported("model_type", f"train a checkpoint of one of: {families}; others only sample")
 
     def reject(self, key: str, allowed: Any, remedy: str) -> None:
         """Refuse a value other than `allowed` (or null) because it would change the computation."""
@@ -53,7 +53,7 @@ class Reader:
             raise self.unsupported(key, remedy)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """An integer, or the default where the key is missing or null."""
+        """Return an integer, or the default where the key is missing or null."""
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
@@ -63,39 +63,39 @@ class Reader:
         return value
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer from `least` to 2^31, or the default."""
+        """Return an integer from `least` to 2^31, or the default."""
         value = self.integer(key, default)
         if value != default and not least <= value <= _LARGEST:
             raise self.wrong(key, f"give an integer from {least} on")
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A positive number."""
+        """Return a positive number."""
         value = self.raw.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
             raise self.wrong(key, "give a positive number")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A positive number, or None where the key is missing or null."""
+        """Return a positive number, or None where the key is missing or null."""
         return None if self.raw.get(key) is None else self.number(key, 0.0)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self.raw.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "give true or false")
         return value
 
     def inner(self, key: str, **defaults: Any) -> Reader:
-        """The object under `key`, with `defaults` for missing keys."""
+        """Return the object under `key`, with `defaults` for missing keys."""
         value = self.raw.get(key)
         if not isinstance(value, Mapping):
             raise self.wrong(key, "give an object")
         return Reader({**defaults, **value}, f"{self.where}:{key}")
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Non-negative integers: a list or a single one; empty where the key is missing or null."""
+        """Return non-negative integers: a list or a single one; empty where the key is missing or null."""
         value = self.raw.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in values):

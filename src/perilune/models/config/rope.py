@@ -94,27 +94,27 @@ class Rope:
     fraction: float = 1.0
 
     def width(self, size: int) -> int:
-        """R for heads of `size` elements."""
+        """Return R for heads of `size` elements."""
         return int(size * self.fraction)
 
     def to_hf(self) -> dict[str, Any]:
-        """As an entry of `rope_parameters` (transformers 5)."""
+        """Return an entry of `rope_parameters` (transformers 5)."""
         partial = {} if self.fraction == 1 else {"partial_rotary_factor": self.fraction}
         scaling = scaling_to_hf(self.scaling) or {}
         return {"rope_type": "default", **scaling, **partial, "rope_theta": self.theta}
 
 
 def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """As `rope_scaling` (transformers 4)."""
+    """Return `rope_scaling` (transformers 4)."""
     if scaling is None:
         return None
-    kind = next(name for name, one in _KINDS.items() if isinstance(scaling, one))
-    given = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
-    return {"rope_type": kind, **given}
+    kind = next(name for name, scaling_class in _KINDS.items() if isinstance(scaling, scaling_class))
+    values = {name: value for name, value in dataclasses.asdict(scaling).items() if value is not None}
+    return {"rope_type": kind, **values}
 
 
 def read_ropes(read: Reader, family: Family) -> tuple[Rope, Rope | None]:
-    """The rotary embedding of a model, and that of layers with a window when it differs.
+    """Read the rotary embedding of a model, and that of layers with a window when it differs.
 
     Transformers 5 writes `rope_parameters`, by kind of layer when there are two; transformers 4 writes
     `rope_theta`, `rope_scaling` and `rope_local_base_freq`.
@@ -126,7 +126,7 @@ def read_ropes(read: Reader, family: Family) -> tuple[Rope, Rope | None]:
     local = read.optional_number("rope_local_base_freq")
     partial = "partial_rotary_factor" in family.options
     fraction = read.number("partial_rotary_factor", 1.0) if partial else None
-    other = Rope(local or theta) if family.local_rope else None
+    local_rope = Rope(local or theta) if family.local_rope else None
     if read.raw.get("rope_parameters") is not None:
         nested = read.inner("rope_parameters")
         if "full_attention" in nested.raw and not family.local_rope:
@@ -134,14 +134,14 @@ def read_ropes(read: Reader, family: Family) -> tuple[Rope, Rope | None]:
         if "full_attention" in nested.raw:
             rope = _rope(nested.inner("full_attention", rope_theta=theta), fraction)
             return rope, _rope(nested.inner("sliding_attention", rope_theta=local or theta), fraction)
-        return _rope(read.inner("rope_parameters", rope_theta=theta), fraction), other
+        return _rope(read.inner("rope_parameters", rope_theta=theta), fraction), local_rope
     if read.raw.get("rope_scaling") is None:
-        return Rope(theta, None, fraction or 1.0), other
-    return _rope(read.inner("rope_scaling", rope_theta=theta), fraction), other
+        return Rope(theta, None, fraction or 1.0), local_rope
+    return _rope(read.inner("rope_scaling", rope_theta=theta), fraction), local_rope
 
 
 def _rope(inner: Reader, fraction: float | None) -> Rope:
-    """The rotary embedding that `inner` describes; `fraction` is the default share of a head."""
+    """Read the rotary embedding that `inner` describes; `fraction` is the default share of a head."""
     if fraction is None:
         only_whole = "only rotary embeddings of the whole head are implemented"
         inner.reject("partial_rotary_factor", 1.0, only_whole)

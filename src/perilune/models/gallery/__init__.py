@@ -1,1 +1,1 @@
-"""A gallery of architectures: what their configurations alone say about size, cost and support."""
+"""A gallery of architectures: their size, cost and support, computed from configurations alone."""

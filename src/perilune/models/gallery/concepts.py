@@ -86,7 +86,7 @@ CONCEPTS = (
 
 
 def find_concepts(config: Mapping[str, Any], card: ModelCard) -> list[str]:
-    """Names of the concepts that a model uses, in the order of `CONCEPTS`."""
+    """Return the names of the concepts that a model uses, in the order of `CONCEPTS`."""
     inner = config.get("text_config")
     raw = inner if isinstance(inner, Mapping) else config
     family = FAMILIES.get(card.model_type, Family())

@@ -49,16 +49,16 @@ class Entry:
 
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Entry, ...]:
-    """The models whose configurations are part of the package."""
+    """Return the models whose configurations are part of the package."""
     text = (files("perilune.models.gallery") / "models.json").read_text(encoding="utf-8")
     return tuple(
-        Entry(one["name"], one["id"], one["source"], one["config"], one.get("published", {}))
-        for one in json.loads(text)["models"]
+        Entry(entry["name"], entry["id"], entry["source"], entry["config"], entry.get("published", {}))
+        for entry in json.loads(text)["models"]
     )
 
 
 def describe(entry: Entry) -> dict[str, Any]:
-    """All facts of the gallery on one model, as JSON values.
+    """Return all facts of the gallery on one model, as JSON values.
 
     `layers` lists runs of equal layers in order. `cache_bytes` (bfloat16, one sequence) and `token_flops` (to
     generate the next token) are by length, null beyond the model's context. `weight_bytes` is by dtype.
@@ -101,12 +101,12 @@ def norms(family: Family) -> str:
     """Describe in words where a layer normalises."""
     if family.parallel:
         return "before both, side by side"
-    places = [word for word, used in (("before", family.pre_norm), ("after", family.post_norm)) if used]
-    return " and ".join(places)
+    positions = [word for word, used in (("before", family.pre_norm), ("after", family.post_norm)) if used]
+    return " and ".join(positions)
 
 
 def group_equal_layers(card: ModelCard) -> list[dict[str, Any]]:
-    """Equal neighbours as one item: their number, mixer with its kind, feed-forward and number of experts."""
+    """Merge equal neighbours into one item: number, mixer and its kind, feed-forward, number of experts."""
     runs = []
     for _, group in groupby(card.layers, key=lambda layer: layer.name):
         layers = list(group)
@@ -125,9 +125,9 @@ def group_equal_layers(card: ModelCard) -> list[dict[str, Any]]:
 
 
 def support(config: Mapping[str, Any]) -> dict[str, str | bool]:
-    """Return how Perilune runs a model with this config.json, determined by the code that loads checkpoints.
+    """Return the support for a model with this config.json, determined by the code that loads checkpoints.
 
-    `quantised` says that the published weights are quantised in a way that is refused. `runs` then holds for
+    `quantised` is true if Perilune refuses the quantisation of the published weights. `runs` then holds for
     the same model unquantised.
     """
     plain = {key: value for key, value in config.items() if key != QUANTISATION}

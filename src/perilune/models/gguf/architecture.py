@@ -72,7 +72,7 @@ class TargetTensor:
 
 
 def read_architecture(header: GgufHeader) -> GgufArchitecture:
-    """The architecture that the file names.
+    """Return the architecture that the file names.
 
     Raises:
         RequestError: when it is missing or not supported.
@@ -91,7 +91,7 @@ def read_architecture(header: GgufHeader) -> GgufArchitecture:
 
 
 def model_config(header: GgufHeader) -> DecoderConfig:
-    """The configuration of the model, checked against the number of tensors.
+    """Return the configuration of the model, checked against the number of tensors.
 
     Raises:
         RequestError: when a key is missing or has an impossible value.
@@ -135,38 +135,38 @@ def model_config(header: GgufHeader) -> DecoderConfig:
 
 
 def targets(header: GgufHeader, config: DecoderConfig) -> dict[str, TargetTensor]:
-    """The tensors of the model by their names in the GGUF file, all of which exist with the right shape.
+    """Return the tensors by their names in the GGUF file, after checking that all exist with these shapes.
 
     Raises:
         RequestError: naming a tensor that is missing, unknown, or has another shape.
     """
-    wanted = layout(config, read_architecture(header))
-    for name, target in wanted.items():
+    expected = layout(config, read_architecture(header))
+    for name, target in expected.items():
         if name not in header.tensors:
             raise header.error(f"tensor {name} is missing")
         if header.tensors[name].shape != target.shape:
-            found = list(header.tensors[name].shape)
+            shape = list(header.tensors[name].shape)
             raise header.error(
-                f"tensor {name} has shape {found}, but the metadata requires {list(target.shape)}"
+                f"tensor {name} has shape {shape}, but the metadata requires {list(target.shape)}"
             )
     for name in header.tensors:
-        if name not in wanted and name not in _DERIVED:
+        if name not in expected and name not in _DERIVED:
             raise header.error(f"tensor {name[:80]!r} is not part of a {config.architecture} model")
-    return wanted
+    return expected
 
 
 def layout(config: DecoderConfig, kind: GgufArchitecture) -> dict[str, TargetTensor]:
-    """The tensors of a model by their names in a GGUF file."""
+    """Return the tensors of a model by their names in a GGUF file."""
     table = (config.vocab_size, config.hidden_size)
-    found = {
+    tensors = {
         "token_embd.weight": TargetTensor("model.embed_tokens.weight", table),
         "output_norm.weight": TargetTensor("model.norm.weight", (config.hidden_size,)),
     }
     if not config.tie_word_embeddings:
-        found["output.weight"] = TargetTensor("lm_head.weight", table)
+        tensors["output.weight"] = TargetTensor("lm_head.weight", table)
     for layer in range(config.num_layers):
-        found |= _layer_tensors(layer, config, kind)
-    return found
+        tensors |= _layer_tensors(layer, config, kind)
+    return tensors
 
 
 def _layer_tensors(layer: int, config: DecoderConfig, kind: GgufArchitecture) -> dict[str, TargetTensor]:
@@ -189,25 +189,25 @@ def _layer_tensors(layer: int, config: DecoderConfig, kind: GgufArchitecture) ->
         "attn_q_norm": queries if full_width else config.head_dim,
         "attn_k_norm": keys if full_width else config.head_dim,
     }
-    found: dict[str, TargetTensor] = {}
+    tensors: dict[str, TargetTensor] = {}
     for name, target in _PROJECTIONS.items():
-        place = f"model.layers.{layer}.{target}"
-        found[f"blk.{layer}.{name}.weight"] = TargetTensor(
-            f"{place}.weight", shapes[name], heads.get(name, 0)
+        prefix = f"model.layers.{layer}.{target}"
+        tensors[f"blk.{layer}.{name}.weight"] = TargetTensor(
+            f"{prefix}.weight", shapes[name], heads.get(name, 0)
         )
         if name in biased:
-            found[f"blk.{layer}.{name}.bias"] = TargetTensor(
-                f"{place}.bias", shapes[name][:1], heads.get(name, 0)
+            tensors[f"blk.{layer}.{name}.bias"] = TargetTensor(
+                f"{prefix}.bias", shapes[name][:1], heads.get(name, 0)
             )
     for name, target in kind.norms.items():
-        found[f"blk.{layer}.{name}.weight"] = TargetTensor(
+        tensors[f"blk.{layer}.{name}.weight"] = TargetTensor(
             f"model.layers.{layer}.{target}.weight", (norm_sizes.get(name, hidden),)
         )
-    return found
+    return tensors
 
 
 def _rope_scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
-    """The entry `rope_scaling` of config.json."""
+    """Return the entry `rope_scaling` of config.json."""
     kind = header.text(f"{prefix}.rope.scaling.type", "none")
     if "rope_freqs.weight" in header.tensors:
         raise header.error(

@@ -87,7 +87,7 @@ def _copy(source: BinaryIO, out: BinaryIO, tensor: GgufTensor, target: TargetTen
 
 
 def _values(data: bytes, kind: str) -> np.ndarray[Any, Any]:
-    """The values in `data`: float32, or 16 bits for float16 and bfloat16."""
+    """Return the values in `data`: float32, or 16 bits for float16 and bfloat16."""
     if kind == "F32":
         return np.frombuffer(data, "<f4")
     if kind in _STORED:

@@ -47,16 +47,16 @@ def export_gguf(folder: Path, out: Path, kind: str) -> None:
 
     config, stored = check_headers(Decoder, folder)
     name, architecture = _architecture(config, folder)
-    wanted = {target.name: (key, target) for key, target in layout(config, architecture).items()}
+    targets = {target.name: (key, target) for key, target in layout(config, architecture).items()}
     partial = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     writer = GGUFWriter(partial, name)
     for key, value in (
         _metadata(config, name, kind) | vocabulary_metadata(folder, config.vocab_size)
     ).items():
         _add(writer, key, value)
-    ordered = sorted((stored[one] for one in wanted), key=lambda one: one.file)  # the order they are read in
-    for one in ordered:
-        key, target = wanted[one.name]
+    ordered = sorted((stored[n] for n in targets), key=lambda n: n.file)  # the order they are read in
+    for entry in ordered:
+        key, target = targets[entry.name]
         dtype = _dtype(target, kind)
         writer.add_tensor_info(
             key, target.shape, np.dtype(np.float32), _nbytes(target, dtype), raw_dtype=dtype
@@ -66,7 +66,7 @@ def export_gguf(folder: Path, out: Path, kind: str) -> None:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for tensor_name, tensor in read_tensors(ordered):
-            target = wanted[tensor_name][1]
+            target = targets[tensor_name][1]
             writer.write_tensor_data(_stored(tensor, target, _dtype(target, kind)))
         writer.flush()
         writer.close()
@@ -82,12 +82,12 @@ def _architecture(config: DecoderConfig, folder: Path) -> tuple[str, GgufArchite
     for name, architecture in ARCHITECTURES.items():
         if architecture.model_type == config.architecture and not config.windows:
             return name, architecture
-    known = ", ".join(one.model_type for one in ARCHITECTURES.values())
+    supported = ", ".join(kind.model_type for kind in ARCHITECTURES.values())
     windows = " with a sliding window" if config.windows else ""
     raise RequestError(
         f"a {config.architecture} model{windows} cannot be written as GGUF here",
         where=str(folder),
-        remedy=f"convert_hf_to_gguf.py of llama.cpp; written here: {known}",
+        remedy=f"convert_hf_to_gguf.py of llama.cpp; written here: {supported}",
     )
 
 
@@ -96,7 +96,7 @@ def _metadata(config: DecoderConfig, name: str, kind: str) -> dict[str, Any]:
     if scaling is not None and not isinstance(scaling, LinearScaling):
         what = "the scaling of the rotary frequencies cannot be written as GGUF here"
         raise RequestError(what, remedy="convert_hf_to_gguf.py of llama.cpp")
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "general.file_type": _FILE_TYPES[kind],
         "general.quantization_version": 2,
         f"{name}.block_count": config.num_layers,
@@ -113,9 +113,9 @@ def _metadata(config: DecoderConfig, name: str, kind: str) -> dict[str, Any]:
         f"{name}.vocab_size": config.vocab_size,
     }
     if scaling is not None:
-        found[f"{name}.rope.scaling.type"] = "linear"
-        found[f"{name}.rope.scaling.factor"] = scaling.factor
-    return found
+        metadata[f"{name}.rope.scaling.type"] = "linear"
+        metadata[f"{name}.rope.scaling.factor"] = scaling.factor
+    return metadata
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -130,7 +130,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _dtype(target: TargetTensor, kind: str) -> Any:
-    """The type of a tensor in the file: float32 for vectors, and for rows that blocks do not fit."""
+    """Return the type of a tensor in the file: float32 for vectors, and for rows that blocks do not fit."""
     from gguf import GGMLQuantizationType
 
     if len(target.shape) == 1:

@@ -62,43 +62,43 @@ class GgufHeader:
     tensors: dict[str, GgufTensor]
 
     def error(self, what: str, remedy: str = "") -> RequestError:
-        """An error about this file."""
+        """Return an error about this file."""
         return RequestError(what, where=str(self.path), remedy=remedy)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A non-negative integer of the metadata."""
+        """Return a non-negative integer of the metadata."""
         value: int = self._value(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self._wrong(key, "a non-negative integer")
         return value
 
     def optional_integer(self, key: str) -> int | None:
-        """A non-negative integer, or None where the key is missing."""
+        """Return a non-negative integer, or None where the key is missing."""
         return self.integer(key) if key in self.metadata else None
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self._value(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self._wrong(key, "a number above 0")
         return float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string of the metadata."""
+        """Return a string of the metadata."""
         value = self._value(key, default)
         if not isinstance(value, str):
             raise self._wrong(key, "a string")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self.metadata.get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false")
         return value
 
     def array(self, key: str, kind: type | tuple[type, ...]) -> list[Any]:
-        """An array whose items are all of type `kind`."""
+        """Return an array whose items are all of type `kind`."""
         value = self._value(key)
         if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
             raise self._wrong(key, "an array of the right type")
@@ -152,7 +152,7 @@ class _Cursor:
             if key in metadata:
                 raise self.malformed(f"the metadata has {key[:80]!r} twice")
             metadata[key] = self.value(self.scalar("I"))
-        found: dict[str, GgufTensor] = {}
+        located: dict[str, GgufTensor] = {}
         table = [self.tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
@@ -160,13 +160,13 @@ class _Cursor:
         start = -(-self.at // alignment) * alignment
         for entry in table:
             tensor = self.locate_tensor(*entry, start=start)
-            if tensor.name in found:
+            if tensor.name in located:
                 raise self.malformed(f"two tensors have the name {tensor.name[:80]!r}")
-            found[tensor.name] = tensor
-        return GgufHeader(self.path, metadata, found)
+            located[tensor.name] = tensor
+        return GgufHeader(self.path, metadata, located)
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """One line of the table: name, shape, number of the type, offset in the data section."""
+        """Read one line of the table: name, shape, number of the type, offset in the data section."""
         name, dimensions = self.string(), self.scalar("I")
         if dimensions > _MAX_DIMENSIONS:
             raise self.malformed(f"tensor {name[:80]!r} has {dimensions} dimensions")
@@ -176,7 +176,7 @@ class _Cursor:
     def locate_tensor(
         self, name: str, shape: tuple[int, ...], number: int, offset: int, start: int
     ) -> GgufTensor:
-        """The tensor with its place in the file, which must lie inside the file."""
+        """Return the tensor with its position in the file, which must lie inside the file."""
         kind, block_items, block_bytes = self.quantisation(name, number)
         row = shape[-1] if shape else 1
         if row % block_items:
@@ -188,16 +188,16 @@ class _Cursor:
         return GgufTensor(name, kind, shape, start + offset, nbytes)
 
     def quantisation(self, name: str, number: int) -> tuple[str, int, int]:
-        """Name of a tensor type, values in a block, bytes of a block."""
+        """Return the name of a tensor type, values in a block, bytes of a block."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
             kind = GGMLQuantizationType(number)
         except ValueError:
-            known, label = False, f"type {number}"
+            readable, label = False, f"type {number}"
         else:
-            known, label = kind.name in QUANTISATIONS, kind.name
-        if not known:
+            readable, label = kind.name in QUANTISATIONS, kind.name
+        if not readable:
             raise RequestError(
                 f"tensor {name[:80]!r} is quantised as {label}, which cannot be read",
                 where=str(self.path),
@@ -206,7 +206,7 @@ class _Cursor:
         return (label, *GGML_QUANT_SIZES[kind])
 
     def value(self, kind: int) -> Any:
-        """A metadata value: a scalar, a string, or a flat array of either."""
+        """Read a metadata value: a scalar, a string, or a flat array of either."""
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
@@ -230,7 +230,7 @@ class _Cursor:
         return struct.unpack(layout, self.take(struct.calcsize(layout)))
 
     def count(self, most: int, what: str) -> int:
-        """A number of things that follow, each of which takes at least one byte."""
+        """Read the number of items that follow, each of which takes at least one byte."""
         number: int = self.scalar("Q")
         if number > most:
             raise self.malformed(f"it announces {number:,} {what}")

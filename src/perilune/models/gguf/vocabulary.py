@@ -71,7 +71,7 @@ SPLITTINGS: Mapping[str, Splitting] = MappingProxyType(
 
 
 def read_tokenizer(header: GgufHeader) -> Tokenizer:
-    """The tokenizer with its special tokens and chat template.
+    """Read the tokenizer with its special tokens and chat template.
 
     Raises:
         RequestError: when the kind of tokenizer is not supported, or its metadata is incomplete or malformed.
@@ -151,7 +151,7 @@ def _added(token: str, special: bool) -> AddedToken:
 
 
 def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
-    """The metadata of the tokenizer in a Hugging Face folder: the reverse of `read_tokenizer`.
+    """Return the metadata of the tokenizer in a Hugging Face folder: the reverse of `read_tokenizer`.
 
     Args:
         size: number of tokens of the model; ids without a token get a placeholder.
@@ -165,7 +165,7 @@ def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
     byte_level = (raw.get("decoder") or {}).get("type") == "ByteLevel"
     if model.get("type") != "BPE" or not byte_level or raw.get("normalizer") not in (None, {"type": "NFC"}):
         raise _not_in_gguf(folder, "the tokenizer is not a byte-level BPE")
-    name = next((name for name, one in SPLITTINGS.items() if _describe_splitting(one) == steps), None)
+    name = next((name for name, s in SPLITTINGS.items() if _describe_splitting(s) == steps), None)
     if name is None:
         raise _not_in_gguf(folder, "the tokenizer splits text in a way that has no name in GGUF")
     tokens = [f"[PAD{index}]" for index in range(size)]
@@ -176,7 +176,7 @@ def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
         tokens[added["id"]] = added["content"]
         kinds[added["id"]] = _CONTROL if added["special"] else _USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    found: dict[str, Any] = {
+    metadata: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": name,
         "tokenizer.ggml.tokens": tokens,
@@ -186,14 +186,14 @@ def vocabulary_metadata(folder: Path, size: int) -> dict[str, Any]:
         "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
     }
     optional = {"bos_token_id": tokenizer.bos_token_id, "padding_token_id": tokenizer.pad_token_id}
-    found |= {f"tokenizer.ggml.{key}": index for key, index in optional.items() if index is not None}
+    metadata |= {f"tokenizer.ggml.{key}": index for key, index in optional.items() if index is not None}
     if tokenizer.chat_template is not None:
-        found["tokenizer.chat_template"] = tokenizer.chat_template.source
-    return found
+        metadata["tokenizer.chat_template"] = tokenizer.chat_template.source
+    return metadata
 
 
 def _steps(described: Mapping[str, Any] | None) -> list[tuple[Any, ...]]:
-    """The steps of a pre-tokenizer in tokenizer.json, with what matters of each."""
+    """Return the type and the relevant options of each step of a pre-tokenizer in tokenizer.json."""
     steps = (described or {}).get("pretokenizers", [described] if described else [])
     return [
         (step["type"], step.get("pattern"), step.get("use_regex"), step.get("individual_digits"))

@@ -123,24 +123,24 @@ class Spans:
     Args:
         starts, lengths: int64[S], of each sequence.
         prefix_of: int64[S], the sequence whose tokens precede this one's, or -1.
-        prefixes: int64[S], how many of its tokens precede; by default all.
+        prefixes: int64[S], the number of its tokens that precede; by default all.
     """
 
     def __init__(
         self, starts: Tensor, lengths: Tensor, prefix_of: Tensor, prefixes: Tensor | None = None
     ) -> None:
-        of = torch.where(prefix_of < 0, torch.arange(len(starts)), prefix_of)
-        order = torch.argsort(of, stable=True)
-        _, counts = torch.unique_consecutive(of[order], return_counts=True)
+        base = torch.where(prefix_of < 0, torch.arange(len(starts)), prefix_of)
+        order = torch.argsort(base, stable=True)
+        _, counts = torch.unique_consecutive(base[order], return_counts=True)
         self.family = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         self.starts, self.lengths = starts[order], lengths[order]
-        has = prefix_of[order] >= 0
-        self.prefix_starts = torch.where(has, starts[of[order]], 0)
-        prefixes = lengths[of] if prefixes is None else prefixes
-        self.prefixes = torch.where(has, prefixes[order], 0)
+        has_prefix = prefix_of[order] >= 0
+        self.prefix_starts = torch.where(has_prefix, starts[base[order]], 0)
+        prefixes = lengths[base] if prefixes is None else prefixes
+        self.prefixes = torch.where(has_prefix, prefixes[order], 0)
 
     def fields(self) -> dict[str, int | None]:
-        """The fields of struct packed that describe the spans."""
+        """Return the fields of struct packed that describe the spans."""
         counts = {"sequences": len(self.starts), "families": len(self.family) - 1}
         return pointer_fields(**vars(self)) | counts
 
@@ -155,7 +155,7 @@ def attend_packed(
     window: int = 0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of packed sequences: float32[N, H, D], and the logs of the denominators float32[N, H].
+    """Compute causal attention float32[N, H, D], and the logs of its denominators float32[N, H].
 
     Args:
         q: float32[N, H, D].
@@ -179,7 +179,7 @@ def attend_packed_backward(
     scale: float,
     window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from that of the output; `forward` is q, k, v and both outputs."""
+    """Return the gradients of q, k and v from that of the output; `forward` is q, k, v and both outputs."""
     q, k, v = (_rows(x) for x in forward[:3])
     grad = grad.contiguous()
     grad_q, grad_k, grad_v = (torch.zeros(x.shape) for x in (q, k, v))
@@ -200,5 +200,5 @@ def _packed(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`x` with the heads of each row contiguous."""
+    """Return `x` with the heads of each row contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

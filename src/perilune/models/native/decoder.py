@@ -159,8 +159,8 @@ class NativeDecoder:
         )
         q_norm = k_norm = None
         if attention.qk_norm == "head":
-            both = attention.qk_norm_weight()
-            q_norm, k_norm = self._vector(both[0]), self._vector(both[attention.heads])
+            weights = attention.qk_norm_weight()
+            q_norm, k_norm = self._vector(weights[0]), self._vector(weights[attention.heads])
         elif attention.qk_norm == "full":
             q_norm, k_norm = self._norm(attention.q_norm), self._norm(attention.k_norm)
         return _Layer(
@@ -191,7 +191,7 @@ class NativeDecoder:
 
     def _weight(self, first: Projection, *more: Projection | None) -> Weight:
         projections = (first, *filter(None, more))
-        parts = [(one.get_weight(part), get_bias(part)) for one in projections for part in one.parts]
+        parts = [(p.get_weight(part), get_bias(part)) for p in projections for part in p.parts]
         kind: WeightKind = "float32" if first.exact else self._kind
         packed: PackedWeight = pack_parts(parts, kind, next(self._buffers, None))
         self._matrices.append(packed.tensors[0])

@@ -35,7 +35,7 @@ class _Convolution(Structure):
 
 
 def scan(rule: Rule, states: Tensor, pieces: Tensor) -> Tensor:
-    """Outputs float32[N, H, Dv] of the gated delta rule; 0 for tokens of no piece.
+    """Return the outputs float32[N, H, Dv] of the gated delta rule; 0 for tokens of no piece.
 
     Args:
         states: float32[rows, H, Dk, Dv], which pieces start from and write.
@@ -49,7 +49,7 @@ def scan(rule: Rule, states: Tensor, pieces: Tensor) -> Tensor:
 
 
 def scan_backward(grad: Tensor, rule: Rule, states: Tensor, pieces: Tensor) -> Rule:
-    """Gradients of the rule's inputs from that of the output; `states` has the results of `scan`."""
+    """Return the gradients of the rule's inputs from that of the output; `states` are results of `scan`."""
     rule, grad = _contiguous_heads(rule), grad.contiguous()
     grad_q, grad_k, grad_v, grad_decay, grad_strength = (torch.zeros(x.shape) for x in rule)
     grad_states = torch.zeros(states.shape)
@@ -62,7 +62,7 @@ def scan_backward(grad: Tensor, rule: Rule, states: Tensor, pieces: Tensor) -> R
 
 
 def _contiguous_heads(rule: Rule) -> Rule:
-    """The inputs with the heads of each token contiguous."""
+    """Return the inputs with the heads of each token contiguous."""
     q, k, v = (x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for x in rule[:3])
     return q, k, v, rule[3].contiguous(), rule[4].contiguous()
 
@@ -82,7 +82,7 @@ def _delta(rule: Rule, states: Tensor, pieces: Tensor, **others: Tensor) -> _Del
 
 
 def convolve(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
-    """The SiLU of each channel's causal convolution, float32[N, C].
+    """Compute the SiLU of each channel's causal convolution, float32[N, C].
 
     Args:
         x: float32[N, C]; rows may be strided.
@@ -100,7 +100,7 @@ def convolve(x: Tensor, before: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
 def convolve_backward(
     grad: Tensor, x: Tensor, before: Tensor, taps: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of `x` and of the weight from that of the output."""
+    """Return the gradients of `x` and of the weight from that of the output."""
     x, before, weight, grad = _rows(x), before.contiguous(), weight.t().contiguous(), grad.contiguous()
     grad_x, grad_weight = torch.zeros(x.shape), torch.zeros(weight.shape)
     gradients = {"grad_out": grad, "grad_x": grad_x, "grad_weight": grad_weight}

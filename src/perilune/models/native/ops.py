@@ -84,7 +84,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 @cache
 def kernel(name: str, *types: Any) -> Any:
-    """The function `perilune_<name>`; `types` are its argument types if `_ARGUMENTS` does not have them."""
+    """Return the function `perilune_<name>` with argument types `types`, by default those in `_ARGUMENTS`."""
     library = native().library
     assert library is not None
     function = getattr(library, f"perilune_{name}")
@@ -93,7 +93,7 @@ def kernel(name: str, *types: Any) -> Any:
 
 
 def _rows_as_float32(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Chunks of the rows of float[O, I] as float32: the first row, a multiple of a panel, and the rows."""
+    """Iterate over chunks of float[O, I] as float32: the first row, a multiple of a panel, and the rows."""
     if weight.dtype == torch.float32 and weight.stride(1) == 1:
         yield 0, weight
         return
@@ -106,7 +106,7 @@ def _rows_as_float32(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _allocate(count: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor; large ones are mapped outside the heap, so that they do not fragment it."""
+    """Return an uninitialised tensor; large ones are outside the heap, so that they do not fragment it."""
     size = count * dtype.itemsize
     if size < mmap.PAGESIZE * 16:
         return torch.empty(count, dtype=dtype)
@@ -180,7 +180,7 @@ def pack_parts(
 
 
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """The product float32[N, O] of float32[N, I] and the weight, plus its bias."""
+    """Compute the product float32[N, O] of float32[N, I] and the weight, plus its bias."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     out = torch.empty(x.shape[0], weight.outputs)
@@ -200,7 +200,7 @@ def has_tiles() -> bool:
 def gradients_of_linear(
     grad: Tensor, x: Tensor | None, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """grad @ weight and grad.T @ x, with factors rounded to bfloat16 and sums in float32.
+    """Compute grad @ weight and grad.T @ x, with factors rounded to bfloat16 and sums in float32.
 
     Args:
         grad: float32[N, O], N and O even.
@@ -230,7 +230,7 @@ def _pack_across(weight: Tensor) -> PackedWeight:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x / rms(x) * weight over the last axis, and 1 / rms(x) of each row, float32[..., 1].
+    """Compute x / rms(x) * weight over the last axis, and 1 / rms(x) of each row, float32[..., 1].
 
     `weight` is float32[D], or float32[H, D] for float32[N, H, D].
     """
@@ -242,7 +242,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight from that of the output; `factor` is a result of `rms_norm`."""
+    """Return the gradients of x and weight from that of the output; `factor` is a result of `rms_norm`."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     grad_x, grad_weight = torch.empty_like(x), torch.zeros(threads(), *weight.shape)
     size = x.shape[-1]
@@ -260,7 +260,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, direction: int = 1) -> Tenso
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up of float32[N, F]."""
+    """Compute activation(gate) * up of float32[N, F]."""
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     _run("gated", gate, up, *gate.shape, ACTIVATIONS[activation], out)
@@ -268,7 +268,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
+    """Return the gradients of gate and up."""
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(gate)
     _run("swiglu_backward", gate, up, grad, *gate.shape, grad_gate, grad_up)
@@ -278,7 +278,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 def route(
     logits: Tensor, per_token: int, normalised: bool, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights float32[N, K] and indices int64[N, K] of the experts of each row, from logits float32[N, E].
+    """Return weights float32[N, K] and indices int64[N, K] of the experts of rows of logits float32[N, E].
 
     `forced` experts int64[N, K] replace the choice, except in rows of -1.
 
@@ -297,7 +297,7 @@ def route(
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """log softmax(logits / temperature) of int64[N] tokens.
+    """Compute log softmax(logits / temperature) of int64[N] tokens.
 
     Returns:
         log-probs float32[N], normalizers float32[N, 2] for the gradient, and entropies float32[N].
@@ -312,7 +312,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[
 def token_logprobs_backward(
     grad: Tensor, logits: Tensor, tokens: Tensor, temperature: float, normalizers: Tensor
 ) -> Tensor:
-    """The gradient float32[N, V] of the logits from that of the log-probs."""
+    """Return the gradient float32[N, V] of the logits from that of the log-probs."""
     grad, logits, tokens = grad.contiguous(), logits.contiguous(), tokens.contiguous()
     out = torch.empty_like(logits)
     scale = 1 / temperature
@@ -347,23 +347,23 @@ def draw(
 
 def pointer_fields(**tensors: Tensor | None) -> dict[str, int | None]:
     """Return the fields of a struct that point to these tensors, which must outlive the call."""
-    return {name: None if one is None else one.data_ptr() for name, one in tensors.items()}
+    return {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 def strided_fields(**tensors: Tensor) -> dict[str, int | None]:
-    """`pointer_fields`, and for each a field "..._stride" with the elements from one row to the next."""
-    return {**pointer_fields(**tensors), **{f"{name}_stride": one.stride(0) for name, one in tensors.items()}}
+    """Return `pointer_fields`, and for each a field "..._stride" with the elements between two rows."""
+    return {**pointer_fields(**tensors), **{f"{name}_stride": t.stride(0) for name, t in tensors.items()}}
 
 
 def threads() -> int:
-    """Threads that kernels use, as many as torch."""
+    """Return the number of threads that kernels use, as many as torch."""
     return torch.get_num_threads()
 
 
 def _run(name: str, *arguments: Any) -> None:
     """Call a kernel on all threads. Tensors are passed as pointers."""
-    pointer_fields = (one.data_ptr() if isinstance(one, Tensor) else one for one in arguments)
-    kernel(name)(*pointer_fields, threads())
+    pointers = (argument.data_ptr() if isinstance(argument, Tensor) else argument for argument in arguments)
+    kernel(name)(*pointers, threads())
 
 
 def check(failed: int, where: str) -> None:

@@ -61,7 +61,7 @@ class ChatTemplate:
         """
         try:
             return self._process.render(
-                [{**one, "messages": [dict(message) for message in one["messages"]]} for one in inputs]
+                [{**item, "messages": [dict(message) for message in item["messages"]]} for item in inputs]
             )
         except (_TemplateRefusedError, BrokenChannelError, TypeError, ValueError, RecursionError) as error:
             raise RequestError(
@@ -132,8 +132,8 @@ class _TemplateProcess:
 
     def _exchange(self, inputs: Sequence[Mapping[str, Any]]) -> list[str]:
         channel = self._started()
-        for one in inputs:
-            channel.send(one)
+        for item in inputs:
+            channel.send(item)
         answers = [channel.receive(_RENDER_SECONDS) for _ in inputs]
         for answer in answers:
             if "failure" in answer:

@@ -88,7 +88,7 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {_map_texts(name, change): _map_texts(one, change) for name, one in value.items()}
+        return {_map_texts(name, change): _map_texts(item, change) for name, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [_map_texts(one, change) for one in value]
+        return [_map_texts(item, change) for item in value]
     return value

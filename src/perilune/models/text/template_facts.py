@@ -14,7 +14,7 @@ _SYSTEM, _USER = "c41fa6e2-system", "c41fa6e2-user"  # texts that no template co
 
 
 def recipe_tokenizer(model: Mapping[str, Any], texts: Iterable[str] | None = None) -> Tokenizer:
-    """The tokenizer of a recipe's `model` section, with its chat template; reads no weights.
+    """Return the tokenizer of a recipe's `model` section, with its chat template; reads no weights.
 
     Args:
         texts: as in `Tokenizer.for_new_model`.
@@ -83,8 +83,8 @@ def template_facts(tokenizer: Tokenizer) -> TemplateFacts:
         text = tokenizer.render_prompt([{"role": "system", "content": _SYSTEM}, user])
     except RequestError:
         return TemplateFacts("refused")
-    before, is_there, rest = text.partition(_SYSTEM)
-    if not is_there:
+    before, separator, rest = text.partition(_SYSTEM)
+    if not separator:
         return TemplateFacts("ignored")
     between, _, _ = rest.partition(_USER)
     own_turn = tokenizer.chat_template is not None and bool(between.strip())
@@ -118,12 +118,12 @@ def prompt_tokens(
     ids = tokenizer.encode_prompt(messages)
     pieces = tokenizer.token_bytes()
     tokens = [
-        PromptToken(one, tokenizer.token_text(one), True)
-        if (piece := pieces[one]) is None
-        else PromptToken(one, piece.decode("utf-8", "backslashreplace"), False)
-        for one in ids
+        PromptToken(token_id, tokenizer.token_text(token_id), True)
+        if (piece := pieces[token_id]) is None
+        else PromptToken(token_id, piece.decode("utf-8", "backslashreplace"), False)
+        for token_id in ids
     ]
     if tokenizer.chat_template is None:
         return tokens, len(ids)
-    shown = tokenizer.encode_prompt(messages, add_generation_prompt=False)
-    return tokens, len(shown) if ids[: len(shown)] == shown else len(ids)
+    prefix = tokenizer.encode_prompt(messages, add_generation_prompt=False)
+    return tokens, len(prefix) if ids[: len(prefix)] == prefix else len(ids)

@@ -85,8 +85,8 @@ def byte_level(token: str) -> bytes:
 def _byte_alphabet() -> dict[str, bytes]:
     """Return GPT-2's alphabet: printable bytes map to themselves, the others to characters from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
-    others = (byte for byte in range(256) if byte not in printable)
-    shifted = {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
+    unprintable = (byte for byte in range(256) if byte not in printable)
+    shifted = {chr(256 + index): bytes([byte]) for index, byte in enumerate(unprintable)}
     return {chr(byte): bytes([byte]) for byte in sorted(printable)} | shifted
 
 

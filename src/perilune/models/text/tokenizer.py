@@ -48,7 +48,7 @@ class Tokenizer:
         eos_token_id: ends a completion. A model may stop at other ids too (its generation_config.json).
         pad_token_id, bos_token_id: None when the tokenizer has none.
         vocab_size: one more than the largest id.
-        prompt_prefix: what begins a prompt without a template: BOS or nothing.
+        prompt_prefix: tokens that begin a prompt without a template: BOS or none.
 
     Raises:
         RequestError: when a special token is missing from the vocabulary, or the template is malformed.
@@ -110,7 +110,7 @@ class Tokenizer:
 
     @classmethod
     def characters(cls, alphabet: str = PRINTABLE_ASCII) -> Tokenizer:
-        """A tokenizer with one token per character: `<pad>` is 0, `<eos>` is 1, then `alphabet` in order.
+        """Return a tokenizer with one token per character: `<pad>` 0, `<eos>` 1, then `alphabet` in order.
 
         The default alphabet, newline and printable ASCII, makes 98 tokens. Encoding another character is an
         error; there is no `<unk>`.
@@ -125,7 +125,7 @@ class Tokenizer:
 
     @classmethod
     def byte_level(cls) -> Tokenizer:
-        """A tokenizer with one token per byte of UTF-8, which encodes any text.
+        """Return a tokenizer with one token per byte of UTF-8, which encodes any text.
 
         `<pad>` is 0, `<eos>` is 1, then the 256 bytes by their names in GPT-2's byte-level alphabet.
         """
@@ -138,7 +138,7 @@ class Tokenizer:
 
     @classmethod
     def trained(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """A byte-level BPE tokenizer that is trained on `texts`. It encodes any text.
+        """Return a byte-level BPE tokenizer that is trained on `texts`. It encodes any text.
 
         `<pad>` is 0, `<eos>` is 1, then come the 256 bytes, then merges by their frequency, as long as one
         occurs twice. Each digit is a token of its own. The same texts give the same tokenizer.
@@ -161,10 +161,10 @@ class Tokenizer:
 
     @classmethod
     def for_new_model(cls, model: Mapping[str, Any], texts: Iterable[str] | None = None) -> Tokenizer:
-        """The tokenizer of a new model, as `tokenizer` of a recipe's model section says.
+        """Return the tokenizer of a new model that `tokenizer` in a recipe's model section selects.
 
         Args:
-            texts: what `bpe` is trained on. Without them, the tokens are bytes, which `bpe` starts from.
+            texts: training texts of `bpe`. Without them, the tokens are bytes, which `bpe` starts from.
         """
         kind = model.get("tokenizer")
         if kind == "bpe" and texts is not None:
@@ -184,7 +184,7 @@ class Tokenizer:
         return cls(backend, config)
 
     def with_chat_template(self, template: str, *, where: str) -> Tokenizer:
-        """The same tokenizer with another chat template.
+        """Return the same tokenizer with another chat template.
 
         Raises:
             RequestError: when the template is malformed, naming `where` it comes from.
@@ -192,9 +192,9 @@ class Tokenizer:
         return Tokenizer(self._backend, self._config, chat_template=template, where=where)
 
     def showing(self, marks: Sequence[str]) -> Tokenizer:
-        """The same tokenizer, but `decode` keeps these special tokens; those it does not have are ignored."""
+        """Return the same tokenizer, but `decode` keeps these special tokens; unknown ones are ignored."""
         document = json.loads(self._decoder.to_str())
-        hidden = [one for one in document["added_tokens"] if one["special"] and one["content"] in marks]
+        hidden = [t for t in document["added_tokens"] if t["special"] and t["content"] in marks]
         if not hidden:
             return self
         for token in hidden:
@@ -202,29 +202,29 @@ class Tokenizer:
         return self._decoding_as(document)
 
     def continuing(self) -> Tokenizer:
-        """The same tokenizer, but `decode` keeps a space at the beginning: the tokens continue a text.
+        """Return the same tokenizer, but `decode` keeps a space at the beginning: the tokens continue a text.
 
         Sentencepiece begins each word with a space, and drops that of the first word of a text.
         """
-        kept = {"Strip": {"start": 0}, "Metaspace": {"prepend_scheme": "never"}}
+        changes = {"Strip": {"start": 0}, "Metaspace": {"prepend_scheme": "never"}}
         backend = self._decoder
         decoder = {"type": ""} if backend.decoder is None else json.loads(backend.decoder.__getstate__())
-        steps = [step for step in decoder.get("decoders", [decoder]) if step["type"] in kept]
+        steps = [step for step in decoder.get("decoders", [decoder]) if step["type"] in changes]
         if not steps:
             return self
         for step in steps:
-            step.update(kept[step["type"]])
+            step.update(changes[step["type"]])
         return self._decoding_as({**json.loads(backend.to_str()), "decoder": decoder})
 
     def _decoding_as(self, document: Mapping[str, Any]) -> Tokenizer:
-        """The same tokenizer, which decodes as the tokenizer.json in `document` says."""
-        other = copy.copy(self)
-        other.__dict__.pop("boundaries", None)
-        other._decoder = tokenizers.Tokenizer.from_str(json.dumps(document))
-        return other
+        """Return the same tokenizer, which decodes as the tokenizer.json in `document` says."""
+        clone = copy.copy(self)
+        clone.__dict__.pop("boundaries", None)
+        clone._decoder = tokenizers.Tokenizer.from_str(json.dumps(document))
+        return clone
 
     def limited(self, size: int) -> Tokenizer:
-        """The tokenizer of a model with `size` embeddings, without the special tokens that have none.
+        """Return the tokenizer of a model with `size` embeddings, without the special tokens that have none.
 
         The text models of Gemma 3 have no embedding of the token for images; other models have none of the
         padding token. `decode` never meets these tokens, and texts that spell them out are encoded as text.
@@ -236,8 +236,8 @@ class Tokenizer:
             return self
         document = json.loads(self._backend.to_str())
         added = document["added_tokens"]
-        document["added_tokens"] = [one for one in added if not one["special"] or one["id"] < size]
-        dropped = [one["content"] for one in added if one not in document["added_tokens"]]
+        document["added_tokens"] = [token for token in added if not token["special"] or token["id"] < size]
+        dropped = [token["content"] for token in added if token not in document["added_tokens"]]
         config = dict(self._config)
         if self._token("pad_token") in dropped:
             del config["pad_token"]
@@ -251,12 +251,12 @@ class Tokenizer:
                 remedy="use the tokenizer of this model; after adding tokens, resize the embeddings:"
                 " model.resize_token_embeddings(len(tokenizer))",
             )
-        said = f"{self._where}: ignores {', '.join(dropped)}, which the model has no embedding for"
-        print(escape_control(said), file=sys.stderr, flush=True)
+        message = f"{self._where}: ignores {', '.join(dropped)}, which the model has no embedding for"
+        print(escape_control(message), file=sys.stderr, flush=True)
         return limited
 
     def to_json(self) -> str:
-        """The text of tokenizer.json."""
+        """Return the text of tokenizer.json."""
         return f"{self._backend.to_str(pretty=True)}\n"
 
     def save(self, path: Path | str) -> None:
@@ -269,7 +269,7 @@ class Tokenizer:
             write_atomic(folder / _TEMPLATE_FILE, self.chat_template.source)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text` alone. Special tokens that it spells out are encoded as text.
+        """Return the token ids of `text` alone. Special tokens that it spells out are encoded as text.
 
         Raises:
             RequestError: when the vocabulary cannot express the text.
@@ -277,27 +277,27 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` for many texts, several times faster than one by one."""
+        """Return `encode` of many texts, several times faster than one by one."""
         return self._encode(self._backend, texts)
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts from a chat template. Only here are special tokens encoded as tokens."""
+        """Return the token ids of texts from a chat template, in which special tokens become tokens."""
         return self._encode(self._template_backend, texts)
 
     def has_same_tokens(self, other: Tokenizer) -> bool:
-        """Whether both have the same vocabulary and end-of-sequence token."""
+        """Return whether both have the same vocabulary and end-of-sequence token."""
         return self._vocabulary() == other._vocabulary() and self.eos_token_id == other.eos_token_id
 
     def _vocabulary(self) -> dict[str, int]:
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` (any sequence of integers, also numpy) without special tokens."""
+        """Return the text of `token_ids` (any sequence of integers, also numpy) without special tokens."""
         text: str = self._decoder.decode([int(token) for token in token_ids], skip_special_tokens=True)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text of a single token, with its space if it begins a word; the name of a control token."""
+        """Return the text of one token, with its space if it begins a word; the name of a control token."""
         text: str = self._continued.decode([token_id], skip_special_tokens=False)
         return text
 
@@ -313,11 +313,11 @@ class Tokenizer:
 
     @cached_property
     def boundaries(self) -> Boundaries:
-        """Where characters end between tokens."""
+        """The boundaries between characters in sequences of tokens."""
         return Boundaries(self._decoder)
 
     def token_bytes(self) -> list[bytes | None]:
-        """The bytes of each token by id; None for control tokens.
+        """Return the bytes of each token by id; None for control tokens.
 
         Raises:
             RequestError: when the text of a token depends on its neighbours.
@@ -325,7 +325,7 @@ class Tokenizer:
         return token_bytes(self._backend, where=self._where)
 
     def render_prompt(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-        """The text of the prompt: the chat template up to the beginning of the assistant's turn.
+        """Return the text of the prompt: the chat template up to the beginning of the assistant's turn.
 
         Without a template, the joined contents of the messages. `variables` are passed to the template (for
         example `enable_thinking=False` for Qwen3).
@@ -335,7 +335,7 @@ class Tokenizer:
         return self.chat_template.render_all([self._defaults | variables | {"messages": messages}])[0]
 
     def encode_prompt(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> list[int]:
-        """Token ids of `render_prompt`.
+        """Return the token ids of `render_prompt`.
 
         Control tokens of the template become tokens. Those that a message or a variable spells out stay text.
         Without a template, `eos_token_id` follows each message of the assistant but the last message, as it
@@ -346,7 +346,7 @@ class Tokenizer:
     def encode_prompts(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], /, **variables: Any
     ) -> list[list[int]]:
-        """`encode_prompt` for many conversations."""
+        """Return `encode_prompt` of many conversations."""
         if self.chat_template is None:
             return self._plain_prompts(conversations)
         return self.encode_pieces(self.render_pieces(conversations, **variables))
@@ -354,16 +354,16 @@ class Tokenizer:
     def _plain_prompts(self, conversations: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[int]]:
         parts: list[list[str]] = []  # of each conversation, the texts that end with an assistant's message
         for messages in conversations:
-            own = [""]
-            for place, message in enumerate(messages):
-                own[-1] += str(message["content"])
-                if message["role"] == "assistant" and place + 1 < len(messages):
-                    own.append("")
-            parts.append(own)
-        encoded = iter(self.encode_batch([text for own in parts for text in own]))
+            texts = [""]
+            for index, message in enumerate(messages):
+                texts[-1] += str(message["content"])
+                if message["role"] == "assistant" and index + 1 < len(messages):
+                    texts.append("")
+            parts.append(texts)
+        encoded = iter(self.encode_batch([text for texts in parts for text in texts]))
         prompts = []
-        for own in parts:
-            first, *more = [next(encoded) for _ in own]
+        for texts in parts:
+            first, *more = [next(encoded) for _ in texts]
             prompts.append(
                 [*self.prompt_prefix, *first, *(x for ids in more for x in (self.eos_token_id, *ids))]
             )
@@ -372,35 +372,35 @@ class Tokenizer:
     def render_pieces(
         self, conversations: Sequence[Sequence[Mapping[str, Any]]], /, **variables: Any
     ) -> list[Rendered]:
-        """`render_prompt` for many conversations, with marks for control tokens that messages spell out."""
+        """Render conversations as `render_prompt`, with marks for control tokens that messages spell out."""
         return self.render_inputs([{**variables, "messages": messages} for messages in conversations])
 
     def render_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> list[Rendered]:
-        """As `render_pieces`, where each conversation has variables of its own beside `messages`."""
+        """Render as `render_pieces`, where each conversation has variables of its own beside `messages`."""
         assert self.chat_template is not None
-        hidden = [self._spelled_tokens.hide(one) for one in inputs]
+        hidden = [self._spelled_tokens.hide(item) for item in inputs]
         texts = self.chat_template.render_all([{**self._defaults, **inputs} for inputs, _ in hidden])
         return [Rendered(text, spelled) for text, (_, spelled) in zip(texts, hidden, strict=True)]
 
     def encode_pieces(self, rendered: Sequence[Rendered]) -> list[list[int]]:
-        """Token ids of rendered templates, BOS included; control tokens spelled in messages stay text."""
-        pieces = [one.pieces() for one in rendered]
-        written = iter(self.encode_rendered([piece for one in pieces for piece in one[::2]]))
+        """Return the token ids of rendered templates with BOS; control tokens in messages stay text."""
+        pieces = [item.pieces() for item in rendered]
+        written = iter(self.encode_rendered([piece for parts in pieces for piece in parts[::2]]))
         return [
             [
                 token
-                for place, piece in enumerate(one)
-                for token in (self.encode(piece) if place % 2 else next(written))
+                for index, piece in enumerate(parts)
+                for token in (self.encode(piece) if index % 2 else next(written))
             ]
-            for one in pieces
+            for parts in pieces
         ]
 
     def encode_text_prompt(self, text: str) -> list[int]:
-        """Token ids of a text to continue without a template, after BOS if the tokenizer adds it."""
+        """Return the token ids of a text to continue without a template, after BOS if there is one."""
         return self.prompt_prefix + self.encode(text)
 
     def encode_document(self, text: str, *, starts: bool = True, ends: bool = False) -> list[int]:
-        """Token ids of a text that no template writes. Control tokens that it spells out become tokens.
+        """Return the token ids of a text without a template. Control tokens that it spells out become tokens.
 
         Args:
             starts: whether BOS comes first if the tokenizer adds it; never twice.
@@ -412,11 +412,11 @@ class Tokenizer:
         return [*prefix, *ids, *end]
 
     def encode_completion(self, text: str) -> list[int]:
-        """Token ids of an answer of the assistant, with `eos_token_id` at the end."""
+        """Return the token ids of an answer of the assistant, with `eos_token_id` at the end."""
         return [*self.encode(text), self.eos_token_id]
 
     def encode_completions(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode_completion` for many texts."""
+        """Return `encode_completion` of many texts."""
         return [[*ids, self.eos_token_id] for ids in self.encode_batch(texts)]
 
     @cached_property
@@ -432,7 +432,7 @@ class Tokenizer:
 
     @property
     def _defaults(self) -> dict[str, Any]:
-        """Default inputs of a template."""
+        """The default inputs of a template."""
         return {"tools": None, "documents": None, "add_generation_prompt": True, **self._special_tokens}
 
     def _encode(self, backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
@@ -446,7 +446,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def lacks(self, text: str) -> str | None:
-        """The first character of `text` that has no token; None if there is none."""
+        """Return the first character of `text` that has no token; None if there is none."""
         for character in dict.fromkeys(text):
             try:
                 self._backend.encode(character, add_special_tokens=False)
@@ -462,7 +462,7 @@ class Tokenizer:
         return RequestError(f"the tokenizer failed: {cause}", where=self._where)
 
     def _token(self, name: str) -> str | None:
-        """A special token of the config: a string, or the dictionary form of an AddedToken."""
+        """Return a special token of the config: a string, or the dictionary form of an AddedToken."""
         value = self._config.get(name)
         if isinstance(value, Mapping):
             value = value.get("content")
@@ -480,7 +480,7 @@ class Tokenizer:
         return token_id
 
     def _bos_prefix(self) -> list[int]:
-        """BOS if `add_bos_token` or the post-processor (Llama 3) adds it."""
+        """Return BOS if `add_bos_token` or the post-processor (Llama 3) adds it."""
         if self.bos_token_id is None:
             return []
         processed = self._backend.encode("", add_special_tokens=True).ids[:1] == [self.bos_token_id]
@@ -508,7 +508,7 @@ def _read_text(file: Path) -> str:
 
 
 def _template_in(config: Mapping[str, Any], where: str) -> str | None:
-    """The template under `chat_template`: a text, or "default" from a list of named templates."""
+    """Return the template under `chat_template`: a text, or "default" from a list of named templates."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}

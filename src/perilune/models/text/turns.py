@@ -56,10 +56,10 @@ def render_continued(
     mark, content = _make_mark(messages, []), messages[-1]["content"]
     marked = [*messages[:-1], {**messages[-1], "content": f"{content}{mark} "}]
     (rendered,) = tokenizer.render_inputs([{**variables, "messages": marked}])
-    before, found, after = rendered.text.rpartition(mark)
+    before, separator, after = rendered.text.rpartition(mark)
     text = before if after.startswith(" ") else before.rstrip()
     written = rendered.with_text(text)
-    if not found or content.strip() not in "".join(written.pieces()):
+    if not separator or content.strip() not in "".join(written.pieces()):
         raise RequestError(
             "the chat template does not write the content of the last message unchanged, so it cannot be"
             " continued",
@@ -87,7 +87,7 @@ def encode_conversations(
     Raises:
         RequestError: as `encode_continuation`, and when the vocabulary lacks a character.
     """
-    segments = [_segments(tokenizer, *one) for one in conversations]
+    segments = [_segments(tokenizer, *conversation) for conversation in conversations]
     _encode(tokenizer, [segment for own in segments for segment in own])
     if tokenizer.chat_template is None:
         prompts = tokenizer.encode_prompts([opening for opening, _, _ in conversations])
@@ -156,13 +156,13 @@ def _encode(tokenizer: Tokenizer, segments: Sequence[_Segment]) -> None:
     """Fill in the token ids of all segments."""
     written = [segment for segment in segments if segment.inputs]
     if written:
-        inputs = [one for segment in written for one in segment.inputs]
+        inputs = [item for segment in written for item in segment.inputs]
         rendered = iter(tokenizer.render_inputs(inputs))
         parts = [_extract_rendered(segment, [next(rendered) for _ in segment.inputs]) for segment in written]
         for segment, ids in zip(written, tokenizer.encode_pieces(parts), strict=True):
             segment.ids = ids
     texts = [segment for segment in segments if not segment.inputs]
-    for segment, ids in zip(texts, tokenizer.encode_batch([one.text for one in texts]), strict=True):
+    for segment, ids in zip(texts, tokenizer.encode_batch([part.text for part in texts]), strict=True):
         segment.ids = ids
 
 
@@ -202,12 +202,12 @@ def is_in_template(tokenizer: Tokenizer, name: str) -> bool:
 
 
 def _make_mark(opening: Sequence[Message], messages: Sequence[Message]) -> str:
-    """A text that no message contains."""
-    return sha256_bytes(canonical_json([[dict(one) for one in part] for part in (opening, messages)]))
+    """Return a text that no message contains."""
+    return sha256_bytes(canonical_json([[dict(message) for message in part] for part in (opening, messages)]))
 
 
 def _text_after_mark(rendered: Rendered, mark: str) -> Rendered:
-    """The template's output after the assistant message with the text `mark`."""
+    """Return the template's output after the assistant message with the text `mark`."""
     _, separator, after = rendered.text.partition(mark)
     if not separator:
         what = "the chat template does not write the text of a message unchanged, so turns cannot be joined"
