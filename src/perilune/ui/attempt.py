@@ -30,7 +30,7 @@ class Attempt:
 
     Attributes:
         root: its directory, None before the first attempt.
-        damage: what could not be read, and why.
+        damage: errors from files that could not be read.
         known_lines: lines of its JSON Lines files that were read already, by path.
     """
 
@@ -125,12 +125,12 @@ class Attempt:
 
     @property
     def began(self) -> float | None:
-        """When a worker claimed it, in seconds since the epoch."""
+        """The time of its claim by a worker, in seconds since the epoch."""
         return self._modified("runtime/claim.json")
 
     @property
     def ended(self) -> float | None:
-        """When its verdict was written."""
+        """The time of its verdict, in seconds since the epoch."""
         return self._modified("runtime/result.json")
 
     @property
@@ -152,7 +152,7 @@ class Attempt:
             for path in self.root.parent.iterdir()
             if path.name.isdigit() and self.root.name.isdigit() and int(path.name) < int(self.root.name)
         ]
-        spent = [one.seconds for one in (*earlier, self)]
+        spent = [attempt.seconds for attempt in (*earlier, self)]
         known = [seconds for seconds in spent if seconds is not None]
         return sum(known) if known else None
 
@@ -173,14 +173,14 @@ class Attempt:
     def rows(self, path: Path) -> list[Mapping[str, Any]]:
         """Return the complete lines of one of its JSON Lines files."""
         return (
-            self._unless_damaged(lambda: [one for one in read_json_lines(path) if isinstance(one, dict)])
+            self._unless_damaged(lambda: [row for row in read_json_lines(path) if isinstance(row, dict)])
             or []
         )
 
     def document(self, path: Path) -> Mapping[str, Any]:
         """Return the JSON object in one of its files."""
-        found = self._unless_damaged(lambda: read_json(path)) if path.exists() else None
-        return found if isinstance(found, dict) else {}
+        document = self._unless_damaged(lambda: read_json(path)) if path.exists() else None
+        return document if isinstance(document, dict) else {}
 
     def _unless_damaged(self, read: Callable[[], T]) -> T | None:
         try:

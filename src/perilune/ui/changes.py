@@ -1,4 +1,4 @@
-"""Charts of what changed between evaluations."""
+"""Charts of the changes between evaluations."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,23 +12,23 @@ GREEDY = "greedy"
 
 def select_measures(evaluations: Sequence[Evaluation]) -> list[str]:
     """Return the measures to show of all evaluations: pass@k of the lowest and the highest k, and greedy."""
-    found = {name for one in evaluations for name in one.measures}
-    passes = sorted(found - {GREEDY}, key=lambda name: int(name.removeprefix("pass@")))
-    return [name for name in dict.fromkeys([*passes[:1], *passes[-1:], GREEDY]) if name in found]
+    names = {name for evaluation in evaluations for name in evaluation.measures}
+    passes = sorted(names - {GREEDY}, key=lambda name: int(name.removeprefix("pass@")))
+    return [name for name in dict.fromkeys([*passes[:1], *passes[-1:], GREEDY]) if name in names]
 
 
 def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Comparison]) -> Figure | None:
-    """Return all evaluations, each joined to that of the checkpoint before."""
+    """Return all evaluations, each joined to the evaluation of the checkpoint before."""
     if not evaluations:
         return None
-    place = {one.stage: index for index, one in enumerate(evaluations)}
+    positions = {evaluation.stage: index for index, evaluation in enumerate(evaluations)}
     series = []
     for name in select_measures(evaluations):
-        bounds = [one.measures.get(name, (None, None, None)) for one in evaluations]
+        bounds = [evaluation.measures.get(name, (None, None, None)) for evaluation in evaluations]
         y, low, high = zip(*bounds, strict=True)
         other = name != "pass@1"
         look = {"color": _color(name), "points": True, "hollow": other, "dash": other}
-        series.append({"name": name, "x": list(place.values()), "y": y, "low": low, "high": high, **look})
+        series.append({"name": name, "x": list(positions.values()), "y": y, "low": low, "high": high, **look})
     return {
         "kind": "lines",
         "key": "climb",
@@ -36,8 +36,8 @@ def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Compari
         "note": "Lines join each evaluation to that of the checkpoint before. Bars are 95% intervals from "
         "resampling tasks.",
         "height": 240,
-        "edges": [(place[one.before], place[one.after]) for one in comparisons],
-        "x": {"categories": [one.label for one in evaluations]},
+        "edges": [(positions[comparison.before], positions[comparison.after]) for comparison in comparisons],
+        "x": {"categories": [evaluation.label for evaluation in evaluations]},
         "y": {"as": "share", "ticks": 5},
         "series": series,
         "valueLabels": True,
@@ -47,8 +47,8 @@ def climb_chart(evaluations: Sequence[Evaluation], comparisons: Sequence[Compari
 
 def difference_charts(comparisons: Sequence[Comparison], measures: Sequence[str]) -> list[Figure]:
     """Return one chart of paired differences for each pair of evaluations, all on one scale."""
-    paired = [one for one in comparisons if one.differences]
-    bounds = [end for one in paired for found in one.differences.values() for end in (found.low, found.high)]
+    paired = [comparison for comparison in comparisons if comparison.differences]
+    bounds = [end for pair in paired for span in pair.differences.values() for end in (span.low, span.high)]
     lowest, highest = min(bounds, default=0.0), max(bounds, default=0.0)
     pad = 0.06 * max(0.05, highest, -lowest)
     domain = (min(0.0, lowest - pad * (lowest < 0)), max(0.0, highest + pad * (highest > 0)))
@@ -69,12 +69,12 @@ def difference_charts(comparisons: Sequence[Comparison], measures: Sequence[str]
         {
             "kind": "rows",
             "key": "differences",
-            "title": f"{one.after_label} minus {one.before_label}",
-            "note": f"{one.tasks} shared tasks, paired.",
+            "title": f"{pair.after_label} minus {pair.before_label}",
+            "note": f"{pair.tasks} shared tasks, paired.",
             "x": {"as": "points", "domain": domain, "label": "points", "zero": True},
-            "rows": [row(name, *one.differences[name]) for name in measures if name in one.differences],
+            "rows": [row(name, *pair.differences[name]) for name in measures if name in pair.differences],
         }
-        for one in paired
+        for pair in paired
     ]
 
 
@@ -82,8 +82,8 @@ def contribution_charts(climb: Comparison | None) -> list[Figure]:
     """Return the change of pass@1 by strategy, and each strategy's share and accuracy before and after."""
     if climb is None or not climb.contributions:
         return []
-    shares = [one.share for one in climb.contributions]
-    accuracies = [one.accuracy for one in climb.contributions]
+    shares = [contribution.share for contribution in climb.contributions]
+    accuracies = [contribution.accuracy for contribution in climb.contributions]
     return [
         _waterfall(climb),
         _dumbbell(climb, shares, "share", "How often each strategy is chosen"),
@@ -93,8 +93,8 @@ def contribution_charts(climb: Comparison | None) -> list[Figure]:
 
 def _waterfall(climb: Comparison) -> Figure:
     before, after = climb.accuracy
-    shares = {one.strategy: one.from_share for one in climb.contributions}
-    accuracies = {one.strategy: one.from_accuracy for one in climb.contributions}
+    shares = {contribution.strategy: contribution.from_share for contribution in climb.contributions}
+    accuracies = {contribution.strategy: contribution.from_accuracy for contribution in climb.contributions}
     middle = before + math.fsum(shares.values())
 
     def end(label: str, value: float, color: int) -> Figure:
@@ -143,7 +143,7 @@ def _waterfall(climb: Comparison) -> Figure:
 def _dumbbell(
     climb: Comparison, pairs: Sequence[tuple[float | None, float | None]], key: str, title: str
 ) -> Figure:
-    """Before and after of one figure of each strategy."""
+    """Return one figure of each strategy before and after."""
     legend = [
         {"name": climb.before_label, "color": 7, "hollow": True},
         {"name": climb.after_label, "color": 1},
@@ -156,7 +156,7 @@ def _dumbbell(
         details = [{"name": look["name"], "value": text} for look, text in zip(legend, texts, strict=True)]
         return {"label": name, "value": " → ".join(texts), "marks": [*bar, *dots], "details": details}
 
-    rows = [row(one.strategy, sides) for one, sides in zip(climb.contributions, pairs, strict=True)]
+    rows = [row(part.strategy, sides) for part, sides in zip(climb.contributions, pairs, strict=True)]
     return {"kind": "rows", "key": key, "title": title, "legend": legend, "x": {"as": "share"}, "rows": rows}
 
 

@@ -43,7 +43,7 @@ def _load_catalogue() -> list[dict[str, Any]]:
 def select_charts(task: str, columns: Columns) -> list[CurveChart]:
     """Return the charts of a stage of this kind, each with the series that have a value."""
     present = [name for name, values in columns.items() if any(value is not None for value in values)]
-    found = []
+    charts = []
     for chart in _load_catalogue():
         if "needs" in chart and not _match_columns(chart["needs"], present):
             continue
@@ -56,20 +56,20 @@ def select_charts(task: str, columns: Columns) -> list[CurveChart]:
         if chart["key"] == "reward" and columns.get("reward") == columns.get("pass_rate"):
             series, note, y = series[:1], EQUAL_REWARD_NOTE, "share"
         if series:
-            found.append(CurveChart(chart["key"], chart["title"], note, y, series))
-    return found
+            charts.append(CurveChart(chart["key"], chart["title"], note, y, series))
+    return charts
 
 
 def _select_series(declared: Mapping[str, list[Any]], present: Collection[str]) -> list[tuple[str, str, int]]:
     return [
-        (column, name.replace("*", star), colours[place % len(colours)])
+        (column, name.replace("*", star), colours[index % len(colours)])
         for pattern, (name, *colours) in declared.items()
-        for place, (column, star) in enumerate(_match_columns(pattern, present))
+        for index, (column, star) in enumerate(_match_columns(pattern, present))
     ]
 
 
 def _match_columns(pattern: str, present: Collection[str]) -> list[tuple[str, str]]:
-    """The columns that match a pattern, each with the name for its star; none that another chart names."""
+    """Return the columns that match a pattern and that no chart names, each with the name for its star."""
     if "*" not in pattern:
         return [(pattern, "")] if pattern in present else []
     form = re.compile(re.escape(pattern).replace(r"\*", "([^/]+)"))

@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LengthDynamics:
-    """Why the answers of a stage changed in length; `found` comes from `metrics.length_dynamics`."""
+    """Causes of a change in the length of a stage's answers; `found` is from `metrics.length_dynamics`."""
 
     stage: str
     found: Mapping[str, Any]
@@ -129,7 +129,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
     attempts = [attempt for _, attempt in pairs]
     evaluations = _present(_evaluation(stage, attempt) for stage, attempt in pairs)
     trainings = _present(_training(stage, attempt) for stage, attempt in pairs)
-    by_stage = {one.stage: one for one in evaluations}
+    by_stage = {evaluation.stage: evaluation for evaluation in evaluations}
     comparisons, measures = _compare_with_parents(pairs, evaluations), select_measures(evaluations)
     climb, trained = _find_climb(pairs, comparisons, trainings)
     judged = [(by_stage[stage.name], attempt) for stage, attempt in pairs if stage.name in by_stage]
@@ -138,7 +138,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
     )
     provenance, state = collect_provenance(view, attempts), worst_state(view.stages)
     names = {stage.name for stage, _ in pairs}
-    stages = [describe_stage(one, attempt, view.declared.get(one.name, {}), names) for one, attempt in pairs]
+    stages = [describe_stage(run, attempt, view.declared.get(run.name, {}), names) for run, attempt in pairs]
     return ReportData(
         experiment=Identity(view.name, state, view.seed),
         headline=write_headline(
@@ -162,7 +162,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
             *pass_rate_charts(evaluations),
             *_objective_charts(pairs),
         ],
-        lengths=length_charts([(one.label, attempt) for one, attempt in judged]),
+        lengths=length_charts([(evaluation.label, attempt) for evaluation, attempt in judged]),
         hardest=find_hardest_tasks(judged),
         length_dynamics=_length_dynamics(pairs),
         calibrations=[
@@ -187,9 +187,11 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
 
 def _embedded(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
     library = collect_episodes(sources)
-    traces = _present(sample_traces(one.stage, one.attempt) for one in sources if one.task in TRACE_TASKS)
-    order = [one.stage for one in sources]
-    library.stages = sorted([*traces, *library.stages], key=lambda one: order.index(one.stage))
+    traces = _present(
+        sample_traces(source.stage, source.attempt) for source in sources if source.task in TRACE_TASKS
+    )
+    order = [source.stage for source in sources]
+    library.stages = sorted([*traces, *library.stages], key=lambda episodes: order.index(episodes.stage))
     return library
 
 
@@ -198,21 +200,21 @@ def _totals(pairs: Sequence[tuple[StageView, Attempt]]) -> list[tuple[str, Mappi
 
 
 def _length_dynamics(pairs: Sequence[tuple[StageView, Attempt]]) -> list[LengthDynamics]:
-    found = [(stage.name, attempt.summary.get("length_dynamics")) for stage, attempt in pairs]
-    return [LengthDynamics(name, one) for name, one in found if isinstance(one, Mapping)]
+    dynamics = [(stage.name, attempt.summary.get("length_dynamics")) for stage, attempt in pairs]
+    return [LengthDynamics(name, value) for name, value in dynamics if isinstance(value, Mapping)]
 
 
 def _forgetting(stage: StageView, found: Any) -> Forgetting | None:
     if not isinstance(found, Mapping):
         return None
-    note = "".join(f"Warning: {one}. " for one in found.get("warnings", ()))
+    note = "".join(f"Warning: {warning}. " for warning in found.get("warnings", ()))
     if "skipped" in found:
         note = f"Not measured: {found['skipped']}"
     return Forgetting(stage.name, forgetting_rows(found), note.strip())
 
 
 def _present(found: Iterable[T | None]) -> list[T]:
-    return [one for one in found if one is not None]
+    return [item for item in found if item is not None]
 
 
 def _training(stage: StageView, attempt: Attempt) -> Training | None:
@@ -225,7 +227,7 @@ def _evaluation(stage: StageView, attempt: Attempt) -> Evaluation | None:
     if not attempt.summary:
         return None
     answers = attempt.scores(attempt.greedy_file) if attempt.greedy_file else []
-    greedy = {one.task_id: one.reward >= RIGHT_REWARD for one in answers if one.reward is not None}
+    greedy = {score.task_id: score.reward >= RIGHT_REWARD for score in answers if score.reward is not None}
     return read_evaluation(stage.name, _checkpoint_label(stage, attempt), attempt.summary, greedy)
 
 
@@ -240,15 +242,15 @@ def _checkpoint_label(stage: StageView, attempt: Attempt) -> str:
 
 
 def _spec(attempt: Attempt) -> dict[str, Any]:
-    found = attempt.job.get("spec")
-    return found if isinstance(found, dict) else {}
+    spec = attempt.job.get("spec")
+    return spec if isinstance(spec, dict) else {}
 
 
 def _compare_with_parents(
     pairs: Sequence[tuple[StageView, Attempt]], evaluations: Sequence[Evaluation]
 ) -> list[Comparison]:
     """Compare each evaluation with that of the checkpoint that training started from."""
-    by_stage = {one.stage: one for one in evaluations}
+    by_stage = {evaluation.stage: evaluation for evaluation in evaluations}
     checkpoints = {stage.name: _spec(attempt).get("checkpoint") for stage, attempt in pairs}
     settings = {
         stage.name: {**_spec(attempt), "environment": attempt.job.get("environment"), "checkpoint": None}
@@ -266,17 +268,14 @@ def _find_climb(
     comparisons: Sequence[Comparison],
     trainings: Sequence[Training],
 ) -> tuple[Comparison | None, Training | None]:
-    """The training that the report is about, the last rl stage or else the last training, and its comparison.
-
-    The later evaluation of the comparison judged the checkpoint of that training.
-    """
+    """Return the last rl stage, else the last training, with the comparison whose later side judged it."""
     judged = {stage.name: _spec(attempt).get("checkpoint") for stage, attempt in pairs}
     for task in ("rl", None):
         for training in reversed(trainings):
             for comparison in comparisons:
                 if judged[comparison.after] == training.stage and task in (training.task, None):
                     return comparison, training
-    last = max(trainings, key=lambda one: one.task == "rl", default=None)
+    last = max(trainings, key=lambda training: training.task == "rl", default=None)
     return (comparisons[-1], None) if comparisons else (None, last)
 
 
@@ -291,8 +290,8 @@ def _describe_training(stage: StageView, attempt: Attempt) -> str:
 
 
 def _describe_warnings(summary: Mapping[str, Any]) -> str:
-    """Warnings about the stage as sentences."""
-    text = "".join(f" Warning: {one.rstrip('.')}." for one in _list_warnings(summary))
+    """Return the warnings about a stage as sentences."""
+    text = "".join(f" Warning: {warning.rstrip('.')}." for warning in _list_warnings(summary))
     held_out = summary.get("held_out")
     if isinstance(held_out, Mapping):
         text += "".join(f" Held-out evaluation: {note}." for note in curve_notes(held_out))
@@ -301,7 +300,7 @@ def _describe_warnings(summary: Mapping[str, Any]) -> str:
     league = summary.get("league")
     if isinstance(league, Mapping):
         text += f" The published checkpoint is the champion, the policy of step {league['champion']}."
-        signs = [f"{one['message']} (from step {one['step']})" for one in league["alarms"]]
+        signs = [f"{alarm['message']} (from step {alarm['step']})" for alarm in league["alarms"]]
         text += f" Signs of a collapse: {'; '.join(signs)}." if signs else " No sign of a collapse was found."
     gold = summary.get("gold")
     if isinstance(gold, Mapping) and (stop := gold.get("recommended_stop")) is not None:
@@ -315,8 +314,8 @@ def _describe_warnings(summary: Mapping[str, Any]) -> str:
 
 def _list_warnings(summary: Mapping[str, Any]) -> list[str]:
     """Return the warnings of a stage, with those about held-out tasks and forgetting."""
-    found = [summary, summary.get("held_out") or {}, summary.get("forgetting") or {}]
-    return [warning for one in found for warning in one.get("warnings") or ()]
+    parts = [summary, summary.get("held_out") or {}, summary.get("forgetting") or {}]
+    return [warning for part in parts for warning in part.get("warnings") or ()]
 
 
 def _algorithm_name(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -331,12 +330,12 @@ def _implied_objective(algorithm: str, samples: int) -> list[tuple[float, float]
 
 
 def _calibration(stage: str, summary: Mapping[str, Any]) -> Calibration:
-    text = " ".join(f"{one[:1].upper()}{one[1:]}." for one in summary["said"])
+    text = " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in summary["said"])
     return Calibration(stage, text, calibration_charts(stage, summary))
 
 
 def _objective_charts(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Figure]:
-    """The implicit objective of the last rl stage: recorded, or implied by algorithm and group size."""
+    """Return the implicit objective of the last rl stage, recorded or implied by algorithm and group size."""
     for stage, attempt in reversed(pairs):
         spec = attempt.job.get("spec") or {}
         algorithm = _algorithm_name(spec, attempt.summary)

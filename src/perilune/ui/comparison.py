@@ -92,24 +92,24 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
 
 
 def _arm_document(arm: Arm, is_share: bool) -> dict[str, Any]:
-    found = arm.difference
-    shown = None
-    if found is not None:
-        over_seeds = len(found.seeds.differences) >= MIN_SEEDS or found.tasks is None
-        test = found.seeds
-        shown = {
-            "interval": (test.mean, test.low, test.high) if over_seeds else found.tasks,
-            "text": describe_difference(found, is_share=is_share),
+    difference = arm.difference
+    document = None
+    if difference is not None:
+        over_seeds = len(difference.seeds.differences) >= MIN_SEEDS or difference.tasks is None
+        test = difference.seeds
+        document = {
+            "interval": (test.mean, test.low, test.high) if over_seeds else difference.tasks,
+            "text": describe_difference(difference, is_share=is_share),
         }
     return {
         "label": arm.label,
         "settings": format_settings(arm),
         "figure": arm.figure,
         "seeds": [
-            {"seed": one.seed, "experiment": one.experiment, "figure": one.figure, "problem": one.problem}
-            for one in arm.members
+            {"seed": run.seed, "experiment": run.experiment, "figure": run.figure, "problem": run.problem}
+            for run in arm.members
         ],
-        "difference": shown,
+        "difference": document,
     }
 
 
@@ -117,7 +117,7 @@ def comparison_charts(found: Comparison) -> list[Chart]:
     """Return the curves of all training stages that differ between arms."""
     charts = []
     for stage in dict.fromkeys(
-        one.name for arm in found.arms for member in arm.members for one in member.stages
+        stage.name for arm in found.arms for member in arm.members for stage in member.stages
     ):
         if (
             len(found.arms) > 1 and len({_run_ids(arm, stage) for arm in found.arms}) == 1
@@ -125,9 +125,9 @@ def comparison_charts(found: Comparison) -> list[Chart]:
             continue
         columns = [[_read_columns(member, stage) for member in arm.members] for arm in found.arms]
         for metric in _list_metrics(columns):
-            curves = [_mean_curve(place, runs, metric) for place, runs in enumerate(columns)]
-            known = [one for one in curves if one is not None]
-            if any(len(one.step) > 1 for one in known):
+            curves = [_mean_curve(index, runs, metric) for index, runs in enumerate(columns)]
+            known = [curve for curve in curves if curve is not None]
+            if any(len(curve.step) > 1 for curve in known):
                 name = metric.removeprefix(HELDOUT_PREFIX).removeprefix(ENVIRONMENT_PREFIX).replace("_", " ")
                 title = CURVE_TITLES.get(metric, name)
                 charts.append(Chart(stage, metric, title, known))
@@ -135,22 +135,22 @@ def comparison_charts(found: Comparison) -> list[Chart]:
 
 
 def _run_ids(arm: Arm, stage: str) -> tuple[str, ...]:
-    return tuple(one.run_id for member in arm.members for one in member.stages if one.name == stage)
+    return tuple(status.run_id for member in arm.members for status in member.stages if status.name == stage)
 
 
 def _read_columns(member: Member, stage: str) -> Columns:
-    folder = next((one.attempt_dir for one in member.stages if one.name == stage), None)
+    folder = next((status.attempt_dir for status in member.stages if status.name == stage), None)
     return thin_columns(Attempt(folder).metrics, MAX_POINTS)
 
 
 def _list_metrics(columns: Sequence[Sequence[Columns]]) -> list[str]:
     """Return the metrics that some run has: those on held-out tasks first."""
-    there = dict.fromkeys(name for arm in columns for run in arm for name in run)
+    names = dict.fromkeys(name for arm in columns for run in arm for name in run)
     held_out = [
-        one for one in there if one.startswith(HELDOUT_PREFIX) and not one.endswith(("/low", "/high"))
+        name for name in names if name.startswith(HELDOUT_PREFIX) and not name.endswith(("/low", "/high"))
     ]
-    parts = [one for one in there if one.startswith(ENVIRONMENT_PREFIX) and one.endswith("/pass_rate")]
-    return [*held_out, *(one for one in CURVE_TITLES if one in there), *parts]
+    parts = [name for name in names if name.startswith(ENVIRONMENT_PREFIX) and name.endswith("/pass_rate")]
+    return [*held_out, *(name for name in CURVE_TITLES if name in names), *parts]
 
 
 def _mean_curve(place: int, runs: Sequence[Mapping[str, Sequence[Any]]], metric: str) -> Curve | None:
@@ -171,5 +171,5 @@ def _seed_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the interval over seeds; with few seeds, the range."""
     if len(values) < MIN_SEEDS:
         return min(values), max(values)
-    found = t_interval(values)
-    return found["low"], found["high"]
+    interval = t_interval(values)
+    return interval["low"], interval["high"]

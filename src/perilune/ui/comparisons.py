@@ -11,7 +11,7 @@ from perilune.metrics.pass_at_k import pass_at_k
 UNRECOGNISED = "unrecognised"
 UNTRAINED = "untrained"  # label of a model with random weights
 MIN_SHARED_TASK_SHARE = 0.9  # share of the larger evaluation's tasks that a paired difference needs
-RARE_STRATEGY_SHARE = 0.01  # share of the answers below which a strategy is shown with others
+RARE_STRATEGY_SHARE = 0.01  # strategies with a smaller share of the answers are shown together
 ROUNDING_SHARE = 1e-6  # a share below this is rounding
 
 Bounds = tuple[float, float | None, float | None]  # mean, low, high of a 95% interval
@@ -61,10 +61,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The differences of two evaluations, later minus earlier.
-
-    `differences` is empty if they judge different tasks, because the difference cannot be paired then.
-    """
+    """The later minus the earlier evaluation; `differences` are paired, so different tasks have none."""
 
     before: str
     after: str
@@ -79,7 +76,7 @@ class Comparison:
 def read_evaluation(
     stage: str, label: str, summary: Mapping[str, Any], greedy: Mapping[str, bool]
 ) -> Evaluation | None:
-    """Return the evaluation in a summary.json, or None if it is not one. Missing values are None."""
+    """Return the evaluation in a summary.json, or None for another summary. Missing values are None."""
     if not isinstance(summary.get("pass@1"), Mapping):
         return None
     names = sorted((key for key in summary if key.startswith("pass@")), key=lambda key: int(key[5:]))
@@ -102,9 +99,9 @@ def read_evaluation(
             if row.get("difficulty") is not None
         ),
         by_environment={
-            str(part): _read_bounds(found["pass@1"])
-            for part, found in (summary.get("by_environment") or {}).items()
-            if found.get("pass@1")
+            str(part): _read_bounds(measures["pass@1"])
+            for part, measures in (summary.get("by_environment") or {}).items()
+            if measures.get("pass@1")
         },
         strategies={
             str(name): (float(row["share"]), row.get("accuracy"))
@@ -136,16 +133,16 @@ def compare_evaluations(before: Evaluation, after: Evaluation) -> Comparison:
 
 
 def _paired_differences(before: Evaluation, after: Evaluation) -> dict[str, Interval]:
-    """Differences paired over the common tasks. Only the few tasks whose verifier failed may be missing."""
-    found = {}
+    """Return differences paired over the common tasks, of which a few may lack a verdict."""
+    differences = {}
     for name in after.measures:
         earlier, later = _task_values(before, name), _task_values(after, name)
         shared = earlier.keys() & later.keys()
         if len(shared) > MIN_SHARED_TASK_SHARE * max(len(earlier), len(later)):
-            found[name] = paired_difference(
+            differences[name] = paired_difference(
                 {task: earlier[task] for task in shared}, {task: later[task] for task in shared}
             )
-    return found
+    return differences
 
 
 def _task_values(evaluation: Evaluation, measure: str) -> dict[str, float]:
@@ -189,33 +186,33 @@ def split_by_strategy(before: Evaluation, after: Evaluation) -> tuple[Contributi
 
 
 def _merge_rare(contributions: Sequence[Contribution]) -> tuple[Contribution, ...]:
-    """Contributions with the strategies that are rare on both sides as one; sums stay the same."""
-    rare = [one for one in contributions if max(one.share) < RARE_STRATEGY_SHARE]
+    """Merge the strategies that are rare on both sides into one; sums stay the same."""
+    rare = [contribution for contribution in contributions if max(contribution.share) < RARE_STRATEGY_SHARE]
     if not rare:
         return tuple(contributions)
     shares, right = [0.0, 0.0], [0.0, 0.0]
-    for one in rare:
+    for contribution in rare:
         for side in (0, 1):
-            shares[side] += one.share[side]
-            right[side] += one.share[side] * (one.accuracy[side] or 0.0)
+            shares[side] += contribution.share[side]
+            right[side] += contribution.share[side] * (contribution.accuracy[side] or 0.0)
     accuracy = [part / share if share else None for part, share in zip(right, shares, strict=True)]
     together = Contribution(
         strategy=f"{len(rare)} strateg{'ies' if len(rare) > 1 else 'y'} under {RARE_STRATEGY_SHARE:.0%}",
         share=(shares[0], shares[1]),
         accuracy=(accuracy[0], accuracy[1]),
-        from_share=math.fsum(one.from_share for one in rare),
-        from_accuracy=math.fsum(one.from_accuracy for one in rare),
+        from_share=math.fsum(contribution.from_share for contribution in rare),
+        from_accuracy=math.fsum(contribution.from_accuracy for contribution in rare),
     )
-    return (*(one for one in contributions if one not in rare), together)
+    return (*(contribution for contribution in contributions if contribution not in rare), together)
 
 
 def _with_unrecognised(evaluation: Evaluation) -> dict[str, tuple[float, float | None]]:
-    """Strategies and an unrecognised rest, so that shares sum to 1 and contributions to pass@1."""
+    """Return the strategies and an unrecognised rest: shares then sum to 1, and contributions to pass@1."""
     if not evaluation.strategies:
         return {}
-    found = dict(evaluation.strategies)
-    share = 1.0 - sum(part for part, _ in found.values())
+    parts = dict(evaluation.strategies)
+    share = 1.0 - sum(part for part, _ in parts.values())
     if share > ROUNDING_SHARE:
-        rest = evaluation.measures["pass@1"][0] - sum(part * (right or 0.0) for part, right in found.values())
-        found[UNRECOGNISED] = (share, min(1.0, max(0.0, rest / share)))
-    return found
+        rest = evaluation.measures["pass@1"][0] - sum(part * (right or 0.0) for part, right in parts.values())
+        parts[UNRECOGNISED] = (share, min(1.0, max(0.0, rest / share)))
+    return parts

@@ -1,4 +1,4 @@
-"""Columns of the charts of training: metrics and timings, thinned to what a screen can show."""
+"""Columns of the charts of training: metrics and timings, thinned for a screen."""
 
 import math
 from collections.abc import Mapping
@@ -71,7 +71,7 @@ def sum_by_part(timings: Columns) -> dict[str, float] | None:
 
 
 def _add_throughput(timings: Columns) -> Columns:
-    """Timings with tokens per second of the whole step, for stages that do not sample."""
+    """Add tokens per second of the whole step, for stages that do not sample."""
     if any(timings.get("tokens_per_second", [])) or "tokens" not in timings:
         return timings
     rows = [dict(zip(timings, values, strict=True)) for values in zip(*timings.values(), strict=True)]
@@ -91,8 +91,8 @@ def thin_columns(columns: Columns, most: int) -> Columns:
     rows = len(columns.get("step", []))
     if rows <= most:
         return columns
-    places = sorted({round(index * (rows - 1) / (most - 1)) for index in range(most)})
-    return {name: [values[place] for place in places] for name, values in columns.items()}
+    positions = sorted({round(index * (rows - 1) / (most - 1)) for index in range(most)})
+    return {name: [values[position] for position in positions] for name, values in columns.items()}
 
 
 def round_columns(columns: Columns) -> Columns:

@@ -11,7 +11,7 @@ _LONE_SURROGATES = re.compile("[\ud800-\udfff]")  # lone surrogates, which UTF-8
 
 
 def embeddable_json(value: Any) -> str:
-    """`value` as compact JSON in which no string can end the script element or start another.
+    """Return `value` as compact JSON in which no string can end the script element or start another.
 
     Raises:
         ValueError: for NaN or infinity.

@@ -26,7 +26,7 @@ SET_BUDGET_CHARACTERS = 3_000_000  # characters of JSON of one set
 
 
 def index_episodes(sources: Sequence[EpisodeSource]) -> EpisodeLibrary:
-    """Return all sets of all sources, without their episodes. Reads no episode."""
+    """Return all sets of all sources, without reading an episode."""
     library = EpisodeLibrary()
     for source in sources:
         sets: list[EpisodeSet] = []
@@ -58,7 +58,7 @@ def list_steps(attempt: Attempt) -> list[int]:
         names = os.listdir(attempt.root / "artifacts" / "episodes")  # noqa: PTH208 a path for each is slow
     except OSError:
         return []
-    return sorted(int(found[1]) for name in names if (found := STEP_FILE.fullmatch(name)))
+    return sorted(int(match[1]) for name in names if (match := STEP_FILE.fullmatch(name)))
 
 
 def find_source(stage: str, sources: Sequence[EpisodeSource]) -> EpisodeSource:
@@ -74,7 +74,7 @@ def find_source(stage: str, sources: Sequence[EpisodeSource]) -> EpisodeSource:
 
 
 def read_set(sources: Sequence[EpisodeSource], stage: str, name: str, episode: str = "") -> dict[str, Any]:
-    """Return one set: its groups, the texts of its tokens, and how many of its episodes these are.
+    """Return one set: its groups, the texts of its tokens, and the numbers of its episodes.
 
     Args:
         episode: only the group with this episode, which may be too large to be among the others.
@@ -85,24 +85,24 @@ def read_set(sources: Sequence[EpisodeSource], stage: str, name: str, episode: s
     source = find_source(stage, sources)
     if source.task in TRACE_TASKS:
         traces = sample_traces(stage, source.attempt)
-        for one in traces.sets if traces else ():
-            if one.label == name:
-                return _set_document(one, [])
+        for episode_set in traces.sets if traces else ():
+            if episode_set.label == name:
+                return _set_document(episode_set, [])
     for file in _find_files(name, source):
         if file.path.exists():
             tokenizers = Tokenizers(sources)
             episodes = file.source.attempt.episodes(file.path)
-            groups = {one.group_id for one in episodes if one.episode_id == episode}
-            episodes = [one for one in episodes if one.group_id in groups or not episode]
+            groups = {item.group_id for item in episodes if item.episode_id == episode}
+            episodes = [item for item in episodes if item.group_id in groups or not episode]
             vocabulary = tokenizers.find(stage, episodes)
-            found, _ = embed_groups(file, episodes, vocabulary, SET_BUDGET_CHARACTERS)
-            return _set_document(found, [] if vocabulary is None else vocabulary.table)
+            chosen, _ = embed_groups(file, episodes, vocabulary, SET_BUDGET_CHARACTERS)
+            return _set_document(chosen, [] if vocabulary is None else vocabulary.table)
     raise RequestError(f"stage {stage} has no episodes called {name}")
 
 
 def _find_files(name: str, source: EpisodeSource) -> Iterator[EpisodeFile]:
-    if found := STEP_FILE.fullmatch(f"{name}.parquet"):  # of which there may be thousands
-        step = int(found[1])
+    if match := STEP_FILE.fullmatch(f"{name}.parquet"):  # there may be thousands of steps
+        step = int(match[1])
         label = SAMPLES_LABEL if source.task == "evaluate" else f"step {step}"
         yield EpisodeFile(source, source.attempt.episodes_path(step), label, step)
     else:

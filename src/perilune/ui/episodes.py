@@ -77,7 +77,7 @@ class EpisodeLibrary:
     @property
     def sampled(self) -> list[EpisodeSet]:
         """The sets of sampled episodes: all except traces."""
-        return [one for stage in self.stages if stage.task != "collect" for one in stage.sets]
+        return [episode_set for stage in self.stages if stage.task != "collect" for episode_set in stage.sets]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,28 +100,28 @@ def collect_episodes(sources: Sequence[EpisodeSource], budget: int = BUDGET_CHAR
     tokenizers = Tokenizers(sources)
     files: list[EpisodeFile] = []
     for source in sources:
-        found = list(list_files(source))
-        kept = _thin_files(found, _choose_step_count(found, tokenizers, budget // len(sources)))
-        library.steps_left_out += len(found) - len(kept)
+        listed = list(list_files(source))
+        kept = _thin_files(listed, _choose_step_count(listed, tokenizers, budget // len(sources)))
+        library.steps_left_out += len(listed) - len(kept)
         files += kept
     chosen: dict[EpisodeFile, tuple[EpisodeSet, set[str]]] = {}
     spent = 0
-    for place, file in enumerate(sorted(files, key=lambda one: (one.path.stat().st_size, str(one.path)))):
+    for index, file in enumerate(sorted(files, key=lambda file: (file.path.stat().st_size, str(file.path)))):
         episodes = file.source.attempt.episodes(file.path)
         if episodes:
-            share = max(0, budget - spent) // (len(files) - place)
+            share = max(0, budget - spent) // (len(files) - index)
             chosen[file] = embed_groups(file, episodes, tokenizers.find(file.source.stage, episodes), share)
             spent += len(chosen[file][0].json)
     for source in sources:
-        mine = [chosen[file] for file in files if file in chosen and file.source is source]
-        if mine:
+        embedded = [chosen[file] for file in files if file in chosen and file.source is source]
+        if embedded:
             library.stages.append(
                 StageEpisodes(
                     stage=source.stage,
                     task=source.task,
                     vocabulary=tokenizers.number(source.stage),
-                    sets=[one for one, _ in mine],
-                    strategies=sorted({name for _, names in mine for name in names}),
+                    sets=[episode_set for episode_set, _ in embedded],
+                    strategies=sorted({name for _, names in embedded for name in names}),
                 )
             )
     library.vocabularies = [vocabulary.table for vocabulary in tokenizers.loaded]
@@ -139,14 +139,14 @@ def list_files(source: EpisodeSource) -> Iterator[EpisodeFile]:
 
 
 def _choose_step_count(files: list[EpisodeFile], tokenizers: Tokenizers, budget: int) -> int:
-    """The number of steps to show, so that each has space for a group with tokens and reading is fast."""
+    """Return a number of steps that gives each space for a group with tokens, and keeps reading fast."""
     if len(files) <= MIN_STEPS:
         return len(files)
     middle = files[len(files) // 2]
     episodes = middle.source.attempt.episodes(middle.path)
     if not episodes:
         return MAX_STEPS
-    group = [one for one in episodes if one.group_id == episodes[0].group_id]
+    group = [episode for episode in episodes if episode.group_id == episodes[0].group_id]
     cost = len(embeddable_json(_group_document(group, tokenizers.find(middle.source.stage, episodes))))
     most = min(MAX_STEPS, budget // cost, MAX_BYTES // middle.path.stat().st_size)
     return max(MIN_STEPS, most)
@@ -162,13 +162,13 @@ def _thin_files(files: list[EpisodeFile], most: int) -> list[EpisodeFile]:
 def embed_groups(
     file: EpisodeFile, episodes: list[Episode], vocabulary: Vocabulary | None, budget: int
 ) -> tuple[EpisodeSet, set[str]]:
-    """Whole groups of one file in at most `budget` characters, and the names of their strategies."""
-    groups = [list(members) for _, members in groupby(episodes, key=lambda one: one.group_id)]
-    order = sorted(range(len(groups)), key=lambda place: sha256_bytes(groups[place][0].group_id.encode()))
+    """Return whole groups of one file in at most `budget` characters, and the names of their strategies."""
+    groups = [list(members) for _, members in groupby(episodes, key=lambda episode: episode.group_id)]
+    order = sorted(range(len(groups)), key=lambda index: sha256_bytes(groups[index][0].group_id.encode()))
     taken: dict[int, str] = {}
     size = 0
-    for place in order:
-        text = embeddable_json(_group_document(groups[place], vocabulary))
+    for index in order:
+        text = embeddable_json(_group_document(groups[index], vocabulary))
         if size + len(text) > budget and taken:
             break
         for most in (
@@ -176,26 +176,26 @@ def embed_groups(
             SHORT_CHARACTERS,
         ):  # too large for one group: omit tokens, then shorten texts
             if len(text) > budget:
-                text = embeddable_json(_group_document(groups[place], None, most))
+                text = embeddable_json(_group_document(groups[index], None, most))
         if len(text) > budget:
             break
-        taken[place] = text
+        taken[index] = text
         size += len(text) + 1
-    rewards = [one.reward for one in episodes if one.reward is not None]
+    rewards = [episode.reward for episode in episodes if episode.reward is not None]
     strategies = {
         name.removeprefix("strategy/")
-        for place in taken
-        for one in groups[place]
-        for name, value in one.metrics.items()
+        for index in taken
+        for episode in groups[index]
+        for name, value in episode.metrics.items()
         if name.startswith("strategy/") and value > 0
     }
     chosen = EpisodeSet(
         label=file.label,
         step=file.step,
         total=len(episodes),
-        embedded=sum(len(groups[place]) for place in taken),
+        embedded=sum(len(groups[index]) for index in taken),
         mean_reward=sum(rewards) / len(rewards) if rewards else None,
-        json="[" + ",".join(taken[place] for place in sorted(taken)) + "]",
+        json="[" + ",".join(taken[index] for index in sorted(taken)) + "]",
     )
     return chosen, strategies
 
@@ -206,23 +206,23 @@ def _group_document(
     first = group[0]
     prompt = shorten_messages(first.opening, most)
     rendered = shorten(vocabulary.prompt(first.prompt_ids.tolist()), most) if vocabulary else ""
-    advantages = [one.metrics.get("advantage") for one in group]
+    advantages = [episode.metrics.get("advantage") for episode in group]
     return {
         "id": first.group_id,
         "task": first.task_id,
         "prompt": prompt,
         "rendered": "" if rendered == "".join(message["content"] for message in prompt) else rendered,
         "dead": any(value is not None for value in advantages) and not any(advantages),
-        "episodes": [_episode_document(one, vocabulary, most) for one in group],
+        "episodes": [_episode_document(episode, vocabulary, most) for episode in group],
     }
 
 
 def _episode_document(episode: Episode, vocabulary: Vocabulary | None, most: int) -> dict[str, Any]:
     turns = list_turns(episode)
-    is_whole = all(len(one["text"]) <= most for one in (*(turns or ()), {"text": episode.text}))
+    is_whole = all(len(turn["text"]) <= most for turn in (*(turns or ()), {"text": episode.text}))
     by_token = is_whole and len(episode.logprobs) <= most  # otherwise the page cannot show tokens
     if turns and not by_token:
-        turns = [{"role": one["role"], "text": shorten(one["text"], most)} for one in turns]
+        turns = [{"role": turn["role"], "text": shorten(turn["text"], most)} for turn in turns]
     tokens: list[Piece] | None = None
     if vocabulary is not None and by_token:
         tokens = split_pieces(vocabulary, episode)
@@ -270,7 +270,7 @@ def _likely_tokens(episode: Episode, vocabulary: Vocabulary | None) -> list[list
 
 
 def _thousandths(logprobs: Iterable[float]) -> list[int]:
-    """Log-probs as whole thousandths of a nat, which take the least space."""
+    """Return log-probs as whole thousandths of a nat, which take the least space."""
     return [round(1000 * max(-1000.0, float(value))) for value in logprobs]
 
 
@@ -297,10 +297,10 @@ class Tokenizers:
         self._new_models = [source.attempt.job.get("model") or {} for source in sources]
         self._candidates = {
             stage: [
-                *mine,
-                *(folder for other, theirs in folders.items() if other != stage for folder in theirs),
+                *own,
+                *(folder for other, paths in folders.items() if other != stage for folder in paths),
             ]
-            for stage, mine in folders.items()
+            for stage, own in folders.items()
         }
         self._by_digest: dict[str, Vocabulary | None] = {}
         self._chosen: dict[str, Vocabulary | None] = {}
@@ -308,7 +308,7 @@ class Tokenizers:
     @property
     def loaded(self) -> list[Vocabulary]:
         """Vocabularies in the order of their numbers."""
-        return list(dict.fromkeys(one for one in self._chosen.values() if one is not None))
+        return list(dict.fromkeys(value for value in self._chosen.values() if value is not None))
 
     def number(self, stage: str) -> int | None:
         """Return the index of the stage's vocabulary in `loaded`."""
@@ -319,7 +319,7 @@ class Tokenizers:
         """Return the vocabulary that spells these episodes, or None."""
         if stage not in self._chosen:
             loaded = map(self._load, self._documents(stage))
-            self._chosen[stage] = next((one for one in loaded if one and _spells(one, episodes)), None)
+            self._chosen[stage] = next((item for item in loaded if item and _spells(item, episodes)), None)
         return self._chosen[stage]
 
     def _documents(self, stage: str) -> Iterator[str]:
@@ -343,4 +343,4 @@ class Tokenizers:
 
 
 def _spells(vocabulary: Vocabulary, episodes: Sequence[Episode]) -> bool:
-    return all(split_pieces(vocabulary, one) is not None for one in episodes[:16])
+    return all(split_pieces(vocabulary, episode) is not None for episode in episodes[:16])

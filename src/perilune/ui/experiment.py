@@ -52,14 +52,14 @@ def view_in_home(control: Control, target: str) -> ExperimentView:
             run = find_run(control, target)
         except RequestError:
             raise no_experiment from None
-    statuses = [one for one in stage_statuses(control, [run.experiment_id]) if one.run_id == run.id]
+    statuses = [status for status in stage_statuses(control, [run.experiment_id]) if status.run_id == run.id]
     return view_experiment(control, run.experiment_id, statuses)
 
 
 def view_experiment(control: Control, experiment_id: str, statuses: Sequence[StageStatus]) -> ExperimentView:
     """An experiment and the stages in `statuses`. If its recipe is damaged, the view says so instead."""
-    stages = tuple(view_stage(control, one) for one in statuses)
-    placed = tuple(attempt_uses(control, [one.run_id for one in statuses if one.run_id]))
+    stages = tuple(view_stage(control, status) for status in statuses)
+    placed = tuple(attempt_uses(control, [status.run_id for status in statuses if status.run_id]))
     try:
         recipe = _read_recipe(control.home.experiment(experiment_id) / "recipe.json")
     except RequestError as error:

@@ -1,6 +1,6 @@
 """Charts of tasks and answers: pass rates, lengths, objectives and calibrations.
 
-A figure is what `Charts` in charts.js takes, as JSON; `as` names the format of an axis.
+A figure is the JSON input of `Charts` in charts.js; `as` names the format of an axis.
 """
 
 import math
@@ -19,21 +19,21 @@ MAX_TICKS = 12
 
 
 def environment_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
-    """pass@1 of each part of a mixture at each evaluation."""
-    mixtures = [one for one in evaluations if one.by_environment]
+    """Return pass@1 of each part of a mixture at each evaluation."""
+    mixtures = [evaluation for evaluation in evaluations if evaluation.by_environment]
     series = []
-    for place, name in enumerate(sorted({name for one in mixtures for name in one.by_environment})):
-        bounds = [one.by_environment.get(name, (None, None, None)) for one in mixtures]
+    for index, name in enumerate(sorted({name for mixture in mixtures for name in mixture.by_environment})):
+        bounds = [mixture.by_environment.get(name, (None, None, None)) for mixture in mixtures]
         y, low, high = zip(*bounds, strict=True)
         points = {"x": list(range(len(mixtures))), "y": y, "low": low, "high": high, "points": True}
-        series.append({"name": name, "color": place % 6 + 1, **points})
+        series.append({"name": name, "color": index % 6 + 1, **points})
     figure = {
         "kind": "lines",
         "key": "environments",
         "title": "pass@1 on held-out tasks by environment",
         "note": "The environments of the mixture, with 95% intervals from resampling tasks.",
         "height": 260,
-        "x": {"categories": [one.label for one in mixtures]},
+        "x": {"categories": [mixture.label for mixture in mixtures]},
         "y": {"as": "share", "ticks": 5},
         "valueLabels": True,
         "showLegend": True,
@@ -43,12 +43,12 @@ def environment_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
 
 
 def difficulty_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
-    """pass@1 over the difficulty of tasks, if an environment grades them."""
-    graded = [one for one in evaluations if one.by_difficulty]
-    grades = sorted({row[0] for one in graded for row in one.by_difficulty})
+    """Return pass@1 over the difficulty of tasks, if an environment grades them."""
+    graded = [evaluation for evaluation in evaluations if evaluation.by_difficulty]
+    grades = sorted({row[0] for evaluation in graded for row in evaluation.by_difficulty})
     points = [
-        {"x": [row[0] for row in one.by_difficulty], "y": [row[2] for row in one.by_difficulty]}
-        for one in graded
+        {"x": [row[0] for row in evaluation.by_difficulty], "y": [row[2] for row in evaluation.by_difficulty]}
+        for evaluation in graded
     ]
     ticks = {"ticks": grades} if len(grades) <= MAX_TICKS else {}
     return _evaluation_charts(
@@ -62,13 +62,13 @@ def difficulty_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
 
 
 def pass_at_k_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
-    """pass@k over k, if more than two k were measured."""
-    ks = sorted({int(name[5:]) for one in evaluations for name in one.measures if name.startswith("pass@")})
+    """Return pass@k over k, if more than two k were measured."""
+    ks = sorted({int(name[5:]) for item in evaluations for name in item.measures if name.startswith("pass@")})
     points = []
-    for one in evaluations:
-        known = [k for k in ks if f"pass@{k}" in one.measures]
+    for evaluation in evaluations:
+        known = [k for k in ks if f"pass@{k}" in evaluation.measures]
         y, low, high = (
-            zip(*(one.measures[f"pass@{k}"] for k in known), strict=True) if known else ((), (), ())
+            zip(*(evaluation.measures[f"pass@{k}"] for k in known), strict=True) if known else ((), (), ())
         )
         points.append({"x": known, "y": y, "low": low, "high": high})
     return _evaluation_charts(
@@ -86,32 +86,32 @@ def _evaluation_charts(
 ) -> list[Figure]:
     """Return a line chart with one series of points for each evaluation; the last one is filled."""
     series = [
-        {"name": one.label, "color": color, "points": True, "hollow": one is not evaluations[-1], **given}
-        for one, color, given in zip(evaluations, _colors(len(evaluations)), points, strict=False)
+        {"name": item.label, "color": color, "points": True, "hollow": item is not evaluations[-1], **given}
+        for item, color, given in zip(evaluations, _colors(len(evaluations)), points, strict=False)
     ]
     look = {"kind": "lines", "height": 230, "y": {"as": "share"}, "quietLegend": True, "showLegend": True}
     return [{**look, **more, "series": series}] if series else []
 
 
 def _colors(count: int) -> list[int]:
-    """Colours of evaluations: the last stands out, then the one before it."""
+    """Return colours of evaluations: the last stands out, then the second to last."""
     return [7] * (count - 2) + [2, 1][-count:]
 
 
 def pass_rate_charts(evaluations: Sequence[Evaluation]) -> list[Figure]:
-    """Tasks by share of right samples: one bar for each possible share, or bins for many samples."""
-    known = [one for one in evaluations if one.solved]
+    """Return tasks by share of right samples: one bar for each possible share, or bins for many samples."""
+    known = [evaluation for evaluation in evaluations if evaluation.solved]
     if not known:
         return []
-    steps = min(MAX_RATE_BINS, max(n for one in known for n, _ in one.solved.values()))
-    centers = [place / steps for place in range(steps + 1)]
+    steps = min(MAX_RATE_BINS, max(n for evaluation in known for n, _ in evaluation.solved.values()))
+    centers = [index / steps for index in range(steps + 1)]
     series = []
-    for one, color in zip(known, _colors(len(known)), strict=True):
+    for evaluation, color in zip(known, _colors(len(known)), strict=True):
         counts = [0] * (steps + 1)
-        for n, right in one.solved.values():
+        for n, right in evaluation.solved.values():
             if n:
                 counts[round(right / n * steps)] += 1
-        series.append({"name": one.label, "values": counts, "color": color})
+        series.append({"name": evaluation.label, "values": counts, "color": color})
     axis = {"label": "share of samples that are right", "name": "solved in", "as": "rate", "ticks": centers}
     return [
         {
@@ -148,15 +148,15 @@ def objective_chart(label: str, samples: int, curve: Sequence[Sequence[float]]) 
 
 
 def length_charts(evaluated: Sequence[tuple[str, Attempt]]) -> list[Figure]:
-    """Histograms of the lengths of right and wrong answers of each (label, attempt), on one scale."""
+    """Return histograms of the lengths of right and wrong answers of each (label, attempt), on one scale."""
     samples: list[tuple[str, list[int], list[int]]] = []
     for label, attempt in evaluated:
         right: list[int] = []
         wrong: list[int] = []
         for path in attempt.episode_files:
-            for one in attempt.scores(path):
-                if one.reward is not None:
-                    (right if one.reward >= RIGHT_REWARD else wrong).append(one.tokens)
+            for score in attempt.scores(path):
+                if score.reward is not None:
+                    (right if score.reward >= RIGHT_REWARD else wrong).append(score.tokens)
         if right or wrong:
             samples.append((label, right, wrong))
     longest = max((length for _, *both in samples for lengths in both for length in lengths), default=0)
@@ -170,7 +170,7 @@ def length_charts(evaluated: Sequence[tuple[str, Attempt]]) -> list[Figure]:
         return counts
 
     counted = [(label, count(right), count(wrong)) for label, right, wrong in samples]
-    starts = [place * width for place in range(bins)]
+    starts = [index * width for index in range(bins)]
     x = {
         "label": "tokens",
         "as": "integer",
@@ -196,9 +196,9 @@ def length_charts(evaluated: Sequence[tuple[str, Attempt]]) -> list[Figure]:
 
 
 def calibration_charts(stage: str, found: Mapping[str, Any]) -> list[Figure]:
-    """Estimated and Monte Carlo values; `found` is the summary of a calibrate stage."""
-    places, reliability = found["by_place"], found["reliability"]
-    is_below = any(row["value"] < 0 for row in places)  # values on a scale of their own
+    """Return estimated and Monte Carlo values; `found` is the summary of a calibrate stage."""
+    prefixes, reliability = found["by_place"], found["reliability"]
+    is_below = any(row["value"] < 0 for row in prefixes)  # values on a scale of their own
     y = {"as": "short", "zero": False} if is_below else {"as": "share"}
     sides = (("estimated value", "value", 1), ("Monte Carlo value", "played", 2))
 
@@ -212,8 +212,8 @@ def calibration_charts(stage: str, found: Mapping[str, Any]) -> list[Figure]:
 
     return [
         chart(
-            places,
-            [row["place"] for row in places],
+            prefixes,
+            [row["place"] for row in prefixes],
             {"label": "segments written", "name": "after"},
             key=f"{stage}-places",
             title="Value of the prefixes of answers",

@@ -19,7 +19,7 @@ def render_gallery(models: Sequence[Mapping[str, Any]], compared: Sequence[int] 
     """Return the HTML page on `models`, as `models.gallery.facts.describe` gives them.
 
     Args:
-        compared: places of up to two models to show side by side; by default of the first and the last.
+        compared: indices of up to two models to show side by side; by default the first and the last.
     """
     ends = (0, len(models) - 1)
     document = {
@@ -105,9 +105,9 @@ def render_gallery_markdown(models: Sequence[Mapping[str, Any]]) -> str:
         "| | | In our decoder | Source |",
         "|---|---|---|---|",
     ]
-    for one in CONCEPTS:
-        code = f"`{one.code}`" if one.code else "not implemented"
-        lines.append(f"| {one.name} | {one.title}. {one.text} | {code} | {one.source} |")
+    for concept in CONCEPTS:
+        code = f"`{concept.code}`" if concept.code else "not implemented"
+        lines.append(f"| {concept.name} | {concept.title}. {concept.text} | {code} | {concept.source} |")
     lines += [
         "",
         "## Sources",

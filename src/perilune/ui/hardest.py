@@ -1,4 +1,4 @@
-"""The held-out tasks that fail most at the latest evaluation, and why."""
+"""The held-out tasks that fail most at the latest evaluation, with the reasons."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from perilune.ui.attempt import Attempt
 from perilune.ui.comparisons import Evaluation
 from perilune.ui.episodes import RIGHT_REWARD, SAMPLES_LABEL
 
-MAX_TASKS = 6  # tasks
+MAX_TASKS = 6  # tasks to show
 MAX_CHARACTERS = 160  # characters of a text
 FORMAT_TERMS = ("format", "well_formed")  # reward terms that are 0 for an answer in another form
 
@@ -21,7 +21,7 @@ class HardTask:
 
     Attributes:
         prompt: the last message before the first answer.
-        why: how the answers failed, most frequent reason first: "5 wrong, 2 truncated".
+        why: reasons of the failures, the most frequent first: "5 wrong, 2 truncated".
         answer: the most frequent wrong answer, given `times` times.
         link: to an episode with that answer, in the page.
     """
@@ -37,7 +37,7 @@ class HardTask:
 
 
 def find_hardest_tasks(judged: Sequence[tuple[Evaluation, Attempt]]) -> list[HardTask]:
-    """The tasks of the last evaluation that failed, the lowest pass rate first, at most `MAX_TASKS`."""
+    """Return up to `MAX_TASKS` tasks that failed at the last evaluation, the lowest pass rate first."""
     if not judged:
         return []
     evaluation, attempt = judged[-1]
@@ -45,16 +45,16 @@ def find_hardest_tasks(judged: Sequence[tuple[Evaluation, Attempt]]) -> list[Har
     hardest = sorted(rates, key=lambda task: rates[task])[:MAX_TASKS]
     failed: dict[str, list[Episode]] = {task: [] for task in hardest}
     for path in attempt.episode_files if hardest else ():
-        for one in attempt.episodes(path, hardest):
-            if one.reward is None or one.reward < RIGHT_REWARD:
-                failed[one.task_id].append(one)
+        for episode in attempt.episodes(path, hardest):
+            if episode.reward is None or episode.reward < RIGHT_REWARD:
+                failed[episode.task_id].append(episode)
     return [_describe_task(evaluation, task, episodes) for task, episodes in failed.items() if episodes]
 
 
 def _describe_task(evaluation: Evaluation, task: str, failed: Sequence[Episode]) -> HardTask:
     samples, right = evaluation.solved[task]
-    answer, times = Counter(one.text for one in failed).most_common(1)[0]
-    episode = next(one.episode_id for one in failed if one.text == answer)
+    answer, times = Counter(episode.text for episode in failed).most_common(1)[0]
+    episode_id = next(episode.episode_id for episode in failed if episode.text == answer)
     reasons = Counter(map(_failure_reason, failed)).most_common()
     return HardTask(
         prompt=_shorten(failed[0].opening[-1]["content"] if failed[0].opening else ""),
@@ -65,7 +65,7 @@ def _describe_task(evaluation: Evaluation, task: str, failed: Sequence[Episode])
         times=times,
         stage=evaluation.stage,
         link="/".join(
-            ["#episodes", *(quote(one, safe="") for one in (evaluation.stage, SAMPLES_LABEL, episode))]
+            ["#episodes", *(quote(part, safe="") for part in (evaluation.stage, SAMPLES_LABEL, episode_id))]
         ),
     )
 

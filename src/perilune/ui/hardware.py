@@ -21,7 +21,7 @@ class Hardware:
 
 
 def collect_hardware(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
-    """Hardware samples of all stages one after another, or None without samples.
+    """Return the hardware samples of all stages one after another, or None without samples.
 
     Long recordings are averaged over equal slices of time. A row without values separates two stages, so that
     no line joins them.
@@ -41,8 +41,8 @@ def collect_hardware(stages: Sequence[tuple[str, Attempt]]) -> Hardware | None:
         for start in range(0, len(samples), size):
             part = samples[start : start + size]
             readings = to_sample_columns([_readings(row) for row in part])
-            at = begin + math.fsum(row["time"] - first for row in part) / len(part)
-            rows.append({"seconds": at, **{key: _mean(values) for key, values in readings.items()}})
+            seconds = begin + math.fsum(row["time"] - first for row in part) / len(part)
+            rows.append({"seconds": seconds, **{key: _mean(values) for key, values in readings.items()}})
         bands.append({"name": name, "begin": begin, "end": begin + length})
         begin += length
         rows.append({"seconds": begin})
@@ -71,7 +71,7 @@ def _hardware_charts(columns: Columns, bands: Sequence[Mapping[str, Any]]) -> li
         return {**look, "key": key, "title": title, "note": note, "x": x, "y": y, "series": series}
 
     def gpu_series(reading: str) -> list[tuple[str, str, int]]:
-        return [(f"{name}_{reading}", name, place % 8 + 1) for place, name in enumerate(gpus)]
+        return [(f"{name}_{reading}", name, index % 8 + 1) for index, name in enumerate(gpus)]
 
     charts = [
         chart(
@@ -91,7 +91,7 @@ def _hardware_charts(columns: Columns, bands: Sequence[Mapping[str, Any]]) -> li
         chart("gpu", "GPU use", "", load, gpu_series("utilisation")),
         chart("gpu-memory", "GPU memory", "", {"as": "bytes"}, gpu_series("memory")),
     ]
-    return [one for one in charts if one["series"]]
+    return [figure for figure in charts if figure["series"]]
 
 
 def _readings(row: Mapping[str, Any]) -> dict[str, float | None]:

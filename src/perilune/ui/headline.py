@@ -62,15 +62,15 @@ def write_headline(
         is_over: whether no further result will come.
     """
     if climb is not None:
-        by_stage = {one.stage: one for one in evaluations}
+        by_stage = {evaluation.stage: evaluation for evaluation in evaluations}
         return _climb_headline(climb, by_stage[climb.before], by_stage[climb.after], trained)
     if evaluations:
         return _evaluation_headline(evaluations[-1])
     if (
         trained is not None
-        and (found := _held_out_headline(trained) or _curve_headline(trained, is_over=is_over)) is not None
+        and (headline := _held_out_headline(trained) or _curve_headline(trained, is_over=is_over)) is not None
     ):
-        return found
+        return headline
     return Headline("No checkpoint was evaluated" if other and is_over else "No results yet", tuple(other))
 
 
@@ -100,7 +100,7 @@ def _climb_headline(
 
 
 def _direction(change: Interval) -> int:
-    """1 for a clear rise, -1 for a clear fall, 0 where the interval contains no change."""
+    """Return 1 for a clear rise, -1 for a clear fall, and 0 where the interval contains no change."""
     return int(change.low > 0) - int(change.high < 0)
 
 
@@ -130,7 +130,7 @@ def _explain_change(climb: Comparison, before: Evaluation, after: Evaluation) ->
         share, accuracy = parts
         total = share + accuracy
         if abs(total) >= 0.01 and share * total >= 0 and accuracy * total >= 0:
-            moved = max(climb.contributions, key=lambda one: one.from_share)
+            moved = max(climb.contributions, key=lambda contribution: contribution.from_share)
             sentences.append(
                 f"{share / total:.0%} of the change comes from choosing “{moved.strategy}” more often "
                 f"({format_percent(moved.share[0], 0)} → {format_percent(moved.share[1], 0)} of answers), "
@@ -139,7 +139,7 @@ def _explain_change(climb: Comparison, before: Evaluation, after: Evaluation) ->
                 else f"{share / total:.0%} of the loss comes from the choice of strategy, "
                 f"{accuracy / total:.0%} from accuracy within strategies."
             )
-    for name in [one for one in before.measures if one not in ("pass@1", "greedy")][-1:]:
+    for name in [measure for measure in before.measures if measure not in ("pass@1", "greedy")][-1:]:
         could, does = before.measures[name][0], after.measures["pass@1"][0]
         change = climb.differences.get(name)
         moved_to = format_percent(after.measures[name][0]) if name in after.measures else ""
@@ -161,8 +161,8 @@ def _effect_totals(climb: Comparison) -> tuple[float, float] | None:
     if len(climb.contributions) < 2:
         return None
     return (
-        sum(one.from_share for one in climb.contributions),
-        sum(one.from_accuracy for one in climb.contributions),
+        sum(contribution.from_share for contribution in climb.contributions),
+        sum(contribution.from_accuracy for contribution in climb.contributions),
     )
 
 
@@ -200,9 +200,9 @@ def _evaluation_headline(evaluation: Evaluation) -> Headline:
 
 
 def _held_out_headline(trained: Training) -> Headline | None:
-    """The finding of evaluations during training: the first set's pass@1 at the start and at the end."""
+    """Return the finding of evaluations during training: pass@1 of the first set at both ends."""
     figure = next(
-        (one for one in trained.columns if one.startswith("eval/") and one.endswith("/pass@1")), None
+        (name for name in trained.columns if name.startswith("eval/") and name.endswith("/pass@1")), None
     )
     if figure is None:
         return None

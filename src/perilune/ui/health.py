@@ -12,7 +12,7 @@ from perilune.metrics.health.verdict import Health, assess_health
 from perilune.ui.attempt import Attempt
 from perilune.ui.view import StageView
 
-MAX_JUDGED_STEPS = 1500  # steps to judge; what began earlier seems to begin with the first of them
+MAX_JUDGED_STEPS = 1500  # steps to judge; a finding from before seems to begin at the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +28,22 @@ class StageHealth:
 
 def assess_stages(pairs: Sequence[tuple[StageView, Attempt]], now: float | None = None) -> list[StageHealth]:
     """Return the verdicts on the stages that train, run or failed."""
-    found = []
+    verdicts = []
     for stage, attempt in pairs:
         health = assess_attempt(attempt, here=stage.here, now=now)
         findings = tuple(
-            replace(one, remedy=one.remedy.replace("RUN", stage.run_id)) for one in health.findings
+            replace(item, remedy=item.remedy.replace("RUN", stage.run_id)) for item in health.findings
         )
         if stage.state == "failed":
             message = str(attempt.verdict.get("message") or stage.cause or "the task failed")
             why, _, advice = (part.strip() for part in message.partition("\n"))
             remedy = advice.removeprefix("try: ") or f"perilune explain {stage.run_id}"
             findings = (Finding("failed", "broken", None, why, remedy), *findings)
-        steps = sum(bool(one.get("step")) for one in attempt.metric_lines)
+        steps = sum(bool(line.get("step")) for line in attempt.metric_lines)
         if findings or stage.state == "active" or "steps" in (attempt.job.get("spec") or {}):
             status = findings[0].status if findings else health.status
-            found.append(StageHealth(stage.name, stage.state, status, steps, findings))
-    return found
+            verdicts.append(StageHealth(stage.name, stage.state, status, steps, findings))
+    return verdicts
 
 
 def assess_attempt(attempt: Attempt, *, here: bool = True, now: float | None = None) -> Health:

@@ -109,24 +109,24 @@ def describe_stage(
 
 
 def list_placements(view: ExperimentView) -> list[Placement]:
-    """All attempts in the order of their stages; empty if each stage ran on this machine at the first try."""
+    """Return all attempts in the order of their stages; none if every stage ran here at the first try."""
     names = {stage.run_id: stage.name for stage in view.stages}
     order = list(names)
-    if all(one.number == 1 and one.placement == "local" for one in view.placed):
+    if all(attempt.number == 1 and attempt.placement == "local" for attempt in view.placed):
         return []
     return [
         Placement(
-            stage=names[one.run_id],
-            attempt=one.number,
-            placement=one.placement,
-            machines=one.machines,
-            state=one.state,
-            cause=one.cause,
-            seconds=(one.ended or time.time()) - one.began,
-            price=one.price,
-            cost=one.cost,
+            stage=names[attempt.run_id],
+            attempt=attempt.number,
+            placement=attempt.placement,
+            machines=attempt.machines,
+            state=attempt.state,
+            cause=attempt.cause,
+            seconds=(attempt.ended or time.time()) - attempt.began,
+            price=attempt.price,
+            cost=attempt.cost,
         )
-        for one in sorted(view.placed, key=lambda one: (order.index(one.run_id), one.number))
+        for attempt in sorted(view.placed, key=lambda attempt: (order.index(attempt.run_id), attempt.number))
     ]
 
 
@@ -140,7 +140,7 @@ def worst_state(stages: Sequence[StageView]) -> str:
 
 
 def list_notices(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
-    """Notices about failed and running stages, warnings of evaluations and damaged files.
+    """Return notices about failed and running stages, warnings of evaluations and damaged files.
 
     Call it last, because reading finds the damaged files.
     """
@@ -155,13 +155,14 @@ def list_notices(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
             done, total, unit = (attempt.progress.get(key) for key in ("done", "total", "unit"))
             text = f"{done} of {total} {unit} were done when this was written." if total else ""
             notices.append(Notice("active", f"Stage {stage.name} is still running.", text))
-        if attempt.summary.get("kind") == "evaluation":  # those of a training stand in its description
+        if attempt.summary.get("kind") == "evaluation":  # warnings of a training stand in its description
             notices += [
-                Notice("warning", f"Stage {stage.name}:", one) for one in attempt.summary.get("warnings", ())
+                Notice("warning", f"Stage {stage.name}:", warning)
+                for warning in attempt.summary.get("warnings", ())
             ]
         notices += [
-            Notice("damage", f"A file of stage {stage.name} is damaged and was skipped.", one)
-            for one in attempt.damage
+            Notice("damage", f"A file of stage {stage.name} is damaged and was skipped.", problem)
+            for problem in attempt.damage
         ]
     waiting = [stage.name for stage, _ in pairs if stage.state in ("queued", "waiting")]
     if waiting:
@@ -170,7 +171,7 @@ def list_notices(pairs: Sequence[tuple[StageView, Attempt]]) -> list[Notice]:
 
 
 def describe_results(pairs: Sequence[tuple[StageView, Attempt]]) -> list[str]:
-    """Results of stages without curves and the data that stages trained on, as sentences."""
+    """Return the results of stages without curves and the data that stages trained on, as sentences."""
     return [
         f"Stage {stage.name} made {attempt.summary['rows']:,} verified traces and rejected "
         f"{attempt.summary.get('rejected', 0):,} candidates."
@@ -211,10 +212,10 @@ def list_facts(view: ExperimentView, attempts: Sequence[Attempt], provenance: Pr
         facts.append(
             ("Machine", provenance.machine_name, threads.partition(" of ")[0] + " cores" * bool(threads))
         )
-    seconds = [spent for one in attempts if (spent := one.run_seconds) is not None]
+    seconds = [spent for attempt in attempts if (spent := attempt.run_seconds) is not None]
     if seconds:
         facts.append(("Time", format_duration(sum(seconds)), f"{len(seconds)} of {len(view.stages)} stages"))
-    costs = [one.cost for one in view.placed if one.cost is not None]
+    costs = [attempt.cost for attempt in view.placed if attempt.cost is not None]
     if costs:
         facts.append(("Cost", f"{sum(costs):.4f}", f"of rented machines, {len(costs)} attempts"))
     if date := start_date(attempts):

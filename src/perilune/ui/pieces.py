@@ -37,7 +37,7 @@ class Vocabulary:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
 
     def pieces(self, token_ids: Sequence[int], text: str) -> list[Piece] | None:
-        """One piece for each token, which join to `text` without special tokens; None if they do not."""
+        """Return one piece for each token; None if they do not join to `text` without special tokens."""
         alone = [self.alone(token) for token in token_ids]
         if self._joined(alone) == text:
             return list(alone)
@@ -52,13 +52,13 @@ class Vocabulary:
         """Return the piece of a token by itself."""
         if token not in self._index:
             is_special = token in self._special
-            shown = self._backend.id_to_token(token) if is_special else self._backend.decode([token])
+            text = self._backend.id_to_token(token) if is_special else self._backend.decode([token])
             self._index[token] = len(self.table)
-            self.table.append((shown or "", is_special))
+            self.table.append((text or "", is_special))
         return self._index[token]
 
     def _together(self, token_ids: Sequence[int]) -> list[Piece]:
-        """Pieces of tokens with parts of characters: the last token of a character has its text."""
+        """Return pieces of tokens with parts of characters: the last token of a character has its text."""
         pieces: list[Piece] = []
         pending: list[int] = []
         for token in token_ids:
@@ -73,8 +73,8 @@ class Vocabulary:
                 pieces.append(text)
                 pending = []
         if pending:  # the answer ends within a character
-            place = max(place for place, piece in enumerate(pieces) if piece == "")
-            pieces[place] = self._backend.decode(pending)
+            index = max(index for index, piece in enumerate(pieces) if piece == "")
+            pieces[index] = self._backend.decode(pending)
         return pieces
 
     def _joined(self, pieces: Sequence[Piece]) -> str:

@@ -29,17 +29,17 @@ class Provenance:
 
 
 def collect_provenance(view: ExperimentView, attempts: Sequence[Attempt]) -> Provenance:
-    """The provenance of an experiment, with machine and software of the last run that recorded them."""
-    seen = next((one.precheck for one in reversed(attempts) if one.precheck), {})
-    machine = seen.get("machine") or {}
+    """Return the provenance of an experiment, with machine and software of the last run with a record."""
+    precheck = next((attempt.precheck for attempt in reversed(attempts) if attempt.precheck), {})
+    machine = precheck.get("machine") or {}
     return Provenance(
         recipe=view.recipe,
         commands=_commands(view.stages),
         machine_name=name_machine(machine),
         machine=_machine_facts(machine),
-        software_name=_software_name(seen),
-        software=_software_facts(seen),
-        packages=_packages(seen.get("packages") or {}),
+        software_name=_software_name(precheck),
+        software=_software_facts(precheck),
+        packages=_packages(precheck.get("packages") or {}),
     )
 
 
@@ -115,12 +115,12 @@ def _software_facts(seen: Mapping[str, Any]) -> Pairs:
 
 
 def _packages(packages: Mapping[str, Any]) -> Pairs:
-    """Loaded distributions with their versions."""
-    found = {
+    """Return the loaded distributions with their versions."""
+    versions = {
         str(entry.get("distribution") or name): str(entry.get("version") or "no version")
         for name, entry in packages.items()
     }
-    return sorted(found.items(), key=lambda pair: pair[0].lower())
+    return sorted(versions.items(), key=lambda pair: pair[0].lower())
 
 
 def _commands(stages: Sequence[StageView]) -> str:
@@ -162,7 +162,7 @@ def _shape(config: Mapping[str, Any]) -> str:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """The number of parameters in safetensors files, from their headers; None if one cannot be read."""
+    """Return the number of parameters in the headers of safetensors files; None if one cannot be read."""
     total = 0
     files = sorted(folder.glob("*.safetensors"))
     try:
@@ -184,7 +184,8 @@ def stage_facts(stage: StageView, attempt: Attempt) -> Pairs:
     """Return facts about one run."""
     facts: Pairs = [("Run", stage.run_id), ("Bundle digest", attempt.digest)]
     facts += [
-        (f"Input: {one['name']}", f"{one['kind']} {one['digest']}") for one in attempt.job.get("inputs") or ()
+        (f"Input: {item['name']}", f"{item['kind']} {item['digest']}")
+        for item in attempt.job.get("inputs") or ()
     ]
     manifest = attempt.verdict.get("manifest_digest")
     facts.append(("Manifest digest", str(manifest) if manifest else ""))

@@ -93,16 +93,16 @@ def render_page(
         policy=_security_policy(style, scripts, live),
         style=style,
         data="\n".join([render_data_block("report-data", embeddable_json(to_plain(document))), *blocks]),
-        # The first has what all use; the others are modules, so that their names are their own.
+        # All scripts use names of the first; the others are modules, so that their names do not collide.
         scripts="\n".join(
-            f"<script{' type=module' if place else ''}>{script}</script>"
-            for place, script in enumerate(scripts)
+            f"<script{' type=module' if index else ''}>{script}</script>"
+            for index, script in enumerate(scripts)
         ),
     )
 
 
 def _security_policy(style: str, scripts: list[str], live: bool) -> str:
-    """A Content-Security-Policy that allows only these scripts and styles, and no loading from elsewhere."""
+    """Return a Content-Security-Policy that allows only these scripts and styles, and no other sources."""
     allowed = " ".join(_hash(script) for script in scripts)
     connect = "connect-src 'self'; " if live else ""
     return (
@@ -126,7 +126,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def to_plain(value: Any) -> Any:
-    """Dataclasses as objects, tuples as arrays, NaN and infinity as null."""
+    """Return dataclasses as objects, tuples as arrays, and NaN and infinity as null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -144,11 +144,11 @@ def _episode_blocks(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]
     stages = []
     for stage in library.stages:
         sets = []
-        for one in stage.sets:
-            script = f"episodes-{len(blocks)}" if one.json else None
+        for episode_set in stage.sets:
+            script = f"episodes-{len(blocks)}" if episode_set.json else None
             if script is not None:
-                blocks.append(render_data_block(script, one.json))
-            sets.append({**to_plain(one), "script": script, "json": None})
+                blocks.append(render_data_block(script, episode_set.json))
+            sets.append({**to_plain(episode_set), "script": script, "json": None})
         stages.append({**to_plain(stage), "sets": sets})
     return {
         "stages": stages,
@@ -159,13 +159,13 @@ def _episode_blocks(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]
 
 
 def _episodes_lead(library: EpisodeLibrary) -> str:
-    if any(stage.steps or any(one.name for one in stage.sets) for stage in library.stages):
+    if any(stage.steps or any(episode_set.name for episode_set in stage.sets) for stage in library.stages):
         return (
             "Prompts, answers and rewards, read from the files of the runs. The darker the colour of a "
             "token, the lower its probability under the policy."
         )
-    embedded = sum(one.embedded for one in library.sampled)
-    total = sum(one.total for one in library.sampled)
+    embedded = sum(episode_set.embedded for episode_set in library.sampled)
+    total = sum(episode_set.total for episode_set in library.sampled)
     included = f"This file contains all {total:,} episodes."
     if embedded < total or library.steps_left_out:
         included = (

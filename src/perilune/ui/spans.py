@@ -9,7 +9,7 @@ from perilune.ui.turns import shorten_messages
 
 
 def span_lanes(episode: Episode, most: int) -> dict[str, Any] | None:
-    """The lanes of an episode with sub-agents, or None without; texts have at most `most` characters."""
+    """Return the lanes of an episode, or None without sub-agents; texts have at most `most` characters."""
     if not episode.spans:
         return None
     return {
@@ -26,17 +26,17 @@ def span_lanes(episode: Episode, most: int) -> dict[str, Any] | None:
                 "version": span.policy_version,
                 "messages": shorten_messages(span.messages, most),
             }
-            for span in sorted(episode.spans, key=lambda one: [*map(int, one.span_id.split("."))])
+            for span in sorted(episode.spans, key=lambda span: [*map(int, span.span_id.split("."))])
         ],
     }
 
 
 def list_step_rewards(episode: Episode) -> list[tuple[int, float]]:
-    """(position of its last token, reward) of each segment with a process reward."""
+    """Return (position of its last token, reward) for each segment with a process reward."""
     if episode.step_rewards is None:
         return []
     return [
-        (place, float(f"{value:.6g}"))
-        for place, value in enumerate(episode.step_rewards.tolist())
+        (position, float(f"{value:.6g}"))
+        for position, value in enumerate(episode.step_rewards.tolist())
         if math.isfinite(value)
     ]

@@ -16,15 +16,15 @@ def timeline_charts(stages: Sequence[Stage]) -> list[Figure]:
     """Return the stages on one time axis, end to end."""
     rows = []
     begin = 0.0
-    total = math.fsum(one.seconds or 0.0 for one in stages)
-    for one in stages:
-        if one.seconds is not None:
-            bar = {"bar": (begin, begin + one.seconds), "color": TASK_COLORS.get(one.task, 7)}
-            share = {"name": one.task, "value": format_percent(one.seconds / (total or 1.0))}
+    total = math.fsum(run.seconds or 0.0 for run in stages)
+    for run in stages:
+        if run.seconds is not None:
+            bar = {"bar": (begin, begin + run.seconds), "color": TASK_COLORS.get(run.task, 7)}
+            share = {"name": run.task, "value": format_percent(run.seconds / (total or 1.0))}
             rows.append(
-                {"label": one.name, "value": format_duration(one.seconds), "marks": [bar], "details": [share]}
+                {"label": run.name, "value": format_duration(run.seconds), "marks": [bar], "details": [share]}
             )
-            begin += one.seconds
+            begin += run.seconds
     x = {"as": "clock", "domain": (0, total or 1.0), "label": "time in stages, end to end"}
     title = f"Stages, {format_duration(total)} in all"
     return (
@@ -36,19 +36,19 @@ def timeline_charts(stages: Sequence[Stage]) -> list[Figure]:
 
 def part_time_charts(stages: Sequence[tuple[str, Mapping[str, float] | None]]) -> list[Figure]:
     """Return a chart of step time by part; `stages` are (name, seconds by part)."""
-    totals = [(name, found, math.fsum(found.values())) for name, found in stages if found is not None]
+    totals = [(name, seconds, math.fsum(seconds.values())) for name, seconds in stages if seconds is not None]
     rows = []
-    for name, found, total in totals:
+    for name, seconds, total in totals:
         marks = []
         begin = 0.0
         for part, color in PART_COLORS.items():
-            marks.append({"bar": (begin, begin + found[part]), "color": color})
-            begin += found[part]
+            marks.append({"bar": (begin, begin + seconds[part]), "color": color})
+            begin += seconds[part]
         details = [
             {
                 "name": part,
                 "color": color,
-                "value": f"{format_duration(found[part])} · {format_percent(found[part] / total)}",
+                "value": f"{format_duration(seconds[part])} · {format_percent(seconds[part] / total)}",
             }
             for part, color in PART_COLORS.items()
         ]

@@ -26,7 +26,7 @@ def sample_traces(stage: str, attempt: Attempt) -> StageEpisodes | None:
             zip(TRACE_FILES, (kept, refused), (MAX_KEPT, MAX_REFUSED), (1.0, None), strict=True)
         )
     ]
-    filled = [one for one in sets if one.total]
+    filled = [episode_set for episode_set in sets if episode_set.total]
     strategies = sorted({_strategy(row) for row in kept})
     return StageEpisodes(stage, "collect", None, filled, strategies) if filled else None
 
@@ -34,7 +34,7 @@ def sample_traces(stage: str, attempt: Attempt) -> StageEpisodes | None:
 def _trace_set(
     label: str, step: int, rows: Sequence[Mapping[str, Any]], chosen: Sequence[int], mean: float | None
 ) -> EpisodeSet:
-    groups = [_trace_group(str(place + 1), rows[place]) for place in chosen]
+    groups = [_trace_group(str(index + 1), rows[index]) for index in chosen]
     return EpisodeSet(label, step, len(rows), len(groups), mean, embeddable_json(groups))
 
 

@@ -12,7 +12,7 @@ MAX_CHARACTERS = 20_000  # characters to show of a text
 
 
 def shorten(text: str, most: int = MAX_CHARACTERS) -> str:
-    """`text`, without its middle if it has more than `most` characters."""
+    """Return `text`, without its middle if it has more than `most` characters."""
     if len(text) <= most:
         return text
     head = most * 3 // 4
@@ -22,18 +22,18 @@ def shorten(text: str, most: int = MAX_CHARACTERS) -> str:
 def shorten_messages(
     messages: Iterable[Mapping[str, str]], most: int = MAX_CHARACTERS
 ) -> list[dict[str, str]]:
-    """Role and content of messages, with contents of at most `most` characters."""
-    return [{"role": str(one["role"]), "content": shorten(str(one["content"]), most)} for one in messages]
+    """Return role and content of messages, with contents of at most `most` characters."""
+    return [{"role": str(item["role"]), "content": shorten(str(item["content"]), most)} for item in messages]
 
 
 def split_turns(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return the policy's turns and the messages between them, with role and text of each."""
     turns: list[dict[str, Any]] = []
-    for own, group in groupby(messages, key=lambda one: one["role"] == ASSISTANT):
+    for own, group in groupby(messages, key=lambda message: message["role"] == ASSISTANT):
         members = list(group)
-        for turn in [[one] for one in members] if own else [members]:
-            roles = " and ".join(dict.fromkeys(one["role"] for one in turn))
-            turns.append({"role": roles, "text": "".join(one["content"] for one in turn)})
+        for turn in [[message] for message in members] if own else [members]:
+            roles = " and ".join(dict.fromkeys(message["role"] for message in turn))
+            turns.append({"role": roles, "text": "".join(message["content"] for message in turn)})
     return turns
 
 
@@ -46,7 +46,7 @@ def list_turns(episode: Episode) -> list[dict[str, Any]] | None:
         return None
     turns = split_turns(episode.messages[len(episode.opening) :])
     bounds = episode.runs()
-    owners = [one["role"] == ASSISTANT for one in turns]
+    owners = [turn["role"] == ASSISTANT for turn in turns]
     if owners == [own for own, _, _ in bounds]:
         for turn, (_, start, end) in zip(turns, bounds, strict=True):
             turn |= {"start": start, "end": end}
@@ -59,12 +59,12 @@ def split_pieces(vocabulary: Vocabulary, episode: Episode) -> list[Piece] | None
     if episode.loss_mask.all():
         return vocabulary.pieces(token_ids, episode.text)
     messages = episode.messages[len(episode.opening) :]
-    texts = iter([one["content"] for one in messages if one["role"] == ASSISTANT])
+    texts = iter([message["content"] for message in messages if message["role"] == ASSISTANT])
     pieces: list[Piece] = []
     for own, start, end in episode.runs():
         part = token_ids[start:end]
-        found = vocabulary.pieces(part, next(texts, "")) if own else vocabulary.loose(part)
-        if found is None:
+        added = vocabulary.pieces(part, next(texts, "")) if own else vocabulary.loose(part)
+        if added is None:
             return None
-        pieces += found
+        pieces += added
     return pieces

@@ -66,12 +66,12 @@ def view_folder(path: Path) -> ExperimentView:
         RequestError: when there is no attempt directory at or below `path`.
     """
     if (path / "job.json").is_file():
-        found = [path]
+        folders = [path]
     else:
-        found = [
+        folders = [
             job.parent for depth in range(1, SEARCH_DEPTH) for job in path.glob("*/" * depth + "job.json")
         ]
-    attempts = [folder for folder in found if _has_begun(folder)]
+    attempts = [folder for folder in folders if _has_begun(folder)]
     if not attempts:
         raise RequestError(
             "no attempt directory (job.json beside artifacts/ or runtime/) at or below this path",
@@ -93,7 +93,7 @@ def view_folder(path: Path) -> ExperimentView:
 
 def derive_seed(stages: Sequence[StageView]) -> int:
     """Return the seed of the first stage that has begun; 0 without one."""
-    jobs = [one.attempt_dir / "job.json" for one in stages if one.attempt_dir is not None]
+    jobs = [stage.attempt_dir / "job.json" for stage in stages if stage.attempt_dir is not None]
     return int(read_json(jobs[0]).get("seed", 0)) if jobs else 0
 
 
@@ -120,7 +120,7 @@ def _view_attempt(attempt: Path, attempts: int) -> StageView:
 
 
 def read_state(attempt: Path) -> tuple[str, str]:
-    """State and cause of an attempt as its files tell; it is active until its verdict is written."""
+    """Return state and cause of an attempt from its files; it is active until its verdict is written."""
     result_file = attempt / "runtime" / "result.json"
     if not result_file.exists():
         return "active", ""

@@ -69,17 +69,17 @@ class Wiki:
         return cls(root or control.home.root / "wiki")
 
     def facts(self, control: Control, *, verify: bool = False) -> Facts:
-        """The facts for this wiki's numbers; with `verify`, every signature and digest is checked again."""
+        """Return the facts for this wiki's numbers; `verify` checks every signature and digest again."""
         return Facts(read_facts(control, None if verify else self.root / CACHE_FOLDER / "facts.json"))
 
     def pages(self) -> dict[str, str]:
         """Return the text of each page by its path without `.md`, sorted."""
-        found = {}
+        pages = {}
         for path in sorted(self.root.rglob("*.md")):
             name = path.relative_to(self.root).as_posix().removesuffix(".md")
             if path.is_file() and not name.startswith(CACHE_FOLDER):
-                found[name] = path.read_text(encoding="utf-8", errors="replace")
-        return found
+                pages[name] = path.read_text(encoding="utf-8", errors="replace")
+        return pages
 
     def built_pages(self) -> dict[str, str]:
         """Return the pages of a wiki that must exist.
@@ -109,7 +109,7 @@ def compile_wiki(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> BuildR
     (wiki.root / QUESTIONS_FOLDER).mkdir(parents=True, exist_ok=True)
     old = wiki.pages()
     hands = {path: hand_text(text) for path, text in old.items()}
-    generated = {one.path: one for one in generate_pages(facts)}
+    generated = {page.path: page for page in generate_pages(facts)}
     generated |= {path: _question_page(path, old[path], hands[path]) for path in old if _is_question(path)}
     generated["index"] = index_page(generated.values())
     mentions = _collect_mentions(hands)
@@ -146,31 +146,31 @@ def _compile_page(
     mentioned: Iterable[str],
     unanswered: list[tuple[str, str]],
 ) -> str:
-    sources: dict[str, RunFacts] = {one.id: one for one in page.runs}
+    sources: dict[str, RunFacts] = {run.id: run for run in page.runs}
 
     def answer(query: str) -> str | None:
         try:
-            found = facts.ask(query)
+            result = facts.ask(query)
         except RequestError as error:
             unanswered.append((page.path, str(error)))
             return None
-        sources.update({one.id: one for one in (*found.runs, *found.others)})
-        return found.text
+        sources.update({run.id: run for run in (*result.runs, *result.others)})
+        return result.text
 
     hand = fill_citations(hand, answer)
-    listed = [f"* {render_link(page.path, one, one)}" for one in mentioned]
+    listed = [f"* {render_link(page.path, path, path)}" for path in mentioned]
     tail = ["## Mentioned in", "", *listed] if listed else []
     front = {
         "title": page.title,
         "kind": page.kind,
-        "queries": [one.query for one in find_citations(hand)],
-        "evidence": {name: one.evidence for name, one in sorted(sources.items()) if one.evidence},
+        "queries": [citation.query for citation in find_citations(hand)],
+        "evidence": {name: run.evidence for name, run in sorted(sources.items()) if run.evidence},
     }
     return render_page(front, page.text, hand, "\n".join(tail))
 
 
 def _question_page(path: str, text: str, hand: str) -> Page:
-    """Return a question's page is what its author wrote, below its title."""
+    """Return the page of a question: its title, above the text of its author."""
     first = hand.lstrip().partition("\n")[0]
     written = first.removeprefix("# ").strip() if first.startswith("# ") else ""
     title = written or str(read_front_matter(text).get("title") or path.rpartition("/")[2].replace("-", " "))
@@ -182,18 +182,18 @@ def _is_question(path: str) -> bool:
 
 
 def _collect_mentions(hands: Mapping[str, str]) -> dict[str, dict[str, None]]:
-    """For each page, the pages whose hand-written text links to it."""
-    found: dict[str, dict[str, None]] = {}
+    """Return, for each page, the pages whose hand-written text links to it."""
+    mentions: dict[str, dict[str, None]] = {}
     for path, hand in hands.items():
         for target, _ in find_links(hand, path):
-            found.setdefault(target, {})[path] = None
-    return found
+            mentions.setdefault(target, {})[path] = None
+    return mentions
 
 
 def _list_changes(path: str, before: str, after: str) -> Iterator[Change]:
-    """Yield the numbers of a page that are others now, or that have no evidence any more."""
-    now = {one.query: one.shown for one in find_citations(after)}
-    for one in find_citations(before):
-        found = now.get(one.query) or NO_NUMBER
-        if one.shown is not None and found != one.shown:
-            yield Change(path, one.query, one.shown, found)
+    """Yield the numbers of a page that changed or lost their evidence."""
+    now = {citation.query: citation.shown for citation in find_citations(after)}
+    for citation in find_citations(before):
+        number = now.get(citation.query) or NO_NUMBER
+        if citation.shown is not None and number != citation.shown:
+            yield Change(path, citation.query, citation.shown, number)

@@ -1,4 +1,4 @@
-"""Reads from signed results what the wiki may say about each run."""
+"""Reads the facts about each run from signed results."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,8 +21,8 @@ from perilune.traces.causes import environment_label
 
 SUMMARY_FILE = "artifacts/summary.json"
 SKIPPED_KEYS = frozenset({"correct_per_task", "implicit_objective", "memory", "seconds", "disk_bytes"})
-MISSING_SUFFIX = "is missing"  # ends the problem of a run whose files are not there
-MAX_DEPTH = 3  # levels of a summary in which figures are looked for
+MISSING_SUFFIX = "is missing"  # ends the problem of a run with missing files
+MAX_DEPTH = 3  # levels of a summary to search for figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class RunFacts:
         parents: names of the stages whose output it takes.
         figures: by dotted name in summary.json. Empty unless the signature and the digest are right.
         evidence: SHA-256 of the signed statement about the result; "" without one.
-        problem: why the figures cannot be trusted; "" if they can.
-        superseded: whether a retry took its place.
+        problem: reason not to trust the figures; "" without one.
+        superseded: true if a retry replaced it.
     """
 
     id: str
@@ -74,12 +74,12 @@ class RunFacts:
 
     @property
     def citable(self) -> bool:
-        """Whether its figures may be cited."""
+        """True if its figures may be cited."""
         return bool(self.figures) and not self.problem
 
     @property
     def is_missing(self) -> bool:
-        """Whether the files of its evidence are not there."""
+        """True if a file of its evidence is missing."""
         return self.problem.endswith(MISSING_SUFFIX)
 
 
@@ -90,7 +90,7 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
         cache: file with facts of earlier reads. A run is read again when its state changes, or the size or a
             time stamp of one of its files. Without a cache every signature and digest is checked.
     """
-    known, found, changed = _read_cache(cache), [], False
+    known, result, changed = _read_cache(cache), [], False
     for recorded in _stored_runs(control):
         run = recorded.run
         evidence = evidence_paths(control.home, run.id, run.current_epoch)
@@ -102,17 +102,17 @@ def read_facts(control: Control, cache: Path | None = None) -> list[RunFacts]:
             facts = _read_run(control, recorded, signed, summary)
             known[run.id] = [stamp, asdict(facts)]
             changed = True
-        found.append(facts)
-    if cache is not None and (changed or len(known) > len(found)):
-        kept = {one.id: known[one.id] for one in found}
+        result.append(facts)
+    if cache is not None and (changed or len(known) > len(result)):
+        kept = {run.id: known[run.id] for run in result}
         cache.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(cache, canonical_json(kept))
-    return found
+    return result
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredRun:
-    """A run as the store knows it; `superseded` says whether a retry replaced it."""
+    """A run in the store; `superseded` is true if a retry replaced it."""
 
     run: Run
     experiment: Experiment
@@ -152,7 +152,7 @@ def _read_run(control: Control, recorded: _StoredRun, signed: Path, summary: Pat
         message=run.message,
         submitted=run.created,
         setting=sha256_bytes(canonical_json({**recipe, "seed": None}))[:8],
-        overrides=tuple(one for one in read_overrides(control, experiment.id) if not one.startswith("seed=")),
+        overrides=tuple(arg for arg in read_overrides(control, experiment.id) if not arg.startswith("seed=")),
         superseded=recorded.superseded,
         seed=int(settings.get("seed") or 0),
         environment=environment_label(environment) if environment else "",
@@ -178,7 +178,7 @@ def _read_signed(
     try:
         predicate = statement["predicate"]
         about = str(predicate["runDetails"]["metadata"]["invocationId"]).partition("/")[0]
-        digests = {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}
+        digests = {str(file["name"]): str(file["digest"]["sha256"]) for file in statement["subject"]}
         settings = dict(predicate["buildDefinition"]["externalParameters"])
     except (KeyError, TypeError, ValueError) as error:
         raise SignatureError("has another shape") from error
@@ -230,7 +230,7 @@ def _restore_facts(kept: Any, stamp: Sequence[Any]) -> RunFacts | None:
     """Return the facts in an entry of the cache; None if it is missing, damaged or about other files."""
     try:
         known, fields = kept
-        figures = {name: Figure(**one) for name, one in fields["figures"].items()}
+        figures = {name: Figure(**value) for name, value in fields["figures"].items()}
         texts = {name: tuple(fields[name]) for name in ("overrides", "parents")}
         return RunFacts(**{**fields, **texts, "figures": figures}) if known == stamp else None
     except (TypeError, ValueError, KeyError, AttributeError):

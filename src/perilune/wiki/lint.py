@@ -1,4 +1,4 @@
-"""Finds what is wrong in a wiki: one function for each kind of fault."""
+"""Finds the faults of a wiki, with one function for each kind."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +42,7 @@ _SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?](?!\s)[^.!?\n]*)*[.!?]?|\n")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault: where it is, what it is, and what to do."""
+    """One fault: its position, description and remedy."""
 
     page: str
     line: int
@@ -56,7 +56,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Page:
-    """A page while it is examined."""
+    """A page with the facts that the rules need."""
 
     path: str
     text: str
@@ -66,7 +66,7 @@ class _Page:
 
     @cached_property
     def prose(self) -> str:
-        """The hand-written text without code and citations, at its offsets: all else is spaces."""
+        """The hand-written text without code and citations, at its offsets; the rest is spaces."""
         start, end = hand_span(self.text)
         visible = CITATION.sub(_blank_match, blank_code(self.text[start:end]))
         return _BLANK.sub(" ", self.text[:start]) + visible + _BLANK.sub(" ", self.text[end:])
@@ -74,28 +74,28 @@ class _Page:
     @cached_property
     def cited(self) -> list[tuple[Citation, Answer | RequestError]]:
         """The page's citations with their answers."""
-        return [(one, _try_answer(self.facts, one.query)) for one in find_citations(self.text)]
+        return [(cite, _try_answer(self.facts, cite.query)) for cite in find_citations(self.text)]
 
     @cached_property
     def runs(self) -> dict[RunFacts, int]:
-        """The run that the page is about, at 0, and those of its figures, at their first citation."""
+        """The runs of the page: its subject at offset 0, and others at the offset of their first citation."""
         own = self.facts.by_id.get(self.path.removeprefix("runs/"))
-        found = {own: 0} if own else {}
-        for one, _ in self.cited:
-            for run in self.facts.named(one.query):
-                found.setdefault(run, one.place)
-        return found
+        runs = {own: 0} if own else {}
+        for cite, _ in self.cited:
+            for run in self.facts.named(cite.query):
+                runs.setdefault(run, cite.place)
+        return runs
 
     @cached_property
     def claims(self) -> list[tuple[int, str, list[Answer]]]:
         """Hand-written sentences with a word of comparison: offset, text, and the answers cited in them."""
-        answers = {one.place: found for one, found in self.cited if isinstance(found, Answer)}
-        found = []
+        answers = {cite.place: answer for cite, answer in self.cited if isinstance(answer, Answer)}
+        claims = []
         for sentence in _SENTENCE.finditer(self.prose):
             if _CLAIM.search(sentence[0]) and not sentence[0].rstrip().endswith("?"):
-                inside = [answers[place] for place in answers if sentence.start() <= place < sentence.end()]
-                found.append((sentence.start(), sentence[0].strip(), inside))
-        return found
+                inside = [answers[start] for start in answers if sentence.start() <= start < sentence.end()]
+                claims.append((sentence.start(), sentence[0].strip(), inside))
+        return claims
 
     def finding(self, offset: int, code: str, message: str, remedy: str) -> Finding:
         return Finding(self.path, self.text.count("\n", 0, max(offset, 0)) + 1, code, message, remedy)
@@ -112,18 +112,18 @@ def lint_wiki(pages: Mapping[str, str], facts: Facts) -> list[Finding]:
     linked = frozenset(
         target for path, text in pages.items() for target, _ in find_links(text, path) if target != path
     )
-    found = []
+    findings = []
     for path, text in pages.items():
         page = _Page(path, text, facts, known, linked)
-        found += [one for rule in RULES.values() for one in rule(page)]
-    return sorted(found, key=lambda one: (one.page, one.line, one.code))
+        findings += [finding for rule in RULES.values() for finding in rule(page)]
+    return sorted(findings, key=lambda finding: (finding.page, finding.line, finding.code))
 
 
 def _dead_links(page: _Page) -> Iterator[Finding]:
-    for target, place in find_links(page.text, page.path):
+    for target, offset in find_links(page.text, page.path):
         if target not in page.known:
             yield page.finding(
-                place, "dead-link", f"there is no page '{target}'", "correct the link, or build the wiki"
+                offset, "dead-link", f"there is no page '{target}'", "correct the link, or build the wiki"
             )
 
 
@@ -138,24 +138,24 @@ def _orphans(page: _Page) -> Iterator[Finding]:
 
 
 def _stale_numbers(page: _Page) -> Iterator[Finding]:
-    for one, found in page.cited:
-        if isinstance(found, Answer) and one.shown != found.text and not _is_outdated_best(one, found):
-            was = "is not filled in" if one.shown is None else f"says {one.shown}"
+    for cite, answer in page.cited:
+        if isinstance(answer, Answer) and cite.shown != answer.text and not _is_outdated_best(cite, answer):
+            was = "is not filled in" if cite.shown is None else f"says {cite.shown}"
             yield page.finding(
-                one.place,
+                cite.place,
                 "stale-number",
-                f"'{one.query}' {was}; the evidence says {found.text}",
+                f"'{cite.query}' {was}; the evidence says {answer.text}",
                 "perilune wiki build",
             )
 
 
 def _outdated_best(page: _Page) -> Iterator[Finding]:
-    for one, found in page.cited:
-        if isinstance(found, Answer) and _is_outdated_best(one, found):
+    for cite, answer in page.cited:
+        if isinstance(answer, Answer) and _is_outdated_best(cite, answer):
             yield page.finding(
-                one.place,
+                cite.place,
                 "outdated-best",
-                f"'{one.query}' is now {found.text}",
+                f"'{cite.query}' is now {answer.text}",
                 "perilune wiki build, and read the sentence again",
             )
 
@@ -165,45 +165,45 @@ def _is_outdated_best(one: Citation, found: Answer) -> bool:
 
 
 def _bad_queries(page: _Page) -> Iterator[Finding]:
-    for one, found in page.cited:
-        if isinstance(found, RequestError) and all(run.citable for run in page.facts.named(one.query)):
-            yield page.finding(one.place, "bad-query", found.what, found.remedy or "correct the query")
+    for cite, answer in page.cited:
+        if isinstance(answer, RequestError) and all(run.citable for run in page.facts.named(cite.query)):
+            yield page.finding(cite.place, "bad-query", answer.what, answer.remedy or "correct the query")
 
 
 def _missing_evidence(page: _Page) -> Iterator[Finding]:
-    for run, place in page.runs.items():
-        if run.is_missing or (place and not run.problem and not run.figures):
+    for run, start in page.runs.items():
+        if run.is_missing or (start and not run.problem and not run.figures):
             why = run.problem or f"it is {run.state}"
             yield page.finding(
-                place, "missing-evidence", f"run {run.id} has no evidence: {why}", "cite a run that succeeded"
+                start, "missing-evidence", f"run {run.id} has no evidence: {why}", "cite a run that succeeded"
             )
 
 
 def _failing_evidence(page: _Page) -> Iterator[Finding]:
-    for run, place in page.runs.items():
+    for run, start in page.runs.items():
         if run.problem and not run.is_missing:
             yield page.finding(
-                place, "failed-evidence", f"run {run.id}: {run.problem}", f"perilune verify {run.id}"
+                start, "failed-evidence", f"run {run.id}: {run.problem}", f"perilune verify {run.id}"
             )
 
 
 def _superseded_runs(page: _Page) -> Iterator[Finding]:
     start, end = hand_span(page.text)
-    for one, found in page.cited:
-        if not isinstance(found, Answer) or found.kind != "run" or not start <= one.place < end:
+    for cite, answer in page.cited:
+        if not isinstance(answer, Answer) or answer.kind != "run" or not start <= cite.place < end:
             continue
-        if found.runs[0].superseded:
-            what = f"a retry replaced run {found.runs[0].id}"
-            yield page.finding(one.place, "superseded-run", what, "cite the newer run")
+        if answer.runs[0].superseded:
+            what = f"a retry replaced run {answer.runs[0].id}"
+            yield page.finding(cite.place, "superseded-run", what, "cite the newer run")
 
 
 def _one_seed(page: _Page) -> Iterator[Finding]:
-    for place, _, answers in page.claims:
-        for one in answers:
-            seeds = len({run.seed for run in one.runs})
-            if one.kind in ("mean", "difference", "run") and seeds < MIN_SEEDS:
+    for offset, _, answers in page.claims:
+        for answer in answers:
+            seeds = len({run.seed for run in answer.runs})
+            if answer.kind in ("mean", "difference", "run") and seeds < MIN_SEEDS:
                 yield page.finding(
-                    place,
+                    offset,
                     "few-seeds",
                     f"a claim from {seeds} seed{'s' * (seeds > 1)}",
                     f"run at least {MIN_SEEDS} seeds, or say what was seen without comparing",
@@ -212,15 +212,15 @@ def _one_seed(page: _Page) -> Iterator[Finding]:
 
 
 def _overlaps(page: _Page) -> Iterator[Finding]:
-    for place, _, answers in page.claims:
-        differences = [one for one in answers if one.kind == "difference"]
-        if any(_intervals_overlap(one.figure.bounds, (0.0, 0.0)) for one in differences):
+    for offset, _, answers in page.claims:
+        differences = [answer for answer in answers if answer.kind == "difference"]
+        if any(_intervals_overlap(answer.figure.bounds, (0.0, 0.0)) for answer in differences):
             contains = "the interval of the difference contains 0"
-            yield page.finding(place, "overlap", contains, 'say "no difference shown"')
-        single = [one.figure.bounds for one in answers if one.kind in ("mean", "run")]
+            yield page.finding(offset, "overlap", contains, 'say "no difference shown"')
+        single = [answer.figure.bounds for answer in answers if answer.kind in ("mean", "run")]
         if not differences and any(_intervals_overlap(a, b) for a, b in combinations(single, 2)):
             yield page.finding(
-                place, "overlap", "the intervals overlap", "cite the difference, paired by seed"
+                offset, "overlap", "the intervals overlap", "cite the difference, paired by seed"
             )
 
 
@@ -229,10 +229,10 @@ def _intervals_overlap(a: tuple[float, float] | None, b: tuple[float, float] | N
 
 
 def _bare_best(page: _Page) -> Iterator[Finding]:
-    for place, text, answers in page.claims:
-        if _BEST.search(text) and not any(one.kind in ("best", "difference") for one in answers):
+    for offset, text, answers in page.claims:
+        if _BEST.search(text) and not any(answer.kind in ("best", "difference") for answer in answers):
             yield page.finding(
-                place,
+                offset,
                 "uncited-best",
                 "no query stands behind this superlative",
                 "cite: best FIGURE of recipe NAME stage STAGE",
@@ -240,10 +240,10 @@ def _bare_best(page: _Page) -> Iterator[Finding]:
 
 
 def _bare_comparison(page: _Page) -> Iterator[Finding]:
-    for place, text, answers in page.claims:
+    for offset, text, answers in page.claims:
         if _VERSUS.search(text) and not answers and not _BEST.search(text):
             yield page.finding(
-                place,
+                offset,
                 "uncited-comparison",
                 "no query stands behind this comparison",
                 "cite: difference FIGURE of recipe A stage STAGE minus recipe B stage STAGE",

@@ -38,20 +38,20 @@ class Citation:
 
 
 def quote(text: str) -> str:
-    """Untrusted text as inline code, in which nothing is a link, a citation, a region or a table's border."""
+    """Return untrusted text as inline code without links, citations, regions and borders of tables."""
     flat = " ".join(escape_control(text).split())[:MAX_QUOTED_CHARACTERS]
     return f"`{neutralise(flat).replace('`', chr(39)).replace('|', '¦')}`" if flat else ""
 
 
 def neutralise(text: str) -> str:
-    """Untrusted text in which nothing is a comment, a citation or a link."""
+    """Return untrusted text without comments, citations and links."""
     for special in ("<!--", "-->", "{{", "[[", "]("):
         text = text.replace(special, f"{special[0]} {special[1:]}")
     return text
 
 
 def make_slug(text: str) -> str:
-    """The name of a page's file for a name from a recipe or a question; different names stay different."""
+    """Return a file name for a name from a recipe or a question; different names stay different."""
     plain = re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-")[:60] or "page"
     return plain if plain == text else f"{plain}-{sha256_bytes(text.encode())[:6]}"
 
@@ -63,21 +63,21 @@ def render_citation(query: str, shown: str) -> str:
 
 def find_citations(text: str) -> Iterator[Citation]:
     """Yield the citations of a text that are not in code."""
-    for found in CITATION.finditer(blank_code(text)):
-        own = CITATION.match(text, found.start())  # what it shows may have code
-        if own is not None:
-            yield Citation((own["filled"] or own["source"]).strip(), own["shown"], *own.span())
+    for match in CITATION.finditer(blank_code(text)):
+        whole = CITATION.match(text, match.start())  # the number that it shows may have code
+        if whole is not None:
+            yield Citation((whole["filled"] or whole["source"]).strip(), whole["shown"], *whole.span())
 
 
 def fill_citations(text: str, answer: Callable[[str], str | None]) -> str:
     """Return the text with each citation answered; one without an answer stays as it is."""
-    parts, place = [], 0
-    for one in find_citations(text):
-        shown = answer(one.query)
-        if shown is not None:
-            parts += [text[place : one.place], render_citation(one.query, shown)]
-            place = one.end
-    return "".join([*parts, text[place:]])
+    parts, offset = [], 0
+    for citation in find_citations(text):
+        number = answer(citation.query)
+        if number is not None:
+            parts += [text[offset : citation.place], render_citation(citation.query, number)]
+            offset = citation.end
+    return "".join([*parts, text[offset:]])
 
 
 def strip_comments(text: str) -> str:
@@ -87,7 +87,7 @@ def strip_comments(text: str) -> str:
 
 def blank_code(text: str) -> str:
     """Return the text with code replaced by spaces, so that offsets stay."""
-    return CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
+    return CODE.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
 
 
 def find_links(text: str, page: str) -> Iterator[tuple[str, int]]:
@@ -96,9 +96,9 @@ def find_links(text: str, page: str) -> Iterator[tuple[str, int]]:
     Args:
         page: path of the page with the text; `[[links]]` start at the wiki, `](links.md)` at the page.
     """
-    for found in LINK.finditer(blank_code(text)):
-        name = (found["wiki"] or posixpath.join(posixpath.dirname(page), found["path"] or "")).strip()
-        yield posixpath.normpath(name).removesuffix(".md"), found.start()
+    for match in LINK.finditer(blank_code(text)):
+        name = (match["wiki"] or posixpath.join(posixpath.dirname(page), match["path"] or "")).strip()
+        yield posixpath.normpath(name).removesuffix(".md"), match.start()
 
 
 def hand_text(page: str) -> str:
@@ -108,11 +108,11 @@ def hand_text(page: str) -> str:
 
 
 def hand_span(page: str) -> tuple[int, int]:
-    """Begin and end of the hand-written text."""
+    """Return begin and end of the hand-written text."""
     if not is_built(page):
         return 0, len(page)
-    found = _REGION.search(page)
-    return found.span(1) if found else (len(page), len(page))
+    match = _REGION.search(page)
+    return match.span(1) if match else (len(page), len(page))
 
 
 def is_built(page: str) -> bool:
@@ -135,9 +135,9 @@ def render_page(front: Mapping[str, Any], head: str, hand: str, tail: str) -> st
 
 def read_front_matter(page: str) -> dict[str, Any]:
     """Return the front matter that a build wrote; empty for other pages."""
-    found = _FRONT.match(page)
+    match = _FRONT.match(page)
     document = {}
-    for line in found[1].splitlines() if found else ():
+    for line in match[1].splitlines() if match else ():
         key, _, value = line.partition(": ")
         try:
             document[key] = json.loads(value)
@@ -148,10 +148,10 @@ def read_front_matter(page: str) -> dict[str, Any]:
 
 def strip_front_matter(page: str) -> str:
     """Return a page without its front matter."""
-    found = _FRONT.match(page)
-    return page[found.end() :] if found else page
+    match = _FRONT.match(page)
+    return page[match.end() :] if match else page
 
 
 def generated_digest(body: str) -> str:
-    """SHA-256 of the generated text of a page: all but the hand-written region."""
+    """Return the SHA-256 of the generated text of a page: all but the hand-written region."""
     return sha256_bytes(_REGION.sub(HAND_BEGIN, body).encode())

@@ -48,23 +48,23 @@ def index_page(pages: Iterable[Page]) -> Page:
     lines = ["# Runs of this home", "", f"All runs in the order of their submission: {log}."]
     listed = list(pages)
     for kind in ("question", *KINDS):
-        rows = [f"* {render_link('index', one.path, one.title)}" for one in listed if one.kind == kind]
+        rows = [f"* {render_link('index', page.path, page.title)}" for page in listed if page.kind == kind]
         lines += ["", f"## {kind.capitalize()}s", "", *rows] if rows else []
     return Page("index", "index", "Runs of this home", "\n".join(lines))
 
 
 def group_runs(runs: Sequence[RunFacts], kind: str) -> dict[str, list[RunFacts]]:
     """Return the runs by recipe, environment or algorithm; those without one are left out."""
-    found: dict[str, list[RunFacts]] = {}
-    for one in runs:
-        name = getattr(one, kind)
+    groups: dict[str, list[RunFacts]] = {}
+    for run in runs:
+        name = getattr(run, kind)
         if name:
-            found.setdefault(name, []).append(one)
-    return found
+            groups.setdefault(name, []).append(run)
+    return groups
 
 
 def main_figure(run: RunFacts) -> str | None:
-    """Name of the figure that stands for a run in tables."""
+    """Return the name of the figure that represents a run in tables."""
     return next((name for name in MAIN_FIGURES if name in run.figures), None) if run.citable else None
 
 
@@ -92,7 +92,7 @@ def _run_page(facts: Facts, run: RunFacts) -> Page:
             if name
         },
         "overrides": ", ".join(map(quote, run.overrides)),
-        "takes": ", ".join(_parent_link(facts, path, run, one) for one in run.parents),
+        "takes": ", ".join(_parent_link(facts, path, run, parent) for parent in run.parents),
         "replaced by a retry": "yes" if run.superseded else "",
         "failed because": f"{quote(run.cause)} {quote(run.message)}" if run.state == RunState.FAILED else "",
         "evidence": f"**not valid**: {quote(run.problem)}" if run.problem else quote(run.evidence),
@@ -107,23 +107,23 @@ def _run_page(facts: Facts, run: RunFacts) -> Page:
 
 def _recipe_page(facts: Facts, name: str, runs: Sequence[RunFacts]) -> Page:
     path, lines = page_path("recipe", name), [f"# Recipe {name}", ""]
-    if any(main_figure(one) for one in runs):
+    if any(main_figure(run) for run in runs):
         lines += [f"![Final figures by setting and seed]({posixpath.basename(path)}.svg)", ""]
-    for stage in dict.fromkeys(one.stage for one in runs):
-        here = [one for one in runs if one.stage == stage and not one.superseded]
-        figure = next((found for one in here if (found := main_figure(one))), None)
+    for stage in dict.fromkeys(run.stage for run in runs):
+        current = [run for run in runs if run.stage == stage and not run.superseded]
+        figure = next((main for run in current if (main := main_figure(run))), None)
         lines += [f"## {stage}", ""]
         if figure:
             lines += ["| setting | its own overrides | mean over seeds |", "|---|---|---|"]
-            settings = _group_by_setting(here, figure)
-            shared = set.intersection(*(set(its[0].overrides) for its in settings.values()))
-            for setting, its in settings.items():
+            settings = _group_by_setting(current, figure)
+            shared = set.intersection(*(set(group[0].overrides) for group in settings.values()))
+            for setting, group in settings.items():
                 query = f"mean {figure} of recipe {name} stage {stage} with setting={setting}"
-                overrides = ", ".join(quote(one) for one in its[0].overrides if one not in shared)
+                overrides = ", ".join(quote(item) for item in group[0].overrides if item not in shared)
                 lines.append(f"| {setting} | {overrides} | {cite(facts, query)} |")
             best = f"best {figure} of recipe {name} stage {stage}"
             lines += ["", f"Figure: {quote(figure)}. Best: {cite(facts, best)}.", ""]
-        lines += [*_run_table(facts, path, here), ""]
+        lines += [*_run_table(facts, path, current), ""]
     return Page(path, "recipe", f"Recipe {name}", "\n".join(lines), tuple(runs))
 
 
@@ -146,7 +146,7 @@ KINDS: dict[str, Callable[[Facts, str, Sequence[RunFacts]], Page]] = {
 
 def _log_page(facts: Facts) -> Page:
     lines, day = ["# Log", ""], ""
-    for run in sorted(facts.runs, key=lambda one: (one.submitted, one.id)):
+    for run in sorted(facts.runs, key=lambda run: (run.submitted, run.id)):
         date = _format_date(run.submitted)
         lines += ["", f"## {date[:10]}", ""] if date[:10] != day else []
         day = date[:10]
@@ -157,8 +157,8 @@ def _log_page(facts: Facts) -> Page:
 def _run_table(facts: Facts, page: str, runs: Sequence[RunFacts]) -> list[str]:
     lines = ["| run | state | figure |", "|---|---|---|"]
     lines += [
-        f"| {_run_link(page, one)} | {one.state} |{_main_cell(facts, one).lstrip(',')} |"
-        for one in runs[-MAX_ROWS:]
+        f"| {_run_link(page, run)} | {run.state} |{_main_cell(facts, run).lstrip(',')} |"
+        for run in runs[-MAX_ROWS:]
     ]
     if len(runs) > MAX_ROWS:
         lines += ["", f"The newest {MAX_ROWS} of {len(runs)} runs."]
@@ -177,16 +177,18 @@ def _run_link(page: str, run: RunFacts) -> str:
 
 
 def _parent_link(facts: Facts, page: str, run: RunFacts, stage: str) -> str:
-    found = facts.run_of(run.experiment, stage)
-    return render_link(page, page_path("run", found.id), stage) if found else quote(stage)
+    parent = facts.run_of(run.experiment, stage)
+    return render_link(page, page_path("run", parent.id), stage) if parent else quote(stage)
 
 
 def _group_by_setting(runs: Sequence[RunFacts], figure: str) -> dict[str, list[RunFacts]]:
-    found: dict[str, list[RunFacts]] = {}
-    for one in runs:
-        found.setdefault(one.setting, []).append(one)
+    groups: dict[str, list[RunFacts]] = {}
+    for run in runs:
+        groups.setdefault(run.setting, []).append(run)
     return {
-        name: its for name, its in found.items() if all(one.citable and figure in one.figures for one in its)
+        name: group
+        for name, group in groups.items()
+        if all(run.citable and figure in run.figures for run in group)
     }
 
 

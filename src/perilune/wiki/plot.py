@@ -18,16 +18,16 @@ def plot_runs(runs: Sequence[RunFacts]) -> str:
 
     Dots are seeds; a line is the 95% interval over at least two seeds.
     """
-    known = [one for one in runs if not one.superseded and main_figure(one)]
+    known = [run for run in runs if not run.superseded and main_figure(run)]
     if not known:
         return ""
     last = known[-1]
     figure = main_figure(last) or ""
     rows: dict[str, list[RunFacts]] = {}
-    for one in known:
-        if one.stage == last.stage and figure in one.figures:
-            rows.setdefault(", ".join(one.overrides) or f"setting {one.setting}", []).append(one)
-    values = [one.figures[figure].mean for its in rows.values() for one in its]
+    for run in known:
+        if run.stage == last.stage and figure in run.figures:
+            rows.setdefault(", ".join(run.overrides) or f"setting {run.setting}", []).append(run)
+    values = [run.figures[figure].mean for group in rows.values() for run in group]
     low, high = min(0.0, *values), max(values)
     high = 1.0 if low >= 0 and high <= 1 and format_figure(figure, Figure(1)).endswith("%") else high
     scale = (WIDTH - LEFT - RIGHT) / ((high - low) or 1.0)
@@ -41,15 +41,15 @@ def plot_runs(runs: Sequence[RunFacts]) -> str:
         f'height="{height}" font-family="sans-serif" font-size="12" fill="{TEXT_COLOR}">',
         f'<text x="{LEFT}" y="18">{escape(f"{last.stage}: {figure}")}</text>',
     ]
-    for place, (name, its) in enumerate(list(rows.items())[:MAX_ROWS]):
-        y, own = TOP + ROW_HEIGHT * place + 13, [one.figures[figure].mean for one in its]
+    for index, (name, group) in enumerate(list(rows.items())[:MAX_ROWS]):
+        y, own = TOP + ROW_HEIGHT * index + 13, [run.figures[figure].mean for run in group]
         parts.append(f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{escape(name[:34])}</text>')
         if len(own) > 1:
             ends = t_interval(own)
             line = f'x1="{x(ends["low"])}" x2="{x(ends["high"])}" y1="{y}" y2="{y}"'
             parts.append(f'<line {line} stroke="{MARK_COLOR}" stroke-width="2"/>')
         parts += [
-            f'<circle cx="{x(one)}" cy="{y}" r="4" fill="{MARK_COLOR}" fill-opacity="0.6"/>' for one in own
+            f'<circle cx="{x(mean)}" cy="{y}" r="4" fill="{MARK_COLOR}" fill-opacity="0.6"/>' for mean in own
         ]
     for value in (low, high):
         label = escape(format_figure(figure, Figure(value)))

@@ -40,7 +40,7 @@ class Answer:
     Attributes:
         text: the number as it stands in a page.
         figure: its value and interval.
-        runs: the runs that it was computed from; of `best`, the best alone.
+        runs: the runs that it was computed from; for `best`, only the best.
         others: all runs that `best` chose from.
     """
 
@@ -57,11 +57,11 @@ class Facts:
 
     def __init__(self, runs: Sequence[RunFacts]) -> None:
         self.runs = tuple(runs)
-        self.by_id: Mapping[str, RunFacts] = {one.id: one for one in runs}
-        self._newest = {(one.experiment, one.stage): one for one in runs}
+        self.by_id: Mapping[str, RunFacts] = {run.id: run for run in runs}
+        self._newest = {(run.experiment, run.stage): run for run in runs}
         self._stages: dict[tuple[str, str], list[RunFacts]] = {}
-        for one in runs:
-            self._stages.setdefault((one.recipe, one.stage), []).append(one)
+        for run in runs:
+            self._stages.setdefault((run.recipe, run.stage), []).append(run)
 
     def run_of(self, experiment: str, stage: str) -> RunFacts | None:
         """Return the newest run of a stage."""
@@ -74,42 +74,42 @@ class Facts:
             RequestError: it is malformed, or names a run, recipe or figure that does not exist.
         """
         query = " ".join(query.split())
-        if found := _RUN_QUERY.match(query):
-            return self._of_run(found["figure"], found["run"])
-        if not (found := _STAGE_QUERY.match(query)) or bool(found["minus"]) != (
-            found["kind"] == "difference"
+        if match := _RUN_QUERY.match(query):
+            return self._of_run(match["figure"], match["run"])
+        if not (match := _STAGE_QUERY.match(query)) or bool(match["minus"]) != (
+            match["kind"] == "difference"
         ):
             raise RequestError(f"'{query}' is not a query", remedy=HINT)
-        runs = self.select(found["selected"])
-        if found["kind"] is None:
+        runs = self.select(match["selected"])
+        if match["kind"] is None:
             return Answer("count", "count", str(len(runs)), Figure(len(runs)), tuple(runs))
-        figure = found["figure"]
-        if found["kind"] == "best":
+        figure = match["figure"]
+        if match["kind"] == "best":
             return _best(figure, runs, query)
-        if found["kind"] == "mean":
+        if match["kind"] == "mean":
             by_seed = _group_by_seed(figure, runs, query)
             return _aggregate_seeds(
-                "mean", figure, {seed: one.figures[figure].mean for seed, one in by_seed.items()}, runs
+                "mean", figure, {seed: run.figures[figure].mean for seed, run in by_seed.items()}, runs
             )
-        ours, theirs = (_group_by_seed(figure, some, query) for some in (runs, self.select(found["minus"])))
-        common = [seed for seed in ours if seed in theirs]
+        left, right = (_group_by_seed(figure, side, query) for side in (runs, self.select(match["minus"])))
+        common = [seed for seed in left if seed in right]
         if not common:
             raise RequestError("the two sides of the difference have no seed in common", where=query)
         differences = {
-            seed: ours[seed].figures[figure].mean - theirs[seed].figures[figure].mean for seed in common
+            seed: left[seed].figures[figure].mean - right[seed].figures[figure].mean for seed in common
         }
         return _aggregate_seeds(
-            "difference", figure, differences, [side[seed] for seed in common for side in (ours, theirs)]
+            "difference", figure, differences, [side[seed] for seed in common for side in (left, right)]
         )
 
     def named(self, query: str) -> list[RunFacts]:
-        """The runs whose figures a query reads; empty for a malformed query, and for one that only counts."""
+        """Return the runs whose figures a query reads; none for a malformed query or one that only counts."""
         query = " ".join(query.split())
-        if found := _RUN_QUERY.match(query):
-            run = self.by_id.get(found["run"].upper())
+        if match := _RUN_QUERY.match(query):
+            run = self.by_id.get(match["run"].upper())
             return [run] if run else []
-        found = _STAGE_QUERY.match(query)
-        sides = [found["selected"], found["minus"]] if found and found["kind"] else []
+        match = _STAGE_QUERY.match(query)
+        sides = [match["selected"], match["minus"]] if match and match["kind"] else []
         try:
             return [run for side in sides if side for run in self.select(side)]
         except RequestError:
@@ -121,24 +121,24 @@ class Facts:
         Raises:
             RequestError: it is malformed, or no run fits.
         """
-        found = _SELECTION.match(selection)
-        if not found:
+        match = _SELECTION.match(selection)
+        if not match:
             raise RequestError(f"'{selection}' selects nothing", remedy=HINT)
-        wanted = (found["wanted"] or "").split()
-        runs = self._stages.get((found["recipe"], found["stage"]), [])
+        wanted = (match["wanted"] or "").split()
+        runs = self._stages.get((match["recipe"], match["stage"]), [])
         runs = [
-            one for one in runs if not one.superseded and all(_matches_pair(one, pair) for pair in wanted)
+            run for run in runs if not run.superseded and all(_matches_pair(run, pair) for pair in wanted)
         ]
         if not runs:
             raise RequestError(f"no run fits '{selection}'", remedy="names as in `perilune runs`")
         return runs
 
     def _of_run(self, figure: str, run: str) -> Answer:
-        one = self.by_id.get(run.upper())
-        if one is None:
+        facts = self.by_id.get(run.upper())
+        if facts is None:
             raise RequestError(f"no run is called '{run}'", remedy="perilune runs")
-        value = _get_figure(one, figure)
-        return Answer("run", figure, format_figure(figure, value), value, (one,))
+        value = _get_figure(facts, figure)
+        return Answer("run", figure, format_figure(figure, value), value, (facts,))
 
 
 def format_figure(name: str, figure: Figure, *, signed: bool = False) -> str:
@@ -156,19 +156,19 @@ def format_figure(name: str, figure: Figure, *, signed: bool = False) -> str:
 
 
 def _aggregate_seeds(kind: Kind, name: str, values: Mapping[int, float], runs: Sequence[RunFacts]) -> Answer:
-    found = t_interval([values[seed] for seed in sorted(values)])
-    figure = Figure(found["mean"]) if len(values) == 1 else Figure(**found)
+    interval = t_interval([values[seed] for seed in sorted(values)])
+    figure = Figure(interval["mean"]) if len(values) == 1 else Figure(**interval)
     seeds = f", {len(values)} seed{'s' if len(values) > 1 else ''}"
     text = format_figure(name, figure, signed=kind == "difference") + seeds
     return Answer(kind, name, text, figure, tuple(runs))
 
 
 def _best(figure: str, runs: Sequence[RunFacts], query: str) -> Answer:
-    known = [one for one in runs if one.citable and figure in one.figures]
+    known = [run for run in runs if run.citable and figure in run.figures]
     if not known:
         raise RequestError(f"no run has the figure '{figure}'", where=query)
     sign = -1 if lower_is_better(figure) else 1
-    best = max(known, key=lambda one: sign * one.figures[figure].mean)
+    best = max(known, key=lambda run: sign * run.figures[figure].mean)
     value = best.figures[figure]
     text = f"{format_figure(figure, value)}, run {best.id}"
     return Answer("best", figure, text, value, (best,), tuple(known))
@@ -176,16 +176,16 @@ def _best(figure: str, runs: Sequence[RunFacts], query: str) -> Answer:
 
 def _group_by_seed(figure: str, runs: Sequence[RunFacts], query: str) -> dict[int, RunFacts]:
     """Return the runs by seed, which must have one setting."""
-    found: dict[int, RunFacts] = {}
-    for one in runs:
-        _get_figure(one, figure)
-        if one.setting != runs[0].setting:
-            settings = ", ".join(dict.fromkeys(f"setting={each.setting}" for each in runs))
+    by_seed: dict[int, RunFacts] = {}
+    for run in runs:
+        _get_figure(run, figure)
+        if run.setting != runs[0].setting:
+            settings = ", ".join(dict.fromkeys(f"setting={other.setting}" for other in runs))
             raise RequestError(
                 "these runs differ in more than the seed", where=query, remedy=f"with one of {settings}"
             )
-        found[one.seed] = one
-    return found
+        by_seed[run.seed] = run
+    return by_seed
 
 
 def _get_figure(run: RunFacts, name: str) -> Figure:

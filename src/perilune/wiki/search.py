@@ -1,4 +1,4 @@
-"""Searches the wiki, and asks a model that may only repeat the numbers of what was found."""
+"""Searches the wiki, and asks a model that may only repeat the numbers of the passages found."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ def split_passages(pages: Mapping[str, str]) -> Iterator[Passage]:
         if path in ("index", "log"):
             continue
         body = strip_front_matter(page)
-        starts = [found.start() for found in _HEADING.finditer(body)] or [0]
+        starts = [match.start() for match in _HEADING.finditer(body)] or [0]
         for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
             raw = body[start:end]
             heading = _HEADING.match(raw)
@@ -70,10 +70,10 @@ def rank_passages(found: Sequence[Passage], question: str, most: int = 6) -> lis
     Raises:
         RequestError: when bm25s is not installed.
     """
-    titles = (f"{one.page} {one.heading} {one.heading}" for one in found)
-    index = Index([{"title": title, "text": one.text} for title, one in zip(titles, found, strict=True)])
+    titles = (f"{passage.page} {passage.heading} {passage.heading}" for passage in found)
+    index = Index([{"title": title, "text": item.text} for title, item in zip(titles, found, strict=True)])
     scores = index.scores(question)
-    return [(found[place], float(scores[place])) for place in rank_scores(scores)[:most] if scores[place] > 0]
+    return [(found[i], float(scores[i])) for i in rank_scores(scores)[:most] if scores[i] > 0]
 
 
 def search_wiki(wiki: Wiki, question: str, most: int = 6) -> list[tuple[Passage, float]]:
@@ -92,7 +92,7 @@ def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Pas
         WorkFailedError: the server fails, or its answer is not a chat completion.
     """
     listed = "\n\n".join(
-        f"[{place}] {one.page}\n{one.text[:PASSAGE_CHARACTERS]}" for place, one in enumerate(found, 1)
+        f"[{number}] {item.page}\n{item.text[:PASSAGE_CHARACTERS]}" for number, item in enumerate(found, 1)
     )
     messages = [
         {"role": "system", "content": PROMPT},
@@ -104,22 +104,22 @@ def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Pas
         text = str(answer["choices"][0]["message"]["content"]).strip()
     except (ServerError, KeyError, IndexError, TypeError) as error:
         raise WorkFailedError(f"the model did not answer: {error}", where=model) from None
-    sources = " ".join([question, *(one.text[:PASSAGE_CHARACTERS] for one in found)])
-    known, said = set(_NUMBER.findall(sources)), _NUMBER.findall(_MARK.sub("", text))
-    return Reply(text, tuple(dict.fromkeys(one for one in said if one not in known)))
+    sources = " ".join([question, *(passage.text[:PASSAGE_CHARACTERS] for passage in found)])
+    known, used = set(_NUMBER.findall(sources)), _NUMBER.findall(_MARK.sub("", text))
+    return Reply(text, tuple(dict.fromkeys(number for number in used if number not in known)))
 
 
 def link_sources(reply: str, found: Sequence[Passage]) -> str:
-    """A model's answer as Markdown: numbers of the passages become citations, and marks like [1] links."""
-    shown: dict[str, str] = {}
+    """Return an answer as Markdown: numbers of the passages become citations, marks like [1] links."""
+    queries: dict[str, str] = {}
     for passage in found:
-        for one in find_citations(passage.raw):
-            shown.setdefault(one.shown or "", one.query)
-    values = "|".join(re.escape(value) for value in sorted(filter(None, shown), key=len, reverse=True))
+        for citation in find_citations(passage.raw):
+            queries.setdefault(citation.shown or "", citation.query)
+    values = "|".join(re.escape(value) for value in sorted(filter(None, queries), key=len, reverse=True))
     text = neutralise(reply)
     if values:
         pattern = rf"(?<![\w.+-])(?:{values})(?![\w%]|\.\d)"
-        text = re.sub(pattern, lambda value: render_citation(shown[value[0]], value[0]), text)
+        text = re.sub(pattern, lambda match: render_citation(queries[match[0]], match[0]), text)
     return _MARK.sub(lambda mark: _passage_link(int(mark[1]), found) or mark[0], text)
 
 

@@ -21,7 +21,7 @@ def render_slides(page: str, folder: Path) -> str:
         folder: of the page.
     """
     text = re.sub(r"\n{3,}", "\n\n", strip_comments(strip_front_matter(page)))
-    text = _PLOT.sub(lambda found: _embed_plot(folder / Path(found[0]).name), _LINK.sub(r"\1", text))
+    text = _PLOT.sub(lambda match: _embed_plot(folder / Path(match[0]).name), _LINK.sub(r"\1", text))
     parts = [_shorten_tables(part.strip()) for part in _SECTION.split(text)]
     return "---\nmarp: true\npaginate: true\n---\n\n" + "\n\n---\n\n".join(filter(None, parts)) + "\n"
 
@@ -42,4 +42,4 @@ def _shorten_tables(part: str) -> str:
             kept.append(line)
     if left:
         kept.append(f"\n{left} more rows are on the page.")
-    return "\n".join(kept) if len([one for one in kept if one.strip()]) > 1 else ""
+    return "\n".join(kept) if len([line for line in kept if line.strip()]) > 1 else ""

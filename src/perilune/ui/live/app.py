@@ -28,7 +28,7 @@ from perilune.ui.live.search import Filters, find_attempts, search
 from perilune.ui.live.watch import Event, Offsets, Watch, file_offsets
 from perilune.ui.report import LIVE_SCRIPTS, render_page, render_report, report_document, to_plain
 
-POLL_INTERVAL_S = 0.5  # seconds between two looks at the files
+POLL_INTERVAL_S = 0.5  # seconds between two reads of the files
 MAX_STREAMS = 64
 MAX_COMPARED = 32
 DEFAULT_EXPERIMENTS = 50  # of the first page, without ?last=
@@ -83,7 +83,7 @@ def make_app(control: Control, token: str | None) -> FastAPI:
 
     def sources_of(target: str) -> list[EpisodeSource]:
         stages = view_in_home(control, target).stages
-        return [EpisodeSource(one.name, one.task, Attempt(one.attempt_dir)) for one in stages]
+        return [EpisodeSource(stage.name, stage.task, Attempt(stage.attempt_dir)) for stage in stages]
 
     @app.get("/{kind}/{target}/episodes/{stage}/{name}")
     def episodes(kind: Kind, target: str, stage: str, name: str, episode: str = "") -> JSONResponse:
@@ -118,7 +118,7 @@ def make_app(control: Control, token: str | None) -> FastAPI:
 def _stream_events(
     request: Request, poll: Callable[[], Iterator[Event]], streams: asyncio.Semaphore
 ) -> StreamingResponse:
-    """Server-sent events: what `poll` finds, until the reader leaves."""
+    """Return a stream of the events that `poll` finds, until the reader leaves."""
 
     async def events() -> AsyncIterator[str]:
         async with streams:
@@ -132,15 +132,15 @@ def _stream_events(
 
 
 def _stream_items(request: Request, news: Iterator[Any], streams: asyncio.Semaphore) -> StreamingResponse:
-    """Server-sent events: each of `news`, until the last or until the reader leaves."""
+    """Return a stream of `news` as events, until the last or until the reader leaves."""
 
     async def events() -> AsyncIterator[str]:
         async with streams:
             while not request.app.state.closing and not await request.is_disconnected():
-                found = await run_in_threadpool(next, news, None)
-                if found is None:
+                item = await run_in_threadpool(next, news, None)
+                if item is None:
                     return
-                yield f"data: {json.dumps(to_plain(found))}\n\n"
+                yield f"data: {json.dumps(to_plain(item))}\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
 
@@ -161,8 +161,8 @@ def _poll_list(listing: Listing, last: int) -> Callable[[], Iterator[Event]]:
 def _parse_offsets(text: str) -> Offsets:
     """Parse the offsets that a browser sends; malformed offsets count as none."""
     try:
-        found = json.loads(text)
-        return {str(stage): [max(0, int(value)) for value in pair][:2] for stage, pair in found.items()}
+        document = json.loads(text)
+        return {str(stage): [max(0, int(value)) for value in pair][:2] for stage, pair in document.items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
         return {}
 

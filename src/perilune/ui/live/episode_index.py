@@ -40,11 +40,11 @@ class Outline:
     """Some episodes, one element each, in order of step.
 
     Attributes:
-        files: places of their files in order of step.
-        rows: their own places in the file.
+        files: indices of their files in order of step.
+        rows: their rows in the file.
         tasks: numbers in `EpisodeIndex.tasks`.
         strategies: numbers in `EpisodeIndex.strategies`.
-        logprob: mean log-prob of the policy's tokens. What is not known is NaN.
+        logprob: mean log-prob of the policy's tokens. Unknown values are NaN.
     """
 
     files: NDArray[np.int32]
@@ -61,15 +61,15 @@ class Outline:
     finish: NDArray[np.str_]
 
     def at(self, chosen: NDArray[Any]) -> Outline:
-        """Return the outline of the chosen episodes: their places, or a mask."""
+        """Return the outline of the chosen episodes, given as indices or a mask."""
         places = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
-        columns = (getattr(self, one.name) for one in fields(self))
-        return Outline(*(one.take(places) for one in columns))
+        columns = (getattr(self, field.name) for field in fields(self))
+        return Outline(*(column.take(places) for column in columns))
 
     @staticmethod
     def joined(parts: Sequence[Outline]) -> Outline:
-        """These outlines as one."""
-        columns = ([getattr(part, one.name) for part in parts] for one in fields(Outline))
+        """Join outlines to one."""
+        columns = ([getattr(part, field.name) for part in parts] for field in fields(Outline))
         return Outline(
             *(
                 pa.concat_arrays(column) if isinstance(column[0], pa.Array) else np.concatenate(column)
@@ -93,7 +93,7 @@ class EpisodeIndex:
         self.strategies: dict[frozenset[str], int] = {}
         self._attempt = attempt
         self._joined: Outline | None = None  # of the first files
-        self._joined_count = 0  # of them
+        self._joined_count = 0  # number of these files
         self._pending: list[Outline | None] = []  # of the files after them
         self._unreadable: list[int] = []
         self._lock = Lock()  # requests come in threads
@@ -103,9 +103,9 @@ class EpisodeIndex:
         return (self._attempt.root or Path()) / "artifacts" / "episodes" / f"{name}.parquet"
 
     def read(self, sets: Sequence[EpisodeSet], done: int) -> tuple[Outline | None, int]:
-        """The next outline after `done` files, and how many files are done then: joined files come together.
+        """Return the next outline after `done` files, and the number of files that are done then.
 
-        The files of an attempt are the same at each call; new ones come at the end.
+        Joined files come together. The files stay the same at each call; new ones come at the end.
         """
         with self._lock:
             if done == 0 and len(self._pending) > MAX_PENDING_FILES:
@@ -124,7 +124,7 @@ class EpisodeIndex:
         return bisect_left(self._unreadable, done)
 
     def _join_pending(self) -> None:
-        known = [one for one in (self._joined, *self._pending) if one is not None]
+        known = [part for part in (self._joined, *self._pending) if part is not None]
         self._joined = Outline.joined(known) if known else None
         self._joined_count += len(self._pending)
         self._pending = []
@@ -167,10 +167,10 @@ class EpisodeIndex:
         is_advantage = pc.equal(names, "advantage").to_numpy(zero_copy_only=False)
         advantage[rows[is_advantage]] = values[is_advantage]
         used = pc.starts_with(names, STRATEGY_PREFIX).to_numpy(zero_copy_only=False) & (values > 0)
-        found: list[set[str]] = [set() for _ in range(len(metrics))]
-        for place in np.flatnonzero(used):
-            found[rows[place]].add(names[place].as_py().removeprefix(STRATEGY_PREFIX))
-        numbers = [self.strategies.setdefault(frozenset(one), len(self.strategies)) for one in found]
+        by_row: list[set[str]] = [set() for _ in range(len(metrics))]
+        for index in np.flatnonzero(used):
+            by_row[rows[index]].add(names[index].as_py().removeprefix(STRATEGY_PREFIX))
+        numbers = [self.strategies.setdefault(frozenset(row), len(self.strategies)) for row in by_row]
         return advantage, np.array(numbers, np.int32)
 
 
@@ -204,7 +204,7 @@ def _measure_lengths(
 def list_sets(source: EpisodeSource) -> Iterator[EpisodeSet]:
     """Yield the episode files of a stage, in order of step."""
     if source.task == "evaluate":
-        yield from (EpisodeSet(one.label, one.step, one.path.stem) for one in list_files(source))
+        yield from (EpisodeSet(file.label, file.step, file.path.stem) for file in list_files(source))
         return
     for step in list_steps(source.attempt):
         yield EpisodeSet(f"step {step}", step, f"step-{step:06d}")

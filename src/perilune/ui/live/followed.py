@@ -1,4 +1,4 @@
-"""A stage whose files are read once, and then only where they grow."""
+"""Follows a stage: reads its files once, and then only their new lines."""
 
 import json
 import time
@@ -35,15 +35,15 @@ class StageFollower:
         self.offsets = [0, 0]
         self._health: list[StageHealth] = []
         self._next = 0.0
-        for place, most in enumerate(known):
-            self._read(place, most)
+        for index, most in enumerate(known):
+            self._read(index, most)
 
     def grow(self) -> tuple[list[Row], list[Row]]:
         """Return the new lines of metrics.jsonl and timings.jsonl."""
         return self._read(0), self._read(1)
 
     def health(self, now: float) -> list[StageHealth]:
-        """Return the verdict; an old one if the last one took long."""
+        """Return the verdict; the previous one if it took long."""
         began = time.monotonic()
         if began >= self._next:
             self._health = assess_stages([(self.view, self.attempt)], now)
@@ -53,15 +53,15 @@ class StageFollower:
     def _read(self, place: int, until: int | None = None) -> list[Row]:
         if self.view.attempt_dir is None:
             return []
-        path, found = self.view.attempt_dir / FOLLOWED_FILES[place], list[Row]()
+        path, new_rows = self.view.attempt_dir / FOLLOWED_FILES[place], list[Row]()
         while until is None or self.offsets[place] < until:
             rows, offset = read_appended(path, self.offsets[place], until)
             if offset == self.offsets[place]:
                 break
-            found += rows
+            new_rows += rows
             self.offsets[place] = offset
-        self.attempt.known_lines[FOLLOWED_FILES[place]].extend(found)
-        return found
+        self.attempt.known_lines[FOLLOWED_FILES[place]].extend(new_rows)
+        return new_rows
 
 
 def read_appended(path: Path, offset: int, until: int | None = None) -> tuple[list[Row], int]:

@@ -21,7 +21,7 @@ SPARKLINE_METRICS = ("eval/heldout/pass@1", "pass_rate", "reward", "accuracy", "
 
 
 class Listing:
-    """Reads the list. What a finished stage wrote is read once, and of a running stage only what is new."""
+    """Reads the list: files of finished stages once, and of running stages only new lines."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
@@ -37,23 +37,23 @@ class Listing:
     def _document(self, most: int) -> dict[str, Any]:
         latest = latest_experiments(self._control, most)
         statuses = sorted(
-            stage_statuses(self._control, latest), key=lambda one: latest.index(one.experiment_id)
+            stage_statuses(self._control, latest), key=lambda status: latest.index(status.experiment_id)
         )
         return {
             "home": str(self._control.home.root),
             "experiments": [
                 self._experiment(list(stages))
-                for _, stages in groupby(statuses, key=lambda one: one.experiment_id)
+                for _, stages in groupby(statuses, key=lambda status: status.experiment_id)
             ],
             "older": max(0, count_experiments(self._control) - len(latest)),
         }
 
     def _experiment(self, statuses: Sequence[StageStatus]) -> dict[str, Any]:
         first = statuses[0]
-        views = [view_stage(self._control, one) for one in statuses]
+        views = [view_stage(self._control, status) for status in statuses]
         stages = [self._stage(status, view) for status, view in zip(statuses, views, strict=True)]
-        judged = [one for one in stages if one["health"]]
-        gravest = min(judged, key=lambda one: SEVERITY_ORDER.index(one["health"]["status"]), default=None)
+        judged = [stage for stage in stages if stage["health"]]
+        gravest = min(judged, key=lambda stage: SEVERITY_ORDER.index(stage["health"]["status"]), default=None)
         return {
             "id": first.experiment_id,
             "name": first.experiment,
@@ -72,7 +72,7 @@ class Listing:
             followed = self._followed[view.run_id] = StageFollower(view)
         followed.grow()
         progress = read_progress(view.attempt_dir) if view.attempt_dir and view.state == "active" else None
-        found: dict[str, Any] = to_plain(
+        document: dict[str, Any] = to_plain(
             {
                 "stage": view.name,
                 "task": view.task,
@@ -86,9 +86,9 @@ class Listing:
             }
         )
         if view.state in ("succeeded", "failed", "cancelled"):
-            self._finished[view.run_id] = found
+            self._finished[view.run_id] = document
             del self._followed[view.run_id]
-        return found
+        return document
 
 
 def _sparkline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -96,12 +96,12 @@ def _sparkline(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     for name in SPARKLINE_METRICS:
         points = [(row.get("step"), row.get(name)) for row in rows if row.get(name) is not None]
         if len(points) > 1:
-            places = sorted(
+            kept = sorted(
                 {
                     round(index * (len(points) - 1) / (SPARKLINE_POINTS - 1))
                     for index in range(SPARKLINE_POINTS)
                 }
             )
-            step, value = zip(*(points[place] for place in places), strict=True)
+            step, value = zip(*(points[index] for index in kept), strict=True)
             return {"name": name, "step": step, "value": value}
     return None

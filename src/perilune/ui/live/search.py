@@ -1,4 +1,4 @@
-"""Searches all episodes of a stage, and finds the attempts at one task; tells on the way what it found."""
+"""Searches the episodes of a stage or the attempts at one task, and reports matches while it searches."""
 
 import time
 from bisect import bisect_left
@@ -44,8 +44,8 @@ def search(source: EpisodeSource, index: EpisodeIndex, filters: Filters) -> Iter
     """Search the files in order of step.
 
     Yields:
-        `rows` of the list, the first of all that were `found`; the files `searched` so far, `of` how many in
-        all, and how many were `unreadable`. The last has searched all.
+        The first `rows` of the list, the number of episodes `found`, and the numbers of files `searched` so
+        far, `of` all, and `unreadable`. The last has searched all.
     """
     sets = list(list_sets(source))
     found: list[Outline] = []
@@ -57,13 +57,13 @@ def search(source: EpisodeSource, index: EpisodeIndex, filters: Filters) -> Iter
         if searched == len(sets) or clock.is_due():
             rows = _list_rows(sets, index, _sort_found(found, filters), known)
             done = {"searched": searched, "of": len(sets), "unreadable": index.unreadable(searched)}
-            yield {"rows": rows, "found": sum(len(one.rows) for one in found), **done}
+            yield {"rows": rows, "found": sum(len(outline.rows) for outline in found), **done}
 
 
 def _match_parts(
     sets: Sequence[EpisodeSet], index: EpisodeIndex, filters: Filters
 ) -> Iterator[tuple[Outline | None, int]]:
-    """Yield the episodes that fit, part by part, and how many files were searched."""
+    """Yield the matching episodes, part by part, and the number of files searched."""
     words = filters.q.split()
     outline, done = None, 0
     while done < len(sets):
@@ -75,12 +75,12 @@ def _match_parts(
             yield outline, done
             continue
         starts = np.searchsorted(outline.files, np.arange(before, done + 1))
-        for place, (start, end) in enumerate(pairwise(starts.tolist()), before):
+        for position, (start, end) in enumerate(pairwise(starts.tolist()), before):
             part = None
             if start < end:
-                mine = outline.at(np.arange(start, end))
-                part = mine.at(_match_words(index.path(sets[place].name), words)[mine.rows])
-            yield part, place + 1
+                episodes = outline.at(np.arange(start, end))
+                part = episodes.at(_match_words(index.path(sets[position].name), words)[episodes.rows])
+            yield part, position + 1
     if not sets:
         yield None, 0
 
@@ -89,8 +89,8 @@ def find_attempts(task: str, sources: Sequence[EpisodeSource], index_of: Index) 
     """Yield the episodes of one task in all stages.
 
     Yields:
-        `attempts`, one for each step that asked the task and was not told before, the files `searched` so
-        far, and `of` how many. The last has searched all.
+        `attempts`, the new ones, one for each step with the task, and the numbers of files `searched` so far
+        and `of` all. The last has searched all.
     """
     listed = [(source, index_of(source), list(list_sets(source))) for source in sources]
     total = sum(len(sets) for *_, sets in listed)
@@ -116,9 +116,9 @@ def find_attempts(task: str, sources: Sequence[EpisodeSource], index_of: Index) 
 def _group_attempts(stage: str, sets: Sequence[EpisodeSet], found: Outline) -> Iterator[dict[str, Any]]:
     """Yield one entry for each step."""
     members = zip(found.files.tolist(), found.ids.to_pylist(), found.reward.tolist(), strict=True)
-    for place, group in groupby(members, key=lambda one: one[0]):
-        shown = [{"id": name, "reward": reward} for _, name, reward in group]
-        yield {"stage": stage, "label": sets[place].label, "step": sets[place].step, "members": shown}
+    for number, group in groupby(members, key=lambda member: member[0]):
+        attempts = [{"id": name, "reward": reward} for _, name, reward in group]
+        yield {"stage": stage, "label": sets[number].label, "step": sets[number].step, "members": attempts}
 
 
 class _ReportTimer:
@@ -168,7 +168,7 @@ def _match_reward(outline: Outline, kind: str) -> Mask:
 
 
 def _match_words(path: Path, words: Sequence[str]) -> Mask:
-    """Return whether all words occur in the texts, ids or failure of an episode of the file, in any case."""
+    """Return a mask of the file's episodes that have all words in texts, ids or failure, in any case."""
     table = read_columns(path, TEXT_COLUMNS).combine_chunks()
     messages = table["messages"].chunk(0)
     owners = np.repeat(np.arange(len(table)), np.diff(messages.offsets.to_numpy()))
@@ -190,20 +190,20 @@ def _contains(texts: pa.Array, word: str) -> Mask:
 
 
 def _sort_found(found: Sequence[Outline], filters: Filters) -> Outline | None:
-    """Return the first episodes in the wanted order; what is not known comes last."""
+    """Return the first episodes in the wanted order; unknown values come last."""
     if not found:
         return None
     if not filters.sort:
-        some = list(accumulate(len(one.rows) for one in found))
-        needed = bisect_left(some, filters.rows) + 1
-        return Outline.joined(found[:needed]).at(np.arange(min(filters.rows, some[-1])))
+        totals = list(accumulate(len(outline.rows) for outline in found))
+        needed = bisect_left(totals, filters.rows) + 1
+        return Outline.joined(found[:needed]).at(np.arange(min(filters.rows, totals[-1])))
     name = filters.sort.removeprefix("-")
-    keys = np.concatenate([getattr(one, name) for one in found])
+    keys = np.concatenate([getattr(outline, name) for outline in found])
     order = np.argsort(-keys if filters.sort.startswith("-") else keys, kind="stable")[: filters.rows]
-    starts = np.cumsum([0, *(len(one.rows) for one in found)])
+    starts = np.cumsum([0, *(len(outline.rows) for outline in found)])
     owners = np.searchsorted(starts, order, side="right") - 1
     chosen = [
-        found[owner].at(np.array([place - starts[owner]])) for owner, place in zip(owners, order, strict=True)
+        found[owner].at(np.array([index - starts[owner]])) for owner, index in zip(owners, order, strict=True)
     ]
     return Outline.joined(chosen)
 
@@ -214,14 +214,14 @@ def _list_rows(
     chosen: Outline | None,
     known: dict[tuple[int, int], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return rows of the list; `known` has those that were read before."""
+    """Return rows of the list; `known` has the rows that were read before."""
     if chosen is None:
         return []
     keys = list(zip(chosen.files.tolist(), chosen.rows.tolist(), strict=True))
-    missing = [at for at, key in enumerate(keys) if key not in known]
-    for place, group in groupby(sorted(missing, key=lambda at: keys[at]), key=lambda at: keys[at][0]):
-        for at, row in _read_rows(sets[place], index, chosen, list(group)):
-            known[keys[at]] = row
+    missing = [i for i, key in enumerate(keys) if key not in known]
+    for number, group in groupby(sorted(missing, key=lambda i: keys[i]), key=lambda i: keys[i][0]):
+        for i, row in _read_rows(sets[number], index, chosen, list(group)):
+            known[keys[i]] = row
     return [known[key] for key in keys]
 
 
@@ -230,22 +230,22 @@ def _read_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     strategies = {number: sorted(names) for names, number in list(index.strategies.items())}
     texts = read_columns(index.path(one.name), TEXT_COLUMNS).take(chosen.rows[list(wanted)]).to_pylist()
-    for at, text in zip(wanted, texts, strict=True):
+    for i, text in zip(wanted, texts, strict=True):
         opening = [message["content"] for message in _opening(text["messages"])]
         yield (
-            at,
+            i,
             {
                 "step": one.step,
                 "id": text["episode_id"],
-                "group": {"id": chosen.groups[at].as_py(), "task": text["task_id"]},
+                "group": {"id": chosen.groups[i].as_py(), "task": text["task_id"]},
                 "prompt": shorten("\n".join(opening).strip().rpartition("\n")[2], MAX_CHARACTERS),
                 "text": shorten(text["text"] or "", MAX_CHARACTERS),
                 "failure": text["failure"] or "",
-                "reward": float(chosen.reward[at]),
-                "advantage": float(chosen.advantage[at]),
-                "length": int(chosen.length[at]),
-                "finish": str(chosen.finish[at]),
-                "strategies": strategies.get(int(chosen.strategies[at]), []),
+                "reward": float(chosen.reward[i]),
+                "advantage": float(chosen.advantage[i]),
+                "length": int(chosen.length[i]),
+                "finish": str(chosen.finish[i]),
+                "strategies": strategies.get(int(chosen.strategies[i]), []),
             },
         )
 

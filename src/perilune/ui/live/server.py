@@ -34,7 +34,7 @@ def serve_pages(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that says when it answers, and ends its streams when it is asked to stop."""
+    """uvicorn that announces when it answers, and ends its streams when it is asked to stop."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""Watch the files of an experiment, and send each change to a browser once."""
+"""Watches the files of an experiment, and sends each change to a browser once."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from perilune.ui.live.followed import FOLLOWED_FILES, StageFollower
 from perilune.ui.report import to_plain
 from perilune.ui.view import ExperimentView
 
-REFRESH_INTERVAL_S = 2.0  # seconds between two looks at which stages there are
+REFRESH_INTERVAL_S = 2.0  # seconds between two reads of the list of stages
 Offsets = dict[str, list[int]]  # stage: bytes of its metrics.jsonl and timings.jsonl that a reader has
 
 
@@ -28,13 +28,13 @@ class Event:
 
     def encode(self) -> str:
         """Return the event in the format of server-sent events."""
-        place = json.dumps(self.offsets, separators=(",", ":"))
-        return f"event: {self.kind}\nid: {place}\ndata: {json.dumps(to_plain(self.data))}\n\n"
+        offsets = json.dumps(self.offsets, separators=(",", ":"))
+        return f"event: {self.kind}\nid: {offsets}\ndata: {json.dumps(to_plain(self.data))}\n\n"
 
 
 def file_offsets(view: ExperimentView) -> Offsets:
     """Return the sizes of the files now. What is appended later comes as an event."""
-    return {one.name: [_file_size(path) for path in _followed_paths(one.attempt_dir)] for one in view.stages}
+    return {run.name: [_file_size(path) for path in _followed_paths(run.attempt_dir)] for run in view.stages}
 
 
 class Watch:
@@ -49,7 +49,7 @@ class Watch:
         self._view = view
         self._offsets = offsets
         self._shape: Any = None
-        self._stages: list[tuple[StageFollower, set[int]]] = []  # and the steps whose episodes were told
+        self._stages: list[tuple[StageFollower, set[int]]] = []  # and the steps with known episodes
         self._status: Any = None
         self._next_refresh = 0.0
 
@@ -62,8 +62,8 @@ class Watch:
         if time.monotonic() >= self._next_refresh:
             yield from self._refresh()
             self._next_refresh = time.monotonic() + REFRESH_INTERVAL_S
-        for one, episodes in self._stages:
-            yield from self._read_new_lines(one, episodes)
+        for follower, episodes in self._stages:
+            yield from self._read_new_lines(follower, episodes)
         status = self._current_status(time.time() if now is None else now)
         if status != self._status:
             self._status = status
@@ -71,13 +71,13 @@ class Watch:
 
     def _refresh(self) -> Iterator[Event]:
         view = self._view()
-        shape = [(one.name, one.run_id, one.state, str(one.attempt_dir)) for one in view.stages]
+        shape = [(stage.name, stage.run_id, stage.state, str(stage.attempt_dir)) for stage in view.stages]
         if shape != self._shape:
             if self._shape is not None:
                 yield Event("changed", {}, self._offsets)
             self._shape = shape
-            followed = [StageFollower(one, self._offsets.get(one.name, (0, 0))) for one in view.stages]
-            self._stages = [(one, set(list_steps(one.attempt))) for one in followed]
+            followed = [StageFollower(stage, self._offsets.get(stage.name, (0, 0))) for stage in view.stages]
+            self._stages = [(follower, set(list_steps(follower.attempt))) for follower in followed]
 
     def _read_new_lines(self, stage: StageFollower, episodes: set[int]) -> Iterator[Event]:
         metrics, timings = stage.grow()
@@ -87,17 +87,17 @@ class Watch:
         new = sorted(set(list_steps(stage.attempt)) - episodes)
         episodes.update(new)
         timings = [row | {"tokens_per_second": throughput(row)} for row in timings]
-        found = {"stage": stage.view.name, "metrics": metrics, "timings": timings, "episodes": new}
-        yield Event("steps", found, self._offsets)
+        steps = {"stage": stage.view.name, "metrics": metrics, "timings": timings, "episodes": new}
+        yield Event("steps", steps, self._offsets)
 
     def _current_status(self, now: float) -> dict[str, Any]:
         views = [stage.view for stage, _ in self._stages if stage.view.state == "active"]
         progress = [
-            {"stage": one.name, **found}
-            for one in views
-            if one.attempt_dir and (found := read_progress(one.attempt_dir))
+            {"stage": view.name, **latest}
+            for view in views
+            if view.attempt_dir and (latest := read_progress(view.attempt_dir))
         ]
-        health = [found for stage, _ in self._stages for found in stage.health(now)]
+        health = [verdict for stage, _ in self._stages for verdict in stage.health(now)]
         return {"health": to_plain(health), "progress": to_plain(progress)}
 
 
