@@ -39,8 +39,8 @@ class Probe:
 
     def key(self, prefix: int) -> Key:
         """Return a key that prefixes with the same value share."""
-        written = self.episode.token_ids[:prefix]
-        return self.episode.prompt_ids.tobytes(), written.tobytes(), tuple(map(tuple, self.endings))
+        completion = self.episode.token_ids[:prefix]
+        return self.episode.prompt_ids.tobytes(), completion.tobytes(), tuple(map(tuple, self.endings))
 
     @property
     def fed(self) -> int:
@@ -99,8 +99,8 @@ def _pack(probes: Sequence[Probe], temperature: float) -> PackedBatch:
     positions: list[NDArray[np.int64]] = []
     lengths: list[int] = []
     for probe in probes:
-        written = probe.episode.token_ids[: max(probe.prefixes, default=0)]
-        tokens.append(np.concatenate([probe.episode.prompt_ids, written]).astype(np.int64))
+        completion = probe.episode.token_ids[: max(probe.prefixes, default=0)]
+        tokens.append(np.concatenate([probe.episode.prompt_ids, completion]).astype(np.int64))
         positions.append(np.arange(len(tokens[-1])))
         lengths.append(len(tokens[-1]))
     starts = np.concatenate([[0], np.cumsum(lengths)])

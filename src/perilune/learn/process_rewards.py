@@ -123,20 +123,20 @@ def _apply_to_group(
 ) -> WeightedGroup:
     parts = [None if episode.failure else reward_segments(episode) for episode in group.episodes]
     group = replace(group, figures={**group.figures, **_figures(group.episodes, parts)})
-    own = group.policy_gradient
-    if settings.role == "reward" or own is None or (settings.dead_only and not group.dead):
+    component = group.policy_gradient
+    if settings.role == "reward" or component is None or (settings.dead_only and not group.dead):
         return group
     compute_scale = _bonus_scale if settings.role == "bonus" else _value_scale
     scale = compute_scale(group.episodes, parts, settings)
-    used = [values if count else None for values, count in zip(scale, own.counts, strict=True)]
-    or_nan = [np.nan if values is None else values for values in used]
-    spread = algorithm.component(group.episodes, or_nan, context).weights
+    used = [values if count else None for values, count in zip(scale, component.counts, strict=True)]
+    with_nan = [np.nan if values is None else values for values in used]
+    spread = algorithm.component(group.episodes, with_nan, context).weights
     weights = tuple(
         old if values is None else (old + new if settings.role == "bonus" else new)
-        for old, new, values in zip(own.weights, spread, used, strict=True)
+        for old, new, values in zip(component.weights, spread, used, strict=True)
     )
     dead = group.dead and not any(values is not None and values.any() for values in used)
-    return replace(group, policy_gradient=Component(weights, own.counts), dead=dead)
+    return replace(group, policy_gradient=Component(weights, component.counts), dead=dead)
 
 
 Scale = Sequence[Tokens | None]

@@ -36,9 +36,9 @@ def pack_routes(episodes: Sequence[Episode], prompt_of: Sequence[int]) -> Tensor
     completions = []
     for episode, prompt in zip(episodes, prompt_of, strict=True):
         rows = _signed_routes(episode, shape)
-        own = rows[: len(episode.prompt_ids)]
-        shared = prompts.setdefault(prompt, own)
-        shared[(shared != own).any(axis=(1, 2))] = -1
+        prompt_rows = rows[: len(episode.prompt_ids)]
+        shared = prompts.setdefault(prompt, prompt_rows)
+        shared[(shared != prompt_rows).any(axis=(1, 2))] = -1
         completions.append(rows[len(episode.prompt_ids) :])
     return torch.from_numpy(np.concatenate([*prompts.values(), *completions]))
 
@@ -74,8 +74,8 @@ class RouteReplay:
         """Count routes. Activation checkpointing calls this again for each layer in the backward pass."""
         count, per_token = len(self._routes), chosen.shape[-1]
         used = chosen[:count].sort(-1).values
-        own = route(logits[:count], per_token, normalised=False)[1].sort(-1).values
-        self._flipped |= (used != own).any(-1)
+        own_choice = route(logits[:count], per_token, normalised=False)[1].sort(-1).values
+        self._flipped |= (used != own_choice).any(-1)
         uses = torch.bincount(used.flatten(), minlength=logits.shape[-1])
         self._loads[layer] = uses / max(used.numel(), 1)
 

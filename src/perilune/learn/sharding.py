@@ -73,8 +73,8 @@ class ShardedDecoder:
                 self._run_without_loss()
         for name, parameter in self._sharded.items():
             if parameter.grad is not None:
-                own, gradient = self.parameters[name], _local_shard(parameter.grad)
-                own.grad = gradient if own.grad is None else own.grad + gradient
+                shard, gradient = self.parameters[name], _local_shard(parameter.grad)
+                shard.grad = gradient if shard.grad is None else shard.grad + gradient
                 parameter.grad = None
         if batches and others:
             self._reduce(others)
@@ -155,9 +155,9 @@ def _copy_into(part: nn.Module, source: nn.Module, prefix: str) -> None:
     """Replace each meta parameter of `part` by a copy of the parameter `prefix` + name of `source`."""
     for name, parameter in list(part.named_parameters()):
         if parameter.is_meta:
-            own = source.get_parameter(prefix + name)
+            original = source.get_parameter(prefix + name)
             owner, _, attribute = name.rpartition(".")
-            copy = nn.Parameter(own.detach().clone(), requires_grad=own.requires_grad)
+            copy = nn.Parameter(original.detach().clone(), requires_grad=original.requires_grad)
             setattr(part.get_submodule(owner), attribute, copy)
 
 

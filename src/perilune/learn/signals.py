@@ -88,9 +88,9 @@ def compute_signals(
         for batch in ranks.shard(batches)
     ]
     for batch, rows in zip(batches, ranks.all_gather_arrays("signals", own), strict=True):
-        for of_signal, values in zip(signals.values(), rows, strict=True):
+        for by_episode, values in zip(signals.values(), rows, strict=True):
             for key, part in batch.split_by_episode(torch.from_numpy(values)):
-                of_signal[key] = scatter_to_sampled(by_id[key], part)
+                by_episode[key] = scatter_to_sampled(by_id[key], part)
     return signals
 
 
@@ -136,9 +136,9 @@ def _compare(
     """Compute deviation and uncertainty in chunks of `CHUNK_ROWS`, to limit memory."""
     missing = round_up_rows(len(states)) - len(states)
     states, theirs = (F.pad(tensor, (0, 0, 0, missing)) for tensor in (states, theirs))
-    for own, other in zip(torch.split(states, CHUNK_ROWS), torch.split(theirs, CHUNK_ROWS), strict=True):
+    for chunk, other in zip(torch.split(states, CHUNK_ROWS), torch.split(theirs, CHUNK_ROWS), strict=True):
         yield deviation_and_uncertainty(
-            decoder.logits(own).float() / temperature, reference.logits(other).float() / temperature
+            decoder.logits(chunk).float() / temperature, reference.logits(other).float() / temperature
         )
 
 

@@ -114,8 +114,8 @@ class Learner:
                 without a critic.
         """
         with self._in_step():
-            own = [self._learn(batch) for batch in self._rank_batches(batches)]
-        gathered = self.ranks.all_gather_json("figures", [figures.read() for figures in own])
+            batch_figures = [self._learn(batch) for batch in self._rank_batches(batches)]
+        gathered = self.ranks.all_gather_json("figures", [figures.read() for figures in batch_figures])
         return merge_micro_batches(gathered)
 
     def _learn(self, batch: PackedBatch) -> Figures:
@@ -158,12 +158,12 @@ class Learner:
                 loss.backward()  # type: ignore[no-untyped-call]
                 results.append({"loss": loss.detach(), **sums})
                 tokens.append(len(batch.targets))
-        own = [
+        sums_by_batch = [
             {name: float(value.double()) for name, value in sums.items()} | {"tokens": float(count)}
             for sums, count in zip(results, tokens, strict=True)
         ]
         totals = {"tokens": 0.0}
-        for figures in self.ranks.all_gather_json("figures", own):
+        for figures in self.ranks.all_gather_json("figures", sums_by_batch):
             for name, value in figures.items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
@@ -176,11 +176,11 @@ class Learner:
         """Iterate over this rank's micro-batches, after which the gradient is the sum over all ranks."""
         parameters = self.optimizer.parameters
         if self._sharded is None:
-            own = self.ranks.distribute(batches, list(parameters.values()))
+            rank_batches = self.ranks.distribute(batches, list(parameters.values()))
         else:
             others = [p for name, p in parameters.items() if name.startswith(CRITIC_PREFIX)]
-            own = self._sharded.distribute(batches, others)
-        return (batch.to(self._device) for batch in own)
+            rank_batches = self._sharded.distribute(batches, others)
+        return (batch.to(self._device) for batch in rank_batches)
 
     def _loss(self, batch: PackedBatch, logprobs: Tensor, figures: Figures) -> Tensor:
         """Return the sum of the loss components that are weighted log-probs."""

@@ -317,12 +317,12 @@ class _NativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *saved, sinks = ctx.saved_tensors
-        of_qkv = attend_packed_backward(grad, tuple(saved), ctx.spans, scale=ctx.scale, window=ctx.window)
-        of_sinks = None
+        grad_qkv = attend_packed_backward(grad, tuple(saved), ctx.spans, scale=ctx.scale, window=ctx.window)
+        grad_sinks = None
         if sinks is not None:  # a sink has the value 0, so its gradient is weight * (0 - dO . O)
             out, total = saved[3:]
-            of_sinks = -((sinks - total).exp() * (grad * out).sum(-1)).sum(0)
-        return *of_qkv, of_sinks, None, None
+            grad_sinks = -((sinks - total).exp() * (grad * out).sum(-1)).sum(0)
+        return *grad_qkv, grad_sinks, None, None
 
 
 def _padded_length(length: int) -> int:
@@ -371,7 +371,7 @@ class _PaddedLayout:
             ]
         padded_q, padded_k, padded_v = self._queries.pad(q), self._keys.pad(k), self._keys.pad(v)
         parts = zip(self._blocks[window], padded_q, padded_k, padded_v, strict=True)
-        outs = [block(of_q, of_k, of_v, options) for block, of_q, of_k, of_v in parts]
+        outs = [block(q, k, v, options) for block, q, k, v in parts]
         return self._queries.unpad(outs).view(*q.shape[:2], -1)
 
 
@@ -493,8 +493,8 @@ class _Block:
         q = q.view(self._sets, self._group, self._length, size)
         outs = []
         for rows, columns, mask in self._chunks:
-            own = q[:, :, rows].flatten(1, 2)
-            chunk = own, k[:, columns], v[:, columns], mask, self._options_for_sets(options, own)
+            queries = q[:, :, rows].flatten(1, 2)
+            chunk = queries, k[:, columns], v[:, columns], mask, self._options_for_sets(options, queries)
             out = checkpoint(attend, *chunk, use_reentrant=False) if q.requires_grad else attend(*chunk)
             outs.append(out.view(self._sets, self._group, -1, out_size))
         return torch.cat(outs, dim=2).view(-1, out_size)

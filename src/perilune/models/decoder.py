@@ -39,8 +39,8 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.size = config.num_heads, config.num_kv_heads, config.head_dim
         queries, keys, hidden = self.heads * self.size, self.kv_heads * self.size, config.hidden_size
         self.gated = config.family.output_gate
-        of_qkv = {"q_proj": queries * (2 if self.gated else 1), "k_proj": keys, "v_proj": keys}
-        self.qkv = add_linear_maps(self, config.family, hidden, of_qkv, config.qkv_bias)
+        outputs = {"q_proj": queries * (2 if self.gated else 1), "k_proj": keys, "v_proj": keys}
+        self.qkv = add_linear_maps(self, config.family, hidden, outputs, config.qkv_bias)
         self.out = add_linear_maps(self, config.family, queries, {"o_proj": hidden}, config.out_bias)
         self.qk_norm = config.qk_norm
         if self.qk_norm:
@@ -215,8 +215,8 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.head = Projection(self.model.embed_tokens if config.tie_word_embeddings else self.lm_head)
         # Not buffers, so that they stay float32 when the model is cast.
-        of_layers = {config.layer_rope(layer) for layer in range(config.num_layers)}
-        ropes = {config.rope, *filter(None, of_layers)}
+        layer_ropes = {config.layer_rope(layer) for layer in range(config.num_layers)}
+        ropes = {config.rope, *filter(None, layer_ropes)}
         self.inverse_frequencies = {
             rope: inverse_frequencies(rope, rope.width(config.rotary_size)) for rope in ropes
         }
@@ -337,11 +337,11 @@ class Decoder(nn.Module):
         table = table.clone() if kind is None else table.to(torch.bfloat16, copy=True)
         table = copy_in_place(self.model.embed_tokens.weight.detach(), table)
         self.model.embed_tokens.weight = nn.Parameter(table, requires_grad=False)
-        for name, own in self.named_modules():
-            if isinstance(own, Freezable):
-                own.freeze(source.get_submodule(name))
-            elif isinstance(own, MixtureOfExperts) and own.has_correction:
-                own.freeze_correction(source.get_submodule(name))  # type: ignore[arg-type]
+        for name, module in self.named_modules():
+            if isinstance(module, Freezable):
+                module.freeze(source.get_submodule(name))
+            elif isinstance(module, MixtureOfExperts) and module.has_correction:
+                module.freeze_correction(source.get_submodule(name))  # type: ignore[arg-type]
 
     def projections(self) -> list[Projection]:
         """Return all projections. Each joins the linear maps of one input."""

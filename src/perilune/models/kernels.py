@@ -138,8 +138,8 @@ def rotate_part(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width, size = cos.shape[-1], x.shape[-1]
     if width == size:
         return rotate(x, cos, sin)
-    turned, rest = x[..., :width].contiguous(), x[..., width:]
-    return torch.cat([rotate(turned, cos, sin), rest], dim=-1)
+    rotated, rest = x[..., :width].contiguous(), x[..., width:]
+    return torch.cat([rotate(rotated, cos, sin), rest], dim=-1)
 
 
 def full_rotary_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,8 +309,8 @@ class _Route(torch.autograd.Function):
         logits, weights, chosen = ctx.saved_tensors
         dot = (grad * weights).sum(-1, keepdim=True)
         if ctx.normalised:
-            own = torch.zeros_like(logits).scatter_(-1, chosen, weights * (grad - dot))
-            return own, None, None, None
+            grad_logits = torch.zeros_like(logits).scatter_(-1, chosen, weights * (grad - dot))
+            return grad_logits, None, None, None
         spread = torch.zeros_like(logits).scatter_(-1, chosen, grad)
         return logits.softmax(-1) * (spread - dot), None, None, None
 
@@ -344,9 +344,9 @@ def _choose_in_best_groups(scores: Tensor, experts: Experts) -> Tensor:
     """Return the indices int64[N, K] of the largest scores in the best groups; on ties the lower index."""
     if experts.groups > 1:
         groups = scores.view(len(scores), experts.groups, -1)
-        of_group = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
-        best = of_group.sort(dim=-1, descending=True, stable=True).indices[:, : experts.groups_per_token]
-        unseen = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best, False)
+        group_scores = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
+        best = group_scores.sort(dim=-1, descending=True, stable=True).indices[:, : experts.groups_per_token]
+        unseen = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
         scores = groups.masked_fill(unseen[..., None], -torch.inf).flatten(1)
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, : experts.per_token]
 

@@ -150,8 +150,8 @@ def add_linear_maps(
     """
     rows: dict[str, int] = {}
     for name, count in outputs.items():
-        own = family.module_name(name)
-        rows[own] = rows.get(own, 0) + count
+        module = family.module_name(name)
+        rows[module] = rows.get(module, 0) + count
     maps = {name: nn.Linear(inputs, count, bias=bias) for name, count in rows.items()}
     for name, linear_map in maps.items():
         owner.add_module(name, linear_map)

@@ -254,13 +254,13 @@ def adapter_parameters(config: DecoderConfig, rank: int, targets: Collection[str
     d, size, family = config.hidden_size, config.head_dim, config.family
     queries, keys = config.num_heads * size, config.num_kv_heads * size
     inward = 2 * queries if family.output_gate else queries
-    into, out = {"q_proj": inward, "k_proj": keys, "v_proj": keys}, queries
+    maps, width = {"q_proj": inward, "k_proj": keys, "v_proj": keys}, queries
     if config.latent is not None:
-        into, out = {}, config.num_heads * config.latent.value_size
+        maps, width = {}, config.num_heads * config.latent.value_size
         if config.latent.query_rank is None:
-            into["q_proj"] = queries
+            maps["q_proj"] = queries
     attending = config.num_layers - (0 if config.delta is None else len(config.delta.layers))
-    sides = attending * (_sides(family, d, into, targets) + _sides(family, out, {"o_proj": d}, targets))
+    sides = attending * (_sides(family, d, maps, targets) + _sides(family, width, {"o_proj": d}, targets))
 
     def network(inner: int) -> int:
         gates = _sides(family, d, {"gate_proj": inner, "up_proj": inner}, targets)

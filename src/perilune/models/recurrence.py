@@ -203,9 +203,9 @@ class _Scan(torch.autograd.Function):
             return None, *delta.scan_backward(grad, inputs, states, ctx.pieces.rows)
         grads, grad_states = [torch.zeros_like(x) for x in inputs], torch.zeros_like(states)
         for wave in reversed(ctx.pieces.waves):
-            own = grad[wave.tokens].masked_fill(wave.padding[..., None, None], 0.0).unbind(1)
+            grad_steps = grad[wave.tokens].masked_fill(wave.padding[..., None, None], 0.0).unbind(1)
             step_grads, start_grads = _steps_backward(
-                wave.first_states(states), wave.split_steps(inputs), own, grad_states[wave.ends]
+                wave.first_states(states), wave.split_steps(inputs), grad_steps, grad_states[wave.ends]
             )
             for total, steps in zip(grads, zip(*step_grads, strict=True), strict=True):
                 wave.add_steps(total, list(steps))
@@ -230,13 +230,13 @@ def _steps_backward(
     for step in steps:
         states.append(_delta_step(states[-1], step)[1])
     gradients: list[tuple[Tensor, ...]] = []
-    for step, own in zip(reversed(steps), reversed(grad_out), strict=True):
+    for step, grad_step in zip(reversed(steps), reversed(grad_out), strict=True):
         q, k, v, decay, strength = step
         after, before = states.pop(), states[-1]
         decayed = before * decay[..., None, None]
         error = v - (decayed * k[..., None]).sum(-2)
-        grad = grad + q[..., None] * own[..., None, :]
-        grad_q = (after * own[..., None, :]).sum(-1)
+        grad = grad + q[..., None] * grad_step[..., None, :]
+        grad_q = (after * grad_step[..., None, :]).sum(-1)
         grad_change = (grad * k[..., None]).sum(-2)
         grad_v = grad_change * strength[..., None]
         change = error * strength[..., None]

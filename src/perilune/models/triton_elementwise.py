@@ -143,8 +143,8 @@ def _rms_norm(  # noqa: PLR0917
     mask = (row < count)[:, None] & (element < SIZE)[None, :]
     x_at = (row // HEADS * x_stride + head * head_stride)[:, None] + element[None, :]
     x = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(tl.float32)
-    of_head = head if PER_HEAD else head * 0
-    weight = tl.load(weight_ptr + of_head[:, None] * SIZE + element[None, :], mask=mask, other=0.0)
+    weight_row = head if PER_HEAD else head * 0
+    weight = tl.load(weight_ptr + weight_row[:, None] * SIZE + element[None, :], mask=mask, other=0.0)
     scale = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)
     out = x * scale[:, None] * weight.to(tl.float32)
     tl.store(out_ptr + row[:, None] * SIZE + element[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

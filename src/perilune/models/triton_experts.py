@@ -69,12 +69,12 @@ def _grouped_product(  # noqa: PLR0917
         row = first + tl.arange(0, ROWS)
         valid = row < stop
         pair = tl.load(order_ptr + row, mask=valid, other=0)
-        of_x = pair // PER_ROW * INPUTS
+        x_row = pair // PER_ROW * INPUTS
         out = tl.zeros([ROWS, COLUMNS], tl.float32)
         for depth in range(0, INPUTS, DEPTH):
             element = depth + tl.arange(0, DEPTH)
             inside = element < INPUTS
-            x_at = of_x[:, None] + element[None, :]
+            x_at = x_row[:, None] + element[None, :]
             weight_at = matrix[None, :] + element[:, None]
             x = tl.load(x_ptr + x_at, mask=valid[:, None] & inside[None, :], other=0.0)
             weight = tl.load(values_ptr + weight_at, mask=inside[:, None] & wanted[None, :], other=0.0)

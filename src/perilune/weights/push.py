@@ -77,10 +77,10 @@ class PeriluneServer:
 
     def push(self, folder: Path, base: Path | None, report: Callable[[int, int], None]) -> PushResult:
         began = time.monotonic()
-        has = self._http.json("GET", "/v1/weights")
+        state = self._http.json("GET", "/v1/weights")
         with tempfile.TemporaryDirectory(prefix="perilune-push-") as scratch:
-            update = _write_update(Path(scratch), folder, base, has)
-            self.send(update.path, has["chunk_bytes"], report)
+            update = _write_update(Path(scratch), folder, base, state)
+            self.send(update.path, state["chunk_bytes"], report)
             used = self._http.json("POST", "/v1/weights", {"file": sha256_file(update.path)})
         seconds = time.monotonic() - began
         return PushResult("perilune", used["version"], update.bytes, update.changed, seconds)

@@ -56,5 +56,5 @@ class DGPO(ClippedPolicyGradient):
         deviation = context.signal("deviation", episode)
         distance = deviation if self.squared else np.sqrt(deviation)
         score = distance * context.signal("uncertainty", episode) ** self.kappa / self.tau
-        raised = np.where(mask, np.exp(score - score[mask].max()), 0.0)
-        return np.asarray(raised * mask.sum() / raised.sum())
+        exponentials = np.where(mask, np.exp(score - score[mask].max()), 0.0)
+        return np.asarray(exponentials * mask.sum() / exponentials.sum())

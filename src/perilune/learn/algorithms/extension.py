@@ -40,9 +40,9 @@ class OrExtension:
     def __get_pydantic_json_schema__(
         self, core: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        own = {"type": "object", "required": ["name"], "patternProperties": {"^name$": CODE_SCHEMA}}
+        extension = {"type": "object", "required": ["name"], "patternProperties": {"^name$": CODE_SCHEMA}}
         schema = handler(core)
-        return {**schema, "anyOf": [*schema["anyOf"], own, CODE_SCHEMA]}
+        return {**schema, "anyOf": [*schema["anyOf"], extension, CODE_SCHEMA]}
 
     def _read(self, value: Any, handler: Callable[[Any], Any]) -> Any:
         if type(value) in _LOADED:
@@ -91,5 +91,5 @@ def _serialise(value: Any, handler: Callable[[Any], Any]) -> Any:
     if type(value) not in _LOADED:
         return handler(value)
     name, source = _LOADED[type(value)]
-    written = {"name": name, **({} if source is None else {"source": source})}
-    return written | value.model_dump(mode="json", exclude={"name"})
+    section = {"name": name, **({} if source is None else {"source": source})}
+    return section | value.model_dump(mode="json", exclude={"name"})

@@ -54,18 +54,18 @@ class PPO(ClippedPolicyGradient):
         for e, v, m in zip(episodes, values, masks, strict=True):
             earned, after = token_rewards(e, e.reward or 0.0), context.value_after(e)
             raw.append(generalised_advantages(earned, v, m, gamma=self.gamma, lam=self.lam, after=after))
-        white = whitened(raw, masks)
+        advantages = whitened(raw, masks)
         weighted: list[WeightedGroup] = []
         start = 0
-        for group, of_group in zip(groups, scores, strict=True):
+        for group, group_scores in zip(groups, scores, strict=True):
             own = slice(start, start := start + len(group))
-            weight = np.where(np.isnan(of_group), np.nan, self.value_weight)
+            weight = np.where(np.isnan(group_scores), np.nan, self.value_weight)
             targets = ValueTargets(
                 self.component(group, weight, context),
                 returns=tuple((a + v).astype(np.float32) for a, v in zip(raw[own], values[own], strict=True)),
                 values=tuple(v.astype(np.float32) for v in values[own]),
                 clip=self.value_clip,
             )
-            without_value = self.weight_tokens(group, of_group, white[own], context, dead=False)
+            without_value = self.weight_tokens(group, group_scores, advantages[own], context, dead=False)
             weighted.append(replace(without_value, value=targets))
         return weighted

@@ -41,10 +41,10 @@ class ReinforcePP(ClippedPolicyGradient):
         ]
         masks = [episode.loss_mask for episode, _ in judged]
         returns = [rewards_to_go(token_rewards(e, value), e.loss_mask, self.gamma) for e, value in judged]
-        white = iter(whitened(returns, masks))
+        whitened_returns = iter(whitened(returns, masks))
         weighted = []
         for group, values in zip(groups, scores, strict=True):
-            advantages = [np.nan if np.isnan(value) else next(white) for value in values]
+            advantages = [np.nan if np.isnan(value) else next(whitened_returns) for value in values]
             dead = not any(np.any(a) for a in advantages if not np.isscalar(a))
             weighted.append(self.weight_tokens(group, values, advantages, context, dead=dead))
         return weighted

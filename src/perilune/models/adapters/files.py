@@ -102,9 +102,9 @@ class Adapter:
             if match is None:
                 raise RequestError(f"tensor {key} is not part of a LoRA pair", where=str(weights))
             halves.setdefault(match["module"], {})[match["part"]] = _check_half(key, tensor, rank, weights)
-        lone = [name for name, parts in halves.items() if len(parts) != 2]
-        if lone:
-            raise RequestError(f"{lone[0]} has only one of lora_A and lora_B", where=str(weights))
+        unpaired = [name for name, parts in halves.items() if len(parts) != 2]
+        if unpaired:
+            raise RequestError(f"{unpaired[0]} has only one of lora_A and lora_B", where=str(weights))
         pairs = {name: (parts["A"], parts["B"]) for name, parts in halves.items()}
         if not all(torch.isfinite(b * scale).all() for _, b in pairs.values()):
             raise RequestError("lora_alpha makes entries that are not finite", where=str(config_file))

@@ -113,16 +113,16 @@ class _ModelReader:
 
     def latent_attention(self) -> LatentAttention:
         hidden, heads, rank = self.hidden, self.heads, self.read.count("kv_lora_rank")
-        nope, rotary = self.read.count("qk_nope_head_dim"), self.read.count("qk_rope_head_dim")
+        plain, rotary = self.read.count("qk_nope_head_dim"), self.read.count("qk_rope_head_dim")
         value, query_rank = self.read.count("v_head_dim"), self.read.count("q_lora_rank", 0)
         bias = self.bias("attention_bias")
-        queries = heads * (nope + rotary)
+        queries = heads * (plain + rotary)
         parameters = hidden * queries
         if query_rank:
             parameters = query_rank * (hidden + queries + 1 + bias)
-        parameters += (hidden + bias) * (rank + rotary) + rank * (1 + heads * (nope + value))
+        parameters += (hidden + bias) * (rank + rotary) + rank * (1 + heads * (plain + value))
         parameters += (heads * value + bias) * hidden
-        return LatentAttention(parameters, heads, rank, rotary, nope, value)
+        return LatentAttention(parameters, heads, rank, rotary, plain, value)
 
     def linear_attention(self) -> LinearAttention:
         hidden, kind = self.hidden, self.family.linear
@@ -172,11 +172,11 @@ class _ModelReader:
         shared += experts * (self.hidden + bias)
         if self.family.shared_gate and shared_inner:
             shared += self.hidden
-        passed = self.read.count("num_experts_per_tok")
-        if passed > experts:
+        per_token = self.read.count("num_experts_per_tok")
+        if per_token > experts:
             raise self.read.wrong("num_experts_per_tok", f"give at most {experts}, the number of experts")
         network = self.network(inner, bias)
-        return FeedForward(network, inner, experts, passed, shared_inner / inner, shared)
+        return FeedForward(network, inner, experts, per_token, shared_inner / inner, shared)
 
     def network(self, inner: int, bias: bool) -> int:
         """Return the number of parameters of one feed-forward network."""

@@ -484,5 +484,5 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
 def find_preset(config: DecoderConfig) -> str | None:
     """Return the name of the preset that equals `config` except for the vocabulary, or None."""
     ends = {"bos_token_id": config.bos_token_id, "eos_token_ids": config.eos_token_ids}
-    own = {"vocab_size": config.vocab_size, **ends}
-    return next((name for name, preset in PRESETS.items() if preset.replace(**own) == config), None)
+    fields = {"vocab_size": config.vocab_size, **ends}
+    return next((name for name, preset in PRESETS.items() if preset.replace(**fields) == config), None)

@@ -132,9 +132,9 @@ def _byte_level(header: GgufHeader, tokens: list[str], splitting: Splitting) -> 
         if "tokenizer.ggml.token_type" in header.metadata
         else []
     )
-    marked = list(zip(tokens, kinds, strict=False))
-    backend.add_special_tokens([_added(token, True) for token, kind in marked if kind == _CONTROL])
-    backend.add_tokens([_added(token, False) for token, kind in marked if kind == _USER_DEFINED])
+    kind_by_token = list(zip(tokens, kinds, strict=False))
+    backend.add_special_tokens([_added(token, True) for token, kind in kind_by_token if kind == _CONTROL])
+    backend.add_tokens([_added(token, False) for token, kind in kind_by_token if kind == _USER_DEFINED])
     return backend
 
 

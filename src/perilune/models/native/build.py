@@ -100,12 +100,12 @@ def _compile(compiler: list[str], unit: Path, target: Path) -> None:
     errors = ""
     for processor in (_THIS_PROCESSOR, _THIS_PROCESSOR[:1], ()):
         command = [*compiler, *_FLAGS, *processor, str(unit), "-o", str(target), "-lm", "-lpthread"]
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
         )
-        if done.returncode == 0:
+        if result.returncode == 0:
             return
-        errors = done.stderr.strip()[-2000:]
+        errors = result.stderr.strip()[-2000:]
     raise _CompilerError(errors)
 
 

@@ -60,8 +60,8 @@ def supports(config: DecoderConfig, kind: WeightKind = "float32") -> bool:
     even = kind != "bfloat16" or all(size % 2 == 0 for size in inner)
     if not _is_plain(config):
         return False
-    whole = config.hidden_size % LANES == 0 and config.head_dim % PANEL == 0
-    return whole and even and config.latent is None and config.delta is None and ops.is_available()
+    fits = config.hidden_size % LANES == 0 and config.head_dim % PANEL == 0
+    return fits and even and config.latent is None and config.delta is None and ops.is_available()
 
 
 def _is_plain(config: DecoderConfig) -> bool:

@@ -338,9 +338,9 @@ def draw(
     logits, scales = logits.contiguous(), scales.contiguous()
     count = len(scales)
     tokens, logprobs = torch.empty(count, dtype=torch.int64), torch.empty(count)
-    read = pointer_fields(logits=logits, scales=scales, rows=rows, uniform=uniform)
-    written = pointer_fields(tokens=tokens, logprobs=logprobs)
-    draws = _Draws(**read, **written, count=count, size=logits.shape[1])
+    inputs = pointer_fields(logits=logits, scales=scales, rows=rows, uniform=uniform)
+    outputs = pointer_fields(tokens=tokens, logprobs=logprobs)
+    draws = _Draws(**inputs, **outputs, count=count, size=logits.shape[1])
     check(kernel("draw")(byref(draws), threads()), "drawing tokens")
     return tokens, logprobs
 

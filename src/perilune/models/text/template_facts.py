@@ -23,8 +23,8 @@ def recipe_tokenizer(model: Mapping[str, Any], texts: Iterable[str] | None = Non
         RequestError: when the tokenizer cannot be read, or as `with_recipe_template`.
     """
     folder = model.get("path")
-    own = Tokenizer.load(folder) if folder else Tokenizer.for_new_model(model, texts)
-    return with_recipe_template(own, model)
+    tokenizer = Tokenizer.load(folder) if folder else Tokenizer.for_new_model(model, texts)
+    return with_recipe_template(tokenizer, model)
 
 
 def with_recipe_template(tokenizer: Tokenizer, model: Mapping[str, Any]) -> Tokenizer:

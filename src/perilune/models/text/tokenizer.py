@@ -385,12 +385,12 @@ class Tokenizer:
     def encode_pieces(self, rendered: Sequence[Rendered]) -> list[list[int]]:
         """Return the token ids of rendered templates with BOS; control tokens in messages stay text."""
         pieces = [item.pieces() for item in rendered]
-        written = iter(self.encode_rendered([piece for parts in pieces for piece in parts[::2]]))
+        token_ids = iter(self.encode_rendered([piece for parts in pieces for piece in parts[::2]]))
         return [
             [
                 token
                 for index, piece in enumerate(parts)
-                for token in (self.encode(piece) if index % 2 else next(written))
+                for token in (self.encode(piece) if index % 2 else next(token_ids))
             ]
             for parts in pieces
         ]

@@ -58,14 +58,14 @@ def render_continued(
     (rendered,) = tokenizer.render_inputs([{**variables, "messages": marked}])
     before, separator, after = rendered.text.rpartition(mark)
     text = before if after.startswith(" ") else before.rstrip()
-    written = rendered.with_text(text)
-    if not separator or content.strip() not in "".join(written.pieces()):
+    prefix = rendered.with_text(text)
+    if not separator or content.strip() not in "".join(prefix.pieces()):
         raise RequestError(
             "the chat template does not write the content of the last message unchanged, so it cannot be"
             " continued",
             where="chat template",
         )
-    return written
+    return prefix
 
 
 def encode_conversations(
@@ -88,11 +88,11 @@ def encode_conversations(
         RequestError: as `encode_continuation`, and when the vocabulary lacks a character.
     """
     segments = [_segments(tokenizer, *conversation) for conversation in conversations]
-    _encode(tokenizer, [segment for own in segments for segment in own])
+    _encode(tokenizer, [segment for conversation in segments for segment in conversation])
     if tokenizer.chat_template is None:
         prompts = tokenizer.encode_prompts([opening for opening, _, _ in conversations])
-        return [(prompt, *_join(tokenizer, own)) for prompt, own in zip(prompts, segments, strict=True)]
-    return [(own[0].ids, *_join(tokenizer, own)) for own in segments]
+        return [(prompt, *_join(tokenizer, parts)) for prompt, parts in zip(prompts, segments, strict=True)]
+    return [(parts[0].ids, *_join(tokenizer, parts)) for parts in segments]
 
 
 @dataclass(slots=True)
