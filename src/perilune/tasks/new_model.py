@@ -38,8 +38,8 @@ class NewModel(Stage[NewModelSpec]):
             RequestError: when there is data, and no tokenizer to train.
         """
         if spec.data is not None and not is_trained(job.model):
-            what = "data is what `tokenizer: bpe` of the recipe's model is trained on"
-            raise RequestError(what, where="data", remedy="remove it, or set model.tokenizer to bpe")
+            message = "data is what `tokenizer: bpe` of the recipe's model is trained on"
+            raise RequestError(message, where="data", remedy="remove it, or set model.tokenizer to bpe")
         config = PRESETS[spec.preset]
         return {"model": f"{config.num_layers} layers of width {config.hidden_size}"}
 

@@ -29,7 +29,7 @@ def check_pinned(requirements: Sequence[str]) -> None:
         except InvalidRequirement as error:
             raise RequestError(f"'{line}' is not a requirement: {error}") from None
         exact = [
-            one for one in requirement.specifier if one.operator == "==" and not one.version.endswith(".*")
+            pin for pin in requirement.specifier if pin.operator == "==" and not pin.version.endswith(".*")
         ]
         if not exact and "#sha256=" not in (requirement.url or ""):
             raise RequestError(f"'{line}' is not an exact version", remedy=f"{requirement.name}==VERSION")
@@ -85,9 +85,9 @@ def installed(python: Path) -> list[str]:
 
 
 def record_digests(python: Path) -> dict[str, str]:
-    """`record_digest` of each distribution in an environment, by name."""
+    """Return the `record_digest` of each distribution in an environment, by name."""
     folders = [str(path) for path in (python.parent.parent / "lib").glob("python*/site-packages")]
-    digests = {found.name: record_digest(found) for found in distributions(path=folders)}
+    digests = {package.name: record_digest(package) for package in distributions(path=folders)}
     return {name: digest for name, digest in sorted(digests.items()) if digest}
 
 

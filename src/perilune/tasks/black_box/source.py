@@ -34,26 +34,26 @@ def fetch_source(source: str, commit: str | None) -> Path:
         RequestError: when the folder does not exist, or the repository has no commit in the recipe, has
             uncommitted changes, lacks the commit, or has submodules.
     """
-    here = None if is_url(source) else Path(source)
-    if here is not None and not here.is_dir():
+    path = None if is_url(source) else Path(source)
+    if path is not None and not path.is_dir():
         raise RequestError("no folder here", where=source, remedy="give a folder, or a repository's URL")
-    is_repository = here is None or (here / ".git").exists()
+    is_repository = path is None or (path / ".git").exists()
     if not is_repository:
         if commit is not None:
             raise RequestError("this folder is no git repository", where=source, remedy="leave `commit` out")
-        assert here is not None
-        return here
+        assert path is not None
+        return path
     if commit is None or not COMMIT.fullmatch(commit):
-        what = "a repository needs a commit: all 40 digits of its hash"
-        raise RequestError(what, where=source, remedy=f"commit: {_head(here) if here else '...'}")
-    kept = cache() / "sources" / commit
-    if here is not None:
-        _refuse_changes(here)
-    if not kept.is_dir():
-        with storage_errors("keep the repository's files", kept), build_directory(kept) as building:
-            _check_out(source if here is None else str(here), commit, building)
-            publish(building, kept)
-    return kept
+        message = "a repository needs a commit: all 40 digits of its hash"
+        raise RequestError(message, where=source, remedy=f"commit: {_head(path) if path else '...'}")
+    cached = cache() / "sources" / commit
+    if path is not None:
+        _refuse_changes(path)
+    if not cached.is_dir():
+        with storage_errors("keep the repository's files", cached), build_directory(cached) as building:
+            _check_out(source if path is None else str(path), commit, building)
+            publish(building, cached)
+    return cached
 
 
 def _head(repository: Path) -> str:
@@ -81,8 +81,8 @@ def _check_out(source: str, commit: str, destination: Path) -> None:
         if resolved != commit:
             raise RequestError(f"{commit} is not a commit", where=source)
         if _git("-C", bare, "ls-tree", commit, "--", ".gitmodules"):
-            what = "the repository has submodules, which are not supported"
-            raise RequestError(what, where=source, remedy="use a repository without submodules")
+            message = "the repository has submodules, which are not supported"
+            raise RequestError(message, where=source, remedy="use a repository without submodules")
         archive = Path(scratch) / "files.tar"
         _git("-C", bare, "archive", "--format=tar", f"--output={archive}", commit)
         with tarfile.open(archive) as tar:

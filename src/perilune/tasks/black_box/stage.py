@@ -128,8 +128,8 @@ class BlackBox:
         outputs = workspace.artifacts / "outputs"
         shutil.rmtree(outputs, ignore_errors=True)
         outputs.mkdir()
-        listed = spec.requirements
-        requirements = lock_lines(work / listed) if isinstance(listed, str) else list(listed)
+        packages = spec.requirements
+        requirements = lock_lines(work / packages) if isinstance(packages, str) else list(packages)
         python = interpreter(requirements)
         command = [word.format_map(_placeholders(spec, workspace, outputs)) for word in spec.command]
         began = time.monotonic()
@@ -205,8 +205,8 @@ def _placeholders(spec: BlackBoxSpec, workspace: Workspace, outputs: Path) -> di
 
 def _run(command: list[str], work: Path, python: Path, workspace: Workspace) -> None:
     """Run the program; its output goes to the run's log."""
-    ours = {"PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME"}
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
+    excluded = {"PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME"}
+    environment = {name: value for name, value in os.environ.items() if name not in excluded}
     environment["PATH"] = f"{python.parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
     environment["VIRTUAL_ENV"] = str(python.parent.parent)
     workspace.log(f"running {' '.join(command)}")
@@ -224,8 +224,8 @@ def _run(command: list[str], work: Path, python: Path, workspace: Workspace) -> 
             except subprocess.TimeoutExpired:
                 program.kill()
     if code:
-        ended = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
-        raise WorkFailedError(f"the program {ended}", remedy="see the log for its output")
+        result = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
+        raise WorkFailedError(f"the program {result}", remedy="see the log for its output")
 
 
 def _copy_outputs(work: Path, patterns: tuple[str, ...], outputs: Path) -> None:

@@ -19,11 +19,11 @@ class ConnectFour(Stage[ConnectFourSpec]):
 
     def describe(self, spec: ConnectFourSpec, job: Job) -> Mapping[str, object]:
         learning = spec.learning
-        a_step = learning.games * learning.moves
+        step_moves = learning.games * learning.moves
         played = f"{plural(spec.steps, 'step')} x {plural(learning.games, 'game')} x {learning.moves}"
         return {
-            "moves": f"{played} = {spec.steps * a_step:,}",
-            "updates": f"{learning.epochs} x {-(-a_step // learning.minibatch)} a step",
+            "moves": f"{played} = {spec.steps * step_moves:,}",
+            "updates": f"{learning.epochs} x {-(-step_moves // learning.minibatch)} a step",
             "learning rate": f"{learning.lr:g} falling to {learning.lr * learning.final_lr:g}",
         }
 

@@ -53,16 +53,16 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
 
 
 def _remedy(collected: CollectedTraces) -> str:
-    """What to do when too few traces were collected."""
-    place = f"{OUTPUT}/rejected.jsonl in the run's directory"
+    """Return the remedy when too few traces were collected."""
+    path = f"{OUTPUT}/rejected.jsonl in the run's directory"
     failed = sum(count for reason, count in collected.reasons.items() if reason.startswith("verifier:"))
     if failed > len(collected.rejected) / 2:
         return (
-            f"correct the verifier; its failures are in {place}, and `perilune environments check` finds them"
+            f"correct the verifier; its failures are in {path}, and `perilune environments check` finds them"
         )
     kept = len(collected.kept)
     fewer = f"set traces to {kept} at most" if collected.exhausted and kept else "lower traces"
-    return f"{fewer}, widen the environment's config, or use another teacher; look at {place}"
+    return f"{fewer}, widen the environment's config, or use another teacher; look at {path}"
 
 
 def _teacher_code(spec: CollectSpec) -> dict[str, str]:

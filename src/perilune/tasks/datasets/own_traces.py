@@ -16,7 +16,7 @@ def most_likely(episodes: Sequence[Episode]) -> Episode | None:
 
 
 def reason_to_reject(episode: Episode) -> str | None:
-    """Why an answer is not training data; None for a right one."""
+    """Return the reason why an answer is not training data; None for a right one."""
     if episode.failure:
         return f"failure: {episode.failure}"
     if not is_correct(episode):

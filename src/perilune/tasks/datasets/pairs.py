@@ -22,8 +22,8 @@ def run(workspace: Workspace, spec: PairsSpec) -> dict[str, Any]:
     total = spec.tasks * spec.samples
     with open_player(workspace, spec.max_tokens) as player:
         if getattr(player.environment, "max_turns", 1) > 1:
-            what = f"a pair is two answers to one prompt, and {player.environment.id} has several turns"
-            raise RequestError(what, where="environment", remedy="train on its rewards with rl")
+            message = f"a pair is two answers to one prompt, and {player.environment.id} has several turns"
+            raise RequestError(message, where="environment", remedy="train on its rewards with rl")
         tasks = player.training_tasks(spec.skip).take(spec.tasks)
         groups = player.play(
             tasks, samples=spec.samples, temperature=spec.temperature, step=0, watch=watch, total=total
@@ -50,7 +50,7 @@ def run(workspace: Workspace, spec: PairsSpec) -> dict[str, Any]:
     write_preferences(
         workspace.root / OUTPUT / PREFERENCES_FILE, (make_pair(*pair, source=source) for pair in chosen)
     )
-    lengths = [[len(one.token_ids) for one in side] for side in zip(*chosen, strict=True)]
+    lengths = [[len(episode.token_ids) for episode in side] for side in zip(*chosen, strict=True)]
     counts = {
         "rows": len(chosen),
         "tasks_without_pair": spec.tasks - len({better.task_id for better, _ in chosen}),

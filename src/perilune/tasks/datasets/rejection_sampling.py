@@ -101,7 +101,7 @@ def _sample(spec: RejectionSamplingSpec, player: Player, watch: Stopwatch) -> li
 
 
 def _reasons_to_reject(groups: Groups, spec: RejectionSamplingSpec, player: Player) -> dict[str, str | None]:
-    """Why each answer is rejected, by episode_id; None for a kept one.
+    """Return the reason to reject each answer, by episode_id; None for a kept one.
 
     Only right answers can be leaks or implausible.
     """
@@ -110,8 +110,8 @@ def _reasons_to_reject(groups: Groups, spec: RejectionSamplingSpec, player: Play
     if spec.system:
         for episode in right:
             prompt, answer = (_text(episode, by_policy=by_policy) for by_policy in (False, True))
-            if found := find_leak(answer, spec.system, prompt, ngram=spec.ngram, phrases=spec.phrases):
-                reasons[episode.episode_id] = f"{LEAKED}: {found}"
+            if leak := find_leak(answer, spec.system, prompt, ngram=spec.ngram, phrases=spec.phrases):
+                reasons[episode.episode_id] = f"{LEAKED}: {leak}"
     if spec.min_logprob is not None:
         prompts = [episode.opening[1 if spec.system else 0 :] for episode in right]
         ids = player.policy.tokenizer.encode_prompts(prompts)
@@ -127,7 +127,7 @@ def _reasons_to_reject(groups: Groups, spec: RejectionSamplingSpec, player: Play
 
 def _text(episode: Episode, *, by_policy: bool) -> str:
     """Return the text of the policy's messages, or of all others but the system message."""
-    parts = [one["content"] for one in episode.messages[1:] if (one["role"] == "assistant") == by_policy]
+    parts = [item["content"] for item in episode.messages[1:] if (item["role"] == "assistant") == by_policy]
     return "".join(parts)
 
 

@@ -75,7 +75,7 @@ class Sampled:
         return cls(rollouts, params, sampling.samples, Provenance("sampled", perilune.__version__, settings))
 
     def rows(self, tasks: Sequence[Task], first: int) -> Iterator[TraceRecord | Rejected]:
-        """For each task, the most likely answer that passed untruncated; all others as rejected.
+        """Yield for each task the most likely answer that passed untruncated; all others as rejected.
 
         Raises:
             WorkFailedError: when more episodes fail than the environment's section allows.

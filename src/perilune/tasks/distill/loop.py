@@ -58,8 +58,8 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
                 tokens = sum(int(episode.loss_mask.sum()) for episode in episodes)
                 figures |= distil(learner, teacher.decoder, parts, loss, tokens)
                 figures |= learner.optim_step(learning_rate(spec, done, spec.steps))
-            shown = ("loss", "pass_rate", "overlap_ratio")
-            return StepReport(figures, {name: figures[name] for name in shown if name in figures})
+            names = ("loss", "pass_rate", "overlap_ratio")
+            return StepReport(figures, {name: figures[name] for name in names if name in figures})
 
         loop.run(step)
     lines = workspace.step_metrics()
@@ -150,7 +150,7 @@ def _require_same_tokens(student: Policy, teacher: Policy) -> None:
 
 
 def _advantages(groups: Sequence[Sequence[Episode]], scale: float) -> list[float] | None:
-    """`scale` times (reward - mean of the group) for each episode; None when `scale` is 0."""
+    """Return `scale` times (reward - mean of the group) for each episode; None when `scale` is 0."""
     if not scale:
         return None
-    return [scale * one for group in groups for one in np.nan_to_num(centred(rewards(group))).tolist()]
+    return [scale * value for group in groups for value in np.nan_to_num(centred(rewards(group))).tolist()]

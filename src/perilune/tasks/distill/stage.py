@@ -22,9 +22,9 @@ class Distill(Stage[DistillSpec]):
         memory = spec.memory_plan(model_config(job), job.resources.device)
         answers = spec.steps * spec.prompts * spec.samples
         system = f", the teacher with system message {spec.system[:40]!r}" if spec.system else ""
-        asked = f"{plural(spec.steps, 'step')} x {plural(spec.prompts, 'task')}"
+        tasks = f"{plural(spec.steps, 'step')} x {plural(spec.prompts, 'task')}"
         return {
-            "answers": f"{asked} x {spec.samples} = {answers:,}",
+            "answers": f"{tasks} x {spec.samples} = {answers:,}",
             "loss": f"{spec.loss}, {spec.on_policy:.0%} of steps on-policy{system}",
             **training_plan(spec, job, memory),
         }

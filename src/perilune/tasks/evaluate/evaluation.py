@@ -71,10 +71,10 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
     write_episodes(workspace.episodes / "greedy.parquet", [group[0] for group in greedy])
     summary = evaluation_summary(environment.id, groups, [group[0] for group in greedy], seed)
     summary |= _against_recording(environment, summary, seed)
-    own = CustomMetrics(spec.metrics, workspace.log).figures(
+    custom = CustomMetrics(spec.metrics, workspace.log).figures(
         [episode for group in groups for episode in group]
     )
-    _record(workspace, summary, own)
+    _record(workspace, summary, custom)
     workspace.timing(0, **watch.figures())
     workspace.progress(total, total, "answers", **{"pass@1": summary["pass@1"]["mean"]})
     is_untrained = workspace.job.model.get("preset") and spec.checkpoint == MODEL
@@ -85,7 +85,7 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
         workspace.log(f"warning: {warning}")
         workspace.event("rare_form")
     return summary | {
-        **({"own": own} if own else {}),
+        **({"own": custom} if custom else {}),
         **({"warnings": [warning]} if warning else {}),
         "tokens_per_second": watch.figures()["tokens_per_second"],
         "seconds": watch.elapsed,
@@ -94,7 +94,7 @@ def run(workspace: Workspace, spec: EvaluateSpec) -> dict[str, Any]:
 
 
 def _against_recording(environment: Any, summary: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """pass@1 of the episodes that a suite recorded, and the change since then, paired by task."""
+    """Return pass@1 of the episodes that a suite recorded, and the change since then, paired by task."""
     recorded: dict[str, list[float]] = getattr(environment, "recorded", dict)()
     now = {task: right / n for task, n, right in summary["correct_per_task"] if task in recorded}
     if not now:
@@ -112,20 +112,20 @@ def _against_recording(environment: Any, summary: Mapping[str, Any], seed: int) 
 def _record(workspace: Workspace, summary: Mapping[str, Any], own: Mapping[str, float]) -> None:
     """Write the metrics, and log pass@1 of the environment and of each part of a mixture."""
     parts = {
-        part: found["pass@1"]
-        for part, found in summary.get("by_environment", {}).items()
-        if "pass@1" in found  # a part without a scored answer has none
+        part: entry["pass@1"]
+        for part, entry in summary.get("by_environment", {}).items()
+        if "pass@1" in entry  # a part without a scored answer has none
     }
     workspace.metric(
         0,
         **{key: summary[key] for key in ("pass@1", "greedy", "length", "truncated")},
-        **{f"environment/{part}/pass@1": found for part, found in parts.items()},
+        **{f"environment/{part}/pass@1": entry for part, entry in parts.items()},
         **{f"own/{name}": value for name, value in own.items()},
     )
     held_out = f"{summary['tasks'] + summary['tasks_without_verdict']} held-out tasks"
     workspace.log(f"pass@1 {summary['pass@1']['mean']:.3f} on {held_out} of {summary['environment']}")
-    for part, found in parts.items():
-        workspace.log(f"  {part}: pass@1 {found['mean']:.3f}")
+    for part, entry in parts.items():
+        workspace.log(f"  {part}: pass@1 {entry['mean']:.3f}")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SamplingOptions(Frozen):
-    """Which tokens an evaluation samples from."""
+    """The tokens that an evaluation samples from."""
 
     top_p: float = Field(
         1.0, gt=0, le=1, description="sample from the likeliest tokens with this total probability; 1: all"

@@ -160,15 +160,15 @@ class Rounds:
         return StepReport(metrics, {"pass_rate": metrics["pass_rate"]}, seconds)
 
     def summary(self) -> dict[str, Any]:
-        """Pass rates by round, the gain per round, and why the rounds ended."""
+        """Return the pass rates by round, the gain per round, and the reason why the rounds ended."""
         rates = self._learner.memory["rates"]
         seed = self._workspace.job.seed
-        intervals = [pass_rate_interval(list(one.values()), seed=seed) for one in rates]
+        intervals = [pass_rate_interval(list(round_rates.values()), seed=seed) for round_rates in rates]
         summary: dict[str, Any] = {
             "algorithm": "flywheel",
             "environment": self._player.environment.id,
             "rounds": len(rates) - 1,
-            "pass_rates": [one._asdict() for one in intervals],
+            "pass_rates": [interval._asdict() for interval in intervals],
             "stopped": "a round may have gained nothing" if self.stalled else "all rounds done",
         }
         if len(rates) > 1:
@@ -206,13 +206,13 @@ class Rounds:
         return [path for path in paths if path.stat().st_size]
 
     def _labels(self, tasks: Sequence[Task], groups: Groups) -> Counter[str]:
-        """Answers by a label other than the reward (right, wrong or unknown), and how many of each passed."""
+        """Count answers by a label other than the reward (right, wrong or unknown), and those that passed."""
         by_id = {task.task_id: task for task in tasks}
         counts: Counter[str] = Counter()
-        for one in (episode for group in groups for episode in group if not episode.failure):
-            label = self._label(by_id[one.task_id], one)
+        for episode in (episode for group in groups for episode in group if not episode.failure):
+            label = self._label(by_id[episode.task_id], episode)
             counts[label] += 1
-            counts[f"{label} kept"] += _is_kept(one)
+            counts[f"{label} kept"] += _is_kept(episode)
         return counts
 
     def _label(self, task: Task, episode: Episode) -> str:
@@ -232,7 +232,7 @@ def _best_records(groups: Groups, provenance: Provenance) -> list[TraceRecord]:
     """Return the most likely passing answer of each group, without duplicates."""
     best = (most_likely([episode for episode in group if _is_kept(episode)]) for group in groups)
     records: dict[str, TraceRecord] = {}
-    for record in (to_record(one, provenance) for one in best if one is not None):
+    for record in (to_record(episode, provenance) for episode in best if episode is not None):
         records.setdefault(record.digest, record)
     return list(records.values())
 

@@ -47,7 +47,7 @@ SLOT_TOKENS = 512  # tokens of a sample that there is room for in every slot
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What one checkpoint was measured to do.
+    """The measurements of one checkpoint.
 
     Attributes:
         nats: by passage, the negative log-likelihood of its scored tokens in nats.
@@ -96,20 +96,20 @@ def measure_forgetting(
     start = _Measurement(workspace, settings, before, device, tokenizer)
     earlier = start.checkpoint(sections)
     seed = workspace.job.seed
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     if settings.passages:
-        found["text"] = _text_figures(start.passages, earlier, later, seed)
-    found["environments"] = [_environment_figures(name, earlier, later, seed) for name in later.passes]
+        figures["text"] = _text_figures(start.passages, earlier, later, seed)
+    figures["environments"] = [_environment_figures(name, earlier, later, seed) for name in later.passes]
     if answers:
-        found["kl"] = _kl_figures(answers, start.engine, seed)
-    found["warnings"] = forgetting_warnings(found)
-    for row in forgetting_rows(found):
+        figures["kl"] = _kl_figures(answers, start.engine, seed)
+    figures["warnings"] = forgetting_warnings(figures)
+    for row in forgetting_rows(figures):
         workspace.log(
             f"forgetting: {row.measure}: {row.before} before, {row.after} after {row.change}".rstrip()
         )
-    for warning in found["warnings"]:
+    for warning in figures["warnings"]:
         workspace.log(f"warning: {warning}")
-    return found | {"seconds": time.monotonic() - began}
+    return figures | {"seconds": time.monotonic() - began}
 
 
 def _check_memory(folder: Path, device: torch.device) -> None:
@@ -142,8 +142,8 @@ class _Measurement:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         self._workspace, self._settings = workspace, settings
-        decoder, own = open_checkpoint(folder, device)
-        self.tokenizer = tokenizer or own
+        decoder, own_tokenizer = open_checkpoint(folder, device)
+        self.tokenizer = tokenizer or own_tokenizer
         config = decoder.config
         room = SLOTS * min(SLOT_TOKENS, config.max_position_embeddings)
         self.engine = Engine(
@@ -168,7 +168,7 @@ class _Measurement:
             for episode in self.answers(section, environment):
                 if not episode.failure:
                     rates.setdefault(episode.task_id, []).append(is_correct(episode))
-            passes[environment.id] = {task: sum(found) / len(found) for task, found in rates.items()}
+            passes[environment.id] = {task: sum(results) / len(results) for task, results in rates.items()}
         return Checkpoint(nats, passes)
 
     def answers(self, section: Mapping[str, Any], environment: Environment) -> list[Episode]:
@@ -183,12 +183,12 @@ class _Measurement:
 
 
 def _passages(tokenizer: Tokenizer, count: int) -> list[Passage]:
-    found = []
+    passages = []
     for index, text in enumerate(read_english().strip().split("\n\n")[:count]):
         tokens = tokenizer.encode(text)
         context, scored = tokens[:CONTEXT_TOKENS], tokens[CONTEXT_TOKENS:]
-        found.append(Passage(str(index), context, scored, len(tokenizer.decode(scored).encode())))
-    return found
+        passages.append(Passage(str(index), context, scored, len(tokenizer.decode(scored).encode())))
+    return passages
 
 
 def _text_figures(
@@ -197,10 +197,10 @@ def _text_figures(
     """Return the perplexity per token and bits per byte before and after; the change is paired by passage."""
     size, tokens = sum(passage.size for passage in passages), sum(len(passage.scored) for passage in passages)
     bits = [
-        {passage.name: found.nats[passage.name] / math.log(2) / passage.size for passage in passages}
-        for found in (earlier, later)
+        {passage.name: checkpoint.nats[passage.name] / math.log(2) / passage.size for passage in passages}
+        for checkpoint in (earlier, later)
     ]
-    nats = [math.fsum(found.nats.values()) for found in (earlier, later)]
+    nats = [math.fsum(checkpoint.nats.values()) for checkpoint in (earlier, later)]
     perplexity = [math.exp(total / tokens) for total in nats]
     return {
         "digest": DIGEST,
@@ -216,7 +216,7 @@ def _text_figures(
 
 
 def _environment_figures(name: str, earlier: Checkpoint, later: Checkpoint, seed: int) -> dict[str, Any]:
-    """pass@1 in another environment before and after; the change is paired by task."""
+    """Return pass@1 in another environment before and after; the change is paired by task."""
     before, after = earlier.passes[name], later.passes[name]
     shared = sorted(before.keys() & after.keys())  # tasks without a verdict are missing
     sides = [{task: side[task] for task in shared} for side in (before, after)]
@@ -229,7 +229,7 @@ def _environment_figures(name: str, earlier: Checkpoint, later: Checkpoint, seed
 
 
 def _kl_figures(answers: Sequence[Episode], start: Engine, seed: int) -> dict[str, Any]:
-    """KL(policy, start) in nats on answers that the policy sampled to held-out tasks.
+    """Return KL(policy, start) in nats on answers that the policy sampled to held-out tasks.
 
     The estimate sums log-prob differences over the sampled tokens (k1). The interval is over answers.
     """

@@ -13,7 +13,7 @@ EXAMPLES = 3  # before each task of another environment
 
 
 class ForgettingSettings(Frozen):
-    """What is measured of the checkpoint before and after a stage, besides its own task."""
+    """The measurements of the checkpoint before and after a stage, besides its own task."""
 
     passages: int = Field(PASSAGES, ge=0, le=PASSAGES, description="passages of English text; 0: none")
     environments: tuple[str, ...] = Field(
@@ -30,9 +30,9 @@ class ForgettingSettings(Frozen):
         Raises:
             RequestError: when an environment is unknown.
         """
-        found = [environment_section(name) for name in self.environments] if self.tasks else []
+        sections = [environment_section(name) for name in self.environments] if self.tasks else []
         trained = make_environment(own).id if own else ""
-        return [section for section in found if make_environment(section).id != trained]
+        return [section for section in sections if make_environment(section).id != trained]
 
     def describe(self, own: Mapping[str, Any]) -> str:
         parts = [f"{self.passages} passages of English text"] if self.passages else []

@@ -9,7 +9,7 @@ from perilune.tasks.stage.defaults import ModelDefaults
 
 
 class ForgettingSpec(ModelDefaults):
-    """Whether a stage measures what training cost elsewhere. The default is yes for pretrained models."""
+    """The field of stages that can measure forgetting, which they do by default for pretrained models."""
 
     forgetting: ForgettingSettings | Literal[False] = Field(
         False,

@@ -57,22 +57,22 @@ def calibration_summary(answers: Sequence[CalibratedAnswer], seed: int) -> dict[
 def calibration_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics for metrics.jsonl: the correlations that could be computed."""
     intervals = {name: summary[name]["spearman"] for name in ("values", "differences")}
-    return {f"spearman_{name}": one["mean"] for name, one in intervals.items() if one is not None}
+    return {f"spearman_{name}": value["mean"] for name, value in intervals.items() if value is not None}
 
 
 def describe_calibration(summary: Mapping[str, Any]) -> list[str]:
     """Return the result in sentences."""
     names = {"values": "values of prefixes", "differences": "process rewards of segments"}
     sentences = []
-    for name, what in names.items():
+    for name, label in names.items():
         interval, best = summary[name]["spearman"], summary[name]["ceiling"]
         if interval is None:
-            sentences.append(f"{what}: {summary[name]['count']} of them give no correlation")
+            sentences.append(f"{label}: {summary[name]['count']} of them give no correlation")
             continue
-        most = "" if best is None else f"; a perfect value would reach {best:.2f}"
+        note = "" if best is None else f"; a perfect value would reach {best:.2f}"
         sentences.append(
-            f"{what} against Monte Carlo: Spearman {interval['mean']:.2f} ({interval['low']:.2f} to"
-            f" {interval['high']:.2f}) over {summary[name]['count']}{most}"
+            f"{label} against Monte Carlo: Spearman {interval['mean']:.2f} ({interval['low']:.2f} to"
+            f" {interval['high']:.2f}) over {summary[name]['count']}{note}"
         )
     interval = summary["differences"]["spearman"]
     if interval is None or interval["low"] <= 0:
@@ -105,13 +105,13 @@ def _agreement(answers: Sequence[CalibratedAnswer], seed: int, *, differences: b
 
 def _by_place(answers: Sequence[CalibratedAnswer]) -> list[dict[str, Any]]:
     rows = []
-    for place in range(min(MOST_PLACES, max((len(answer.values) for answer in answers), default=0))):
-        longer = [answer for answer in answers if len(answer.values) > place]
-        values = np.array([one.values[place] for one in longer])
-        played = np.array([one.played[place] for one in longer])
+    for index in range(min(MOST_PLACES, max((len(answer.values) for answer in answers), default=0))):
+        longer = [answer for answer in answers if len(answer.values) > index]
+        values = np.array([answer.values[index] for answer in longer])
+        played = np.array([answer.played[index] for answer in longer])
         rows.append(
             {
-                "place": place,
+                "place": index,
                 "count": len(longer),
                 "value": float(values.mean()),
                 "played": float(played.mean()),

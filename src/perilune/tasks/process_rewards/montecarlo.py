@@ -36,23 +36,23 @@ def score_continuations(
         (prefix.task.task_id, prefix.prompt_ids.tobytes(), prefix.token_ids.tobytes()) for prefix in prefixes
     ]
     distinct = dict(zip(keys, prefixes, strict=True))
-    longest = params.max_tokens - min(len(one.token_ids) for one in distinct.values())
+    longest = params.max_tokens - min(len(prefix.token_ids) for prefix in distinct.values())
     seed = int.from_bytes(hashlib.blake2b(f"montecarlo/{rollouts.seed}".encode(), digest_size=7).digest())
     prompts = [
-        Prompt([*one.prompt_ids.tolist(), *one.token_ids.tolist()], (seed, step, index))
-        for index, one in enumerate(distinct.values())
+        Prompt([*prefix.prompt_ids.tolist(), *prefix.token_ids.tolist()], (seed, step, index))
+        for index, prefix in enumerate(distinct.values())
     ]
     with Watchdog("sampling") as wait:
         completions = rollouts.engine.sample(
             prompts, count, replace(params, max_tokens=longest), lambda *_: wait.progress()
         )
     items = []
-    for one, group in zip(distinct.values(), completions, strict=True):
-        room = params.max_tokens - len(one.token_ids)
+    for prefix, group in zip(distinct.values(), completions, strict=True):
+        room = params.max_tokens - len(prefix.token_ids)
         for sample in group:
-            tokens = [*one.token_ids.tolist(), *sample.token_ids[:room].tolist()]
+            tokens = [*prefix.token_ids.tolist(), *sample.token_ids[:room].tolist()]
             finished = sample.finish_reason == "stop" and len(sample.token_ids) <= room
-            items.append((one.task, Transcript(rollouts.tokenizer.decode(tokens), finished=finished)))
+            items.append((prefix.task, Transcript(rollouts.tokenizer.decode(tokens), finished=finished)))
     with Watchdog("scoring", STALL_SECONDS + 2 * len(items) * rollouts.scorer.item_seconds):
         outcomes = rollouts.scorer.score(items)
     rewards = [outcome.reward if isinstance(outcome, Score) else np.nan for outcome in outcomes]

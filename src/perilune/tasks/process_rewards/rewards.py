@@ -91,7 +91,7 @@ class ProcessRewards:
         watch: Stopwatch,
         first: int,
     ) -> Groups:
-        """`RolloutWorker.play`, with process rewards for the episodes that can have them."""
+        """Return `RolloutWorker.play`, with process rewards for the episodes that can have them."""
         groups = self.rollouts.play(
             tasks, samples=samples, params=params, step=step, watch=watch, first=first
         )
@@ -125,17 +125,17 @@ class ProcessRewards:
         ]
 
     def potentials(self, segmented: Sequence[SegmentedEpisode], step: int) -> list[Values | None]:
-        """Phi of each prefix, float64[prefixes]; None for an episode that cannot have values."""
+        """Return Phi of each prefix, float64[prefixes]; None for an episode that cannot have values."""
         if isinstance(self.settings, MonteCarloValues):
             rewards = self.continuation_rewards(segmented, step, self.settings.continuations)
-            return [prefix_means(one) for one in rewards]
+            return [prefix_means(values) for values in rewards]
         assert isinstance(self.settings, AnswerValues)
         return self.answer_values(segmented, self.settings)
 
     def answer_values(
         self, segmented: Sequence[SegmentedEpisode], settings: AnswerValues
     ) -> list[Values | None]:
-        """Phi from the likelihood of the right answer; None if there is none, or too long or guessable."""
+        """Return Phi from the right answer's likelihood; None if there is none, or too long or guessable."""
         probes = [self._probe(segment, settings) for segment in segmented]
         possible = [probe for probe in probes if probe is not None]
         temperature = self.sampling.temperature
@@ -148,7 +148,7 @@ class ProcessRewards:
     def continuation_rewards(
         self, segmented: Sequence[SegmentedEpisode], step: int, count: int
     ) -> list[Values]:
-        """Rewards of `count` continuations of each prefix, float64[prefixes, count], NaN for failures."""
+        """Return float64[prefixes, count] rewards of continuations of each prefix, NaN for failures."""
         prefixes = [
             Prefix(segment.task, segment.episode.prompt_ids, segment.episode.token_ids[:length])
             for segment in segmented
@@ -201,7 +201,7 @@ def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def potential(values: Values, settings: AnswerValues) -> Values | None:
-    """Phi of mean log-probs V: exp(V), or V clipped at `floor` and divided by it; None if easy to guess."""
+    """Return Phi of mean log-probs V: exp(V), or V clipped at `floor` and scaled by it; None if guessable."""
     if np.exp(values[0]) > settings.guessable:
         return None
     if settings.floor is None:
@@ -217,13 +217,13 @@ def prefix_means(rewards: Values) -> Values | None:
 
 
 def step_rewards(segmented: SegmentedEpisode, potentials: Values) -> NDArray[np.float32]:
-    """float32[T]: Phi(after) - Phi(before) at each segment's last token, Phi = 0 at the end; else NaN."""
+    """Return float32[T]: Phi(after) - Phi(before) at segments' last tokens, Phi = 0 at the end; else NaN."""
     differences = compute_shaping(np.append(potentials, 0.0), (-np.inf, np.inf))
     mask = segmented.episode.loss_mask
     rewards = np.full(len(mask), np.nan, np.float32)
-    own = np.flatnonzero(mask)
+    indices = np.flatnonzero(mask)
     ends = [*segmented.prefixes[1:], len(mask)]
-    rewards[own[np.searchsorted(own, ends) - 1]] = differences
+    rewards[indices[np.searchsorted(indices, ends) - 1]] = differences
     return rewards
 
 

@@ -19,7 +19,7 @@ class Calibrate(Stage[CalibrateSpec]):
 
     def describe(self, spec: CalibrateSpec, job: Job) -> Mapping[str, object]:
         answers = spec.tasks * spec.samples
-        most = spec.process_rewards.segments.most if spec.process_rewards else 0
+        max_prefixes = spec.process_rewards.segments.most if spec.process_rewards else 0
         memory = plan_stage_memory(
             model_config(job),
             samples=answers,
@@ -28,7 +28,7 @@ class Calibrate(Stage[CalibrateSpec]):
         )
         return {
             "answers": f"{spec.tasks} held-out tasks x {spec.samples} = {answers:,}",
-            "continuations": f"{spec.continuations} from each of at most {most} prefixes per answer",
+            "continuations": f"{spec.continuations} from each of at most {max_prefixes} prefixes per answer",
             "memory": memory,
         }
 

@@ -22,7 +22,7 @@ DECISION_BATCH = 512  # decisions whose moves are packed together
 def exact_figures(
     game: ExactGame, decoder: Decoder, tokenizer: Tokenizer, temperature: float
 ) -> dict[str, float]:
-    """`exploitability` of a policy that is every player, in the game's returns, and `illegal_mass`.
+    """Return `exploitability` of a policy that is every player, in the game's returns, and `illegal_mass`.
 
     `illegal_mass` is the mean probability of answers that are no legal move. Move probabilities are divided
     by the legal mass before the best response is computed.
@@ -45,7 +45,7 @@ def reply_bounds(
     *,
     least: float = 0.01,
 ) -> list[Bounds]:
-    """For each player, bounds on the return of a best response to the policy, whose illegal moves lose.
+    """Return bounds for each player on the return of a best response to a policy whose illegal moves lose.
 
     Raises:
         RequestError: see `best_response`.
@@ -57,11 +57,11 @@ def reply_bounds(
 def move_probabilities(
     decisions: Sequence[Decision], decoder: Decoder, tokenizer: Tokenizer, temperature: float
 ) -> list[list[float]]:
-    """For each decision, the probability of each move: of its tokens and the end of the turn."""
+    """Return for each decision the probability of each move: of its tokens and the end of the turn."""
     probabilities: list[list[float]] = []
     for start in range(0, len(decisions), DECISION_BATCH):
         part = decisions[start : start + DECISION_BATCH]
-        groups = [_move_episodes(index, one, tokenizer) for index, one in enumerate(part)]
+        groups = [_move_episodes(index, decision, tokenizer) for index, decision in enumerate(part)]
         models = SignalModels(decoder)
         signals = compute_signals(
             {"logprobs"}, groups, models, token_budget=TOKEN_BUDGET, temperature=temperature
@@ -75,7 +75,7 @@ def move_probabilities(
 def tokens_so_far(tokenizer: Tokenizer, decision: Decision) -> list[int]:
     """Return the tokens before a decision, appended turn by turn as in an episode."""
     messages = decision.messages
-    first = next((n for n, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
+    first = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     opening = messages[:first]
     tokens = tokenizer.encode_prompt(opening)
     for answer, observation in zip(messages[first::2], messages[first + 1 :: 2], strict=True):

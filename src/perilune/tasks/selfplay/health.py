@@ -39,7 +39,7 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     judged = [episode for episode in episodes if episode.reward is not None]
     figures: dict[str, float] = {}
     metrics = [episode.metrics for episode in judged]
-    with_agents = [{"turns": one["total_steps"]} if "total_steps" in one else one for one in metrics]
+    with_agents = [{"turns": row["total_steps"]} if "total_steps" in row else row for row in metrics]
     for name, lines in (("illegal", metrics), ("turns", with_agents)):
         if (mean := _mean(lines, name)) is not None:
             figures[name] = mean
@@ -50,20 +50,20 @@ def game_figures(episodes: Sequence[Episode]) -> dict[str, float]:
     if first:
         figures["openings"] = effective_number(Counter(first))
     for player in sorted({episode.player for episode in judged}):
-        own = [episode.reward or 0.0 for episode in judged if episode.player == player]
-        figures[f"seat/{player}/reward"] = math.fsum(own) / len(own)
-        figures[f"seat/{player}/won"] = sum(reward > 0 for reward in own) / len(own)
+        rewards = [episode.reward or 0.0 for episode in judged if episode.player == player]
+        figures[f"seat/{player}/reward"] = math.fsum(rewards) / len(rewards)
+        figures[f"seat/{player}/won"] = sum(reward > 0 for reward in rewards) / len(rewards)
     return figures
 
 
 def effective_number(counts: Mapping[str, int]) -> float:
-    """exp of the entropy: the number of equally frequent values with the same entropy."""
+    """Return exp of the entropy: the number of equally frequent values with the same entropy."""
     total = sum(counts.values())
     return math.exp(-math.fsum(n / total * math.log(n / total) for n in counts.values() if n))
 
 
 def find_alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()) -> list[Alarm]:
-    """Signs of a collapse in the last steps of `lines`, the metrics of all steps.
+    """Return the signs of a collapse in the last steps of `lines`, the metrics of all steps.
 
     | sign | over the last 8 steps |
     |---|---|
@@ -84,8 +84,8 @@ def find_alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()
     for name in ("illegal", "unfinished"):
         first, last = _mean(lines[:WINDOW_STEPS], name), _mean(lines[-WINDOW_STEPS:], name)
         if first is not None and last is not None and last > max(MAX_SPOILT_SHARE, MAX_SPOILT_RATIO * first):
-            how = "ended by an illegal move" if name == "illegal" else "were cut off"
-            signs.append(Alarm(name, f"{last:.0%} of games {how}"))
+            ending = "ended by an illegal move" if name == "illegal" else "were cut off"
+            signs.append(Alarm(name, f"{last:.0%} of games {ending}"))
     first, last = _mean(lines[:WINDOW_STEPS], "entropy"), _mean(lines[-WINDOW_STEPS:], "entropy")
     if first and last is not None and last < MIN_ENTROPY_RATIO * first:
         signs.append(Alarm("entropy", f"entropy fell from {first:.2g} to {last:.2g} nats"))
@@ -96,7 +96,7 @@ def find_alarms(lines: Sequence[Mapping[str, float]], weaker: Sequence[str] = ()
 
 
 def _first_move(episode: Episode) -> str:
-    return next((one["content"] for one in episode.messages if one["role"] == "assistant"), "")
+    return next((message["content"] for message in episode.messages if message["role"] == "assistant"), "")
 
 
 def _mean(lines: Sequence[Mapping[str, float]], name: str) -> float | None:

@@ -72,7 +72,7 @@ class League(NoOpponents):
 
     @property
     def engine(self) -> Engine:
-        """Samples with the member that was drawn for the step."""
+        """The engine, which samples with the member that was drawn for the step."""
         return self._snapshots.engine
 
     def prepare(self, step: int) -> None:
@@ -87,8 +87,8 @@ class League(NoOpponents):
         random = np.random.default_rng(key)
         if random.random() >= self._settings.share:
             return ()
-        own = int(random.integers(players))
-        return [player for player in range(players) if player != own]
+        own_player = int(random.integers(players))
+        return [player for player in range(players) if player != own_player]
 
     def _draw(self, step: int) -> int:
         frozen = sorted(map(int, self._record["members"]))
@@ -153,8 +153,8 @@ class League(NoOpponents):
             Publisher(evaluator.engine, self._learner).publish()
             digest = self._snapshots.save(step, self._learner.decoder)
             returns = {name: evaluator.play_named(name) for name in self._settings.against}
-            for one in sorted({0, record["champion"]}) if step else ():
-                returns[f"step {one}"] = evaluator.play_policy(self._load(one))
+            for member in sorted({0, record["champion"]}) if step else ():
+                returns[f"step {member}"] = evaluator.play_policy(self._load(member))
             figures = standings.add(step, returns, evaluator.exact(self._learner.decoder))
         record["members"][str(step)], record["points"][str(step)] = digest, 0.5
         worse = standings.reasons_to_reject(step, record["champion"]) if step else []
@@ -172,7 +172,7 @@ class League(NoOpponents):
         self._lines.append(line)
         recorded = self._record["alarms"]
         for alarm in find_alarms(self._lines, self._standings.opponents_lost_to()):
-            active = [one for one in recorded if one["name"] == alarm.name and one["until"] == step - 1]
+            active = [item for item in recorded if item["name"] == alarm.name and item["until"] == step - 1]
             if active:
                 active[0]["until"] = step
                 continue
@@ -190,14 +190,14 @@ class League(NoOpponents):
         save_policy(path, self._snapshots.decoder, tokenizer)
 
     def summary(self) -> dict[str, Any]:
-        """`league`: the champion, evaluations, ratings, matches and alarms."""
+        """Return `league`: the champion, evaluations, ratings, matches and alarms."""
         recorded = self._record["alarms"]
         return {
             "league": {
                 "champion": self._record["champion"],
                 **self._standings.summary(),
                 "alarms": recorded,
-                "collapsed": any(one["kind"] == "collapse" for one in recorded),
+                "collapsed": any(item["kind"] == "collapse" for item in recorded),
             }
         }
 

@@ -62,7 +62,7 @@ class MatchEvaluator:
             return self._play(rollouts)
 
     def exact(self, decoder: Decoder) -> dict[str, float]:
-        """`exact_figures` of a policy; empty when the game is too large."""
+        """Return `exact_figures` of a policy; empty when the game is too large."""
         if self.game is None:
             return {}
         return exact_figures(self.game, decoder, self.rollouts.tokenizer, self.params.temperature)
@@ -107,7 +107,7 @@ class Standings:
         if rating := self.ratings().get(f"step {step}"):
             figures |= _interval_figures("elo", rating)
         self.record.setdefault("judgements", []).append({"step": step, **figures})
-        self.record.setdefault("returns", {})[str(step)] = {name: dict(one) for name, one in returns.items()}
+        self.record.setdefault("returns", {})[str(step)] = {name: dict(row) for name, row in returns.items()}
         return figures
 
     def reasons_to_reject(self, step: int, champion: int) -> list[str]:
@@ -141,7 +141,7 @@ class Standings:
 
     def ratings(self) -> dict[str, Interval]:
         """Return Elo ratings, relative to `random` if it plays, else to the initial policy."""
-        played = [one for one in self.record.get("matches", ()) if one[2]]
+        played = [entry for entry in self.record.get("matches", ()) if entry[2]]
         win = self.largest_return()
         matches = [Match(first, second, returns_to_points(returns, win)) for first, second, returns in played]
         return compute_ratings(matches, "random" if "random" in self.named else "step 0", seed=self.seed)
@@ -150,16 +150,16 @@ class Standings:
         """Return all evaluations in order, ratings and matches."""
         return {
             "judgements": self.record["judgements"],
-            "ratings": {name: one._asdict() for name, one in self.ratings().items()},
-            "matches": [_match_summary(*one) for one in self.record["matches"]],
+            "ratings": {name: rating._asdict() for name, rating in self.ratings().items()},
+            "matches": [_match_summary(*entry) for entry in self.record["matches"]],
         }
 
     def _figures(self, step: int) -> dict[str, float]:
-        return next(dict(one) for one in self.record["judgements"] if one["step"] == step)
+        return next(dict(entry) for entry in self.record["judgements"] if entry["step"] == step)
 
     def _worse_against(self, step: int, other: int) -> list[str]:
         """Return the named players against which `step` got clearly less than `other` in the same games."""
-        now, then = (self.record["returns"][str(one)] for one in (step, other))
+        now, then = (self.record["returns"][str(number)] for number in (step, other))
         worse = []
         for name in self.named:
             both = sorted(now[name].keys() & then[name].keys())
@@ -178,7 +178,7 @@ def _interval_figures(name: str, interval: Interval) -> dict[str, float]:
 
 def _match_summary(first: str, second: str, returns: Sequence[float]) -> dict[str, Any]:
     counts = {"won": 0, "drawn": 0, "lost": 0}
-    for one in returns:
-        counts["won" if one > 0 else "lost" if one < 0 else "drawn"] += 1
+    for value in returns:
+        counts["won" if value > 0 else "lost" if value < 0 else "drawn"] += 1
     mean = math.fsum(returns) / len(returns) if returns else None
     return {"first": first, "second": second, **counts, "return": mean}

@@ -25,7 +25,7 @@ class Snapshots:
 
     def save(self, step: int, policy: Decoder) -> str:
         """Write the trained parameters of `policy`, and return their checksum."""
-        tensors = {name: one.detach() for name, one in trainable(policy).items()}
+        tensors = {name: parameter.detach() for name, parameter in trainable(policy).items()}
         checkpoints.write(self._path(step), {"weights": tensors}, {"step": step})
         self._loaded = None if self._loaded == step else self._loaded
         return checksum(tensors)

@@ -30,7 +30,7 @@ def fit_codebooks(quantizer: Quantizer, latents: Tensor, random: torch.Generator
 
 
 def _k_means(vectors: Tensor, count: int, random: torch.Generator) -> Tensor:
-    """float[count, D] means (Lloyd's algorithm); an empty cluster takes one of the vectors."""
+    """Return float[count, D] means (Lloyd's algorithm); an empty cluster takes one of the vectors."""
     means = vectors[torch.randint(len(vectors), (count,), generator=random)]
     for _ in range(_ROUNDS):
         chosen = find_nearest(means, vectors)

@@ -137,10 +137,10 @@ def codec_losses(codec: Codec, samples: Tensor) -> dict[str, Tensor]:
     state = CodecState.start(len(samples))
     predicted, phases = vocoder.spectrum(decoder.features(latents, state))
     heard = vocoder.overlap_add(predicted, phases, state)[..., 0]
-    mel = [log_mel(one, _HOP, SAMPLE_RATE) for one in (heard, samples)]
+    mel = [log_mel(audio, _HOP, SAMPLE_RATE) for audio in (heard, samples)]
     return {
         "mel": _MEL * (mel[0] - mel[1]).abs().mean(),
-        "spectra": torch.stack([_distance(heard, samples, *one) for one in _WINDOWS]).sum(),
+        "spectra": torch.stack([_distance(heard, samples, *window) for window in _WINDOWS]).sum(),
         "magnitudes": _PREDICTED * (_log(predicted.exp()) - _log(_target_spectra(samples))).abs().mean(),
     }
 
@@ -171,13 +171,13 @@ def _log(magnitude: Tensor) -> Tensor:
 
 
 def _concatenate(utterances: list[SpokenText], frame: int) -> Tensor:
-    """float[N], the utterances end to end, each padded to whole frames."""
+    """Return float[N], the utterances end to end, each padded to whole frames."""
     spoken = (torch.from_numpy(utterance.samples) for utterance in utterances)
-    return torch.cat([F.pad(one, (0, -len(one) % frame)) for one in spoken])
+    return torch.cat([F.pad(clip, (0, -len(clip) % frame)) for clip in spoken])
 
 
 def _crops(audio: Tensor, spec: CodecSpec, frame: int, random: torch.Generator) -> Tensor:
-    """float[batch, frames * frame] from random positions, shorter if the audio is shorter."""
+    """Return float[batch, frames * frame] from random positions, shorter if the audio is shorter."""
     length = min(spec.frames * frame, len(audio) // frame * frame)
     starts = torch.randint(len(audio) - length + 1, (spec.learning.batch,), generator=random)
     return torch.stack([audio[start : start + length] for start in starts.tolist()])
@@ -188,13 +188,13 @@ def _used_codes(codec: Codec, audio: Tensor) -> list[float]:
     with torch.no_grad():
         codes = quantize(codec.decoder.quantizer, codec.encoder(audio[None])[0])
     shares = [torch.bincount(column).double() / len(column) for column in codes.T]
-    return [float(torch.special.entr(one).sum().exp()) for one in shares]
+    return [float(torch.special.entr(share).sum().exp()) for share in shares]
 
 
 def save_codec(folder: Path, codec: Codec) -> None:
     """Write config.json and model.safetensors, as in the folder speech_tokenizer of a speech model."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: one.detach().contiguous() for name, one in codec.state_dict().items()}
+    tensors = {name: tensor.detach().contiguous() for name, tensor in codec.state_dict().items()}
     save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     write_json(folder / "config.json", codec.decoder.config.to_hf())
 

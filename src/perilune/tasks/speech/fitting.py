@@ -28,7 +28,7 @@ class Fit:
 
     def __init__(self, module: nn.Module, settings: FitSettings, steps: int, seed: int) -> None:
         self.module, self._settings, self._steps, self._seed = module, settings, steps, seed
-        trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+        trained = {name: param for name, param in module.named_parameters() if param.requires_grad}
         self.optimizer = AdamW(trained, beta2=_BETA2, weight_decay=0.0, grad_clip=_GRAD_CLIP)
 
     def generator(self, step: int) -> torch.Generator:
@@ -54,15 +54,15 @@ class Fit:
         Raises:
             RequestError: when files are missing or damaged, or belong to another module.
         """
-        own = {"weights": self._weights(), **self._moments()}
-        tensors, state = checkpoints.read(directory, own)
-        for name, mine in own.items():
-            checkpoints.copy_into(mine, tensors[name], directory)
+        current = {"weights": self._weights(), **self._moments()}
+        tensors, state = checkpoints.read(directory, current)
+        for name, target in current.items():
+            checkpoints.copy_into(target, tensors[name], directory)
         self.optimizer.step = int(state["updates"])
         return dict(state["extra"])
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: one.detach() for name, one in self.module.named_parameters()}
+        return {name: param.detach() for name, param in self.module.named_parameters()}
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         return {"first_moments": self.optimizer.first, "second_moments": self.optimizer.second}

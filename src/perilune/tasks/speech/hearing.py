@@ -41,28 +41,28 @@ def run(workspace: Workspace, spec: HearingSpec) -> dict[str, Any]:
     prepare_device(workspace)
     folder, watch = workspace.input("voice"), Stopwatch()
     model = load_speech_model(folder)
-    said = read_utterances(workspace.input("data"), "heldout")[: spec.utterances]
+    texts = read_utterances(workspace.input("data"), "heldout")[: spec.utterances]
     audio = {
-        "teacher": [utterance.samples for utterance in said],
-        "codec": _through_codec(load_encoder(folder, model), model, said),
-        "voice": Speaker(model).say([Utterance(utterance.text) for utterance in said], workspace.job.seed),
+        "teacher": [utterance.samples for utterance in texts],
+        "codec": _through_codec(load_encoder(folder, model), model, texts),
+        "voice": Speaker(model).say([Utterance(utterance.text) for utterance in texts], workspace.job.seed),
     }
     spoken = watch.elapsed
     vocabularies = ["own words", "language model"] if spec.language_model else ["own words"]
     rows: list[dict[str, Any]] = []
-    for kind in sorted({utterance.kind for utterance in said}):
+    for kind in sorted({utterance.kind for utterance in texts}):
         for vocabulary in vocabularies:
             recogniser = Recogniser(words_of([kind]) if vocabulary == "own words" else ())
-            for i, utterance in enumerate(said):
+            for i, utterance in enumerate(texts):
                 if utterance.kind == kind:
                     rows += _transcribe(i, utterance, vocabulary, recogniser, audio)
-                    workspace.progress(len(rows), 3 * len(said) * len(vocabularies), "utterances")
+                    workspace.progress(len(rows), 3 * len(texts) * len(vocabularies), "utterances")
     write_json_lines(workspace.root / "artifacts" / "heard.jsonl", rows)
     rates = _rates(rows, workspace.job.seed)
     workspace.metric(1, **{name.replace(" ", "_"): rate["mean"] for name, rate in rates.items()})
     workspace.timing(1, speaking=spoken, hearing=watch.elapsed - spoken)
     seconds = {name: sum(map(len, clips)) / SAMPLE_RATE for name, clips in audio.items()}
-    return {"kind": "speech", "utterances": len(said), "seconds": seconds, "word_error_rates": rates}
+    return {"kind": "speech", "utterances": len(texts), "seconds": seconds, "word_error_rates": rates}
 
 
 def load_encoder(folder: Path, model: SpeechModel) -> CodecEncoder:
@@ -73,8 +73,8 @@ def load_encoder(folder: Path, model: SpeechModel) -> CodecEncoder:
     """
     encoder = CodecEncoder(model.config.codec)
     stored = read_tensor_headers(CheckpointFolder(folder / CODEC_FOLDER))
-    own = read_tensors([one for name, one in stored.items() if name.startswith(_ENCODER)])
-    loaded = {name.removeprefix(_ENCODER): tensor for name, tensor in own}
+    tensors = read_tensors([header for name, header in stored.items() if name.startswith(_ENCODER)])
+    loaded = {name.removeprefix(_ENCODER): tensor for name, tensor in tensors}
     copy_into(encoder.state_dict(), loaded, folder / CODEC_FOLDER)
     return encoder
 

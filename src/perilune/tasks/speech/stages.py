@@ -80,8 +80,8 @@ class SpeechEvaluation(Stage[HearingSpec]):
         from perilune.speech.recogniser import require_recogniser
 
         count = "all" if spec.utterances is None else str(spec.utterances)
-        said = f"{count} held out, each by teacher, codec and voice"
-        return {"utterances": said, **_missing_program(require_recogniser)}
+        text = f"{count} held out, each by teacher, codec and voice"
+        return {"utterances": text, **_missing_program(require_recogniser)}
 
 
 def _missing_program(require: Callable[[], None]) -> dict[str, str]:

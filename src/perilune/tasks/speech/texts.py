@@ -39,7 +39,7 @@ _WHERE = ("in the garden", "on the street", "near the river", "after dinner", "l
 
 
 def draw_texts(kinds: Sequence[Kind], split: Split, count: int, seed: int) -> list[str]:
-    """`count` different texts of a split, alternating between the kinds.
+    """Return `count` different texts of a split, alternating between the kinds.
 
     Raises:
         RequestError: when a kind has too few texts.

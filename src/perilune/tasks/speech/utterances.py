@@ -49,7 +49,7 @@ def run(workspace: Workspace, spec: UtterancesSpec) -> dict[str, Any]:
     for done, (_, text) in enumerate(texts, start=1):
         audio.append(synthesise_text(text, voice=spec.voice, speed=spec.speed, sample_rate=SAMPLE_RATE))
         workspace.progress(done, len(texts), "utterances")
-    loudest = max(float(np.abs(one).max()) for one in audio)
+    loudest = max(float(np.abs(clip).max()) for clip in audio)
     if not loudest:
         raise RequestError("the teacher's speech is silent", where="voice")
     folder = workspace.root / "artifacts" / "utterances"
@@ -59,8 +59,8 @@ def run(workspace: Workspace, spec: UtterancesSpec) -> dict[str, Any]:
     write_json_lines(
         folder / _LINES,
         [
-            {"text": text, "kind": kind_of(text), "split": split, "start": int(start), "samples": len(one)}
-            for (split, text), start, one in zip(texts, starts[:-1], audio, strict=True)
+            {"text": text, "kind": kind_of(text), "split": split, "start": int(start), "samples": len(clip)}
+            for (split, text), start, clip in zip(texts, starts[:-1], audio, strict=True)
         ],
     )
     seconds = float(starts[-1]) / SAMPLE_RATE

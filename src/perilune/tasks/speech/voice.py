@@ -182,15 +182,15 @@ def voice_losses(
     """Return the mean cross-entropies in nats of the first codes (and ends), and of the other codes."""
     eos = torch.tensor([talker.config.marks.eos])
     inputs, targets, drawn_from, lengths = [], [], [], []
-    at, tables = 0, _Tables.of(talker)
+    offset, tables = 0, _Tables.of(talker)
     for text, codes in batch:
         prompt = embed_utterance(tables, tokenizer, Utterance(text))
         inputs += [prompt.inputs, talker.embed_frames(codes) + prompt.pad]
         targets.append(torch.cat([codes[:, 0], eos]))
-        last = at + len(prompt.inputs) - 1
+        last = offset + len(prompt.inputs) - 1
         drawn_from.append(torch.arange(last, last + len(codes) + 1))
         lengths.append(len(prompt.inputs) + len(codes))
-        at += lengths[-1]
+        offset += lengths[-1]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     positions = torch.cat([torch.arange(length) for length in lengths])
     hidden = talker(torch.cat(inputs), positions, PackedAttention(bounds))

@@ -45,12 +45,12 @@ class Demonstrations:
         ids, mask, ends, prompts = array("i"), bytearray(), array("q", [0]), array("i")
         self._places: list[str] = []
         self._messages: list[tuple[Mapping[str, Any], ...]] = []
-        held: list[int] = []
+        held_out: list[int] = []
         path = Path()
         for path in paths:
             for row, example, tokens in reader.demonstrations(read_rows(path)):
                 if is_validation(split_name(example, tokens), validation):
-                    held.append(len(self._places))
+                    held_out.append(len(self._places))
                 ids.extend(tokens.prompt_ids)
                 ids.extend(tokens.token_ids)
                 mask += bytes(len(tokens.prompt_ids)) + bytes(tokens.loss_mask)
@@ -63,10 +63,10 @@ class Demonstrations:
             raise RequestError("there are no traces to train on", where=str(path))
         self._ids, self._mask = np.frombuffer(ids, np.int32), np.frombuffer(mask, np.bool_)
         self._ends, self._prompts = ends, prompts
-        self._trained = sorted({*range(len(ends) - 1)} - {*held})
-        if not self._trained or (validation and not held):
-            raise uneven_split(len(self._places), len(held), validation, str(path))
-        self.held_out = [self.episode(index) for index in held]
+        self._trained = sorted({*range(len(ends) - 1)} - {*held_out})
+        if not self._trained or (validation and not held_out):
+            raise uneven_split(len(self._places), len(held_out), validation, str(path))
+        self.held_out = [self.episode(index) for index in held_out]
 
     def __len__(self) -> int:
         return len(self._trained)
@@ -80,11 +80,11 @@ class Demonstrations:
         """Return one row as an episode that no policy sampled; its id is its place in the file."""
         start, end = self._ends[index], self._ends[index + 1]
         first = start + self._prompts[index]
-        place = self._places[index]
+        location = self._places[index]
         return Episode(
-            episode_id=place,
-            group_id=place,
-            task_id=place,
+            episode_id=location,
+            group_id=location,
+            task_id=location,
             environment="",
             seed=self.seed,
             messages=self._messages[index] if self._messages else (),

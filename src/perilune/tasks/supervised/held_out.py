@@ -15,14 +15,14 @@ Values = dict[str, dict[str, float]]
 
 
 def episode_values(decoder: Decoder, episodes: Sequence[Episode], token_budget: int) -> Values:
-    """`loss`: the mean cross-entropy of each episode's learned tokens in nats."""
+    """Return `loss`: the mean cross-entropy of each episode's learned tokens in nats."""
     numbers = {episode.episode_id: str(number) for number, episode in enumerate(episodes)}
     losses: dict[str, float] = {}
     for batch, logprobs in _scored(decoder, pack_each(episodes, token_budget)):
         counts = torch.bincount(batch.episode_of)
         sums = torch.bincount(batch.episode_of, weights=-logprobs.double())
-        named = [numbers[name] for name in batch.episode_ids]
-        losses |= zip(named, (sums / counts).tolist(), strict=True)
+        names = [numbers[name] for name in batch.episode_ids]
+        losses |= zip(names, (sums / counts).tolist(), strict=True)
     return {"loss": losses}
 
 
@@ -32,19 +32,19 @@ def pair_values(
     loss: Callable[[PairLogprobs], tuple[Tensor, Tensor]],
     token_budget: int,
 ) -> Values:
-    """`loss` and `accuracy` (margin above 0) of each pair, whose `logprobs` are the reference's.
+    """Return `loss` and `accuracy` (margin above 0) of each pair, whose `logprobs` are the reference's.
 
     Args:
         loss: losses and margins float[B], as `preference_loss`.
     """
     numbers = {chosen.episode_id: str(number) for number, (chosen, _) in enumerate(pairs)}
-    found: Values = {"loss": {}, "accuracy": {}}
+    values: Values = {"loss": {}, "accuracy": {}}
     for batch, logprobs in _scored(decoder, pack_pairs(pairs, token_budget)):
         losses, margins = loss(pair_logprobs(batch, logprobs))
-        named = [numbers[name] for name in batch.episode_ids[::2]]
-        found["loss"] |= zip(named, losses.double().tolist(), strict=True)
-        found["accuracy"] |= zip(named, (margins > 0).double().tolist(), strict=True)
-    return found
+        names = [numbers[name] for name in batch.episode_ids[::2]]
+        values["loss"] |= zip(names, losses.double().tolist(), strict=True)
+        values["accuracy"] |= zip(names, (margins > 0).double().tolist(), strict=True)
+    return values
 
 
 def _scored(decoder: Decoder, batches: Sequence[PackedBatch]) -> Iterator[tuple[PackedBatch, Tensor]]:

@@ -62,10 +62,10 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
         )
 
     def validation() -> dict[str, float]:
-        held = evaluate_pairs(
+        scores = evaluate_pairs(
             objective(data.validation, policy.decoder, SINGLE_RANK), data.validation, spec.token_budget
         )
-        return {f"validation_{name}": held[name] for name in VALIDATED}
+        return {f"validation_{name}": scores[name] for name in VALIDATED}
 
     def step(done: int, watch: Stopwatch) -> StepReport:
         with watch.time_learning():
@@ -78,8 +78,8 @@ def run(workspace: Workspace, spec: PreferenceSpec) -> dict[str, Any]:
             if data.validation and ((done + 1) % spec.validate_every == 0 or done + 1 == spec.steps):
                 figures |= validation()
         alarm.observe(done + 1, figures)
-        shown = {"loss": figures["loss"], "accuracy": figures["accuracy"]}
-        return StepReport(figures, shown, {"tokens": figures["tokens"]})
+        progress = {"loss": figures["loss"], "accuracy": figures["accuracy"]}
+        return StepReport(figures, progress, {"tokens": figures["tokens"]})
 
     loop.run(step)
     lines = workspace.step_metrics()

@@ -38,21 +38,21 @@ class PreferenceData:
                 training pair is left.
         """
         train: list[Pair] = []
-        held: list[Pair] = []
+        held_out: list[Pair] = []
         for path in paths:
             for row, pair, better, worse in reader.comparisons(read_rows(path)):
                 ids = (pair.task_id, row.place)
                 scores = pair.scores or (None, None)
                 chosen = _episode((*ids, "chosen"), seed, better, scores[0])
                 rejected = _episode((*ids, "rejected"), seed, worse, scores[1])
-                (held if is_validation(pair.task_id, validation) else train).append((chosen, rejected))
-        if not train and not held:
+                (held_out if is_validation(pair.task_id, validation) else train).append((chosen, rejected))
+        if not train and not held_out:
             raise RequestError(
                 "there are no pairs to train on", where=str(paths[0]), remedy="make more pairs"
             )
         if not train:
-            raise uneven_split(len(held), len(held), validation, str(paths[0]))
-        return cls(train, held, seed)
+            raise uneven_split(len(held_out), len(held_out), validation, str(paths[0]))
+        return cls(train, held_out, seed)
 
     def batch(self, step: int, size: int) -> list[Pair]:
         """Return the pairs of optimizer step `step` (from 0)."""
@@ -60,10 +60,10 @@ class PreferenceData:
 
 
 def _episode(ids: tuple[str, str, str], seed: int, tokens: Tokens, score: float | None) -> Episode:
-    task_id, place, side = ids
+    task_id, location, side = ids
     return Episode(
-        episode_id=f"{place}/{side}",
-        group_id=place,
+        episode_id=f"{location}/{side}",
+        group_id=location,
         task_id=task_id,
         environment="",
         seed=seed,

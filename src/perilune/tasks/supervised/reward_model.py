@@ -47,10 +47,10 @@ def run(workspace: Workspace, spec: RewardModelSpec) -> dict[str, Any]:
             figures |= objective.figures(pairs) | learner.optim_step(learning_rate(spec, done, spec.steps))
             if data.validation and ((done + 1) % spec.validate_every == 0 or done + 1 == spec.steps):
                 scores = score_pairs(model, data.validation, spec.token_budget)
-                held = score_figures(scores, data.validation)
-                figures |= {f"validation_{name}": held[name] for name in ("accuracy", "margin")}
-        shown = {"loss": figures["loss"], "accuracy": figures["accuracy"]}
-        return StepReport(figures, shown, {"tokens": figures["tokens"]})
+                validated = score_figures(scores, data.validation)
+                figures |= {f"validation_{name}": validated[name] for name in ("accuracy", "margin")}
+        progress = {"loss": figures["loss"], "accuracy": figures["accuracy"]}
+        return StepReport(figures, progress, {"tokens": figures["tokens"]})
 
     loop.run(step)
     held_out: dict[str, Any] = {}

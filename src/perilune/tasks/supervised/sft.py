@@ -36,8 +36,8 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
     )
     workspace.log(f"data: {reader.describe()}")
     weight_groups = algorithm("sft")
-    held = demonstrations.held_out
-    held_out = partial(episode_values, policy.decoder, held, spec.token_budget) if held else None
+    validation = demonstrations.held_out
+    held_out = partial(episode_values, policy.decoder, validation, spec.token_budget) if validation else None
     loop = TrainingLoop(workspace, learner, spec, policy, held_out=held_out)
 
     def step(done: int, watch: Stopwatch) -> StepReport:
@@ -47,14 +47,14 @@ def run(workspace: Workspace, spec: SFTSpec) -> dict[str, Any]:
                 pack([weight_groups(episodes, max_tokens=0)], spec.token_budget)
             )
             figures |= learner.optim_step(learning_rate(spec, done, spec.steps))
-        shown = {"loss": figures["loss"], "lr": figures["lr"]}
-        return StepReport(figures, shown, {"tokens": figures["tokens"]})
+        progress = {"loss": figures["loss"], "lr": figures["lr"]}
+        return StepReport(figures, progress, {"tokens": figures["tokens"]})
 
     loop.run(step)
     return loop.finish(policy) | {
         "algorithm": "sft",
         "traces": len(demonstrations),
-        **({"validation_traces": len(held)} if held else {}),
+        **({"validation_traces": len(validation)} if validation else {}),
         "data": reader.figures(),
         **reader.noted(),
         **mean_first_and_last(workspace.step_metrics(), ("loss",)),

@@ -23,8 +23,8 @@ class SFT(Stage[SFTSpec]):
 
     def describe(self, spec: SFTSpec, job: Job) -> Mapping[str, object]:
         memory = _plan_memory(spec, job)
-        own = _describe_data(spec, job)
-        return {**own, "traces seen": _describe_examples(spec), **training_plan(spec, job, memory)}
+        data = _describe_data(spec, job)
+        return {**data, "traces seen": _describe_examples(spec), **training_plan(spec, job, memory)}
 
 
 class Preference(Stage[PreferenceSpec]):
@@ -61,12 +61,12 @@ class RewardModelStage(Stage[RewardModelSpec]):
         memory = plan_stage_memory(
             model_config(job), token_budget=spec.token_budget, cache=CacheSettings(job.resources.device)
         )
-        own = _describe_data(spec, job)
-        return {**own, "pairs seen": _describe_examples(spec), **training_plan(spec, job, memory)}
+        data = _describe_data(spec, job)
+        return {**data, "pairs seen": _describe_examples(spec), **training_plan(spec, job, memory)}
 
 
 def _describe_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, object]:
-    """What is in the user's own files; empty for a stage that trains on another stage's output."""
+    """Describe the user's own files; empty for a stage that trains on another stage's output."""
     lines: dict[str, object] = {}
     for name, path in file_fields(type(spec), job.spec).items():
         from perilune.data.texts import read_training_texts
@@ -75,14 +75,14 @@ def _describe_data(spec: SFTSpec | PairTrainingSpec, job: Job) -> dict[str, obje
         tokenizer = recipe_tokenizer(job.model, read_training_texts(Path(path)))
         reader = spec.reader(tokenizer, model_config(job))
         pairs = isinstance(spec, PairTrainingSpec)
-        rows, held = reader.check(Path(path), pairs=pairs, validation=spec.validation)
+        rows, held_out = reader.check(Path(path), pairs=pairs, validation=spec.validation)
         checked = (
             reader.describe() if rows <= reader.rows else f"{rows:,} rows; the first {reader.describe()}"
         )
-        trained = max(1, rows - rows * held // reader.rows)
+        trained = max(1, rows - rows * held_out // reader.rows)
         epochs = spec.steps * spec.batch_size / trained
-        seen = f"{held:,} of {reader.rows:,} rows held out; {epochs:,.1f} epochs of the rest"
-        lines[name] = f"{Path(path).name}: {checked}; {seen if held else f'{epochs:,.1f} epochs'}"
+        split = f"{held_out:,} of {reader.rows:,} rows held out; {epochs:,.1f} epochs of the rest"
+        lines[name] = f"{Path(path).name}: {checked}; {split if held_out else f'{epochs:,.1f} epochs'}"
         for warning in reader.warnings():
             lines[f"{name} warning"] = warning
     return lines

@@ -58,7 +58,7 @@ class RowReader:
     Attributes:
         positions: of the model.
         max_length: most tokens of a row; None for as many as the model has positions.
-        too_long: what to do with a longer row. A truncated row loses its end.
+        too_long: the rule for a longer row. A truncated row loses its end.
         rows, dropped, truncated: numbers of rows that were yielded, left out and truncated.
         tokens, learned, longest: numbers of tokens that were yielded, that have loss, and of the longest row.
         useless: the places of the rows that teach nothing, by reason.
@@ -88,12 +88,12 @@ class RowReader:
             examples = [read_demonstration(row) for row in rows]
             encoded = encode_examples(self.tokenizer, examples, [row.place for row in rows])
             for row, example, tokens in zip(rows, examples, encoded, strict=True):
-                found = self._fitting(row, tokens)
-                if found is not None:
-                    self._count(found)
+                kept = self._fitting(row, tokens)
+                if kept is not None:
+                    self._count(kept)
                     if has_empty_answer(example):
                         self.useless.setdefault(EMPTY, []).append(row.place)
-                    yield row, example, found
+                    yield row, example, kept
         self._refuse_long_rows()
 
     def comparisons(self, source: Iterable[Row]) -> Iterator[tuple[Row, Comparison, Tokens, Tokens]]:
@@ -108,8 +108,8 @@ class RowReader:
             encoded = encode_examples(self.tokenizer, sides, [row.place for row in rows for _ in range(2)])
             for row, pair, better, worse in zip(rows, pairs, encoded[::2], encoded[1::2], strict=True):
                 if better.prompt_ids != worse.prompt_ids:
-                    what = "the prompt is empty, or differs between the two answers"
-                    raise RequestError(what, where=row.place)
+                    message = "the prompt is empty, or differs between the two answers"
+                    raise RequestError(message, where=row.place)
                 if self._fitting(row, max(better, worse, key=len)) is not None:
                     self._count(better)
                     self._count(worse)
@@ -139,15 +139,15 @@ class RowReader:
             names = (pair.task_id for _, pair, *_ in self.comparisons(first))
         else:
             names = (split_name(example, tokens) for _, example, tokens in self.demonstrations(first))
-        held = sum(is_validation(name, validation) for name in names)
+        held_out = sum(is_validation(name, validation) for name in names)
         read: Callable[[Row], object] = read_comparison if pairs else read_demonstration
         total = self.rows + sum(1 for _ in map(read, rows))
         if not total:
             why = " because all are too long" if self.dropped else ""
             raise RequestError(f"there are no rows to train on{why}", where=str(path))
-        if total == self.rows and (held == total or (validation and not held and not pairs)):
-            raise uneven_split(total, held, validation, str(path))
-        return total, held
+        if total == self.rows and (held_out == total or (validation and not held_out and not pairs)):
+            raise uneven_split(total, held_out, validation, str(path))
+        return total, held_out
 
     @property
     def limit(self) -> int:
@@ -168,13 +168,13 @@ class RowReader:
     def warnings(self) -> list[str]:
         """Return a sentence for each kind of row that teaches nothing."""
         return [
-            f"{what} in {len(places):,} of {_rows(self.rows)}, first {Path(places[0]).name}"
-            for what, places in self.useless.items()
+            f"{reason} in {len(places):,} of {_rows(self.rows)}, first {Path(places[0]).name}"
+            for reason, places in self.useless.items()
         ]
 
     def noted(self) -> dict[str, list[str]]:
         """Return the warnings for a stage's summary; empty without warnings."""
-        return {"warnings": found} if (found := self.warnings()) else {}
+        return {"warnings": warnings} if (warnings := self.warnings()) else {}
 
     def _fitting(self, row: Row, tokens: Tokens) -> Tokens | None:
         """Return the row as it is used; None if it is left out."""
@@ -200,14 +200,14 @@ class RowReader:
     def _refuse_long_rows(self) -> None:
         if not self._refused:
             return
-        place, length = self._refused[0]
+        location, length = self._refused[0]
         bound = f"the model has {self.positions} positions"
         bound = bound if self.limit == self.positions else f"max_length is {self.limit}"
         more = len(self._refused) - 1
         others = f"; {more:,} more row{'s are' if more > 1 else ' is'} too long" if more else ""
         raise RequestError(
             f"the row has {length} tokens, and {bound}{others}",
-            where=place,
+            where=location,
             remedy="too_long: drop leaves out such rows, and in sft too_long: truncate keeps their start",
         )
 
@@ -267,7 +267,7 @@ def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example], places: S
         for example, place in zip(examples, places, strict=True):
             encode_examples(tokenizer, [example], [place])
         raise
-    return [_tokens(*one, place) for one, place in zip(encoded, places, strict=True)]
+    return [_tokens(*parts, place) for parts, place in zip(encoded, places, strict=True)]
 
 
 def _tokens(prompt: list[int], tokens: list[int], mask: list[bool], place: str) -> Tokens:
