@@ -97,7 +97,7 @@ def load_extension(reference: str, source: str | None, group: str, where: str) -
 
 
 def extension_names(group: str) -> tuple[str, ...]:
-    """Return names of the entry points of a group, sorted."""
+    """Return the names of the entry points of a group, sorted."""
     return tuple(sorted({point.name for point in entry_points(group=group)}))
 
 

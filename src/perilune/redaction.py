@@ -107,7 +107,7 @@ class Redactor:
                 index = view.find(needle, index + 1)
 
     def count_held_bytes(self, data: bytes) -> int:
-        """Return count the bytes at the end of `data` that may be the start of a value."""
+        """Return the number of bytes at the end of `data` that may be the start of a value."""
         tail = data[-self._window :]
         count = self._count_partial_bytes(_drop_separators(tail), tail, _map_squeezed)
         if _may_contain_escape(tail):
@@ -143,7 +143,7 @@ class RedactedStream:
         self._redactor, self._rest = redactor, b""
 
     def feed(self, data: bytes) -> bytes:
-        """Add `data`; returns the redacted text so far, without a possible start of a value at its end."""
+        """Add `data`; return the redacted text so far, without a possible start of a value at its end."""
         if not self._redactor:
             return data
         text = self._rest + data
@@ -294,7 +294,7 @@ def _map_unescaped(data: bytes) -> tuple[list[int], list[int]]:
 
 
 def _count_overlap(text: bytes, needle: bytes) -> int:
-    """Return count the bytes at the end of `text` that are the start, but not all, of `needle`."""
+    """Return the length of the longest end of `text` that is a proper prefix of `needle`."""
     tail = text[-(len(needle) - 1) :]
     index = tail.find(needle[:1])
     while index >= 0 and not needle.startswith(tail[index:]):

@@ -141,7 +141,7 @@ def compare_artifacts(a: Path, b: Path) -> list[Difference]:
 
 
 def _results(attempt: Path) -> dict[str, Path]:
-    """Return artifacts that every run of the same bundle reproduces, by path under artifacts/."""
+    """Return the artifacts that every run of the same bundle reproduces, by path under artifacts/."""
     artifacts = attempt / "artifacts"
     if not artifacts.is_dir():
         raise RequestError("nothing to compare: no artifacts", where=str(attempt))
@@ -197,7 +197,7 @@ class _RunFiles:
 
 
 def _scripts(run: _RunFiles) -> dict[str, Any]:
-    """Return digests of the frozen scripts, the lines of the lock, and checksums of the wheel's files."""
+    """Return the digests of the frozen scripts, the lines of the lock, and checksums of the wheel's files."""
     scripts: dict[str, Any] = {}
     for name, path in source_files(run.root / "scripts"):
         wheel = name.endswith(".whl")
@@ -241,7 +241,7 @@ def _package_contents(first: _RunFiles, second: _RunFiles) -> Iterator[Change]:
 
 
 def _distribution_digests(run: _RunFiles) -> dict[str, tuple[Any, Any]]:
-    """Return version and digest of each loaded distribution; runs of older versions have no digest."""
+    """Return the version and digest of each loaded distribution; runs of older versions have no digest."""
     facts = run.precheck.get("packages", {}).values()
     return {row["distribution"]: (row["version"], row.get("record")) for row in facts if row["distribution"]}
 
@@ -251,7 +251,7 @@ def _machine(run: _RunFiles) -> dict[str, Any]:
 
 
 def _changes(a: Any, b: Any, prefix: str = "") -> tuple[Change, ...]:
-    """Return differences between the leaves of two JSON values, with dotted keys. Lists are leaves."""
+    """Return the differences between the leaves of two JSON values, with dotted keys. Lists are leaves."""
     if a == b:
         return ()
     if isinstance(a, dict) and isinstance(b, dict):

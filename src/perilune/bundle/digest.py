@@ -63,12 +63,12 @@ def make_entry(path: Path, relative: str, status: os.stat_result) -> Entry:
 
 
 def entries_digest(entries: Iterable[Entry]) -> str:
-    """Return SHA-256 of the canonical JSON of `entries`, sorted by path."""
+    """Return the SHA-256 of the canonical JSON of `entries`, sorted by path."""
     return sha256_bytes(canonical_json([entry.document() for entry in sorted(entries)]))
 
 
 def frozen_entries(bundle: Path) -> list[Entry]:
-    """Return entries of the frozen files of a bundle as they are on disk now, sorted by path.
+    """Return the entries of the frozen files of a bundle as they are on disk now, sorted by path.
 
     Raises:
         RequestError: when an entry is neither a file nor a directory, or `job.json` is missing.
@@ -111,7 +111,7 @@ def recorded_digest(bundle: Path) -> str:
 
 
 def source_files(source: Path) -> list[tuple[str, Path]]:
-    """Return sorted (relative path, file) pairs of the files of an input; (".", source) if it is a file.
+    """Return (relative path, file) of each file of an input, sorted; (".", source) if it is a file.
 
     Follows links inside `source`, and links from a snapshot in a Hugging Face cache (`snapshots/REVISION`) to
     its `blobs` folder.
@@ -146,5 +146,5 @@ def source_files(source: Path) -> list[tuple[str, Path]]:
 
 
 def contents_digest(contents: Iterable[tuple[str, str]]) -> str:
-    """Return SHA-256 over (relative path, hex SHA-256) pairs."""
+    """Return the SHA-256 over (relative path, hex SHA-256) pairs."""
     return sha256_bytes(canonical_json(sorted(list(pair) for pair in contents)))

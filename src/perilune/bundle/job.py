@@ -23,7 +23,7 @@ OutputKind = Literal[
     "voice",
     "evaluation",
 ]
-"""What the output of a stage is."""
+"""The kind of the output of a stage."""
 
 Preset = Literal["tiny", "small", "base", "medium", "large"]
 PRESET = "built-in architecture with random weights: 0.3, 0.7, 3, 10 or 30 million parameters"

@@ -18,7 +18,7 @@ _INSTALLER_FILES = {"INSTALLER", "REQUESTED", "RECORD", "RECORD.jws", "direct_ur
 
 @cache
 def requirements_lock(task: str) -> str:
-    """Return lines "name==version  # record sha256:DIGEST" for installed distributions.
+    """Return the lines "name==version  # record sha256:DIGEST" of installed distributions.
 
     Lists the dependencies of perilune and of the plugin that owns `task`. Follows the declared dependencies
     whose markers apply here, and only requested extras. Omits Perilune, which the bundle contains as a wheel.
@@ -88,7 +88,7 @@ def _version_and_digest(installed: Distribution) -> str:
 
 
 def _plugin_owners(task: str) -> list[str]:
-    """Return distributions that register the task plugin called `task`."""
+    """Return the distributions that register the task plugin called `task`."""
     points = entry_points(group=PLUGIN_GROUP, name=task)
     return [point.dist.name for point in points if point.dist is not None]
 

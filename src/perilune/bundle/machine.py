@@ -192,7 +192,7 @@ def _enclosing(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _cpu_quota(group: Path) -> tuple[int, int]:
-    """CPU time per period and the period, in microseconds; (0, 0) without a limit."""
+    """Return the CPU time per period and the period, in microseconds; (0, 0) without a limit."""
     words = _read(group / "cpu.max").split() or [
         _read(group / "cpu.cfs_quota_us").strip(),
         _read(group / "cpu.cfs_period_us").strip(),

@@ -40,7 +40,7 @@ def write_manifest(bundle: Path) -> str:
 
 
 def output_bytes(bundle: Path) -> int:
-    """Return size of all artifacts in an attempt's manifest, in bytes; 0 without a manifest."""
+    """Return the size of all artifacts in an attempt's manifest, in bytes; 0 without a manifest."""
     try:
         listed = read_json(bundle / "artifacts" / MANIFEST)
         return sum(int(entry["size"]) for entry in listed["files"].values())

@@ -105,7 +105,7 @@ class TaskPlugin(Protocol):
 
 @cache
 def plugin_names() -> tuple[str, ...]:
-    """Return names of all installed task plugins, sorted."""
+    """Return the names of all installed task plugins, sorted."""
     return tuple(sorted({point.name for point in entry_points(group=PLUGIN_GROUP)}))
 
 
@@ -129,7 +129,7 @@ def is_parallel(plugin: TaskPlugin) -> bool:
 
 
 def resources_of(plugin: TaskPlugin, resources: Resources) -> Resources:
-    """`resources` for this task: one process on one machine if it is not parallel."""
+    """Return `resources` for this task: one process on one machine if it is not parallel."""
     single = {"processes": 1, "nodes": 1}
     return resources if is_parallel(plugin) else resources.model_copy(update=single)
 
@@ -157,12 +157,12 @@ def complete_spec(
 
 
 def by_model_fields(spec: type[BaseModel]) -> list[str]:
-    """Return fields of `spec` whose default depends on the model; None in a loaded recipe means unset."""
+    """Return the fields of `spec` whose default depends on the model; None in a loaded recipe means unset."""
     return [name for name in getattr(spec, "by_model", ()) if name in spec.model_fields]
 
 
 def path_fields(spec: type[BaseModel]) -> list[str]:
-    """Return fields of `spec` that name files, folders or URLs."""
+    """Return the fields of `spec` that name files, folders or URLs."""
     return [
         name
         for name, info in spec.model_fields.items()
@@ -171,7 +171,7 @@ def path_fields(spec: type[BaseModel]) -> list[str]:
 
 
 def code_fields(spec: type[BaseModel]) -> dict[str, CodeReference]:
-    """Return fields of `spec` that name code of the user, with the mark of each."""
+    """Return the fields of `spec` that name code of the user, with the mark of each."""
     return {
         name: mark
         for name, info in spec.model_fields.items()
@@ -181,7 +181,7 @@ def code_fields(spec: type[BaseModel]) -> dict[str, CodeReference]:
 
 
 def environment_fields(spec: type[BaseModel]) -> list[str]:
-    """Return fields of `spec` that map names to sections of environments; those in a section are dotted."""
+    """Return the fields of `spec` that map names to sections of environments; nested ones are dotted."""
     fields = []
     for name, info in spec.model_fields.items():
         if any(isinstance(mark, ChangesEnvironment) for mark in info.metadata):
@@ -193,7 +193,7 @@ def environment_fields(spec: type[BaseModel]) -> list[str]:
 
 
 def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:
-    """Return fields of `spec` that name an earlier stage, with the kind of output that each takes."""
+    """Return the fields of `spec` that name an earlier stage, with the kind of output that each takes."""
     return {name: mark.kind for name, mark in _consumed(spec)}
 
 

@@ -78,7 +78,7 @@ def precheck() -> dict[str, Any]:
 
 
 def loaded_packages() -> dict[str, dict[str, Any]]:
-    """Return loaded top-level modules outside the standard library.
+    """Return the loaded top-level modules outside the standard library.
 
     By name: {file, distribution, version, editable, record}.
     """
@@ -102,7 +102,7 @@ def _module_file(module: ModuleType) -> str:
 
 @cache
 def _owners() -> dict[str, list[Distribution]]:
-    """Return installed distributions by the modules they provide, in the order of sys.path."""
+    """Return the installed distributions by the modules they provide, in the order of sys.path."""
     owners: dict[str, list[Distribution]] = {}
     for installed in distributions():
         for name in _top_level(installed):
@@ -201,7 +201,7 @@ def _find_checkout(package: Path) -> str | None:
 
 
 def _make_patch(checkout: Path) -> tuple[bytes, bool]:
-    """Return tracked changes against HEAD, at most `MAX_PATCH_BYTES`, and whether they are complete."""
+    """Return the tracked changes against HEAD, at most `MAX_PATCH_BYTES`, and whether they are complete."""
     command = [*_GIT, "-C", str(checkout), "diff", "HEAD", "--binary", "--no-ext-diff", "--no-textconv"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_git_environment()

@@ -27,7 +27,7 @@ PARAMETERS = ("task", "stage", "spec", "model", "environment", "seed", "resource
 
 
 def bundle_statement(bundle: Path, run: str, submitted: float) -> dict[str, Any]:
-    """States that `run` was submitted with the frozen bundle at `bundle`, at `submitted` (Unix seconds)."""
+    """State that `run` was submitted with the frozen bundle at `bundle`, at `submitted` (Unix seconds)."""
     return {
         "_type": STATEMENT_TYPE,
         "subject": [_subject(BUNDLE_FILE, sha256_file(bundle / BUNDLE_FILE))],
@@ -41,7 +41,7 @@ def bundle_statement(bundle: Path, run: str, submitted: float) -> dict[str, Any]
 
 
 def result_statement(attempt: Path, run: str, number: int, started: float, finished: float) -> dict[str, Any]:
-    """States that attempt `number` of `run` produced the files in `attempt`.
+    """State that attempt `number` of `run` produced the files in `attempt`.
 
     Args:
         attempt: the folder of the attempt, with its artifacts and their manifest.

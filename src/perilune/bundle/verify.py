@@ -119,7 +119,7 @@ def _parse_entries(data: bytes) -> dict[str, Entry] | None:
 
 
 def _list_present(bundle: Path) -> dict[str, Any]:
-    """Return lstat of the frozen files, and of anything that does not belong in a bundle.
+    """Return the lstat of the frozen files, and of anything that does not belong in a bundle.
 
     The other folders are skipped, because a running task changes them.
     """
@@ -177,14 +177,14 @@ def _expected_manifest_digest(result: Path) -> str | None:
 
 
 def manifest_hashes(bundle: Path) -> dict[str, str]:
-    """Return SHA-256 of each artifact by its path in the bundle; empty if the manifest is invalid."""
+    """Return the SHA-256 of each artifact by its path in the bundle; empty if the manifest is invalid."""
     path = bundle / "artifacts" / MANIFEST
     files = _manifest_files(path) if path.is_file() else None
     return {f"artifacts/{name}": str(file["sha256"]) for name, file in (files or {}).items()}
 
 
 def frozen_and_artifact_hashes(bundle: Path) -> dict[str, str]:
-    """Return SHA-256 of the frozen files and artifacts by path, from bundle.json and the manifest."""
+    """Return the SHA-256 of the frozen files and artifacts by path, from bundle.json and the manifest."""
     frozen = _parse_entries((bundle / BUNDLE_FILE).read_bytes()) or {}
     return {path: entry.sha256 for path, entry in frozen.items()} | manifest_hashes(bundle)
 

@@ -25,7 +25,7 @@ _REGULAR_FILE = 0o100644 << 16
 
 @cache
 def build_wheel() -> tuple[str, bytes]:
-    """File name and bytes of a wheel of the running `perilune`.
+    """Return the file name and bytes of a wheel of the running `perilune`.
 
     Built once per process, so that all bundles of one command have the same code.
 
@@ -49,7 +49,7 @@ def build_wheel() -> tuple[str, bytes]:
 
 
 def differing_files(wheel: Path) -> list[str]:
-    """Return files that differ between the running package and `wheel`, or exist only in one of them.
+    """Return the files that differ between the running package and `wheel`, or exist only in one of them.
 
     Raises:
         WorkFailedError: when `wheel` is not a wheel.
@@ -105,7 +105,7 @@ def _metadata(installed: Distribution) -> dict[str, bytes]:
 
 
 def _record(files: dict[str, bytes], own_name: str) -> bytes:
-    """RECORD: each file with its digest and size, except RECORD itself."""
+    """Return RECORD: each file with its digest and size, except RECORD itself."""
     lines = []
     for name, data in sorted(files.items()):
         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

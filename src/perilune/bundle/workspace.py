@@ -90,7 +90,7 @@ class Workspace:
         return list(read_json_lines(self.artifacts / "metrics.jsonl"))
 
     def step_metrics(self) -> list[dict[str, Any]]:
-        """As `metrics`, without step 0, which has only the evaluation before training."""
+        """Return the lines of `metrics` without step 0, which has only the evaluation before training."""
         return [line for line in self.metrics() if line["step"] > 0]
 
     def evaluation(self, step: int, name: str, values: Mapping[str, Mapping[str, float]]) -> None:
@@ -137,7 +137,7 @@ class Workspace:
         sys.stdout.flush()
 
     def secret(self, name: str) -> str:
-        """Value of a secret that the job names, from this process's environment only.
+        """Return the value of a secret that the job names, from this process's environment only.
 
         Raises:
             KeyError: when the job does not name it or the environment lacks it.
@@ -161,7 +161,7 @@ class FollowerWorkspace(Workspace):
         self._lines.append({"step": step, **figures})
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Metrics of earlier attempts and of this attempt."""
+        """Return the metrics of earlier attempts and of this attempt."""
         return list(self._lines)
 
     def rewind(self, step: int) -> None:

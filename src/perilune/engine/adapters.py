@@ -30,7 +30,7 @@ class NamedAdapters:
         self._next = 0
 
     def __len__(self) -> int:
-        """Number of loaded adapters: those with a name, and those in use by requests."""
+        """Return the number of loaded adapters: those with a name, and those in use by requests."""
         return len(self._adapters)
 
     def find_number(self, name: str | None, where: str) -> int:

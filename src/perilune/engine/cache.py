@@ -152,7 +152,7 @@ class PagedCache:
         return parts
 
     def clear(self) -> None:
-        """Zero everything. Non-finite values left by a failure would spoil masked products."""
+        """Set everything to zero. Non-finite values left by a failure would spoil masked products."""
         for part in self._parts:
             part.zero_()
         if self.routes is not None:

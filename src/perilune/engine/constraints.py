@@ -262,7 +262,7 @@ class _TokenTable:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        """Token ids of the longest prefix of `text` that the vocabulary can express."""
+        """Return the token ids of the longest prefix of `text` that the vocabulary can express."""
         try:
             return self._tokenizer.encode(text)
         except RequestError:

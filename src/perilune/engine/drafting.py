@@ -63,7 +63,7 @@ class Draft:
         return first
 
     def _tables(self, rows: Rows) -> Blocks:
-        """Block tables int32[W, B, columns]."""
+        """Return the block tables int32[W, B, columns]."""
         tables: Blocks = self._sequences.blocks[:, rows, : int(self._sequences.num_blocks[rows].max())]
         return tables
 

@@ -50,7 +50,7 @@ class EngineLimits:
         return min(self.positions, self.cache_tokens)
 
     def check(self, request: Request, where: str) -> None:
-        """Raise RequestError, naming `where`, for a request that the engine cannot serve."""
+        """Raise a RequestError that names `where` for a request that the engine cannot serve."""
         params, key = request.params, request.key
         self.check_tokens(request.token_ids, params.max_tokens, where)
         last = request.first_sample + request.n - 1
@@ -83,7 +83,7 @@ class EngineLimits:
             )
 
     def check_tokens(self, prompt: Sequence[int] | NDArray[np.int64], new_tokens: int, where: str) -> None:
-        """Raise RequestError for a prompt that does not fit with `new_tokens` further tokens."""
+        """Raise a RequestError for a prompt that does not fit with `new_tokens` further tokens."""
         total = len(prompt) + new_tokens
         if not len(prompt):
             raise RequestError("has no tokens", where=where)
@@ -104,7 +104,7 @@ class EngineLimits:
 
 
 def check_state_dict(state: Mapping[str, Tensor], decoder: Decoder) -> None:
-    """Raise RequestError unless `state` has the names and shapes of the decoder."""
+    """Raise a RequestError unless `state` has the names and shapes of the decoder."""
     own = decoder.state_dict()
     if missing := sorted(own.keys() ^ state.keys()):
         raise RequestError(f"only one of the decoder and the new state has {missing[0]}", where="new weights")

@@ -208,7 +208,7 @@ def _make_step(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
 
 
 def _example_inputs(decoder: Decoder, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """Meta tensors of the inputs' shapes, with arbitrary sizes where they vary."""
+    """Return meta tensors of the inputs' shapes, with arbitrary sizes where they vary."""
     config, weights = decoder.config, _named_weights(decoder)
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         **dict.fromkeys(("token_ids", "positions"), ((5,), torch.int64)),
@@ -243,7 +243,7 @@ def _define_placeholder() -> None:
 
 
 def _paged_attention(node: Any, config: DecoderConfig) -> Any:
-    """OpenVINO's paged attention for a placeholder, with all optional features off."""
+    """Return OpenVINO's paged attention for a placeholder, with all optional features off."""
     from openvino import opset13
     from openvino.op import _PagedAttentionExtension as PagedAttention
 

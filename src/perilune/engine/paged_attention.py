@@ -119,7 +119,7 @@ class _GroupAttention:
 
 
 def causal_mask(at: Tensor, columns: Tensor, window: int | None, like: Tensor) -> Tensor:
-    """0 where a query at position `at` sees the key of a column, otherwise -inf; as a tensor `like`."""
+    """Return 0 where a query at position `at` sees the key of a column, otherwise -inf; a tensor `like`."""
     unseen = columns > at
     if window is not None:
         unseen |= columns <= at - window

@@ -16,7 +16,7 @@ _SHIFT = np.uint64(32)
 
 
 def philox4x32(counter: NDArray[np.uint64], key: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Ten rounds of Philox4x32: uint64[..., 4] from uint64[..., 4] and uint64[..., 2], each below 2**32."""
+    """Run Philox4x32-10: uint64[..., 4] from uint64[..., 4] and uint64[..., 2], each below 2**32."""
     c0, c1, c2, c3 = (counter[..., lane] for lane in range(4))
     k0, k1 = key[..., 0], key[..., 1]
     for turn in range(_ROUNDS):

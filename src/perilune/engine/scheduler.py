@@ -263,7 +263,7 @@ class Scheduler:
         self.prefilling.sort(key=sequences.arrival.__getitem__)
 
     def _block_digests(self, row: int, length: int) -> list[bytes]:
-        """Return digests of the full blocks of the first `length` tokens."""
+        """Return the digests of the full blocks of the first `length` tokens."""
         entry = self.sequences.entries[row]
         assert entry is not None
         return entry.block_digests(self.version, self.sequences.tokens[row, :length], self.pools.block_size)

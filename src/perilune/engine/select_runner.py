@@ -15,7 +15,7 @@ from perilune.models.transformers_model import TransformersModel
 
 
 def fastest_runner(decoder: Decoder | TransformersModel, num_blocks: Sequence[int]) -> Runner:
-    """CUDA graphs on a GPU and the C kernels on a CPU if they support the model, otherwise torch.
+    """Return CUDA graphs on a GPU and the C kernels on a CPU if they support the model, otherwise torch.
 
     A `TransformersModel` is computed by transformers.
 

@@ -41,7 +41,7 @@ class Entry:
     digests: list[bytes] = field(default_factory=list)
 
     def block_digests(self, version: int, tokens: NDArray[np.int32], size: int = BLOCK) -> list[bytes]:
-        """Return digests of the full blocks of a sample's `tokens`; those of the prompt are computed once."""
+        """Return the digests of the full blocks of a sample; those of the prompt are computed once."""
         root = root_digest(version, self.adapter)
         if self.request.inputs is not None:  # tokens do not identify the inputs, so share no blocks
             root = root_digest(version, -2 - self.id)

@@ -49,7 +49,7 @@ class Dialect(Protocol):
         """Return the samples in an answer, in order.
 
         Raises:
-            Malformed: when the answer does not follow this dialect.
+            MalformedError: when the answer does not follow this dialect.
         """
         ...
 
@@ -58,8 +58,8 @@ class OpenAICompletions:
     """/v1/completions with vLLM's extensions.
 
     Args:
-        ours: the server is `perilune serve`, which accepts the whole key of the random numbers and reports
-            the policy version of each token.
+        is_perilune: whether the server is `perilune serve`, which accepts the whole key of the random numbers
+            and reports the policy version of each token.
     """
 
     path = "/v1/completions"
@@ -150,7 +150,7 @@ def required_logprobs(params: SamplingParams) -> LogprobStage:
 
 
 def _shared_options(params: SamplingParams) -> dict[str, Any]:
-    """Return options with the same name in both dialects."""
+    """Return the options with the same name in both dialects."""
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -165,7 +165,7 @@ def _shared_options(params: SamplingParams) -> dict[str, Any]:
 
 
 def derive_seed(key: tuple[int, int, int]) -> int:
-    """31 bits derived from (seed, step, task), for servers that take one number."""
+    """Return 31 bits derived from (seed, step, task), for servers that take one number."""
     text = ",".join(map(str, key))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % _INT31
 
@@ -174,7 +174,7 @@ def parse_completion(tokens: Any, logprobs: Any, versions: Any, reason: Any, tex
     """Return a sample from the fields of an answer.
 
     Raises:
-        Malformed: when token ids, log-probs or the finish reason are invalid.
+        MalformedError: when token ids, log-probs or the finish reason are invalid.
     """
     count = len(_list(tokens, "token_ids"))
     for token in tokens:

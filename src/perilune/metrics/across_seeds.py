@@ -61,7 +61,7 @@ def compare_over_seeds(differences: Mapping[str, Sequence[float]]) -> dict[str, 
 
 
 def t_interval(values: Sequence[float], level: float = CONFIDENCE_LEVEL) -> dict[str, float]:
-    """Mean and Student's t interval of one value per seed. A single seed gives an infinite interval."""
+    """Return mean and Student's t interval of one value per seed; one seed gives an infinite interval."""
     mean = fmean(values)
     if len(values) < 2:
         return {"mean": mean, "low": -math.inf, "high": math.inf}
@@ -70,7 +70,7 @@ def t_interval(values: Sequence[float], level: float = CONFIDENCE_LEVEL) -> dict
 
 
 def paired_p_value(differences: Sequence[float]) -> float:
-    """Two-sided p value of the paired t test against a mean difference of 0; 1 for fewer than two seeds.
+    """Return the two-sided p of the paired t test against a mean difference of 0; 1 for fewer than two seeds.
 
     Equal differences say nothing about their spread, so they get the p value of the sign test instead.
     """
@@ -86,7 +86,7 @@ def paired_p_value(differences: Sequence[float]) -> float:
 
 
 def correct_p_values(values: Mapping[str, float]) -> dict[str, float]:
-    """P values by name after the step-down correction of Holm (1979)."""
+    """Return p values by name after the step-down correction of Holm (1979)."""
     corrected: dict[str, float] = {}
     highest = 0.0
     for index, name in enumerate(sorted(values, key=lambda name: values[name])):
@@ -96,7 +96,7 @@ def correct_p_values(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def t_cdf(t: float, degrees: int) -> float:
-    """Student's distribution function (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    """Return Student's distribution function at `t` (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
     angle = math.atan(t / math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
     term, total = 1.0, 0.0

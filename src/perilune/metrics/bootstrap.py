@@ -32,7 +32,7 @@ def bootstrap_problems(
     resamples: int = RESAMPLES,
     level: float = CONFIDENCE_LEVEL,
 ) -> Interval:
-    """Mean over problems, with the percentile interval over resampled sets of problems.
+    """Return the mean over problems, with the percentile interval over resampled sets of problems.
 
     Args:
         values: [problems], one finite value per problem, for instance pass@k.
@@ -63,7 +63,7 @@ def bootstrap_ratio(
     resamples: int = RESAMPLES,
     level: float = CONFIDENCE_LEVEL,
 ) -> Interval:
-    """sum(parts) / sum(wholes), such as a word error rate, with the percentile interval over problems.
+    """Return sum(parts) / sum(wholes), such as a word error rate, with the percentile interval over problems.
 
     Source: Bisani and Ney, Bootstrap estimates for confidence intervals in ASR, ICASSP 2004.
 
@@ -91,7 +91,7 @@ def paired_difference(
     resamples: int = RESAMPLES,
     level: float = CONFIDENCE_LEVEL,
 ) -> Interval:
-    """Mean of after - before over the same tasks, by task id. Pairing removes the difficulty of the tasks.
+    """Return the mean of after - before over the same tasks, by id. Pairing removes the tasks' difficulty.
 
     Raises:
         RequestError: when the two evaluations have different task ids, naming one of them.

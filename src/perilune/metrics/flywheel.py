@@ -16,12 +16,12 @@ from perilune.metrics.bootstrap import CONFIDENCE_LEVEL, Interval
 
 
 def rounds_to(p: float, goal: float, gain: float) -> float:
-    """Rounds from pass rate `p` to `goal`; infinite if a round gains nothing."""
+    """Return the rounds from pass rate `p` to `goal`; infinite if a round gains nothing."""
     return (_logit(goal) - _logit(p)) / math.log(gain) if gain > 1 else math.inf
 
 
 def measured_gain(rates: Sequence[float]) -> float:
-    """g of a series of pass rates, one per round: exp of the slope of logit p. 1 means no growth.
+    """Return g of a series of pass rates, one per round: exp of the slope of logit p. 1 means no growth.
 
     Raises:
         RequestError: for fewer than two rates, or a rate of 0 or 1.
@@ -34,7 +34,7 @@ def measured_gain(rates: Sequence[float]) -> float:
 
 
 def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0, resamples: int = 2000) -> Interval:
-    """g of pass rates by task, one mapping per round, with the percentile interval over resampled tasks.
+    """Return g of pass rates by task, one mapping per round, with an interval over resampled tasks.
 
     Every round uses the same drawn tasks, so the difficulty of tasks does not add to the variance. A mean
     rate of 0 or 1 is moved by half a task, because its logit is not finite.
@@ -60,7 +60,7 @@ def gain_interval(rounds: Sequence[Mapping[str, float]], *, seed: int = 0, resam
 
 
 def likelihood_ratio(kept_right: int, right: int, kept_wrong: int, wrong: int) -> Interval:
-    """a1 / a0 of a verifier, measured on labelled samples, with the interval of Katz et al. (1978).
+    """Return a1 / a0 of a verifier, measured on labelled samples, with the interval of Katz et al. (1978).
 
     Half a sample is added to each count, so a verifier without errors has a finite ratio that grows with the
     number of samples.

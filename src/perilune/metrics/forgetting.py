@@ -1,4 +1,4 @@
-"""Forgetting: what training cost elsewhere, as a table and as warnings, from the summary of a stage."""
+"""Forgetting: the losses outside the trained task, as a table and as warnings, from a stage's summary."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Held-out evaluation during training: when to stop, and what to warn about, from the lines of metrics.jsonl.
+"""Held-out evaluation during training: the best step and warnings, from the lines of metrics.jsonl.
 
 A figure such as eval/heldout/pass@1 is in the lines of the evaluated steps, with its bounds as
 eval/heldout/pass@1/low and /high.
@@ -35,7 +35,7 @@ def best_evaluation(lines: Lines, figure: str) -> int | None:
 
 
 def evaluations_since_best(lines: Lines, figure: str) -> int:
-    """Evaluations after the best one."""
+    """Return the number of evaluations after the best one."""
     best = best_evaluation(lines, figure)
     return sum(best is not None and step > best for step, _ in list_evaluations(lines, figure))
 
@@ -55,7 +55,7 @@ def training_rate(lines: Lines, after: int, until: int) -> Interval | None:
 
 
 def gap_warning(lines: Lines, figure: str, tasks: int) -> str:
-    """Says that training is clearly better than held-out tasks, or "".
+    """Return a warning that training is clearly better than held-out tasks, or "".
 
     The rule: at each of the last `GAP_EVALUATIONS` evaluations after the start, the 95% interval (Wilson) of
     training's pass rate since the evaluation before lies above that of the held-out pass rate.
@@ -101,7 +101,7 @@ def change_between(
 
 
 def fall_warning(name: str, figure: str, change: Interval | None) -> str:
-    """Says that a figure is clearly worse at the end than before training, or ""."""
+    """Return a warning that a figure is clearly worse at the end than before training, or ""."""
     if change is None:
         return ""
     if figure.endswith(LOWER_IS_BETTER):
@@ -120,7 +120,7 @@ def fall_warning(name: str, figure: str, change: Interval | None) -> str:
 
 
 def curve_rows(found: Mapping[str, Any]) -> list[list[str]]:
-    """`summary["held_out"]` as a table with a head: steps, training's pass rate and the sets.
+    """Return `summary["held_out"]` as a table with a head: steps, training's pass rate and the sets.
 
     Of many evaluations, `TABLE_ROWS` are shown: evenly spaced, with the first, the best and the last.
     """
@@ -138,7 +138,7 @@ def curve_rows(found: Mapping[str, Any]) -> list[list[str]]:
 
 
 def curve_notes(found: Mapping[str, Any]) -> list[str]:
-    """Sentences about `summary["held_out"]`: the changes, the output checkpoint, an early stop."""
+    """Return sentences about `summary["held_out"]`: the changes, the output checkpoint, an early stop."""
     notes = []
     for name, entry in found["sets"].items():
         if change := entry["change"]:

@@ -1,4 +1,4 @@
-"""Whether reinforcement learning can start: a verdict on the evaluation of a checkpoint in an environment.
+"""A verdict on the evaluation of a checkpoint in an environment: can reinforcement learning start?
 
 Only live groups, whose rewards differ, have a gradient. A step of 16 groups with a share of 0.2 has three.
 """

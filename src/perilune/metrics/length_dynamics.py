@@ -1,4 +1,4 @@
-"""Decompose the change of the answer length into behaviour of the policy and composition of the tasks.
+"""Decomposes the change of the answer length into behaviour of the policy and composition of the tasks.
 
 The mean length is sum_b w_b L_b over bins b of task difficulty. Between two steps
 
@@ -62,7 +62,7 @@ def decompose_length(before: Mapping[str, Bin], after: Mapping[str, Bin]) -> Dec
 
 
 def length_bins(episodes: Sequence[Episode]) -> dict[str, Bin]:
-    """Bins by difficulty ("unknown" if the environment does not state it)."""
+    """Return the bins by difficulty ("unknown" if the environment does not state it)."""
     lengths: dict[str, list[int]] = defaultdict(list)
     for episode in episodes:
         lengths[_difficulty(episode)].append(len(episode.token_ids))
@@ -70,7 +70,7 @@ def length_bins(episodes: Sequence[Episode]) -> dict[str, Bin]:
 
 
 def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict[str, Any]:
-    """Lengths at two steps, for the report.
+    """Compare the lengths at two steps, for the report.
 
     Returns:
         before, after, behaviour, composition (tokens); `table`: rows of difficulty, correct, and
@@ -107,7 +107,7 @@ def is_repetitive(text: str) -> bool:
 
 
 def surprisal_by_fifth(episodes: Sequence[Episode]) -> list[float | None]:
-    """Mean -log p of the sampled tokens in each fifth of the answers, in nats; None without tokens."""
+    """Return mean -log p of the sampled tokens in each fifth of the answers, in nats; None without tokens."""
     surprisals: list[list[float]] = [[] for _ in range(5)]
     for episode in episodes:
         length = len(episode.token_ids)

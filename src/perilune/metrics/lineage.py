@@ -1,4 +1,4 @@
-"""Find the evaluation to compare with: that of the nearest ancestor of the evaluated checkpoint.
+"""Finds the evaluation to compare with: that of the nearest ancestor of the evaluated checkpoint.
 
 Two stages that train from the same checkpoint may follow each other in a recipe, but the difference of their
 evaluations says nothing about either stage.
@@ -20,8 +20,7 @@ def find_parent_evaluation(
         evaluation: name of the evaluation stage of the checkpoint.
         checkpoints: the input checkpoint of each stage: the name of a stage, or "model".
         settings: by evaluation, all settings that influence its figures except the checkpoint. Only
-            evaluations
-            with equal settings, apart from `SAMPLE_SIZE_KEYS`, are compared.
+            evaluations with equal settings, apart from `SAMPLE_SIZE_KEYS`, are compared.
     """
     visited: set[str | None] = {None}
     wanted = _comparable_settings(settings[evaluation])

@@ -1,4 +1,4 @@
-"""Detect overoptimisation: the gold score as a function of the distance from the initial policy.
+"""Detects overoptimisation: the gold score as a function of the distance from the initial policy.
 
 A policy that is optimised for a proxy moves a distance d = sqrt(KL(policy || initial)) and gains a gold score
 R that is not trained on. Gao et al. (arXiv 2210.10760) found for best-of-n and for reinforcement learning
@@ -68,7 +68,7 @@ class GoldFit:
 
 
 def best_of_n_kl(n: int) -> float:
-    """KL of best-of-n to its base in nats: log n - (n - 1) / n. Exact without ties, else an upper bound.
+    """Return KL(best-of-n || base) in nats: log n - (n - 1) / n. Exact without ties, else an upper bound.
 
     Raises:
         RequestError: for n < 1.
@@ -105,7 +105,7 @@ def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl"
 
 
 def fit_slope(values: Sequence[float]) -> Slope:
-    """Slope per step of evenly spaced values.
+    """Fit a line to evenly spaced values; the slope is per step.
 
     Raises:
         RequestError: for fewer than three values.

@@ -6,7 +6,7 @@ from perilune.errors import RequestError
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that at least one of k samples is correct: 1 - C(n - c, k) / C(n, k), without overflow.
+    """Return the probability that one of k samples is correct: 1 - C(n - c, k) / C(n, k), without overflow.
 
     Unbiased for k <= n, unlike 1 - (1 - c / n)^k (Chen et al., arXiv 2107.03374).
 

@@ -10,7 +10,7 @@ Z_95 = 1.959963984540054  # of the standard normal, two-sided 95%
 
 
 def wilson_interval(successes: float, trials: int) -> Interval:
-    """The proportion with the interval of Wilson (1927), which is valid near 0 and 1 and for few trials.
+    """Return the proportion with Wilson's interval (1927), which is valid near 0 and 1 and for few trials.
 
     Successes may include halves, for draws.
 

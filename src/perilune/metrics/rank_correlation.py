@@ -14,7 +14,7 @@ RESAMPLES = 1000
 
 
 def spearman(a: Figures, b: Figures) -> float | None:
-    """Spearman's rank correlation with mean ranks for ties; None if one of the two does not vary."""
+    """Return Spearman's rank correlation with mean ranks for ties; None if `a` or `b` does not vary."""
     if not len(a):
         return None
     x, y = _ranks(a), _ranks(b)
@@ -26,7 +26,7 @@ def spearman(a: Figures, b: Figures) -> float | None:
 def spearman_over_problems(
     pairs: Sequence[tuple[Figures, Figures]], *, seed: int = 0, resamples: int = RESAMPLES
 ) -> Interval | None:
-    """Spearman's correlation over all items, with the percentile interval over resampled problems.
+    """Return Spearman's correlation over all items, with the percentile interval over resampled problems.
 
     Args:
         pairs: for each problem the two values of each of its n items, float64[n] each; n may be 0.

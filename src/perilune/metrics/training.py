@@ -1,4 +1,4 @@
-"""Describe the training of a stage in words, from its summary."""
+"""Describes the training of a stage in words, from its summary."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -57,7 +57,7 @@ class Document:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """`("stages", 2, "steps")` as "stages.2.steps"."""
+    """Return `("stages", 2, "steps")` as "stages.2.steps"."""
     return ".".join(str(part) for part in path)
 
 

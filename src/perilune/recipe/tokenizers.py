@@ -60,5 +60,5 @@ def _iterate_texts(recipe: Recipe) -> Iterator[Iterator[tuple[str, str]]]:
 
 
 def _import_texts() -> Any:
-    """Imported by name, because the control plane imports this module and must not depend on environments."""
+    """Import by name, because the control plane imports this module and must not depend on environments."""
     return import_module("perilune.data.texts")

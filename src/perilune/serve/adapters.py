@@ -53,7 +53,7 @@ class AdapterLoader:
         base: name of the model, which adapters may not use.
         loaded: the folders of the adapters by name. This object updates it.
         root: folder with the adapters that may be loaded.
-        changing: held while the weights of the engine or its runner are replaced.
+        weights_lock: held while the weights of the engine or its runner are replaced.
     """
 
     def __init__(  # noqa: PLR0917

@@ -72,7 +72,7 @@ class TokenFormatter:
         return {"token": self.text(token), "logprob": logprob, "bytes": self.bytes(token)}
 
     def width(self, token: int) -> int:
-        """Return characters that `token` adds to the text; 0 for a control token."""
+        """Return the number of characters that `token` adds to the text; 0 for a control token."""
         return len(self.text(token)) if self.bytes(token) is not None else 0
 
     def bytes(self, token: int) -> list[int] | None:

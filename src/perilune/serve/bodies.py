@@ -103,7 +103,7 @@ def _unknown_argument(argument: str) -> str:
 
 
 def check_values(document: Any, max_values: int, max_depth: int) -> None:
-    """Check that a JSON value has at most `most` values and `max_depth` levels, in time O(`most`).
+    """Check that a JSON value has at most `max_values` values and `max_depth` levels, in linear time.
 
     Raises:
         ValueError: when it has more.

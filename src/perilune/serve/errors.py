@@ -55,7 +55,7 @@ def unknown_model_error(name: str, *known: str) -> ApiError:
 def error_document(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """OpenAI's error body."""
+    """Return the error as OpenAI's error body."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {
         "error": {

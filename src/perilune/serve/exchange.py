@@ -63,7 +63,7 @@ class Exchange:
         """Wait for all samples, and return them as one JSON response.
 
         Raises:
-            Disconnected: when the client left.
+            DisconnectedError: when the client left.
             RequestError: when the engine finds the request impossible.
             WorkFailedError: when the request or the engine failed.
         """

@@ -20,7 +20,7 @@ class Conversation:
     """Messages, the tools to show to the model, and variables of the chat template.
 
     Attributes:
-        continued: whether the answer continues the last message.
+        render_continued: whether the answer continues the last message.
     """
 
     messages: Sequence[Message]
@@ -117,7 +117,7 @@ class Prompts:
             )
 
     def count_remaining_tokens(self, prompt: int, max_tokens: int | None, param: str) -> int:
-        """Return number of tokens left for an answer after a prompt of `prompt` tokens."""
+        """Return the number of tokens left for an answer after a prompt of `prompt` tokens."""
         if not prompt:
             raise ApiError(400, "the prompt has no tokens", param=param)
         room = self.model.context - prompt

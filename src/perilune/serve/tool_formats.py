@@ -61,7 +61,7 @@ class Brackets:
     def end(self, text: str, start: int) -> int | None:
         """Return the end of the expression that begins at `start`; None while it is open.
 
-        Returns the negative of the index after the first wrong character if the expression is malformed.
+        If the expression is malformed, return the negative of the index after the first wrong character.
         """
         self._position = max(self._position, start)
         for match in _STRUCTURE.finditer(text, self._position):
@@ -233,7 +233,7 @@ class TaggedFormat(Hermes):
         return ParsedText(parsed.length, _canonical_calls([(call[1], given)]))
 
     def _arguments(self, text: str) -> list[tuple[str, str]] | None:
-        """Return names and values, parsed in linear time; None if one is malformed."""
+        """Return the names and values, parsed in linear time; None if one is malformed."""
         arguments, position = [], 0
         while position < len(text):
             argument = self.argument.match(text, position)
@@ -320,7 +320,7 @@ class Mistral(ToolFormat):
         return f"{self.marks[0]}[{listed}]"
 
     def new_id(self) -> str:
-        """Nine letters and digits, which Mistral's chat templates demand."""
+        """Return nine letters and digits, which Mistral's chat templates demand."""
         return secrets.token_hex(5)[:9]
 
     def matches_template(self, template: str) -> bool:
@@ -569,7 +569,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _call_fields(value: Any, *names: str) -> tuple[Any, Any]:
-    """Name and arguments of a call as a JSON object."""
+    """Return the name and arguments of a call that is a JSON object."""
     if not isinstance(value, dict):
         return None, None
     return value.get("name"), next((value[name] for name in names if name in value), None) or {}

@@ -63,8 +63,8 @@ class WeightUpdates:
 
     Args:
         engine: samples from `decoder`; only its thread uses it after the start.
-        chunk: most bytes of one request.
-        changing: held while the weights of the engine or its runner are replaced.
+        chunk_bytes: maximum bytes of one request.
+        weights_lock: held while the weights of the engine or its runner are replaced.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WeightUpdates:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Version and digest of the weights, maximum chunk size, and dtype and shape of each tensor."""
+        """Return the weights' version and digest, the chunk limit, and dtype and shape of each tensor."""
         versions = {"version": self._reader.version, "digest": self._reader.result}
         return {**versions, "chunk_bytes": self._chunk_bytes, "tensors": self._tensors}
 

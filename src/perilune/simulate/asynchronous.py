@@ -61,7 +61,7 @@ class AsynchronousRun(Simulation):
         heapq.heappush(self._events, (when, self._event_count, action))
 
     def slowdown(self) -> float:
-        """Factor of all times now: above 1 when more processes compute than there are cores."""
+        """Return the factor of all times now: above 1 when more processes compute than there are cores."""
         if self.plan.cores is None:
             return 1.0
         busy = self._learning + sum(worker.stepping for worker in self.workers)
@@ -79,9 +79,8 @@ class AsynchronousRun(Simulation):
     def _begin_step(self, step: int) -> None:
         """Publish the weights of a step, admit groups and wait for those of the step."""
         self._step, self._step_began, self._waiting = step, self.now, True
-        arrival = (
-            self.now + self.times.publish
-        )  # messages keep their order, so groups begin with these weights
+        # Messages keep their order, so groups begin with these weights.
+        arrival = self.now + self.times.publish
         for worker in self.workers:
             self.schedule(arrival, partial(worker.publish, step - 1))
         admit_limit = admission_limit(self._settings, self.plan.prompts, step - 1, self.plan.steps)

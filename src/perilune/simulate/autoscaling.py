@@ -1,4 +1,4 @@
-"""Autoscaling by the rate of requests, as Knative and KEDA do it: how many replicas serve at which time.
+"""Autoscaling by the rate of requests, as in Knative and KEDA: the number of replicas over time.
 
 The rate is that of the arrivals in a window. Replicas are requested as soon as it asks for more, and serve
 after their startup. They are released once the rate has asked for fewer in a whole window. The decision
@@ -34,7 +34,7 @@ class Autoscaling:
 
     @classmethod
     def parse(cls, text: str) -> Autoscaling:
-        """From LEAST:RATE:STARTUP.
+        """Parse LEAST:RATE:STARTUP.
 
         Raises:
             RequestError: when it is not of that form.
@@ -61,7 +61,7 @@ class ScalingResult:
     Attributes:
         replica_of: the replica of each request, in the order of their times. One that is started again has
             another number, because its cache is empty.
-        seconds: for which all replicas were held until the last request, startups included.
+        seconds: seconds of all replicas together until the last request, startups included.
         peak: most replicas held at once.
         last: replicas held at the last request.
     """
@@ -82,9 +82,8 @@ def assign_replicas(settings: Autoscaling, times: Sequence[float], max_replicas:
     result, last, numbers = ScalingResult(), times[0], count()
     recent: deque[float] = deque()
     demand: deque[tuple[float, int]] = deque()  # (time, replicas), so that the first has the most
-    replicas = [
-        (next(numbers), -math.inf) for _ in range(min(settings.min_replicas, max_replicas))
-    ]  # and since when they serve
+    # The number of each replica, and the time from which it serves.
+    replicas = [(next(numbers), -math.inf) for _ in range(min(settings.min_replicas, max_replicas))]
     for turn, now in enumerate(times):
         result.seconds += (now - last) * len(replicas)
         last = now

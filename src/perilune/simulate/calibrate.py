@@ -85,9 +85,8 @@ def _measure_shape(
         engine.log.works.clear()
         requests = _make_requests(decoder, rows, prompt, samples, repeat)
         times.append(engine.run_timed(requests, clock)[0])
-    spent = [
-        median(step_seconds) for step_seconds in zip(*times[1:], strict=True)
-    ]  # the first allocates memory
+    # The first allocates memory.
+    spent = [median(step_seconds) for step_seconds in zip(*times[1:], strict=True)]
     for plain, run in groupby(zip(engine.log.works, spent, strict=True), key=lambda pair: _is_plain(pair[0])):
         steps = list(run)
         size = STEPS_PER_MEASUREMENT if plain else 1

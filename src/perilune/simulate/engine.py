@@ -90,7 +90,7 @@ class StepLog:
 
     @property
     def sequence(self) -> list[tuple[int, tuple[int, ...], int]]:
-        """Decoding rows, chunks and samples begun of each step."""
+        """Return the decoding rows, chunks and samples begun of each step."""
         steps = zip(self.works, self.chunks, strict=True)
         return [(work.rows, chunks, work.begun) for work, chunks in steps]
 

@@ -92,7 +92,7 @@ class Machines:
 
 
 def parse_machines(text: str) -> Machines:
-    """Machines as "8xH100/4@2.5": 8 cards, 4 for each copy of the model, 2.5 per card and hour.
+    """Parse machines such as "8xH100/4@2.5": 8 cards, 4 for each copy of the model, 2.5 per card and hour.
 
     Raises:
         RequestError: when the text has another form, or names an unknown card.

@@ -1,4 +1,4 @@
-"""Steps of the real engine: what each computed, and how long it took."""
+"""Steps of the real engine, each with its work and its duration."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

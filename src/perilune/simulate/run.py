@@ -144,7 +144,7 @@ class Simulation:
         self.result = RunResult()
 
     def play(self, engine: SimulatedEngine, groups: Sequence[GroupShape]) -> tuple[float, float]:
-        """Play groups to their end; seconds of sampling and of scoring."""
+        """Play groups to their end; return the seconds of sampling and of scoring."""
         clock, sampling = engine.clock, 0.0
         began = clock.now
         count = sum(len(group.episodes) for group in groups)
@@ -168,7 +168,7 @@ class Simulation:
         return sampling, clock.now - began - sampling
 
     def evaluate(self, step: int, now: float) -> float:
-        """Play the held-out tasks if they are due after a step; seconds."""
+        """Play the held-out tasks if they are due after a step; return the seconds."""
         if step not in self.plan.evaluations:
             return 0.0
         engine = self.make_engine()

@@ -38,7 +38,7 @@ class Arrival:
     """A request of a trace.
 
     Attributes:
-        number: its place in the trace.
+        number: its position in the trace.
         time: seconds since the beginning of the trace.
         prompt: tokens of its prompt, as many as `hashes` stand for, and unique ones after them.
         output: tokens of its answer.
@@ -94,7 +94,7 @@ def read_requests(path: Path) -> list[Arrival]:
 
 
 def poisson_requests(rate: float, seconds: float, prompt: float, output: float, seed: int) -> list[Arrival]:
-    """Independent arrivals with lognormal lengths of these means, with sigma 0.5."""
+    """Draw independent arrivals with lognormal lengths of these means, with sigma 0.5."""
     rng = np.random.default_rng(seed)
     times = np.cumsum(rng.exponential(1 / rate, size=max(1, round(rate * seconds))))
     lengths = rng.lognormal(-0.125, 0.5, size=(2, len(times))) * [[prompt], [output]]
@@ -162,8 +162,8 @@ class _RoutedRequest:
     """A request as a replica gets it.
 
     Attributes:
-        time: when it gets it.
-        first: when its first token was sampled elsewhere; None if it was not.
+        time: time at which the replica gets it.
+        first: time at which its first token was sampled elsewhere; None if it was not.
         output: tokens that the replica samples.
     """
 

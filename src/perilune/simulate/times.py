@@ -22,7 +22,7 @@ class RunTimes(Protocol):
 
     @property
     def step(self) -> StepTimes:
-        """Time of an engine step."""
+        """The time of an engine step."""
 
     def learn(self, tokens: int, episodes: int) -> float:
         """Return the time of an update."""
@@ -108,13 +108,13 @@ class Calibrated:
 
 
 def model_digest(section: Mapping[str, Any]) -> str:
-    """Digest of a recipe's model section."""
+    """Return the digest of a recipe's model section."""
     return hashlib.sha256(json.dumps(section, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @cache
 def engine_digest() -> str:
-    """Digest of the code that the coefficients measure."""
+    """Return the digest of the code that the coefficients measure."""
     import perilune
 
     root, digest = Path(str(perilune.__file__)).parent, hashlib.sha256()

@@ -189,7 +189,7 @@ class ControlTokens:
 
     @classmethod
     def after(cls, codes: int, text_tokens: int) -> ControlTokens:
-        """The marks of a new model: codec tokens after its codes, and text tokens after its text tokens."""
+        """Return marks for a new model: codec tokens after its codes, text tokens after its text tokens."""
         text = len(_TEXT_CONTROL_KEYS)
         return cls(*range(codes, codes + len(_CODEC_CONTROL_KEYS)), *range(text_tokens, text_tokens + text))
 
@@ -330,7 +330,7 @@ class SpeechConfig:
 
 
 def _read_decoder(read: Reader, head_dim: int | None = None) -> DecoderConfig:
-    """The decoder of `read`. Its three rotary axes have equal positions in speech, so they act as one."""
+    """Read the decoder. Its three rotary axes have equal positions in speech, so they act as one."""
     scaling = read.raw.get("rope_scaling")
     if scaling is not None:
         inner = read.inner("rope_scaling")
@@ -343,7 +343,7 @@ def _read_decoder(read: Reader, head_dim: int | None = None) -> DecoderConfig:
     return DecoderConfig.from_hf(flat | {"model_type": "qwen3"}, where=read.where)
 
 
-# What the configuration classes of qwen-tts assume for missing keys.
+# Values of missing keys in the configuration classes of qwen-tts.
 _QWEN3 = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "hidden_size": 1024}
 
 

@@ -20,9 +20,7 @@ _TEXT = re.compile(r"[A-Za-z0-9 ,.?!'-]+")
 
 
 def require_espeak() -> None:
-    """Raises:
-    RequestError: when espeak-ng is not installed.
-    """
+    """Raise a RequestError when espeak-ng is not installed."""
     if shutil.which(PROGRAM) is None:
         raise RequestError(
             f"{PROGRAM} is not installed", where="teacher", remedy="apt-get install espeak-ng, or brew"

@@ -1,4 +1,4 @@
-"""Load and save folders in the layout of Qwen3-TTS.
+"""Loads and saves folders in the layout of Qwen3-TTS.
 
     config.json, model.safetensors        talker and code predictor
     tokenizer.json or vocab.json, merges.txt
@@ -78,7 +78,7 @@ class SpeechModel:
         return self.talker.config
 
     def to(self, device: str | torch.device) -> SpeechModel:
-        """This model with its weights on `device`."""
+        """Return this model with its weights on `device`."""
         self.talker, self.codec = self.talker.to(device), self.codec.to(device)
         return self
 

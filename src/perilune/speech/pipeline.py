@@ -33,7 +33,7 @@ class Stage(ABC, Generic[ItemT]):
 
     @abstractmethod
     def step(self) -> Sequence[Any]:
-        """Compute a batch of the most urgent items of equal shape. Returns items for the next stage."""
+        """Compute a batch of the most urgent items of equal shape; return items for the next stage."""
 
     @abstractmethod
     def feed(self, items: Sequence[Any]) -> None:
@@ -59,7 +59,7 @@ class Pipeline:
 
     @property
     def unfinished(self) -> bool:
-        """Whether `step` has work to do."""
+        """True if `step` has work to do."""
         return any(stage.deadline() is not None for stage in self.stages)
 
     def add(self, request: Request, *, stream: bool = True) -> int:

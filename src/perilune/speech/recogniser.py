@@ -64,9 +64,7 @@ class Recogniser:
 
 
 def require_recogniser() -> None:
-    """Raises:
-    RequestError: when pocketsphinx is not installed.
-    """
+    """Raise a RequestError when pocketsphinx is not installed."""
     try:
         import pocketsphinx  # noqa: F401
     except ImportError:

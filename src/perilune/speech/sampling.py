@@ -1,4 +1,4 @@
-"""How the codes of a frame are sampled."""
+"""Sampling of the codes of a frame."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ChunkSizes:
     later: int = 12
 
     def of(self, chunk: int) -> int:
-        """Frames of chunk number `chunk`."""
+        """Return the number of frames of chunk number `chunk`."""
         return self.first[chunk] if chunk < len(self.first) else self.later
 
 
@@ -132,7 +132,7 @@ class PredictorStage(Stage[Frame]):
         return [frame.stream for frame in frames]
 
     def _complete(self, frames: Sequence[Frame]) -> Tensor:
-        """int64[B, Q], the codes of all frames."""
+        """Return the codes int64[B, Q] of all frames."""
         talker, predictor = self._talker, self._talker.predictor
         hidden = torch.stack([frame.stream.inputs.hidden for frame in frames])  # type: ignore[misc]
         first = torch.tensor([frame.first for frame in frames], device=hidden.device)
@@ -153,7 +153,7 @@ class PredictorStage(Stage[Frame]):
 
 
 def _random_numbers(frames: Sequence[Frame], codes: int) -> np.ndarray:
-    """Random numbers float64[B, codes], which depend only on the request and the frame."""
+    """Return random numbers float64[B, codes], which depend only on the request and the frame."""
     keys = np.array(
         [(key[0], key[1] + 1, key[2], 0) for key in (f.stream.request.key for f in frames)], np.uint64
     )

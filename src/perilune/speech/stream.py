@@ -32,11 +32,11 @@ class FrameInputs:
         self._rows = torch.cat([prompt.inputs, torch.empty_like(prompt.inputs)])
 
     def __len__(self) -> int:
-        """Positions of the prompt."""
+        """Return the number of positions of the prompt."""
         return self._length
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """float[stop - start, d]."""
+        """Return the inputs float[stop - start, d] of these positions."""
         assert stop <= self._length + self.frames, "a frame is computed before its codes are known"
         return self._rows[start:stop]
 
@@ -103,12 +103,12 @@ class SpeechStream:
 
     Attributes:
         id: the engine's id of its request.
-        arrived: when it was added, on the pipeline's clock.
-        heard: when the listener will have heard all samples so far; the arrival before the first samples.
+        arrived: time at which it was added, on the pipeline's clock.
+        heard: time by which the listener has heard all samples so far; the arrival before the first samples.
         frames: int64[Q] codes that are not decoded yet.
         chunks: number of decoded chunks.
         state: of the codec decoder.
-        finish_reason: why there will be no further frames.
+        finish_reason: the reason that no further frames follow.
     """
 
     id: int

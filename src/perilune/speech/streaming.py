@@ -46,7 +46,7 @@ class CodecState:
         ]
 
     def extend(self, key: str, x: Tensor, length: int) -> Tensor:
-        """`x` after the last `length` inputs of the module `key`: float[B, length + T, C]."""
+        """Return `x` after the last `length` inputs of the module `key`: float[B, length + T, C]."""
         before = self.tails.get(key)
         if before is None:
             before = x.new_zeros(x.shape[0], length, x.shape[2])

@@ -124,7 +124,7 @@ class Talker(nn.Module):
 
     @torch.no_grad()
     def frozen(self) -> Talker:
-        """A copy for inference with weights in the fastest layout. The engine copies the decoder itself."""
+        """Return a copy for inference, with weights in the fastest layout. The engine copies the decoder."""
         copy = deepcopy(self).requires_grad_(False)
         predictor, text = copy.predictor, copy.text_projection
         predictor.decoder = predictor.decoder.frozen_copy()

@@ -1,4 +1,4 @@
-"""Copy a run's figures to TensorBoard, Weights & Biases or MLflow. metrics.jsonl remains authoritative."""
+"""Copies a run's figures to TensorBoard, Weights & Biases or MLflow. metrics.jsonl remains authoritative."""
 
 from perilune.tracking.sinks import SINKS, Sink, TrackedRun, open_sink
 from perilune.tracking.trail import FigureReader, Figures

@@ -1,4 +1,4 @@
-"""Read the figures of a run from its files while it runs.
+"""Reads the figures of a run from its files while it runs.
 
 Training loops do not know about trackers, so a failing tracker is only a warning.
 """

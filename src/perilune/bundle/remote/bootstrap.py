@@ -81,7 +81,7 @@ def unlabelled(line: str) -> str:
 
 
 def differing_files(wheel: Path) -> list[str]:
-    """Return files of the installed Perilune that differ from the wheel."""
+    """Return the files of the installed Perilune that differ from the wheel."""
     spec = util.find_spec("perilune")
     if spec is None or spec.origin is None:
         return [wheel.name]
@@ -119,7 +119,7 @@ def install(environment: Path, wanted: list[str]) -> int:
 
 
 def settings_for_uv() -> list[str]:
-    """pip's settings as options of uv."""
+    """Return pip's settings as options of uv."""
     options = [] if not os.environ.get("PIP_NO_INDEX") else ["--no-index"]
     for name in ("FIND_LINKS", "INDEX_URL", "EXTRA_INDEX_URL"):
         for value in os.environ.get(f"PIP_{name}", "").split():

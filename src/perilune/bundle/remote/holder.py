@@ -88,7 +88,7 @@ def keep_outputs(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any
 
 
 def list_outputs(artifacts: Path) -> Iterator[tuple[Path, int, str]]:
-    """Path, size and SHA-256 of the large files in the manifest, without checkpoints for resuming.
+    """Yield path, size and SHA-256 of the large files in the manifest, without checkpoints for resuming.
 
     The manifest is untrusted, because a task could have written it.
     """
@@ -103,7 +103,7 @@ def list_outputs(artifacts: Path) -> Iterator[tuple[Path, int, str]]:
 
 
 def list_checkpoint_files(root: Path) -> list[list[Any]]:
-    """Path, size, SHA-256 and mode of each plain file of the complete checkpoints."""
+    """Return path, size, SHA-256 and mode of each plain file of the complete checkpoints."""
     files = []
     for folder, folders, names in os.walk(str(root / STATE_PREFIX.rpartition("/")[0])):
         folders[:] = [name for name in folders if is_finished(name)]

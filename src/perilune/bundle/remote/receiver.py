@@ -102,7 +102,7 @@ def parse_file_list(line: bytes, options: argparse.Namespace) -> tuple[list[File
 
 
 def entries_digest(files: list[File]) -> str:
-    """Return SHA-256 over path, size, content and mode of every file, as the sender computes it."""
+    """Return the SHA-256 over path, size, content and mode of every file, as the sender computes it."""
     text = json.dumps(
         [file._asdict() for file in files], sort_keys=True, separators=(",", ":"), ensure_ascii=False
     )
@@ -145,7 +145,7 @@ def raise_stalled(number: int, frame: Any) -> None:
 
 
 def receive_contents(stream: Incoming, sizes: dict[str, int], store: Store) -> dict[str, bytes]:
-    """Receive contents until there are no more, or another call is sending; returns the small ones."""
+    """Receive contents until there are no more, or another call is sending; return the small ones."""
     held: dict[str, bytes] = {}
     while line := stream.line():
         try:

@@ -303,7 +303,7 @@ def is_finished(name: str) -> bool:
 
 
 def transfer_order(root: Path, path: str, status: os.stat_result) -> tuple[int, float]:
-    """Sort key: logs and verdicts, small artifacts, checkpoints from the newest, large files, then LAST."""
+    """Return the sort key: logs, verdicts, small artifacts, newest checkpoints, large files, `LAST_FILES`."""
     if path in LAST_FILES:
         return 4 + LAST_FILES.index(path), 0.0
     if path.startswith("runtime/"):
@@ -331,7 +331,7 @@ def first_new_byte(source: Path, status: os.stat_result, have: list[Any] | None)
 
 
 def tail_digest(source: Path, end: int) -> str:
-    """Return SHA-256 of the bytes before `end`, because an inode number may be reused for other contents."""
+    """Return the SHA-256 of the bytes before `end`; an inode number may be reused for other contents."""
     with contextlib.suppress(OSError), source.open("rb") as file:
         file.seek(max(0, end - TAIL))
         return hashlib.sha256(file.read(min(end, TAIL))).hexdigest()
@@ -607,7 +607,7 @@ def containers(attempt: Attempt, *, every: bool = False) -> list[str]:
 
 
 def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
-    """Kill and remove the attempt's containers; returns whether none is left.
+    """Kill and remove the attempt's containers; return whether none is left.
 
     Raises:
         RefusedError: if Docker or Podman does not answer.
@@ -635,7 +635,7 @@ def has_no_container(attempt: Attempt) -> bool:
 
 
 def end_and_confirm(attempt: Attempt) -> bool:
-    """End the attempt's containers; returns whether Docker or Podman confirms that none is left."""
+    """End the attempt's containers; return whether Docker or Podman confirms that none is left."""
     try:
         return end_containers(attempt)
     except RefusedError:
@@ -691,7 +691,7 @@ def is_running(attempt: Attempt, claim: dict[str, Any]) -> bool | None:
 
 
 def end(attempt: Attempt, grace: float) -> bool:
-    """End an attempt's keeper and then all processes that it started; returns whether none is left."""
+    """End an attempt's keeper and then all processes that it started; return whether none is left."""
     claim = attempt.claim()
     if claim is None:
         return True
@@ -706,7 +706,7 @@ def end(attempt: Attempt, grace: float) -> bool:
 
 
 def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
-    """Kill every process of the attempt, in any session; returns whether none is left."""
+    """Kill every process of the attempt, in any session; return whether none is left."""
     marks = {f"{MARK}={claim['nonce']}".encode()}
     worker = read_json(attempt.runtime / "claim.json")
     if worker is not None:
@@ -749,7 +749,7 @@ def is_alive(claim: dict[str, Any]) -> bool | None:
 
 
 def starttime(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a live process; None for a zombie or a missing process."""
+    """Return the clock ticks from boot to the start of a live process; None for a zombie or a missing one."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -160,7 +160,7 @@ class Store:
 
 
 def copy(source: BinaryIO, path: Path) -> str:
-    """Copy to a new file, sharing blocks if the file system can; returns the SHA-256 of the copy."""
+    """Copy to a new file, sharing blocks if the file system can; return the SHA-256 of the copy."""
     digest = hashlib.sha256()
     with path.open("xb+") as target:
         try:
@@ -194,7 +194,7 @@ def open_plain(path: Path, flags: int) -> BinaryIO:
 
 
 def plain_size(path: Path) -> int:
-    """Return size of a regular file in bytes; -1 if there is none."""
+    """Return the size of a regular file in bytes; -1 if there is none."""
     with contextlib.suppress(FileNotFoundError):
         status = path.lstat()
         if stat.S_ISREG(status.st_mode):

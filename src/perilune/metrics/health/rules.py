@@ -67,7 +67,7 @@ class Evidence:
 
 
 def find_dead_groups(run: Evidence) -> Iterator[Finding]:
-    """Most groups have equal rewards, and not because their tasks are solved."""
+    """Find a run in which most groups have equal rewards, and not because their tasks are solved."""
     dead, groups = run.metrics.column("dead_groups"), run.metrics.column("groups")
     passed = run.metrics.column("pass_rate")
     flags = []
@@ -94,7 +94,7 @@ def find_dead_groups(run: Evidence) -> Iterator[Finding]:
 
 
 def find_truncation(run: Evidence) -> Iterator[Finding]:
-    """Yield the token limit cuts off many answers."""
+    """Find a token limit that cuts off many answers."""
     values = run.metrics.column("truncated")
     since = run.metrics.since(flag_at_least(values, TRUNCATED_SHARE))
     if since is not None:
@@ -108,7 +108,7 @@ def find_truncation(run: Evidence) -> Iterator[Finding]:
 
 
 def find_logprob_gap(run: Evidence) -> Iterator[Finding]:
-    """Engine and learner disagree on the same tokens and weights."""
+    """Find an engine and a learner that disagree on the same tokens and weights."""
     largest, limit = run.metrics.column("logprob_gap_max"), CPU_LOGPROB_GAP if run.cpu else GPU_LOGPROB_GAP
     if not run.cpu:
         largest = run.metrics.column("logprob_gap_mean")
@@ -124,7 +124,7 @@ def find_logprob_gap(run: Evidence) -> Iterator[Finding]:
 
 
 def find_reward_hack(run: Evidence) -> Iterator[Finding]:
-    """Yield the reward rises while what it stands for falls: the gold score, or else the pass rate."""
+    """Find a reward that rises while its goal falls: the gold score, or else the pass rate."""
     reward = run.metrics.column("reward")
     for name, label in (("gold", "gold score"), ("pass_rate", "pass rate")):
         truth = run.metrics.column(name)
@@ -147,7 +147,7 @@ def find_reward_hack(run: Evidence) -> Iterator[Finding]:
 
 
 def find_reward_error(run: Evidence) -> Iterator[Finding]:
-    """The verifier fails, returns one value for all answers, or changed although the answers did not."""
+    """Find a verifier that fails, returns one value for all answers, or changed although answers did not."""
     metrics = run.metrics
     failures, groups = metrics.column("failures"), metrics.column("groups")
     shares = [
@@ -185,7 +185,7 @@ def find_reward_error(run: Evidence) -> Iterator[Finding]:
 
 
 def find_stale_data(run: Evidence) -> Iterator[Finding]:
-    """Yield tokens are older than the bound, or suddenly older than before."""
+    """Find tokens that are older than the bound, or suddenly older than before."""
     ages, oldest = run.metrics.column("staleness"), run.metrics.column("staleness_max")
     if run.oldest is not None:
         since = run.metrics.since([value is not None and value > run.oldest for value in oldest])
@@ -206,7 +206,7 @@ def find_stale_data(run: Evidence) -> Iterator[Finding]:
 
 
 def find_starvation(run: Evidence) -> Iterator[Finding]:
-    """Yield the learner waits for episodes, or the engine samples far fewer tokens a second than before."""
+    """Find a learner that waits for episodes, or an engine that has become much slower."""
     times = run.timings
     sampling, ready = times.column("sampling"), times.column("groups_ready")
     total = _step_seconds(times)
@@ -235,7 +235,7 @@ def find_starvation(run: Evidence) -> Iterator[Finding]:
 
 
 def find_stall(run: Evidence) -> Iterator[Finding]:
-    """Yield the process is gone, a step takes very long, or steps have become slow."""
+    """Find a process that is gone, a step that takes very long, or steps that have become slow."""
     if run.silent_seconds is not None and run.silent_seconds > HEARTBEAT_TIMEOUT_S:
         yield Finding(
             "no heartbeat",
