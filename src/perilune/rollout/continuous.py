@@ -276,9 +276,9 @@ class ContinuousRollouts:
             self._finish_rollout(group, rollout)
             return
         turn = self._make_turn(group, rollout)
-        known = group.recorded[rollout.sample] if group.recorded else []
-        if (number := len(rollout.actions)) < len(known):
-            turn.tokens = known[number]
+        recorded = group.recorded[rollout.sample] if group.recorded else []
+        if (number := len(rollout.actions)) < len(recorded):
+            turn.tokens = recorded[number]
         if turn.tokens.finish_reason is None:
             self._request_tokens(turn)
         else:
@@ -430,9 +430,9 @@ class _EnvironmentThread:
         answers = [item for item in work if isinstance(item, _Step) and not item.rollout.session.is_held]
         while answers:
             count = max(1, int(SCORING_BATCH_S / self._seconds))
-            began = time.perf_counter()
+            start = time.perf_counter()
             self._step(answers[:count])
-            self._seconds = (time.perf_counter() - began) / len(answers[:count])
+            self._seconds = (time.perf_counter() - start) / len(answers[:count])
             del answers[:count]
         for item in work:
             if not isinstance(item, _Step):

@@ -21,9 +21,9 @@ class Stopwatch:
     @contextmanager
     def time_learning(self) -> Iterator[None]:
         """Add the seconds of the block to `learning`."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.learning += time.perf_counter() - began
+        self.learning += time.perf_counter() - start
 
     @property
     def elapsed(self) -> float:

@@ -135,10 +135,10 @@ class RolloutWorker:
             samples: number of samples of each key among the rollouts.
         """
         try:
-            began = time.perf_counter()
+            start = time.perf_counter()
             with self._scoring_watchdog(len(rollouts)):
                 self.observe(rollouts, params)
-            watch.scoring += time.perf_counter() - began
+            watch.scoring += time.perf_counter() - start
             while due := [rollout for rollout in rollouts if not rollout.is_over]:
                 self._play_round(sessions, due, params, samples=samples, watch=watch, on_progress=on_progress)
                 if on_progress is not None:
@@ -179,7 +179,7 @@ class RolloutWorker:
         on_progress: Progress | None,
     ) -> None:
         """Sample the due turns of the rollouts, and pass them to the environment."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         with Watchdog("sampling") as wait:
 
             def progress(finished: int, total: int) -> None:
@@ -190,10 +190,10 @@ class RolloutWorker:
             turns = [turn for rollout in due for turn in rollout.due if not turn.trajectory.is_refused]
             contexts = [turn.trajectory.context() for turn in turns]
             completions = self.sample_turns(turns, contexts, samples, params, progress)
-        watch.sampling += time.perf_counter() - began
+        watch.sampling += time.perf_counter() - start
         watch.tokens += sum(len(completion.token_ids) for completion in completions)
 
-        began = time.perf_counter()
+        start = time.perf_counter()
         texts = map(self.text, completions)
         sampled = dict(zip(turns, map(SampledTurn, contexts, completions, texts), strict=True))
         actions = {rollout: rollout.take(sampled) for rollout in due}
@@ -204,7 +204,7 @@ class RolloutWorker:
                 check_scored_text(rollout, actions[rollout])
                 rollout.advance()
             self.observe([rollout for rollout in active if not rollout.is_over], params)
-        watch.scoring += time.perf_counter() - began
+        watch.scoring += time.perf_counter() - start
 
     def sample_turns(
         self,
@@ -296,10 +296,10 @@ class RolloutWorker:
     def turn_params(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
         """Return the parameters of a turn."""
         make = self._agent_params if turn.agent else self.add_stop_texts
-        own = make(params, turn.rollout.task)
-        if turn.max_tokens is None or turn.max_tokens >= own.max_tokens:
-            return own
-        return replace(own, max_tokens=turn.max_tokens, min_tokens=min(own.min_tokens, turn.max_tokens))
+        result = make(params, turn.rollout.task)
+        if turn.max_tokens is None or turn.max_tokens >= result.max_tokens:
+            return result
+        return replace(result, max_tokens=turn.max_tokens, min_tokens=min(result.min_tokens, turn.max_tokens))
 
     def _agent_params(self, params: SamplingParams, task: Task) -> SamplingParams:
         """Return the parameters of a sub-agent, with stop texts if the environment sets `stops_agents`."""

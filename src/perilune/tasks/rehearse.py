@@ -40,12 +40,12 @@ class Rehearse:
     def run(self, workspace: Workspace) -> dict[str, Any]:
         """Continue counting from the last checkpoint."""
         spec = RehearseSpec.model_validate(workspace.job.spec)
-        done, total = _resumed(workspace)
-        workspace.log(f"starts after step {done}")
-        workspace.rewind(done)
+        completed, total = _resumed(workspace)
+        workspace.log(f"starts after step {completed}")
+        workspace.rewind(completed)
         for name in workspace.job.secrets:
             workspace.log(f"{name} is {workspace.secret(name)}")  # tests that logs hide secrets
-        for step in range(done + 1, spec.steps + 1):
+        for step in range(completed + 1, spec.steps + 1):
             time.sleep(spec.step_seconds)
             total += step * workspace.job.seed
             workspace.metric(step, total=total)
@@ -53,7 +53,7 @@ class Rehearse:
             workspace.log(f"step {step}")
             workspace.progress(step, spec.steps, sum=total)
         write_json(workspace.root / self.output / "total.json", {"total": total})
-        return {"kind": "dataset", "total": total, "began_at": done}
+        return {"kind": "dataset", "total": total, "began_at": completed}
 
 
 def _resumed(workspace: Workspace) -> tuple[int, int]:

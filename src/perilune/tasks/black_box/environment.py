@@ -97,8 +97,8 @@ def cache() -> Path:
 
 
 def _install(python: Path, requirements: Sequence[str]) -> None:
-    listed = python.parent.parent / "requirements.txt"
-    listed.write_text("".join(f"{line}\n" for line in requirements), encoding="utf-8")
+    path = python.parent.parent / "requirements.txt"
+    path.write_text("".join(f"{line}\n" for line in requirements), encoding="utf-8")
     command = [
         str(python),
         "-m",
@@ -107,9 +107,9 @@ def _install(python: Path, requirements: Sequence[str]) -> None:
         "install",
         "--progress-bar=off",
         "-r",
-        str(listed),
+        str(path),
     ]
     if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         raise WorkFailedError(
-            "pip could not install the requirements", where=str(listed), remedy="see the log for pip's output"
+            "pip could not install the requirements", where=str(path), remedy="see the log for pip's output"
         )

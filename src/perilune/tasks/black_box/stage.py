@@ -132,9 +132,9 @@ class BlackBox:
         requirements = lock_lines(work / packages) if isinstance(packages, str) else list(packages)
         python = interpreter(requirements)
         command = [word.format_map(_placeholders(spec, workspace, outputs)) for word in spec.command]
-        began = time.monotonic()
+        start = time.monotonic()
         _run(command, work, python, workspace)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         _copy_outputs(work, spec.outputs, outputs)
         files = {
             str(path.relative_to(outputs)): {"size": path.stat().st_size, "sha256": sha256_file(path)}

@@ -184,10 +184,10 @@ class LogprobChecker:
 
     def _error(self, gap: float, episode: Episode, logprobs: Array, whose: str, step: int) -> WorkFailedError:
         decoder = self.learner.decoder
-        why = explain_mismatch(episode, logprobs, decoder, self.temperature, whose)
+        reason = explain_mismatch(episode, logprobs, decoder, self.temperature, whose)
         return WorkFailedError(
             f"sampler and learner differ by up to {gap:.3g} nats on the same weights, and"
-            f" {rounding_of(decoder)}; {why}",
+            f" {rounding_of(decoder)}; {reason}",
             where=f"step {step + 1}, episode {episode.episode_id}",
             remedy=REPORT_BUG,
         )

@@ -124,13 +124,13 @@ class OptimizerChecker:
                 continue
             first = wrong[0]
             mistakes = self._mistakes(gradients, scale, before, rates)
-            why = next(
+            reason = next(
                 (mistake for mistake, state in mistakes.items() if _are_close(state, after, wrong)), ""
             )
             raise self._error(
                 f"{len(wrong)} of {len(self._places)} parameters did not move as AdamW says, the first is"
                 f" {list(self._places)[first]}: its {_NAMES[field]} went from {old[first]:.6g} to"
-                f" {actual[first]:.6g}, and should be {expected[first]:.6g}{why and ': ' + why}"
+                f" {actual[first]:.6g}, and should be {expected[first]:.6g}{reason and ': ' + reason}"
             )
 
     def _expected_state(

@@ -45,9 +45,9 @@ def _seconds_to_score(workspace: Workspace) -> float:
     task = next(iter(make_environment(section).tasks("train", seed)))
     with Scorer(section) as scorer:
         scorer.score([(task, Transcript("", True, seed=seed))])
-        began = time.perf_counter()
+        start = time.perf_counter()
         scorer.score([(task, Transcript("", True, seed=seed + 1 + number)) for number in range(AUDIT_TASKS)])
-        return (time.perf_counter() - began) / AUDIT_TASKS
+        return (time.perf_counter() - start) / AUDIT_TASKS
 
 
 def describe_audit(audit: Audit) -> str:

@@ -21,7 +21,7 @@ MOST_REASONS = 20  # in the summary; rejected.jsonl has all of them
 
 def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
     """Generate and verify traces; return the summary."""
-    began = perf_counter()
+    start = perf_counter()
     workspace.rewind(-1)  # removes the metrics of an earlier attempt
     collected = collect_traces(
         workspace.job.environment,
@@ -48,7 +48,7 @@ def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:
         "reasons": dict(collected.reasons.most_common(MOST_REASONS)),
         "sources": dict(collected.sources),
         "environment": collected.environment,
-        "seconds": perf_counter() - began,
+        "seconds": perf_counter() - start,
     }
 
 

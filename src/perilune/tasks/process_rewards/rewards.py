@@ -100,7 +100,7 @@ class ProcessRewards:
     def reward(self, tasks: Sequence[Task], groups: Groups, step: int, watch: Stopwatch) -> Groups:
         """Return the groups of these tasks, with process rewards for the episodes that can have them."""
         assert self.settings is not None
-        began = time.perf_counter()
+        start = time.perf_counter()
         segmented = self.segment(tasks, groups)
         weight = self.settings.weight if self.settings.role == "reward" else 1.0
         rewards = {
@@ -108,7 +108,7 @@ class ProcessRewards:
             for segment, potentials in zip(segmented, self.potentials(segmented, step), strict=True)
             if potentials is not None
         }
-        watch.process_rewards += time.perf_counter() - began
+        watch.process_rewards += time.perf_counter() - start
         return [
             tuple(replace(episode, step_rewards=rewards.get(episode.episode_id)) for episode in group)
             for group in groups

@@ -84,8 +84,8 @@ class Curriculum:
         if self.settings.by == "task":
             return task.task_id
         name = environment_name(self._environment, task)
-        known = self.settings.by == "difficulty" and task.difficulty is not None
-        return f"{name} {task.difficulty:g}" if known else name
+        by_difficulty = self.settings.by == "difficulty" and task.difficulty is not None
+        return f"{name} {task.difficulty:g}" if by_difficulty else name
 
     def _weight(self, stratum: str) -> float:
         """Return a weight from `floor` to 1: it grows with the mean of p (1 - p) under Beta(a, b)."""

@@ -98,9 +98,9 @@ class StepRecorder:
             self._workspace.log(f"warning: step {step}: {warning}")
             self._workspace.event("rare_form", step=step)
         write_episodes(self._workspace.episodes / f"step-{step:06d}.parquet", add_advantages(all_groups))
-        shown = {name: line[name] for name in ("reward", "pass_rate", "length")}
-        shown["tokens_per_second"] = watch.figures()["tokens_per_second"]
-        return StepReport(line, shown, timings, self._no_signal_error(step, dead))
+        progress = {name: line[name] for name in ("reward", "pass_rate", "length")}
+        progress["tokens_per_second"] = watch.figures()["tokens_per_second"]
+        return StepReport(line, progress, timings, self._no_signal_error(step, dead))
 
     def _collapse_alarm(self, step: int, reward: float, dead: float) -> float:
         if changed := self._collapse.observe(step, reward, dead):

@@ -103,10 +103,10 @@ class PolicyUpdater:
         tokens = sum(
             len(episode.prompt_ids) + len(episode.token_ids) for group in groups for episode in group
         )
-        began = time.monotonic()
+        start = time.monotonic()
         with Watchdog("learning", stall_timeout(tokens, self._token_limit_s, self._slowest_token_s)):
             result = self._update(groups, step)
-        self._slowest_token_s = max(self._slowest_token_s or 0.0, (time.monotonic() - began) / max(tokens, 1))
+        self._slowest_token_s = max(self._slowest_token_s or 0.0, (time.monotonic() - start) / max(tokens, 1))
         return result
 
     def _update(self, groups: Groups, step: int) -> tuple[list[WeightedGroup], dict[str, float]]:

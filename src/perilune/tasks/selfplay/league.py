@@ -137,8 +137,8 @@ class League(NoOpponents):
         if not returns:
             return {}
         points = returns_to_points(returns, self._standings.largest_return(returns))
-        mean, known = sum(points) / len(points), self._record["points"][str(self._met)]
-        self._record["points"][str(self._met)] = DECAY * known + (1 - DECAY) * mean
+        mean, earlier = sum(points) / len(points), self._record["points"][str(self._met)]
+        self._record["points"][str(self._met)] = DECAY * earlier + (1 - DECAY) * mean
         return {"points_against_met": mean}
 
     def _has_opponents(self, group: WeightedGroup) -> bool:

@@ -159,11 +159,11 @@ class Standings:
 
     def _worse_against(self, step: int, other: int) -> list[str]:
         """Return the named players against which `step` got clearly less than `other` in the same games."""
-        now, then = (self.record["returns"][str(number)] for number in (step, other))
+        own, others = (self.record["returns"][str(number)] for number in (step, other))
         worse = []
         for name in self.named:
-            both = sorted(now[name].keys() & then[name].keys())
-            before, after = ({game: returns[name][game] for game in both} for returns in (then, now))
+            both = sorted(own[name].keys() & others[name].keys())
+            before, after = ({game: returns[name][game] for game in both} for returns in (others, own))
             if both and paired_difference(before, after, seed=self.seed).high < 0:
                 worse.append(name)
         return worse

@@ -83,7 +83,7 @@ class HeldOutEvaluation:
 
     def measure(self, step: int) -> dict[str, float]:
         """Return the metrics of an evaluation after `step` steps; `seconds` is then the time that it took."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         figures: dict[str, float] = {}
         if self._publisher is not None:
             self._publisher.publish()
@@ -93,7 +93,7 @@ class HeldOutEvaluation:
             values = self._data()
             figures |= self._with_intervals(DATA_SET, values)
             self._workspace.evaluation(step, DATA_SET, values)
-        self.seconds = time.perf_counter() - began
+        self.seconds = time.perf_counter() - start
         return figures
 
     def _evaluate_set(self, held: TaskSet, step: int) -> dict[str, float]:

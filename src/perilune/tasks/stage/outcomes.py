@@ -144,12 +144,12 @@ def _pass_at_k_figures(counts: Sequence[tuple[int, int]], seed: int) -> dict[str
 def _by_environment(groups: Sequence[Sequence[Episode]], seed: int) -> dict[str, dict[str, Any]]:
     """Return the figures of each part of a mixture; empty for other environments."""
     figures = {}
-    for part, own in groups_by_part(groups).items():
-        counts = [count for group in own if (count := _count_correct(group))[0]]
+    for part, part_groups in groups_by_part(groups).items():
+        counts = [count for group in part_groups if (count := _count_correct(group))[0]]
         figures[part] = {
             "tasks": len(counts),
             **_pass_at_k_figures(counts, seed),
-            "live_groups": _live_share(own),
+            "live_groups": _live_share(part_groups),
         }
     return figures
 

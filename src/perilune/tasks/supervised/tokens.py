@@ -143,8 +143,8 @@ class RowReader:
         read: Callable[[Row], object] = read_comparison if pairs else read_demonstration
         total = self.rows + sum(1 for _ in map(read, rows))
         if not total:
-            why = " because all are too long" if self.dropped else ""
-            raise RequestError(f"there are no rows to train on{why}", where=str(path))
+            reason = " because all are too long" if self.dropped else ""
+            raise RequestError(f"there are no rows to train on{reason}", where=str(path))
         if total == self.rows and (held_out == total or (validation and not held_out and not pairs)):
             raise uneven_split(total, held_out, validation, str(path))
         return total, held_out
@@ -183,13 +183,13 @@ class RowReader:
         if self.too_long == "error":
             self._refused.append((row.place, len(tokens)))
             return None
-        kept = max(0, self.limit - len(tokens.prompt_ids))
-        mask = tokens.loss_mask[:kept]
+        room = max(0, self.limit - len(tokens.prompt_ids))
+        mask = tokens.loss_mask[:room]
         if self.too_long == "drop" or not any(mask):
             self.dropped += 1
             return None
         self.truncated += 1
-        return replace(tokens, token_ids=tokens.token_ids[:kept], loss_mask=mask)
+        return replace(tokens, token_ids=tokens.token_ids[:room], loss_mask=mask)
 
     def _count(self, tokens: Tokens) -> None:
         self.rows += 1

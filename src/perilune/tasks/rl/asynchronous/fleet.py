@@ -111,7 +111,7 @@ class Fleet:
         Args:
             changed: finds the values that changed since the last version; None sends all.
         """
-        began = time.monotonic()
+        start = time.monotonic()
         dtypes, state = engine_dtypes(decoder), decoder.state_dict()
         loaded = {key: value.to(dtypes.get(key, value.dtype)).to(value.dtype) for key, value in state.items()}
         names = trainable(decoder) if self._updates else state
@@ -122,7 +122,7 @@ class Fleet:
         needed = [(old, message) for old, message in self._updates if not update.replaces(old)]
         self._updates = [*needed, (update, message)]
         self._published = time.monotonic()
-        self.write_s = self._published - began
+        self.write_s = self._published - start
         for process in self._processes:
             process.channel.send(message)
         self._remove_old_weights()
