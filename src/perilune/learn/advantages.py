@@ -86,7 +86,7 @@ def rewards_to_go(rewards: Tokens, mask: NDArray[np.bool_], gamma: float) -> Tok
 def generalised_advantages(
     rewards: Tokens, values: Tokens, mask: NDArray[np.bool_], *, gamma: float, lam: float, after: float = 0.0
 ) -> Tokens:
-    """GAE (arXiv 1506.02438): A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.
+    """Compute GAE (arXiv 1506.02438): A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.
 
     Only unmasked tokens count. V_t is the value of the state before token t, `after` that of the last state.
     """

@@ -106,7 +106,7 @@ def reference_kl(
 
 
 def k2(x: Tensor) -> Tensor:
-    """x^2 / 2: a biased estimate of KL(p || q), x = log p - log q on samples of p, with low variance.
+    """Return x^2 / 2, a biased estimate of KL(p || q), x = log p - log q on samples of p, with low variance.
 
     As a loss its gradient is that of KL(p || q) (Schulman, "Approximating KL divergence").
     """
@@ -114,7 +114,7 @@ def k2(x: Tensor) -> Tensor:
 
 
 def k3(x: Tensor) -> Tensor:
-    """exp(-x) - 1 + x: an unbiased, non-negative estimate of KL(p || q), x = log p - log q on samples of p.
+    """Return exp(-x) - 1 + x, an unbiased estimate >= 0 of KL(p || q), x = log p - log q on samples of p.
 
     As a loss its gradient is that of KL(q || p) (Schulman, "Approximating KL divergence").
     """

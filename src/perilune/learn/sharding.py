@@ -44,7 +44,7 @@ class ShardedDecoder:
         self._mesh = init_device_mesh(device, (ranks.count,))
         names = {id(part): f"{name}." if name else "" for name, part in self.module.named_modules()}
         for part in (*self.module.model.layers, self.module):
-            _copy_into(part, decoder, names[id(part)])  # one layer at a time is whole
+            _copy_into(part, decoder, names[id(part)])  # only one layer at a time is unsharded
             fully_shard(part, mesh=self._mesh)
             assert isinstance(part, FSDPModule)
             part.set_gradient_divide_factor(1.0)  # a sum: the weights include the denominator of the step

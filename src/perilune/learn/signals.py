@@ -22,7 +22,7 @@ from perilune.learn.distributed import SINGLE_RANK, Ranks
 from perilune.learn.trainer import predicting_states, target_logprobs
 from perilune.models.decoder import Decoder
 
-CHUNK_ROWS = 1024  # rows whose two distributions over the vocabulary are in memory at once
+CHUNK_ROWS = 1024  # rows that are compared at once, each with two distributions over the vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ class LoRASettings(Frozen):
             RequestError: when the rank exceeds that of every matrix, the model lacks a target, or its experts
                 cannot be stored as `base`.
         """
-        widest = config.hidden_size  # one side of every linear map that may get an adapter
+        widest = config.hidden_size  # a dimension of every linear map that may get an adapter
         if self.rank > widest:
             raise RequestError(
                 f"rank {self.rank:,} exceeds the rank of every matrix of this model, {widest:,} at most",

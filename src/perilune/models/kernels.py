@@ -183,7 +183,7 @@ def geglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def clamped_glu(gate: Tensor, up: Tensor) -> Tensor:
-    """g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = up within -7 and 7 (gpt-oss); as `swiglu`."""
+    """Compute g sigmoid(1.702 g) (u + 1), g = min(gate, 7), u = up within -7 and 7 (gpt-oss); as `swiglu`."""
     return _gated(gate, up, "clamped")
 
 
@@ -218,7 +218,7 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), with operations that round every element alike."""
+    """Compute x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), rounding every element alike."""
     if not is_exact(x):
         return F.gelu(x, approximate="tanh")
     inner = (x * x).mul_(0.044715).add_(1).mul_(x).mul_((2 / torch.pi) ** 0.5)

@@ -122,7 +122,7 @@ class _Linear(torch.autograd.Function):
         grad_x = gradient_matmul(grad, weight.t(), precision) if needs_x else None
         if not needs_weight:
             return grad_x, None, None
-        # oneDNN copies its first operand, so that should be the narrower one.
+        # oneDNN copies its first operand, so the narrower matrix comes first.
         if weight.shape[0] < weight.shape[1] or is_mkl_faster(grad.t(), x.t()):
             return grad_x, gradient_matmul(grad.t(), x.t(), precision), None
         return grad_x, gradient_matmul(x.t(), grad.t(), precision).t(), None

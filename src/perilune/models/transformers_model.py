@@ -68,12 +68,12 @@ class TransformersModel:
         return self.module.device  # type: ignore[no-any-return]
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """Weights by their names in transformers."""
+        """Return the weights by their names in transformers."""
         state: Mapping[str, Tensor] = self.module.state_dict()
         return state
 
     def in_memory(self) -> AbstractContextManager[None]:
-        """As `Decoder.in_memory`; the weights are always in memory."""
+        """Return an empty context, as `Decoder.in_memory`: the weights are always in memory."""
         return nullcontext()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

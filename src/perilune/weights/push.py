@@ -18,7 +18,7 @@ from perilune.weights.checkpoint import load_tensors
 from perilune.weights.delta import CopyComparison, Update, WeightWriter
 
 _MAX_ATTEMPTS = 8  # failed connections in a row, after which a push fails
-_MAX_WAIT_S = 10.0  # seconds between them
+_MAX_WAIT_S = 10.0  # longest time between two attempts
 _CONNECT_TIMEOUT_S = 10.0  # seconds
 _ANSWER_TIMEOUT_S = 600.0  # seconds to load weights
 

@@ -97,7 +97,7 @@ class Adapter:
         except Exception as error:  # of many kinds: a hostile header, an unknown dtype, a shape that misfits
             raise RequestError(f"not safetensors: {error}", where=str(weights)) from None
         halves: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in sorted(tensors.items()):  # whose order is not that of the file
+        for key, tensor in sorted(tensors.items()):  # `load_tensors` does not keep the file's order
             match = _KEY.fullmatch(key)
             if match is None:
                 raise RequestError(f"tensor {key} is not part of a LoRA pair", where=str(weights))

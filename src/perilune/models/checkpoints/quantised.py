@@ -116,7 +116,7 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return bfloat16[E, I, O] from uint8[E, O, I / 32, 16] and the biased exponents uint8[E, O, I / 32]."""
     experts, outputs, count, _ = blocks.shape
     numbers = torch.tensor([*_POSITIVE, *(-number for number in _POSITIVE)], dtype=torch.bfloat16)
-    # Both numbers of each possible byte, as one element.
+    # The two numbers of each of the 256 possible bytes, as one element.
     pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], dim=1).view(torch.int32)[:, 0]
     powers = torch.ldexp(torch.ones(256), torch.arange(256) - _BIAS).bfloat16()
     out = torch.empty(experts, count * _BLOCK, outputs, dtype=torch.bfloat16)
