@@ -72,9 +72,9 @@ def _build_items(lists: Sequence[Any], kind: pa.DataType) -> pa.Array:
 
 def _number_buffer(values: Sequence[Any] | np.ndarray, kind: pa.DataType) -> pa.Buffer:
     """Return the buffer of numbers; booleans take a bit each."""
-    given = np.asarray(values)
-    numbers = given.astype(_numpy_dtype(kind), copy=False)
-    if pa.types.is_integer(kind) and not np.array_equal(numbers, given):
+    array = np.asarray(values)
+    numbers = array.astype(_numpy_dtype(kind), copy=False)
+    if pa.types.is_integer(kind) and not np.array_equal(numbers, array):
         raise OverflowError(f"a number does not fit {kind}")
     return _bit_buffer(numbers) if pa.types.is_boolean(kind) else pa.py_buffer(np.ascontiguousarray(numbers))
 

@@ -39,27 +39,27 @@ def to_openai(messages: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
 
     A result without a call, as from an environment with its own action syntax, has no id.
     """
-    found: list[dict[str, Any]] = []
+    converted: list[dict[str, Any]] = []
     pending: list[str] = []
     count = 0
     for message in messages:
         role, content = message["role"], message["content"]
         if role == "tool":
             identity = {"tool_call_id": pending.pop(0)} if pending else {}
-            found.append({"role": role, **identity, "content": content})
+            converted.append({"role": role, **identity, "content": content})
             continue
-        said, calls = _split_calls(content) if role == "assistant" else (content, [])
-        pending = [f"call_{count + place}" for place in range(len(calls))]
+        text, calls = _split_calls(content) if role == "assistant" else (content, [])
+        pending = [f"call_{count + index}" for index in range(len(calls))]
         count += len(calls)
         if not calls:
-            found.append({"role": role, "content": content})
+            converted.append({"role": role, "content": content})
             continue
         written = [
             {"id": name, "type": "function", "function": {**call, "arguments": _dump_json(call["arguments"])}}
             for name, call in zip(pending, calls, strict=True)
         ]
-        found.append({"role": role, "content": said or None, "tool_calls": written})
-    return found
+        converted.append({"role": role, "content": text or None, "tool_calls": written})
+    return converted
 
 
 def from_openai(messages: Any) -> list[Message]:
@@ -70,17 +70,17 @@ def from_openai(messages: Any) -> list[Message]:
             without
             a result before calls with one, arguments that are not a JSON object, results without a call.
     """
-    found: list[Message] = []
+    converted: list[Message] = []
     pending: dict[str, str | None] = {}  # results by the call's id, until all are there
     for index, message in enumerate(_check_list(messages, "messages")):
         where = f"messages[{index}]"
         _require(isinstance(message, dict), f"{where} is not a message")
         role = ROLES.get(str(message.get("role")))
         _require(role is not None, f"{where} has the role {message.get('role')!r}")
-        own = {"role", "content"} | {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(
+        allowed = {"role", "content"} | {"assistant": {"tool_calls"}, "tool": {"tool_call_id", "name"}}.get(
             str(role), set()
         )
-        more = [key for key, value in message.items() if key not in own and value]
+        more = [key for key, value in message.items() if key not in allowed and value]
         _require(not more, f"{where} has {', '.join(more)}, which a record cannot hold")
         content = read_content(message.get("content"), where)
         if role == "tool" and message.get("tool_call_id"):
@@ -88,16 +88,16 @@ def from_openai(messages: Any) -> list[Message]:
             _require(name in pending and pending[name] is None, f"{where} answers no open call")
             pending[name] = content
             continue
-        found += _ordered_results(pending, where)
+        converted += _ordered_results(pending, where)
         pending = {}
         calls = (
             _check_list(message.get("tool_calls") or [], f"{where}.tool_calls") if role == "assistant" else []
         )
         written = [_convert_call(call, where) for call in calls]
-        pending = dict.fromkeys(str(call.get("id") or f"call {place}") for place, call in enumerate(calls))
+        pending = dict.fromkeys(str(call.get("id") or f"call {number}") for number, call in enumerate(calls))
         _require(len(pending) == len(calls), f"{where} has two calls with the same id")
-        found.append({"role": str(role), "content": _join_calls(content, written)})
-    return found + _ordered_results(pending, "the end")
+        converted.append({"role": str(role), "content": _join_calls(content, written)})
+    return converted + _ordered_results(pending, "the end")
 
 
 def to_sharegpt(messages: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
@@ -111,7 +111,7 @@ def from_sharegpt(conversations: Any) -> list[Message]:
     Raises:
         RequestError: for a turn that is malformed or has an unknown `from`.
     """
-    found: list[Message] = []
+    converted: list[Message] = []
     for index, turn in enumerate(_check_list(conversations, "conversations")):
         where = f"conversations[{index}]"
         _require(
@@ -120,11 +120,11 @@ def from_sharegpt(conversations: Any) -> list[Message]:
         )
         if turn.get("from") == "function_call":
             call = _parse_object(turn["value"], where)
-            found.append({"role": "assistant", "content": _join_calls("", [_render_call(call, where)])})
+            converted.append({"role": "assistant", "content": _join_calls("", [_render_call(call, where)])})
             continue
         _require(turn.get("from") in _ROLES_BY_SHAREGPT_NAME, f"{where} is from {turn.get('from')!r}")
-        found.append({"role": _ROLES_BY_SHAREGPT_NAME[turn["from"]], "content": turn["value"]})
-    return found
+        converted.append({"role": _ROLES_BY_SHAREGPT_NAME[turn["from"]], "content": turn["value"]})
+    return converted
 
 
 def _split_calls(content: str) -> tuple[str, list[dict[str, Any]]]:
@@ -168,9 +168,9 @@ def _convert_call(call: Any, where: str) -> str:
 def _ordered_results(pending: Mapping[str, str | None], where: str) -> list[Message]:
     """Results in the order of their calls. A call with a result must not follow one without."""
     contents = list(pending.values())
-    given = [content for content in contents if content is not None]
-    _require(contents[: len(given)] == given, f"before {where} a call has no result and a later one has")
-    return [{"role": "tool", "content": content} for content in given]
+    results = [content for content in contents if content is not None]
+    _require(contents[: len(results)] == results, f"before {where} a call has no result and a later one has")
+    return [{"role": "tool", "content": content} for content in results]
 
 
 def read_content(content: Any, where: str) -> str:
@@ -191,11 +191,11 @@ def read_content(content: Any, where: str) -> str:
 
 def _parse_object(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    _require(isinstance(found, dict), f"{where} has arguments that are not a JSON object")
-    return dict(found)
+        value = None
+    _require(isinstance(value, dict), f"{where} has arguments that are not a JSON object")
+    return dict(value)
 
 
 def _dump_json(value: Any) -> str:

@@ -60,8 +60,8 @@ def convert_files(
                     continue
                 counts[reason if reason in counts or len(counts) < MAX_REASONS else "others"] += 1
                 row = {"file": str(path), "line": number, "reason": reason}
-                shown = raw[:MAX_ROW_CHARACTERS].decode(errors="replace")
-                rejected.write(canonical_json({**row, "row": shown}) + b"\n")
+                excerpt = raw[:MAX_ROW_CHARACTERS].decode(errors="replace")
+                rejected.write(canonical_json({**row, "row": excerpt}) + b"\n")
         for file in (kept, rejected):
             file.flush()
             os.fsync(file.fileno())
@@ -93,13 +93,13 @@ def _import_row(row: Any, defaults: ImportDefaults) -> TraceRecord:
         raise RequestError("a row needs either messages or conversations")
     shared = "conversations" in row
     messages = from_sharegpt(row.pop("conversations")) if shared else from_openai(row.pop("messages"))
-    first = next((place for place, one in enumerate(messages) if one["role"] == "assistant"), 0)
-    asked = sha256_bytes(canonical_json(messages[:first]))[:32]
+    first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    digest = sha256_bytes(canonical_json(messages[:first]))[:32]
     provenance = row.pop("provenance", None)
     record = TraceRecord(
         messages,
         environment=row.pop("environment", defaults.environment),
-        task_id=row.pop("task_id", asked),
+        task_id=row.pop("task_id", digest),
         score=_read_score(row.pop("score", defaults.score)),
         source=row.pop("source", defaults.source),
         seed=row.pop("seed", 0),

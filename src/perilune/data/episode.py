@@ -189,7 +189,7 @@ class Episode:
     @property
     def text(self) -> str:
         """The last message of the policy, without special tokens."""
-        answers = (one["content"] for one in reversed(self.messages) if one["role"] == "assistant")
+        answers = (turn["content"] for turn in reversed(self.messages) if turn["role"] == "assistant")
         return next(answers, "")
 
     @property
@@ -197,7 +197,7 @@ class Episode:
         """The messages of the prompt, before the policy's first message."""
         if self.loss_mask.all():  # one turn; the prompt may contain messages of the assistant
             return self.messages[:-1] if len(self.loss_mask) else self.messages
-        places = [place for place, one in enumerate(self.messages) if one["role"] == "assistant"]
+        places = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
         return self.messages[: places[-int(self.metrics.get("turns", len(places)))]]
 
     def runs(self) -> list[tuple[bool, int, int]]:

@@ -118,10 +118,10 @@ def _read_answer(row: Row, name: str) -> Example:
     if isinstance(prompt, str) and isinstance(value[name], str):
         return PlainText(prompt, value[name])
     if not (isinstance(prompt, list) and isinstance(value[name], list)):
-        kinds = " and ".join(type(one).__name__ for one in (prompt, value[name]))
+        kinds = " and ".join(type(part).__name__ for part in (prompt, value[name]))
         what = f"columns 'prompt' and '{name}' must both be text or both be lists of messages, not {kinds}"
         raise RequestError(what, where=row.place)
-    opening, turns = (_read_messages(value, one, row.place) for one in ("prompt", name))
+    opening, turns = (_read_messages(value, column, row.place) for column in ("prompt", name))
     if opening and opening[-1]["role"] == "assistant":
         raise RequestError("column 'prompt' must not end with a message of the assistant", where=row.place)
     if turns[0]["role"] != "assistant":
@@ -136,24 +136,24 @@ def _extract_prompt(row: Row) -> Row:
         what = "columns 'chosen' and 'rejected' must both be text or both be lists of messages"
         raise RequestError(what, where=row.place)
     most = min(len(chosen), len(rejected)) - 1
-    same = next((n for n in range(most) if chosen[n] != rejected[n]), max(most, 0))
-    if isinstance(chosen, str) and chosen[same - 1 : same] == " ":
-        same -= 1
-    if not same:
+    shared = next((n for n in range(most) if chosen[n] != rejected[n]), max(most, 0))
+    if isinstance(chosen, str) and chosen[shared - 1 : shared] == " ":
+        shared -= 1
+    if not shared:
         what = "the row has no prompt, and 'chosen' and 'rejected' begin differently"
         raise RequestError(what, where=row.place, remedy="add the column 'prompt'")
-    split = {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+    split = {"prompt": chosen[:shared], "chosen": chosen[shared:], "rejected": rejected[shared:]}
     return Row(row.place, {**row.value, **split})
 
 
 def _make_conversation(
     messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], place: str
 ) -> Example:
-    first = next((n for n, one in enumerate(messages) if one["role"] == "assistant"), None)
+    first = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), None)
     if first is None:
         raise RequestError("there is no message of the assistant, so nothing to learn", where=place)
-    own = tuple(dict(message) for message in messages)
-    return Conversation(own[:first], own[first:], variables)
+    copies = tuple(dict(message) for message in messages)
+    return Conversation(copies[:first], copies[first:], variables)
 
 
 def _read_messages(value: Mapping[str, Any], name: str, place: str) -> tuple[Message, ...]:
@@ -164,7 +164,7 @@ def _read_messages(value: Mapping[str, Any], name: str, place: str) -> tuple[Mes
     try:
         if isinstance(messages[0], dict) and "from" in messages[0]:
             return tuple(from_sharegpt(messages))
-        return tuple(_read_message(one, f"{name}[{n}]") for n, one in enumerate(messages))
+        return tuple(_read_message(message, f"{name}[{n}]") for n, message in enumerate(messages))
     except RequestError as error:
         raise RequestError(error.what, where=place, remedy=error.remedy) from None
 
@@ -178,14 +178,14 @@ def _read_message(message: Any, where: str) -> Message:
         raise RequestError(f"{where} has the role {str(role)[:80]!r}", remedy=f"one of: {', '.join(ROLES)}")
     if "content" not in message and not message.get("tool_calls"):
         raise RequestError(f"{where} has no content")
-    found = {**message, "role": ROLES[role], "content": read_content(message.get("content"), where)}
+    result = {**message, "role": ROLES[role], "content": read_content(message.get("content"), where)}
     if message.get("weight", 1) not in (0, 1):
         raise RequestError(f"{where} has a weight other than 0 and 1")
-    if calls := found.pop("tool_calls", None):
+    if calls := result.pop("tool_calls", None):
         if not isinstance(calls, list) or role != "assistant":
             raise RequestError(f"{where} has tool_calls that are not a list of the assistant's")
-        found["tool_calls"] = [_read_tool_call(call, where) for call in calls]
-    return found
+        result["tool_calls"] = [_read_tool_call(call, where) for call in calls]
+    return result
 
 
 def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -202,16 +202,16 @@ def _read_tool_call(call: Any, where: str) -> dict[str, Any]:
 
 def _read_variables(row: Row) -> dict[str, Any]:
     """Return the template's inputs from the columns `tools` and `chat_template_kwargs`."""
-    found = row.value.get("chat_template_kwargs") or {}
-    if not isinstance(found, dict) or any(name in found for name in RESERVED_VARIABLES):
+    variables = row.value.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict) or any(name in variables for name in RESERVED_VARIABLES):
         what = f"column 'chat_template_kwargs' is not an object without {', '.join(RESERVED_VARIABLES)}"
         raise RequestError(what, where=row.place)
     tools = row.value.get("tools", [])
     if isinstance(tools, str):
         tools = _parse_json(tools)
-    if not (isinstance(tools, list) and all(isinstance(one, dict) for one in tools)):
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RequestError("column 'tools' is not a list of functions", where=row.place)
-    return {**found, "tools": tools} if tools else dict(found)
+    return {**variables, "tools": tools} if tools else dict(variables)
 
 
 def _parse_json(text: str) -> Any:
@@ -229,9 +229,9 @@ def _read_text(value: Mapping[str, Any], name: str, place: str) -> str:
 
 
 def _column_error(row: Row, task: str, expected: str, other: str) -> RequestError:
-    found = json.dumps(sorted(row.value), ensure_ascii=False)[1:-1][:200] or "none"
+    columns = json.dumps(sorted(row.value), ensure_ascii=False)[1:-1][:200] or "none"
     return RequestError(
-        f"task {task} needs the columns {expected}; this row has {found}",
+        f"task {task} needs the columns {expected}; this row has {columns}",
         where=row.place,
         remedy=f"task: {other} reads such rows" if other else "rename the columns; a null counts as missing",
     )

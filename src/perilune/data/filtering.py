@@ -146,15 +146,15 @@ class _LineFilter:
 def _load_contamination(evaluations: Sequence[Path], ngram: int) -> Contamination | None:
     if not evaluations:
         return None
-    known = Contamination(ngram)
+    contamination = Contamination(ngram)
     for path in evaluations:
         for line in stream_lines(path):
             if line.record is None:
                 raise RequestError(
                     line.problem, where=f"{line.file}:{line.number}", remedy="correct the evaluation file"
                 )
-            known.add(line.record.prompt, line.record.answer)
-    return known
+            contamination.add(line.record.prompt, line.record.answer)
+    return contamination
 
 
 def _filter_lines(
@@ -209,21 +209,21 @@ def _write_best(
 
 
 def _rejected_row(file: Path, number: int, reason: tuple[str, str], raw: bytes) -> bytes:
-    shown = raw[:MAX_ROW_CHARACTERS].decode(errors="replace")
-    what, detail = reason
-    row = {"file": str(file), "line": number, "reason": what, "detail": detail, "row": shown}
+    excerpt = raw[:MAX_ROW_CHARACTERS].decode(errors="replace")
+    kind, detail = reason
+    row = {"file": str(file), "line": number, "reason": kind, "detail": detail, "row": excerpt}
     return canonical_json(row) + b"\n"
 
 
 def _make_report(
     counts: Mapping[str, int], inputs: Sequence[Path], evaluations: Sequence[Path], settings: FilterSettings
 ) -> dict[str, Any]:
-    kept = ("read", "train", "validation")
+    totals = ("read", "train", "validation")
     return {
         "read": counts["read"],
         "train": counts.get("train", 0),
         "validation": counts.get("validation", 0),
-        "rejected": {name: count for name, count in sorted(counts.items()) if name not in kept},
+        "rejected": {name: count for name, count in sorted(counts.items()) if name not in totals},
         "settings": settings.model_dump(),
         "inputs": _digest_files(inputs),
         "evaluations": _digest_files(evaluations),

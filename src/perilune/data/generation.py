@@ -110,9 +110,9 @@ def generate_records(
     Raises:
         RequestError: when `out` already has generated records, or was started with other settings.
     """
-    asked = settings_digest(by=asdict(generator.provenance), wanted=asdict(target))
+    digest = settings_digest(by=asdict(generator.provenance), wanted=asdict(target))
     with TemporaryDirectory() as folder, RecordIndex(Path(folder) / "seen.sqlite") as index:
-        work = _OutputFolder.open(out, asked, index)
+        work = _OutputFolder.open(out, digest, index)
         coming = islice(tasks, work.progress.tasks, target.tasks)
         while not work.progress.complete:
             chunk = list(islice(coming, CHUNK_TASKS))
@@ -156,7 +156,7 @@ class _OutputFolder:
 
     def add(self, rows: Iterable[TraceRecord | Rejected], tasks: int, target: GenerationTarget) -> None:
         """Write the rows of a chunk, and then the progress."""
-        made: list[bytes] = []
+        accepted: list[bytes] = []
         rejected: list[bytes] = []
         progress = self.progress
         sources, reasons = Counter(progress.sources), Counter(progress.reasons)
@@ -164,7 +164,7 @@ class _OutputFolder:
             if isinstance(row, TraceRecord) and (
                 row.is_mixed or self.index.find_or_add(bytes.fromhex(row.digest), 0) is None
             ):
-                made.append(canonical_json(to_row(row)))
+                accepted.append(canonical_json(to_row(row)))
                 sources[row.source] += 1
             else:
                 rejection = _rejected_row(row)
@@ -172,7 +172,7 @@ class _OutputFolder:
                 reasons[rejection["reason"]] += 1
             if sources.total() == target.records:
                 break
-        progress.record_bytes += _append_lines(_partial_path(self.out / RECORDS_FILE), made)
+        progress.record_bytes += _append_lines(_partial_path(self.out / RECORDS_FILE), accepted)
         progress.rejected_bytes += _append_lines(_partial_path(self.out / REJECTED_FILE), rejected)
         progress.sources, progress.reasons = dict(sources), dict(reasons)
         progress.tasks += tasks

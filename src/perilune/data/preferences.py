@@ -75,20 +75,20 @@ def choose_pairs(
             same tokens at once.
         length_gap: largest difference of lengths in tokens; None for any.
     """
-    distinct = {one.text: one for one in reversed(group) if one.reward is not None and not one.truncated}
-    ranked = sorted(distinct.values(), key=lambda one: -(one.reward or 0.0))
+    distinct = {item.text: item for item in reversed(group) if item.reward is not None and not item.truncated}
+    ranked = sorted(distinct.values(), key=lambda episode: -(episode.reward or 0.0))
     pairs: list[tuple[Episode, Episode]] = []
-    taken: set[int] = set()
+    used: set[int] = set()
     for better in ranked:
         for worse in reversed(ranked):
             if len(pairs) == most or (better.reward or 0.0) - (worse.reward or 0.0) < gap:
                 break
-            if id(worse) in taken or id(better) in taken:
+            if id(worse) in used or id(better) in used:
                 continue
             far = length_gap is not None and abs(len(better.token_ids) - len(worse.token_ids)) > length_gap
             if far or SequenceMatcher(None, better.text, worse.text).ratio() > most_alike:
                 continue
-            taken |= {id(better), id(worse)}
+            used |= {id(better), id(worse)}
             pairs.append((better, worse))
     return pairs
 

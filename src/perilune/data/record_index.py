@@ -61,14 +61,14 @@ class RecordIndex:
         The share of equal entries of two MinHash signatures estimates the Jaccard similarity of the texts
         (Broder 1997).
         """
-        found: dict[int, None] = {}
+        candidates: dict[int, None] = {}
         for band, key in enumerate(self._keys(signature)):
             rows = self._connection.execute(
                 "SELECT place FROM bands WHERE band = ? AND key = ? LIMIT ?", (band, key, MAX_CANDIDATES)
             )
-            found |= dict.fromkeys(place for (place,) in rows)
+            candidates |= dict.fromkeys(place for (place,) in rows)
         best: tuple[int, float] | None = None
-        for place in found:
+        for place in candidates:
             (raw,) = self._connection.execute(
                 "SELECT signature FROM signatures WHERE place = ?", (place,)
             ).fetchone()
@@ -94,8 +94,8 @@ class RecordIndex:
 
     def is_kept(self, place: int) -> bool:
         """Return whether `keep_best` kept the record at `place`."""
-        found = self._connection.execute("SELECT 1 FROM chosen WHERE place = ?", (place,)).fetchone()
-        return found is not None
+        row = self._connection.execute("SELECT 1 FROM chosen WHERE place = ?", (place,)).fetchone()
+        return row is not None
 
     def _keys(self, signature: NDArray[np.uint32]) -> Sequence[bytes]:
         return [part.tobytes() for part in np.split(signature, self._bands)]

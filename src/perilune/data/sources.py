@@ -59,9 +59,9 @@ def find_source(path: Path) -> Path:
         remedy = "check the path; Perilune downloads no data, so load it with `datasets` and save_to_disk"
         raise RequestError("no such file or folder", where=str(path), remedy=remedy)
     if path.is_dir():
-        own = [path / name for name in OWN_FILES if (path / name).is_file()]
-        if own:
-            return own[0]
+        files = [path / name for name in OWN_FILES if (path / name).is_file()]
+        if files:
+            return files[0]
         if (path / "filter.json").is_file():
             return find_source(path / "train.jsonl")
         if (path / "dataset_dict.json").is_file():
@@ -96,14 +96,14 @@ def _list_files(path: Path) -> list[Path]:
         return [path]
     if (path / "state.json").is_file():
         return _saved_files(path)
-    found = [file for folder in (path, path / "data") for file in _data_files(folder)]
-    if not found:
+    files = [file for folder in (path, path / "data") for file in _data_files(folder)]
+    if not files:
         kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
         raise RequestError("the folder has no data files", where=str(path), remedy=f"add one of: {kinds}")
-    chosen = [file for file in found if _name_words(file) & TRAIN_WORDS or file.name.startswith("train")]
-    chosen = chosen or [file for file in found if not is_held_out(file)]
+    chosen = [file for file in files if _name_words(file) & TRAIN_WORDS or file.name.startswith("train")]
+    chosen = chosen or [file for file in files if not is_held_out(file)]
     if not chosen:
-        names = ", ".join(file.name for file in found)[:300]
+        names = ", ".join(file.name for file in files)[:300]
         what = f"the folder has only held-out files, by their names: {names}"
         raise RequestError(what, where=str(path), remedy="name one file to train on it")
     if len({file.suffix for file in chosen}) > 1:
@@ -129,7 +129,7 @@ def _saved_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a folder that `Dataset.save_to_disk` wrote."""
     state = read_json(folder / "state.json")
     entries = state.get("_data_files") if isinstance(state, dict) else None
-    names = [one.get("filename") if isinstance(one, dict) else None for one in entries or ()]
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries or ()]
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise RequestError("does not list the files of a saved dataset", where=str(folder / "state.json"))
     return [folder / str(name) for name in names]
@@ -214,7 +214,7 @@ def _read_csv(file: Path, delimiter: str) -> Iterator[Row]:
 def _make_row(place: str, value: Any) -> Row:
     if not isinstance(value, dict):
         raise RequestError("a row must be a JSON object", where=place)
-    return Row(place, {name: one for name, one in value.items() if one is not None})
+    return Row(place, {name: item for name, item in value.items() if item is not None})
 
 
 def _read_columnar(file: Path, head: bytes) -> Iterator[Row]:
@@ -256,8 +256,8 @@ def _read_batches(file: Path, head: bytes) -> Iterator[Sequence[dict[str, Any]]]
 def _drop_nulls(value: Any) -> Any:
     """Return a value without null fields, with which a columnar file fills in what a row lacks."""
     if isinstance(value, dict):
-        return {name: _drop_nulls(one) for name, one in value.items() if one is not None}
-    return [_drop_nulls(one) for one in value] if isinstance(value, list) else value
+        return {name: _drop_nulls(item) for name, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def read_first_row(path: Path) -> Row:

@@ -27,7 +27,7 @@ class Text(NamedTuple):
 
 def find_foreign_character(text: str) -> str | None:
     """Return the first character that the character tokenizer of a new model lacks."""
-    return None if _CHARACTERS.issuperset(text) else next(one for one in text if one not in _CHARACTERS)
+    return None if _CHARACTERS.issuperset(text) else next(char for char in text if char not in _CHARACTERS)
 
 
 def find_missing_character(texts: Iterator[Text], lacks: Callable[[str], str | None]) -> str | None:
@@ -72,7 +72,7 @@ def _task_messages(environment: Environment, task: Task) -> tuple[Mapping[str, s
     if gold is not None and opens:
         return replay_conversation(environment, task, gold)
     stated = task.data.get("actions") or (task.data.get("answer"),)
-    answers = [{"role": "assistant", "content": one} for one in stated if isinstance(one, str)]
+    answers = [{"role": "assistant", "content": text} for text in stated if isinstance(text, str)]
     if not opens or getattr(environment, "max_turns", 1) == 1:
         return (*task.prompt, *answers)
     session = environment.reset(task, 0)
@@ -96,7 +96,7 @@ def read_data_texts(path: Path) -> Iterator[Text]:
 
 def read_training_texts(path: Path) -> Iterator[str]:
     """The first texts of training rows, for the training of a tokenizer."""
-    return (one.text for one in islice(read_data_texts(path), MAX_TEXTS))
+    return (item.text for item in islice(read_data_texts(path), MAX_TEXTS))
 
 
 def _row_examples(row: Row) -> tuple[Example, ...]:

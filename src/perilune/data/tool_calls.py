@@ -20,8 +20,8 @@ To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>
 
 def describe_tools(tools: Iterable[Mapping[str, Any]], system: str = "") -> str:
     """Return a system message with a description of tools at its end."""
-    about = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
-    return f"{system}\n\n{about}" if system else about
+    section = _INSTRUCTIONS.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    return f"{system}\n\n{section}" if system else section
 
 
 def write_call(call: ToolCall) -> str:
@@ -33,15 +33,15 @@ def write_call(call: ToolCall) -> str:
 def read_calls(text: str) -> tuple[str, Sequence[ToolCall]] | None:
     """Return the text outside of calls, and the calls; None if a call is malformed."""
     calls = []
-    for found in _CALL.findall(text):
+    for raw in _CALL.findall(text):
         try:
-            call = json.loads(found)
+            call = json.loads(raw)
             name, arguments = call["name"], call.get("arguments") or {}
-            given = json.dumps(arguments, sort_keys=True, ensure_ascii=False, allow_nan=False)
-            (name + given).encode()  # half of a surrogate pair cannot be sent
+            serialized = json.dumps(arguments, sort_keys=True, ensure_ascii=False, allow_nan=False)
+            (name + serialized).encode()  # half of a surrogate pair cannot be sent
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
         if not isinstance(arguments, dict):
             return None
-        calls.append((name, given))
+        calls.append((name, serialized))
     return (_CALL.sub("", text) if calls else text), calls

@@ -165,9 +165,9 @@ class OpenSpielEnvironment(MultiTurn):
     def _end_episode(self, returns: list[float], task: Task, illegal: float = 0.0) -> Observation:
         if self._opponent is None:
             return end_episode(*returns, metrics={"illegal": illegal})
-        mine = returns[task.data["seat"]]
-        figures = {"illegal": illegal, "won": float(mine > 0), "drawn": float(mine == 0)}
-        return end_episode(mine, metrics=figures)
+        result = returns[task.data["seat"]]
+        figures = {"illegal": illegal, "won": float(result > 0), "drawn": float(result == 0)}
+        return end_episode(result, metrics=figures)
 
 
 def _load_game(spec: OpenSpielSpec) -> Any:

@@ -62,17 +62,17 @@ def _view_goofspiel(state: Any, player: int) -> str:
     facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     if "Current point card" not in facts or state.num_players() != 2:  # bids are hidden
         return text
-    mine, theirs = (facts["Points"].split()[seat] for seat in (player, 1 - player))
+    points, their_points = (facts["Points"].split()[seat] for seat in (player, 1 - player))
     return (
         f"prize {facts['Current point card'].strip()}\nyour hand {facts[f'P{player} hand'].strip()}\n"
-        f"their hand {facts[f'P{1 - player} hand'].strip()}\npoints {mine}, theirs {theirs}"
+        f"their hand {facts[f'P{1 - player} hand'].strip()}\npoints {points}, theirs {their_points}"
     )
 
 
 def _view_kuhn(state: Any, player: int) -> str:
     card, *moves = state.information_state_string(player)
     return (
-        f"your card {_RANKS[int(card)]}\nso far {' '.join('Bet' if one == 'b' else 'Pass' for one in moves)}"
+        f"your card {_RANKS[int(card)]}\nso far {' '.join('Bet' if act == 'b' else 'Pass' for act in moves)}"
     )
 
 
@@ -81,7 +81,7 @@ def _view_leduc(state: Any, player: int) -> str:
     money = facts["Money"].split()
     public = f", on the table {_name_leduc_card(facts['Public'])}" if "Public" in facts else ""
     rounds = [facts[name].split() for name in ("Round1", "Round2") if name in facts]
-    bets = "; ".join(" ".join(("Fold", "Call", "Raise")[int(one)] for one in moves) for moves in rounds)
+    bets = "; ".join(" ".join(("Fold", "Call", "Raise")[int(move)] for move in moves) for moves in rounds)
     return (
         f"your card {_name_leduc_card(facts['Private'])}{public}\npot {facts['Pot']}, your money"
         f" {money[player]}, theirs {money[1 - player]}\nso far {bets}"
@@ -100,10 +100,10 @@ def _view_liars_dice(state: Any, player: int) -> str:
 def _view_gin_rummy(state: Any, player: int) -> str:
     text = _observe(state, player)
     facts = dict(_GIN_FACT.findall(text))
-    own = text.split(f"Player{player}:")[1].split("Player1:")[0]
-    deadwood = re.search(r"Deadwood=(\d+)", own)
+    section = text.split(f"Player{player}:")[1].split("Player1:")[0]
+    deadwood = re.search(r"Deadwood=(\d+)", section)
     return (
-        f"your hand {' '.join(re.findall('[A2-9TJQK][scdh]', own))}\n"
+        f"your hand {' '.join(re.findall('[A2-9TJQK][scdh]', section))}\n"
         f"deadwood {deadwood[1] if deadwood else '?'}, knock with {facts['Knock card']} or less\n"
         f"phase {facts['Phase']}, upcard {facts['Upcard']}, stock {facts['Stock size']}\n"
         f"discarded {facts.get('Discard pile', '')}"

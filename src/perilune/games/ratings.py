@@ -90,7 +90,7 @@ def _fit_strengths(
     first, second = pairs.T
     games, won = games + PRIOR_GAMES, won + PRIOR_GAMES / 2
     strength = np.zeros((len(won), players))
-    each = np.arange(players)
+    diagonal = np.arange(players)
     for _ in range(_MAX_NEWTON_STEPS):
         p = 1 / (1 + np.exp(strength[:, second] - strength[:, first]))
         surplus, weight = won - games * p, games * p * (1 - p)
@@ -103,7 +103,7 @@ def _fit_strengths(
                 curve[:, i, j] += sign * weight[:, number]
         curve[:, 0, :], curve[:, :, 0], slope[:, 0] = 0, 0, 0
         curve[:, 0, 0] = 1
-        curve[:, each, each] += 1e-12
+        curve[:, diagonal, diagonal] += 1e-12
         move = np.clip(np.linalg.solve(curve, slope[..., None])[..., 0], -_MAX_STEP_NATS, _MAX_STEP_NATS)
         strength += move
         if np.abs(move).max() < _TOLERANCE:

@@ -116,7 +116,7 @@ def check_environment(
                 _check_episode(result, environment, task, name, played)
                 if isinstance(played.outcome, Failure):
                     break  # an environment that hangs would take the time limit for every player
-                if name == "random" and any(seen.legal for seen in played.observations):
+                if name == "random" and any(view.legal for view in played.observations):
                     baseline = played.outcome
                 elif name not in ("gold", "random"):
                     _check_invalid(result, task, name, played, baseline)
@@ -145,8 +145,8 @@ def _check_tasks(
         repeated_ids = [task_id for task_id, count in Counter(listed).items() if count > 1]
         what = f"{len(repeated_ids)} of {len(listed)} {split} tasks are repeated: {repeated_ids[:1]}"
         result.expect("tasks are distinct", None, not repeated_ids, what)
-    both = set(ids["train"]) & set(ids["heldout"])
-    result.expect("no task is in both splits", None, not both, f"{len(both)} tasks are")
+    shared = set(ids["train"]) & set(ids["heldout"])
+    result.expect("no task is in both splits", None, not shared, f"{len(shared)} tasks are")
     return [
         task
         for task in chosen
@@ -250,7 +250,7 @@ def _check_episode(
         result.expect("nothing fails", task, False, f"played as {name}: {outcome.boundary}: {outcome.reason}")
         return
     result.expect("nothing fails", task, True, "")
-    turns = sum(1 for seen in played.observations if seen.due and not seen.due[0].agent)
+    turns = sum(1 for view in played.observations if view.due and not view.due[0].agent)
     is_over = played.done and turns <= limit
     result.expect("an episode ends within max_turns", task, is_over, f"played as {name}: {turns} of {limit}")
     accepted = outcome.reward >= ACCEPTED_REWARD

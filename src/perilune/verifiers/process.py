@@ -170,9 +170,9 @@ class EnvironmentProcess:
         seconds = [self._limits.item_seconds * call.steps for call in calls]
         worker.send({"items": [call.document(self.generation) for call in calls]})
         for index, call in enumerate(calls):
-            left = min(seconds[index], max(deadline - time.monotonic(), 0.0))
+            limit = min(seconds[index], max(deadline - time.monotonic(), 0.0))
             try:
-                results.append(_read_answer(call, worker.receive(left), index))
+                results.append(_read_answer(call, worker.receive(limit), index))
             except BrokenChannelError as broken:
                 worker.close()
                 return [*results, Failure(call.boundary, str(broken))], True

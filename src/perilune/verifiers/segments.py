@@ -111,11 +111,11 @@ def _find_ends(separator: bytes, text: bytes) -> Iterator[int]:
 
 def _keep_apart(candidates: Sequence[int], stop: int, distance: int) -> list[int]:
     """Return the candidates that keep a distance of `distance` from both ends and from earlier candidates."""
-    kept: list[int] = []
+    cuts: list[int] = []
     for cut in candidates:
-        if cut < stop and all(abs(cut - other) >= distance for other in (0, stop, *kept)):
-            kept.append(cut)
-    return kept
+        if cut < stop and all(abs(cut - other) >= distance for other in (0, stop, *cuts)):
+            cuts.append(cut)
+    return cuts
 
 
 def _thin_out(cuts: Sequence[int], max_count: int, cut: str) -> list[int]:

@@ -96,21 +96,21 @@ class Sessions:
 
     def close(self, sessions: Sequence[RemoteSession]) -> None:
         """Close these sessions."""
-        held = [session for session in sessions if session.generation == session.process.generation]
+        alive = [session for session in sessions if session.generation == session.process.generation]
         for process in self._processes:
-            process.ask([_Close(session) for session in held if session.process is process])
+            process.ask([_Close(session) for session in alive if session.process is process])
             process.end_sessions(sum(session.is_held for session in sessions if session.process is process))
 
     def _ask(self, calls: Sequence[Call], sessions: Sequence[RemoteSession]) -> None:
         """Make the calls. A process gets its answers to score and its moves of held sessions apart."""
         for process, is_held in product(self._processes, (False, True)):
-            own = [
+            pairs = [
                 (call, session)
                 for call, session in zip(calls, sessions, strict=True)
                 if session.process is process and session.is_held == is_held
             ]
-            results = process.ask([call for call, _ in own])
-            for (_, session), result in zip(own, results, strict=True):
+            results = process.ask([call for call, _ in pairs])
+            for (_, session), result in zip(pairs, results, strict=True):
                 session.result = result
 
 
@@ -251,16 +251,16 @@ def _are_agents_valid(turns: Sequence[AgentTurn]) -> bool:
 
 
 _REASONS: Mapping[str, Callable[[Observation, int], bool]] = {
-    "a number is not finite": lambda seen, _: (
-        not all(map(math.isfinite, (*seen.rewards, *seen.terms.values(), *seen.metrics.values())))
+    "a number is not finite": lambda view, _: (
+        not all(map(math.isfinite, (*view.rewards, *view.terms.values(), *view.metrics.values())))
     ),
-    "there is not one reward per player": lambda seen, players: len(seen.rewards) not in (0, players),
-    "the player to move does not exist": lambda seen, players: not (seen.done or 0 <= seen.player < players),
-    "the player to move has no legal action": lambda seen, _: not seen.done and seen.legal == (),
-    "a message has a role other than system, user, assistant and tool": lambda seen, _: any(
-        message["role"] not in ROLES for turn in seen.due for message in turn.messages
+    "there is not one reward per player": lambda view, players: len(view.rewards) not in (0, players),
+    "the player to move does not exist": lambda view, players: not (view.done or 0 <= view.player < players),
+    "the player to move has no legal action": lambda view, _: not view.done and view.legal == (),
+    "a message has a role other than system, user, assistant and tool": lambda view, _: any(
+        message["role"] not in ROLES for turn in view.due for message in turn.messages
     ),
-    "sub-agents need distinct ids such as 2 or 2.0, and the player's own turn is the first": lambda seen, _: (
-        not _are_agents_valid(seen.turns)
+    "sub-agents need distinct ids such as 2 or 2.0, and the player's own turn is the first": lambda view, _: (
+        not _are_agents_valid(view.turns)
     ),
 }

@@ -167,12 +167,12 @@ def _apply_actions(session: Session, actions: Sequence[str], finished: bool) -> 
     Returns:
         the last observation; that of the first action if it was cut off and so ended the episode.
     """
-    for left, action in zip(range(len(actions) - 1, -1, -1), actions, strict=True):
-        observation = session.step(action, finished or left < len(actions) - 1)
+    for later, action in zip(range(len(actions) - 1, -1, -1), actions, strict=True):
+        observation = session.step(action, finished or later < len(actions) - 1)
         if observation.truncated and not finished:
             break
-        if left and (observation.done or observation.rewards or observation.terms or observation.metrics):
-            raise ValueError(f"a result came before the last {left} turns of a round")
+        if later and (observation.done or observation.rewards or observation.terms or observation.metrics):
+            raise ValueError(f"a result came before the last {later} turns of a round")
     return session.observation
 
 

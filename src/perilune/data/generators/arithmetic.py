@@ -95,19 +95,19 @@ def _steps(expression: str) -> list[str]:
     total = numbers[0]
     for number in numbers[1:]:
         if sign == "*":
-            after = total * number
+            result = total * number
         else:
-            sign, after = "-" if number < 0 else "+", total + number
-        lines.append(f"{total} {sign} {abs(number)} = {after}")
-        total = after
+            sign, result = "-" if number < 0 else "+", total + number
+        lines.append(f"{total} {sign} {abs(number)} = {result}")
+        total = result
     return lines
 
 
 def _slip(working: str, task_id: str) -> str:
     """`working` with one wrong digit."""
-    places = [match.start() for match in re.finditer(r"\d", working)]
-    if not places:
+    offsets = [match.start() for match in re.finditer(r"\d", working)]
+    if not offsets:
         return working
-    place = places[int(draw_uniform(f"place:{task_id}") * len(places))]
-    digit = (int(working[place]) + 1 + int(draw_uniform(f"digit:{task_id}") * 9)) % 10
-    return f"{working[:place]}{digit}{working[place + 1 :]}"
+    offset = offsets[int(draw_uniform(f"place:{task_id}") * len(offsets))]
+    digit = (int(working[offset]) + 1 + int(draw_uniform(f"digit:{task_id}") * 9)) % 10
+    return f"{working[:offset]}{digit}{working[offset + 1 :]}"

@@ -39,7 +39,7 @@ class CollectedTraces:
     @property
     def reasons(self) -> Counter[str]:
         """Number of rejected candidates by reason."""
-        return Counter(one.reason for one in self.rejected)
+        return Counter(rejection.reason for rejection in self.rejected)
 
     @property
     def sources(self) -> Counter[str]:
@@ -48,7 +48,7 @@ class CollectedTraces:
 
     def write(self, folder: Path) -> None:
         """Write records.jsonl, and the rejected candidates with their reasons to rejected.jsonl."""
-        write_json_lines(folder / "rejected.jsonl", [one.as_row() for one in self.rejected])
+        write_json_lines(folder / "rejected.jsonl", [rejection.as_row() for rejection in self.rejected])
         write_records(folder / "records.jsonl", self.kept)
 
     def describe_rejections(self) -> str:
@@ -82,7 +82,7 @@ def collect_traces(
     """
     environment = make_environment(section)  # first, so that the scorer's process can reuse its solutions
     with Scorer(section) as scorer:
-        found = CollectedTraces(environment.id)
+        traces = CollectedTraces(environment.id)
         candidates = transform(teacher_candidates(teacher, environment, seed))
         provenance = provenance_of(teacher, section, **extra)
         verified = verify_candidates(
@@ -95,17 +95,17 @@ def collect_traces(
             provenance=provenance,
         )
         tasks: set[str] = set()
-        for one in verified:
-            if isinstance(one, Rejected):
-                found.rejected.append(one)
+        for result in verified:
+            if isinstance(result, Rejected):
+                traces.rejected.append(result)
             else:
-                found.kept.append(one)
-                tasks.add(one.task_id)
-            show(len(tasks), len(found.rejected))
-            if len(found.rejected) > MAX_REJECTED_PER_RECORD * count:
-                return found
-    found.exhausted = len(tasks) < count
-    return found
+                traces.kept.append(result)
+                tasks.add(result.task_id)
+            show(len(tasks), len(traces.rejected))
+            if len(traces.rejected) > MAX_REJECTED_PER_RECORD * count:
+                return traces
+    traces.exhausted = len(tasks) < count
+    return traces
 
 
 class TeacherGenerator:

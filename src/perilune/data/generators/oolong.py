@@ -43,7 +43,7 @@ class OolongTeacher(ScriptedTeacher):
 
 def write_notes(asked: Question, records: Iterable[Record]) -> str:
     """Notes on the lines that the question is about."""
-    return "".join(_note(asked, one) for one in records if asked.includes(one))
+    return "".join(_note(asked, record) for record in records if asked.includes(record))
 
 
 def _note(asked: Question, record: Record) -> str:

@@ -88,9 +88,9 @@ class OpenSpielTeacher:
         if name == "best" and game.get_type().short_name not in BEST_TEACHERS:
             what = f"'{spec.game}' has no default game teacher"
             raise RequestError(what, where="options.policy", remedy="set options.policy to a name")
-        own = BEST_TEACHERS[game.get_type().short_name] if name == "best" else name
+        kind = BEST_TEACHERS[game.get_type().short_name] if name == "best" else name
         self._environment = environment
-        teacher = make_game_teacher(own, game, simulations=self.options.simulations, where="options.policy")
+        teacher = make_game_teacher(kind, game, simulations=self.options.simulations, where="options.policy")
         self._policy = EpsilonTeacher(teacher, self.options.epsilon) if self.options.epsilon else teacher
         self._opponents: dict[str, GameTeacher] = {"teacher": teacher}
         if spec.opponent != "self":
@@ -103,15 +103,15 @@ class OpenSpielTeacher:
                 )
             self.shares = {spec.opponent: 1.0}
             return
-        for one in self.shares.keys() - self._opponents:
-            where = f"strategies.{one}"
-            self._opponents[one] = make_game_teacher(one, game, simulations=spec.simulations, where=where)
+        for key in self.shares.keys() - self._opponents:
+            where = f"strategies.{key}"
+            self._opponents[key] = make_game_teacher(key, game, simulations=spec.simulations, where=where)
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:
         """Yield one game per task of a requested seat; games in which the seat never moved are skipped."""
-        wanted = {"both": None, "first": 0, "second": 1}[self.options.seats]
+        seat = {"both": None, "first": 0, "second": 1}[self.options.seats]
         for task in tasks:
-            if wanted is None or task.data["seat"] == wanted:
+            if seat is None or task.data["seat"] == seat:
                 candidate = self._play(task, seed)
                 if candidate is not None:
                     yield candidate

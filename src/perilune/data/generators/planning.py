@@ -53,7 +53,7 @@ def make_hasty_plan(trip: Trip) -> Plan:
     """Return the required number of places by opening time, all on the first day."""
     plan: list[Visit] = []
     time, here = 0, HOME
-    for place in sorted(trip.places, key=lambda one: one.opens)[: trip.visits]:
+    for place in sorted(trip.places, key=lambda p: p.opens)[: trip.visits]:
         start = max(time + travel_steps(here, place.at), place.opens)
         plan.append(Visit(1, start, place.name))
         time, here = start + place.stay, place.at

@@ -51,8 +51,8 @@ class RecursiveTeacher(ScriptedTeacher):
             asks = [f"{start + 1}-{start + len(part)}" for start, part in zip(starts, parts, strict=True)]
             return (*(text for pair in zip(asks, parts, strict=True) for text in pair), answer)
         if strategy == "whole":
-            read = write_notes(asked, draw_records(data)) + answer
-            return (_answer_code(f"ask(C+{question(data)!r}).split(';')[1]"), read)
+            reply = write_notes(asked, draw_records(data)) + answer
+            return (_answer_code(f"ask(C+{question(data)!r}).split(';')[1]"), reply)
         records = zip(draw_records(data), line_labels(data), strict=True)
         return (write_count_code(asked), *(label for record, label in records if asked.includes(record)))
 
@@ -60,26 +60,26 @@ class RecursiveTeacher(ScriptedTeacher):
 def write_count_code(asked: Question) -> str:
     """Return a line of Python that asks for the label of each line, and computes the answer."""
     conditions = _line_conditions(asked)
-    kept = f"[l for l in C.split() if {conditions}]" if conditions else "C.split()"
+    lines = f"[l for l in C.split() if {conditions}]" if conditions else "C.split()"
     label, other = repr(LABELS[asked.label]), repr(LABELS[asked.other])
     match asked.find:
         case "count":
-            return _answer_code(f"ask_all({kept}).count({label})")
+            return _answer_code(f"ask_all({lines}).count({label})")
         case "most" | "least":
             best = "max" if asked.find == "most" else "min"
-            return f"a=ask_all({kept});" + _answer_code(f"{best}({''.join(LABELS)!r},key=a.count)")
+            return f"a=ask_all({lines});" + _answer_code(f"{best}({''.join(LABELS)!r},key=a.count)")
         case "compare":
             signs = SIGNS[0] + SIGNS[1] + SIGNS[-1]
             difference = f"a.count({label})-a.count({other})"
-            return f"a=ask_all({kept});n={difference};" + _answer_code(f"{signs!r}[(n>0)-(n<0)]")
+            return f"a=ask_all({lines});n={difference};" + _answer_code(f"{signs!r}[(n>0)-(n<0)]")
         case "user" | "month":
             key = "l[1:-2]" if asked.find == "user" else "l[0]"
-            found = f"u=[{key} for l,a in zip(L,ask_all(L))if a=={label}];"
-            return f"L={kept};{found}" + _answer_code("max(u,key=u.count)")
+            entries = f"u=[{key} for l,a in zip(L,ask_all(L))if a=={label}];"
+            return f"L={lines};{entries}" + _answer_code("max(u,key=u.count)")
     pairs = f"[f'{{i}}-{{j}}'for i in U for j in U if i<j and {_pair_condition(asked)}]"
     content = f"len({pairs})" if asked.find == "pairs_count" else f"','.join({pairs})"
     tally = "n=Counter(zip([int(l[1:-2])for l in L],ask_all(L)));U=sorted({i for i,_ in n})"
-    return f"from collections import*;L={kept};{tally};" + _answer_code(content)
+    return f"from collections import*;L={lines};{tally};" + _answer_code(content)
 
 
 def _pair_condition(asked: Question) -> str:
@@ -89,20 +89,20 @@ def _pair_condition(asked: Question) -> str:
         case "both":
             return f"min(n[i,{label}],n[j,{label}])>={number}"
         case "each":
-            one = f"min(n[i,{label}],n[j,{other}])>={number}"
-            return f"({one} or min(n[j,{label}],n[i,{other}])>={number})"
+            first = f"min(n[i,{label}],n[j,{other}])>={number}"
+            return f"({first} or min(n[j,{label}],n[i,{other}])>={number})"
         case "equal":
             return f"n[i,{label}]==n[j,{label}]>={number}"
     return f"n[i,{label}]>0<n[j,{label}]and n[i,{label}]+n[j,{label}]=={number}"
 
 
 def _line_conditions(asked: Question) -> str:
-    found = [f"l[1:-2]=={str(asked.user)!r}"] if asked.user else []
+    conditions = [f"l[1:-2]=={str(asked.user)!r}"] if asked.user else []
     if asked.since > BEFORE_ALL:
-        found.append(f"l[0]>={render_month(asked.since // 100)!r}")
+        conditions.append(f"l[0]>={render_month(asked.since // 100)!r}")
     if asked.until < AFTER_ALL:
-        found.append(f"l[0]<{render_month(asked.until // 100)!r}")
-    return " and ".join(found)
+        conditions.append(f"l[0]<{render_month(asked.until // 100)!r}")
+    return " and ".join(conditions)
 
 
 def _answer_code(content: str) -> str:

@@ -77,9 +77,9 @@ def _list_calls(asked: Question, data: Mapping[str, Any]) -> Sequence[str]:
         case "count":
             return (f"search('c {name}',{_CITY_RESULTS})", f"filter('c {name}')", "dedup()")
     documents = make_corpus(data["world"], data["companies"], data["style"])
-    seen = functions.filter(get_index(documents).search(f"c {name}", _CITY_RESULTS), f"c {name}")
-    companies = functions.extract(functions.dedup(seen), "{} c")
-    queries = [f"{one} s" for one in companies]
+    matches = functions.filter(get_index(documents).search(f"c {name}", _CITY_RESULTS), f"c {name}")
+    companies = functions.extract(functions.dedup(matches), "{} c")
+    queries = [f"{company} s" for company in companies]
     return (
         f"search('c {name}',{_CITY_RESULTS})",
         f"filter('c {name}')",

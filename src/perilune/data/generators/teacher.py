@@ -56,8 +56,8 @@ class Rejected:
 
     def as_row(self) -> dict[str, str]:
         """Return the row in rejected.jsonl."""
-        one = self.candidate
-        return {"task_id": one.task.task_id, "source": one.source, "text": one.text, "reason": self.reason}
+        item = self.candidate
+        return {"task_id": item.task.task_id, "source": item.source, "text": item.text, "reason": self.reason}
 
 
 class Teacher(Protocol):
@@ -140,13 +140,13 @@ def verify_candidates(
                 provenance=provenance,
                 details=candidate.details,
             )
-            own = [*(record.of_sub_agent(*pair) for pair in conversations.items()), record]
-            new = [one for one in own if record.is_mixed or one.digest not in digests]
+            records = [*(record.of_sub_agent(*pair) for pair in conversations.items()), record]
+            new = [trace for trace in records if record.is_mixed or trace.digest not in digests]
             if not new or record.task_id in tasks:
                 yield Rejected(candidate, "duplicate")
                 continue
             tasks.add(record.task_id)
-            digests.update(one.digest for one in new)
+            digests.update(trace.digest for trace in new)
             yield from new
             if len(tasks) == most:
                 return

@@ -118,7 +118,7 @@ class GymnasiumEnvironment(MultiTurn):
 
 def _render(game: Any, state: Any) -> str:
     if isinstance(state, tuple):
-        own, dealer, ace = (int(value) for value in state)
-        return f"you have {own}{' with an ace as 11' if ace else ''}, the dealer shows {dealer}"
+        player, dealer, ace = (int(value) for value in state)
+        return f"you have {player}{' with an ace as 11' if ace else ''}, the dealer shows {dealer}"
     lines = _HIGHLIGHTED.sub(r"[\1]", game.render()).strip("\n").splitlines()
     return "\n".join(line.rstrip() for line in lines if not line.startswith("  ("))

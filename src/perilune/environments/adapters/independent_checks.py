@@ -66,13 +66,13 @@ def is_right(family: str, answer: str, data: Mapping[str, Any]) -> bool | None:
 
 def compare_answers(answer: str, stated: str) -> bool | None:
     """Return whether two answers are equal; None if they differ only in form or by a small amount."""
-    given, expected = (" ".join(text.split()).casefold() for text in (answer, stated))
-    if given == expected:
+    actual, expected = (" ".join(text.split()).casefold() for text in (answer, stated))
+    if actual == expected:
         return True
-    if _NUMBER.fullmatch(given) and _NUMBER.fullmatch(expected):
-        return _compare_numbers(given, expected)
-    parts = [[part.strip(_EDGE_CHARS) for part in re.split(r"[\s,:]+", text)] for text in (given, expected)]
-    first, second = ([part for part in both if part] for both in parts)
+    if _NUMBER.fullmatch(actual) and _NUMBER.fullmatch(expected):
+        return _compare_numbers(actual, expected)
+    parts = [[part.strip(_EDGE_CHARS) for part in re.split(r"[\s,:]+", text)] for text in (actual, expected)]
+    first, second = ([part for part in words if part] for words in parts)
     may_be_equal = len(first) == len(second) > 0 and all(map(_may_be_equal, first, second))
     return None if may_be_equal else False
 
@@ -156,14 +156,14 @@ def _is_same_function(
 
 def _check_antiderivative(answer: str, metadata: Mapping[str, Any]) -> bool:
     """Check that the derivative of the answer, by central differences, is the integrand."""
-    variable, (given, integrand) = (
+    variable, (expression, integrand) = (
         metadata["variable"],
         map(_parse_expression, (answer, metadata["integrand"])),
     )
     constants = dict.fromkeys(string.ascii_letters, 0.5) | {"E": math.e, "pi": math.pi}
 
     def slope(x: float, h: float = 1e-5) -> float:
-        ends = (_evaluate(given, constants | {variable: x + s}, []) for s in (h, -h))
+        ends = (_evaluate(expression, constants | {variable: x + s}, []) for s in (h, -h))
         return (next(ends) - next(ends)) / (2 * h)
 
     return _is_same_function(slope, lambda x: _evaluate(integrand, constants | {variable: x}, []))
@@ -171,8 +171,8 @@ def _check_antiderivative(answer: str, metadata: Mapping[str, Any]) -> bool:
 
 def _check_polynomial(answer: str, metadata: Mapping[str, Any]) -> bool:
     """Check that the answer is expanded and equals the product at more points than its degree."""
-    given, product = map(_parse_expression, (answer, metadata["polynomial_expr"]))
-    if any(_contains_sum(node) for node in ast.walk(given) if _is_product(node)):
+    expression, product = map(_parse_expression, (answer, metadata["polynomial_expr"]))
+    if any(_contains_sum(node) for node in ast.walk(expression) if _is_product(node)):
         return False
 
     def value(node: ast.expr, x: float) -> float:
@@ -180,7 +180,7 @@ def _check_polynomial(answer: str, metadata: Mapping[str, Any]) -> bool:
         return _evaluate(node, names, [])
 
     points = [0.31 + 0.23 * index for index in range(16)]
-    return _is_same_function(lambda x: value(given, x), lambda x: value(product, x), points)
+    return _is_same_function(lambda x: value(expression, x), lambda x: value(product, x), points)
 
 
 def _is_product(node: ast.AST) -> bool:
@@ -197,12 +197,12 @@ def _contains_sum(product: ast.AST) -> bool:
 
 def _check_queens(answer: str, metadata: Mapping[str, Any]) -> bool:
     board = [line.split() for line in answer.strip().splitlines()]
-    given = metadata["puzzle"]
-    size = len(given)
+    puzzle = metadata["puzzle"]
+    size = len(puzzle)
     if [len(row) for row in board] != [size] * size or {cell for row in board for cell in row} - {"Q", "_"}:
         return False
     queens = [(r, c) for r in range(size) for c in range(size) if board[r][c] == "Q"]
-    keeps_given = all(board[r][c] == "Q" for r in range(size) for c in range(size) if given[r][c] == "Q")
+    keeps_given = all(board[r][c] == "Q" for r in range(size) for c in range(size) if puzzle[r][c] == "Q")
     lines = (
         [r for r, _ in queens],
         [c for _, c in queens],
@@ -255,21 +255,21 @@ def _check_cryptarithm(answer: str, metadata: Mapping[str, Any]) -> bool:
 
 def _check_jugs(answer: str, metadata: Mapping[str, Any]) -> bool:
     capacity = metadata["puzzle"]["jug_capacities"]
-    held = [0] * len(capacity)
+    levels = [0] * len(capacity)
     for move in json.loads(answer):
         verb, _, rest = move.strip().partition(" ")
         jugs = ["ABCDEFGHIJ".index(name) for name in rest.split("->")]
         if verb == "fill" and len(jugs) == 1:
-            held[jugs[0]] = capacity[jugs[0]]
+            levels[jugs[0]] = capacity[jugs[0]]
         elif verb == "empty" and len(jugs) == 1:
-            held[jugs[0]] = 0
+            levels[jugs[0]] = 0
         elif verb == "pour" and len(jugs) == 2 and jugs[0] != jugs[1]:
             source, target = jugs
-            moved = min(held[source], capacity[target] - held[target])
-            held[source], held[target] = held[source] - moved, held[target] + moved
+            moved = min(levels[source], capacity[target] - levels[target])
+            levels[source], levels[target] = levels[source] - moved, levels[target] + moved
         else:
             return False
-    return metadata["puzzle"]["target"] in held
+    return metadata["puzzle"]["target"] in levels
 
 
 def _check_anagrams(answer: str, metadata: Mapping[str, Any]) -> bool:
@@ -302,10 +302,10 @@ def _check_complex(answer: str, metadata: Mapping[str, Any]) -> bool:
 
 
 def _check_roots(answer: str, metadata: Mapping[str, Any]) -> bool:
-    given = sorted(float(part) for part in answer.split(",")) if answer.strip() else []
+    roots = sorted(float(part) for part in answer.split(",")) if answer.strip() else []
     expected = sorted(metadata["real_solutions"])
-    return len(given) == len(expected) and all(
-        math.isclose(a, b, rel_tol=1e-2, abs_tol=1e-3) for a, b in zip(given, expected, strict=True)
+    return len(roots) == len(expected) and all(
+        math.isclose(a, b, rel_tol=1e-2, abs_tol=1e-3) for a, b in zip(roots, expected, strict=True)
     )
 
 

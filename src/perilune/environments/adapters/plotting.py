@@ -41,9 +41,9 @@ def defer_plotting() -> Iterator[None]:
         return
     for name in _DEFERRED_MODULES:
         sys.modules[name] = _DeferredModule(name)
-        parent, _, own = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
         if parent:
-            setattr(sys.modules[parent], own, sys.modules[name])
+            setattr(sys.modules[parent], child, sys.modules[name])
     vars(sys.modules["mpl_toolkits.mplot3d"])["Axes3D"] = None  # imported by name and never used
     try:
         yield

@@ -110,17 +110,17 @@ class ReasoningGymEnvironment(SingleTurn):
                 so another process would generate other tasks from the same seed.
         """
         self._require_stable_hashes()
-        seen: set[str] = set()
+        task_ids: set[str] = set()
         for chunk in range(sys.maxsize):
-            before = len(seen)
+            before = len(task_ids)
             for entry in self._generate_entries(seed, chunk):
                 task = self._make_task(entry)
-                if task.task_id in seen:
+                if task.task_id in task_ids:
                     continue
-                seen.add(task.task_id)
+                task_ids.add(task.task_id)
                 if self._choose_split(entry) == split:
                     yield task
-            if len(seen) == before:
+            if len(task_ids) == before:
                 return
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:

@@ -134,8 +134,8 @@ class Conversation:
     def __init__(self, task: Any, ask: Ask, turns: int) -> None:
         self._ask, self._turns_left = ask, turns
         self._stops = task.hooks("stop")
-        about = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        self.trace: Any = vf.Trace(task=about, agent=AgentInfo(config=vf.AgentConfig()))
+        trace_task = TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        self.trace: Any = vf.Trace(task=trace_task, agent=AgentInfo(config=vf.AgentConfig()))
         self.trace.state = state_cls(type(task))()
         self._messages = _parse_messages(_opening_messages(task.data))
         self._prompted = task.data.prompt is not None

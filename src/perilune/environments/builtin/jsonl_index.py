@@ -144,21 +144,21 @@ class RowIndex:
         """Return pairs of a row that repeats a prompt and the first row with that prompt, in order."""
         digests = np.frombuffer(self._digests, dtype=np.uint64).reshape(-1, 2)
         order = np.lexsort((digests[:, 1], digests[:, 0]))  # stable: equal digests keep their order
-        same = np.flatnonzero((digests[order][1:] == digests[order][:-1]).all(axis=1)) + 1
+        repeats = np.flatnonzero((digests[order][1:] == digests[order][:-1]).all(axis=1)) + 1
         firsts: dict[int, int] = {}
-        for position in same:
+        for position in repeats:
             before = int(order[position - 1])
             firsts[int(order[position])] = firsts.get(before, before)
         return sorted(firsts.items())
 
     def build_splits(self, excluded: list[int]) -> None:
         """Compute `splits`, without the rows `excluded`."""
-        kept = np.ones(len(self._held_out), dtype=bool)
-        kept[excluded] = False
+        included = np.ones(len(self._held_out), dtype=bool)
+        included[excluded] = False
         held_out = np.frombuffer(self._held_out, dtype=np.uint8).astype(bool)
         self.splits = {
-            "train": np.flatnonzero(kept & ~held_out).astype(np.uint32),
-            "heldout": np.flatnonzero(kept & held_out).astype(np.uint32),
+            "train": np.flatnonzero(included & ~held_out).astype(np.uint32),
+            "heldout": np.flatnonzero(included & held_out).astype(np.uint32),
         }
 
     def _digest(self, number: int) -> bytes:
@@ -295,11 +295,11 @@ def _check_format(file: Path, starts: bytes) -> None:
         (starts.removeprefix(BOM).lstrip().startswith(b"["), "json", "a JSON list"),
         (file.suffix in (".csv", ".tsv"), "csv", "a CSV file"),
     )
-    for is_format, kind, what in formats:
+    for is_format, kind, name in formats:
         if not is_format:
             continue
         remedy = f"pandas.read_{kind}({file.name!r}).to_json('rows.jsonl', orient='records', lines=True)"
-        raise RequestError(f"is {what}, not JSON Lines", where=str(file), remedy=f"convert it: {remedy}")
+        raise RequestError(f"is {name}, not JSON Lines", where=str(file), remedy=f"convert it: {remedy}")
 
 
 def parse_row(raw: bytes, location: str, match: Match | None) -> Row:

@@ -135,7 +135,7 @@ class JudgeEnvironment(SingleTurn):
             "answer": self._own_tags.sub(r"[\1]", answer),
             "reference": "" if gold is None else gold.text,
         }
-        return _FIELDS.sub(lambda found: texts[found[1]], self.spec.prompt)
+        return _FIELDS.sub(lambda match: texts[match[1]], self.spec.prompt)
 
     def _request_grade(self, prompt: str) -> float:
         """Ask the judge, and return its grade as a share of the best one."""

@@ -113,10 +113,10 @@ def clean(draw: random.Random) -> ToolTask:
     """Return a table to be filtered and sorted."""
     rows = _draw_sales(draw)
     minimum = draw.randint(10, 60)
-    kept = sorted(
+    selected = sorted(
         (row for row in rows if row[2] and int(row[2]) >= minimum), key=lambda row: (-int(row[2]), row[1])
     )
-    expected = [["item", "amount"], *([item, amount] for _, item, amount in kept)]
+    expected = [["item", "amount"], *([item, amount] for _, item, amount in selected)]
     return ToolTask(
         question=f"{_SALES}. Write out.csv with the columns item, amount (a header first): the rows with an"
         f" amount of at least {minimum}, the largest amount first, equal ones by item{_DONE_SENTENCE}",

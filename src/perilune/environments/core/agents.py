@@ -51,9 +51,9 @@ class Programs(Generic[T]):
 
     def take(self, actions: Sequence[str]) -> None:
         """Take the actions of all turns that are due, in their order."""
-        taken = iter(actions)
+        remaining = iter(actions)
         for number, turns in list(self._due.items()):
-            self._advance(number, [next(taken) for _ in turns])
+            self._advance(number, [next(remaining) for _ in turns])
 
     def close(self) -> None:
         """Close the programs that have not finished."""

@@ -83,10 +83,10 @@ class ManagedContext(EnvironmentWrapper, MultiTurn):
         session = self._environment.reset(task, rng.seed)
         context = _Context(task, self._settings)
         try:
-            while not (seen := session.observation).done:
-                if seen.turns:
+            while not (observation := session.observation).done:
+                if observation.turns:
                     raise EpisodeFailedError("environment", "context does not support sub-agents")
-                session.step((yield from context.act(seen.messages)))
+                session.step((yield from context.act(observation.messages)))
         finally:
             session.close()
         figures = {**session.observation.metrics, "contexts": float(context.number + 1)}
@@ -120,8 +120,8 @@ class _Context:
         fold = _FOLD.search(action) if self._settings.rule == "policy" else None
         if fold:
             action = action[fold.end() :].strip()
-            own: Message = {"role": "assistant", "content": action}
-            self._open_context(_SUMMARY.format(summary=fold[1].strip()), [(own,)] if action else [])
+            reply: Message = {"role": "assistant", "content": action}
+            self._open_context(_SUMMARY.format(summary=fold[1].strip()), [(reply,)] if action else [])
             if action:
                 return action
             action = yield self._observation(messages)
@@ -134,8 +134,8 @@ class _Context:
         return self._turns[:start], self._turns[start:]
 
     def _count_chars(self, messages: Sequence[Message]) -> int:
-        shown = [*chain.from_iterable(self._turns), *messages]
-        return len(self._note) + sum(len(message["content"]) for message in shown)
+        history = [*chain.from_iterable(self._turns), *messages]
+        return len(self._note) + sum(len(message["content"]) for message in history)
 
     def _shorten(
         self, old: list[Turn], recent: list[Turn], messages: tuple[Message, ...]
@@ -164,8 +164,8 @@ class _Context:
     def _observation(self, messages: tuple[Message, ...]) -> Observation:
         if not self.number:
             return Observation(messages)
-        shown, self._opening = (*self._opening, *messages), ()
-        return Observation(turns=(AgentTurn(str(self.number - 1), _merge_user_messages(shown), "context"),))
+        pending, self._opening = (*self._opening, *messages), ()
+        return Observation(turns=(AgentTurn(str(self.number - 1), _merge_user_messages(pending), "context"),))
 
 
 def _drop_output(message: Message) -> Message:

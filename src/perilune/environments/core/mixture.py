@@ -135,33 +135,33 @@ class Mixture:
             yield named_task(names[index], next(streams[names[index]]))
 
     def reset(self, task: Task, seed: int) -> Session:
-        name, own = split_task(task)
-        session = self.parts[name].reset(own, seed)
+        name, part_task = split_task(task)
+        session = self.parts[name].reset(part_task, seed)
         return _ScaledSession(session, self._scales[name]) if self._is_scaled else session
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
         """Return the score of the task's part, scaled. The metric `gold` keeps the score before scaling."""
-        name, own = split_task(task)
-        outcome = self.parts[name].score(own, transcript)
+        name, part_task = split_task(task)
+        outcome = self.parts[name].score(part_task, transcript)
         if isinstance(outcome, Failure) or not self._is_scaled:
             return outcome
         metrics = {GOLD_METRIC: outcome.reward, **outcome.metrics}
         return replace(outcome, reward=outcome.reward * self._scales[name], metrics=metrics)
 
     def gold(self, task: Task) -> Transcript | None:
-        name, own = split_task(task)
-        answer: Transcript | None = getattr(self.parts[name], "gold", lambda _: None)(own)
+        name, part_task = split_task(task)
+        answer: Transcript | None = getattr(self.parts[name], "gold", lambda _: None)(part_task)
         return answer
 
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:
-        name, own = split_task(task)
+        name, part_task = split_task(task)
         opinion = getattr(self.parts[name], "is_right", lambda task, transcript: None)
-        right: bool | None = opinion(own, transcript)
+        right: bool | None = opinion(part_task, transcript)
         return right
 
     def reference_answer(self, task: Task) -> ReferenceAnswer | None:
-        name, own = split_task(task)
-        return reference_answer(self.parts[name], own)
+        name, part_task = split_task(task)
+        return reference_answer(self.parts[name], part_task)
 
     def close(self) -> None:
         for part in self.parts.values():

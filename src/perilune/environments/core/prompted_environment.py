@@ -55,8 +55,8 @@ class PromptedEnvironment(EnvironmentWrapper):
         self.prompting = settings
         self.stop_texts = settings.stop
         self._format = None if settings.format is None else FORMATS[settings.format]
-        own = self._format.instruction if self._format else ""
-        instruction = own if settings.instruction is None else settings.instruction
+        default = self._format.instruction if self._format else ""
+        instruction = default if settings.instruction is None else settings.instruction
         self._prompt_builder = PromptBuilder(settings, instruction)
         self._instruction_answers = (
             self._format.distinct_answers(instruction) if self._format else frozenset[str]()
@@ -153,11 +153,11 @@ class PromptedEnvironment(EnvironmentWrapper):
         return [*actions, change(transcript.text)]
 
     def _reference_answer(self, task: Task) -> ReferenceAnswer | None:
-        own: ReferenceAnswer | None = self._environment.reference_answer(task)  # type: ignore[attr-defined]
-        if own is None or self._format is None:
-            return own
+        answer: ReferenceAnswer | None = self._environment.reference_answer(task)  # type: ignore[attr-defined]
+        if answer is None or self._format is None:
+            return answer
         before = self._format.before or "The final answer is "
-        return replace(own, lead=f"\n{before}", opens=(before,))
+        return replace(answer, lead=f"\n{before}", opens=(before,))
 
     def _draw_examples(self, seed: int) -> tuple[frozenset[str], tuple[Message, ...]]:
         """Return the ids of the training tasks that serve as examples, and the messages of all examples."""
@@ -173,8 +173,8 @@ class PromptedEnvironment(EnvironmentWrapper):
             if gold is None:
                 what = f"{self.id} states no right answer to show"
                 raise _refusal(what, "few_shot", "write the examples: a list of question and answer")
-            shown = replay_conversation(self, task, gold)[len(task.prompt) :]
-            messages += [*self._prompt_builder.build_question(task.prompt), *shown]
+            replayed = replay_conversation(self, task, gold)[len(task.prompt) :]
+            messages += [*self._prompt_builder.build_question(task.prompt), *replayed]
         return frozenset(task.task_id for task in tasks), tuple(messages)
 
     def _render_example(self, example: Example) -> list[Message]:
@@ -187,8 +187,8 @@ class PromptedEnvironment(EnvironmentWrapper):
             raise _refusal(
                 "there is no format to ask for", "instruction", "set format, or write it in system"
             )
-        if settings.format and (own := getattr(self._environment, "own_format", "")):
-            what = f"{self.id} has a format of its own here ({own}), which a second one would hide"
+        if settings.format and (own_format := getattr(self._environment, "own_format", "")):
+            what = f"{self.id} has a format of its own here ({own_format}), which a second one would hide"
             raise _refusal(what, "format", "remove format, or choose the environment's original prompts")
         if any(not stop for stop in settings.stop):
             raise _refusal("holds an empty text, which would end every answer", "stop", "remove it")

@@ -65,8 +65,8 @@ class PromptBuilder:
         """Return a task's messages without their system prompt; the instruction follows the last question."""
         messages = list(own[_has_system(own) :])
         if self._instruction and self._puts_instruction_in_question(own):
-            place = max(n for n, message in enumerate(messages) if message["role"] == "user")
-            messages[place] = _join_parts(messages[place], messages[place]["content"], self._instruction)
+            index = max(n for n, message in enumerate(messages) if message["role"] == "user")
+            messages[index] = _join_parts(messages[index], messages[index]["content"], self._instruction)
         return messages
 
     def build_prompt(self, own: Sequence[Message], examples: Sequence[Message]) -> tuple[Message, ...]:

@@ -193,8 +193,8 @@ def has_borrowed_tasks(section: Mapping[str, Any]) -> bool:
 
 def scoring_sections(section: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
     """Return the sections of the environments that score answers: of the parts, or the section itself."""
-    own = getattr(_find_factory(section), "is_judge", False)
-    return (section,) if own else tuple(part_sections(section).values()) or (section,)
+    is_judge = getattr(_find_factory(section), "is_judge", False)
+    return (section,) if is_judge else tuple(part_sections(section).values()) or (section,)
 
 
 def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path]) -> dict[str, Any]:
@@ -207,8 +207,8 @@ def with_absolute_paths(section: Mapping[str, Any], base: Callable[[str], Path])
 
 def has_verdict(section: Mapping[str, Any]) -> bool:
     """Return whether the environment scores answers itself. Otherwise `rewards` needs functions."""
-    own = getattr(_find_factory(section), "has_verdict", None)
-    return own is None or bool(own(section))
+    declared = getattr(_find_factory(section), "has_verdict", None)
+    return declared is None or bool(declared(section))
 
 
 def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Environment:
@@ -229,10 +229,10 @@ def make_environment(spec: Mapping[str, Any], *, checked: bool = True) -> Enviro
     model: type[BaseModel] | None = getattr(factory, "Spec", None)
     shared = (REWARDS, EPISODES_KEY, prompting.PROMPTING_KEY, managed_context.CONTEXT_KEY)
     excluded = (*shared, *(("id", SOURCE) if is_file_reference(spec.get("id")) else ()))
-    own = {name: value for name, value in spec.items() if name not in excluded}
+    fields = {name: value for name, value in spec.items() if name not in excluded}
     settings = _parse_shared_section(EpisodeSettings, EPISODES_KEY, spec.get(EPISODES_KEY) or {})
     try:
-        validated = model.model_validate(own) if model else own
+        validated = model.model_validate(fields) if model else fields
         parts = part_sections(spec)
         environment: Environment = factory(validated, parts) if parts else factory(validated)
     except ValidationError as error:

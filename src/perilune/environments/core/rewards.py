@@ -128,14 +128,14 @@ class WeightedRewards(EnvironmentWrapper, SingleTurn):
             "completions": [transcript.text if is_text else [answer]],
         }
         try:
-            given = _select_columns(function, columns)
-            inspect.signature(function).bind(**given)
+            arguments = _select_columns(function, columns)
+            inspect.signature(function).bind(**arguments)
         except (TypeError, ValueError) as error:
             return Failure(
                 VERIFIER_TERM, f"{CALL_ERROR_PREFIX} {name!r}: {error}; columns: {', '.join(sorted(columns))}"
             )
         try:
-            returned = function(**given)
+            returned = function(**arguments)
             if inspect.isawaitable(returned):
                 self._loop = self._loop or asyncio.new_event_loop()
                 returned = self._loop.run_until_complete(returned)

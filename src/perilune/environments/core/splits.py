@@ -31,11 +31,11 @@ def select_unique(split: Split, drawn: Iterable[tuple[str, T]]) -> Iterator[tupl
     Args:
         drawn: an endless sequence of digests, each with what was drawn.
     """
-    seen: set[str] = set()
+    digests: set[str] = set()
     rejected = 0
     for digest, value in drawn:
-        if digest not in seen and assign_split(digest) == split:
-            seen.add(digest)
+        if digest not in digests and assign_split(digest) == split:
+            digests.add(digest)
             rejected = 0
             yield digest, value
         elif (rejected := rejected + 1) == MAX_REJECTED_DRAWS:

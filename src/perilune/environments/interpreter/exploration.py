@@ -159,10 +159,10 @@ class Exploration:
 
     def _answer_all(self, agent: Agent, questions: Sequence[asks.Question]) -> AgentProgram[list[str]]:
         """Return the answers of sub-agents, which work at the same time."""
-        left = self._settings.asks - int(self.counts["asks"])
-        if len(questions) > left:
+        remaining = self._settings.asks - int(self.counts["asks"])
+        if len(questions) > remaining:
             raise InvalidCallError(
-                f"{len(questions)} asks are needed, and {left} of {self._settings.asks} are left in this"
+                f"{len(questions)} asks are needed, and {remaining} of {self._settings.asks} are left in this"
                 " episode"
             )
         self._increment("asks", len(questions))

@@ -55,11 +55,11 @@ def _read_and_delete(file: str) -> str:
 def _make_function(name: str, results: dict[str, list[Any]]) -> Callable[..., Any]:
     def function(*arguments: Any, **named: Any) -> Any:
         call = [name, arguments, named]
-        known = results[json.dumps(call)]
-        if not known:
+        recorded = results[json.dumps(call)]
+        if not recorded:
             _write_outcome({"call": call})
             os._exit(0)  # whatever the code would catch
-        result = known.pop()
+        result = recorded.pop()
         if "error" in result:
             raise RuntimeError(result["error"])
         return result["value"]

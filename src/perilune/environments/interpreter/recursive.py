@@ -70,11 +70,11 @@ class RecursiveEnvironment(MultiTurn):
             yield Task(task.task_id, (prompt,), {"task": dict(task.data)}, task.difficulty)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        own = self._borrowed.source_task(task)
+        source_task = self._borrowed.source_task(task)
         exploration = Exploration(self._code, self.spec, self.spec.sandbox.output)
-        root = Agent("", self._source.context(own), self.spec.depth)
+        root = Agent("", self._source.context(source_task), self.spec.depth)
         answer = yield from sample(exploration.explore(root, ()))
-        score = self._borrowed.score_reply(own, answer or "")
+        score = self._borrowed.score_reply(source_task, answer or "")
         price = self.spec.ask_price * exploration.counts["asks"]
         yield Observation(
             rewards=(score.reward - price,),

@@ -180,7 +180,7 @@ class ChatAnswer:
         ]
         if self.request.usage:
             documents.append({**head, "choices": [], "usage": _USAGE})
-        return b"".join(b"data: " + one + b"\n\n" for one in [*map(_encode, documents), b"[DONE]"])
+        return b"".join(b"data: " + event + b"\n\n" for event in [*map(_encode, documents), b"[DONE]"])
 
     @property
     def _reason(self) -> str:

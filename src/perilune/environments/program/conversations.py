@@ -62,12 +62,12 @@ class Conversations:
         """
         matched: list[tuple[Conversation, Call, AgentTurn]] = []
         for call in sorted(
-            calls, key=lambda call: [one.to_text()["content"] for one in call.request.messages]
+            calls, key=lambda call: [message.to_text()["content"] for message in call.request.messages]
         ):
             messages = call.request.messages
-            free = [one for one in self._all if all(one is not taken for taken, _, _ in matched)]
-            continued = [one for one in free if one.is_continued_by(messages)]
-            longest = max(continued, key=lambda one: len(one.messages), default=None)
+            free = [chat for chat in self._all if all(chat is not used for used, _, _ in matched)]
+            continued = [chat for chat in free if chat.is_continued_by(messages)]
+            longest = max(continued, key=lambda chat: len(chat.messages), default=None)
             conversation = longest or self._start_conversation()
             new = tuple(message.to_text() for message in messages[len(conversation.messages) :])
             matched.append((conversation, call, AgentTurn(conversation.agent, new, "conversation")))

@@ -96,8 +96,8 @@ class LaunchedEnvironment(MultiTurn):
         Raises:
             EpisodeFailedError: when it cannot be scored.
         """
-        own = Task(task.task_id, self.prompt(task), task.data["data"], task.difficulty)
-        score = self._borrowed.score(own, answer)
+        source_task = Task(task.task_id, self.prompt(task), task.data["data"], task.difficulty)
+        score = self._borrowed.score(source_task, answer)
         figures = {**score.metrics, **(metrics or {})}
         return Observation(rewards=(score.reward,), terms=score.terms, metrics=figures, done=True)
 

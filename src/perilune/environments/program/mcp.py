@@ -49,9 +49,9 @@ class McpEnvironment(LaunchedEnvironment):
             server.initialize()
             tools: Message = {"role": "system", "content": describe_tools(server.tools())}
             action = yield Observation((tools, *self.prompt(task)))
-            while (found := read_calls(action)) is None or found[1]:
-                results = [_MALFORMED] if found is None else []
-                for name, arguments in found[1] if found else ():
+            while (parsed := read_calls(action)) is None or parsed[1]:
+                results = [_MALFORMED] if parsed is None else []
+                for name, arguments in parsed[1] if parsed else ():
                     calls += 1
                     results.append(server.call(name, json.loads(arguments))[: self.spec.output])
                 messages = tuple({"role": "tool", "content": text} for text in results)

@@ -110,9 +110,9 @@ class CallAgent:
     def _select_documents(self, numbers: Any) -> list[Document]:
         if numbers is None:
             return self._last
-        known = range(1, len(self._last) + 1)
+        valid = range(1, len(self._last) + 1)
         if not isinstance(numbers, list) or not all(
-            type(number) is int and number in known for number in numbers
+            type(number) is int and number in valid for number in numbers
         ):
             raise InvalidCallError(f"documents is a list of numbers up to {len(self._last)}")
         return [self._last[number - 1] for number in numbers]

@@ -76,8 +76,8 @@ class Embeddings:
             EpisodeFailedError: when the server does not answer, or its answer is wrong.
         """
         self._embed_missing([query, *texts])
-        (own, *others) = (self._known[self._key(text)] for text in (query, *texts))
-        return [_cosine(own, other) for other in others]
+        (query_vector, *others) = (self._known[self._key(text)] for text in (query, *texts))
+        return [_cosine(query_vector, other) for other in others]
 
     def _embed_missing(self, texts: Sequence[str]) -> None:
         missing = self._find_missing(texts)

@@ -108,8 +108,8 @@ class SearchEnvironment(MultiTurn):
             yield Task(task.task_id, prompt, {"task": dict(task.data)}, task.difficulty)
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        own = self._borrowed.source_task(task)
-        index = get_index(self._corpus(own))
+        source_task = self._borrowed.source_task(task)
+        index = get_index(self._corpus(source_task))
         stack = SearchStack(index, self.spec.results, self.spec.searches, self._embeddings)
         agent = self._make_agent(stack)
         observed, answer = 0, None
@@ -121,7 +121,7 @@ class SearchEnvironment(MultiTurn):
             outcome = agent.take((yield ask(outcome, role="tool")))
         if isinstance(outcome, Answer):
             answer = outcome.text
-        score = self._borrowed.score_reply(own, answer or "")
+        score = self._borrowed.score_reply(source_task, answer or "")
         strategy = self.spec.mode if stack.searches else "guess"
         counts = {"observed": float(observed), "searches": float(stack.searches), **agent.counts}
         yield Observation(

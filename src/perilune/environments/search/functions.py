@@ -30,7 +30,7 @@ def extract(documents: list[dict[str, str]], template: str) -> list[str]:
         raise ValueError("the template of extract needs one {}")
     lazy = "?" if after else ""  # bounded, so that no text takes long
     pattern = re.compile(rf"{re.escape(before)}([^.,;:!?\n]{{1,200}}{lazy}){re.escape(after)}", re.IGNORECASE)
-    return [found[1].strip() for document in documents if (found := pattern.search(document["text"]))]
+    return [match[1].strip() for document in documents if (match := pattern.search(document["text"]))]
 
 
 def _words(text: str) -> list[str]:

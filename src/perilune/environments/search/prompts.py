@@ -52,8 +52,8 @@ def render_opening(style: Style, mode: Mode, documents: int, question: str) -> s
 def render_list(style: Style, result: Any, max_chars: int) -> str:
     """Return a numbered list of what a single call returned, cut after `max_chars` characters."""
     lines = [f"{number} {_render_item(style, item)}\n" for number, item in enumerate(_as_list(result), 1)]
-    shown = "".join(lines)[:max_chars]
-    return f"=\n{shown}" if style == "compact" else shown or "(nothing)"
+    text = "".join(lines)[:max_chars]
+    return f"=\n{text}" if style == "compact" else text or "(nothing)"
 
 
 def _as_list(result: Any) -> Sequence[Any]:

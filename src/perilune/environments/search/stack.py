@@ -83,9 +83,9 @@ class SearchStack:
         return self._fan_out([query], k)
 
     def _fan_out(self, queries: Queries, k: Annotated[int, Field(ge=1)] = 10) -> list[Document]:
-        left = self._max_searches - self.searches
-        if len(queries) > left:
-            raise ValueError(f"{len(queries)} searches are needed, and {left} are left in this episode")
+        remaining = self._max_searches - self.searches
+        if len(queries) > remaining:
+            raise ValueError(f"{len(queries)} searches are needed, and {remaining} are left in this episode")
         self.searches += len(queries)
         return [doc for query in queries for doc in self._index.search(query, min(k, self._max_results))]
 

@@ -118,8 +118,8 @@ class Match:
     def figures(self) -> dict[str, Any]:
         """Return games won, drawn and lost, and points per game, when beginning and replying."""
         report: dict[str, Any] = {"games": len(self.results)}
-        for name, which in (("", slice(None)), (" beginning", self.began), (" replying", ~self.began)):
-            results = self.results[which]
+        for name, chosen in (("", slice(None)), (" beginning", self.began), (" replying", ~self.began)):
+            results = self.results[chosen]
             report["points" + name] = wilson_interval(float((results + 1).sum() / 2), len(results))._asdict()
         counts = {
             name: int((self.results == value).sum())

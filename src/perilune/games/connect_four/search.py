@@ -93,8 +93,8 @@ def search(network: Network, boards: Boards, simulations: int) -> SearchResult:
     for node in range(nodes):
         if node:
             _load_function("descend")(byref(forest), node, EXPLORATION)
-        where = np.arange(trees), arrays["leaves"]
-        logprobs, values = evaluate_boards(network, Boards(arrays["own"][where], arrays["stones"][where]))
+        leaves = np.arange(trees), arrays["leaves"]
+        logprobs, values = evaluate_boards(network, Boards(arrays["own"][leaves], arrays["stones"][leaves]))
         priors = np.exp(logprobs)
         _load_function("absorb")(byref(forest), node, priors.ctypes.data, values.ctypes.data)
     visits, totals = arrays["visits"][:, 0], arrays["totals"][:, 0]

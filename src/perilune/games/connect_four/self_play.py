@@ -97,8 +97,8 @@ class SelfPlay:
             fresh = pool[turn * _OPENING_SETS // moves * count + games]
             self.boards = select_boards(over[turn], fresh, after)
         values[moves] = self._evaluate(network, self.boards)[1]
-        seen = Boards(own.reshape(-1), stones.reshape(-1))
-        return MoveBatch(seen, columns, policies, values, won.astype(np.float32), over)
+        positions = Boards(own.reshape(-1), stones.reshape(-1))
+        return MoveBatch(positions, columns, policies, values, won.astype(np.float32), over)
 
     def _evaluate(self, network: Network, boards: Boards) -> tuple[Floats, Floats]:
         """Return log-probabilities of the columns, and values, from the network or the search."""

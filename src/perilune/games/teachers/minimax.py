@@ -71,12 +71,12 @@ def _solve(game: Any, where: str) -> PolicyTable:
                 remedy="use mcts, or make the game smaller with `config`, such as {board_size: 3} for hex",
             )
         sign = -1.0 if state.current_player() else 1.0
-        after = {int(action): value(state.child(action)) for action in state.legal_actions()}
-        ranks = {action: _rank(outcome, sign) for action, outcome in after.items()}
+        outcomes = {int(action): value(state.child(action)) for action in state.legal_actions()}
+        ranks = {action: _rank(outcome, sign) for action, outcome in outcomes.items()}
         highest = max(ranks.values())
         chosen = [action for action, rank in ranks.items() if rank == highest]
         best[position] = dict.fromkeys(chosen, 1.0 / len(chosen))
-        best_outcome = after[chosen[0]]
+        best_outcome = outcomes[chosen[0]]
         values[position] = Value(best_outcome.returns, best_outcome.moves + 1)
         return values[position]
 

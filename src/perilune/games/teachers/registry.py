@@ -62,9 +62,9 @@ def _check_searchable(game: Any, where: str) -> None:
     kind, types = game.get_type(), load_pyspiel().GameType
     sees_all = kind.information == types.Information.PERFECT_INFORMATION
     if not sees_all or kind.dynamics != types.Dynamics.SEQUENTIAL:
-        own = BEST_TEACHERS.get(kind.short_name, "random")
+        best = BEST_TEACHERS.get(kind.short_name, "random")
         raise RequestError(
             f"mcts cannot play '{kind.short_name}', which has hidden information or simultaneous moves",
             where=where,
-            remedy=f"use {own} or random" if own != "random" else "use random",
+            remedy=f"use {best} or random" if best != "random" else "use random",
         )

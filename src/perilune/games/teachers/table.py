@@ -95,11 +95,11 @@ class PolicyTable:
 
     @cached_property
     def _row_numbers(self) -> dict[str, int]:
-        blob, places, begin = self.keys.tobytes(), {}, 0
-        for place, end in enumerate(self.key_ends.tolist()):
-            places[blob[begin:end].decode()] = place
+        blob, numbers, begin = self.keys.tobytes(), {}, 0
+        for number, end in enumerate(self.key_ends.tolist()):
+            numbers[blob[begin:end].decode()] = number
             begin = end
-        return places
+        return numbers
 
 
 def load_or_solve(request: Mapping[str, Any], solve: Callable[[], PolicyTable]) -> PolicyTable:

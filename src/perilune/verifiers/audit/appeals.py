@@ -119,8 +119,8 @@ def find_leaking_patterns(prompts: Sequence[str], golds: Sequence[str | None]) -
 
 
 def _copy_match(pattern: str, prompt: str) -> str:
-    found = re.search(pattern, prompt)
-    return found[1].strip() if found else ""
+    match = re.search(pattern, prompt)
+    return match[1].strip() if match else ""
 
 
 def _wrong_answer(case: Case) -> str:

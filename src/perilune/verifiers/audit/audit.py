@@ -65,7 +65,7 @@ class _Bench:
 
     def score(self, case: Case, transcripts: Sequence[Transcript]) -> list[Outcome]:
         """Score outputs for one task."""
-        return self.score_all([(case, one) for one in transcripts])
+        return self.score_all([(case, transcript) for transcript in transcripts])
 
     def score_all(self, items: Sequence[tuple[Case, Transcript]]) -> list[Outcome]:
         self.scorings += len(items)
@@ -99,7 +99,7 @@ def audit_reward(
     tasks: int = 8,
     search_budget: int = 480,
     seed: int = 0,
-    on_progress: Progress = lambda what: None,
+    on_progress: Progress = lambda step: None,
 ) -> Audit:
     """Audit the reward of the environment that a recipe's `section` describes.
 
@@ -225,11 +225,11 @@ def _score_gold(cases: Sequence[Case], bench: _Bench) -> list[Scored]:
 
 
 def _are_mostly_rewarded(golds: Sequence[Scored]) -> bool:
-    return 2 * sum(isinstance(one.outcome, Score) and one.outcome.reward > 0 for one in golds) >= len(golds)
+    return 2 * sum(isinstance(g.outcome, Score) and g.outcome.reward > 0 for g in golds) >= len(golds)
 
 
 def _mean_reward(golds: Sequence[Scored]) -> float:
-    return sum(one.outcome.reward for one in golds if isinstance(one.outcome, Score)) / len(golds)
+    return sum(gold.outcome.reward for gold in golds if isinstance(gold.outcome, Score)) / len(golds)
 
 
 def _score_probes(bench: _Bench, full: Mapping[str, float]) -> list[Scored]:

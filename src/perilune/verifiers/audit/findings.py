@@ -101,6 +101,6 @@ class Audit:
         """Inverse of `to_json`."""
         values = {name: raw[name] for name in cls.__slots__ if name != "findings"}
         findings = [
-            Finding(**{**one, "example": Example.from_json(one["example"])}) for one in raw["findings"]
+            Finding(**{**row, "example": Example.from_json(row["example"])}) for row in raw["findings"]
         ]
         return cls(**values, findings=findings)

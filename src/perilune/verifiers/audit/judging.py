@@ -56,11 +56,11 @@ class Findings:
     def add(self, probe: str, grade: Grade, what: str, example: Example) -> None:
         """Record a finding. Of several with the same text, the example with the highest reward is kept."""
         key = (probe, what)
-        seen = self.tasks.setdefault(key, set())
-        seen.add(example.task.task_id)
+        task_ids = self.tasks.setdefault(key, set())
+        task_ids.add(example.task.task_id)
         earlier = self.worst.get(key)
-        shown = example if earlier is None else max(earlier.example, example, key=_reward)
-        self.worst[key] = Finding(probe, grade, what, len(seen), shown)
+        chosen = example if earlier is None else max(earlier.example, example, key=_reward)
+        self.worst[key] = Finding(probe, grade, what, len(task_ids), chosen)
 
     def sorted(self) -> list[Finding]:
         """Return the findings, the worst first."""
@@ -121,27 +121,27 @@ def add_rewarded_wrong(result: Scored, findings: Findings) -> None:
 
 def check_across_tasks(scored: Sequence[Scored], findings: Findings) -> None:
     """Report rules that are rewarded on most tasks, for outputs that cannot be judged alone."""
-    for same in _group_by(scored, lambda result: result.output.rule if result.is_right is None else None):
-        probe = same[0].output.probe
-        if probe.kind not in ("unknown", "enumerated") or len(same) < 2:
+    for group in _group_by(scored, lambda result: result.output.rule if result.is_right is None else None):
+        probe = group[0].output.probe
+        if probe.kind not in ("unknown", "enumerated") or len(group) < 2:
             continue
         full = [
             result
-            for result in same
+            for result in group
             if result.share >= (FULL_SHARE if probe.uses_gold else FULL_SHARE_WITHOUT_GOLD)
         ]
-        partial = [result for result in same if result.share > SMALL_SHARE]
+        partial = [result for result in group if result.share > SMALL_SHARE]
         if probe.uses_gold and probe.name in _PROBE_REMARKS:
-            if len(full) == len(same):
+            if len(full) == len(group):
                 _add_all(full, *_PROBE_REMARKS[probe.name], findings)
         elif probe.uses_gold:
-            if len(full) == len(same) > 2 and not probe.reorders:
+            if len(full) == len(group) > 2 and not probe.reorders:
                 _add_all(
                     full, "C", "full reward for the same change of the right answer on every task", findings
                 )
-        elif 2 * len(full) >= len(same) and len(full) > 1:
+        elif 2 * len(full) >= len(group) and len(full) > 1:
             _add_all(full, "F", "full reward for answers by one rule on most tasks", findings)
-        elif 2 * len(partial) >= len(same) and len(partial) > 1:
+        elif 2 * len(partial) >= len(group) and len(partial) > 1:
             _add_all(partial, "C", "partial reward for answers by one rule on most tasks", findings)
 
 
@@ -152,14 +152,14 @@ def check_lists(scored: Sequence[Scored], findings: Findings) -> None:
     first or last word or number of a text guesses.
     """
     listed = [item for item in scored if item.output.probe.kind == "listed" and item.share >= FULL_SHARE]
-    for same in _group_by(listed, lambda item: (item.output.probe.name, item.output.case.task.task_id)):
-        probe, case = same[0].output.probe, same[0].output.case
-        if len({position_in_list(item.output) for item in same}) > 1:
+    for group in _group_by(listed, lambda item: (item.output.probe.name, item.output.case.task.task_id)):
+        probe, case = group[0].output.probe, group[0].output.case
+        if len({position_in_list(item.output) for item in group}) > 1:
             _add_all(
-                same, "D", "full reward for a right answer at several positions among wrong ones", findings
+                group, "D", "full reward for a right answer at several positions among wrong ones", findings
             )
         elif probe.name == "hedged gold" and is_plain(case.gold or ""):
-            _add_all(same, "C", "the scorer picks a right answer by its position among wrong ones", findings)
+            _add_all(group, "C", "the scorer picks a right answer by its position among wrong ones", findings)
 
 
 def _group_by(scored: Iterable[Scored], key: Callable[[Scored], object]) -> Iterable[list[Scored]]:

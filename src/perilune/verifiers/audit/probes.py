@@ -62,8 +62,8 @@ def _write_all_answers(case: Case, *, each_in_form: bool = False) -> list[str]:
         return []
     wrong = [answer for answer in case.pool if answer != case.gold][:MAX_LISTED_ANSWERS]
     middle = (len(wrong) + 1) // 2
-    known = [case.gold] if case.gold in case.pool and case.gold is not None else []
-    answers = [*wrong[:middle], *known, *(wrong[middle:] or wrong[:1])]
+    gold = [case.gold] if case.gold in case.pool and case.gold is not None else []
+    answers = [*wrong[:middle], *gold, *(wrong[middle:] or wrong[:1])]
     listed = [case.form.wrap(answer) for answer in answers] if each_in_form else answers
     numbered = "\n".join(f"{number}. {answer}" for number, answer in enumerate(listed, start=1))
     return [*join_answers(listed), " and ".join(listed), "; ".join(listed), numbered]

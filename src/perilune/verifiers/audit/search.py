@@ -47,13 +47,13 @@ def search_wrong_outputs(
     if case.gold is not None:
         pool.append(WrongOutput(case.gold, 0.0, True))
     letters = sorted(set("".join([*case.others, case.gold or "", "0 1x,-"])))
-    seen = {output.text for output in pool}
+    tried = {output.text for output in pool}
     best: dict[bool, WrongOutput] = {}
     scored = 0
     while scored < budget and not _is_finished(best, full, case):
         children = [_mutate(pool, letters, generator) for _ in range(GENERATION_SIZE)]
-        fresh = [child for child in children if child.text not in seen and len(child.text) <= MAX_CHARS]
-        seen.update(child.text for child in fresh)
+        fresh = [child for child in children if child.text not in tried and len(child.text) <= MAX_CHARS]
+        tried.update(child.text for child in fresh)
         scored += len(children)
         for child, outcome in zip(fresh, score([child.text for child in fresh]), strict=True):
             if not isinstance(outcome, Score) or is_right(child.text) is not False:
@@ -75,9 +75,9 @@ def _select_survivors(pool: list[WrongOutput], generator: random.Random) -> list
     """Return the best of both origins, shorter ones first, and some random others for diversity."""
     ranked = sorted(pool, key=lambda output: (-output.reward, len(output.text)))
     by_origin = [[output for output in ranked if output.uses_gold is origin] for origin in (False, True)]
-    kept = by_origin[0][:PARENT_COUNT] + by_origin[1][:PARENT_COUNT]
-    others = [output for output in pool if output not in kept]
-    return kept + generator.sample(others, min(PARENT_COUNT, len(others)))
+    parents = by_origin[0][:PARENT_COUNT] + by_origin[1][:PARENT_COUNT]
+    others = [output for output in pool if output not in parents]
+    return parents + generator.sample(others, min(PARENT_COUNT, len(others)))
 
 
 def _mutate(pool: Sequence[WrongOutput], letters: Sequence[str], generator: random.Random) -> WrongOutput:

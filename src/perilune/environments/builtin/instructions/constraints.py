@@ -131,8 +131,8 @@ def _is_language(text: str, params: Params) -> bool:
         letters = [letter for letter in text if letter.isalpha()]
         return sum("\u0400" <= letter <= "\u04ff" for letter in letters) >= 0.9 * len(letters) > 0
     counts = {name: sum(word in known for word in words) for name, known in FUNCTION_WORDS.items()}
-    own = counts.pop(language)
-    return own >= MIN_FUNCTION_WORD_SHARE * len(words) and own > max(counts.values())
+    count = counts.pop(language)
+    return count >= MIN_FUNCTION_WORD_SHARE * len(words) and count > max(counts.values())
 
 
 def _starts_with_phrase(text: str, params: Params) -> bool:

@@ -18,9 +18,9 @@ def satisfies_request(data: Mapping[str, Any], text: str) -> bool:
     constraints = data["asked"]
     if not words or len(words) > data["words"]:
         return False
-    known = set(_tokens(data["request"]))
+    request_words = set(_tokens(data["request"]))
     numbers = [word for word in words if not re.search(r"[^\W\d_]", word)]
-    if len(set(words) - known - set(numbers)) < 3 or len(words) > 2.5 * len(set(words)):
+    if len(set(words) - request_words - set(numbers)) < 3 or len(words) > 2.5 * len(set(words)):
         return False
     if 2 * len(numbers) > len(words) or any(map(_is_disguised, words)):
         return False
@@ -139,8 +139,8 @@ _CHECKS: Mapping[str, Check] = {
     "json": _is_json,
     "title": _has_title,
     "paragraphs": _has_paragraphs,
-    "lowercase": lambda text, words, p: not any(one.lower() != one for one in text),
-    "uppercase": lambda text, words, p: not any(one.upper() != one for one in text),
+    "lowercase": lambda text, words, p: not any(letter.lower() != letter for letter in text),
+    "uppercase": lambda text, words, p: not any(letter.upper() != letter for letter in text),
     "no_commas": lambda text, words, p: not set(text) & set(",‚،、⸲⸴⹁⹉⹌⹎"),
     "start": _starts_with_phrase,
     "end": _ends_with_phrase,

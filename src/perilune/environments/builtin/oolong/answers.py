@@ -20,7 +20,7 @@ def write_answer(question: Question, answer: Answer, style: ModuleType) -> str:
     """Return the text of an answer."""
     if not isinstance(answer, int):
         separator: str = style.PAIR_SEPARATOR
-        return separator.join(f"{one}-{two}" for one, two in answer)
+        return separator.join(f"{first}-{second}" for first, second in answer)
     match question.find:
         case "most" | "least":
             return str(style.LABELS[answer])

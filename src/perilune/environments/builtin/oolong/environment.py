@@ -38,8 +38,8 @@ class OolongEnvironment(SingleTurn):
     def bare_tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield the tasks without their prompts, which hold the whole context."""
         for task_id, data in draw_tasks(self.spec, split, seed):
-            shown = {**data, "actions": [mark_answer(data, gold(data))]}
-            yield Task(task_id, (), shown, difficulty=float(data["lines"]))
+            task_data = {**data, "actions": [mark_answer(data, gold(data))]}
+            yield Task(task_id, (), task_data, difficulty=float(data["lines"]))
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         """Score an answer. One that the token limit cut off scores 0."""

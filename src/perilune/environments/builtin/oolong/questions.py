@@ -49,17 +49,17 @@ class Question:
 
 def compute_answer(question: Question, records: Sequence[Record]) -> Answer | None:
     """Return the answer; None if two labels, users or months tie for it."""
-    kept = [record for record in records if question.includes(record)]
+    included = [record for record in records if question.includes(record)]
     if question.find in ("pairs", "pairs_count"):
-        pairs = _find_related_pairs(question, Counter((record.user, record.label) for record in kept))
+        pairs = _find_related_pairs(question, Counter((record.user, record.label) for record in included))
         return pairs if question.find == "pairs" else len(pairs)
     if question.find in ("user", "month"):
-        with_label = [record for record in kept if record.label == question.label]
+        with_label = [record for record in included if record.label == question.label]
         return _unique_maximum(
             Counter(record.user if question.find == "user" else record.date // 100 for record in with_label)
         )
     tally = Counter(dict.fromkeys(range(LABEL_COUNT), 0))
-    tally.update(record.label for record in kept)
+    tally.update(record.label for record in included)
     match question.find:
         case "most":
             return _unique_maximum(tally)
@@ -90,7 +90,7 @@ def _find_related_pairs(question: Question, lines: Mapping[Pair, int]) -> tuple[
         return min(a, b) > 0 and a + b == question.number
 
     users = sorted({user for user, label in lines if label in (question.label, question.other)})
-    return tuple((one, two) for one, two in combinations(users, 2) if is_related(one, two))
+    return tuple((first, second) for first, second in combinations(users, 2) if is_related(first, second))
 
 
 def _unique_maximum(tally: Mapping[int, int]) -> int | None:

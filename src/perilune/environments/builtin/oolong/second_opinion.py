@@ -124,13 +124,13 @@ def _parse_compact(question: str) -> _ParsedQuestion:
 
 
 def _compute_answer(lines: Sequence[_Line], question: _ParsedQuestion) -> str | set[frozenset[str]]:
-    kept = [
-        one for one in lines if question.user in (None, one.user) and _is_within(one.date, question.period)
+    rows = [
+        row for row in lines if question.user in (None, row.user) and _is_within(row.date, question.period)
     ]
 
     def count(label: str, user: str | None = None, month: str = "") -> int:
         return sum(
-            one.label == label and user in (None, one.user) and one.date.startswith(month) for one in kept
+            row.label == label and user in (None, row.user) and row.date.startswith(month) for row in rows
         )
 
     match question.find:
@@ -143,17 +143,17 @@ def _compute_answer(lines: Sequence[_Line], question: _ParsedQuestion) -> str | 
             more, fewer = map(count, question.labels)
             return question.signs[0 if more > fewer else 1 if more < fewer else 2]
         case "user":
-            return _unique_maximum({one.user: count(question.labels[0], user=one.user) for one in kept})
+            return _unique_maximum({row.user: count(question.labels[0], user=row.user) for row in rows})
         case "month":
-            months = {one.date[:7] for one in kept}
+            months = {row.date[:7] for row in rows}
             return _unique_maximum({month: count(question.labels[0], month=month) for month in months})
     counts = {
-        user: [count(label, user=user) for label in question.labels] for user in {one.user for one in lines}
+        user: [count(label, user=user) for label in question.labels] for user in {row.user for row in lines}
     }
     pairs = {
-        frozenset((one, two))
-        for one, two in combinations(counts, 2)
-        if _is_related(question, counts[one], counts[two]) or _is_related(question, counts[two], counts[one])
+        frozenset((a, b))
+        for a, b in combinations(counts, 2)
+        if _is_related(question, counts[a], counts[b]) or _is_related(question, counts[b], counts[a])
     }
     return pairs if question.find == "pairs" else str(len(pairs))
 

@@ -35,7 +35,7 @@ def write_working(trip: Trip, plan: Plan) -> str:
     `A2 00-20 1 $3+2=02>02-03$17 B5 03-15 2 $4+3=06>06-08$13` travels 2 steps to A, arrives at 2, stays until
     3 and has 17 left; from A to B it takes 3 steps.
     """
-    steps, left = [], trip.budget
+    steps, money = [], trip.budget
     day, time, here = 1, 0, HOME
     for visit in plan:
         place = trip.find_place(visit.name)
@@ -44,10 +44,10 @@ def write_working(trip: Trip, plan: Plan) -> str:
             steps.append("/")
             day, time, here = visit.day, 0, HOME
         distance, end = travel_steps(here, place.at), visit.start + place.stay
-        left -= place.price
+        money -= place.price
         arrival = time + distance
         steps.append(
-            f"{_render_facts(trip, place)}+{distance}={arrival:02}>{visit.start:02}-{end:02}${left:02}"
+            f"{_render_facts(trip, place)}+{distance}={arrival:02}>{visit.start:02}-{end:02}${money:02}"
         )
         time, here = end, place.at
     return " ".join(steps)

@@ -77,12 +77,12 @@ def solve_by_sets(trip: Trip) -> Optimum | None:
                 worth = sum(p.interest for bit, p in zip(bits, trip.places, strict=True) if visited & bit)
                 if best is None or worth > best[0]:
                     best = worth, (visited, last)
-            left = trip.budget - sum(
+            money = trip.budget - sum(
                 p.price for bit, p in zip(bits, trip.places, strict=True) if visited & bit
             )
             here = HOME if last < 0 else trip.places[last].at
             for index, place in enumerate(trip.places):
-                if visited & bits[index] or place.price > left:
+                if visited & bits[index] or place.price > money:
                     continue
                 visit = find_earliest_visit(trip, place, day, time, here)
                 if visit is None:
@@ -160,13 +160,13 @@ def _add_day(model: Any, trip: Trip, day: int, visited: list[Any], starts: list[
         _add_hours(model, trip, place, day=day, visited=visited[index], start=starts[index])
         first, last = model.new_bool_var(""), model.new_bool_var("")
         arcs += [(0, index + 1, first), (index + 1, 0, last)]
-        for other, after in enumerate(trip.places):
+        for other, next_place in enumerate(trip.places):
             if other == index:
                 continue
             follows = model.new_bool_var("")
             arcs.append((index + 1, other + 1, follows))
             model.add(
-                starts[other] >= starts[index] + place.stay + travel_steps(place.at, after.at)
+                starts[other] >= starts[index] + place.stay + travel_steps(place.at, next_place.at)
             ).only_enforce_if(follows)
     model.add_circuit(arcs)
 

@@ -66,7 +66,7 @@ def _parse_words(text: str) -> list[list[tuple[str, int]]]:
 def _follow_plan(trip: Mapping[str, Any], days: Sequence[Sequence[tuple[str, int]]]) -> bool:
     _require(len(days) <= trip["days"] or not any(days[trip["days"] :]))
     places = {place["name"]: place for place in trip["places"]}
-    money, seen = trip["budget"], []
+    money, visited = trip["budget"], []
     for number, today in enumerate(days, start=1):
         x = y = clock = 0
         for name, start in today:
@@ -81,11 +81,11 @@ def _follow_plan(trip: Mapping[str, Any], days: Sequence[Sequence[tuple[str, int
             if window:
                 _require(window["day"] == number and start in range(window["first"], window["last"] + 1))
             money -= place["price"]
-            seen.append(name)
+            visited.append(name)
         clock += len(list(_steps_between(x, y, 0, 0)))
         _require(clock <= trip["length"])
-    _require(money >= 0 and len(seen) == len(set(seen)) >= trip["visits"])
-    return all(name in seen for name, place in places.items() if place["must_see"])
+    _require(money >= 0 and len(visited) == len(set(visited)) >= trip["visits"])
+    return all(name in visited for name, place in places.items() if place["must_see"])
 
 
 def _steps_between(x: int, y: int, to_x: int, to_y: int) -> Iterator[tuple[int, int]]:

@@ -64,7 +64,7 @@ def trip_digest(trip: Trip) -> str:
     raw = trip.to_json()
     unnamed = [{key: value for key, value in place.items() if key != "name"} for place in raw["places"]]
     return sha256_bytes(
-        canonical_json({**raw, "places": sorted(canonical_json(one).decode() for one in unnamed)})
+        canonical_json({**raw, "places": sorted(canonical_json(place).decode() for place in unnamed)})
     )
 
 

@@ -41,7 +41,7 @@ def write_plan(trip: Trip, plan: Plan) -> str:
 
 def write_working(trip: Trip, plan: Plan) -> str:
     """Return the working of a plan, one sentence per visit."""
-    sentences, left = [], trip.budget
+    sentences, money = [], trip.budget
     day, time, here = 1, 0, HOME
     for visit in plan:
         place = trip.find_place(visit.name)
@@ -49,10 +49,10 @@ def write_working(trip: Trip, plan: Plan) -> str:
         if visit.day != day:
             day, time, here = visit.day, 0, HOME
         arrival, end = time + travel_steps(here, place.at), visit.start + place.stay
-        left -= place.price
+        money -= place.price
         sentences.append(
             f"Day {day}: to the {_place_name(place.name)} by {_format_time(arrival)}, in at"
-            f" {_format_time(visit.start)}, out at {_format_time(end)}, {left} left."
+            f" {_format_time(visit.start)}, out at {_format_time(end)}, {money} left."
         )
         time, here = end, place.at
     return "\n".join([*sentences, ""])

@@ -82,6 +82,6 @@ def folding_actions(values: Mapping[str, str], every: int) -> list[str]:
     actions = serial_actions(values, repeat=True)
     notes = [f"{key}{value}" for key, value in values.items()]
     for index in range(every, len(notes), every):
-        read = actions[index].partition("\n")[2]
-        actions[index] = f"<fold>{' '.join(notes[:index])}</fold>{read}"
+        rest = actions[index].partition("\n")[2]
+        actions[index] = f"<fold>{' '.join(notes[:index])}</fold>{rest}"
     return actions

@@ -41,5 +41,5 @@ def _draw_data(spec: WideLookupSpec, draw: random.Random) -> dict[str, Any]:
 
 def _hide(entry: str, letters: int, draw: random.Random) -> str:
     text = "".join(draw.choices(string.ascii_lowercase, k=letters))
-    place = draw.randint(0, letters)
-    return text[:place] + entry + text[place:]
+    offset = draw.randint(0, letters)
+    return text[:offset] + entry + text[offset:]

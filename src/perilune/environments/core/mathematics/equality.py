@@ -65,13 +65,13 @@ def _are_items_same(
 ) -> bool:
     """Return whether the items are the same, each of `right` as often as in `mine`."""
     if ordered:
-        return all(_is_same(one, other, key) for one, other in zip(mine, right, strict=True))
+        return all(_is_same(part, other, key) for part, other in zip(mine, right, strict=True))
     remaining = list(right)
-    for one in mine:
-        found = next((other for other in remaining if _is_same(one, other, key)), None)
-        if found is None:
+    for part in mine:
+        match = next((other for other in remaining if _is_same(part, other, key)), None)
+        if match is None:
             return False
-        remaining.remove(found)
+        remaining.remove(match)
     return not remaining
 
 
@@ -98,7 +98,7 @@ def _is_same_equation(mine: Answer, right: Answer, key: str) -> bool:
 
 def _is_same_value(mine: Node, right: Node, key: str, scale: Fraction = Fraction(1)) -> bool:
     values = _evaluate_at_points(mine, right, key)
-    if not values or not all(_is_close(one if scale == 1 else one * scale, other) for one, other in values):
+    if not values or not all(_is_close(x if scale == 1 else x * scale, y) for x, y in values):
         return False
     if not find_variables(right) and isinstance(values[0][1], Fraction):
         return isinstance(values[0][0], Fraction) and count_operations(mine) <= count_operations(right)

@@ -90,12 +90,12 @@ class _Parser:
             if sign := self.take("*", "/", r"\div"):
                 node = Node("*" if sign == "*" else "/", (node, self.parse_signed()))
             elif self.next.text in _FACTOR_STARTS or self.next.text.isalpha() or self._is_mixed(node):
-                after = self.parse_power()
-                if after.name == "number":  # 3 1/2
+                factor = self.parse_power()
+                if factor.name == "number":  # 3 1/2
                     self.take("/")
-                    after = Node("/", (after, self.parse_power()))
-                mixed = node.name == "number" and _is_fraction(after)
-                node = Node("mixed" if mixed else "*", (node, after))
+                    factor = Node("/", (factor, self.parse_power()))
+                mixed = node.name == "number" and _is_fraction(factor)
+                node = Node("mixed" if mixed else "*", (node, factor))
             else:
                 return node
 
@@ -169,8 +169,8 @@ def _is_fraction(node: Node) -> bool:
 
 def find_variables(node: Node) -> frozenset[str]:
     """Return the names of the variables."""
-    own = {str(node.value)} if node.name == "variable" else set()
-    return frozenset(own).union(*map(find_variables, node.arguments))
+    names = {str(node.value)} if node.name == "variable" else set()
+    return frozenset(names).union(*map(find_variables, node.arguments))
 
 
 def count_operations(node: Node) -> int:
@@ -183,8 +183,8 @@ def count_operations(node: Node) -> int:
         base, exponent = others[0].arguments
         if base.value == 10 and not count_operations(exponent) and 1 <= evaluate(first, {}).real < 10:
             return 0
-    below = sum(map(count_operations, node.arguments))
-    return below + (bool(node.arguments) and node.name not in ("negate", "mixed"))
+    inner = sum(map(count_operations, node.arguments))
+    return inner + (bool(node.arguments) and node.name not in ("negate", "mixed"))
 
 
 def evaluate(node: Node, values: Mapping[str, Fraction]) -> Number:
@@ -256,11 +256,9 @@ _OPERATIONS: Mapping[str, Callable[..., Number]] = {
     "/": operator.truediv,
     "^": _power,
     "root": _root,
-    "abs": lambda one: abs(one) if isinstance(one, Fraction) else complex(abs(one)),
-    "!": lambda one: Fraction(math.factorial(_require_small_integer(one))),
-    "binom": lambda one, other: Fraction(
-        math.comb(_require_small_integer(one), _require_small_integer(other))
-    ),
+    "abs": lambda x: abs(x) if isinstance(x, Fraction) else complex(abs(x)),
+    "!": lambda x: Fraction(math.factorial(_require_small_integer(x))),
+    "binom": lambda n, k: Fraction(math.comb(_require_small_integer(n), _require_small_integer(k))),
     **{
         name: lambda *arguments, function=function: function(*map(complex, arguments))
         for name, function in _FUNCTIONS.items()

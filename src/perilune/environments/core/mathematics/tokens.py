@@ -25,7 +25,7 @@ _REWRITES = tuple(
         (r"\\(?:cdot|times|ast)(?![a-zA-Z])|(?<!\*)\*(?!\*)", " * "),
         (r"\\(l|g)(?:eq|eqslant)(?![a-zA-Z])", r"\\\1e"),
         (r"\\(?:varnothing|O)(?![a-zA-Z])", r"\\emptyset"),
-        (r"([<>])=", lambda found: r"\le " if found[1] == "<" else r"\ge "),
+        (r"([<>])=", lambda match: r"\le " if match[1] == "<" else r"\ge "),
         (r"\*\*", "^"),
         (r"_\s*\{\s*(\w+)\s*\}", r"_\1 "),
         (r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,3})(?![\w.])", r"\1*10^{\2}"),

@@ -85,8 +85,8 @@ class FactsEnvironment(SingleTurn):
 
     def score(self, task: Task, transcript: Transcript) -> Score:
         """Compare names without case, emphasis and a full stop. A truncated answer scores 0."""
-        given = transcript.text.strip(" \n*_\"'.").casefold()
-        right = transcript.finished and given == self.reply(task, task.data["answer"])
+        answer = transcript.text.strip(" \n*_\"'.").casefold()
+        right = transcript.finished and answer == self.reply(task, task.data["answer"])
         return Score(float(right), metrics={f"right/{task.data['question']['kind']}": float(right)})
 
     def gold(self, task: Task) -> Transcript:

@@ -110,7 +110,7 @@ def make_corpus(seed: str, companies: int, style: Style) -> Corpus:
 def _all_names() -> list[str]:
     """Return 4,800 names of four different letters."""
     syllables = ["".join(pair) for pair in itertools.product(_CONSONANTS, "aeiou")]
-    return [one + other for one, other in itertools.product(syllables, repeat=2) if not {*one} & {*other}]
+    return [a + b for a, b in itertools.product(syllables, repeat=2) if not {*a} & {*b}]
 
 
 def _make_document(number: int, fact: Fact, style: Style) -> Document:
