@@ -118,9 +118,9 @@ class Attempt:
         """Checkpoint folders of the attempt, then those among its inputs."""
         if self.root is None:
             return []
-        made = self.root / "artifacts" / "checkpoints"
-        given = sorted((self.root / "inputs").glob("*/"))
-        folders = [made / "final", *sorted(made.glob("step-*"), reverse=True), *given]
+        checkpoints = self.root / "artifacts" / "checkpoints"
+        inputs = sorted((self.root / "inputs").glob("*/"))
+        folders = [checkpoints / "final", *sorted(checkpoints.glob("step-*"), reverse=True), *inputs]
         return [folder for folder in folders if folder.is_dir()]
 
     @property
@@ -152,8 +152,8 @@ class Attempt:
             for path in self.root.parent.iterdir()
             if path.name.isdigit() and self.root.name.isdigit() and int(path.name) < int(self.root.name)
         ]
-        spent = [attempt.seconds for attempt in (*earlier, self)]
-        known = [seconds for seconds in spent if seconds is not None]
+        times = [attempt.seconds for attempt in (*earlier, self)]
+        known = [seconds for seconds in times if seconds is not None]
         return sum(known) if known else None
 
     def log_tail(self) -> str:

@@ -132,7 +132,7 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
     by_stage = {evaluation.stage: evaluation for evaluation in evaluations}
     comparisons, measures = _compare_with_parents(pairs, evaluations), select_measures(evaluations)
     climb, trained = _find_climb(pairs, comparisons, trainings)
-    judged = [(by_stage[stage.name], attempt) for stage, attempt in pairs if stage.name in by_stage]
+    evaluated = [(by_stage[stage.name], attempt) for stage, attempt in pairs if stage.name in by_stage]
     library = (_embedded if embed else index_episodes)(
         [EpisodeSource(stage.name, stage.task, attempt) for stage, attempt in pairs]
     )
@@ -162,8 +162,8 @@ def collect_report(view: ExperimentView, *, embed: bool = True) -> ReportData:
             *pass_rate_charts(evaluations),
             *_objective_charts(pairs),
         ],
-        lengths=length_charts([(evaluation.label, attempt) for evaluation, attempt in judged]),
-        hardest=find_hardest_tasks(judged),
+        lengths=length_charts([(evaluation.label, attempt) for evaluation, attempt in evaluated]),
+        hardest=find_hardest_tasks(evaluated),
         length_dynamics=_length_dynamics(pairs),
         calibrations=[
             _calibration(stage.name, attempt.summary)
@@ -269,11 +269,11 @@ def _find_climb(
     trainings: Sequence[Training],
 ) -> tuple[Comparison | None, Training | None]:
     """Return the last rl stage, else the last training, with the comparison whose later side judged it."""
-    judged = {stage.name: _spec(attempt).get("checkpoint") for stage, attempt in pairs}
+    checkpoints = {stage.name: _spec(attempt).get("checkpoint") for stage, attempt in pairs}
     for task in ("rl", None):
         for training in reversed(trainings):
             for comparison in comparisons:
-                if judged[comparison.after] == training.stage and task in (training.task, None):
+                if checkpoints[comparison.after] == training.stage and task in (training.task, None):
                     return comparison, training
     last = max(trainings, key=lambda training: training.task == "rl", default=None)
     return (comparisons[-1], None) if comparisons else (None, last)
@@ -320,8 +320,8 @@ def _list_warnings(summary: Mapping[str, Any]) -> list[str]:
 
 def _algorithm_name(spec: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """Return the name of the algorithm of a stage, or ""."""
-    given = spec.get("algorithm") or ""
-    return str(summary.get("algorithm") or (given.get("name") if isinstance(given, dict) else given))
+    setting = spec.get("algorithm") or ""
+    return str(summary.get("algorithm") or (setting.get("name") if isinstance(setting, dict) else setting))
 
 
 def _implied_objective(algorithm: str, samples: int) -> list[tuple[float, float]] | None:

@@ -53,13 +53,13 @@ def _accumulate(metrics: Columns, timings: Columns) -> Columns:
         step: math.fsum(part[row] or 0.0 for part in parts)
         for row, step in enumerate(timings.get("step", []))
     }
-    spent = {
+    totals = {
         "tokens": metrics.get("tokens", []),
         "seconds": [seconds.get(step, 0.0) for step in metrics["step"]],
     }
     return {
         f"reached/{name}": list(accumulate(value or 0.0 for value in values))
-        for name, values in spent.items()
+        for name, values in totals.items()
         if any(values)
     }
 

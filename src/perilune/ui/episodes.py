@@ -100,9 +100,9 @@ def collect_episodes(sources: Sequence[EpisodeSource], budget: int = BUDGET_CHAR
     tokenizers = Tokenizers(sources)
     files: list[EpisodeFile] = []
     for source in sources:
-        listed = list(list_files(source))
-        kept = _thin_files(listed, _choose_step_count(listed, tokenizers, budget // len(sources)))
-        library.steps_left_out += len(listed) - len(kept)
+        stage_files = list(list_files(source))
+        kept = _thin_files(stage_files, _choose_step_count(stage_files, tokenizers, budget // len(sources)))
+        library.steps_left_out += len(stage_files) - len(kept)
         files += kept
     chosen: dict[EpisodeFile, tuple[EpisodeSet, set[str]]] = {}
     spent = 0

@@ -223,8 +223,8 @@ def _curve_headline(trained: Training, *, is_over: bool) -> Headline | None:
             edge = min(EDGE_STEPS, len(values) // 2)
             first, last = fmean(values[:edge]), fmean(values[-edge:])
             ends = f" Means of the first and last {edge}." if edge > 1 else ""
-            judged = "No checkpoint was evaluated on held-out tasks" + " yet" * (not is_over)
-            rest = f"{judged}, so this does not measure skill."
+            status = "No checkpoint was evaluated on held-out tasks" + " yet" * (not is_over)
+            rest = f"{status}, so this does not measure skill."
             return Headline(
                 f"{label} went from {first:.3g} to {last:.3g}", (f"{trained.description}{ends} {rest}",)
             )

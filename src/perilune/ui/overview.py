@@ -82,8 +82,8 @@ def describe_stage(
     """
     facts = stage_facts(stage, attempt)
     spec = attempt.job.get("spec") or declared
-    named = spec.items() if isinstance(spec, dict) else ()
-    read = {field: str(value) for field, value in named if isinstance(value, str) and value in names}
+    items = spec.items() if isinstance(spec, dict) else ()
+    read = {field: str(value) for field, value in items if isinstance(value, str) and value in names}
     if stage.task == "collect" and "rows" in attempt.summary:
         facts.append(
             ("Traces", f"{attempt.summary['rows']:,} kept, {attempt.summary.get('rejected', 0):,} rejected")

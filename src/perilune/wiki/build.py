@@ -129,13 +129,13 @@ def compile_wiki(wiki: Wiki, facts: Facts, *, overwrite: bool = False) -> BuildR
         drawn, path = plot_runs(runs), f"{page_path('recipe', name)}.svg"
         if drawn and (not (wiki.root / path).exists() or (wiki.root / path).read_text() != drawn):
             wiki.write(path, drawn)
-    gone = [
+    removed = [
         path for path, text in old.items() if path not in generated and is_built(text) and not hands[path]
     ]
-    for path in gone:
+    for path in removed:
         (wiki.root / f"{path}.md").unlink()
     return BuildResult(
-        len(facts.runs), len(generated), written, len(gone), tuple(changed), tuple(kept), tuple(unanswered)
+        len(facts.runs), len(generated), written, len(removed), tuple(changed), tuple(kept), tuple(unanswered)
     )
 
 
@@ -158,8 +158,8 @@ def _compile_page(
         return result.text
 
     hand = fill_citations(hand, answer)
-    listed = [f"* {render_link(page.path, path, path)}" for path in mentioned]
-    tail = ["## Mentioned in", "", *listed] if listed else []
+    links = [f"* {render_link(page.path, path, path)}" for path in mentioned]
+    tail = ["## Mentioned in", "", *links] if links else []
     front = {
         "title": page.title,
         "kind": page.kind,

@@ -140,7 +140,7 @@ def _read_run(control: Control, recorded: _StoredRun, signed: Path, summary: Pat
             problem = error.what
     spec = settings.get("spec") or {}
     algorithm, environment = spec.get("algorithm"), settings.get("environment")
-    named = [value for value in (spec.get("checkpoint"), spec.get("data")) if isinstance(value, str)]
+    parents = [value for value in (spec.get("checkpoint"), spec.get("data")) if isinstance(value, str)]
     return RunFacts(
         id=run.id,
         experiment=experiment.id,
@@ -157,7 +157,7 @@ def _read_run(control: Control, recorded: _StoredRun, signed: Path, summary: Pat
         seed=int(settings.get("seed") or 0),
         environment=environment_label(environment) if environment else "",
         algorithm=str(algorithm.get("name", "")) if isinstance(algorithm, Mapping) else str(algorithm or ""),
-        parents=tuple(named),
+        parents=tuple(parents),
         figures=figures,
         evidence=sha256_file(signed) if signed.is_file() else "",
         problem=problem,

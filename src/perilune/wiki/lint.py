@@ -79,8 +79,8 @@ class _Page:
     @cached_property
     def runs(self) -> dict[RunFacts, int]:
         """The runs of the page: its subject at offset 0, and others at the offset of their first citation."""
-        own = self.facts.by_id.get(self.path.removeprefix("runs/"))
-        runs = {own: 0} if own else {}
+        subject = self.facts.by_id.get(self.path.removeprefix("runs/"))
+        runs = {subject: 0} if subject else {}
         for cite, _ in self.cited:
             for run in self.facts.named(cite.query):
                 runs.setdefault(run, cite.place)

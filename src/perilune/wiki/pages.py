@@ -80,7 +80,7 @@ def page_path(kind: str, name: str) -> str:
 
 def _run_page(facts: Facts, run: RunFacts) -> Page:
     path, title = page_path("run", run.id), f"{run.recipe}/{run.stage}, seed {run.seed}"
-    named = {kind: getattr(run, kind) for kind in KINDS}
+    names = {kind: getattr(run, kind) for kind in KINDS}
     facts_of_run = {
         "state": run.state,
         "submitted": _format_date(run.submitted),
@@ -88,7 +88,7 @@ def _run_page(facts: Facts, run: RunFacts) -> Page:
         "setting": run.setting,
         **{
             kind: render_link(path, page_path(kind, name), quote(name))
-            for kind, name in named.items()
+            for kind, name in names.items()
             if name
         },
         "overrides": ", ".join(map(quote, run.overrides)),

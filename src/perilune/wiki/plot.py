@@ -42,14 +42,14 @@ def plot_runs(runs: Sequence[RunFacts]) -> str:
         f'<text x="{LEFT}" y="18">{escape(f"{last.stage}: {figure}")}</text>',
     ]
     for index, (name, group) in enumerate(list(rows.items())[:MAX_ROWS]):
-        y, own = TOP + ROW_HEIGHT * index + 13, [run.figures[figure].mean for run in group]
+        y, means = TOP + ROW_HEIGHT * index + 13, [run.figures[figure].mean for run in group]
         parts.append(f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{escape(name[:34])}</text>')
-        if len(own) > 1:
-            ends = t_interval(own)
+        if len(means) > 1:
+            ends = t_interval(means)
             line = f'x1="{x(ends["low"])}" x2="{x(ends["high"])}" y1="{y}" y2="{y}"'
             parts.append(f'<line {line} stroke="{MARK_COLOR}" stroke-width="2"/>')
         parts += [
-            f'<circle cx="{x(mean)}" cy="{y}" r="4" fill="{MARK_COLOR}" fill-opacity="0.6"/>' for mean in own
+            f'<circle cx="{x(dot)}" cy="{y}" r="4" fill="{MARK_COLOR}" fill-opacity="0.6"/>' for dot in means
         ]
     for value in (low, high):
         label = escape(format_figure(figure, Figure(value)))

@@ -91,12 +91,12 @@ def ask_model(client: JsonClient, model: str, question: str, found: Sequence[Pas
     Raises:
         WorkFailedError: the server fails, or its answer is not a chat completion.
     """
-    listed = "\n\n".join(
+    context = "\n\n".join(
         f"[{number}] {item.page}\n{item.text[:PASSAGE_CHARACTERS]}" for number, item in enumerate(found, 1)
     )
     messages = [
         {"role": "system", "content": PROMPT},
-        {"role": "user", "content": f"<passages>\n{listed}\n</passages>\n\nQuestion: {question}"},
+        {"role": "user", "content": f"<passages>\n{context}\n</passages>\n\nQuestion: {question}"},
     ]
     body: dict[str, Any] = {"model": model, "messages": messages, "temperature": 0.0, "max_tokens": 400}
     try:

@@ -69,10 +69,10 @@ class Access:
 
     def _has_cookie(self, headers: dict[bytes, bytes]) -> bool:
         try:
-            given = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE_NAME)
+            cookie = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(COOKIE_NAME)
         except CookieError:
             return False
-        return given is not None and hmac.compare_digest(given.value.encode(), self._cookie.encode())
+        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self._cookie.encode())
 
     async def _login(self, request: Request) -> Response:
         body = b""
@@ -80,9 +80,9 @@ class Access:
             body += chunk
             if len(body) > MAX_FORM_BYTES:
                 return PlainTextResponse("the form is too large", 413)
-        given = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0].encode()
+        sent = parse_qs(body.decode("utf-8", "replace")).get("token", [""])[0].encode()
         if not hmac.compare_digest(
-            hashlib.sha256(given).digest(), hashlib.sha256(self._token or b"").digest()
+            hashlib.sha256(sent).digest(), hashlib.sha256(self._token or b"").digest()
         ):
             return HTMLResponse(LOGIN_FORM, 401)
         answer = RedirectResponse("/", 303)

@@ -62,9 +62,9 @@ class Outline:
 
     def at(self, chosen: NDArray[Any]) -> Outline:
         """Return the outline of the chosen episodes, given as indices or a mask."""
-        places = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
+        indices = np.flatnonzero(chosen) if chosen.dtype == np.bool_ else chosen
         columns = (getattr(self, field.name) for field in fields(self))
-        return Outline(*(column.take(places) for column in columns))
+        return Outline(*(column.take(indices) for column in columns))
 
     @staticmethod
     def joined(parts: Sequence[Outline]) -> Outline:
@@ -194,9 +194,9 @@ def _measure_lengths(
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Return the number of tokens, and the mean log-prob of those that the policy sampled."""
     offsets = logprobs.offsets.to_numpy()
-    own = masks.values.to_numpy(zero_copy_only=False).astype(np.float64)
-    total = np.concatenate([[0.0], np.cumsum(logprobs.values.to_numpy() * own)])
-    count = np.concatenate([[0.0], np.cumsum(own)])
+    sampled = masks.values.to_numpy(zero_copy_only=False).astype(np.float64)
+    total = np.concatenate([[0.0], np.cumsum(logprobs.values.to_numpy() * sampled)])
+    count = np.concatenate([[0.0], np.cumsum(sampled)])
     mean = np.diff(total[offsets]) / np.maximum(1.0, np.diff(count[offsets]))
     return np.diff(offsets).astype(np.int32), mean.astype(np.float32)
 

@@ -67,10 +67,10 @@ class Listing:
     def _stage(self, status: StageStatus, view: StageView) -> dict[str, Any]:
         if view.run_id in self._finished:
             return self._finished[view.run_id]
-        followed = self._followed.get(view.run_id)
-        if followed is None or followed.view != view:
-            followed = self._followed[view.run_id] = StageFollower(view)
-        followed.grow()
+        follower = self._followed.get(view.run_id)
+        if follower is None or follower.view != view:
+            follower = self._followed[view.run_id] = StageFollower(view)
+        follower.grow()
         progress = read_progress(view.attempt_dir) if view.attempt_dir and view.state == "active" else None
         document: dict[str, Any] = to_plain(
             {
@@ -78,11 +78,11 @@ class Listing:
                 "task": view.task,
                 "run": view.run_id,
                 "state": view.state,
-                "seconds": followed.attempt.seconds,
+                "seconds": follower.attempt.seconds,
                 "progress": progress,
                 "pass@1": status.summary.get("pass@1"),
-                "curve": _sparkline(followed.attempt.metric_lines),
-                "health": next(iter(followed.health(time.time())), None),
+                "curve": _sparkline(follower.attempt.metric_lines),
+                "health": next(iter(follower.health(time.time())), None),
             }
         )
         if view.state in ("succeeded", "failed", "cancelled"):

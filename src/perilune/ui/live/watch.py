@@ -76,8 +76,8 @@ class Watch:
             if self._shape is not None:
                 yield Event("changed", {}, self._offsets)
             self._shape = shape
-            followed = [StageFollower(stage, self._offsets.get(stage.name, (0, 0))) for stage in view.stages]
-            self._stages = [(follower, set(list_steps(follower.attempt))) for follower in followed]
+            followers = [StageFollower(stage, self._offsets.get(stage.name, (0, 0))) for stage in view.stages]
+            self._stages = [(follower, set(list_steps(follower.attempt))) for follower in followers]
 
     def _read_new_lines(self, stage: StageFollower, episodes: set[int]) -> Iterator[Event]:
         metrics, timings = stage.grow()
