@@ -35,10 +35,10 @@ def complete_run_names(incomplete: str) -> list[tuple[str, str]]:
 
     control = open_control(refresh=False)
     latest = latest_experiments(control, MAX_COMPLETED_EXPERIMENTS)
-    stages = [one for one in stage_statuses(control, latest) if one.run_id]
-    names = [(one.name, one.state) for one in stages if one.experiment_id == latest[0]]
-    names += [(f"{one.experiment}/{one.name}", one.state) for one in stages]
-    names += [(one.run_id, f"{one.experiment}/{one.name}, {one.state}") for one in stages]
+    stages = [stage for stage in stage_statuses(control, latest) if stage.run_id]
+    names = [(stage.name, stage.state) for stage in stages if stage.experiment_id == latest[0]]
+    names += [(f"{stage.experiment}/{stage.name}", stage.state) for stage in stages]
+    names += [(stage.run_id, f"{stage.experiment}/{stage.name}, {stage.state}") for stage in stages]
     return [(name, description) for name, description in names if name.startswith(incomplete)]
 
 
@@ -154,9 +154,9 @@ def format_reason(fields: dict[str, Any]) -> str:
 
 def find_bundle(target: str) -> Path:
     """Find a bundle by its path, or as the folder of the latest attempt of a run."""
-    given = Path(target).expanduser()
-    if given.exists() or target.startswith((".", "/")):
-        return given
+    path = Path(target).expanduser()
+    if path.exists() or target.startswith((".", "/")):
+        return path
     from perilune.control.queries.lookup import find_run
     from perilune.control.runs.experiments import Control
 
@@ -168,13 +168,13 @@ def add_options(settings: type[DataclassInstance]) -> Callable[[Callable[..., No
     """Add the annotated fields of a dataclass as options to a command with `**options`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        given = signature(command, eval_str=True).parameters.values()
-        own = [one for one in given if one.kind is not Parameter.VAR_KEYWORD]
+        parameters = signature(command, eval_str=True).parameters.values()
+        own = [parameter for parameter in parameters if parameter.kind is not Parameter.VAR_KEYWORD]
         hints = get_type_hints(settings, include_extras=True)
         options = [
-            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
-            for one in fields(settings)
-            if get_origin(hints[one.name]) is Annotated
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+            for field in fields(settings)
+            if get_origin(hints[field.name]) is Annotated
         ]
         command.__signature__ = Signature([*own, *options])  # type: ignore[attr-defined]
         return command
@@ -190,9 +190,9 @@ def find_checkpoint(checkpoint: str) -> Path:
     """
     from perilune.models.store import find_stored_model, resolve_model_folder
 
-    given = Path(checkpoint).expanduser()
-    if given.is_dir() or checkpoint.startswith((".", "/", "~")) or given.suffix == ".gguf":
-        return resolve_model_folder(given)
+    path = Path(checkpoint).expanduser()
+    if path.is_dir() or checkpoint.startswith((".", "/", "~")) or path.suffix == ".gguf":
+        return resolve_model_folder(path)
     if (stored := find_stored_model(checkpoint)) is not None:
         return stored.folder
     from perilune.bundle.plugin import load_plugin

@@ -39,8 +39,8 @@ def program_command() -> str:
     called = Path(sys.argv[0])
     if called.name != PROGRAM_NAME or not called.exists():
         return PROGRAM_NAME
-    found = shutil.which(PROGRAM_NAME)
-    if found is not None and Path(found).samefile(called):
+    executable = shutil.which(PROGRAM_NAME)
+    if executable is not None and Path(executable).samefile(called):
         return PROGRAM_NAME
     return shlex.quote(sys.argv[0])
 

@@ -62,7 +62,7 @@ def format_metric(name: str, value: float) -> str:
 
 def format_metrics(figures: Mapping[str, float], separator: str = ", ") -> str:
     """Format all metrics, the most important first."""
-    order = {name: place for place, name in enumerate(LEADING_METRICS)}
+    order = {name: rank for rank, name in enumerate(LEADING_METRICS)}
     names = sorted(figures, key=lambda name: order.get(name, len(order)))
     return escape_control(separator.join(format_metric(name, figures[name]) for name in names))
 

@@ -57,8 +57,8 @@ def _storage_error(error: OSError) -> PeriluneError:
     try:
         with storage_errors("continue", Path("a file or standard output")):
             raise error
-    except PeriluneError as explain_target:
-        return explain_target
+    except PeriluneError as explained:
+        return explained
 
 
 def _validation_error(error: BaseException) -> BaseException:

@@ -77,10 +77,10 @@ def load_command(name: str) -> Any:
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(name, context_settings=HELP_OPTIONS)(loaded)
         command = typer.main.get_command(single)
-    for one in (command, *getattr(command, "commands", {}).values()):
-        one.help, one.epilog = use_program_command(one.help or ""), use_program_command(one.epilog or "")
-        paragraph = " ".join(one.help.partition("\n\n")[0].split())
-        one.short_help = paragraph.partition(". ")[0]  # the whole sentence, which the parser would cut
+    for item in (command, *getattr(command, "commands", {}).values()):
+        item.help, item.epilog = use_program_command(item.help or ""), use_program_command(item.epilog or "")
+        paragraph = " ".join(item.help.partition("\n\n")[0].split())
+        item.short_help = paragraph.partition(". ")[0]  # the whole sentence, which the parser would cut
     return command
 
 
@@ -116,13 +116,13 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the command's exit code."""
     reduce_garbage_collection()
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
     # People add --debug at the end of the line that failed, so it may stand anywhere.
-    given = [argument for argument in given if argument != "--debug"]
+    words = [argument for argument in words if argument != "--debug"]
     with redact_output():
         try:
-            typer.main.get_command(app).main(given, prog_name=program_command())
+            typer.main.get_command(app).main(words, prog_name=program_command())
         except SystemExit as leaving:
             sys.exit(leaving.code or flush_stdout())
         except BaseException as error:

@@ -59,8 +59,8 @@ def make_table(*columns: str, left: int = 1) -> Any:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for place, name in enumerate(columns):
-        table.add_column(as_markup(name), justify="left" if place < left else "right", no_wrap=place >= left)
+    for index, name in enumerate(columns):
+        table.add_column(as_markup(name), justify="left" if index < left else "right", no_wrap=index >= left)
     return table
 
 

@@ -98,7 +98,7 @@ class Actor:
         found = find_run_or_experiment(self.control, target)
         with self.control.store.snapshot() as session:
             live = [found] if isinstance(found, Run) else live_runs(session, found.id)
-            stopping = [summarize_run(one) for one in live if not RunState(one.state).is_terminal]
+            stopping = [summarize_run(run) for run in live if not RunState(run.state).is_terminal]
         if not stopping:
             raise RequestError("no run is running", where=target)
         digest = sha256_bytes(canonical_json({"cancel": found.id, "runs": stopping}))
@@ -129,10 +129,10 @@ class Actor:
             return bundled_recipe(name)
         path, folder = (self.recipes / name).resolve(), self.recipes.resolve()
         if path.suffix not in {".yaml", ".yml"} or not path.is_relative_to(folder) or not path.is_file():
-            there = sorted(str(one.relative_to(folder)) for one in folder.glob("*.y*ml"))
+            names = sorted(str(file.relative_to(folder)) for file in folder.glob("*.y*ml"))
             raise RequestError(
                 f"no recipe '{name}' in {folder}",
-                remedy=f"one of: {', '.join((*there, *bundled_recipes()))}",
+                remedy=f"one of: {', '.join((*names, *bundled_recipes()))}",
             )
         return path
 
@@ -155,7 +155,7 @@ class Actor:
 
 def _plan_digest(document: dict[str, Any]) -> str:
     """The digest of what a plan would run: recipe, template, and the bundles that are known."""
-    stages = [(one["name"], one["digest"]) for one in document["forecast"]["stages"]]
+    stages = [(stage["name"], stage["digest"]) for stage in document["forecast"]["stages"]]
     return sha256_bytes(
         canonical_json({"recipe": document["recipe"], "template": document["template"], "stages": stages})
     )

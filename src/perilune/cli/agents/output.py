@@ -31,14 +31,14 @@ def mark_untrusted(value: Any) -> Any:
     """Copy `value`, with each value of the keys `UNTRUSTED_KEYS` below a key "untrusted"."""
     if isinstance(value, Mapping):
         return {
-            str(key): {"untrusted": one}
-            if key in UNTRUSTED_KEYS and one
-            else one
+            str(key): {"untrusted": item}
+            if key in UNTRUSTED_KEYS and item
+            else item
             if key == "untrusted"
-            else mark_untrusted(one)
-            for key, one in value.items()
+            else mark_untrusted(item)
+            for key, item in value.items()
         }
-    return [mark_untrusted(one) for one in value] if isinstance(value, list | tuple) else value
+    return [mark_untrusted(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def render(document: Any, part: Sequence[str] = (), offset: int = 0) -> str:
@@ -55,17 +55,17 @@ def render(document: Any, part: Sequence[str] = (), offset: int = 0) -> str:
     Raises:
         RequestError: when there is no such part.
     """
-    found, is_untrusted = _find_part(redact_document(document), part)
+    value, is_untrusted = _find_part(redact_document(document), part)
     for items, characters in SIZE_LIMITS:
         cut = _Truncator(items, characters)
         try:
-            shown = cut.value(found, tuple(part), offset)
+            result = cut.value(value, tuple(part), offset)
         except OverflowError:
             continue
         if part or offset:
-            shown = {"part": list(part), "offset": offset, "untrusted" if is_untrusted else "value": shown}
-        if len(text := _render_json(shown, cut.left_out)) <= MAX_RESULT_CHARACTERS or (
-            text := _shorten(shown, cut, len(text))
+            result = {"part": list(part), "offset": offset, "untrusted" if is_untrusted else "value": result}
+        if len(text := _render_json(result, cut.left_out)) <= MAX_RESULT_CHARACTERS or (
+            text := _shorten(result, cut, len(text))
         ):
             break
     return text
@@ -80,12 +80,12 @@ def _find_part(document: Any, part: Sequence[str]) -> tuple[Any, bool]:
         elif isinstance(document, list | tuple) and key.isdecimal() and int(key) < len(document):
             document = document[int(key)]
         else:
-            there = "it ends there"
+            hint = "it ends there"
             if isinstance(document, Mapping):
-                there = f"it has {', '.join(map(str, document))}"
+                hint = f"it has {', '.join(map(str, document))}"
             elif isinstance(document, list | tuple):
-                there = f"it has {len(document)} items"
-            raise RequestError(f"no part '{key}'", where=f"part {list(part[:index])}", remedy=there)
+                hint = f"it has {len(document)} items"
+            raise RequestError(f"no part '{key}'", where=f"part {list(part[:index])}", remedy=hint)
         is_untrusted = is_untrusted or key == "untrusted"
         if (
             isinstance(document, Mapping)
@@ -106,14 +106,14 @@ def _render_json(shown: Any, left_out: Sequence[Mapping[str, Any]]) -> str:
 
 def _shorten(shown: dict[str, Any], cut: _Truncator, size: int) -> str:
     """Render the result without the last items of its largest outer list; "" if one item is too large."""
-    outer = {len(_render_json(one, ())): (one, path, start, whole) for one, path, start, whole in cut.outer}
+    outer = {len(_render_json(copy, ())): (copy, path, start, full) for copy, path, start, full in cut.outer}
     if not outer:
         return ""
-    largest, path, start, whole = outer[max(outer)]
+    largest, path, start, full = outer[max(outer)]
     while len(largest) > 1 and size > MAX_RESULT_CHARACTERS - 200:  # the note about what is left out
         size -= len(_render_json(largest.pop(), ())) + 1
-    note = {"part": list(path), "offset": start + len(largest), "of": whole}
-    cut.left_out = [one for one in cut.left_out if _is_shown(one["part"], note)]
+    note = {"part": list(path), "offset": start + len(largest), "of": full}
+    cut.left_out = [entry for entry in cut.left_out if _is_shown(entry["part"], note)]
     text = _render_json(shown, [note, *cut.left_out])
     return text if len(text) <= MAX_RESULT_CHARACTERS else ""
 
@@ -139,11 +139,11 @@ class _Truncator:
 
     def value(self, value: Any, path: tuple[str, ...], offset: int = 0) -> Any:
         if isinstance(value, str):
-            some = self._take_slice(value, path, offset, self._characters)
-            self._copied += len(some)
+            piece = self._take_slice(value, path, offset, self._characters)
+            self._copied += len(piece)
             if self._copied > MAX_COPIED_CHARACTERS:
                 raise OverflowError
-            return _escape_invisible(some)
+            return _escape_invisible(piece)
         if isinstance(value, Mapping):
             keys = self._take_slice(list(value), path, offset, 2 * self._items)
             return {_escape_invisible(str(key)): self.value(value[key], (*path, str(key))) for key in keys}
@@ -154,19 +154,19 @@ class _Truncator:
         return value
 
     def _copy_list(self, value: Sequence[Any], path: tuple[str, ...], offset: int) -> list[Any]:
-        some = self._take_slice(value, path, offset, self._items)
+        piece = self._take_slice(value, path, offset, self._items)
         self._depth += 1
-        copy = [self.value(one, (*path, str(index))) for index, one in enumerate(some, offset)]
+        copy = [self.value(item, (*path, str(index))) for index, item in enumerate(piece, offset)]
         self._depth -= 1
         if not self._depth:
             self.outer.append((copy, path, offset, len(value)))
         return copy
 
     def _take_slice(self, value: Any, path: tuple[str, ...], offset: int, most: int) -> Any:
-        shown = value[offset : offset + most]
-        if offset + len(shown) < len(value):
-            self.left_out.append({"part": list(path), "offset": offset + len(shown), "of": len(value)})
-        return shown
+        piece = value[offset : offset + most]
+        if offset + len(piece) < len(value):
+            self.left_out.append({"part": list(path), "offset": offset + len(piece), "of": len(value)})
+        return piece
 
 
 def _round_number(value: float) -> float | None:
@@ -178,4 +178,4 @@ def _round_number(value: float) -> float | None:
 
 def _escape_invisible(text: str) -> str:
     """Escape control characters and invisible characters."""
-    return _INVISIBLE.sub(lambda found: f"\\u{{{ord(found[0]):x}}}", escape_control(text))
+    return _INVISIBLE.sub(lambda match: f"\\u{{{ord(match[0]):x}}}", escape_control(text))

@@ -54,7 +54,7 @@ class Reader:
         document = runs_document(self.control, statuses, more)
         rows = groupby(document["runs"], key=lambda row: row["experiment_id"])
         listed = [_experiment(list(stages)) for _, stages in rows]
-        newest = sorted(listed, key=lambda one: one["submitted"], reverse=True)
+        newest = sorted(listed, key=lambda entry: entry["submitted"], reverse=True)
         return {"home": document["home"], "experiments": newest, "other_experiments": more}
 
     def show(self, run: Target) -> dict[str, Any]:
@@ -104,17 +104,17 @@ class Reader:
         attempt = self._attempt(run)
         columns = attempt.metrics
         steps = columns.get("step", [])
-        if unknown := [one for one in figures if one not in columns]:
+        if unknown := [name for name in figures if name not in columns]:
             raise RequestError(
                 f"run {run} has no metric '{unknown[0]}'",
                 remedy=f"one of: {', '.join(columns)}" if columns else "it recorded no step",
             )
         if figures:
-            kept = thin_columns({name: columns[name] for name in ("step", *figures)}, points)
-            return {"run": run, "steps": len(steps), "columns": kept}
-        found = {name: _extent(steps, values) for name, values in columns.items() if name != "step"}
+            thinned = thin_columns({name: columns[name] for name in ("step", *figures)}, points)
+            return {"run": run, "steps": len(steps), "columns": thinned}
+        extents = {name: _extent(steps, values) for name, values in columns.items() if name != "step"}
         seconds = sum_by_part(attempt.timings)
-        return {"run": run, "steps": len(steps), "seconds_by_part": seconds, "metrics": found}
+        return {"run": run, "steps": len(steps), "seconds_by_part": seconds, "metrics": extents}
 
     def episodes(
         self,
@@ -171,11 +171,11 @@ class Reader:
         from perilune.wiki.build import Wiki
         from perilune.wiki.search import search_wiki
 
-        found = [
-            {"page": one.page, "score": score, "untrusted": {"heading": one.heading, "text": one.text}}
-            for one, score in search_wiki(Wiki.of(self.control), question, most)
+        passages = [
+            {"page": hit.page, "score": score, "untrusted": {"heading": hit.heading, "text": hit.text}}
+            for hit, score in search_wiki(Wiki.of(self.control), question, most)
         ]
-        return {"question": question, "passages": found}
+        return {"question": question, "passages": passages}
 
     def _attempt(self, run: str) -> Any:
         from perilune.control.queries.lookup import find_run
@@ -189,14 +189,14 @@ def _summarize_episodes(episodes: Iterator[Any]) -> dict[str, Any]:
     count = truncated = failed = tokens = 0
     rewards: list[float] = []
     rows: list[dict[str, Any]] = []
-    for one in episodes:
+    for episode in episodes:
         count += 1
-        truncated += one.truncated
-        failed += bool(one.failure)
-        tokens += one.sampled
-        rewards += [] if one.reward is None else [one.reward]
+        truncated += episode.truncated
+        failed += bool(episode.failure)
+        tokens += episode.sampled
+        rewards += [] if episode.reward is None else [episode.reward]
         if len(rows) < MAX_EPISODES:
-            rows.append(_row(one))
+            rows.append(_row(episode))
     return {
         "fitting": count,
         "mean_reward": sum(rewards) / len(rewards) if rewards else None,
@@ -219,7 +219,7 @@ def _row(episode: Any) -> dict[str, Any]:
         "sampled_tokens": episode.sampled,
         "untrusted": {
             "task_id": episode.task_id,
-            "messages": [dict(one) for one in episode.messages],
+            "messages": [dict(message) for message in episode.messages],
             "failure": episode.failure,
         },
     }
@@ -238,29 +238,29 @@ def _experiment(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _stage(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a stage that a list needs: its identity, its numbers, and its measures with intervals."""
-    found = {}
+    fields = {}
     for name, value in row.items():
         if name in OMITTED_FIELDS or value is None or value == "":
             continue
         is_measure = isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}
         if is_measure or not isinstance(value, Mapping | list | tuple):
-            found[name] = value
-    return found
+            fields[name] = value
+    return fields
 
 
 def _extent(steps: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
     """First, last, lowest and highest value of a metric, the latter two with their steps."""
-    known = [
+    points = [
         (value, step) for step, value in zip(steps, values, strict=True) if isinstance(value, int | float)
     ]
-    if not known:
+    if not points:
         return {"values": 0}
-    low, high = min(known, key=lambda one: one[0]), max(known, key=lambda one: one[0])
+    low, high = min(points, key=lambda point: point[0]), max(points, key=lambda point: point[0])
     if low[0] == high[0]:
         return {"always": low[0]}
     return {
-        "first": known[0][0],
-        "last": known[-1][0],
+        "first": points[0][0],
+        "last": points[-1][0],
         "lowest": {"value": low[0], "step": low[1]},
         "highest": {"value": high[0], "step": high[1]},
     }

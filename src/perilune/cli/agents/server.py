@@ -67,7 +67,7 @@ class Tools:
     def __init__(self, reader: Reader, actor: Actor | None) -> None:
         self._control = reader.control
         offered = (*reader.tools, *(actor.tools if actor else ()))
-        self._calls: dict[str, Call] = {one.__name__: validate_call(one) for one in offered}
+        self._calls: dict[str, Call] = {tool.__name__: validate_call(tool) for tool in offered}
         self._lock = anyio.Lock()
 
     def list(self) -> list[Tool]:
@@ -94,8 +94,8 @@ class Tools:
     def _call_tool(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in self._calls:
             raise PeriluneError(f"no tool is called '{name}'", remedy=f"one of: {', '.join(self._calls)}")
-        given = {key: arguments.pop(key) for key in PAGING if key in arguments}
-        page = TypeAdapter(Page).validate_python(given)
+        paging = {key: arguments.pop(key) for key in PAGING if key in arguments}
+        page = TypeAdapter(Page).validate_python(paging)
         doubt = try_refresh(self._control)
         document = mark_untrusted(self._calls[name](**arguments))
         if doubt and not page.part:
@@ -118,8 +118,8 @@ class Tools:
     def _describe_argument_error(self, name: str, error: ValidationError) -> str:
         first = error.errors(include_url=False)[0]
         key = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(self._describe(name).inputSchema["properties"])
-        return f"{key}: {first['msg']}\n  try: the arguments of {name} are {known}"
+        names = ", ".join(self._describe(name).inputSchema["properties"])
+        return f"{key}: {first['msg']}\n  try: the arguments of {name} are {names}"
 
 
 def serve(tools: Tools) -> None:
@@ -138,10 +138,10 @@ def serve(tools: Tools) -> None:
 
 
 async def _serve(server: Server[Any, Any]) -> None:
-    given, sent = _reserve_standard_streams()
+    stdin, stdout = _reserve_standard_streams()
     with (
-        os.fdopen(given, encoding="utf-8", errors="replace") as requests,
-        os.fdopen(sent, "w", encoding="utf-8") as answers,
+        os.fdopen(stdin, encoding="utf-8", errors="replace") as requests,
+        os.fdopen(stdout, "w", encoding="utf-8") as answers,
     ):
         async with stdio_server(anyio.wrap_file(requests), anyio.wrap_file(answers)) as (reads, writes):
             await server.run(reads, writes, server.create_initialization_options())
@@ -149,9 +149,9 @@ async def _serve(server: Server[Any, Any]) -> None:
 
 def _reserve_standard_streams() -> tuple[int, int]:
     """Reserve standard input and output for the protocol; other output to stdout goes to stderr."""
-    given, sent = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    stdin, stdout = os.dup(0), os.dup(1)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
     os.dup2(2, 1)
-    return given, sent
+    return stdin, stdout

@@ -73,16 +73,16 @@ def lint(wiki: Folder = None, as_json: Json = False) -> None:
 
     home, folder = _open_wiki(wiki)
     pages = folder.built_pages()
-    found = check(pages, folder.facts(home, verify=True))
+    findings = check(pages, folder.facts(home, verify=True))
     if as_json:
         print_json(
-            {"wiki": str(folder.root), "pages": len(pages), "findings": [asdict(one) for one in found]}
+            {"wiki": str(folder.root), "pages": len(pages), "findings": [asdict(item) for item in findings]}
         )
     else:
-        for one in found:
-            write(f"{one}\n")
-        echo(f"{len(pages)} pages, {len(found)} findings")
-    if found:
+        for finding in findings:
+            write(f"{finding}\n")
+        echo(f"{len(pages)} pages, {len(findings)} findings")
+    if findings:
         raise typer.Exit(1)
 
 
@@ -100,15 +100,15 @@ def search(
     """
     from perilune.wiki.search import search_wiki
 
-    found = search_wiki(_open_wiki(wiki)[1], question, most)
+    hits = search_wiki(_open_wiki(wiki)[1], question, most)
     if as_json:
         fields = ("page", "heading", "text")
-        rows = [{name: getattr(one, name) for name in fields} | {"score": score} for one, score in found]
+        rows = [{name: getattr(hit, name) for name in fields} | {"score": score} for hit, score in hits]
         print_json({"passages": rows})
         return
-    for one, score in found:
-        write(f"{one.page}.md  ({score:.1f})\n{one.text}\n")
-    if not found:
+    for hit, score in hits:
+        write(f"{hit.page}.md  ({score:.1f})\n{hit.text}\n")
+    if not hits:
         echo("no passage fits")
 
 
@@ -140,35 +140,35 @@ def ask(
     from perilune.wiki.markdown import make_slug, neutralise
 
     folder = _open_wiki(wiki)[1]
-    found = [one for one, _ in searching.search_wiki(folder, question)]
-    text = "\n\n".join(f"[{index}] {one.text}" for index, one in enumerate(found, 1))
-    body = "\n".join(f"* [{one.heading}](../{one.page}.md)" for one in found)
+    passages = [passage for passage, _ in searching.search_wiki(folder, question)]
+    text = "\n\n".join(f"[{index}] {passage.text}" for index, passage in enumerate(passages, 1))
+    body = "\n".join(f"* [{passage.heading}](../{passage.page}.md)" for passage in passages)
     unsupported: tuple[str, ...] = ()
-    if url and found:
+    if url and passages:
         require_httpx("--url")
         client = JsonClient(url, token=os.environ.get(token), timeout=120.0, connections=1, attempts=2)
         try:
-            reply = searching.ask_model(client, model, question, found)
+            reply = searching.ask_model(client, model, question, passages)
         finally:
             client.close()
         text, unsupported = reply.text, reply.unsupported
-        body = searching.link_sources(text, found)
+        body = searching.link_sources(text, passages)
     path = f"questions/{make_slug(question)}"
     if as_json:
-        sources = [one.page for one in found]
+        sources = [passage.page for passage in passages]
         print_json(
             {"question": question, "answer": text, "sources": sources, "unsupported_numbers": unsupported}
         )
     else:
         write(f"{text or 'no passage fits'}\n")
-        for index, one in enumerate(found, 1):
-            echo(f"[{index}] {one.page}.md")
+        for index, passage in enumerate(passages, 1):
+            echo(f"[{index}] {passage.page}.md")
     if unsupported:
         raise WorkFailedError(
             f"the answer has numbers that no passage contains: {', '.join(unsupported)}",
             remedy="do not trust this answer; ask more precisely",
         )
-    if file and found:
+    if file and passages:
         if (folder.root / f"{path}.md").exists():
             raise RequestError("this question has a page", where=f"{path}.md", remedy="edit it, or delete it")
         folder.write(f"{path}.md", f"# {neutralise(question)}\n\n{body}\n")
@@ -204,8 +204,8 @@ def _open_wiki(root: Path | None) -> tuple[Control, Wiki]:
 
 
 def _print_built(folder: Wiki, built: BuildResult) -> None:
-    for one in built.changed[:MAX_SHOWN]:
-        write(f"{one.page}.md: {one.query}: {one.before} -> {one.after}\n")
+    for change in built.changed[:MAX_SHOWN]:
+        write(f"{change.page}.md: {change.query}: {change.before} -> {change.after}\n")
     if len(built.changed) > MAX_SHOWN:
         echo(f"and {len(built.changed) - MAX_SHOWN} more numbers changed")
     for page, why in built.unanswered[:MAX_SHOWN]:

@@ -149,7 +149,7 @@ def replay(
 
     try:
         raw = json.loads(read_regular(file))
-        audits = [Audit.from_json(one) for one in (raw if isinstance(raw, list) else [raw])]
+        audits = [Audit.from_json(document) for document in (raw if isinstance(raw, list) else [raw])]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(f"the file is not an audit: {error}", where=str(file)) from None
     for audit in audits:
@@ -179,10 +179,10 @@ def _refuse_code(section: Mapping[str, Any], file: Path) -> None:
     from perilune.environments.core.registry import part_sections
     from perilune.extensions import is_file_reference
 
-    for one in (section, *part_sections(section).values()):
-        if is_file_reference(one.get("id")):
+    for part in (section, *part_sections(section).values()):
+        if is_file_reference(part.get("id")):
             raise RequestError(
-                f"the audit holds the code of {one['id']}, which is not run from a saved file",
+                f"the audit holds the code of {part['id']}, which is not run from a saved file",
                 where=str(file),
                 remedy="audit the recipe again",
             )

@@ -126,8 +126,8 @@ def show(
     if turns is not None and (turns > 1 or players != 1):
         echo(f"  {players} player{'s' * (players != 1)}, at most {turns} turns")
     for field, facts in fields.items():
-        shown = "required" if facts["required"] else json.dumps(facts["default"])
-        echo(f"  {field:10} {shown:14} {facts['description']}")
+        text = "required" if facts["required"] else json.dumps(facts["default"])
+        echo(f"  {field:10} {text:14} {facts['description']}")
     for setting, value in config.items():
         echo(f"  config.{setting}: {json.dumps(value, default=str)}")
     for split, number in tasks.items():
@@ -212,15 +212,15 @@ def check(
 
     report = check_environment(environment_section(name, settings), tasks=tasks, seed=seed)
     if as_json:
-        findings = [asdict(one) for one in report.findings]
+        findings = [asdict(finding) for finding in report.findings]
         print_json({"name": name, "checked": report.checked, "findings": findings})
     for rule, times in () if as_json else report.checked.items():
-        wrong = [one for one in report.findings if one.check == rule]
+        wrong = [finding for finding in report.findings if finding.check == rule]
         echo(f"{'FAILS ' if wrong else 'holds '} {rule} ({times - len(wrong)} of {times})")
-        for one in wrong[:3]:
-            echo(f"         {one.what}{f', task {one.task_id}' if one.task_id else ''}")
+        for finding in wrong[:3]:
+            echo(f"         {finding.what}{f', task {finding.task_id}' if finding.task_id else ''}")
     if report.findings:
-        broken = len({one.check for one in report.findings})
+        broken = len({finding.check for finding in report.findings})
         raise WorkFailedError(
             f"{name} breaks {broken} of the {len(report.checked)} rules for environments",
             where=report.findings[0].check,
@@ -282,7 +282,7 @@ def _row(environment: Environment, task: Task) -> dict[str, Any]:
         "prompt": "\n".join(message["content"] for message in task.prompt),
         "turns": []
         if stated is None or not stated.earlier
-        else [dict(one) for one in replay_conversation(environment, task, stated)[len(task.prompt) : -1]],
+        else [dict(turn) for turn in replay_conversation(environment, task, stated)[len(task.prompt) : -1]],
         "answer": None if stated is None else stated.text,
         "difficulty": task.difficulty,
         "score": scored,

@@ -80,8 +80,8 @@ def generate(
             code = read_source_file(teacher, Path.cwd(), "--teacher") if is_file_reference(teacher) else None
             named = teacher if code is None else CodeFile(name=teacher, source=code)
             writer = make_teacher(named, parse_settings(strategies, "--strategy"), extra)
-            told = {"options": extra, **({} if code is None else {"code": code})}
-            generator = TeacherGenerator(writer, made, scorer.score, seed, section=section, extra=told)
+            details = {"options": extra, **({} if code is None else {"code": code})}
+            generator = TeacherGenerator(writer, made, scorer.score, seed, section=section, extra=details)
         else:
             from perilune.tasks.datasets.sampled import Sampled, Sampling  # needs torch
 

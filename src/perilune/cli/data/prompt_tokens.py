@@ -69,15 +69,15 @@ def print_tokens(row: Mapping[str, Any]) -> None:
     width = max(MIN_WIDTH, shutil.get_terminal_size().columns - 10)
     echo(f"  {len(tokens)} tokens; the assistant's turn begins at token {start}, its text at {len(tokens)}")
     for part in (tokens[:start], tokens[start:]):
-        shown = [_format_token(token) for token in part]
-        for line in textwrap.wrap(" ".join(shown), width, break_long_words=False, break_on_hyphens=False):
+        words = [_format_token(token) for token in part]
+        for line in textwrap.wrap(" ".join(words), width, break_long_words=False, break_on_hyphens=False):
             echo(f"          {line}")
 
 
 def _format_token(token: Mapping[str, Any]) -> str:
     """Return a token on one line: spaces as ␣, line ends and other control characters escaped."""
     text = "".join(
-        "␣" if one == " " else one if one.isprintable() else one.encode("unicode_escape").decode()
-        for one in token["text"]
+        "␣" if char == " " else char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in token["text"]
     )
     return f"[{token['id']}:{text}]" if token["special"] else f"{token['id']}:{text}"

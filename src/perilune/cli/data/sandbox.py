@@ -38,17 +38,17 @@ def audit(
             raise RequestError(
                 f"unknown mechanism '{name}'", where="--without", remedy=f"one of: {', '.join(SWITCHES)}"
             )
-    found = audit_sandbox(
+    report = audit_sandbox(
         without=without, on_finding=None if as_json else lambda finding: _show(finding, verbose)
     )
     if as_json:
-        print_json(found.document())
+        print_json(report.document())
     else:
-        _show_walls(found)
-    if found.breached:
+        _show_walls(report)
+    if report.breached:
         raise WorkFailedError(
-            f"{len(found.breached)} probes got past a protection of this machine, or could not run",
-            where=found.breached[0].probe,
+            f"{len(report.breached)} probes got past a protection of this machine, or could not run",
+            where=report.breached[0].probe,
             remedy="do not run code of a model on this machine until this is fixed",
         )
 
@@ -56,17 +56,17 @@ def audit(
 def _show(finding: Finding, verbose: bool) -> None:
     missing = "" if finding.stands else f"  (this machine has no protection '{finding.wall}')"
     echo(f"{finding.verdict:10} {finding.probe:32} {finding.what.splitlines()[0]}{missing}")
-    shown = {"reached": finding.reached, "could not run": finding.untried} | (
+    groups = {"reached": finding.reached, "could not run": finding.untried} | (
         {"refused": finding.refused} if verbose else {}
     )
-    for how, attempts in shown.items():
+    for outcome, attempts in groups.items():
         for name, evidence in attempts.items():
-            echo(f"           {how} {name}: {evidence}")
+            echo(f"           {outcome} {name}: {evidence}")
 
 
 def _show_walls(found: SandboxAudit) -> None:
     echo("")
-    for wall, made_of in found.capabilities.walls.items():
-        echo(f"{'present' if made_of else 'MISSING':10} {wall:24} {', '.join(made_of)}")
+    for wall, mechanisms in found.capabilities.walls.items():
+        echo(f"{'present' if mechanisms else 'MISSING':10} {wall:24} {', '.join(mechanisms)}")
     for mechanism, why in found.capabilities.reasons.items():
         echo(f"           no {mechanism}: {why}")

@@ -42,8 +42,8 @@ def verify(
     removed = read_unverified_removals(path)
     differences = differences_of(path, digest, removed)
     if as_json:
-        found = [asdict(difference) for difference in differences]
-        document = {"path": str(path), "verified": not found, "differences": found}
+        listed = [asdict(difference) for difference in differences]
+        document = {"path": str(path), "verified": not listed, "differences": listed}
         print_json(document | {"removed": sorted(removed)})
     elif differences:
         more = f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
@@ -67,8 +67,8 @@ def inspect(bundle: Bundle, as_json: Json = False) -> None:
         return
     echo(f"digest     {summary['digest']}")
     echo(f"runs       stage {summary['stage']}, task {summary['task']}, seed {summary['seed']}")
-    for given in summary["inputs"]:
-        echo(f"input      {given['name']}: {given['kind']}, {_format_extent(given)}, {given['digest'][:12]}")
+    for entry in summary["inputs"]:
+        echo(f"input      {entry['name']}: {entry['kind']}, {_format_extent(entry)}, {entry['digest'][:12]}")
     echo(f"frozen     {_format_extent(summary['frozen'])}")
     complete = "complete" if summary["artifacts"]["manifest"] else "no manifest"
     echo(f"artifacts  {_format_extent(summary['artifacts'])}, {complete}")
@@ -109,7 +109,7 @@ def freeze(
     try:
         chosen = loaded.stage(stage)
     except KeyError:
-        names = ", ".join(one.name for one in loaded.stages)
+        names = ", ".join(candidate.name for candidate in loaded.stages)
         raise RequestError(f"no stage '{stage}'", where=str(recipe), remedy=f"one of: {names}") from None
     wanted = {field: source for field, source in chosen.consumes.items() if source != MODEL}
     inputs = _parse_inputs(given or [], wanted)

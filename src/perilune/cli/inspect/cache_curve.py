@@ -20,10 +20,10 @@ def curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     figure.x_label, figure.y_label = "tokens", "cache/token"
     figure.x_ticks_fkt = lambda value, _: f"{format_tokens(2**value):>9}"
     figure.y_ticks_fkt = lambda value, _: f"{format_size(2**value):>10}"
-    places = [(math.log2(point["tokens"]), math.log2(point["cache_bytes_per_token"])) for point in curve]
-    figure.set_x_limits(places[0][0], max(places[-1][0], places[0][0] + 1))
-    figure.set_y_limits(*_bounds([y for _, y in places]))
-    figure.plot([x for x, _ in places], [y for _, y in places])
+    points = [(math.log2(point["tokens"]), math.log2(point["cache_bytes_per_token"])) for point in curve]
+    figure.set_x_limits(points[0][0], max(points[-1][0], points[0][0] + 1))
+    figure.set_y_limits(*_bounds([y for _, y in points]))
+    figure.plot([x for x, _ in points], [y for _, y in points])
     return [line.rstrip(_EMPTY) for line in figure.show().splitlines()]
 
 
@@ -41,13 +41,13 @@ def curve_svg(curve: Sequence[Mapping[str, Any]], title: str) -> str:
         return round(bottom - (value - low) / (high - low) * (bottom - top), 1)
 
     marks = [
-        f'<text x="{x(place)}" y="{bottom + 20}" text-anchor="middle">{format_tokens(2**place)}</text>'
-        for place in range(math.ceil(first), math.floor(last) + 1, 2)
+        f'<text x="{x(power)}" y="{bottom + 20}" text-anchor="middle">{format_tokens(2**power)}</text>'
+        for power in range(math.ceil(first), math.floor(last) + 1, 2)
     ]
     marks += [
-        f'<path d="M{left} {y(place)}H{right}" stroke="currentColor" stroke-opacity="0.15"/>'
-        f'<text x="{left - 8}" y="{y(place) + 4}" text-anchor="end">{format_size(2**place)}</text>'
-        for place in range(math.ceil(low), math.floor(high) + 1)
+        f'<path d="M{left} {y(power)}H{right}" stroke="currentColor" stroke-opacity="0.15"/>'
+        f'<text x="{left - 8}" y="{y(power) + 4}" text-anchor="end">{format_size(2**power)}</text>'
+        for power in range(math.ceil(low), math.floor(high) + 1)
     ]
     line = " ".join(f"{x(a)},{y(b)}" for a, b in points)
     lines = [

@@ -185,13 +185,13 @@ def _read_lines(*, interactive: bool) -> Iterator[str]:
 @contextmanager
 def _collect_interrupts() -> Iterator[list[int]]:
     """Collect Ctrl-C in the list instead of raising it, so that a step of the engine always completes."""
-    seen: list[int] = []
+    caught: list[int] = []
 
     def note(number: int, _: Any) -> None:
-        seen.append(number)
+        caught.append(number)
 
     before = signal.signal(signal.SIGINT, note)
     try:
-        yield seen
+        yield caught
     finally:
         signal.signal(signal.SIGINT, before)

@@ -52,13 +52,13 @@ def compare(
     from perilune.ui.comparison import build_comparison
 
     control = open_control()
-    found = compare_targets(control, targets, metric, baseline)
-    page = build_comparison(found, out) if out is not None else None
+    comparison = compare_targets(control, targets, metric, baseline)
+    page = build_comparison(comparison, out) if out is not None else None
     if as_json:
-        print_json(comparison_document(found) | ({"page": str(page)} if page else {}))
+        print_json(comparison_document(comparison) | ({"page": str(page)} if page else {}))
     else:
-        print_comparison(found)
-        if follow_up := unbiased_command(control, targets, found):
+        print_comparison(comparison)
+        if follow_up := unbiased_command(control, targets, comparison):
             echo(f"  {follow_up}")
         if page is not None:
             echo(f"{page} ({page.stat().st_size / 1e6:.1f} MB)")
@@ -70,13 +70,13 @@ def compare_targets(
     """Return the comparison of at least two experiments; `baseline` counts from 1."""
     from perilune.control.queries.comparison import compare_experiments
 
-    found = compare_experiments(control, targets, metric=metric, baseline=baseline - 1)
-    if sum(len(arm.members) for arm in found.arms) < 2:
+    comparison = compare_experiments(control, targets, metric=metric, baseline=baseline - 1)
+    if sum(len(arm.members) for arm in comparison.arms) < 2:
         raise RequestError(
             f"there is only one experiment: {', '.join(targets)}",
             remedy="name a sweep, or several experiments by id; perilune runs --json lists them",
         )
-    return found
+    return comparison
 
 
 def print_comparison(found: Comparison) -> None:
@@ -105,15 +105,15 @@ def _arm_table(found: Comparison) -> Any:
     for name in ("seeds", found.metric.rpartition(".")[2]):
         table.add_column(as_markup(name), justify="right", no_wrap=True)
     table.add_column("difference", overflow="fold")
-    for place, arm in enumerate(found.arms):
+    for index, arm in enumerate(found.arms):
         settings = format_settings(arm) if keys else ()
         seeds = str(len(arm.finished_members))
         if len(arm.finished_members) < len(arm.members):
             seeds += f" of {len(arm.members)}"
-        difference = "baseline" if place == found.baseline else ""
+        difference = "baseline" if index == found.baseline else ""
         if arm.difference is not None:
             difference = describe_difference(arm.difference, is_share=found.is_share)
-        number = f"{place + 1}{'*' if place == found.best else ''}"
+        number = f"{index + 1}{'*' if index == found.best else ''}"
         cells = (number, *settings, seeds, _format_figure(arm, found.is_share), difference)
         table.add_row(*map(as_markup, cells))
     return table
@@ -137,7 +137,7 @@ def _curves(found: Comparison) -> list[str]:
     charts = comparison_charts(found)
     if not charts:
         return []
-    chart = next(one for one in charts if one.stage == charts[-1].stage)
+    chart = next(chart for chart in charts if chart.stage == charts[-1].stage)
     values = [value for curve in chart.curves for value in curve.mean]
     low, high = min(values), max(values)
     lines = [f"{chart.title} of {chart.stage}, from {low:.3g} to {high:.3g}:"]
@@ -148,7 +148,7 @@ def _curves(found: Comparison) -> list[str]:
 def _format_bars(values: Sequence[float], low: float, high: float) -> str:
     """Return the values as one line of block characters; neighbours are averaged to fit."""
     width = min(CURVE_WIDTH, len(values))
-    cuts = [round(place * len(values) / width) for place in range(width + 1)]
+    cuts = [round(index * len(values) / width) for index in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
     spread = (high - low) or 1.0
     return "".join(BARS[round((value - low) / spread * (len(BARS) - 1))] for value in means)
@@ -161,22 +161,22 @@ def unbiased_command(control: Control, targets: Sequence[str], found: Comparison
     sweep = find_sweep(control, targets[0]) if len(targets) == 1 else None
     if sweep is None or found.best is None:
         return ""
-    chosen = {one.experiment for place in (found.best, found.baseline) for one in found.arms[place].members}
+    chosen = {item.experiment for index in (found.best, found.baseline) for item in found.arms[index].members}
     settings = [arm.settings for arm in sweep.arms if chosen & set(arm.experiments.values())]
     best = next(
         arm.settings
         for arm in sweep.arms
-        if set(arm.experiments.values()) & {one.experiment for one in found.arms[found.best].members}
+        if set(arm.experiments.values()) & {member.experiment for member in found.arms[found.best].members}
     )
-    varied = [one for one in zip(*settings, strict=True) if len(set(one)) > 1]
+    varied = [values for values in zip(*settings, strict=True) if len(set(values)) > 1]
     options = list(best)
     if len(varied) == 1:  # a grid over one key holds both arms
         key = varied[0][0].partition("=")[0]
-        both = ",".join(dict.fromkeys(one.partition("=")[2] for one in varied[0]))
-        options = [f"{key}={both}" if one.startswith(f"{key}=") else one for one in best]
+        both = ",".join(dict.fromkeys(option.partition("=")[2] for option in varied[0]))
+        options = [f"{key}={both}" if option.startswith(f"{key}=") else option for option in best]
     seeds = sorted(seed for arm in sweep.arms for seed in arm.experiments)
     fresh = f"{seeds[-1] + 1}..{seeds[-1] + max(3, len(set(seeds)))}"
-    words = [part for one in options for part in ("--set", one)]
+    words = [part for option in options for part in ("--set", option)]
     return shlex.join(["perilune", "sweep", sweep.recipe, *words, "--seeds", fresh])
 
 
@@ -186,7 +186,7 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
     def interval(value: Any) -> Any:
         if value is None:
             return None
-        return {key: one if math.isfinite(one) else None for key, one in value._asdict().items()}
+        return {key: number if math.isfinite(number) else None for key, number in value._asdict().items()}
 
     arms = []
     for arm in found.arms:
@@ -201,9 +201,9 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
                 "figure": interval(arm.figure),
                 "difference": test,
                 "seeds": [
-                    {"seed": one.seed, "experiment": one.experiment, "figure": interval(one.figure)}
-                    | ({"problem": one.problem} if one.problem else {})
-                    for one in arm.members
+                    {"seed": member.seed, "experiment": member.experiment, "figure": interval(member.figure)}
+                    | ({"problem": member.problem} if member.problem else {})
+                    for member in arm.members
                 ],
             }
         )

@@ -44,14 +44,14 @@ def gallery(
     from perilune.ui.gallery import render_gallery, render_gallery_markdown
 
     own = []
-    for given in models or ():
-        file = config_file(given)
+    for reference in models or ():
+        file = config_file(reference)
         raw = read_json(file)
         if not isinstance(raw, Mapping):
             raise RequestError(f"holds a {type(raw).__name__}, not an object", where=str(file))
         name = file.parent.resolve().name if file.name == "config.json" else file.stem
         own.append(describe(Entry(name, str(file), str(file), raw)))
-    names = [*(entry.name for entry in shipped()), *(one["name"] for one in own)]
+    names = [*(entry.name for entry in shipped()), *(document["name"] for document in own)]
     for name in compare or ():
         if name not in names:
             raise RequestError(f"no model '{name}'", where="--compare", remedy=f"one of: {', '.join(names)}")

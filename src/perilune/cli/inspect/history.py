@@ -61,8 +61,8 @@ def explanation_document(run: Run, explanation: Explanation) -> dict[str, Any]:
 
 def explanation_lines(explanation: Explanation) -> list[str]:
     """Return an explanation as labelled lines: because, next, try."""
-    lines = [f"  because  {fact}" for fact in explanation.because]
-    return [*lines, f"  next     {explanation.next}", *(f"  try      {one}" for one in explanation.commands)]
+    rows = [f"  because  {fact}" for fact in explanation.because]
+    return [*rows, f"  next     {explanation.next}", *(f"  try      {hint}" for hint in explanation.commands)]
 
 
 def events(
@@ -87,16 +87,16 @@ def events(
     if as_json and not follow:
         print_json({"events": [_event_document(row) for row in rows]})
         return
-    seen = 0
+    last_seq = 0
     while True:
         for row in rows:
-            seen = row.seq
+            last_seq = row.seq
             echo(json.dumps(_event_document(row)) if as_json else _format_event(row))
         if not follow:
             return
         time.sleep(POLL_SECONDS)
         control.reconciler.reconcile_all(act=False)
-        rows = events_after(control, seen, chosen)
+        rows = events_after(control, last_seq, chosen)
 
 
 def _event_document(row: Event) -> dict[str, Any]:

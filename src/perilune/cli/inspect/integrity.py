@@ -105,9 +105,9 @@ def export(
     """
     from perilune.control.evidence.verification import export as export_run
 
-    control, found = open_run(run)
-    export_run(control, found, out, crate=ro_crate)
+    control, record = open_run(run)
+    export_run(control, record, out, crate=ro_crate)
     if as_json:
-        print_json({"run": found.id, "stage": found.stage, "directory": str(out)})
+        print_json({"run": record.id, "stage": record.stage, "directory": str(out)})
     else:
-        echo(f"exported {found.stage} to {out}\n  next: perilune verify {shlex.quote(str(out))}")
+        echo(f"exported {record.stage} to {out}\n  next: perilune verify {shlex.quote(str(out))}")

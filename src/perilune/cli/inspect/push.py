@@ -53,12 +53,12 @@ def push(
     before = find_checkpoint(base) if base else None
     from perilune.weights.push import find_server
 
-    shown = 0
+    tenths = 0
 
     def report(sent: int, total: int) -> None:
-        nonlocal shown
-        if total >= 1 << 24 and 10 * sent // total > shown:  # a line for every tenth of a large file
-            shown = 10 * sent // total
+        nonlocal tenths
+        if total >= 1 << 24 and 10 * sent // total > tenths:  # a line for every tenth of a large file
+            tenths = 10 * sent // total
             echo(f"sent {format_size(sent)} of {format_size(total)}", err=True)
 
     pushed = find_server(url, token).push(folder, before, report)

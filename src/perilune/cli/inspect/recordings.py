@@ -40,24 +40,24 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> RecordedEpi
     Raises:
         RequestError: when a target does not exist, or has no episodes that fulfil the condition.
     """
-    condition, recorded, seen = parse_where(where), RecordedEpisodes(), 0
+    condition, recorded, count = parse_where(where), RecordedEpisodes(), 0
     with Replayer(recorded.tokenizers.__getitem__) as replayer:
         for stage, attempt, files in _stages(targets):
             origin = _origin(stage, attempt, recorded)
             if origin is None:
                 continue
             for path in files:
-                fitting = [own for own in group_rollouts(read_episodes(path)) if any(map(condition, own))]
-                seen += len(fitting)
+                fitting = [rows for rows in group_rollouts(read_episodes(path)) if any(map(condition, rows))]
+                count += len(fitting)
                 chosen = fitting[:: max(1, -(-len(fitting) // most))]
                 temperature = 0.0 if path == attempt.greedy_file else origin.temperature
-                of_file = replace(origin, file=path.name, temperature=temperature)
+                file_origin = replace(origin, file=path.name, temperature=temperature)
                 for start in range(0, len(chosen), EPISODES_PER_CHUNK):
-                    episodes = [one for own in chosen[start : start + EPISODES_PER_CHUNK] for one in own]
-                    found = record_episodes(episodes, of_file, replayer)
-                    recorded.cassettes |= {one.digest: one for one in found.cassettes}
-                    recorded.refused.update(found.refused)
-    _require_some(seen, where, targets)
+                    episodes = [item for rows in chosen[start : start + EPISODES_PER_CHUNK] for item in rows]
+                    batch = record_episodes(episodes, file_origin, replayer)
+                    recorded.cassettes |= {cassette.digest: cassette for cassette in batch.cassettes}
+                    recorded.refused.update(batch.refused)
+    _require_some(count, where, targets)
     return recorded
 
 
@@ -67,13 +67,13 @@ def fitting_episodes(targets: Sequence[str], where: str) -> Iterator[tuple[Path,
     Raises:
         RequestError: when a target does not exist, or has no episodes that fulfil the condition.
     """
-    condition, seen = parse_where(where), 0
+    condition, count = parse_where(where), 0
     for _, _, files in _stages(targets):
         for path in files:
-            if fitting := [one for one in read_episodes(path) if condition(one)]:
-                seen += len(fitting)
+            if fitting := [episode for episode in read_episodes(path) if condition(episode)]:
+                count += len(fitting)
                 yield path, fitting
-    _require_some(seen, where, targets)
+    _require_some(count, where, targets)
 
 
 def _stages(targets: Sequence[str]) -> Iterator[tuple[StageView, Attempt, list[Path]]]:
@@ -120,7 +120,7 @@ def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> O
         stop_token_ids=tuple(dict.fromkeys((*CheckpointFolder(folder).end_tokens(), tokenizer.eos_token_id))),
         positions=read_json(folder / "config.json").get("max_position_embeddings"),
         tokenizer=digest,
-        checkpoint=next((one.digest for one in job.inputs if one.name in ("checkpoint", "model")), None),
+        checkpoint=next((item.digest for item in job.inputs if item.name in ("checkpoint", "model")), None),
         system=_system_prompt(job),
         options=job.spec.get("sampling") or {},
     )
@@ -129,8 +129,8 @@ def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> O
 def _model_folder(job: Job, attempt: Attempt) -> Path | None:
     """Return the folder of the weights that a stage starts from, or those that it made."""
     assert attempt.root is not None
-    given = [attempt.root / one.path for one in job.inputs if one.name in ("checkpoint", "model")]
-    folders = [one for one in (*given, *attempt.model_folders) if (one / "tokenizer.json").is_file()]
+    inputs = [attempt.root / item.path for item in job.inputs if item.name in ("checkpoint", "model")]
+    folders = [path for path in (*inputs, *attempt.model_folders) if (path / "tokenizer.json").is_file()]
     return folders[0] if folders else None
 
 

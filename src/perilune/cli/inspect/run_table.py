@@ -168,10 +168,10 @@ def describe_result(status: StageStatus) -> str:
 
 def _last_evaluation(held_out: Mapping[str, Any]) -> str:
     """Return the last held-out figure of a training stage."""
-    name, found = next(iter(held_out["sets"].items()))
+    name, details = next(iter(held_out["sets"].items()))
     last = held_out["curve"][-1][name]
-    shown = format_interval(last) if found["figure"] == "pass@1" else f"{last['mean']:.4g}"
-    return f"{name} {found['figure']} {shown}"
+    text = format_interval(last) if details["figure"] == "pass@1" else f"{last['mean']:.4g}"
+    return f"{name} {details['figure']} {text}"
 
 
 def format_interval(value: Mapping[str, float]) -> str:

@@ -116,8 +116,8 @@ def show(run: RunArgument, as_json: Json = False) -> None:
     for name, value in compare_with_estimate(estimated, took, document["summary"]).items():
         echo(f"  {name:<22} {value}")
     for name, print_table in (("held_out", print_held_out), ("forgetting", print_forgetting)):
-        if found := document["summary"].get(name):
-            print_table(make_console(), {"stage": document["stage"], **found})
+        if figures := document["summary"].get(name):
+            print_table(make_console(), {"stage": document["stage"], **figures})
     echo(f"  bundle     {document['bundle_digest']}\n             {document['bundle']}")
     echo(f"  files      {document['directory']}")
 
@@ -128,16 +128,16 @@ def show_document(control: Control, run: str) -> dict[str, Any]:
     from perilune.ui.attempt import Attempt
     from perilune.ui.health import assess_attempt
 
-    document = run_document(control, found := find_run(control, run))
-    here = not control.reconciler.placements.capabilities(found.id).is_remote
+    document = run_document(control, record := find_run(control, run))
+    here = not control.reconciler.placements.capabilities(record.id).is_remote
     health = assess_attempt(Attempt(Path(document["directory"])), here=here)
     return document | {"health": health.document()}
 
 
 def _health_lines(found: Mapping[str, Any]) -> list[str]:
     """Return the verdict, and what to do."""
-    remedies = (one["remedy"] for one in found["findings"][:1])
-    return [f"health     {found['line']}", *(f"           {one}" for one in remedies)]
+    remedies = (finding["remedy"] for finding in found["findings"][:1])
+    return [f"health     {found['line']}", *(f"           {remedy}" for remedy in remedies)]
 
 
 def _summary_lines(summary: Mapping[str, Any]) -> dict[str, str]:
@@ -150,9 +150,9 @@ def _summary_lines(summary: Mapping[str, Any]) -> dict[str, str]:
             lines[name] = f"{value:,}" if type(value) is int else str(value)
         elif isinstance(value, Mapping) and value.keys() == {"mean", "low", "high"}:
             lines[name] = format_interval(value)
-    for part, found in (summary.get("by_environment") or {}).items():
-        if "pass@1" in found:  # a part without a scored answer has none
-            lines[f"pass@1 in {part}"] = format_interval(found["pass@1"])
+    for part, figures in (summary.get("by_environment") or {}).items():
+        if "pass@1" in figures:  # a part without a scored answer has none
+            lines[f"pass@1 in {part}"] = format_interval(figures["pass@1"])
     return lines
 
 
@@ -173,14 +173,14 @@ def logs(
     """
     from perilune.control.runs.requests import stream_log as log_text
 
-    control, found = open_run(run)
-    text = log_text(control, found.id, follow=follow)
+    control, record = open_run(run)
+    text = log_text(control, record.id, follow=follow)
     if as_json:
-        print_json({"run": found.id, "stage": found.stage, "lines": "".join(text).splitlines()})
+        print_json({"run": record.id, "stage": record.stage, "lines": "".join(text).splitlines()})
         return
     printed = False
     for chunk in text:
         printed = printed or bool(chunk)
         write(chunk)
     if not printed:
-        echo(f"the log is empty; for the state of the run: perilune explain {found.id}", err=True)
+        echo(f"the log is empty; for the state of the run: perilune explain {record.id}", err=True)

@@ -97,12 +97,12 @@ class Screen(App[None]):
             table.clear()
             for row in stages:
                 table.add_row(*self._cells(row), key=f"{row.status.experiment_id}/{row.status.name}")
-            places = [place for place, row in enumerate(stages) if self._under_cursor(row, before)]
-            table.move_cursor(row=places[0] if places else 0)
+            positions = [index for index, row in enumerate(stages) if self._under_cursor(row, before)]
+            table.move_cursor(row=positions[0] if positions else 0)
         else:
-            for place, row in enumerate(stages):
+            for index, row in enumerate(stages):
                 for column, cell in enumerate(self._cells(row)):
-                    table.update_cell_at(Coordinate(place, column), cell, update_width=True)
+                    table.update_cell_at(Coordinate(index, column), cell, update_width=True)
         self._rows = stages
         self._show_details()
 
@@ -118,8 +118,8 @@ class Screen(App[None]):
 
     @property
     def _selected_row(self) -> LiveStage | None:
-        place = self.query_one(DataTable).cursor_row
-        return self._rows[place] if 0 <= place < len(self._rows) else None
+        index = self.query_one(DataTable).cursor_row
+        return self._rows[index] if 0 <= index < len(self._rows) else None
 
     def on_data_table_row_highlighted(self) -> None:
         """Show the run that was selected."""

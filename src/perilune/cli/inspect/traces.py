@@ -55,7 +55,7 @@ def record_command(
     from perilune.traces.suite import Case, write_suite
 
     recorded = record_targets(targets, where, most)
-    pairs = [(Case(digest=name, cause=describe_cause(one)), one) for name, one in recorded.cassettes.items()]
+    pairs = [(Case(digest=key, cause=describe_cause(item)), item) for key, item in recorded.cassettes.items()]
     suite = write_suite(out, pairs, recorded.tokenizers, where)
     _print_written(suite, recorded, as_json=as_json)
 
@@ -79,9 +79,9 @@ def suite_command(
     recorded = record_targets(targets, where, most)
     chosen = choose_cassettes(cluster_cassettes(list(recorded.cassettes.values())), each)
     pairs = [
-        (Case(digest=one.digest, cause=name, held_out=is_held_out(one.digest, hold_out)), one)
+        (Case(digest=cassette.digest, cause=name, held_out=is_held_out(cassette.digest, hold_out)), cassette)
         for name, members in chosen.items()
-        for one in members
+        for cassette in members
     ]
     suite = write_suite(out, pairs, recorded.tokenizers, where)
     _print_written(suite, recorded, as_json=as_json)
@@ -107,12 +107,12 @@ def export_command(
 
     spans: list[dict[str, Any]] = []
     episodes = 0
-    for path, found in fitting_episodes(targets, where):
-        request = trace_request(found, path.stat().st_mtime_ns, texts=texts)
+    for path, chosen in fitting_episodes(targets, where):
+        request = trace_request(chosen, path.stat().st_mtime_ns, texts=texts)
         spans += request["resourceSpans"]
-        episodes += len(found)
+        episodes += len(chosen)
     write_json(out, {"resourceSpans": spans})
-    count = sum(len(scope["spans"]) for one in spans for scope in one["scopeSpans"])
+    count = sum(len(scope["spans"]) for resource in spans for scope in resource["scopeSpans"])
     if as_json:
         print_json({"file": str(out), "episodes": episodes, "spans": count})
     else:
@@ -158,11 +158,11 @@ def run_command(
             raise RequestError(
                 "--accept accepts the results of mode harness only", where="--mode", remedy="remove --mode"
             )
-        if stopped := [one for one in report.failed if one.replay.error]:
+        if stopped := [result for result in report.failed if result.replay.error]:
             raise WorkFailedError(
                 f"{len(stopped)} replays stopped: {stopped[0].replay.error}", remedy="fix this first"
             )
-        diff = opened.accept({one.case.digest: one.replay.expectations() for one in report.failed})
+        diff = opened.accept({result.case.digest: result.replay.expectations() for result in report.failed})
     if as_json:
         print_json(report.document() | ({} if diff is None else {"accepted": diff}))
     else:
@@ -189,17 +189,17 @@ def fork_command(
     from perilune.traces.suite import Suite
 
     opened = Suite(suite)
-    fitting = [one for name, one in opened.cassettes.items() if name.startswith(digest)]
+    fitting = [cassette for name, cassette in opened.cassettes.items() if name.startswith(digest)]
     if len(fitting) != 1:
         raise RequestError(f"{len(fitting)} cassettes start with '{digest}'", where=str(suite))
     engine, _ = _engine(opened, checkpoint)
     with Replayer(opened.tokenizer) as replayer:
         replays = replayer.fork(fitting[0], after, samples, engine)
-    rewards = [one.tracks[0].verdict.reward for one in replays if one.tracks]
-    scored = [one for one in rewards if one is not None]
-    rate = pass_rate_interval([float(one >= 1) for one in scored]) if scored else None
+    rewards = [replay.tracks[0].verdict.reward for replay in replays if replay.tracks]
+    scored = [reward for reward in rewards if reward is not None]
+    rate = pass_rate_interval([float(reward >= 1) for reward in scored]) if scored else None
     recorded = fitting[0].tracks[0].verdict.reward
-    found = {
+    document = {
         "digest": fitting[0].digest,
         "after": after,
         "samples": samples,
@@ -209,10 +209,10 @@ def fork_command(
         "rewards": rewards,
     }
     if as_json:
-        print_json(found)
+        print_json(document)
         return
-    shown = f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" if rate else "no score"
-    echo(f"{samples} continuations after turn {after}: pass rate {shown}, recorded reward {recorded}")
+    text = f"{rate.mean:.1%} ({rate.low:.1%} to {rate.high:.1%})" if rate else "no score"
+    echo(f"{samples} continuations after turn {after}: pass rate {text}, recorded reward {recorded}")
 
 
 @app.command("shrink", epilog="Example: perilune traces shrink suite --out small")
@@ -244,29 +244,29 @@ def shrink_command(
     from perilune.traces.suite import Case, Suite, write_suite
 
     opened = Suite(suite)
-    chosen = {name: one for name, one in opened.cassettes.items() if name.startswith(digest)}
-    fails = {name: has_same_cause(one) for name, one in chosen.items()}
+    chosen = {name: cassette for name, cassette in opened.cassettes.items() if name.startswith(digest)}
+    fails = {name: has_same_cause(cassette) for name, cassette in chosen.items()}
     if baseline is not None:
         fails = _differing(opened, baseline, set(chosen))
     if not fails:
         what = "no case fails here" if baseline else f"no cassette starts with '{digest}'"
         raise RequestError(what, where=str(suite))
     with Replayer(opened.tokenizer) as replayer:
-        small = {name: Shrinker(own, replayer).shrink(chosen[name]) for name, own in fails.items()}
-    pairs = {one.digest: (Case(digest=one.digest, cause=describe_cause(one)), one) for one in small.values()}
-    names = {one.tokenizer for one in small.values()}
+        small = {name: Shrinker(check, replayer).shrink(chosen[name]) for name, check in fails.items()}
+    pairs = {new.digest: (Case(digest=new.digest, cause=describe_cause(new)), new) for new in small.values()}
+    names = {new.tokenizer for new in small.values()}
     write_suite(out, list(pairs.values()), {name: opened.tokenizer(name) for name in names}, "")
     before = {name: chosen[name].tokens for name in small}
-    share = sum(one.tokens / before[name] for name, one in small.items()) / len(small)
+    share = sum(new.tokens / before[name] for name, new in small.items()) / len(small)
     if as_json:
         rows = [
-            {"digest": name, "tokens": before[name], "shrunk": one.digest, "shrunk_tokens": one.tokens}
-            for name, one in small.items()
+            {"digest": name, "tokens": before[name], "shrunk": new.digest, "shrunk_tokens": new.tokens}
+            for name, new in small.items()
         ]
         print_json({"suite": str(out), "mean_share_of_tokens": share, "cassettes": rows})
         return
-    for name, one in small.items():
-        echo(f"{name[:12]} {before[name]} tokens -> {one.digest[:12]} {one.tokens} tokens")
+    for name, new in small.items():
+        echo(f"{name[:12]} {before[name]} tokens -> {new.digest[:12]} {new.tokens} tokens")
     echo(f"{out}: {plural(len(pairs), 'cassette')}, on average {share:.0%} of their tokens")
 
 
@@ -275,12 +275,12 @@ def _differing(suite: Suite, baseline: Path, names: set[str]) -> dict[str, Failu
     from perilune.traces.baseline import differs_in_installation
     from perilune.traces.gate import run_suite
 
-    failed = [one for one in run_suite(suite).failed if one.case.digest in names]
+    failed = [result for result in run_suite(suite).failed if result.case.digest in names]
     return {
-        one.case.digest: differs_in_installation(
-            baseline, suite.tokenizer, frozenset(found.kind for found in one.differences)
+        result.case.digest: differs_in_installation(
+            baseline, suite.tokenizer, frozenset(difference.kind for difference in result.differences)
         )
-        for one in failed
+        for result in failed
     }
 
 
@@ -301,9 +301,9 @@ def _print_written(suite: Suite, recorded: RecordedEpisodes, *, as_json: bool) -
 
 
 def _print_report(report: GateReport) -> None:
-    for one in report.failed[:MAX_SHOWN]:
-        echo(f"FAILED {one.case.digest[:12]} {one.episode_id}  {one.case.cause}")
-        for difference in one.differences[:3]:
+    for result in report.failed[:MAX_SHOWN]:
+        echo(f"FAILED {result.case.digest[:12]} {result.episode_id}  {result.case.cause}")
+        for difference in result.differences[:3]:
             echo(f"  {difference}")
     if len(report.failed) > MAX_SHOWN:
         echo(f"... and {len(report.failed) - MAX_SHOWN} more")
@@ -322,8 +322,8 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
     from perilune.traces.replay import Replayer
 
     engine, digest = _engine(suite, checkpoint)
-    cassettes = [suite.cassettes[one.digest] for one in suite.cases(part)]
-    own = [one for one in cassettes if one.checkpoint == digest and one.shrunk_from is None]
+    cassettes = [suite.cassettes[case.digest] for case in suite.cases(part)]
+    own = [item for item in cassettes if item.checkpoint == digest and item.shrunk_from is None]
     if not own:
         raise RequestError(
             f"these weights ({digest[:12]}) sampled no cassette of the suite",
@@ -333,20 +333,20 @@ def _run_exact(suite: Suite, part: Part, checkpoint: str | None, *, as_json: boo
     results = []
     with Replayer(suite.tokenizer) as replayer:
         replays = replayer.exact(own, engine)
-    for one, replay in zip(own, replays, strict=True):
-        found = replay.differences(()) if replay.error else find_token_differences(one.tracks, replay.tracks)
-        results.append((one, found))
-    failed = [(one, found) for one, found in results if found]
+    for item, replay in zip(own, replays, strict=True):
+        found = replay.differences(()) if replay.error else find_token_differences(item.tracks, replay.tracks)
+        results.append((item, found))
+    failed = [(item, found) for item, found in results if found]
     if as_json:
         listed = [
-            {"digest": one.digest, "passed": not found, "differences": [it.document() for it in found]}
-            for one, found in results
+            {"digest": item.digest, "passed": not found, "differences": [diff.document() for diff in found]}
+            for item, found in results
         ]
         counts = {"cases": len(own), "failed": len(failed), "other_weights": len(cassettes) - len(own)}
         print_json({"mode": "exact", **counts, "results": listed})
     else:
-        for one, found in failed[:MAX_SHOWN]:
-            echo(f"FAILED {one.digest[:12]} {one.source.episode_id}\n  {found[0]}")
+        for item, found in failed[:MAX_SHOWN]:
+            echo(f"FAILED {item.digest[:12]} {item.source.episode_id}\n  {found[0]}")
         echo(f"{len(own) - len(failed)} of {len(own)} cases have the recorded tokens (exact)")
         if len(own) < len(cassettes):
             echo(f"{len(cassettes) - len(own)} cases were sampled by other weights")
@@ -368,6 +368,6 @@ def _engine(suite: Suite, checkpoint: str | None) -> tuple[Engine, str]:
         )
     folder = find_checkpoint(checkpoint)
     digest = contents_digest([(name, sha256_file(path)) for name, path in source_files(folder)])
-    longest = max(one.tokens + one.sampling.max_tokens for one in suite.cassettes.values())
+    longest = max(cassette.tokens + cassette.sampling.max_tokens for cassette in suite.cassettes.values())
     decoder, tokenizer = open_checkpoint(folder)
     return make_engine(decoder, longest, tokenizer), digest

@@ -43,7 +43,7 @@ def gate_command(
     environment = SuiteEnvironment(SuiteSpec(path=str(suite.absolute()), part=part))
     environment.check_files()
     section = {"id": "suite", "path": str(suite.absolute()), "part": part}
-    longest = max(one.sampling.max_tokens for one in environment.suite.cassettes.values())
+    longest = max(cassette.sampling.max_tokens for cassette in environment.suite.cassettes.values())
     fields = {
         "tasks": environment.settings()["heldout"],
         "samples": samples,
@@ -53,12 +53,12 @@ def gate_command(
         run_evaluation(find_checkpoint(name), section, fields, seed, name).summary
         for name in (checkpoint, *([against] if against else []))
     )
-    found = _compare_results(now, others[0] if others else None, seed)
-    passed = found["change"]["high"] >= -loss
+    result = _compare_results(now, others[0] if others else None, seed)
+    passed = result["change"]["high"] >= -loss
     if as_json:
-        print_json({"checkpoint": checkpoint, "against": against, "loss": loss, "passed": passed, **found})
+        print_json({"checkpoint": checkpoint, "against": against, "loss": loss, "passed": passed, **result})
     else:
-        _print(checkpoint, against or "the recording", found)
+        _print(checkpoint, against or "the recording", result)
         echo("passed" if passed else f"FAILED: worse by more than {loss:.1%}")
     if not passed:
         raise typer.Exit(1)
@@ -72,18 +72,18 @@ def _compare_results(now: Mapping[str, Any], then: Mapping[str, Any] | None, see
         recorded = now["recorded"]
         pair = {"now": now["pass@1"], "then": recorded["pass@1"]}
         return {"tasks": recorded["tasks"], **pair, "change": recorded["change"]}
-    new, old = ({task: right / n for task, n, right in one["correct_per_task"]} for one in (now, then))
+    new, old = ({task: right / n for task, n, right in side["correct_per_task"]} for side in (now, then))
     shared = new.keys() & old.keys()
     change = paired_difference(
-        {one: old[one] for one in shared}, {one: new[one] for one in shared}, seed=seed
+        {task: old[task] for task in shared}, {task: new[task] for task in shared}, seed=seed
     )
     pair = {"now": now["pass@1"], "then": then["pass@1"]}
     return {"tasks": len(shared), **pair, "change": change._asdict()}
 
 
 def _print(checkpoint: str, against: str, found: Mapping[str, Any]) -> None:
-    for name, one in ((checkpoint, found["now"]), (against, found["then"])):
-        echo(f"pass@1 {one['mean']:.1%} ({one['low']:.1%} to {one['high']:.1%})  {name}")
+    for name, rate in ((checkpoint, found["now"]), (against, found["then"])):
+        echo(f"pass@1 {rate['mean']:.1%} ({rate['low']:.1%} to {rate['high']:.1%})  {name}")
     change = found["change"]
     echo(
         f"paired change {change['mean']:+.1%} ({change['low']:+.1%} to {change['high']:+.1%})"

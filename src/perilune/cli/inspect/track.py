@@ -48,20 +48,20 @@ def track(
 
     if tied:
         die_with_parent(os.getppid())
-    control, found = open_run(run)
+    control, record = open_run(run)
     directory = out or control.home.root / "tracking" / to
-    folder = tracker_folder(control, found.id, to)
+    folder = tracker_folder(control, record.id, to)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder) as acquired:
         if not acquired:
-            echo(f"{found.stage}: another process is copying to {to}")
+            echo(f"{record.stage}: another process is copying to {to}")
             return
-        sink = open_sink(to, directory, _make_tracked_run(control, found))
-        steps = _copy(control, found, sink, follow=follow)
+        sink = open_sink(to, directory, _make_tracked_run(control, record))
+        steps = _copy(control, record, sink, follow=follow)
     if as_json:
-        print_json({"run": found.id, "stage": found.stage, "steps": steps, "look": sink.place})
+        print_json({"run": record.id, "stage": record.stage, "steps": steps, "look": sink.place})
     else:
-        echo(f"{found.stage}: {steps} steps; {sink.place}")
+        echo(f"{record.stage}: {steps} steps; {sink.place}")
 
 
 def _copy(control: Control, run: Run, sink: Sink, *, follow: bool) -> int:

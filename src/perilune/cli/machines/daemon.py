@@ -74,7 +74,7 @@ def _watch(control: Control, every: float) -> None:
     from perilune.control.runs.next_stage import StageStarter
     from perilune.control.runs.reconcile import PASS_TIMEOUT_S
 
-    seen: dict[str, str] = {}
+    states: dict[str, str] = {}
     failures = 0
     thread: Thread | None = None
     starter = StageStarter(control)
@@ -86,8 +86,8 @@ def _watch(control: Control, every: float) -> None:
             echo(f"pass failed, trying again: {error}", err=True)
         else:
             failures = 0
-            _print_changes(live, seen)
-            seen = {run.id: run.state for run in live}
+            _print_changes(live, states)
+            states = {run.id: run.state for run in live}
         if thread is None or not thread.is_alive():  # in a thread, because freezing a large input is slow
             thread = Thread(target=_start_next_stages, args=(starter,), daemon=True)
             thread.start()
@@ -121,7 +121,7 @@ def reconcile(
     control = open_control(refresh=False)
     _check_record(control)
     patience = PASS_TIMEOUT_S if watch else None
-    seen: dict[str, str] = {}
+    states: dict[str, str] = {}
     starter = StageStarter(control)
     while True:
         started: list[tuple[Experiment, StageStarted | PeriluneError]] = []
@@ -140,11 +140,11 @@ def reconcile(
         else:
             for experiment, outcome in started:
                 print_progress(experiment, outcome)
-            _print_changes(live, seen)
+            _print_changes(live, states)
         if not watch:
             break
         time.sleep(WATCH_SECONDS)
-    if not seen and not as_json:
+    if not states and not as_json:
         echo("no live runs")
     warn_about_cleanup(control)
 

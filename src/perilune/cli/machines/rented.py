@@ -41,7 +41,7 @@ def machines_list(
     """
     control = open_control()
     machines = sorted(
-        _fleet(control).machines(include_gone=everything), key=lambda one: one.state != "terminating"
+        _fleet(control).machines(include_gone=everything), key=lambda machine: machine.state != "terminating"
     )
     if as_json:
         print_json({"machines": [machine_document(machine) for machine in machines]})
@@ -65,25 +65,25 @@ def machines_offers(as_json: Json = False) -> None:
     from perilune.errors import PeriluneError
 
     providers = Providers(Home.open())
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     wrong: list[PeriluneError] = []
     for name in providers.names():
         try:
             offers = providers.get(name).offers()
-            found += [{"provider": name, **asdict(offer)} for offer in offers]
+            rows += [{"provider": name, **asdict(offer)} for offer in offers]
             wrong += providers.problems(name, [offer.kind for offer in offers])
         except PeriluneError as error:
             wrong.append(error)
     if as_json:
-        print_json({"offers": found, "problems": [str(problem) for problem in wrong]})
+        print_json({"offers": rows, "problems": [str(problem) for problem in wrong]})
     else:
-        for one in found:
-            notes = ["preemptible"] if one["preemptible"] else []
-            notes += [f"{one['capacity']} available"] if one["capacity"] is not None else []
-            echo(f"{one['provider']}:{one['kind']}  {one['price']:.4g} per hour  {', '.join(notes)}".rstrip())
+        for row in rows:
+            notes = ["preemptible"] if row["preemptible"] else []
+            notes += [f"{row['capacity']} available"] if row["capacity"] is not None else []
+            echo(f"{row['provider']}:{row['kind']}  {row['price']:.4g} per hour  {', '.join(notes)}".rstrip())
         for problem in wrong:
             echo(f"error: {problem}", err=True)
-        if not found and not wrong:
+        if not rows and not wrong:
             echo("no machines are offered; providers.yaml lists the providers")
     if wrong:
         raise typer.Exit(max(problem.exit_code for problem in wrong))
@@ -99,17 +99,17 @@ def machines_show(machine: MachineArgument, as_json: Json = False) -> None:
     from perilune.control.queries.lookup import machine_events
 
     control = open_control()
-    found = _find(_fleet(control), machine)
-    events = [{"time": row.time, "kind": row.kind, **row.detail} for row in machine_events(control, found)]
+    record = _find(_fleet(control), machine)
+    events = [{"time": row.time, "kind": row.kind, **row.detail} for row in machine_events(control, record)]
     if as_json:
-        print_json(machine_document(found) | {"events": events})
+        print_json(machine_document(record) | {"events": events})
         return
-    fields = machine_document(found)
-    echo(f"machine {found.key}: {found.state}{f' ({found.reason})' if found.reason else ''}")
-    echo(f"  for        attempt {found.epoch} of run {found.run_id}")
-    echo(f"  kind       {found.provider}:{found.kind} at {found.price:.4g} per hour")
+    fields = machine_document(record)
+    echo(f"machine {record.key}: {record.state}{f' ({record.reason})' if record.reason else ''}")
+    echo(f"  for        attempt {record.epoch} of run {record.run_id}")
+    echo(f"  kind       {record.provider}:{record.kind} at {record.price:.4g} per hour")
     echo(f"  cost       {fields['cost']:.4g} of at most {fields['promised']:.4g}")
-    echo(f"  lease      {', '.join(f'{name} {value:g}' for name, value in found.lease.items())}")
+    echo(f"  lease      {', '.join(f'{name} {value:g}' for name, value in record.lease.items())}")
     for condition in fields["conditions"]:
         echo(f"  note       {condition}")
     for event in events:
@@ -139,7 +139,7 @@ def machines_reap(
     from perilune.control.machines.sweep import reconcile_all, terminate_unrecorded
 
     control = open_control()
-    found = terminate_unrecorded(_fleet(control), grace)
+    keys = terminate_unrecorded(_fleet(control), grace)
     until = time.monotonic() + wait
     while True:
         reconcile_all(_fleet(control))
@@ -148,9 +148,9 @@ def machines_reap(
             break
         time.sleep(REAP_SECONDS)
     if as_json:
-        print_json({"found": found, "terminating": [machine_document(machine) for machine in going]})
+        print_json({"found": keys, "terminating": [machine_document(machine) for machine in going]})
     else:
-        for key in found:
+        for key in keys:
             echo(f"{key}: was not recorded here; terminating it")
         echo(f"{len(going)} not proven gone yet" if going else "no machine is left to terminate")
     if going:
@@ -171,15 +171,15 @@ def machines_rm(
     perilune machines rm perilune-7kq2m0x9ab-01jd0x-1-0
     """
     control = open_control()
-    found = _find(_fleet(control), machine)
-    if found.idle_since is None and found.state != "gone" and not force:
+    record = _find(_fleet(control), machine)
+    if record.idle_since is None and record.state != "gone" and not force:
         raise RequestError(
-            f"attempt {found.epoch} of run {found.run_id} runs on it",
-            where=found.key,
-            remedy=f"perilune cancel {found.run_id}, or add --force",
+            f"attempt {record.epoch} of run {record.run_id} runs on it",
+            where=record.key,
+            remedy=f"perilune cancel {record.run_id}, or add --force",
         )
-    _fleet(control).request_termination(found.key, "requested by the user")
-    ended = _fleet(control).reconcile(found.key)
+    _fleet(control).request_termination(record.key, "requested by the user")
+    ended = _fleet(control).reconcile(record.key)
     assert ended is not None
     if as_json:
         print_json(machine_document(ended))
@@ -334,8 +334,8 @@ def _fleet(control: Control) -> Fleet:
 
 def _find(fleet: Fleet, reference: str) -> Machine:
     machines = fleet.machines(include_gone=True)
-    fitting = [one for one in machines if one.key == reference] or [
-        one for one in machines if reference and one.key.endswith(reference.lower())
+    fitting = [machine for machine in machines if machine.key == reference] or [
+        machine for machine in machines if reference and machine.key.endswith(reference.lower())
     ]
     if len(fitting) == 1:
         return fitting[0]

@@ -19,19 +19,19 @@ def list_secrets(as_json: Json = False) -> None:
     """List the configured secrets and whether each has a value."""
     from perilune.bundle.secret_sources import read_sources, secret_value, sources_file
 
-    found = []
+    rows = []
     for name, source in sorted(read_sources().items()):
         try:
             problem = "" if secret_value(name) else "no value"
         except RequestError as error:
             problem = error.what
-        found.append({"name": name, "kept_in": str(source), "set": not problem, "problem": problem})
+        rows.append({"name": name, "kept_in": str(source), "set": not problem, "problem": problem})
     if as_json:
-        print_json({"file": str(sources_file()), "secrets": found})
-    elif not found:
+        print_json({"file": str(sources_file()), "secrets": rows})
+    elif not rows:
         echo("no secrets are configured; a secret is then read from the environment variable of its name")
-    for one in found if not as_json else ():
-        echo(f"{one['name']}  {one['kept_in']}  {one['problem'] or 'set'}")
+    for row in rows if not as_json else ():
+        echo(f"{row['name']}  {row['kept_in']}  {row['problem'] or 'set'}")
 
 
 @app.command(

@@ -24,13 +24,13 @@ def list_templates(as_json: Json = False) -> None:
     from perilune.control.runs.templates import load_template, template_names
 
     home = Home.open()
-    found = {name: load_template(home, name) for name in template_names(home)}
+    templates = {name: load_template(home, name) for name in template_names(home)}
     if as_json:
-        print_json([{"id": name, **one.model_dump(mode="json")} for name, one in found.items()])
+        print_json([{"id": name, **template.model_dump(mode="json")} for name, template in templates.items()])
         return
-    width = max(map(len, found))
-    for name, one in found.items():
-        echo(f"{name:<{width}}  {one.placement.name:<5}  {one.description}".rstrip())
+    width = max(map(len, templates))
+    for name, template in templates.items():
+        echo(f"{name:<{width}}  {template.placement.name:<5}  {template.description}".rstrip())
 
 
 @app.command()
@@ -67,9 +67,9 @@ def validate(name: Name, as_json: Json = False) -> None:
 
     home = Home.open()
     template = load_template(home, name)
-    place, providers = template.placement, Providers(home)
-    if isinstance(place, RentedTarget) and place.provider in providers.names():
-        for problem in providers.problems(place.provider, [place.kind]):
+    target, providers = template.placement, Providers(home)
+    if isinstance(target, RentedTarget) and target.provider in providers.names():
+        for problem in providers.problems(target.provider, [target.kind]):
             raise problem
     if as_json:
         print_json({"valid": True, "placement": template.placement.name})

@@ -51,15 +51,15 @@ def push(
     chosen = (
         [find_run(control, run)]
         if run
-        else [one for one in list_ended_runs(control) if one.state == "succeeded"]
+        else [record for record in list_ended_runs(control) if record.state == "succeeded"]
     )
     sent = {}
-    for one in chosen:
-        if run is None and one.id in stored:
+    for record in chosen:
+        if run is None and record.id in stored:
             continue
-        sent[one.id] = remote.push(control, one)
+        sent[record.id] = remote.push(control, record)
         if not as_json:
-            echo(f"{one.stage} ({one.id}): {sent[one.id]:,} bytes uploaded")
+            echo(f"{record.stage} ({record.id}): {sent[record.id]:,} bytes uploaded")
     if as_json:
         print_json({"store": remote.url, "sent": sent})
     elif not sent:
@@ -80,7 +80,7 @@ def pull(
     from perilune.control.evidence.artifact_store import ArtifactStore
 
     remote = ArtifactStore.open(store)
-    fitting = [one for one in remote.runs() if one.startswith(run.upper())]
+    fitting = [run_id for run_id in remote.runs() if run_id.startswith(run.upper())]
     if len(fitting) != 1:
         what = f"'{run}' matches {len(fitting)} runs" if fitting else f"the store has no run '{run}'"
         raise RequestError(what, where=remote.url, remedy="perilune artifacts list")
@@ -97,11 +97,11 @@ def list_runs(store: StoreOption = None, as_json: Json = False) -> None:
     from perilune.control.evidence.artifact_store import ArtifactStore
 
     remote = ArtifactStore.open(store)
-    found = remote.runs()
+    runs = remote.runs()
     if as_json:
-        print_json({"store": remote.url, "runs": found})
+        print_json({"store": remote.url, "runs": runs})
     else:
-        echo("\n".join(found) or "no runs yet")
+        echo("\n".join(runs) or "no runs yet")
 
 
 def collect(
@@ -118,11 +118,11 @@ def collect(
     """
     from perilune.control.runs.requests import collect_evidence as collect_run
 
-    control, found = open_run(run)
-    files = collect_run(control, found.id, out)
-    place = out or control.directory(found)
+    control, record = open_run(run)
+    files = collect_run(control, record.id, out)
+    folder = out or control.directory(record)
     if as_json:
         listed = [str(file) for file in files]
-        print_json({"run": found.id, "stage": found.stage, "directory": str(place), "files": listed})
+        print_json({"run": record.id, "stage": record.stage, "directory": str(folder), "files": listed})
     else:
-        echo(f"{found.stage}: {len(files)} files in {place}, complete")
+        echo(f"{record.stage}: {len(files)} files in {folder}, complete")

@@ -46,24 +46,24 @@ def gc(
     if yes:
         Home.locate().release_reserve()  # disk space to record the deletion
     control = open_control()
-    found = disk_usage(control)
+    uses = disk_usage(control)
     beside = {name: count for name, count in other_usage(control.home).items() if count}
     chosen = find_removable(control, checkpoints=checkpoints, unused_days=unused_days)
     if not as_json:
-        _print_uses(found)
+        _print_uses(uses)
         for name, count in beside.items():
             echo(f"{format_size(count):>10}  {name}")
-        total = sum(use.bytes for use in found) + sum(beside.values())
+        total = sum(use.bytes for use in uses) + sum(beside.values())
         echo(f"{format_size(total):>10}  total in {control.home.root}")
     removed = list(remove_items(control, chosen)) if yes else []
     if as_json:
         print_json(
             {
                 "home": str(control.home.root),
-                "runs": [asdict(use) | {"bytes": use.bytes} for use in found],
+                "runs": [asdict(use) | {"bytes": use.bytes} for use in uses],
                 "others": beside,
-                "removable": [asdict(one) for one in chosen],
-                "removed": [asdict(one) for one in removed],
+                "removable": [asdict(item) for item in chosen],
+                "removed": [asdict(item) for item in removed],
             }
         )
         return
@@ -80,10 +80,10 @@ def _print_end(
     elif yes:
         left = len(chosen) - len(removed)
         used = f"; kept {left} that are in use" if left else ""
-        echo(f"deleted {format_size(sum(one.bytes for one in removed))}{used}")
+        echo(f"deleted {format_size(sum(item.bytes for item in removed))}{used}")
     else:
         option = " --checkpoints" if checkpoints else ""
-        echo(f"{format_size(sum(one.bytes for one in chosen))} can be deleted: perilune gc{option} --yes")
+        echo(f"{format_size(sum(item.bytes for item in chosen))} can be deleted: perilune gc{option} --yes")
 
 
 def _print_uses(found: Sequence[DiskUsage]) -> None:
@@ -105,12 +105,12 @@ def _print_uses(found: Sequence[DiskUsage]) -> None:
 
 
 def _print_removable(chosen: Sequence[Removable]) -> None:
-    for one in chosen:
+    for item in chosen:
         what = {
-            "attempt": f"attempt {one.epoch} of {one.run_id}",
-            "checkpoints": f"{plural(len(one.names), 'intermediate checkpoint')} of {one.run_id}",
-        }.get(one.kind, f"environment {one.path.name}")
-        echo(f"{format_size(one.bytes):>10}  {what}\n            {one.why}")
+            "attempt": f"attempt {item.epoch} of {item.run_id}",
+            "checkpoints": f"{plural(len(item.names), 'intermediate checkpoint')} of {item.run_id}",
+        }.get(item.kind, f"environment {item.path.name}")
+        echo(f"{format_size(item.bytes):>10}  {what}\n            {item.why}")
 
 
 def rm(
@@ -144,22 +144,22 @@ def rm(
     if yes:
         Home.locate().release_reserve()  # disk space to record the deletion
     control = open_control()
-    found = find_experiment(control, experiment)
-    removal = plan_removal(control, found.id)
+    record = find_experiment(control, experiment)
+    removal = plan_removal(control, record.id)
     freed = removal_bytes(control, removal)
     if not as_json:
         _print_removal(removal, freed)
     if removal.blockers:
         what, remedy = removal.blockers[0]
-        raise RequestError(f"{found.name} cannot be removed now: {what}", where=found.id, remedy=remedy)
+        raise RequestError(f"{record.name} cannot be removed now: {what}", where=record.id, remedy=remedy)
     if yes:
-        removal = remove_experiment(control, found.id)
+        removal = remove_experiment(control, record.id)
     if as_json:
         runs = [run.id for run in removal.runs]
-        document = {"experiment": found.id, "name": found.name, "runs": runs, "kept": removal.kept}
+        document = {"experiment": record.id, "name": record.name, "runs": runs, "kept": removal.kept}
         print_json(document | {"copied": list(removal.copied), "bytes": freed, "removed": yes})
     else:
-        echo(f"removed {found.name}" if yes else f"to remove it: perilune rm {experiment} --yes")
+        echo(f"removed {record.name}" if yes else f"to remove it: perilune rm {experiment} --yes")
 
 
 def _print_removal(removal: Removal, freed: int) -> None:

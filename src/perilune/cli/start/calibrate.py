@@ -64,12 +64,12 @@ def calibrate(
 
     loaded = load_recipe(recipe, overrides or [])
     with Console(stderr=True).status("Calibrating") as status:
-        found = measure_times(loaded, seconds, status.update)
-    save_coefficients(Home.open().root, found)
+        calibrated = measure_times(loaded, seconds, status.update)
+    save_coefficients(Home.open().root, calibrated)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(calibrated))
         return
-    for line in describe(found):
+    for line in describe(calibrated):
         echo(line)
     echo(f"To predict a run: perilune simulate {shlex.quote(recipe)}")
 
@@ -96,7 +96,7 @@ def measure_times(
         step, error = measure_steps(decoder, seconds, clock, report)
         publish = _publish_seconds(decoder, clock)
     report("Measuring the learner with a small recipe")
-    parameters = sum(one.numel() for one in decoder.parameters())
+    parameters = sum(parameter.numel() for parameter in decoder.parameters())
     training = _measure_training(recipe, SHAPES if parameters < LARGE_MODEL else SMALL_SHAPES)
     times = MeasuredTimes(step=step, publish=publish, **training)
     return Calibrated(
@@ -149,9 +149,9 @@ def _measure_training(recipe: Recipe, shapes: tuple[tuple[int, int, int], ...]) 
     text = RECIPE.format(sums=SUMS, model=json.dumps(section), resources=json.dumps(resources), stages=stages)
     with run_on_sums(text) as document:
         folders = [Path(bundle) / "artifacts" for bundle in document["bundles"].values()]
-        found = fit_training(folders, [stage["seconds"] for stage in document["stages"]])
+        fitted = fit_training(folders, [stage["seconds"] for stage in document["stages"]])
         trial = try_environment(SECTION, 0, recipe_tokenizer(recipe.model.model_dump()), None)
-    return asdict(found) | {"episode": trial.episode}
+    return asdict(fitted) | {"episode": trial.episode}
 
 
 def describe(found: Calibrated) -> list[str]:

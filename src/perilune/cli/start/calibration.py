@@ -125,8 +125,8 @@ class Calibration:
 
     def seconds(self, kind: str, parameters: int) -> tuple[float, float]:
         """Interpolate the times of `kind` (a field of `Speed`) with power laws through the nearest sizes."""
-        ordered = sorted(self.speeds, key=lambda one: abs(math.log(one.parameters / parameters)))[:2]
-        low, high = sorted(ordered, key=lambda one: one.parameters)
+        ordered = sorted(self.speeds, key=lambda speed: abs(math.log(speed.parameters / parameters)))[:2]
+        low, high = sorted(ordered, key=lambda speed: speed.parameters)
         share = math.log(parameters / low.parameters) / math.log(high.parameters / low.parameters)
         constant, token = (
             float(small * (large / small) ** share)
@@ -137,12 +137,12 @@ class Calibration:
 
 def calibrate_devices(devices: Sequence[str], seconds: float) -> list[Calibration]:
     """Measure a small recipe, and each device ("cuda", or a number of threads) for a share of `seconds`."""
-    overhead, found = measure_overhead(), []
+    overhead, calibrations = measure_overhead(), []
     for device in devices:
         with device_clock(device) as clock:
             speeds = measure_speeds(device, seconds / len(devices), clock)
-        found.append(Calibration(device, speeds, overhead, time.time()))
-    return found
+        calibrations.append(Calibration(device, speeds, overhead, time.time()))
+    return calibrations
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def measure_speeds(device: str, seconds: float, clock: Callable[[], float]) -> t
         decode = _fit_line(DECODE_ROWS, partial(_decode_seconds, model, share, clock))
         update = _fit_line(UPDATE_TOKENS, partial(_update_seconds, model, share, clock))
         reinforce = _fit_line(UPDATE_TOKENS, partial(_rl_seconds, model, share, clock))
-        parameters = sum(one.numel() for one in model.parameters())
+        parameters = sum(parameter.numel() for parameter in model.parameters())
         speeds.append(Speed(parameters, decode, update, reinforce))
     return tuple(speeds)
 
@@ -203,9 +203,9 @@ def _decode_seconds(model: Decoder, seconds: float, clock: Callable[[], float], 
     """Return the seconds of a decode step."""
     from perilune.engine.throughput import measure_throughput
 
-    found = measure_throughput(model, seconds=seconds, groups=rows // 8)
-    spent = found.processor if clock is time.process_time else found.seconds
-    return spent / (found.tokens / rows)
+    throughput = measure_throughput(model, seconds=seconds, groups=rows // 8)
+    spent = throughput.processor if clock is time.process_time else throughput.seconds
+    return spent / (throughput.tokens / rows)
 
 
 def _update_seconds(model: Decoder, seconds: float, clock: Callable[[], float], tokens: int) -> float:
@@ -214,7 +214,7 @@ def _update_seconds(model: Decoder, seconds: float, clock: Callable[[], float], 
     from perilune.learn.batch import pack
     from perilune.learn.trainer import Learner
 
-    episodes = [one for group in _sample_groups(model, tokens) for one in group]
+    episodes = [episode for group in _sample_groups(model, tokens) for episode in group]
     learner, weigh = Learner(model), algorithm("sft")
 
     def step() -> None:
@@ -259,14 +259,14 @@ def _sample_groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
                 seed=0,
                 messages=(),
                 prompt_ids=row,
-                token_ids=one.token_ids,
-                loss_mask=np.ones(len(one.token_ids), np.bool_),
-                logprobs=one.logprobs,
-                policy_version=one.policy_version,
+                token_ids=answer.token_ids,
+                loss_mask=np.ones(len(answer.token_ids), np.bool_),
+                logprobs=answer.logprobs,
+                policy_version=answer.policy_version,
                 finish_reason="stop",
                 reward=float(sample % 2),
             )
-            for sample, one in enumerate(group)
+            for sample, answer in enumerate(group)
         )
         for number, (row, group) in enumerate(zip(ids, sampled, strict=True))
     ]
@@ -298,7 +298,7 @@ def measure_overhead() -> Overhead:
     (few,), (many,) = lines["evaluate"], lines.pop("many")
     turn = (many["processor"] - few["processor"]) / (ANSWER_COUNTS[1] - ANSWER_COUNTS[0])
     lines["evaluate"] = []  # its few answers take no time
-    steps = {name: sum(line[part] for line in found for part in STEP_PARTS) for name, found in lines.items()}
+    steps = {name: sum(line[part] for line in rows for part in STEP_PARTS) for name, rows in lines.items()}
     stages = {name: took[name] - seconds for name, seconds in steps.items()}
     step = median(line["other"] for line in lines["rl"])
     peaks = {name: memory[name] for name in ("sft", "rl", "evaluate")}
@@ -353,16 +353,16 @@ def machine_name() -> str:
 def save_calibrations(home: Path, found: Sequence[Calibration]) -> None:
     """Write the calibrations of this machine to the home; those of other machines stay."""
     document = read_json_or_empty(home / CALIBRATION_FILE)
-    document[machine_name()] = {one.device: asdict(one) for one in found}
+    document[machine_name()] = {calibration.device: asdict(calibration) for calibration in found}
     write_json(home / CALIBRATION_FILE, document)
 
 
 def load_calibration(home: Path, device: str) -> Calibration | None:
     """Return the calibration of a device of this machine ("cuda", or a number of threads), or None."""
-    found = read_json_or_empty(home / CALIBRATION_FILE).get(machine_name(), {}).get(device)
+    saved = read_json_or_empty(home / CALIBRATION_FILE).get(machine_name(), {}).get(device)
     try:
         kinds = ("decode", "update", "reinforce")
-        speeds = [Speed(one["parameters"], *(tuple(one[kind]) for kind in kinds)) for one in found["speeds"]]
-        return Calibration(device, tuple(speeds), Overhead(**found["overhead"]), found["measured"])
+        speeds = [Speed(row["parameters"], *(tuple(row[kind]) for kind in kinds)) for row in saved["speeds"]]
+        return Calibration(device, tuple(speeds), Overhead(**saved["overhead"]), saved["measured"])
     except (TypeError, KeyError):  # none, or written by an earlier version
         return None

@@ -77,7 +77,7 @@ def doctor(
     if as_json:
         diagnosis = diagnose(seconds)
         calibrated = calibrate_home(diagnosis, seconds)
-        print_json(asdict(diagnosis) | {"calibration": [asdict(one) for one in calibrated]})
+        print_json(asdict(diagnosis) | {"calibration": [asdict(calibration) for calibration in calibrated]})
     else:
         from rich.console import Console
 
@@ -110,11 +110,11 @@ def calibrate_home(diagnosis: Diagnosis, seconds: float) -> list[Calibration]:
     from perilune.cli.start.calibration import calibrate_devices, save_calibrations
     from perilune.control.record.home import Home
 
-    gpu = ["cuda"] if any(one.device == "cuda" for one in diagnosis.rollouts) else []
+    gpu = ["cuda"] if any(speed.device == "cuda" for speed in diagnosis.rollouts) else []
     devices = [*map(str, sorted({1, usable_threads()})), *gpu]
-    found = calibrate_devices(devices, seconds * len(devices))
-    save_calibrations(Home.open().root, found)
-    return found
+    calibrations = calibrate_devices(devices, seconds * len(devices))
+    save_calibrations(Home.open().root, calibrations)
+    return calibrations
 
 
 def diagnose(seconds: float, say: Callable[[str], None] = lambda text: None) -> Diagnosis:
@@ -246,16 +246,16 @@ def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[SamplingS
         speed = measure_throughput(model, seconds=seconds / len(settings))
         rollouts.append(SamplingSpeed(device, threads, speed.tokens_per_second, speed.tokens, speed.seconds))
     torch.set_num_threads(before)
-    return sorted(rollouts, key=lambda one: -one.tokens_per_second), list(_threads(rollouts))
+    return sorted(rollouts, key=lambda rollout: -rollout.tokens_per_second), list(_threads(rollouts))
 
 
 def _threads(rollouts: Sequence[SamplingSpeed]) -> Iterator[Finding]:
     """Advise one thread if more are slower, which happens when other processes use the cores too."""
     from perilune.execution.readiness import Finding
 
-    one, *more = (speed for speed in rollouts if speed.device == "cpu")
-    if more and more[0].tokens_per_second < 0.8 * one.tokens_per_second:
-        ratio = one.tokens_per_second / more[0].tokens_per_second
+    single, *more = (speed for speed in rollouts if speed.device == "cpu")
+    if more and more[0].tokens_per_second < 0.8 * single.tokens_per_second:
+        ratio = single.tokens_per_second / more[0].tokens_per_second
         slower = f"a small model samples {ratio:.1f} times slower on {more[0].threads} threads than on one"
         yield Finding("threads", "advice", slower, "taskset -c 0 perilune run RECIPE")
 
@@ -280,14 +280,14 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
 
     if diagnosis.rollouts:
         console.print("\nSampling speed of the tiny preset (0.3 million parameters):", style="bold")
-        for one in diagnosis.rollouts:
-            device = f"cpu, {plural(one.threads, 'thread')}" if one.device == "cpu" else one.device
-            console.print(f"  {device:<16} {one.tokens_per_second:>10,.0f} tokens/s", highlight=False)
+        for speed in diagnosis.rollouts:
+            device = f"cpu, {plural(speed.threads, 'thread')}" if speed.device == "cpu" else speed.device
+            console.print(f"  {device:<16} {speed.tokens_per_second:>10,.0f} tokens/s", highlight=False)
 
     remedies = [finding for finding in diagnosis.findings if finding.remedy]
     if remedies:
         console.print("\nTo fix:" if not diagnosis.usable else "\nTo improve:", style="bold")
-        for finding in sorted(remedies, key=lambda one: one.status != "missing"):
+        for finding in sorted(remedies, key=lambda finding: finding.status != "missing"):
             # Not wrapped, so that the command can be pasted.
             console.print(
                 Text(f"  {finding.name}: "),

@@ -98,15 +98,15 @@ def estimate(control: Control, recipe: Recipe, trial_cache: TrialCache) -> dict[
     tokenizer = recipe_tokenizer(model)
     trials = run_trials(recipe, tokenizer, trial_cache)
     expected = estimate_lengths(control, recipe, trials, tokenizer)
-    found = {}
+    estimates = {}
     for stage in recipe.stages:
         if stage.name in expected:
             job, trial = build_job(recipe, stage), trials.get(stage.name)
             times = _unit_seconds(calibration, parameters, trial, expected[stage.name])
-            one = _estimate_stage(job, expected[stage.name], times, calibration.overhead)
-            if one is not None:
-                found[stage.name] = one
-    return found
+            stage_estimate = _estimate_stage(job, expected[stage.name], times, calibration.overhead)
+            if stage_estimate is not None:
+                estimates[stage.name] = stage_estimate
+    return estimates
 
 
 def run_trials(recipe: Recipe, tokenizer: Tokenizer, trial_cache: TrialCache) -> dict[str, Trial]:
@@ -115,11 +115,11 @@ def run_trials(recipe: Recipe, tokenizer: Tokenizer, trial_cache: TrialCache) ->
 
     jobs = {stage.name: build_job(recipe, stage) for stage in recipe.stages}
     teachers = [job for job in jobs.values() if job.task == "collect"]
-    found = {}
+    trials = {}
     for name, job in jobs.items():
         if not job.environment:
             continue
-        teacher = next((one for one in teachers if one.environment == job.environment), None)
+        teacher = next((teacher for teacher in teachers if teacher.environment == job.environment), None)
         fields = {key: value for key, value in teacher.spec.items() if key != "traces"} if teacher else {}
         key = repr((job.environment, job.model, fields))
         if key not in trial_cache:
@@ -128,8 +128,8 @@ def run_trials(recipe: Recipe, tokenizer: Tokenizer, trial_cache: TrialCache) ->
             except RequestError:  # its tasks cannot be read here
                 trial_cache[key] = None
         if (trial := trial_cache[key]) is not None:
-            found[name] = trial
-    return found
+            trials[name] = trial
+    return trials
 
 
 def _unit_seconds(
@@ -187,7 +187,7 @@ def _estimate_memory(job: Job, expected: ExpectedLengths, process: int) -> int |
     if budget := planned.token_budget:
         rows = spec.get("batch_size", 0) * (1 if job.task == "sft" else 2) or episodes
         ends = zip((expected.low, expected.high), expected.live, strict=True)
-        tokens = [min(budget, live * rows * (one.prompt * one.distinct + one.fed)) for one, live in ends]
+        tokens = [min(budget, live * rows * (end.prompt * end.distinct + end.fed)) for end, live in ends]
         plan = planned.replan(max(1, int(fmean(tokens))))
     if "cache" in persistent and episodes:
         length = int(longest.prompt + longest.fed) + 1
@@ -204,29 +204,29 @@ def _without_files(job: Job) -> Job:
 def sum_estimates(found: Mapping[str, Estimate]) -> Estimate:
     """Return the estimate for all stages, one after the other."""
     every = list(found.values())
-    memory = max((one.memory or 0 for one in every), default=0) or None
+    memory = max((part.memory or 0 for part in every), default=0) or None
     seconds, low, high = (
-        sum(ends) for ends in zip(*((one.seconds, one.low, one.high) for one in every), strict=True)
+        sum(ends) for ends in zip(*((part.seconds, part.low, part.high) for part in every), strict=True)
     )
-    return Estimate(seconds, low, high, memory, "", any(one.at_most for one in every))
+    return Estimate(seconds, low, high, memory, "", any(part.at_most for part in every))
 
 
 def estimate_document(found: Mapping[str, Estimate]) -> dict[str, Any]:
     """Return the estimate as JSON: of all stages, and of each by its name."""
-    stages = {name: asdict(one) for name, one in found.items()}
+    stages = {name: asdict(value) for name, value in found.items()}
     return {"total": asdict(sum_estimates(found)), "stages": stages} if found else {}
 
 
 def save_estimate(folder: Path, found: Mapping[str, Estimate]) -> None:
     """Write the estimate of an experiment, to compare it with the result."""
     if found:
-        write_json(folder / ESTIMATE_FILE, {name: asdict(one) for name, one in found.items()})
+        write_json(folder / ESTIMATE_FILE, {name: asdict(value) for name, value in found.items()})
 
 
 def load_estimate(folder: Path) -> dict[str, Estimate]:
     """Read the estimate of an experiment by stage; empty without one."""
     try:
-        return {name: Estimate(**one) for name, one in dict(read_json(folder / ESTIMATE_FILE)).items()}
+        return {name: Estimate(**fields) for name, fields in dict(read_json(folder / ESTIMATE_FILE)).items()}
     except (RequestError, OSError, TypeError):  # none, or of an earlier version
         return {}
 

@@ -61,15 +61,15 @@ def estimate_lengths(
     Args:
         trials: of the environment of each stage that has one.
     """
-    known: dict[str, ExpectedLengths] = {}
+    expected: dict[str, ExpectedLengths] = {}
     for stage in recipe.stages:
         job = build_job(recipe, stage)
-        found = _lengths_of_data(stage, job, known, tokenizer) or _lengths_of_policy(
-            stage, job, known, trials.get(stage.name)
+        lengths = _lengths_of_data(stage, job, expected, tokenizer) or _lengths_of_policy(
+            stage, job, expected, trials.get(stage.name)
         )
-        if found is not None:
-            known[stage.name] = _use_last_run(control, recipe.name, job, found)
-    return known
+        if lengths is not None:
+            expected[stage.name] = _use_last_run(control, recipe.name, job, lengths)
+    return expected
 
 
 def _lengths_of_data(

@@ -161,8 +161,8 @@ def retry(
     from perilune.control.runs.experiments import follow_run
     from perilune.control.runs.requests import retry_run
 
-    control, found = open_run(run)
-    new = retry_run(control, found.id)
+    control, record = open_run(run)
+    new = retry_run(control, record.id)
     if detach:
         new = control.reconciler.reconcile(new.id)
     else:
@@ -188,21 +188,21 @@ def reproduce(run: RunArgument, as_json: Json = False) -> None:
     from perilune.control.runs.reproduction import Reproduced
     from perilune.control.runs.reproduction import reproduce_run as run_again
 
-    control, found = open_run(run)
-    last = show_events(run_again(control, found.id))
+    control, record = open_run(run)
+    last = show_events(run_again(control, record.id))
     assert isinstance(last, Reproduced)
     identical = not last.differences
     if as_json:
         differences = [str(difference) for difference in last.differences]
         print_json(
-            {"run": found.id, "stage": found.stage, "identical": identical, "differences": differences}
+            {"run": record.id, "stage": record.stage, "identical": identical, "differences": differences}
             | {"packages": [str(change) for change in last.packages]}
             | ({"directory": str(last.directory)} if last.directory else {})
         )
     elif identical:
-        echo(f"{found.stage}: reproduced; all computed files are identical")
+        echo(f"{record.stage}: reproduced; all computed files are identical")
     else:
-        echo(f"{found.stage}: not reproduced; the second run is in {last.directory}")
+        echo(f"{record.stage}: not reproduced; the second run is in {last.directory}")
         for difference in last.differences:
             echo(f"  {difference}")
     if not as_json and last.packages:

@@ -106,15 +106,15 @@ def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) ->
         environment = "/".join(
             str(recipe.environment[key]) for key in ("id", "task") if key in recipe.environment
         )
-        asked = f", environment {environment}" if environment else ""
-        lines = [f"{lines[0]}: model {recipe.model.preset or recipe.model.path}{asked}"]
+        suffix = f", environment {environment}" if environment else ""
+        lines = [f"{lines[0]}: model {recipe.model.preset or recipe.model.path}{suffix}"]
         if tokenizer := describe_tokenizer(recipe):
             lines.append(f"  tokenizer: {tokenizer}")
     labels = [name for stage in stages for name in stage["derived"]]
     width = max((len(label) for label in labels), default=0)
     for stage in stages:
-        taken = ", ".join(f"{field} from {source}" for field, source in stage["consumes"].items())
-        lines.append(f"  {stage['name']}: {stage['task']}" + (f" ({taken})" if taken else ""))
+        inputs = ", ".join(f"{field} from {source}" for field, source in stage["consumes"].items())
+        lines.append(f"  {stage['name']}: {stage['task']}" + (f" ({inputs})" if inputs else ""))
         lines += [f"      {name:<{width}}  {value}" for name, value in stage["derived"].items()]
     out.write(format_for_terminal("\n".join(lines)) + "\n")
     out.flush()
@@ -152,11 +152,11 @@ def print_estimate(
         fact = f"unknown: no calibration of this device. Run `perilune doctor`{there}"
     out.write(format_for_terminal(f"  {'time':<9}{fact}") + "\n")
     if estimated and template is not None and template.price is not None:
-        every = sum_estimates(estimated)
+        total = sum_estimates(estimated)
         low, middle, high = (
-            compute_cost(template.price, one) for one in (every.low, every.seconds, every.high)
+            compute_cost(template.price, seconds) for seconds in (total.low, total.seconds, total.high)
         )
-        range_ = f"at most {high:.4g}" if every.at_most else f"about {middle:.4g} ({low:.4g} to {high:.4g})"
+        range_ = f"at most {high:.4g}" if total.at_most else f"about {middle:.4g} ({low:.4g} to {high:.4g})"
         out.write(f"  {'cost':<9}{range_}, at {template.price:.4g} per hour\n")
 
 

@@ -123,14 +123,14 @@ def _heldout_needs(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
 
 def _require_tasks(key: str, section: Mapping[str, Any], split: Split, count: int, seed: int) -> None:
     """Refuse a stage that needs more tasks than there are, if there are fewer than `MAX_COUNTED_TASKS`."""
-    found = _count_tasks(canonical_json(section), split, seed, min(count, MAX_COUNTED_TASKS))
-    if found < min(count, MAX_COUNTED_TASKS):
+    available = _count_tasks(canonical_json(section), split, seed, min(count, MAX_COUNTED_TASKS))
+    if available < min(count, MAX_COUNTED_TASKS):
         kind = "held-out" if split == "heldout" else "training"
         raise RequestError(
-            f"{make_environment(section).id} has {found} {kind} tasks, and the stage needs {count}",
+            f"{make_environment(section).id} has {available} {kind} tasks, and the stage needs {count}",
             where=key,
-            remedy=f"set it to {found} at most, or widen the environment's config"
-            if found
+            remedy=f"set it to {available} at most, or widen the environment's config"
+            if available
             else "widen the environment's config",
         )
 
@@ -160,11 +160,11 @@ def _task_warnings(job: Job) -> Iterator[str]:
     """Look for training tasks with the same id, and for a prompt that leaves no room for an answer."""
     environment = make_environment(job.environment)
     tasks = list(islice(environment.tasks("train", job.seed), COMPARED_TASKS))
-    repeated = [(count, one) for one, count in Counter(task.task_id for task in tasks).items() if count > 1]
+    repeated = [(count, key) for key, count in Counter(task.task_id for task in tasks).items() if count > 1]
     if repeated:
-        count, one = max(repeated)
+        count, key = max(repeated)
         yield (
-            f"{count} of the first {len(tasks)} training tasks of {environment.id} have the id {one!r}:"
+            f"{count} of the first {len(tasks)} training tasks of {environment.id} have the id {key!r}:"
             " give each task an id of its own"
         )
     if tasks and job.model and job.model.get("tokenizer") != "bpe":  # which is made from the tasks
@@ -205,7 +205,7 @@ def _scoring_failure(section: bytes, seed: int) -> str:
     with Scorer(whole) as scorer:
         tasks = islice(make_environment(whole).tasks("train", seed), 1)
         outcomes = scorer.score([(task, Transcript("0")) for task in tasks])
-    return "".join(one.reason for one in outcomes if isinstance(one, Failure))
+    return "".join(outcome.reason for outcome in outcomes if isinstance(outcome, Failure))
 
 
 def _teacher_warnings(job: Job) -> Iterator[str]:
@@ -229,13 +229,13 @@ def _teacher_warnings(job: Job) -> Iterator[str]:
     from perilune.data.texts import Text, find_missing_character
     from perilune.models.text.template_facts import recipe_tokenizer
 
-    answers = (Text("the teacher's answers", text) for one in candidates for text in one.transcript.actions)
+    answers = (Text("the teacher's answers", text) for item in candidates for text in item.transcript.actions)
     _require_tokens(find_missing_character(answers, recipe_tokenizer(job.model).lacks))
-    outcomes = _score(job, [(one.task, one.transcript) for one in candidates])
-    failed = [one.reason for one in outcomes if isinstance(one, Failure)]
+    outcomes = _score(job, [(candidate.task, candidate.transcript) for candidate in candidates])
+    failed = [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)]
     if len(failed) == len(outcomes):
         yield f"the verifier fails on all of the teacher's first {len(outcomes)} answers: {failed[0]}"
-    elif not any(not isinstance(one, Failure) and one.reward >= 1 for one in outcomes):
+    elif not any(not isinstance(outcome, Failure) and outcome.reward >= 1 for outcome in outcomes):
         yield (
             f"the verifier rejects the teacher's answers to all of the first {len(candidates)} tasks:"
             f" '{teacher.name}' may not fit {environment.id}"

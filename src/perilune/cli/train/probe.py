@@ -58,21 +58,21 @@ def probe(
     """
     folder = find_checkpoint(checkpoint)
     fields = {"tasks": tasks, "samples": samples, "max_tokens": max_tokens}
-    found: list[tuple[Learnability, str]] = []
+    results: list[tuple[Learnability, str]] = []
     failures: dict[str, PeriluneError] = {}
-    names = [name for given in environments for name in _expand_families(given)]
+    names = [name for environment in environments for name in _expand_families(environment)]
     for name in dict.fromkeys(names):
         try:
-            found.append(_evaluate(folder, environment_section(name, settings), fields, seed, checkpoint))
+            results.append(_evaluate(folder, environment_section(name, settings), fields, seed, checkpoint))
         except PeriluneError as error:
             failures[name] = error
             echo(f"{name}: {error}", err=True)
-    found.sort(key=lambda one: (one[0].live is not None and one[0].live.mean, one[0].pass_at_1.mean))
-    found.reverse()
+    results.sort(key=lambda row: (row[0].live is not None and row[0].live.mean, row[0].pass_at_1.mean))
+    results.reverse()
     if as_json:
-        print_json(_document(checkpoint, found, failures))
-    elif found:
-        make_console().print(_table([one for one, _ in found]))
+        print_json(_document(checkpoint, results, failures))
+    elif results:
+        make_console().print(_table([result for result, _ in results]))
     if len(names) == len(failures) == 1:
         raise next(iter(failures.values()))
     if failures:
@@ -108,10 +108,10 @@ def _document(
     checkpoint: str, found: Sequence[tuple[Learnability, str]], failures: Mapping[str, PeriluneError]
 ) -> dict[str, Any]:
     rows = []
-    for one, run in found:
-        row = asdict(one)
+    for result, run in found:
+        row = asdict(result)
         for name in ("pass_at_1", "pass_at_k", "live"):
-            interval = getattr(one, name)
+            interval = getattr(result, name)
             row[name] = None if interval is None else interval._asdict()
         rows.append(row | {"run": run})
     return {
@@ -125,10 +125,10 @@ def _table(rows: Sequence[Learnability]) -> Any:
     figures = ("pass@1", f"pass@{rows[0].k}", "live groups", "in form", "length", "cut off")
     table = make_table("environment", *figures)
     table.add_column("verdict")
-    for one in rows:
-        form = "" if one.format is None else f"{one.format:.0%}"
-        measures = (one.pass_at_1, one.pass_at_k, one.live)
+    for row in rows:
+        form = "" if row.format is None else f"{row.format:.0%}"
+        measures = (row.pass_at_1, row.pass_at_k, row.live)
         shares = ("" if measure is None else interval_markup(*measure) for measure in measures)
-        cells = (*shares, form, f"{one.length:.1f}", f"{one.truncated:.0%}")
-        table.add_row(as_markup(one.environment), *cells, as_markup(one.verdict))
+        cells = (*shares, form, f"{row.length:.1f}", f"{row.truncated:.0%}")
+        table.add_row(as_markup(row.environment), *cells, as_markup(row.verdict))
     return table

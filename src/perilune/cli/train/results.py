@@ -36,25 +36,25 @@ def results_document(
     """Return all results as one JSON document. `stages` are those of `recipe`, in the same order."""
     from perilune.cli.train.estimate import compare_with_estimate
 
-    summaries = {one.name: one.summary for one in stages}
+    summaries = {stage.name: stage.summary for stage in stages}
     return {
         "experiment": experiment,
         "recipe": recipe.name,
         "seed": recipe.seed,
         "stages": [
             {
-                "name": one.name,
-                "task": one.task,
-                "run": one.run_id,
-                "state": one.state,
-                "attempts": one.attempts,
-                "seconds": one.seconds,
-                "estimated": asdict(estimated[one.name]) if one.name in estimated else None,
-                "memory": one.summary.get("memory"),
-                "compared": compare_with_estimate(estimated.get(one.name), one.seconds, one.summary),
-                "warnings": list(one.summary.get("warnings") or ()),
+                "name": stage.name,
+                "task": stage.task,
+                "run": stage.run_id,
+                "state": stage.state,
+                "attempts": stage.attempts,
+                "seconds": stage.seconds,
+                "estimated": asdict(estimated[stage.name]) if stage.name in estimated else None,
+                "memory": stage.summary.get("memory"),
+                "compared": compare_with_estimate(estimated.get(stage.name), stage.seconds, stage.summary),
+                "warnings": list(stage.summary.get("warnings") or ()),
             }
-            for one in stages
+            for stage in stages
         ],
         "evaluations": [
             {"stage": stage.name, "checkpoint": stage.consumes.get("checkpoint")}
@@ -64,23 +64,23 @@ def results_document(
             if _is_evaluation(summaries[stage.name])
         ],
         "calibrations": [
-            {"stage": one.name, **{key: one.summary[key] for key in ("sentences", "values", "differences")}}
-            for one in stages
-            if one.summary.get("kind") == "calibration"
+            {"stage": row.name, **{key: row.summary[key] for key in ("sentences", "values", "differences")}}
+            for row in stages
+            if row.summary.get("kind") == "calibration"
         ],
         "forgetting": [
-            {"stage": one.name, **one.summary["forgetting"]} for one in stages if "forgetting" in one.summary
+            {"stage": row.name, **row.summary["forgetting"]} for row in stages if "forgetting" in row.summary
         ],
         "training": [
-            {"stage": one.name, **{key: one.summary[key] for key in TRAINING_KEYS if key in one.summary}}
-            for one in stages
-            if "last" in one.summary
+            {"stage": row.name, **{key: row.summary[key] for key in TRAINING_KEYS if key in row.summary}}
+            for row in stages
+            if "last" in row.summary
         ],
         "held_out": [
-            {"stage": one.name, **one.summary["held_out"]} for one in stages if "held_out" in one.summary
+            {"stage": row.name, **row.summary["held_out"]} for row in stages if "held_out" in row.summary
         ],
         "report": str(report) if report else None,
-        "bundles": {one.name: str(one.attempt_dir) for one in stages if one.attempt_dir},
+        "bundles": {row.name: str(row.attempt_dir) for row in stages if row.attempt_dir},
         "seconds": round(seconds, 3),
     }
 
@@ -94,16 +94,16 @@ def print_results(document: Mapping[str, Any]) -> None:
     for stage in document["stages"]:
         for warning in stage["warnings"]:
             console.print(as_markup(f"warning: {stage['name']}: {warning}"))
-    for sentence in (found for one in evaluations for found in _describe_changes(one)):
+    for sentence in (text for evaluation in evaluations for text in _describe_changes(evaluation)):
         console.print(sentence)
     _print_training(console, document)
-    for one in document["held_out"]:
-        print_held_out(console, one)
-    for one in document["forgetting"]:
-        print_forgetting(console, one)
-    for one in document["calibrations"]:
-        for sentence in one["sentences"]:
-            console.print(as_markup(f"{one['stage']}: {sentence}"))
+    for entry in document["held_out"]:
+        print_held_out(console, entry)
+    for entry in document["forgetting"]:
+        print_forgetting(console, entry)
+    for entry in document["calibrations"]:
+        for sentence in entry["sentences"]:
+            console.print(as_markup(f"{entry['stage']}: {sentence}"))
     _print_estimates(console, document["stages"])
     cost = f", cost {document['cost']:.4g}" if document.get("cost") is not None else ""
     console.print(f"{document['recipe']}, seed {document['seed']}: {document['seconds']:.0f} s{cost}\n")
@@ -114,8 +114,8 @@ def print_results(document: Mapping[str, Any]) -> None:
 
 def next_steps(document: Mapping[str, Any], rerun: str) -> str:
     """List commands to try next; `rerun` is the command that made the document."""
-    trained = next((one for one in document["stages"] if one["task"] == "rl"), document["stages"][-1])
-    answered = document["evaluations"] or any(one["task"] not in SUPERVISED for one in document["stages"])
+    trained = next((stage for stage in document["stages"] if stage["task"] == "rl"), document["stages"][-1])
+    answered = document["evaluations"] or any(stage["task"] not in SUPERVISED for stage in document["stages"])
     lines = [
         ("read the model's answers" if answered else "see the curves", _open_command(document["report"])),
         *(("ask the model", command) for command in _chat_command(document)),
@@ -200,38 +200,38 @@ def _pass_rates(summary: Mapping[str, Any], k: int) -> dict[str, float]:
 
 def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
     """Return a table with one column for each evaluation."""
-    table = make_table("held-out tasks", *(one["stage"] for one in evaluations))
+    table = make_table("held-out tasks", *(evaluation["stage"] for evaluation in evaluations))
 
     def row(label: str, cells: Sequence[str], *, end_section: bool = False) -> None:
         if any(cells):
             table.add_row(label, *cells, end_section=end_section)
 
     for measure in ("pass@1", "pass@8", "greedy"):
-        row(measure, [_format_interval(one.get(measure)) for one in evaluations])
-    for part in sorted({part for one in evaluations for part in one.get("by_environment") or ()}):
-        found = [(one.get("by_environment") or {}).get(part) or {} for one in evaluations]
-        row(f"pass@1 in {as_markup(part)}", [_format_interval(figures.get("pass@1")) for figures in found])
-    row("in the expected form", [_format_number(one.get("format"), ".1%") for one in evaluations])
-    row("live groups", [_format_interval(one.get("live_groups")) for one in evaluations])
-    row("mean length", [_format_number(one["length"]["mean"], ".1f") for one in evaluations])
-    row("tokens/s", [_format_number(one.get("tokens_per_second"), ",.0f") for one in evaluations])
-    row("seconds", [_format_number(one.get("seconds"), ".1f") for one in evaluations], end_section=True)
-    names = sorted({name for one in evaluations for name in one.get("strategies") or ()})
+        row(measure, [_format_interval(entry.get(measure)) for entry in evaluations])
+    for part in sorted({part for entry in evaluations for part in entry.get("by_environment") or ()}):
+        values = [(entry.get("by_environment") or {}).get(part) or {} for entry in evaluations]
+        row(f"pass@1 in {as_markup(part)}", [_format_interval(figures.get("pass@1")) for figures in values])
+    row("in the expected form", [_format_number(entry.get("format"), ".1%") for entry in evaluations])
+    row("live groups", [_format_interval(entry.get("live_groups")) for entry in evaluations])
+    row("mean length", [_format_number(entry["length"]["mean"], ".1f") for entry in evaluations])
+    row("tokens/s", [_format_number(entry.get("tokens_per_second"), ",.0f") for entry in evaluations])
+    row("seconds", [_format_number(entry.get("seconds"), ".1f") for entry in evaluations], end_section=True)
+    names = sorted({name for entry in evaluations for name in entry.get("strategies") or ()})
     for name in names:
-        found = [(one.get("strategies") or {}).get(name) for one in evaluations]
-        row(f"answers: {as_markup(name)}", [_format_strategy(one) for one in found])
+        values = [(entry.get("strategies") or {}).get(name) for entry in evaluations]
+        row(f"answers: {as_markup(name)}", [_format_strategy(value) for value in values])
     return table
 
 
 def _print_estimates(console: Console, stages: Sequence[Mapping[str, Any]]) -> None:
     """Print the time and the memory of the stages next to their estimates, if there are any."""
-    timed = [one for one in stages if one["estimated"] and one["seconds"]]
+    timed = [stage for stage in stages if stage["estimated"] and stage["seconds"]]
     if not timed:
         return
-    expected = sum(one["estimated"]["seconds"] for one in timed)
-    took = sum(one["seconds"] for one in timed)
+    expected = sum(stage["estimated"]["seconds"] for stage in timed)
+    took = sum(stage["seconds"] for stage in timed)
     console.print(f"time: estimated {expected:,.0f} s, took {took:,.0f} s ({took / expected - 1:+.0%})")
-    largest = max(timed, key=lambda one: (one["memory"] or {}).get("peak_bytes", 0))
+    largest = max(timed, key=lambda stage: (stage["memory"] or {}).get("peak_bytes", 0))
     if "memory" in largest["compared"]:
         console.print(as_markup(f"memory of {largest['name']}: {largest['compared']['memory']}"))
 
@@ -240,10 +240,10 @@ def _print_training(console: Console, document: Mapping[str, Any]) -> None:
     """Print the figures of the stages whose checkpoint no stage evaluates."""
     from perilune.metrics.training import describe_training
 
-    evaluated = {one["checkpoint"] for one in document["evaluations"]}
-    for one in document["training"]:
-        if one["stage"] not in evaluated and (sentence := describe_training(one)):
-            console.print(as_markup(f"{one['stage']}: {sentence}"))
+    evaluated = {evaluation["checkpoint"] for evaluation in document["evaluations"]}
+    for stage in document["training"]:
+        if stage["stage"] not in evaluated and (sentence := describe_training(stage)):
+            console.print(as_markup(f"{stage['stage']}: {sentence}"))
 
 
 def print_held_out(console: Console, found: Mapping[str, Any]) -> None:

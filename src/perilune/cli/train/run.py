@@ -299,10 +299,10 @@ def _compute_cost(
     from perilune.control.machines.leases import compute_cost
 
     with control.store.snapshot() as session:
-        rented = cost_of_runs(session, [one.run_id for one in statuses])
+        rented = cost_of_runs(session, [status.run_id for status in statuses])
     if rented is not None or template is None or template.price is None:
         return rented
-    return compute_cost(template.price, sum(one.seconds or 0.0 for one in statuses))
+    return compute_cost(template.price, sum(status.seconds or 0.0 for status in statuses))
 
 
 def _wait_for_termination(control: Control) -> None:

@@ -100,14 +100,14 @@ def simulate(
 
 def _settings(text: str) -> tuple[int | None, ...]:
     """Return the settings to compare: None is synchronous."""
-    found: list[int | None] = []
+    settings: list[int | None] = []
     for word in filter(None, text.split(",")):
         if word != "sync" and not word.isdigit():
             raise RequestError(
                 f"{word!r} is not a staleness", where="--staleness", remedy="give a list such as sync,0,1,2"
             )
-        found.append(None if word == "sync" else int(word))
-    return tuple(found)
+        settings.append(None if word == "sync" else int(word))
+    return tuple(settings)
 
 
 def show(document: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ def chrome_trace(results: Sequence[tuple[str, RunResult]]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     for number, (name, result) in enumerate(results):
         rows = {
-            process: row for row, process in enumerate(dict.fromkeys(one.process for one in result.spans))
+            process: row for row, process in enumerate(dict.fromkeys(span.process for span in result.spans))
         }
         events.append({"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}})
         events += [
@@ -159,11 +159,11 @@ def chrome_trace(results: Sequence[tuple[str, RunResult]]) -> dict[str, Any]:
             {
                 "ph": "X",
                 "pid": number,
-                "tid": rows[one.process],
-                "name": one.name,
-                "ts": round(1e6 * one.begin, 3),
-                "dur": round(1e6 * (one.end - one.begin), 3),
+                "tid": rows[span.process],
+                "name": span.name,
+                "ts": round(1e6 * span.begin, 3),
+                "dur": round(1e6 * (span.end - span.begin), 3),
             }
-            for one in result.spans
+            for span in result.spans
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -79,8 +79,8 @@ def simulate_serving(
     arrivals = _arrivals(requests, seed)
     scaling = Autoscaling.parse(autoscale) if autoscale else None
     served = serve(fleet, card, arrivals, slots=slots, prefill=prefill, autoscaling=scaling, jobs=jobs)
-    found = summarize_fleet(served, fleet, ttft=ttft, tpot=tpot)
-    document = {"machines": machines, "prefill_replicas": prefill, "basis": ASSUMPTIONS, **found}
+    summary = summarize_fleet(served, fleet, ttft=ttft, tpot=tpot)
+    document = {"machines": machines, "prefill_replicas": prefill, "basis": ASSUMPTIONS, **summary}
     if as_json:
         print_json(document | {"simulated_in": time.monotonic() - began})
         return

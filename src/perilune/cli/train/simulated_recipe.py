@@ -85,8 +85,8 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
             row, result = simulator.stage(stage, setting)
             rows.append(row)
             results.append((f"{stage.name}, {row['setting']}", result))
-    left = [stage.name for stage in recipe.stages if stage.task != "rl"]
-    notes = [f"not simulated: {', '.join(left)}. perilune run --plan estimates them"] if left else []
+    others = [stage.name for stage in recipe.stages if stage.task != "rl"]
+    notes = [f"not simulated: {', '.join(others)}. perilune run --plan estimates them"] if others else []
     document = {"recipe": recipe.name, "seed": options.seed, "machines": simulator.where, "stages": rows}
     return document | {"notes": [*simulator.notes, *notes]}, results
 
@@ -111,11 +111,11 @@ class _Simulator:
         if (machines := options.machines) is not None:
             self.where = f"{machines.count} x {machines.name}, {ASSUMPTIONS}"
             return
-        place = describe_machine(device_name(recipe.resources))
+        machine = describe_machine(device_name(recipe.resources))
         self.calibrated = load_coefficients(
-            self.control.home.root, place, model_digest(recipe.model.model_dump())
+            self.control.home.root, machine, model_digest(recipe.model.model_dump())
         )
-        self.where = f"calibrated on {place}"
+        self.where = f"calibrated on {machine}"
 
     def stage(self, stage: Stage, setting: int | None) -> tuple[dict[str, Any], RunResult]:
         """Simulate a stage with a staleness, None for synchronous; a row of the document, and the result."""
@@ -178,8 +178,8 @@ class _Simulator:
             )
         learners = machines.replicas - workers
         groups = lengths.groups(1, 8, plan.samples)
-        fed = sum(len(one.prompt) * len(one.episodes) + one.fed - len(one.prompt) for one in groups)
-        length = round(fed / sum(len(one.episodes) for one in groups))
+        fed = sum(len(group.prompt) * len(group.episodes) + group.fed - len(group.prompt) for group in groups)
+        length = round(fed / sum(len(group.episodes) for group in groups))
         times = ComputedTimes(machines, get_model_card(self.config), length, learners)
         return times, replace(plan, ranks=learners)
 
@@ -197,9 +197,9 @@ class _Simulator:
         if folder is None and (run := find_finished_run(self.control, self.recipe.name, job)) is not None:
             folder, basis = run / "artifacts" / "episodes", "episodes of the last run"
         if folder is not None:
-            found = RecordedLengths.from_folder(folder, self.options.seed, basis, self.options.wait_metric)
-            if found is not None:
-                return found
+            recorded = RecordedLengths.from_folder(folder, self.options.seed, basis, self.options.wait_metric)
+            if recorded is not None:
+                return recorded
             if self.options.episodes is not None:
                 raise RequestError(
                     "has no step-*.parquet", where=str(folder), remedy="name a run's artifacts/episodes"
@@ -214,8 +214,8 @@ class _Simulator:
                 where=f"stages.{stage.name}",
                 remedy="name the episodes of a run with --episodes FOLDER",
             )
-        known = expected[stage.name]
-        low, high = known.low, known.high
+        lengths = expected[stage.name]
+        low, high = lengths.low, lengths.high
         turns = max(1.0, low.turns)
         means = {
             "prompt": low.prompt,
@@ -224,8 +224,8 @@ class _Simulator:
             "turns": turns,
             "observed": max(0.0, low.fed - low.sampled) / max(1.0, turns - 1),
         }
-        live = sum(known.live) / 2 if known.live[0] < 1 else ASSUMED_LIVE_SHARE
-        basis = f"assumed lognormal, mean {means['sampled']:.0f} tokens; {known.basis}"
+        live = sum(lengths.live) / 2 if lengths.live[0] < 1 else ASSUMED_LIVE_SHARE
+        basis = f"assumed lognormal, mean {means['sampled']:.0f} tokens; {lengths.basis}"
         return AssumedLengths(means, self.options.seed, basis, live=live, vocabulary=self.config.vocab_size)
 
     def _row(self, stage: Stage, setting: int | None, lengths: Lengths, result: RunResult) -> dict[str, Any]:

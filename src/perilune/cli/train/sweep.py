@@ -134,7 +134,7 @@ def sweep(
     from perilune.recipe.axes import parse_axis, parse_seeds
     from perilune.recipe.load import load_recipe
 
-    axes = tuple(parse_axis(one) for one in set_ or ())
+    axes = tuple(parse_axis(option) for option in set_ or ())
     arms = _initial_arms(axes, random, search)
     first = load_recipe(recipe, arms[0])
     where = parse_destination(template, with_ or ())
@@ -158,11 +158,11 @@ def sweep(
     control = Control()
     asked = {"recipe": first.model_dump(mode="json"), **options, "seeds": request.seeds}
     fields = {"recipe": recipe, "command": shlex.join(request.command), "metric": metric}
-    found = open_sweep(control, asked, fields, name=name, stem=first.name)
+    opened = open_sweep(control, asked, fields, name=name, stem=first.name)
     if detach:
-        _detach(control, found, request.command, as_json=as_json)
+        _detach(control, opened, request.command, as_json=as_json)
     else:
-        _SweepRun(control, request, found).run(recipes, as_json=as_json)
+        _SweepRun(control, request, opened).run(recipes, as_json=as_json)
 
 
 def _initial_arms(axes: Sequence[Axis], random: int | None, search: int | None) -> list[Settings]:
@@ -173,7 +173,7 @@ def _initial_arms(axes: Sequence[Axis], random: int | None, search: int | None) 
     if random is not None and search is not None:
         raise RequestError("--random and --search exclude each other")
     if search is not None:
-        return [one for one in [propose_arm(axes, (), {}, maximize=True)] if one is not None]
+        return [arm for arm in [propose_arm(axes, (), {}, maximize=True)] if arm is not None]
     return grid_arms(axes) if random is None else sample_arms(axes, random)
 
 
@@ -197,9 +197,9 @@ def _sweep_command(recipe: str, options: dict[str, Any], where: Destination) -> 
     """Return the command line of the sweep."""
     words = ["perilune", "sweep", recipe]
     for option, value in options.items():
-        for one in value if isinstance(value, list) else [value]:
-            if one is not None:
-                words += [f"--{option}", str(one)]
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None:
+                words += [f"--{option}", str(item)]
     return (*words, *where.options)
 
 
@@ -217,8 +217,8 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
     calibrated = _estimate_seconds(list(recipes.values()), ahead.arms, template)
     seconds = ahead.seconds if calibrated is None else calibrated
     arms = [
-        {"settings": list(settings), "seed": seed, **asdict(one)}
-        for (settings, seed), one in zip(recipes, ahead.arms, strict=True)
+        {"settings": list(settings), "seed": seed, **asdict(arm)}
+        for (settings, seed), arm in zip(recipes, ahead.arms, strict=True)
     ]
     document = {
         "recipe": request.recipe,
@@ -233,12 +233,12 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
         print_json(document)
         return
     echo(f"{first.name}: {plural(len(arms), 'experiment')}, {plural(runs, 'run')} of stages to do")
-    for (settings, seed), one in list(zip(recipes, ahead.arms, strict=True))[:MAX_LISTED_ARMS]:
+    for (settings, seed), arm in list(zip(recipes, ahead.arms, strict=True))[:MAX_LISTED_ARMS]:
         parts = [
-            f"{count} {word}" for count, word in ((one.shared, "shared"), (one.done, "finished")) if count
+            f"{count} {word}" for count, word in ((arm.shared, "shared"), (arm.done, "finished")) if count
         ]
         more = f" ({', '.join(parts)})" if parts else ""
-        echo(f"  {' '.join(make_overrides(settings, seed))}: {plural(one.stages, 'stage')}{more}")
+        echo(f"  {' '.join(make_overrides(settings, seed))}: {plural(arm.stages, 'stage')}{more}")
     if len(arms) > MAX_LISTED_ARMS:
         echo(f"  and {len(arms) - MAX_LISTED_ARMS} more: --plan --json lists all")
     if request.search is not None:
@@ -260,10 +260,10 @@ def _estimate_seconds(
     trial_cache: TrialCache = {}
     seconds = 0.0
     for recipe, arm in zip(recipes, arms, strict=True):
-        found = estimate_locally(recipe, template, trial_cache) if arm.to_run else {}
-        if not found.keys() >= set(arm.to_run):
+        estimates = estimate_locally(recipe, template, trial_cache) if arm.to_run else {}
+        if not estimates.keys() >= set(arm.to_run):
             return None
-        seconds += sum(found[stage].seconds for stage in arm.to_run)
+        seconds += sum(estimates[stage].seconds for stage in arm.to_run)
     return seconds
 
 
@@ -318,8 +318,8 @@ class _SweepRun:
             KeyboardInterrupt: after Ctrl-C, once the runs have stopped.
         """
         began = time.monotonic()
-        known = {arm.settings: arm.experiments for arm in self.sweep.arms}
-        arms = [*dict.fromkeys([*known, *(settings for settings, _ in recipes)])]
+        recorded = {arm.settings: arm.experiments for arm in self.sweep.arms}
+        arms = [*dict.fromkeys([*recorded, *(settings for settings, _ in recipes)])]
         with self.view:
             try:
                 for settings in arms:
@@ -389,13 +389,13 @@ class _SweepRun:
         from perilune.control.runs.experiments import read_progress
 
         label, stage = self.labels[experiment], state.stage
-        if experiment not in self.begun and any(one.attempt_dir is not None for one in state.stages):
+        if experiment not in self.begun and any(status.attempt_dir is not None for status in state.stages):
             self.begun.add(experiment)
             self.view.start(label, "")
-        for one in state.stages:
-            if one.attempt_dir is not None and one.run_id not in self.tracked:
-                self.tracked.add(one.run_id)
-                self.trackers.begin(one.name, one.run_id, ended=one.seconds is not None)
+        for status in state.stages:
+            if status.attempt_dir is not None and status.run_id not in self.tracked:
+                self.tracked.add(status.run_id)
+                self.trackers.begin(status.name, status.run_id, ended=status.seconds is not None)
         if state.is_over:
             done = len(self.labels) - len(self.runner.live)
             note = state.problem or describe_result(stage)
@@ -403,9 +403,9 @@ class _SweepRun:
                 self.failed[experiment] = state.problem
             mark = "failed" if state.problem else "done"
             self.view.end(label, mark, f"{note}; {done} of {len(self.labels)} ended".lstrip("; "))
-        elif stage.state == "active" and stage.attempt_dir and (found := read_progress(stage.attempt_dir)):
-            unit = f"{found['unit']} of {stage.name}"
-            self.view.update(label, int(found["done"]), int(found["total"]), unit, found["figures"])
+        elif stage.state == "active" and stage.attempt_dir and (progress := read_progress(stage.attempt_dir)):
+            unit = f"{progress['unit']} of {stage.name}"
+            self.view.update(label, int(progress["done"]), int(progress["total"]), unit, progress["figures"])
 
     def _can_start_arm(self) -> bool:
         """Return whether a search may start another arm now: as many arms run at once as there are slots."""
@@ -422,9 +422,9 @@ class _SweepRun:
         figures = {}
         metric, by_experiment = final_figures(self.control, self.labels, self.request.metric)
         for arm in self.sweep.arms:
-            known = [by_experiment[one] for one in arm.experiments.values() if one in by_experiment]
-            if known and not set(arm.experiments.values()) & set(self.runner.live):
-                figures[arm.settings] = fmean(known)
+            values = [by_experiment[key] for key in arm.experiments.values() if key in by_experiment]
+            if values and not set(arm.experiments.values()) & set(self.runner.live):
+                figures[arm.settings] = fmean(values)
         arms = [arm.settings for arm in self.sweep.arms]
         return propose_arm(self.request.axes, arms, figures, maximize=not lower_is_better(metric))
 
@@ -435,14 +435,14 @@ class _SweepRun:
         from perilune.ui.comparison import build_comparison
 
         name = self.sweep.name
-        found = compare_experiments(self.control, [name])
-        page = build_comparison(found, self.control.home.sweeps / f"{name}.html")
+        comparison = compare_experiments(self.control, [name])
+        page = build_comparison(comparison, self.control.home.sweeps / f"{name}.html")
         if as_json:
             document = {"sweep": name, "failed": self.failed, "page": str(page), "seconds": round(seconds, 3)}
-            print_json(document | comparison_document(found))
+            print_json(document | comparison_document(comparison))
             return
-        print_comparison(found)
-        if follow_up := unbiased_command(self.control, [name], found):
+        print_comparison(comparison)
+        if follow_up := unbiased_command(self.control, [name], comparison):
             echo(f"  {follow_up}")
         echo(
             f"sweep {name}: {plural(len(self.labels), 'experiment')}, {format_duration(seconds)}; page {page}"

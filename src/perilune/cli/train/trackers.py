@@ -43,13 +43,13 @@ class Trackers:
     def warnings(self, seconds: float = 0.0) -> Iterator[str]:
         """Yield a warning for each tracker that failed since the last call. Waits `seconds` for others."""
         until = time.monotonic() + seconds
-        for one in list(self._processes):
-            stage, name, log, process = one
+        for entry in list(self._processes):
+            stage, name, log, process = entry
             try:
                 code = process.wait(max(until - time.monotonic(), 0.0))
             except subprocess.TimeoutExpired:
                 continue
-            self._processes.remove(one)
+            self._processes.remove(entry)
             if code and name in self._names:
                 self._names.remove(name)
                 lines = log.read_text(errors="replace").strip().splitlines()

@@ -138,16 +138,16 @@ def _measure_traces(
 
     def write(count: int) -> list[TraceRecord]:
         chunk = list(islice(coming, count))
-        games.extend(Game(one.task, one.seed, one.transcript.actions) for one in chunk)
-        found = verify_candidates(
+        games.extend(Game(item.task, item.seed, item.transcript.actions) for item in chunk)
+        verified = verify_candidates(
             chunk, scorer.score, environment=environment.id, seed=job.seed, converse=converse
         )
-        return [one for one in found if isinstance(one, TraceRecord)]
+        return [trace for trace in verified if isinstance(trace, TraceRecord)]
 
-    kept, seconds = _time_items(write, clock)
+    traces, seconds = _time_items(write, clock)
     rows = [
-        Row(str(index), {"messages": [dict(message) for message in one.messages]})
-        for index, one in enumerate(kept)
+        Row(str(index), {"messages": [dict(message) for message in trace.messages]})
+        for index, trace in enumerate(traces)
     ]
     return lengths_of_rows(rows, tokenizer), seconds, games
 
@@ -175,16 +175,16 @@ def lengths_of_rows(rows: Iterable[Any], tokenizer: Tokenizer, *, pairs: bool = 
     few = list(islice(coming, WARMUP))
     warm = len(list(read(few)))  # imports modules
     began = time.process_time()
-    found = list(read(chain(few, coming)))
+    parsed = list(read(chain(few, coming)))
     reading = (time.process_time() - began) / max(1, reader.rows - warm)
-    sides: list[Tokens] = [side for one in found for side in one[-2 if pairs else -1 :]]
+    sides: list[Tokens] = [side for row in parsed for side in row[-2 if pairs else -1 :]]
     if not sides:
         return None
-    answers = [sum(one.loss_mask) for one in sides]
-    prompts = [tuple(one.prompt_ids) for one in sides[:: 2 if pairs else 1][:BATCH_ROWS]]
+    answers = [sum(side.loss_mask) for side in sides]
+    prompts = [tuple(side.prompt_ids) for side in sides[:: 2 if pairs else 1][:BATCH_ROWS]]
     return Lengths(
-        prompt=fmean(len(one.prompt_ids) for one in sides),
-        fed=fmean(len(one.token_ids) for one in sides),
+        prompt=fmean(len(side.prompt_ids) for side in sides),
+        fed=fmean(len(side.token_ids) for side in sides),
         sampled=fmean(answers),
         longest=max(answers),
         turns=fmean(map(_count_turns, sides)),
@@ -204,14 +204,14 @@ def _time_items(work: Callable[[int], Sequence[T]], clock: Callable[[], float]) 
 
     The first calls import modules and start processes, and then show how many items fit into `TRIAL_SECONDS`.
     """
-    found = list(work(WARMUP))
+    results = list(work(WARMUP))
     began = clock()
-    found += work(WARMUP)
+    results += work(WARMUP)
     each = (clock() - began) / WARMUP
     began = clock()
     measured = work(min(MAX_ITEMS, max(WARMUP, int(TRIAL_SECONDS / max(each, TRIAL_SECONDS / MAX_ITEMS)))))
     spent = max(0.0, clock() - began)
-    return [*found, *measured], spent / max(1, len(measured))
+    return [*results, *measured], spent / max(1, len(measured))
 
 
 def processor_seconds() -> float:
@@ -224,7 +224,7 @@ def child_processor_seconds() -> float:
     import psutil
 
     spent = 0.0
-    for one in psutil.Process().children(recursive=True):
+    for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has just ended
-            spent += sum(one.cpu_times()[:4])
+            spent += sum(process.cpu_times()[:4])
     return spent
