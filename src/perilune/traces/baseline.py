@@ -18,7 +18,7 @@ from perilune.traces.replay import TokenizerOf
 from perilune.traces.shrink import FailureCheck
 from perilune.traces.suite import Case, write_suite
 
-SUITE_TIMEOUT_S = 600  # of one run of the other installation
+SUITE_TIMEOUT_S = 600  # time limit of one run of the other installation
 
 
 def differs_in_installation(python: Path, tokenizer_of: TokenizerOf, kinds: frozenset[str]) -> FailureCheck:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from perilune.files import sha256_bytes
 from perilune.traces.cassette import Cassette, Track
 
-FULL_REWARD = 1.0  # of a reward term
+FULL_REWARD = 1.0  # value of a reward term in full
 _ERROR = re.compile(r"^(?:\w+\.)*(\w*(?:Error|Exception|Interrupt|Exit))\b", re.MULTILINE)
 _ENDED = re.compile(r"\[ended: ([\w ]+)\]")
 _VARYING = re.compile(r"\d+(?:\.\d+)?|'[^']*'|\"[^\"]*\"")

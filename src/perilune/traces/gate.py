@@ -23,7 +23,7 @@ class CaseResult:
     differences: Sequence[Difference]
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the fields as JSON."""
         return {
             "digest": self.case.digest,
             "episode_id": self.episode_id,
@@ -55,7 +55,7 @@ class GateReport:
         return [result for result in self.results if result.differences]
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the fields as JSON."""
         intervals = {name: getattr(self, name) for name in ("recorded", "replayed", "change")}
         return {
             "mode": self.mode,

@@ -16,7 +16,7 @@ from perilune.files import canonical_json, sha256_bytes
 from perilune.frozen import Frozen
 from perilune.traces.cassette import Messages, Track, Verdict
 
-REWARD_TOLERANCE = 1e-9  # of rewards: sums of the same numbers in another order
+REWARD_TOLERANCE = 1e-9  # difference between sums of the same numbers in another order
 _MAX_CHARACTERS = 160  # characters of a value in a difference
 
 
@@ -40,7 +40,7 @@ class Expectation(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One thing that differs: its kind ("reward", "observation", ...), place, and both values as text."""
+    """A difference: its kind ("reward", "observation", ...), its place, and both values as text."""
 
     kind: str
     where: str

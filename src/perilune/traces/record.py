@@ -21,7 +21,7 @@ from perilune.traces.oracle import make_expectation
 from perilune.traces.replay import Replay, Replayer
 
 _NUMBERS = re.compile(r"\d+ ?")  # numbers in differences, which would make every reason unique
-MAX_TASKS = 200_000  # of a split, that are searched for the tasks of episodes
+MAX_TASKS = 200_000  # tasks of a split that are searched for those of the episodes
 
 
 @dataclass(frozen=True)

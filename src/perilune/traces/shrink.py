@@ -23,7 +23,7 @@ FailureCheck = Callable[[Sequence[Cassette]], list[bool]]
 
 _PIECES = re.compile(r"\n+|[^\S\n]+|\w+|[^\w\s]")
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
-MAX_PIECES = 400  # of a text that is cut word by word; longer ones are cut by lines first
+MAX_PIECES = 400  # pieces of a text that is cut word by word; longer ones are cut by lines first
 
 
 def has_same_cause(cassette: Cassette) -> FailureCheck:

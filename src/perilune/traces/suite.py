@@ -48,7 +48,7 @@ class Case(Frozen):
 
 
 class SuiteIndex(Frozen):
-    """suite.json."""
+    """The content of suite.json."""
 
     schema_version: Literal[1] = 1
     where: str = ""

@@ -83,7 +83,7 @@ def _tokenize(text: str) -> list[tuple[str, str]]:
 
 @dataclass
 class _Parser:
-    """Takes tokens from the front of the list."""
+    """A recursive-descent parser, which takes tokens from the front of the list."""
 
     text: str
     tokens: list[tuple[str, str]]

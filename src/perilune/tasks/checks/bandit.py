@@ -19,7 +19,7 @@ from perilune.tasks.rl.spec import RLSpec
 from perilune.tasks.rl.update import PolicyUpdater
 from perilune.tasks.stage.publishing import plain_scores
 
-MAX_STEPS = 40  # most steps
+MAX_STEPS = 40  # most training steps
 SOLVED_PROBABILITY = 0.4  # probability of the rewarded arm that counts as solved; it starts at about 0.1
 _MAX_KL = 0.05  # largest KL coefficient: a larger one keeps the policy where it was
 _ARMS = range(2, 10)

@@ -15,7 +15,7 @@ MIN_DROP_ERRORS = 5.0  # smallest drop, in standard errors of the difference of 
 ALARM_STEPS = 5  # consecutive steps with such a drop
 MIN_DEAD_SHARE = 0.8  # share of dead groups from which a smaller drop counts
 MIN_DEAD_RISE = 0.3  # rise of this share, which is required too
-MIN_DROP_ERRORS_IF_DEAD = 2.0  # smallest drop then, in standard errors
+MIN_DROP_ERRORS_IF_DEAD = 2.0  # smallest drop at such a share, in standard errors
 
 
 class CollapseWatch:

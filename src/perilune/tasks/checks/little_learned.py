@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MIN_STEPS = 10  # fewer steps say nothing
+MIN_STEPS = 10  # steps below which nothing is concluded
 MIN_RISE_ERRORS = 2.0  # standard errors by which the reward must rise
 HIGH_DEAD_SHARE = 0.6  # share of dead groups that explains a slow climb
-HIGH_TRUNCATED_SHARE = 0.3  # share of answers at the token limit that does
+HIGH_TRUNCATED_SHARE = 0.3  # share of answers at the token limit that explains it
 SOLVED_PASS_RATE = 0.9  # pass rate above which little is left to learn
 
 

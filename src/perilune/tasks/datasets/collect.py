@@ -16,7 +16,7 @@ from perilune.tasks.datasets.specs import CollectSpec
 from perilune.tasks.stage.system_message import add_system_message
 
 OUTPUT = "artifacts/traces"
-MOST_REASONS = 20  # in the summary; rejected.jsonl has all of them
+MOST_REASONS = 20  # reasons in the summary; rejected.jsonl has all of them
 
 
 def run(workspace: Workspace, spec: CollectSpec) -> dict[str, Any]:

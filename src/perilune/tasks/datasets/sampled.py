@@ -26,7 +26,7 @@ from perilune.verifiers import Scorer
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling settings: answers per task, tokens of the longest, temperature and seed."""
+    """Sampling settings: answers per task, most tokens of an answer, temperature and seed."""
 
     samples: int
     max_tokens: int

@@ -1,1 +1,1 @@
-"""forgetting: what training cost a pretrained model elsewhere."""
+"""forgetting: the losses of a pretrained model on other tasks than the trained one."""

@@ -8,8 +8,8 @@ from pydantic import Field
 from perilune.environments.core.registry import family_field, make_environment
 from perilune.frozen import Frozen
 
-PASSAGES = 24  # of the text that ships with the package
-EXAMPLES = 3  # before each task of another environment
+PASSAGES = 24  # passages of the text that ships with the package
+EXAMPLES = 3  # solved examples before each task of another environment
 
 
 class ForgettingSettings(Frozen):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # both import torch or pyarrow, and every reader of a recipe 
 
 
 class AuxiliaryRewards(Frozen):
-    """The reward terms to add, their weights, and how long."""
+    """The reward terms to add, their weights, and their duration."""
 
     weights: dict[str, float] = Field(
         min_length=1, description="weight of each reward term of the environment at the first step"

@@ -32,7 +32,7 @@ from perilune.watchdog import STALL_SECONDS, Watchdog
 
 TRUNCATED_WEIGHTS = OffPolicySettings(proximal="learner", weight="truncate")
 """Truncated importance sampling: the default when sampler and learner round differently."""
-CPU_TOKEN_LIMIT_S, GPU_TOKEN_LIMIT_S = 1.0, 0.02  # more than training takes per token
+CPU_TOKEN_LIMIT_S, GPU_TOKEN_LIMIT_S = 1.0, 0.02  # seconds per token, more than training takes
 MAX_SLOWDOWN = 20  # largest time per token, relative to the slowest step before
 
 

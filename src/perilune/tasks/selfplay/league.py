@@ -59,7 +59,7 @@ class League(NoOpponents):
 
     @property
     def _record(self) -> dict[str, Any]:
-        """JSON: each member's checksum and the mean points against it, the champion, alarms and standings."""
+        """The checksum and mean points of each member, the champion, alarms and standings, as JSON."""
         empty = {"members": {}, "points": {}, "champion": 0, "alarms": [], "table": {}}
         record: dict[str, Any] = self._learner.memory.setdefault("league", empty)
         return record

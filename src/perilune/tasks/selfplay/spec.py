@@ -11,7 +11,7 @@ from perilune.tasks.rl.spec import RLSpec
 
 
 class LeagueSettings(Frozen):
-    """The fields of a selfplay stage's `league` section: its members, and how they are evaluated."""
+    """The fields of a selfplay stage's `league` section: its members and their evaluation."""
 
     every: int = Field(32, ge=1, description="steps between snapshots of the policy, which join the league")
     size: int = Field(

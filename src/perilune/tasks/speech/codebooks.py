@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from perilune.speech.quantizer import Quantizer, find_nearest, project_in, project_out
 
-_ROUNDS = 10  # of k-means
+_ROUNDS = 10  # rounds of k-means
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from perilune.models.narrow import Precision
     from perilune.models.text.tokenizer import Tokenizer
 
-BYTE_VOCABULARY_SIZE = 258  # of `Tokenizer.byte_level`
+BYTE_VOCABULARY_SIZE = 258  # vocabulary size of `Tokenizer.byte_level`
 MIN_TOKEN_BUDGET = 64  # tokens; a step with fewer is mostly overhead
 MAX_SLOTS = 256  # samples in flight
 MAX_CACHE_BYTES = {"cpu": 4 << 30, "cuda": 32 << 30}  # keys and values of the samples in flight

@@ -119,7 +119,7 @@ class CollapseAlarm:
             self._count(line["step"], line)
 
     def observe(self, step: int, figures: Mapping[str, float]) -> None:
-        """Observe one step."""
+        """Count one step, and warn if it completes a collapse."""
         if self._count(step, figures):
             self._workspace.event("chosen_collapse", step=step, chosen_shift=figures["chosen_shift"])
             self._workspace.log(

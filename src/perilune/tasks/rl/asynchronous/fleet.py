@@ -30,7 +30,7 @@ from perilune.tasks.rl.asynchronous.settings import AsynchronousSettings
 from perilune.weights.delta import ChangeFinder, Update, WeightWriter
 from perilune.weights.precision import engine_dtypes
 
-MAX_LOSSES_IN_A_ROW = 3  # without a finished group; then the stage fails
+MAX_LOSSES_IN_A_ROW = 3  # processes lost in a row, without a finished group, at which the stage fails
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - preferred folder for weights
 KEPT_VERSIONS = 2  # the current version, and the previous one, which a process may still read
 
