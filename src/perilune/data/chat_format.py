@@ -67,8 +67,8 @@ def from_openai(messages: Any) -> list[Message]:
 
     Raises:
         RequestError: for malformed messages and for content that a record cannot hold: pictures, calls
-            without
-            a result before calls with one, arguments that are not a JSON object, results without a call.
+            without a result before calls with one, arguments that are not a JSON object, results without a
+            call.
     """
     converted: list[Message] = []
     pending: dict[str, str | None] = {}  # results by the call's id, until all are there
@@ -128,7 +128,7 @@ def from_sharegpt(conversations: Any) -> list[Message]:
 
 
 def _split_calls(content: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text and the tool calls after it; no calls unless they have exactly the form of `_join_calls`."""
+    """Return the text and the tool calls after it; only calls in the form of `_join_calls` count."""
     parts = _CALLS.fullmatch(content)
     if parts is None:
         return content, []
@@ -166,7 +166,7 @@ def _convert_call(call: Any, where: str) -> str:
 
 
 def _ordered_results(pending: Mapping[str, str | None], where: str) -> list[Message]:
-    """Results in the order of their calls. A call with a result must not follow one without."""
+    """Return results in the order of their calls. A call with a result must not follow one without."""
     contents = list(pending.values())
     results = [content for content in contents if content is not None]
     _require(contents[: len(results)] == results, f"before {where} a call has no result and a later one has")

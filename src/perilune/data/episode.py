@@ -55,8 +55,7 @@ class Episode:
         messages: the conversation as text: ({"role", "content"}, ...).
         prompt_ids: int32[P].
         token_ids: int32[T], all turns after the prompt, including sampled end-of-sequence tokens and the
-            tokens
-            of the environment between two turns.
+            tokens of the environment between two turns.
         loss_mask: bool[T], False at tokens that the policy did not sample (tool output).
         logprobs: float32[T], of the sampling policy at its temperature; 0 at masked tokens.
         policy_version: int32[T], version of the weights that sampled each token; -1 at masked tokens.
@@ -178,12 +177,12 @@ class Episode:
 
     @property
     def is_sub_agent(self) -> bool:
-        """Whether it is the part of a trained sub-agent, and not of a player."""
+        """True for the part of a trained sub-agent, False for that of a player."""
         return self.group_id.endswith("/agents")
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit on tokens or turns ended it."""
+        """True if a limit on tokens or turns ended it."""
         return self.finish_reason == "length"
 
     @property
@@ -201,7 +200,7 @@ class Episode:
         return self.messages[: places[-int(self.metrics.get("turns", len(places)))]]
 
     def runs(self) -> list[tuple[bool, int, int]]:
-        """(is the policy's, start, end) of each run of equal values in the loss mask."""
+        """Return the runs of equal values in the loss mask as (is the policy's, start, end)."""
         ends = [0, *(1 + np.flatnonzero(np.diff(self.loss_mask))).tolist(), len(self.loss_mask)]
         return [(bool(self.loss_mask[start]), start, end) for start, end in pairwise(ends) if end > start]
 

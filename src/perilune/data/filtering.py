@@ -160,7 +160,7 @@ def _load_contamination(evaluations: Sequence[Path], ngram: int) -> Contaminatio
 def _filter_lines(
     inputs: Sequence[Path], judge: _LineFilter, left: Path, rejected: IO[bytes], on_progress: Progress
 ) -> Counter[str]:
-    """First pass: what is not rejected goes to `left`, each line with its place, input and number."""
+    """First pass: write each line that is not rejected to `left`, with its place, input and number."""
     counts: Counter[str] = Counter()
     done, total = 0, sum(records_file(path).stat().st_size for path in inputs)
     lines = ((index, line) for index, path in enumerate(inputs) for line in stream_lines(path))

@@ -73,12 +73,12 @@ class TraceRecord:
 
     @property
     def is_sub_agent(self) -> bool:
-        """Whether it is the conversation of a sub-agent."""
+        """True for the conversation of a sub-agent."""
         return _AGENT_KEY in (self.details or {})
 
     @property
     def is_mixed(self) -> bool:
-        """Whether it comes from a mixed policy, so that duplicates carry information about frequencies."""
+        """True if it comes from a mixed policy, so that duplicates carry information about frequencies."""
         return bool((self.details or {}).get("mixed"))
 
     @property

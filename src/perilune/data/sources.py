@@ -113,7 +113,7 @@ def _list_files(path: Path) -> list[Path]:
 
 
 def is_held_out(file: Path) -> bool:
-    """Whether the name of a file says that it is for evaluation, as test-00000-of-00001.parquet does."""
+    """Return whether a file is for evaluation by its name, such as test-00000-of-00001.parquet."""
     return bool(_name_words(file) & HELD_OUT_WORDS) and not _name_words(file) & TRAIN_WORDS
 
 

@@ -62,8 +62,7 @@ def read_environment_texts(section: Mapping[str, Any], tasks: int = SAMPLED_TASK
 
 
 def _task_messages(environment: Environment, task: Task) -> tuple[Mapping[str, str], ...]:
-    """The conversation with the right answer if the environment knows it, else its beginning and what the
-    teacher `gold` writes.
+    """Return the conversation with the right answer, or its beginning and the answers in the task's data.
 
     Sessions that do more than compute are not opened.
     """
@@ -95,7 +94,7 @@ def read_data_texts(path: Path) -> Iterator[Text]:
 
 
 def read_training_texts(path: Path) -> Iterator[str]:
-    """The first texts of training rows, for the training of a tokenizer."""
+    """Yield the first texts of training rows, for the training of a tokenizer."""
     return (item.text for item in islice(read_data_texts(path), MAX_TEXTS))
 
 

@@ -94,8 +94,7 @@ class _Episode:
 def check_environment(
     section: Mapping[str, Any], *, tasks: int = 4, seed: int = 0, limits: ScorerLimits | None = None
 ) -> Conformance:
-    """Play some training tasks of the environment that `section` describes: with the right answer, wrong ones
-    and random ones.
+    """Play some training tasks of the environment in `section` with right, wrong and random answers.
 
     Untrusted code runs in the scorer's process, as in a stage.
 

@@ -84,8 +84,7 @@ class EnvironmentProcess:
         self._highest_mean = -math.inf  # mean reward of a batch so far
 
     def ask(self, calls: Sequence[Call], deadline: float = math.inf) -> list[Any]:
-        """Make calls in order. Return what each call's `read` returned, or a Failure that blames its
-        boundary.
+        """Make calls in order. Return the result of each call's `read`, or a Failure of its boundary.
 
         Args:
             deadline: time of the monotonic clock after which the remaining calls fail.

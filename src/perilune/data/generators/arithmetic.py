@@ -104,7 +104,7 @@ def _steps(expression: str) -> list[str]:
 
 
 def _slip(working: str, task_id: str) -> str:
-    """`working` with one wrong digit."""
+    """Return `working` with one wrong digit."""
     offsets = [match.start() for match in re.finditer(r"\d", working)]
     if not offsets:
         return working

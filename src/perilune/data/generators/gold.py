@@ -18,7 +18,7 @@ class GoldTeacher(ScriptedTeacher):
     strategies: ClassVar = {"direct": 1.0}
 
     def prepare(self, environment: Environment) -> None:
-        """Take over how the environment wants an answer to be written."""
+        """Adopt the environment's format of an answer."""
         self._environment = environment
 
     def script(self, task: Task, strategy: str, chance: KeyedRandom) -> Sequence[str]:

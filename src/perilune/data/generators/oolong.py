@@ -42,7 +42,7 @@ class OolongTeacher(ScriptedTeacher):
 
 
 def write_notes(asked: Question, records: Iterable[Record]) -> str:
-    """Notes on the lines that the question is about."""
+    """Return notes on the lines that the question is about."""
     return "".join(_note(asked, record) for record in records if asked.includes(record))
 
 

@@ -102,8 +102,7 @@ class ReasoningGymEnvironment(SingleTurn):
         return {name: value for name, value in vars(config).items() if name in _setting_names(type(config))}
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Yield distinct tasks of a split, in an order that `seed` determines, until the generator has no new
-        ones.
+        """Yield distinct tasks of a split in an order that `seed` determines, while there are new ones.
 
         Raises:
             RequestError: if the family's generator depends on the interpreter's hash seed and that is random,

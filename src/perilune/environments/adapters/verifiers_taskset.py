@@ -1,6 +1,4 @@
-"""Runs tasksets of verifiers (v1): the package's environment, with an agent whose replies come from the
-policy.
-"""
+"""Runs tasksets of verifiers (v1): the package's environment, with the policy as its agent."""
 
 from __future__ import annotations
 
@@ -74,9 +72,7 @@ class TasksetPackage:
         )
 
     async def run_episode(self, row: Mapping[str, Any], ask: Ask) -> Score:
-        """Run one episode with `ask` as the agent, and return the score that the task computes from its
-        trace.
-        """
+        """Run one episode with `ask` as the agent, and return the task's score of its trace."""
         kind = type(self._env.taskset).task_type()
         task = kind(kind.data_type().model_validate(row["row"]), self._env.taskset.config.task)
         agent = PolicyAgent(ask, self.turns)

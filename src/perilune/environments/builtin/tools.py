@@ -128,9 +128,7 @@ class ToolsEnvironment(MultiTurn):
         yield end_episode(right, terms={"right": right}, metrics={f"strategy/{strategy}": 1.0, **counts})
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """Replay the episode. If the transcript has a conversation, report whether it differs
-        (`replay_differs`).
-        """
+        """Replay the episode. The metric `replay_differs` compares it with the transcript's conversation."""
         outcome = super().score(task, transcript)
         if not transcript.messages or not isinstance(outcome, Score):
             return outcome

@@ -37,18 +37,14 @@ class Dialogue(Generic[T]):
         self._task = loop.create_task(play(self._ask))
 
     def begin(self) -> Sequence[Message] | None:
-        """Run to the first reply that is awaited. Return the conversation up to there; None if `play` has
-        returned.
-        """
+        """Run to the first awaited reply. Return the conversation so far; None if `play` has returned."""
         with self._context():
             either: set[asyncio.Future[Any]] = {self._task, self._request}
             self._loop.run_until_complete(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
         return None if self._task.done() else self._request.result()
 
     def next(self, reply: str) -> Sequence[Message] | None:
-        """Reply, and run to the next awaited reply. Return the conversation up to there; None if `play` has
-        returned.
-        """
+        """Reply, and run to the next awaited reply. Return the conversation so far; None at the end."""
         assert self._reply is not None
         waiting, self._reply = self._reply, None
         self._request = self._loop.create_future()

@@ -1,9 +1,9 @@
 """The `context` section: rules that shorten the policy's context in a long episode.
 
 When the conversation grows beyond `above`, the policy continues in a new context: the task, the shortened
-conversation, and the new messages. The new context is a sub-agent of the episode, so every token
-keeps the context in which it was sampled, also in the loss, and contexts with the same beginning share it in
-the prefix cache.
+conversation, and the new messages. The new context is a sub-agent of the episode, so every token keeps the
+context in which it was sampled, also in the loss, and contexts with the same beginning share it in the prefix
+cache.
 """
 
 import re

@@ -1,3 +1,4 @@
-"""Programs of others as environments: an agent that calls a model through OpenAI's interface is trained as it
-is. A gateway answers its calls with the policy's turns.
+"""Agent programs as environments: each calls a model through OpenAI's interface and is trained unchanged.
+
+A gateway answers its calls with the policy's turns.
 """

@@ -68,9 +68,7 @@ class Trainer:
         self._seed = seed
 
     def advance(self, progress: float) -> dict[str, float]:
-        """Play a batch of moves and learn from it. `progress` in [0, 1] is the completed share of the
-        training.
-        """
+        """Play a batch of moves and learn from it. `progress` in [0, 1] is the share of training done."""
         began = time.process_time()
         batch = self.games.play(self.network, self.step, self.settings.moves)
         played = time.process_time()

@@ -11,9 +11,9 @@ from perilune.environments.core.protocol import Task, Transcript
 from perilune.verifiers.audit.forms import BARE, Form
 
 OutputKind = Literal["right", "equivalent", "wrong", "unknown", "enumerated", "listed", "filled", "copied"]
-"""The outputs of a probe are: the gold answer; the gold answer in another form; wrong for every task; wrong
-unless a second opinion disagrees; all answers of a closed set at once; the gold answer among wrong ones; the
-gold answer after filler; copied from the prompt."""
+"""The outputs of a probe, in this order: the gold answer; the gold answer in another form; wrong for every
+task; wrong unless a second opinion disagrees; all answers of a closed set at once; the gold answer among
+wrong ones; the gold answer after filler; copied from the prompt."""
 
 
 def prompt_text(task: Task) -> str:

@@ -1,6 +1,4 @@
-"""Derives findings from scored outputs: from each output alone, and from all outputs of one rule across
-tasks.
-"""
+"""Derives findings from scored outputs: from each one alone, and from those of one rule across tasks."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,8 @@
 """Trips and plans in a few characters, for character-level models.
 
-T16 $09 #2              steps per day, budget, places to visit; and D2 if there are two days A3 05-09 2 $5 *7!
-position, opening hours, length of a visit, price, interest; "!": must be visited B7 00-12 1 $3 *2 @04-05
-entry between these steps; @2:04-05 on the second day
+T16 $09 #2              steps per day, budget, places to visit; and D2 if there are two days
+A3 05-09 2 $5 *7!       position, opening hours, length of a visit, price, interest; "!": must be visited
+B7 00-12 1 $3 *2 @04-05 entry between these steps; @2:04-05 on the second day
 
 ;A05,B10 is a plan: place and time of each visit. "/" separates days. Any text may precede ";".
 """

@@ -85,6 +85,6 @@ _CHECKS: Mapping[str, Callable[[Trip, _Stops], bool]] = MappingProxyType(
     }
 )
 TERMS = ("syntax", "known", *_CHECKS)
-"""The text is a plan; all places exist; none is visited twice; travel times, opening hours and reserved
-entries hold; each day exists and ends at home in time; the budget suffices; all required places, and enough
-places, are visited."""
+"""The constraints in this order: the text is a plan; all places exist; none is visited twice; travel times,
+opening hours and reserved entries hold; each day exists and ends at home in time; the budget suffices; all
+required places, and enough places, are visited."""

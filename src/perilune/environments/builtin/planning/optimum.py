@@ -153,7 +153,7 @@ def solve_by_cpsat(trip: Trip, effort: float) -> Optimum | None:
 
 
 def _add_day(model: Any, trip: Trip, day: int, visited: list[Any], starts: list[Any]) -> None:
-    """A round trip from home through the places visited on this day. Home is node 0."""
+    """Add a round trip from home through the places visited on this day. Home is node 0."""
     arcs = [(0, 0, model.new_bool_var(""))]  # no visits on this day
     for index, place in enumerate(trip.places):
         arcs.append((index + 1, index + 1, ~visited[index]))
@@ -172,7 +172,7 @@ def _add_day(model: Any, trip: Trip, day: int, visited: list[Any], starts: list[
 
 
 def _add_hours(model: Any, trip: Trip, place: Place, *, day: int, visited: Any, start: Any) -> None:
-    """The times at which the place can be visited on this day.
+    """Add the times at which the place can be visited on this day.
 
     The direct distance from and to home suffices, by the triangle inequality.
     """
