@@ -146,8 +146,8 @@ def _join_calls(said: str, blocks: Sequence[str]) -> str:
 
 def _render_call(call: Any, where: str) -> str:
     """Return a call as text."""
-    fine = isinstance(call, dict) and set(call) == {"name", "arguments"} and isinstance(call["name"], str)
-    _require(fine and isinstance(call["arguments"], dict), f"{where} is not a call with name and arguments")
+    valid = isinstance(call, dict) and set(call) == {"name", "arguments"} and isinstance(call["name"], str)
+    _require(valid and isinstance(call["arguments"], dict), f"{where} is not a call with name and arguments")
     return f"<tool_call>\n{_dump_json({'name': call['name'], 'arguments': call['arguments']})}\n</tool_call>"
 
 

@@ -113,9 +113,9 @@ def generate_records(
     digest = settings_digest(by=asdict(generator.provenance), wanted=asdict(target))
     with TemporaryDirectory() as folder, RecordIndex(Path(folder) / "seen.sqlite") as index:
         work = _OutputFolder.open(out, digest, index)
-        coming = islice(tasks, work.progress.tasks, target.tasks)
+        remaining = islice(tasks, work.progress.tasks, target.tasks)
         while not work.progress.complete:
-            chunk = list(islice(coming, CHUNK_TASKS))
+            chunk = list(islice(remaining, CHUNK_TASKS))
             work.add(generator.rows(chunk, work.progress.tasks), len(chunk), target)
             show(work.progress.rows, work.progress.rejected)
     return work.finish(generator.provenance)

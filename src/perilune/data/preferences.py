@@ -85,8 +85,8 @@ def choose_pairs(
                 break
             if id(worse) in used or id(better) in used:
                 continue
-            far = length_gap is not None and abs(len(better.token_ids) - len(worse.token_ids)) > length_gap
-            if far or SequenceMatcher(None, better.text, worse.text).ratio() > most_alike:
+            is_far = length_gap is not None and abs(len(better.token_ids) - len(worse.token_ids)) > length_gap
+            if is_far or SequenceMatcher(None, better.text, worse.text).ratio() > most_alike:
                 continue
             used |= {id(better), id(worse)}
             pairs.append((better, worse))

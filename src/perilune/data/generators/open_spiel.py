@@ -118,7 +118,7 @@ class OpenSpielTeacher:
 
     def _play(self, task: Task, seed: int) -> Candidate | None:
         environment, seat = self._environment, task.data["seat"]
-        facing = choose_strategy(self.shares, seed, task.task_id)
+        opponent = choose_strategy(self.shares, seed, task.task_id)
         luck, own_luck = KeyedRandom(seed, task.task_id), KeyedRandom(seed, f"{task.task_id}/teacher")
         match = environment.begin(luck)
         actions: list[str] = []
@@ -127,7 +127,7 @@ class OpenSpielTeacher:
             action = environment.opponent_move(match, task, luck)
             if action is None:
                 is_own = match.player == seat
-                policy = self._policy if is_own else self._opponents[facing]
+                policy = self._policy if is_own else self._opponents[opponent]
                 move = choose_move(policy, match, own_luck, greedy=is_own and self.options.greedy)
                 action = move.action
                 actions.append(move_text(match.state, match.player, action))
@@ -139,7 +139,7 @@ class OpenSpielTeacher:
         details = {
             "game": str(environment.game),
             "policy": self._policy.name,
-            "opponent": facing,
+            "opponent": opponent,
             "seat": seat,
             "actions": actions,
             "probabilities": likely,
@@ -148,7 +148,7 @@ class OpenSpielTeacher:
         return Candidate(
             task,
             last,
-            f"{self.name}/{facing}",
+            f"{self.name}/{opponent}",
             tuple(earlier),
             seed,
             player=seat if environment.players > 1 else 0,

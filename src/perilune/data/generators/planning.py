@@ -52,9 +52,9 @@ class PlanningTeacher(ScriptedTeacher):
 def make_hasty_plan(trip: Trip) -> Plan:
     """Return the required number of places by opening time, all on the first day."""
     plan: list[Visit] = []
-    time, here = 0, HOME
+    time, position = 0, HOME
     for place in sorted(trip.places, key=lambda p: p.opens)[: trip.visits]:
-        start = max(time + travel_steps(here, place.at), place.opens)
+        start = max(time + travel_steps(position, place.at), place.opens)
         plan.append(Visit(1, start, place.name))
-        time, here = start + place.stay, place.at
+        time, position = start + place.stay, place.at
     return plan

@@ -60,8 +60,8 @@ def is_right(family: str, answer: str, data: Mapping[str, Any]) -> bool | None:
             return False
     if data["answer"] is None:
         return None
-    same = compare_answers(answer, data["answer"])
-    return same or (None if family in MULTI_ANSWER_FAMILIES else same)
+    is_equal = compare_answers(answer, data["answer"])
+    return is_equal or (None if family in MULTI_ANSWER_FAMILIES else is_equal)
 
 
 def compare_answers(answer: str, stated: str) -> bool | None:

@@ -39,8 +39,8 @@ class Dialogue(Generic[T]):
     def begin(self) -> Sequence[Message] | None:
         """Run to the first awaited reply. Return the conversation so far; None if `play` has returned."""
         with self._context():
-            either: set[asyncio.Future[Any]] = {self._task, self._request}
-            self._loop.run_until_complete(asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED))
+            futures: set[asyncio.Future[Any]] = {self._task, self._request}
+            self._loop.run_until_complete(asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED))
         return None if self._task.done() else self._request.result()
 
     def next(self, reply: str) -> Sequence[Message] | None:

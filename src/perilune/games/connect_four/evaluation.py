@@ -89,9 +89,9 @@ def grade_player(exam: Exam, player: Player, seed: int = 0) -> dict[str, Any]:
         **_to_shares(optimal, blunder),
         "lost_score": float((best - chosen).mean()),
         "by_ply": [
-            {"plies": name, "positions": int(within.sum()), **_to_shares(optimal[within], blunder[within])}
-            for name, within in buckets.items()
-            if within.any()
+            {"plies": name, "positions": int(mask.sum()), **_to_shares(optimal[mask], blunder[mask])}
+            for name, mask in buckets.items()
+            if mask.any()
         ],
     }
 

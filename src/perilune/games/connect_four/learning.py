@@ -112,7 +112,7 @@ class Trainer:
         order = np.random.default_rng([self._seed, self.step])
         parts = -(-moves // self.settings.minibatch)
         shuffled = (order.permutation(moves) for _ in range(self.settings.epochs))
-        return [part for whole in shuffled for part in np.array_split(whole, parts)]
+        return [part for indices in shuffled for part in np.array_split(indices, parts)]
 
     def _loss(self, moves: Moves, entropy_weight: float) -> tuple[torch.Tensor, dict[str, float]]:
         logits, values = self.network(torch.from_numpy(encode_planes(moves.boards)))
@@ -133,12 +133,12 @@ class Trainer:
     def _clipped_loss(self, moves: Moves, logprobs: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
         """Return PPO's clipped surrogate loss."""
         chosen = moves.columns[:, None]
-        before, now = (values.gather(1, chosen).squeeze(1) for values in (moves.policies, logprobs))
-        ratio = (now - before).exp()
+        old, new = (values.gather(1, chosen).squeeze(1) for values in (moves.policies, logprobs))
+        ratio = (new - old).exp()
         bounded = ratio.clamp(1 - self.settings.clip, 1 + self.settings.clip)
         figures = {
             "clipped": float((ratio.detach() != bounded.detach()).float().mean()),
-            "kl": float((before - now.detach()).mean()),
+            "kl": float((old - new.detach()).mean()),
         }
         return -torch.minimum(ratio * moves.advantages, bounded * moves.advantages).mean(), figures
 

@@ -72,8 +72,8 @@ def find_stated_form(golds: Sequence[str]) -> Form:
 
 
 def _common_prefix(texts: Sequence[str]) -> str:
-    same = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
-    return "".join(letters[0] for letters in same)
+    prefix = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    return "".join(letters[0] for letters in prefix)
 
 
 def find_shown_forms(prompt: str) -> list[Form]:

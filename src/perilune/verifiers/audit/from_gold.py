@@ -47,8 +47,8 @@ def shorten(gold: str, _: Case, __: random.Random) -> list[str]:
         "\n".join(lines[:-1]) if len(lines) > 1 else gold,
         " ".join(words[:-1]) if len(words) > 2 else gold,
     ]
-    same = re.sub(r"\W", "", gold)
-    return [text if text.strip() and re.sub(r"\W", "", text) != same else gold for text in short]
+    letters = re.sub(r"\W", "", gold)
+    return [text if text.strip() and re.sub(r"\W", "", text) != letters else gold for text in short]
 
 
 def reorder(gold: str, _: Case, generator: random.Random) -> list[str]:

@@ -27,5 +27,5 @@ def judge_by_gold(gold: str | None, text: str) -> bool | None:
     """Return whether an output is right, as far as the gold answer implies it; None if unknown."""
     if gold is None:
         return None
-    same = compare_answers(text, gold)
-    return same if same or is_plain(gold) else None
+    is_equal = compare_answers(text, gold)
+    return is_equal if is_equal or is_plain(gold) else None

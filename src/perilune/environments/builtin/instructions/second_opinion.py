@@ -69,8 +69,8 @@ def _count_sentences(text: str) -> int:
 
 def _is_bullets(text: str, words: list[str], params: Mapping[str, Any]) -> bool:
     lines = [line for line in text.split("\n") if not line.isspace() and line]
-    good = [line for line in lines if line[:2] == "- " and line[2:3].strip() and any(_tokens(line))]
-    return bool(len(lines) == len(good) == params["count"])
+    bullets = [line for line in lines if line[:2] == "- " and line[2:3].strip() and any(_tokens(line))]
+    return bool(len(lines) == len(bullets) == params["count"])
 
 
 def _is_json(text: str, words: list[str], params: Mapping[str, Any]) -> bool:
@@ -118,14 +118,14 @@ def _is_language(text: str, words: list[str], params: Mapping[str, Any]) -> bool
 
 def _starts_with_phrase(text: str, words: list[str], params: Mapping[str, Any]) -> bool:
     rest = text[len(params["phrase"]) :]
-    same = text[: len(params["phrase"])].casefold() == params["phrase"].casefold()
-    return same and (not rest or rest[0].isspace())
+    is_equal = text[: len(params["phrase"])].casefold() == params["phrase"].casefold()
+    return is_equal and (not rest or rest[0].isspace())
 
 
 def _ends_with_phrase(text: str, words: list[str], params: Mapping[str, Any]) -> bool:
     before = text[: -len(params["phrase"])]
-    same = text[-len(params["phrase"]) :].casefold() == params["phrase"].casefold()
-    return same and (not before or before[-1].isspace())
+    is_equal = text[-len(params["phrase"]) :].casefold() == params["phrase"].casefold()
+    return is_equal and (not before or before[-1].isspace())
 
 
 _CHECKS: Mapping[str, Check] = {

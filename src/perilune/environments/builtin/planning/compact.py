@@ -36,20 +36,20 @@ def write_working(trip: Trip, plan: Plan) -> str:
     3 and has 17 left; from A to B it takes 3 steps.
     """
     steps, money = [], trip.budget
-    day, time, here = 1, 0, HOME
+    day, time, position = 1, 0, HOME
     for visit in plan:
         place = trip.find_place(visit.name)
         assert place is not None
         if visit.day != day:
             steps.append("/")
-            day, time, here = visit.day, 0, HOME
-        distance, end = travel_steps(here, place.at), visit.start + place.stay
+            day, time, position = visit.day, 0, HOME
+        distance, end = travel_steps(position, place.at), visit.start + place.stay
         money -= place.price
         arrival = time + distance
         steps.append(
             f"{_render_facts(trip, place)}+{distance}={arrival:02}>{visit.start:02}-{end:02}${money:02}"
         )
-        time, here = end, place.at
+        time, position = end, place.at
     return " ".join(steps)
 
 

@@ -80,11 +80,11 @@ def solve_by_sets(trip: Trip) -> Optimum | None:
             money = trip.budget - sum(
                 p.price for bit, p in zip(bits, trip.places, strict=True) if visited & bit
             )
-            here = HOME if last < 0 else trip.places[last].at
+            position = HOME if last < 0 else trip.places[last].at
             for index, place in enumerate(trip.places):
                 if visited & bits[index] or place.price > money:
                     continue
-                visit = find_earliest_visit(trip, place, day, time, here)
+                visit = find_earliest_visit(trip, place, day, time, position)
                 if visit is None:
                     continue
                 state, end = (visited | bits[index], index), (visit.day, visit.start + place.stay)

@@ -92,11 +92,11 @@ def _compute_busy_share(trip: Trip, best: Optimum) -> float:
     """Return the share of all steps that the best plan spends on travel and visits."""
     busy = 0
     for day in range(1, trip.days + 1):
-        here = HOME
+        position = HOME
         for visit in best.plan:
             place = trip.find_place(visit.name)
             if visit.day == day and place is not None:
-                busy += travel_steps(here, place.at) + place.stay
-                here = place.at
-        busy += travel_steps(here, HOME)
+                busy += travel_steps(position, place.at) + place.stay
+                position = place.at
+        busy += travel_steps(position, HOME)
     return busy / (trip.days * trip.length)

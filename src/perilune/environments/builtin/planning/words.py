@@ -42,19 +42,19 @@ def write_plan(trip: Trip, plan: Plan) -> str:
 def write_working(trip: Trip, plan: Plan) -> str:
     """Return the working of a plan, one sentence per visit."""
     sentences, money = [], trip.budget
-    day, time, here = 1, 0, HOME
+    day, time, position = 1, 0, HOME
     for visit in plan:
         place = trip.find_place(visit.name)
         assert place is not None
         if visit.day != day:
-            day, time, here = visit.day, 0, HOME
-        arrival, end = time + travel_steps(here, place.at), visit.start + place.stay
+            day, time, position = visit.day, 0, HOME
+        arrival, end = time + travel_steps(position, place.at), visit.start + place.stay
         money -= place.price
         sentences.append(
             f"Day {day}: to the {_place_name(place.name)} by {_format_time(arrival)}, in at"
             f" {_format_time(visit.start)}, out at {_format_time(end)}, {money} left."
         )
-        time, here = end, place.at
+        time, position = end, place.at
     return "\n".join([*sentences, ""])
 
 
