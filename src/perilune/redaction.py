@@ -112,9 +112,9 @@ class Redactor:
         count = self._count_partial_bytes(_drop_separators(tail), tail, _map_squeezed)
         if _may_contain_escape(tail):
             escape = _CUT_ESCAPE.search(tail)
-            whole = tail[: escape.start()] if escape else tail
-            cut = len(tail) - len(whole)
-            begun = self._count_partial_bytes(_drop_separators(_unescape(whole)), whole, _map_unescaped)
+            complete = tail[: escape.start()] if escape else tail
+            cut = len(tail) - len(complete)
+            begun = self._count_partial_bytes(_drop_separators(_unescape(complete)), complete, _map_unescaped)
             count = max(count, cut + begun)
         return count
 
@@ -285,9 +285,9 @@ def _map_unescaped(data: bytes) -> tuple[list[int], list[int]]:
         ends.extend(range(position + 1, token.start() + 1))
         position = token.end()
         if token[1] is not None:
-            made = len(_drop_separators(_decode_escape(token[1])))
-            starts.extend([token.start()] * made)
-            ends.extend([position] * made)
+            size = len(_drop_separators(_decode_escape(token[1])))
+            starts.extend([token.start()] * size)
+            ends.extend([position] * size)
     starts.extend(range(position, len(data)))
     ends.extend(range(position + 1, len(data) + 1))
     return starts, ends

@@ -70,7 +70,7 @@ class JsonClient:
         self._client.close()
 
     def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request. Returns the parsed answer.
+        """Send a request and return the parsed answer.
 
         Raises:
             ServerError: when the server refuses, fails, stays busy, or its answer is too large or not JSON.

@@ -50,9 +50,9 @@ def pack(bundle: Path, archive: Path) -> None:
     if archive.exists():
         raise RequestError("the file exists already", where=str(archive), remedy="choose another name")
     with storage_errors("pack the bundle", archive), build_directory(archive) as building:
-        whole = building / archive.name
+        temporary = building / archive.name
         with (
-            whole.open("xb") as file,
+            temporary.open("xb") as file,
             gzip.GzipFile(filename="", mode="wb", compresslevel=1, fileobj=file, mtime=0) as packed,
             tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as tar,
         ):
@@ -62,7 +62,7 @@ def pack(bundle: Path, archive: Path) -> None:
                 member.size, member.mode = status.st_size, status.st_mode & 0o777
                 with path.open("rb") as content:
                     tar.addfile(member, content)
-        whole.rename(archive)
+        temporary.rename(archive)
 
 
 def unpack(
@@ -178,11 +178,11 @@ def _safe_path(member: tarfile.TarInfo) -> PurePosixPath:
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     content = tar.extractfile(member)
     assert content is not None
-    left = member.size
+    remaining = member.size
     with path.open("xb") as file, content:
-        while left > 0:
-            block = content.read(min(left, _CHUNK))
+        while remaining > 0:
+            block = content.read(min(remaining, _CHUNK))
             if not block:
                 raise EOFError(f"{member.name} ends early")
             file.write(block)
-            left -= len(block)
+            remaining -= len(block)

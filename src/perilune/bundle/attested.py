@@ -77,9 +77,9 @@ def attestation_problems(evidence: Evidence) -> Iterator[str]:
     """
     expected_digest, run = None, evidence.run
     try:
-        expected_digest, about = _read_bundle_statement(evidence)
-        run = run or about
-        yield from _check_run(evidence.submitted, about, run)
+        expected_digest, submitted_run = _read_bundle_statement(evidence)
+        run = run or submitted_run
+        yield from _check_run(evidence.submitted, submitted_run, run)
     except SignatureError as error:
         yield f"{evidence.submitted.name} {error.what}"
     invocation, subjects = None, None
@@ -174,10 +174,10 @@ def read_removals(bundle: Path, key: Path, invocation: str | None = None) -> fro
         return frozenset()
     with _require_fields(path):
         statement = read_statement(path, key, REMOVAL_PREDICATE)
-        about = str(statement["predicate"]["invocationId"])
+        attempt = str(statement["predicate"]["invocationId"])
         names = frozenset(str(subject["name"]) for subject in statement["subject"])
-    if invocation not in {None, about}:
-        raise SignatureError(f"is about another attempt ({about})", where=str(path))
+    if invocation not in {None, attempt}:
+        raise SignatureError(f"is about another attempt ({attempt})", where=str(path))
     return names
 
 

@@ -101,7 +101,7 @@ def compare_runs(a: Path, b: Path) -> RunDiff:
         code=(*part(_scripts), *part(_checkout)),
         packages=(*part(_packages), *_package_contents(first, second)),
         machine=part(_machine),
-        inputs=part(lambda run: {given["name"]: given["digest"] for given in run.job.get("inputs", [])}),
+        inputs=part(lambda run: {entry["name"]: entry["digest"] for entry in run.job.get("inputs", [])}),
         results=(*_metric_difference(a, b), *(change for change in summary if not _is_measured(change))),
         timings=tuple(change for change in summary if _is_measured(change)),
     )

@@ -42,8 +42,8 @@ def write_manifest(bundle: Path) -> str:
 def output_bytes(bundle: Path) -> int:
     """Return the size of all artifacts in an attempt's manifest, in bytes; 0 without a manifest."""
     try:
-        listed = read_json(bundle / "artifacts" / MANIFEST)
-        return sum(int(entry["size"]) for entry in listed["files"].values())
+        manifest = read_json(bundle / "artifacts" / MANIFEST)
+        return sum(int(entry["size"]) for entry in manifest["files"].values())
     except (RequestError, KeyError, TypeError, ValueError, AttributeError):
         return 0
 

@@ -99,7 +99,7 @@ class TaskPlugin(Protocol):
         ...
 
     def run(self, workspace: Workspace) -> Mapping[str, Any]:
-        """Run the task in a bundle; returns the contents of artifacts/summary.json."""
+        """Run the task in a bundle; return the contents of artifacts/summary.json."""
         ...
 
 
@@ -199,8 +199,8 @@ def consumed_fields(spec: type[BaseModel]) -> dict[str, OutputKind]:
 
 def file_fields(spec: type[BaseModel], values: Mapping[str, Any]) -> dict[str, str]:
     """Return the paths in `values` that stand in place of a stage, by field."""
-    given = {name: values.get(name) for name, mark in _consumed(spec) if mark.files}
-    return {name: value for name, value in given.items() if isinstance(value, str) and is_path(value)}
+    paths = {name: values.get(name) for name, mark in _consumed(spec) if mark.files}
+    return {name: value for name, value in paths.items() if isinstance(value, str) and is_path(value)}
 
 
 def is_path(name: str) -> bool:

@@ -38,10 +38,10 @@ def record_precheck(workspace: Workspace) -> dict[str, Any]:
     wheels = sorted((workspace.root / "scripts").glob("*.whl"))
     facts["code"] = {"differs_from_bundle": [name for wheel in wheels for name in differing_files(wheel)]}
     if facts["git"] is not None and facts["git"]["dirty"]:
-        patch, whole = _make_patch(Path(facts["git"]["checkout"]))
+        patch, complete = _make_patch(Path(facts["git"]["checkout"]))
         register_secrets(workspace.job.secrets)
         patch = KNOWN_SECRETS.redact(patch)
-        facts["git"]["patch"] = {"sha256": sha256_bytes(patch), "size": len(patch), "whole": whole}
+        facts["git"]["patch"] = {"sha256": sha256_bytes(patch), "size": len(patch), "whole": complete}
         write_atomic(workspace.artifacts / "source.patch", patch)
     write_json(workspace.artifacts / "precheck.json", facts)
     return facts
@@ -84,9 +84,9 @@ def loaded_packages() -> dict[str, dict[str, Any]]:
     """
     modules = {}
     for name, module in sys.modules.copy().items():
-        own = name in sys.stdlib_module_names or name.startswith(("__", "_sysconfigdata"))
+        standard = name in sys.stdlib_module_names or name.startswith(("__", "_sysconfigdata"))
         file = _module_file(module)
-        if "." not in name and not own and file:
+        if "." not in name and not standard and file:
             modules[name] = file
     return {name: {"file": file, **_ownership(name, Path(file))} for name, file in sorted(modules.items())}
 
@@ -219,7 +219,7 @@ _GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
 def _run_git(directory: Path, *arguments: str) -> str | None:
     """Return the output of git, or None if git is missing or fails."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*_GIT, "-C", str(directory), *arguments],
             capture_output=True,
             text=True,
@@ -230,7 +230,7 @@ def _run_git(directory: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None
 
 
 def _git_environment() -> Mapping[str, str]:

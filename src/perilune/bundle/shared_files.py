@@ -25,10 +25,10 @@ class SharedFiles:
 
     def add_input(self, source: Path, target: Path) -> None:
         """Put an input into a bundle that is being built: by a hard link where the home has the file."""
-        own = source.resolve().is_relative_to((self.home / "runs").resolve())  # the output of a stage
+        is_output = source.resolve().is_relative_to((self.home / "runs").resolve())  # the output of a stage
         size = source.stat().st_size
-        if own or size < storage.LINK_BYTES or not self._link(source, size, target):
-            storage.copy_file(source, target, storage.READ_ONLY, link=own)
+        if is_output or size < storage.LINK_BYTES or not self._link(source, size, target):
+            storage.copy_file(source, target, storage.READ_ONLY, link=is_output)
 
     def _link(self, source: Path, size: int, target: Path) -> bool:
         try:

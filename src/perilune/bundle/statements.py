@@ -49,8 +49,8 @@ def result_statement(attempt: Path, run: str, number: int, started: float, finis
     """
     job = read_json(attempt / "job.json")
     frozen = read_json(attempt / BUNDLE_FILE)["files"]
-    made = read_json(attempt / "artifacts" / MANIFEST)["files"]
-    artifacts = {f"artifacts/{path}": file["sha256"] for path, file in made.items()}
+    files = read_json(attempt / "artifacts" / MANIFEST)["files"]
+    artifacts = {f"artifacts/{path}": file["sha256"] for path, file in files.items()}
     artifacts[f"artifacts/{MANIFEST}"] = sha256_file(attempt / "artifacts" / MANIFEST)
     return {
         "_type": STATEMENT_TYPE,

@@ -128,24 +128,24 @@ def copy_file(source: Path, target: Path, mode: int, *, link: bool = False) -> N
         else:
             return
     with source.open("rb") as reader, target.open("xb") as writer:
-        done = _copy_in_kernel(reader.fileno(), writer.fileno(), status.st_size)
-        reader.seek(done)
-        writer.seek(done)
+        copied = _copy_in_kernel(reader.fileno(), writer.fileno(), status.st_size)
+        reader.seek(copied)
+        writer.seek(copied)
         shutil.copyfileobj(reader, writer, 1 << 20)  # the bytes that the kernel did not copy
     target.chmod(mode)
 
 
 def _copy_in_kernel(reader: int, writer: int, size: int) -> int:
-    """Copy up to `size` bytes in the kernel, which may share blocks; returns the number of copied bytes."""
-    done = 0
-    while done < size and hasattr(os, "copy_file_range"):
+    """Copy up to `size` bytes in the kernel, which may share blocks; return the number of copied bytes."""
+    total = 0
+    while total < size and hasattr(os, "copy_file_range"):
         try:
-            copied = os.copy_file_range(reader, writer, size - done)
+            copied = os.copy_file_range(reader, writer, size - total)
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 break
             raise
         if copied == 0:
             break
-        done += copied
-    return done
+        total += copied
+    return total

@@ -112,10 +112,10 @@ def _parse_entries(data: bytes) -> dict[str, Entry] | None:
     try:
         document = json.loads(data)
         entries = [Entry(**file) for file in document["files"]]
-        whole = data == bundle_document(entries)
+        exact = data == bundle_document(entries)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return {entry.path: entry for entry in entries} if whole else None
+    return {entry.path: entry for entry in entries} if exact else None
 
 
 def _list_present(bundle: Path) -> dict[str, Any]:

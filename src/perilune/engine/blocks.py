@@ -71,7 +71,7 @@ class BlockPool:
     def release(self, blocks: Blocks) -> list[int]:
         """Remove a reference from each of `blocks`, which are distinct except for the null block.
 
-        Returns the blocks that are now unreferenced, last one first. They are neither free nor cached yet.
+        Return the blocks that are now unreferenced, last one first. They are neither free nor cached yet.
         """
         blocks = blocks[blocks != NULL_BLOCK]
         self.references[blocks] -= 1
@@ -97,8 +97,8 @@ def extend_digests(
     Each digest covers the tokens of its block and all tokens before. The hash is collision resistant, so that
     no crafted prompt can read the blocks of another one.
     """
-    done = len(digests)
-    tail = np.ascontiguousarray(tokens[done * size : len(tokens) // size * size], dtype=np.int32).tobytes()
+    covered = len(digests)
+    tail = np.ascontiguousarray(tokens[covered * size : len(tokens) // size * size], dtype=np.int32).tobytes()
     parent = digests[-1] if digests else root
     for start in range(0, len(tail), 4 * size):
         parent = hashlib.blake2b(tail[start : start + 4 * size], digest_size=16, key=parent).digest()

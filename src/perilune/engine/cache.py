@@ -175,8 +175,8 @@ class PagedCache:
         self._parts += by_table
         of_table = [iter(part) for part in by_table]
         of_layer = {layer: next(of_table[self.table_of[layer]]) for layer in layers}
-        none = torch.empty(0, dtype=dtype, device=self.device)
-        return [of_layer.get(layer, none) for layer in range(len(self.table_of))]
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        return [of_layer.get(layer, empty) for layer in range(len(self.table_of))]
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,9 +41,9 @@ class GatheredAttention:
         cache.store(layer.index, self._places[table], k, v)
         keys, values = cache.gather(layer.index, self._tables[table])
         groups = q.reshape(len(keys), -1, cache.size)
-        own = None if layer.options is None else layer.options.for_sets(len(keys), cache.heads, 1)
+        options = None if layer.options is None else layer.options.for_sets(len(keys), cache.heads, 1)
         mask = self._mask(q, layer.window)
-        return attend(groups, keys.to(q.dtype), values.to(q.dtype), mask, own).reshape(q.shape)
+        return attend(groups, keys.to(q.dtype), values.to(q.dtype), mask, options).reshape(q.shape)
 
     def _mask(self, q: Tensor, window: int | None) -> Tensor:
         """Return a mask [R * KV, 1, T]: 0 where a query sees a key, otherwise -inf."""
@@ -70,9 +70,9 @@ class TritonAttention:
         if layer.options is not None:
             raise RequestError("the Triton kernels have neither sinks nor bounds on scores")
         table = self._tables[self._table_of[layer.index]]
-        where = self._layers[layer.index], table, self._positions
-        self._kernels.store(k, v, *where)
-        return self._kernels.attend(q, *where, layer.window)
+        cached = self._layers[layer.index], table, self._positions
+        self._kernels.store(k, v, *cached)
+        return self._kernels.attend(q, *cached, layer.window)
 
 
 class MixedAttention:

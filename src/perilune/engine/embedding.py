@@ -38,11 +38,11 @@ def compute_embeddings(
     pairs = [ScoringPair(np.array(text, dtype=np.int64), 0) for text in texts]
     max_blocks = max(blocks_for(max(map(len, texts))), blocks_for(_CHUNK_TOKENS))
     current = runner()
-    config, like = current.decoder.config, current.cache
+    config, model_cache = current.decoder.config, current.cache
     windows = len(config.distinct_windows)
     blocks = np.tile(np.arange(1, max_blocks + 1, dtype=np.int32), (windows, 1))
     limits = StepLimits(_CHUNK_TOKENS, max_blocks, _CHUNK_TOKENS, _CHUNK_TOKENS)
-    cache = PagedCache(config, [max_blocks + 1] * windows, like.dtype, like.device)
+    cache = PagedCache(config, [max_blocks + 1] * windows, model_cache.dtype, model_cache.device)
     for batch in split_batches(pairs, limits):
         sums = torch.zeros(0)
         counts = [blocks_for(len(pair.tokens)) for pair in batch]

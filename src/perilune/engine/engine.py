@@ -259,7 +259,7 @@ class Engine:
     def abort(self, request_id: int) -> list[Completion]:
         """Stop a request and free its blocks.
 
-        Returns its unfinished samples in order, with the finish reason "aborted". `step` returns no further
+        Return its unfinished samples in order, with the finish reason "aborted". `step` returns no further
         deltas of the request. For an unknown or finished request the result is empty.
         """
         entry = self._outputs.entries.get(request_id)

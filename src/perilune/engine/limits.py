@@ -105,10 +105,10 @@ class EngineLimits:
 
 def check_state_dict(state: Mapping[str, Tensor], decoder: Decoder) -> None:
     """Raise a RequestError unless `state` has the names and shapes of the decoder."""
-    own = decoder.state_dict()
-    if missing := sorted(own.keys() ^ state.keys()):
+    expected = decoder.state_dict()
+    if missing := sorted(expected.keys() ^ state.keys()):
         raise RequestError(f"only one of the decoder and the new state has {missing[0]}", where="new weights")
-    for name, tensor in own.items():
+    for name, tensor in expected.items():
         if state[name].shape != tensor.shape:
             shapes = f"{list(state[name].shape)}, not {list(tensor.shape)}"
             raise RequestError(f"{name} is {shapes}", where="new weights")

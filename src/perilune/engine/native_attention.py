@@ -66,5 +66,5 @@ class NativePagedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: AttentionLayer) -> Tensor:
         sinks = None if layer.options is None else layer.options.sinks
-        where, scale = (self._caches[layer.index], self._step.step), q.shape[-1] ** -0.5
-        return attend_paged(q, k, v, where, scale=scale, window=layer.window or 0, sinks=sinks)
+        cache, scale = (self._caches[layer.index], self._step.step), q.shape[-1] ** -0.5
+        return attend_paged(q, k, v, cache, scale=scale, window=layer.window or 0, sinks=sinks)

@@ -190,9 +190,9 @@ def _make_step(decoder: Decoder, names: Sequence[str]) -> Callable[..., Tensor]:
             table = config.distinct_windows.index(layer.window)
             flat = [x.reshape(q.shape[0], -1) for x in (q, k, v)]
             caches = [given[f"{name}.{layer.index}"] for name in _CACHES]
-            where = [given["past"], given["begins"], *(given[f"{name}.{table}"] for name in _TABLES)]
+            tables = [given["past"], given["begins"], *(given[f"{name}.{table}"] for name in _TABLES)]
             placeholder = torch.ops.perilune.paged_attention
-            out: Tensor = placeholder(*flat, *caches, *where, given["longest"], layer.window or 0)
+            out: Tensor = placeholder(*flat, *caches, *tables, given["longest"], layer.window or 0)
             return out
 
         hidden = decoder(given["token_ids"], given["positions"], attention)
@@ -253,10 +253,10 @@ def _paged_attention(node: Any, config: DecoderConfig) -> Any:
     def empty(dtype: Any, *shape: int) -> Any:
         return constant(np.zeros(shape or (0,)), dtype)
 
-    *given, longest = (node.get_input(index) for index in range(10))
+    *operands, longest = (node.get_input(index) for index in range(10))
     paged = PagedAttention(
         [
-            *given,
+            *operands,
             constant(config.head_dim**-0.5, np.float32),
             constant(node.get_values_from_const_input(10), np.int32),  # 0 means no window
             empty(np.float32),  # slopes of ALiBi

@@ -201,12 +201,12 @@ class OpenVinoRunner:
             return self.run(batch)
 
         try:
-            whole = step(0, _PROBE)
+            expected = step(0, _PROBE)
             step(0, 3)
             resumed = step(3, _PROBE)
         except RuntimeError as error:
             raise self._device_error(error) from None
-        if not (whole - resumed).abs().max() <= 0.05 * whole.abs().max():
+        if not (expected - resumed).abs().max() <= 0.05 * expected.abs().max():
             device = self._settings.resolved_device
             raise conversion_error(f"{device} does not keep keys and values between steps")
         self.clear()

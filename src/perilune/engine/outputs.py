@@ -65,10 +65,10 @@ class TrackedSample:
     def begin(cls, request: Request, tokenizer: Tokenizer | None) -> TrackedSample:
         """Return the state before the first sampled token."""
         params = request.params
-        own = request.token_ids[len(request.token_ids) - request.position :]
+        sampled = request.token_ids[len(request.token_ids) - request.position :]
         return cls(
-            text=None if tokenizer is None else _resume_text(tokenizer, params.stop, own),
-            constraint=None if request.constraint is None else request.constraint.start(own),
+            text=None if tokenizer is None else _resume_text(tokenizer, params.stop, sampled),
+            constraint=None if request.constraint is None else request.constraint.start(sampled),
             raw_logprobs=[] if params.raw_logprobs else None,
             top_logprobs=[] if params.top_logprobs else None,
         )

@@ -147,9 +147,9 @@ def _group_queries(batch: StepBatch) -> Iterator[_QueryGroup]:
             shape = int(_bucket_size(np.array(stop - begin))), int(_bucket_size(blocks[stop - 1]))
             pieces[shape].append((sequence, begin, stop))
     for (count, columns), similar in sorted(pieces.items()):
-        most = max(1, _MAX_SCORES // (count * columns * BLOCK))
-        for start in range(0, len(similar), most):
-            yield _pad_queries(batch, similar[start : start + most])
+        step = max(1, _MAX_SCORES // (count * columns * BLOCK))
+        for start in range(0, len(similar), step):
+            yield _pad_queries(batch, similar[start : start + step])
 
 
 def _pad_queries(batch: StepBatch, pieces: Sequence[tuple[int, int, int]]) -> _QueryGroup:

@@ -133,8 +133,8 @@ class RemoteEngine:
     def _find_model(self, requested: str | None) -> tuple[str, str]:
         """Return the name of the model on the server, and the kind of server."""
         answer = self._request("GET", "/v1/models")
-        listed = answer.get("data") if isinstance(answer, Mapping) else None
-        cards = [card for card in listed or () if isinstance(card, Mapping)]
+        models = answer.get("data") if isinstance(answer, Mapping) else None
+        cards = [card for card in models or () if isinstance(card, Mapping)]
         owners = {str(card.get("id")): str(card.get("owned_by", "")) for card in cards}
         if requested is None and len(owners) == 1:
             return next(iter(owners.items()))

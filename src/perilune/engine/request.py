@@ -84,10 +84,10 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _RANGES.items():
+        for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if not (least <= value <= most or (name == "temperature" and value == 0)):
-                allowed = f"{least:g} or more" if most == float("inf") else f"{least:g} to {most:g}"
+            if not (low <= value <= high or (name == "temperature" and value == 0)):
+                allowed = f"{low:g} or more" if high == float("inf") else f"{low:g} to {high:g}"
                 or_greedy = ", or 0 (greedy)" if name == "temperature" else ""
                 raise RequestError(f"{name} is {value}", remedy=f"give {allowed}{or_greedy}")
         if self.min_tokens > self.max_tokens:

@@ -88,7 +88,7 @@ class Sampler:
         sequences = self._sequences
         special = np.flatnonzero(~sequences.plain[rows])
         params = [_params(sequences, row) for row in rows[special].tolist()]
-        with_raw = [index for index, own in zip(special.tolist(), params, strict=True) if own.raw_logprobs]
+        with_raw = [index for index, item in zip(special.tolist(), params, strict=True) if item.raw_logprobs]
         raw = logits[with_raw] if with_raw else None  # a copy
 
         special_rows = rows[special]
@@ -105,9 +105,9 @@ class Sampler:
         if raw is not None:
             raw_logprobs = token_logprobs(raw, _to_device(tokens[with_raw], raw))[0].tolist()
             drawn.raw_logprobs = dict(zip(with_raw, raw_logprobs, strict=True))
-        for index, own in zip(special.tolist(), params, strict=True):
-            if own.top_logprobs:
-                best = logits[index].topk(min(own.top_logprobs, logits.shape[1])).indices
+        for index, options in zip(special.tolist(), params, strict=True):
+            if options.top_logprobs:
+                best = logits[index].topk(min(options.top_logprobs, logits.shape[1])).indices
                 top, _ = token_logprobs(logits[index].expand(len(best), -1), best)
                 likely = zip(best.tolist(), top.tolist(), strict=True)
                 drawn.top_logprobs[index] = [(token, value) for token, value in likely if value > -math.inf]
@@ -130,15 +130,15 @@ class Sampler:
             ids, factor = _to_device(tokens, logits), _to_device(penalty, logits)[:, None]
             scores = logits.gather(1, ids)
             logits = logits.scatter(1, ids, torch.where(scores > 0, scores / factor, scores * factor))
-        for index, own in enumerate(params):
-            if own.presence_penalty or own.frequency_penalty:
+        for index, options in enumerate(params):
+            if options.presence_penalty or options.frequency_penalty:
                 tokens, counts = np.unique(sequences.sampled_tokens(int(rows[index])), return_counts=True)
-                penalties = (own.frequency_penalty * counts + own.presence_penalty).astype(np.float32)
+                penalties = (options.frequency_penalty * counts + options.presence_penalty).astype(np.float32)
                 ids = _to_device(tokens.astype(np.int64), logits)
                 logits[index, ids] -= _to_device(penalties, logits)
-            if own.logit_bias:
-                ids = torch.tensor(list(own.logit_bias), device=device)
-                logits[index, ids] += torch.tensor(list(own.logit_bias.values()), device=device)
+            if options.logit_bias:
+                ids = torch.tensor(list(options.logit_bias), device=device)
+                logits[index, ids] += torch.tensor(list(options.logit_bias.values()), device=device)
         for index in np.flatnonzero(sequences.length[rows] < sequences.min_length[rows]).tolist():
             stops = sequences.stop_ids[rows[index]]
             logits[index, _to_device(stops[stops >= 0], logits)] = -torch.inf
@@ -214,8 +214,8 @@ def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[NDArray[np.int64], NDArr
     """Copy both in one transfer, so that a step waits for the GPU once. float64 holds both exactly."""
     if tokens.device.type == "cpu":
         return tokens.numpy(), logprobs.numpy()
-    both = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()
-    return both[0].astype(np.int64), both[1].astype(np.float32)
+    stacked = torch.stack([tokens.double(), logprobs.double()]).cpu().numpy()
+    return stacked[0].astype(np.int64), stacked[1].astype(np.float32)
 
 
 def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
@@ -249,10 +249,10 @@ def _draw_in_two_steps(logprobs: Tensor, uniform: Tensor) -> Tensor:
     threshold = uniform[:, None] * runs[:, -1:]
     run = torch.searchsorted(runs, threshold, right=True).clamp_(max=runs.shape[-1] - 1)
     before = F.pad(runs, (1, 0)).gather(-1, run)
-    own = probabilities.take_along_dim(run[:, :, None], dim=1)[:, 0].cumsum(-1, dtype=torch.float64) + before
+    sums = probabilities.take_along_dim(run[:, :, None], dim=1)[:, 0].cumsum(-1, dtype=torch.float64) + before
     # Sums in another order may differ in the last bit. Then the last token of positive probability is drawn.
-    last = _RUN_TOKENS - (own >= own[:, -1:]).sum(-1)
-    token = torch.minimum(torch.searchsorted(own, threshold, right=True)[:, 0], last)
+    last = _RUN_TOKENS - (sums >= sums[:, -1:]).sum(-1)
+    token = torch.minimum(torch.searchsorted(sums, threshold, right=True)[:, 0], last)
     return (run[:, 0] * _RUN_TOKENS + token).clamp_(max=count - 1)
 
 
@@ -267,8 +267,8 @@ def _apply_scale(logits: Tensor, scale: NDArray[np.float32]) -> Tensor:
     changed = (scale != 0) & (scale != 1)
     if not changed.any():
         return logits
-    factor, which = (_to_device(x, logits)[:, None] for x in (scale, changed))
-    return torch.where(which, (logits - logits.amax(-1, keepdim=True)) * factor, logits)
+    factor, is_changed = (_to_device(x, logits)[:, None] for x in (scale, changed))
+    return torch.where(is_changed, (logits - logits.amax(-1, keepdim=True)) * factor, logits)
 
 
 def _truncate(logits: Tensor, sequences: Sequences, rows: Rows) -> Tensor:
@@ -277,17 +277,17 @@ def _truncate(logits: Tensor, sequences: Sequences, rows: Rows) -> Tensor:
     vocab_size = logits.shape[1]
     limited = np.flatnonzero((k > 0) & (k < vocab_size))
     if len(limited):
-        which = _to_device(limited, logits)
-        part = logits[which]
+        selected = _to_device(limited, logits)
+        part = logits[selected]
         best = part.topk(int(k[limited].max())).values
         threshold = best.gather(1, _to_device(k[limited] - 1, logits)[:, None])
-        logits[which] = part.masked_fill(part < threshold, -torch.inf)
+        logits[selected] = part.masked_fill(part < threshold, -torch.inf)
     nucleus = np.flatnonzero(p < 1)
     if len(nucleus):
-        which = _to_device(nucleus, logits)
-        part = logits[which]
+        selected = _to_device(nucleus, logits)
+        part = logits[selected]
         threshold = _nucleus_threshold(part, _to_device(p[nucleus], logits)[:, None])
-        logits[which] = part.masked_fill(part < threshold, -torch.inf)
+        logits[selected] = part.masked_fill(part < threshold, -torch.inf)
     if (share > 0).any():
         floor = np.log(share, out=np.full_like(share, -np.inf), where=share > 0)  # 0 excludes no token
         threshold = _to_device(floor, logits)[:, None]

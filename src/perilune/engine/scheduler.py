@@ -293,15 +293,15 @@ class Scheduler:
             drawing.append(proposal.row)
             logits_of.append(proposal.logits)
             logit_rows += range(end - 1 - len(proposal.tokens), end)
-        for (row, start, own), end in zip(fed[len(proposals) :], ends[len(proposals) :], strict=True):
-            if start + len(own) == sequences.length[row]:
+        for (row, start, new), end in zip(fed[len(proposals) :], ends[len(proposals) :], strict=True):
+            if start + len(new) == sequences.length[row]:
                 together = [row, *self._followers.get(row, [])]
                 drawing += together
                 logits_of += [len(logit_rows)] * len(together)
                 logit_rows.append(end - 1)
         batch = StepBatch(
             np.concatenate([tokens, *(tokens for _, _, tokens in fed)]),
-            np.concatenate([positions, *(np.arange(start, start + len(own)) for _, start, own in fed)]),
+            np.concatenate([positions, *(np.arange(start, start + len(new)) for _, start, new in fed)]),
             np.concatenate([np.arange(count + 1), ends]),
             count,
             sequences.blocks[:, rows, : int(sequences.num_blocks[rows].max())],
@@ -362,8 +362,8 @@ class Scheduler:
             self.preempted = sorted([*self.preempted, *unplaced], key=sequences.arrival.__getitem__)
         running = np.concatenate([self.decoding, np.array(self.prefilling, dtype=np.int64)])
         self.pools.release_outside_windows(sequences, running)
-        none = np.zeros((len(self.pools.windows), 0), dtype=np.int32)
-        sources, targets = zip((none, none), *copies, strict=True)
+        empty = np.zeros((len(self.pools.windows), 0), dtype=np.int32)
+        sources, targets = zip((empty, empty), *copies, strict=True)
         return np.concatenate(sources, axis=1), np.concatenate(targets, axis=1)
 
     def append(
@@ -376,7 +376,7 @@ class Scheduler:
     def _fork(self, row: int, copies: list[tuple[Blocks, Blocks]]) -> list[int]:
         """Share the blocks of the prompt of `row` with its followers; copy the last block if it is not full.
 
-        Returns the followers for which no block was free. They compute the prompt themselves, like preempted
+        Return the followers for which no block was free. They compute the prompt themselves, like preempted
         samples.
         """
         followers = self._followers.pop(row, [])

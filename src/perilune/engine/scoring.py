@@ -100,8 +100,8 @@ def make_steps(
         fed = [np.arange(start, min(start + chunk_tokens, len(pair.tokens))) for pair in pairs]
         predicting = [pair.predicts_answer(positions) for pair, positions in zip(pairs, fed, strict=True)]
         targets = [
-            pair.tokens[positions[which] + 1]
-            for pair, positions, which in zip(pairs, fed, predicting, strict=True)
+            pair.tokens[positions[mask] + 1]
+            for pair, positions, mask in zip(pairs, fed, predicting, strict=True)
         ]
         step = StepBatch(
             token_ids=np.concatenate(

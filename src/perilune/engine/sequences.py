@@ -139,10 +139,10 @@ class Sequences:
     ) -> None:
         """Append the next token of each of `rows`."""
         lengths = self.length[rows]
-        places = rows * self.tokens.shape[1] + lengths
-        self.tokens.ravel()[places] = tokens
-        self.logprobs.ravel()[places] = logprobs
-        self.versions.ravel()[places] = version
+        cells = rows * self.tokens.shape[1] + lengths
+        self.tokens.ravel()[cells] = tokens
+        self.logprobs.ravel()[cells] = logprobs
+        self.versions.ravel()[cells] = version
         self.computed[rows] = lengths
         self.length[rows] = lengths + 1
 
@@ -151,10 +151,10 @@ class Sequences:
         column = self.length[rows] + ahead - self._ahead_from[rows]
         due = column >= _UNIFORMS_PER_ROW
         if due.any():
-            which = rows[due]
-            self._ahead_from[which] = start = self.length[which]
-            positions = (start - self._first[which])[:, None] + np.arange(_UNIFORMS_PER_ROW)
-            self._ahead[which] = uniforms(self._keys[which], positions)
+            refilled = rows[due]
+            self._ahead_from[refilled] = start = self.length[refilled]
+            positions = (start - self._first[refilled])[:, None] + np.arange(_UNIFORMS_PER_ROW)
+            self._ahead[refilled] = uniforms(self._keys[refilled], positions)
             column[due] = ahead
         drawn: NDArray[np.float64] = self._ahead[rows, column]
         return drawn

@@ -63,14 +63,14 @@ class TextStream:
         self.text += new
         if not may_stop:
             return
-        places = []
+        matches = []
         for stop in self._stops:
             # A stop text must end in the new text; older text was searched before, or did not count.
             index = self.text.find(stop, max(0, start - len(stop) + 1))
             if index >= 0:
-                places.append(index)
-        if places:
-            self.text, self.stopped = self.text[: min(places)], True
+                matches.append(index)
+        if matches:
+            self.text, self.stopped = self.text[: min(matches)], True
 
     def _held_back_length(self) -> int:
         """Return the number of characters at the end that may begin a stop text."""

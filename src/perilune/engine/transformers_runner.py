@@ -156,13 +156,13 @@ def _check_padding(model: TransformersModel) -> bool:
     positions = torch.arange(-2, _PROBE, device=model.device)[None]
     padded = torch.cat([tokens[:, :1], tokens[:, :1], tokens], dim=1)
     try:
-        whole = model.logits(tokens, DynamicCache(), last + _PROBE - 1)
+        expected = model.logits(tokens, DynamicCache(), last + _PROBE - 1)
         cache: Any = DynamicCache()
         model.logits(padded[:, :-1], cache, last, positions[:, :-1])
         resumed = model.logits(padded[:, -1:], cache, last, positions)
     except (ValueError, TypeError, AttributeError, RuntimeError, IndexError):
         return False
-    return bool((whole - resumed).abs().max() <= _TOLERANCE * whole.abs().max())
+    return bool((expected - resumed).abs().max() <= _TOLERANCE * expected.abs().max())
 
 
 def _probe_cache(model: TransformersModel) -> list[list[Tensor]]:
@@ -176,7 +176,7 @@ def _probe_cache(model: TransformersModel) -> list[list[Tensor]]:
     tokens = torch.arange(_PROBE, device=model.device)[None] % model.config.vocab_size
     last = torch.zeros(1, dtype=torch.int64, device=model.device)
     try:
-        whole = model.logits(tokens, DynamicCache(), last + _PROBE - 1)
+        expected = model.logits(tokens, DynamicCache(), last + _PROBE - 1)
         cache: Any = DynamicCache()
         model.logits(tokens[:, :3], cache, last)
         resumed = model.logits(tokens[:, 3:], cache, last + _PROBE - 4)
@@ -187,7 +187,7 @@ def _probe_cache(model: TransformersModel) -> list[list[Tensor]]:
         part.dim() != 4 or part.shape[2] != _PROBE for layer in layers for part in layer
     ):
         raise _cache_error(model, "keys and values do not grow with the text")
-    if not (whole - resumed).abs().max() <= _TOLERANCE * whole.abs().max():
+    if not (expected - resumed).abs().max() <= _TOLERANCE * expected.abs().max():
         raise _cache_error(model, "continuing the text gives other logits")
     return layers
 

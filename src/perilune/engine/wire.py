@@ -129,11 +129,11 @@ class SGLangGenerate:
         """Return the samples in an answer, in order."""
         samples = []
         for sample in _list(answer if isinstance(answer, list) else [answer], "the answer", n):
-            about = _mapping(_mapping(sample, "a sample").get("meta_info"), "meta_info")
-            pairs = about.get("output_token_logprobs")
+            info = _mapping(_mapping(sample, "a sample").get("meta_info"), "meta_info")
+            pairs = info.get("output_token_logprobs")
             if not isinstance(pairs, list) or not all(isinstance(p, list) and len(p) > 1 for p in pairs):
                 raise MalformedError("the server returns no token ids")
-            reason = _mapping(about.get("finish_reason"), "finish_reason").get("type")
+            reason = _mapping(info.get("finish_reason"), "finish_reason").get("type")
             tokens = [pair[1] for pair in pairs]
             logprobs, versions = [pair[0] for pair in pairs], [0] * len(pairs)
             samples.append(parse_completion(tokens, logprobs, versions, reason, sample.get("text")))

@@ -109,8 +109,8 @@ def fall_warning(name: str, figure: str, change: Interval | None) -> str:
             return ""
         moved = f"rose by {change.mean:.3g} ({change.low:.3g} to {change.high:.3g})"
     elif change.high < 0:
-        mean, most, least = (-100 * value for value in change)
-        moved = f"fell by {mean:.1f} points ({least:.1f} to {most:.1f})"
+        mean, high, low = (-100 * value for value in change)
+        moved = f"fell by {mean:.1f} points ({low:.1f} to {high:.1f})"
     else:
         return ""
     return (
@@ -125,12 +125,12 @@ def curve_rows(found: Mapping[str, Any]) -> list[list[str]]:
     Of many evaluations, `TABLE_ROWS` are shown: evenly spaced, with the first, the best and the last.
     """
     sets, curve = found["sets"], found["curve"]
-    places = {round(index * (len(curve) - 1) / (TABLE_ROWS - 1)) for index in range(TABLE_ROWS)}
-    places |= {index for index, row in enumerate(curve) if row["step"] == found["best"]}
+    selected = {round(index * (len(curve) - 1) / (TABLE_ROWS - 1)) for index in range(TABLE_ROWS)}
+    selected |= {index for index, row in enumerate(curve) if row["step"] == found["best"]}
     rates = any(row["training"] for row in curve)
     table = [["step", *(["training"] if rates else []), *(f"{n} {s['figure']}" for n, s in sets.items())]]
     for index, row in enumerate(curve):
-        if index in places:
+        if index in selected:
             cells = [_format_cell("pass@1", row["training"])] if rates else []
             cells += [_format_cell(entry["figure"], row[name]) for name, entry in sets.items()]
             table.append([f"{row['step']}{' (best)' if row['step'] == found['best'] else ''}", *cells])

@@ -84,8 +84,8 @@ def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl"
     Least squares of R / d on (1, -d) or (1, -log d) with weights d^2. The RL law is fitted only to d > 1,
     because its slope is unbounded near 0.
     """
-    least = 1.0 if law == "rl" else 0.0
-    kept = [(d, gain) for d, gain in zip(distances, gains, strict=True) if d > least]
+    nearest = 1.0 if law == "rl" else 0.0
+    kept = [(d, gain) for d, gain in zip(distances, gains, strict=True) if d > nearest]
     if len(kept) < MIN_FIT_POINTS:
         return None
     # Weights d^2 for R / d are equal weights for R, with columns d and -d^2, or d and -d log d.
@@ -98,8 +98,8 @@ def fit_gold(distances: Sequence[float], gains: Sequence[float], law: Law = "rl"
         return None
     alpha = (bb * ay - ab * by) / determinant
     beta = (aa * by - ab * ay) / determinant
-    left = [y - alpha * a - beta * b for (_, y), a, b in zip(kept, first, second, strict=True)]
-    variance = _dot(left, left) / (len(kept) - 2)
+    residuals = [y - alpha * a - beta * b for (_, y), a, b in zip(kept, first, second, strict=True)]
+    variance = _dot(residuals, residuals) / (len(kept) - 2)
     beta_low = beta - Z_95 * math.sqrt(variance * aa / determinant)
     return GoldFit(law, alpha, beta, beta_low, len(kept))
 
@@ -116,8 +116,8 @@ def fit_slope(values: Sequence[float]) -> Slope:
     middle, mean = (n - 1) / 2, math.fsum(values) / n
     spread = math.fsum((i - middle) ** 2 for i in range(n))
     value = math.fsum((i - middle) * y for i, y in enumerate(values)) / spread
-    left = math.fsum((y - mean - value * (i - middle)) ** 2 for i, y in enumerate(values))
-    error = t_quantile(0.975, n - 2) * math.sqrt(left / (n - 2) / spread)
+    residual = math.fsum((y - mean - value * (i - middle)) ** 2 for i, y in enumerate(values))
+    error = t_quantile(0.975, n - 2) * math.sqrt(residual / (n - 2) / spread)
     return Slope(value, value - error, value + error)
 
 

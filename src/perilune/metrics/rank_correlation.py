@@ -39,7 +39,7 @@ def spearman_over_problems(
         return None
     rng = np.random.default_rng(seed)
     drawn = ([pairs[index] for index in rng.integers(len(pairs), size=len(pairs))] for _ in range(resamples))
-    values = [value for some in drawn if (value := spearman(*_concatenate(some))) is not None]
+    values = [value for sample in drawn if (value := spearman(*_concatenate(sample))) is not None]
     low, high = np.quantile(values or [correlation], [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return Interval(correlation, float(low), float(high))
 

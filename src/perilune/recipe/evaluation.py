@@ -26,7 +26,7 @@ def make_evaluation_recipe(
         RequestError: when the environment or a field is wrong.
     """
     section = dict(environment)
-    given = {key: value for key, value in fields.items() if value is not None}
+    values = {key: value for key, value in fields.items() if value is not None}
     rewards = section.pop("rewards", {})
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", called or str(folder)).strip("-")
     document = {
@@ -35,6 +35,6 @@ def make_evaluation_recipe(
         "model": {"path": str(folder)},
         "environment": section,
         "rewards": rewards,
-        "stages": [{"name": EVALUATION_STAGE, "task": "evaluate", "checkpoint": "model", **given}],
+        "stages": [{"name": EVALUATION_STAGE, "task": "evaluate", "checkpoint": "model", **values}],
     }
     return resolve(Document(document), Path.cwd())

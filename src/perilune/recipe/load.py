@@ -97,8 +97,8 @@ def _apply_override(document: Document, override: str) -> None:
 def _key_path(value: dict[str, Any], keys: list[str], location: str) -> KeyPath:
     """Return the path that `keys` name, with the names of stages replaced by their positions."""
     stages = value.get("stages")
-    listed = stages if isinstance(stages, list) else []
-    names = [stage.get("name") if isinstance(stage, dict) else None for stage in listed]
+    sections = stages if isinstance(stages, list) else []
+    names = [stage.get("name") if isinstance(stage, dict) else None for stage in sections]
     if keys[0] == "stages" and len(keys) > 1:
         keys = keys[1:]
         known = [str(name) for name in names if name]
@@ -109,7 +109,7 @@ def _key_path(value: dict[str, Any], keys: list[str], location: str) -> KeyPath:
     if keys[0] in names and len(keys) > 1:
         return ("stages", names.index(keys[0]), *keys[1:])
     if keys[0] in names:
-        stage = listed[names.index(keys[0])]
+        stage = sections[names.index(keys[0])]
         key = next((key for key, value in stage.items() if isinstance(value, int | float)), "task")
         raise RequestError(
             f"{keys[0]} is a stage; set one of its keys, such as {keys[0]}.{key}", where=location

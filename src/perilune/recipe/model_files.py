@@ -23,11 +23,11 @@ def find_model(path: str, base: Path) -> Path:
     Raises:
         ProblemsError: when it is none of these, or cannot be read.
     """
-    given = (base / Path(path).expanduser()).absolute()
-    found = given if given.exists() else _find_in_home(path) or _find_in_hub_cache(path)
+    folder_path = (base / Path(path).expanduser()).absolute()
+    found = folder_path if folder_path.exists() else _find_in_home(path) or _find_in_hub_cache(path)
     if found is None:
         is_path = path.startswith((".", "/", "~")) or path.endswith(".gguf")
-        what = f"model.path: no file or folder {given}"
+        what = f"model.path: no file or folder {folder_path}"
         what += "" if is_path else f", and no model {path} is fetched or in the Hugging Face cache"
         remedy = "check the path" if is_path else f"perilune model fetch {path}"
         raise ProblemsError([Problem(("model", "path"), what, remedy)])

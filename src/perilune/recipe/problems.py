@@ -54,10 +54,10 @@ def suggest_name(name: str, valid: Iterable[str]) -> str:
         elsewhere = " or ".join(f"'{key}'" for key in ALIASES[name])
         return f"{elsewhere}, which belongs in another section; here one of: {', '.join(names)}"
     close = [meant] if meant else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    listed = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
+    choices = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
     if close:
-        return f"'{close[0]}'; {listed}" if len(names) <= _MAX_LISTED_NAMES else f"'{close[0]}'"
-    return listed
+        return f"'{close[0]}'; {choices}" if len(names) <= _MAX_LISTED_NAMES else f"'{close[0]}'"
+    return choices
 
 
 def raise_first(problems: Sequence[Problem], locate: Callable[[KeyPath], str]) -> NoReturn:

@@ -131,9 +131,9 @@ def _key_rows(path: str, name: str, schema: dict[str, Any], consumes: str) -> It
         yield Key(path, "section", "", inner.get("description", ""))
         inner = optional[0]
     if "properties" in inner and schema["title"] != "Recipe":
-        given = inner.get("default") or {}  # overrides the defaults of the fields
+        defaults = inner.get("default") or {}  # overrides the defaults of the fields
         fields = {
-            deeper: field | ({"default": given[deeper]} if deeper in given else {})
+            deeper: field | ({"default": defaults[deeper]} if deeper in defaults else {})
             for deeper, field in inner["properties"].items()
         }
         for deeper in fields:

@@ -269,8 +269,8 @@ def _validate_stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], e
     for field in environment_fields(spec):
         for name, keys in (get_field(fields, field) or {}).items():
             key = f"{field}.{name}"
-            whole = _merge_environment(keys, section or environment, base, (*path, *key.split(".")), label)
-            fields = replace_field(fields, key, whole or keys)
+            merged = _merge_environment(keys, section or environment, base, (*path, *key.split(".")), label)
+            fields = replace_field(fields, key, merged or keys)
     return stage.model_copy(update={"spec": fields, "consumes": consumes, "environment": section})
 
 
@@ -288,8 +288,8 @@ def _merge_environment(
     """Apply `keys` to `environment` and validate it; empty without keys or a valid environment."""
     if not keys or not (environment or "id" in keys):
         return {}
-    whole = ({} if "id" in keys else environment) | keys
-    return _validate_environment(whole, base, path, ".".join((label, *map(str, path[2:]))))
+    merged = ({} if "id" in keys else environment) | keys
+    return _validate_environment(merged, base, path, ".".join((label, *map(str, path[2:]))))
 
 
 def _absolute_path(name: str | None, base: Path) -> str | None:
@@ -308,7 +308,7 @@ def _check_references(stage: Stage, stages: list[Stage], positions: dict[str, in
     for field, source in stage.consumes.items():
         path = ("stages", positions[stage.name], field)
         kind = wanted[field]
-        fitting = [name for name, made in makes.items() if made == kind]
+        fitting = [name for name, output in makes.items() if output == kind]
         key = f"stages.{stage.name}.{field}"
         choices = (
             f"one of: {', '.join(fitting)}" if fitting else f"add a stage that makes {describe_kind(kind)}"
@@ -347,17 +347,17 @@ def _sort_stages(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:
         ProblemsError: when stages consume each other in a cycle.
     """
     ready: list[Stage] = []
-    done = {MODEL}
+    finished = {MODEL}
     waiting = list(stages)
     while waiting:
-        free = next((stage for stage in waiting if done.issuperset(stage.consumes.values())), None)
+        free = next((stage for stage in waiting if finished.issuperset(stage.consumes.values())), None)
         if free is None:
             cycle = _find_cycle(waiting)
             what = f"stages consume each other in a cycle: {' <- '.join(cycle)}"
             raise ProblemsError([Problem(("stages", positions[cycle[0]]), what)])
         waiting.remove(free)
         ready.append(free)
-        done.add(free.name)
+        finished.add(free.name)
     return ready
 
 

@@ -173,8 +173,8 @@ def _model_section(recipe: Recipe, stage: Stage) -> dict[str, Any]:
     model = recipe.model.model_dump()
     while "checkpoint" in stage.consumes and stage.consumes["checkpoint"] != MODEL:
         stage = recipe.stage(stage.consumes["checkpoint"])
-    own = stage.spec.get("preset") if recipe.model.preset else None
-    return model if own is None else {**model, "preset": own}
+    preset = stage.spec.get("preset") if recipe.model.preset else None
+    return model if preset is None else {**model, "preset": preset}
 
 
 def build_job(recipe: Recipe, stage: Stage) -> Job:

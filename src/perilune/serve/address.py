@@ -23,9 +23,9 @@ def is_for_this_machine(headers: Mapping[bytes, bytes]) -> bool:
 
 def has_token(headers: Mapping[bytes, bytes], token: bytes) -> bool:
     """Return whether a request carries the bearer token."""
-    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     # In constant time, so that timing reveals nothing about the token.
-    return hmac.compare_digest(given.strip(), token) and scheme.lower() == b"bearer"
+    return hmac.compare_digest(bearer.strip(), token) and scheme.lower() == b"bearer"
 
 
 def load_token(host: str, token_env: str) -> str | None:

@@ -134,7 +134,7 @@ class CompletionAnswer:
     ) -> dict[str, Any]:
         """Return the whole response. The choices of each prompt are consecutive."""
         each = len(choices) // len(prompts)
-        listed = []
+        documents = []
         for index, delta in enumerate(choices):
             choice = self._choice(index, delta)
             if self._chat:
@@ -148,8 +148,8 @@ class CompletionAnswer:
                 self._prepend_prompt(choice, self.echoed[index // each])
             if self._include_ids:
                 choice["prompt_token_ids"] = list(prompts[index // each])
-            listed.append(choice)
-        return {"object": self._kind, **self._header, "choices": listed, "usage": usage.document()}
+            documents.append(choice)
+        return {"object": self._kind, **self._header, "choices": documents, "usage": usage.document()}
 
     def _prepend_prompt(self, choice: dict[str, Any], prompt: Delta) -> None:
         """Put the prompt before the text of a choice, and before its log-probs."""

@@ -111,16 +111,16 @@ class Embeddings:
 
 
 def _document(body: EmbeddingBody, vectors: list[NDArray[np.float32]], tokens: int) -> dict[str, Any]:
-    listed = []
+    data = []
     for index, vector in enumerate(vectors):
         short = vector[: body.dimensions]
         short = short / max(float(np.linalg.norm(short)), 1e-12)
         encoded: Any = short.tolist()
         if body.encoding_format == "base64":
             encoded = base64.b64encode(short.astype("<f4").tobytes()).decode()
-        listed.append({"object": "embedding", "index": index, "embedding": encoded})
+        data.append({"object": "embedding", "index": index, "embedding": encoded})
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return {"object": "list", "data": listed, "model": body.model, "usage": usage}
+    return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
 
 def embedding_routes(embeddings: Embeddings) -> APIRouter:

@@ -257,7 +257,7 @@ class EngineThread:
                 self._call_in_loop(lambda deltas=deltas: self._deliver(deltas))  # type: ignore[misc]
 
     def _restart(self, error: BaseException) -> bool:
-        """Fail all requests in flight and restart the engine; returns whether the engine works again."""
+        """Fail all requests in flight and restart the engine; return whether the engine works again."""
         _log.error("the engine failed and is restarted", exc_info=error)
         self._call_in_loop(self._fail_all)
         try:

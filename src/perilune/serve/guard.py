@@ -132,12 +132,12 @@ class Guard:
 
     async def _discard(self, receive: Receive) -> None:
         """Read more of the body, because a client that is disconnected while it sends sees no response."""
-        left = self._bodies.max_discarded_bytes
+        remaining = self._bodies.max_discarded_bytes
         try:
             async with asyncio.timeout(self._bodies.seconds):
-                while left > 0:
+                while remaining > 0:
                     message = await receive()
-                    left -= len(message.get("body", b""))
+                    remaining -= len(message.get("body", b""))
                     if message["type"] != "http.request" or not message.get("more_body", False):
                         return
         except TimeoutError:

@@ -146,8 +146,8 @@ class ResponseAnswer:
             return
         if self._open == "call":
             item, arguments = self._output[-1], "".join(self._texts)
-            done = {"arguments": arguments, "name": item["name"]}
-            self._emit("response.function_call_arguments.done", **self._call_location(), **done)
+            fields = {"arguments": arguments, "name": item["name"]}
+            self._emit("response.function_call_arguments.done", **self._call_location(), **fields)
             item["arguments"] = arguments
             self._texts, self._open = [], None
             self._finish_item(status)

@@ -159,7 +159,7 @@ class ResponseBody(RequestBody):
         list[_Item],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
         BeforeValidator(
-            lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given
+            lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
         ),
     ]
     instructions: str | None = None
@@ -213,10 +213,10 @@ class ResponseBody(RequestBody):
         choice = self.tool_choice
         if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
             return _nest_tool_choice(choice)
-        given = {key: value for key, value in choice.items() if key != "type"}
-        if isinstance(tools := given.get("tools"), list):
-            given["tools"] = [_nest_tool_choice(tool) for tool in tools]
-        return {"type": "allowed_tools", "allowed_tools": given}
+        fields = {key: value for key, value in choice.items() if key != "type"}
+        if isinstance(tools := fields.get("tools"), list):
+            fields["tools"] = [_nest_tool_choice(tool) for tool in tools]
+        return {"type": "allowed_tools", "allowed_tools": fields}
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> ChatBody:
         """Return the same request as a chat about `messages`.
@@ -224,13 +224,13 @@ class ResponseBody(RequestBody):
         Raises:
             ApiError: 400, when an argument is invalid.
         """
-        listed = list(messages)
+        items = list(messages)
         if self.instructions:
-            first = listed.pop(0)["content"] if listed and listed[0]["role"] == "system" else ""
+            first = items.pop(0)["content"] if items and items[0]["role"] == "system" else ""
             system = "\n\n".join(filter(None, [self.instructions, first]))
-            listed.insert(0, {"role": "system", "content": system})
+            items.insert(0, {"role": "system", "content": system})
         document = {name: getattr(self, name) for name in FORWARDED} | {
-            "messages": listed,
+            "messages": items,
             "tools": [
                 {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
                 for tool in self.tools

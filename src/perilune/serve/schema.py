@@ -370,11 +370,11 @@ class CalledTool(Body):
             arguments = json.loads(self.function.arguments)
         except (ValueError, RecursionError):
             arguments = None
-        given = arguments if isinstance(arguments, dict) else self.function.arguments
+        parsed = arguments if isinstance(arguments, dict) else self.function.arguments
         return {
             "id": self.id,
             "type": self.type,
-            "function": {"name": self.function.name, "arguments": given},
+            "function": {"name": self.function.name, "arguments": parsed},
         }
 
 
@@ -434,12 +434,12 @@ class PromptOptions(Body):
 
     @model_validator(mode="after")
     def _prompt_is_consistent(self) -> PromptOptions:
-        given = self.chat_template_kwargs
+        variables = self.chat_template_kwargs
         for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
-            if name in given:
+            if name in variables:
                 raise ValueError(f"chat_template_kwargs cannot contain {name}")
         effort = self.reasoning_effort
-        if effort is not None and given.get("reasoning_effort", effort) != effort:
+        if effort is not None and variables.get("reasoning_effort", effort) != effort:
             raise ValueError("reasoning_effort and chat_template_kwargs contradict each other")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt: false")
@@ -564,8 +564,8 @@ class ChatBody(PromptOptions, Sampling):
         ):
             raise ValueError("tool_choice needs a function in tools that it may call")
         if self.forced_functions and super().is_constrained:
-            given = "response_format" if self.structured_outputs is None else "structured_outputs"
-            raise ValueError(f"tool_choice and {given} both constrain the answer; give only one")
+            field = "response_format" if self.structured_outputs is None else "structured_outputs"
+            raise ValueError(f"tool_choice and {field} both constrain the answer; give only one")
         return self
 
     @property

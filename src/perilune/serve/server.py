@@ -158,9 +158,9 @@ def _make_speech_service(settings: Settings) -> tuple[SpeechService, list[APIRou
         "--reasoning": settings.reasoning,
         "--tool-format": settings.tool_format != "auto",
     }
-    given = next((option for option, value in unsupported.items() if value), None)
-    if given is not None:
-        raise RequestError("is not possible with a speech model", where=given, remedy="leave it out")
+    option = next((option for option, value in unsupported.items() if value), None)
+    if option is not None:
+        raise RequestError("is not possible with a speech model", where=option, remedy="leave it out")
     model = load_speech_model(settings.checkpoint).to(_select_device(settings))
     speaker = Speaker(model, slots=settings.slots, cache_tokens=settings.cache_tokens or None)
     speaker.warm_up()

@@ -159,8 +159,8 @@ class Service:
     async def _echo_prompts(self, body: CompletionBody, prompts: Sequence[list[int]]) -> list[Delta]:
         """Return the prompts to put before the choices. The first token of each has log-prob 0."""
         texts = [
-            given if isinstance(given, str) else self.model.tokenizer.decode(tokens)
-            for given, tokens in zip(body.prompts, prompts, strict=True)
+            prompt if isinstance(prompt, str) else self.model.tokenizer.decode(tokens)
+            for prompt, tokens in zip(body.prompts, prompts, strict=True)
         ]
         if body.logprobs is None:
             return [Delta(0, 0, [], [], [], text) for text in texts]

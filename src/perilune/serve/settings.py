@@ -155,13 +155,13 @@ class Settings:
             for option, value in {"--weights": self.weights, "--kv-cache": self.kv_cache}.items():
                 if value != "float32":
                     raise RequestError(f"{value} needs --backend openvino", where=option)
-        for given in self.adapters or []:
-            name, _, folder = given.partition("=")
+        for adapter in self.adapters or []:
+            name, _, folder = adapter.partition("=")
             if not name or not folder:
-                raise RequestError(f"{given!r} is not NAME=FOLDER", where="--adapter")
+                raise RequestError(f"{adapter!r} is not NAME=FOLDER", where="--adapter")
 
     @property
     def adapter_folders(self) -> dict[str, Path]:
         """The folders of LoRA adapters by their names in requests."""
-        pairs = (given.partition("=") for given in self.adapters or [])
+        pairs = (adapter.partition("=") for adapter in self.adapters or [])
         return {name: Path(folder).expanduser() for name, _, folder in pairs}

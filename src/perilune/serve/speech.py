@@ -147,8 +147,8 @@ class SpeechService:
             voice = None if body.voice == DEFAULT_VOICE else body.voice
             utterance = Utterance(body.input, voice, body.language, body.instructions)
             seed = body.seed if body.seed is not None else int(np.random.default_rng().integers(2**63))
-            made = await self._lanes.short_or_long(size, lambda: self.speaker.request(utterance, seed))
-            return await self.thread.submit([made], per_token=True)
+            request = await self._lanes.short_or_long(size, lambda: self.speaker.request(utterance, seed))
+            return await self.thread.submit([request], per_token=True)
         finally:
             self._entering -= 1
 
@@ -260,6 +260,6 @@ def encode_pcm(samples: Samples) -> bytes:
 
 def wav_header(rate: int, size: int | None) -> bytes:
     """Return the header of a mono WAV file with `size` bytes of 16-bit samples; None if unknown yet."""
-    whole, data = (_UNKNOWN_SIZE, _UNKNOWN_SIZE) if size is None else (36 + size, size)
+    riff_size, data = (_UNKNOWN_SIZE, _UNKNOWN_SIZE) if size is None else (36 + size, size)
     shape = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate, 2 * rate, 2, 16)
-    return struct.pack("<4sI4s", b"RIFF", whole, b"WAVE") + shape + struct.pack("<4sI", b"data", data)
+    return struct.pack("<4sI4s", b"RIFF", riff_size, b"WAVE") + shape + struct.pack("<4sI", b"data", data)

@@ -161,9 +161,9 @@ class ToolFormat(ABC):
 
     def describe(self, tools: Iterable[Mapping[str, Any]], system: str) -> str:
         """Return a system message with a description of tools at its end."""
-        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        about = f"You may call these tools:\n{listed}\n{self.usage}"
-        return f"{system}\n\n{about}" if system else about
+        documents = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        description = f"You may call these tools:\n{documents}\n{self.usage}"
+        return f"{system}\n\n{description}" if system else description
 
     def new_id(self) -> str:
         """Return an id for a call."""
@@ -229,8 +229,8 @@ class TaggedFormat(Hermes):
             return parsed
         schema = self._schemas.get(call[1], {}).get("properties")
         kinds = schema if isinstance(schema, Mapping) else {}
-        given = {name: _parse_argument(value, kinds.get(name)) for name, value in arguments}
-        return ParsedText(parsed.length, _canonical_calls([(call[1], given)]))
+        typed = {name: _parse_argument(value, kinds.get(name)) for name, value in arguments}
+        return ParsedText(parsed.length, _canonical_calls([(call[1], typed)]))
 
     def _arguments(self, text: str) -> list[tuple[str, str]] | None:
         """Return the names and values, parsed in linear time; None if one is malformed."""
@@ -316,8 +316,8 @@ class Mistral(ToolFormat):
         return ParsedText(end, _canonical_calls(calls))
 
     def format_calls(self, calls: Sequence[ToolCall]) -> str:
-        listed = ", ".join(f'{{"name": {json.dumps(name)}, "arguments": {given}}}' for name, given in calls)
-        return f"{self.marks[0]}[{listed}]"
+        texts = ", ".join(f'{{"name": {json.dumps(name)}, "arguments": {values}}}' for name, values in calls)
+        return f"{self.marks[0]}[{texts}]"
 
     def new_id(self) -> str:
         """Return nine letters and digits, which Mistral's chat templates demand."""
@@ -361,7 +361,7 @@ class Llama3Json(ToolFormat):
         return ParsedText(end, calls) if calls else ParsedText(len(text))
 
     def format_calls(self, calls: Sequence[ToolCall]) -> str:
-        return "; ".join(f'{{"name": {json.dumps(name)}, "parameters": {given}}}' for name, given in calls)
+        return "; ".join(f'{{"name": {json.dumps(name)}, "parameters": {values}}}' for name, values in calls)
 
     def matches_template(self, template: str) -> bool:
         return self._tag in template or ('"parameters":' in template and "ipython" in template)
@@ -388,7 +388,7 @@ class Pythonic(ToolFormat):
         return ParsedText(end, calls) if calls else ParsedText(len(text))
 
     def format_calls(self, calls: Sequence[ToolCall]) -> str:
-        return f"[{', '.join(f'{name}({_python_arguments(given)})' for name, given in calls)}]"
+        return f"[{', '.join(f'{name}({_python_arguments(values)})' for name, values in calls)}]"
 
     def matches_template(self, template: str) -> bool:
         return "[func_name1(" in template  # of the instructions that Meta gives for this format
@@ -588,8 +588,8 @@ def _parse_python_calls(text: str) -> list[tuple[Any, Any]]:
     if len(text) > _MAX_EXPRESSION_CHARS:
         return []
     try:
-        listed = ast.parse(text, mode="eval").body
-        calls = listed.elts if isinstance(listed, ast.List) else []
+        expression = ast.parse(text, mode="eval").body
+        calls = expression.elts if isinstance(expression, ast.List) else []
         return [
             (ast.unparse(call.func), {item.arg: ast.literal_eval(item.value) for item in call.keywords})
             if isinstance(call, ast.Call) and not call.args and all(item.arg for item in call.keywords)
@@ -609,11 +609,7 @@ def _canonical_calls(calls: Sequence[tuple[Any, Any]]) -> Sequence[ToolCall]:
         try:
             text = json.dumps(arguments, sort_keys=True, ensure_ascii=False, allow_nan=False)
             text.encode()
-        except (
-            ValueError,
-            TypeError,
-            RecursionError,
-        ):  # a set, bytes, keys of several kinds, half a surrogate
-            return ()
+        except (ValueError, TypeError, RecursionError):
+            return ()  # a set, bytes, keys of several kinds, half a surrogate
         read.append((name, text))
     return read

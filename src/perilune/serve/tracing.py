@@ -33,8 +33,8 @@ _OPERATIONS = {
 
 def request_id(headers: Mapping[bytes, bytes]) -> str:
     """Return the X-Request-Id of a request if it is short and has plain characters, otherwise a new one."""
-    given = headers.get(b"x-request-id", b"")
-    return given.decode() if _REQUEST_ID.fullmatch(given) else f"req_{secrets.token_hex(16)}"
+    value = headers.get(b"x-request-id", b"")
+    return value.decode() if _REQUEST_ID.fullmatch(value) else f"req_{secrets.token_hex(16)}"
 
 
 class SpanWriter:
@@ -66,8 +66,8 @@ class SpanWriter:
         values: dict[str, Any] = {"http.request.method": scope["method"], "perilune.request_id": name}
         values |= {"http.route": path} if path else {}
         values |= {"http.response.status_code": status} if status else {}
-        values |= (about := _answer_attributes(path, scope.get("state", {})))
-        model = about.get("gen_ai.request.model")
+        values |= (answer := _answer_attributes(path, scope.get("state", {})))
+        model = answer.get("gen_ai.request.model")
         span = {
             "traceId": parent[1].decode() if parent else secrets.token_hex(16),
             "spanId": secrets.token_hex(8),

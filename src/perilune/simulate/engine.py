@@ -251,7 +251,7 @@ class SimulatedEngine(Engine):
         return min(self._num_blocks) - 1
 
     def submit(self, prompt: Sequence[int], samples: Sequence[Tokens]) -> int:
-        """Queue a request whose samples will have these tokens; returns its id."""
+        """Queue a request whose samples will have these tokens; return its id."""
         longest = max(map(len, samples))
         params = SamplingParams(longest, stop_token_ids=(self._end,))
         self._traces[self._next_id] = list(samples)

@@ -150,8 +150,8 @@ class Simulation:
         count = sum(len(group.episodes) for group in groups)
         clock.now += self.environment.task * len(groups) + self.environment.episode * count
         turn = 0
-        every = [(group, sample) for group in groups for sample in range(len(group.episodes))]
-        while due := [(group, sample) for group, sample in every if len(group.episodes[sample]) > turn]:
+        samples = [(group, sample) for group in groups for sample in range(len(group.episodes))]
+        while due := [(group, sample) for group, sample in samples if len(group.episodes[sample]) > turn]:
             before = clock.now
             if turn:
                 for group, sample in due:

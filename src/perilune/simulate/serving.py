@@ -210,12 +210,12 @@ def serve(
     _check_longest(arrivals, model, cache_size)
     replica = partial(_simulate_replica, machines, model, slots, cache_size)
     if not prefill:
-        whole = [_RoutedRequest(arrival.time, arrival, arrival.output) for arrival in arrivals]
+        requests = [_RoutedRequest(arrival.time, arrival, arrival.output) for arrival in arrivals]
         if autoscaling is None:
-            return _simulate_replicas(replica, _split_round_robin(whole, machines.replicas), jobs)
+            return _simulate_replicas(replica, _split_round_robin(requests, machines.replicas), jobs)
         scaled = assign_replicas(autoscaling, [arrival.time for arrival in arrivals], machines.replicas)
         shares: dict[int, list[_RoutedRequest]] = {}
-        for number, sent in zip(scaled.replica_of, whole, strict=True):
+        for number, sent in zip(scaled.replica_of, requests, strict=True):
             shares.setdefault(number, []).append(sent)
         fleet = _simulate_replicas(replica, list(shares.values()), jobs)
         fleet.scaled = scaled

@@ -50,15 +50,15 @@ def synthesise_text(text: str, *, voice: str, speed: int, sample_rate: int) -> S
     require_espeak()
     command = [PROGRAM, "--stdin", "--stdout", "-v", voice, "-s", str(speed)]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, input=text.encode(), capture_output=True, timeout=_TIMEOUT_S, check=False
         )
     except subprocess.TimeoutExpired:
         raise WorkFailedError(f"no answer within {_TIMEOUT_S:g} seconds", where=PROGRAM) from None
-    if done.returncode or not done.stdout.startswith(b"RIFF"):
-        message = done.stderr.decode(errors="replace").strip()[:200] or f"exit code {done.returncode}"
+    if process.returncode or not process.stdout.startswith(b"RIFF"):
+        message = process.stderr.decode(errors="replace").strip()[:200] or f"exit code {process.returncode}"
         raise RequestError(message, where=f"{PROGRAM} -v {voice}", remedy="espeak-ng --voices lists voices")
-    return _resample(done.stdout, sample_rate)
+    return _resample(process.stdout, sample_rate)
 
 
 def _resample(audio: bytes, sample_rate: int) -> Samples:

@@ -74,7 +74,7 @@ class Pipeline:
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """Step the most urgent stage. Returns the deltas if it is the last stage, otherwise an empty list."""
+        """Step the most urgent stage; return the deltas if it is the last stage, otherwise an empty list."""
         due = [
             (deadline, -i)
             for i, stage in enumerate(self.stages)

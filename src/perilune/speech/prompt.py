@@ -84,22 +84,22 @@ def embed_utterance(talker: Embedder, tokenizer: Tokenizer, utterance: Utterance
     role, text = [marks.text_start, *ids[:role_length]], ids[role_length:]
     if not text:
         raise RequestError("the text is empty", where="input")
-    said = _instruction_tokens(tokenizer, config, utterance.instructions) if utterance.instructions else []
-    if len(text) + len(said) > config.talker.max_position_embeddings:  # before they are embedded
-        message = f"text and instructions have {len(text) + len(said):,} tokens"
+    style = _instruction_tokens(tokenizer, config, utterance.instructions) if utterance.instructions else []
+    if len(text) + len(style) > config.talker.max_position_embeddings:  # before they are embedded
+        message = f"text and instructions have {len(text) + len(style):,} tokens"
         raise RequestError(message, where="input", remedy="shorten them")
     codec = [*_voice_tokens(config, utterance), marks.pad]
     pads = [marks.text_pad] * (len(codec) - 1)
     before = [_embed_texts(talker, role), _embed_sum(talker, [*pads, marks.text_bos], codec)]
-    if said:
-        before.insert(0, _embed_texts(talker, said))
+    if style:
+        before.insert(0, _embed_texts(talker, style))
     pad = _embed_texts(talker, [marks.text_pad])
     if utterance.streamed_text:
         start = _embed_sum(talker, text[:1], [marks.bos])
         trailing = _embed_texts(talker, [*text[1:], marks.text_eos])
     else:
-        whole = _embed_sum(talker, [*text, marks.text_eos], [marks.pad] * (len(text) + 1))
-        start = torch.cat([whole, _embed_sum(talker, [marks.text_pad], [marks.bos])])
+        embedded = _embed_sum(talker, [*text, marks.text_eos], [marks.pad] * (len(text) + 1))
+        start = torch.cat([embedded, _embed_sum(talker, [marks.text_pad], [marks.bos])])
         trailing = pad
     return TalkerPrompt(torch.cat([*before, start]), trailing, pad[0])
 

@@ -70,14 +70,14 @@ class Quantizer(nn.Module):
 @torch.no_grad()
 def quantize(quantizer: Quantizer, latents: Tensor) -> Tensor:
     """Codes int64[..., Q] of float[..., codebook_dim]: each codebook encodes the previous ones' residual."""
-    codes, left = [], latents.flatten(0, -2)
+    codes, residual = [], latents.flatten(0, -2)
     for part in (quantizer.rvq_first, quantizer.rvq_rest):
-        vectors, decoded = project_in(part, left), torch.zeros(())
+        vectors, decoded = project_in(part, residual), torch.zeros(())
         for book in part.codebooks:
             table = book.table()
             codes.append(find_nearest(table, vectors - decoded))
             decoded = decoded + table[codes[-1]]
-        left = left - project_out(part, decoded)
+        residual = residual - project_out(part, decoded)
     return torch.stack(codes, dim=1).view(*latents.shape[:-1], -1)
 
 

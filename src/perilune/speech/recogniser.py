@@ -54,13 +54,13 @@ class Recogniser:
         """Return the words in float32[N] samples; "" for silence."""
         silence = np.zeros(int(_MARGIN * SAMPLE_RATE))
         loudest = float(np.abs(samples).max()) if len(samples) else 0.0
-        whole = np.concatenate([silence, samples * (_PEAK / max(loudest, 1e-9)), silence])
-        whole = whole + np.random.default_rng(0).normal(size=len(whole)) * _HISS
+        audio = np.concatenate([silence, samples * (_PEAK / max(loudest, 1e-9)), silence])
+        audio = audio + np.random.default_rng(0).normal(size=len(audio)) * _HISS
         self._decoder.start_utt()
-        self._decoder.process_raw((whole.clip(-1, 1) * 32767).astype("<i2").tobytes(), full_utt=True)
+        self._decoder.process_raw((audio.clip(-1, 1) * 32767).astype("<i2").tobytes(), full_utt=True)
         self._decoder.end_utt()
-        heard = self._decoder.hyp()
-        return "" if heard is None else str(heard.hypstr)
+        hypothesis = self._decoder.hyp()
+        return "" if hypothesis is None else str(hypothesis.hypstr)
 
 
 def require_recogniser() -> None:

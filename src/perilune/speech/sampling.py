@@ -98,13 +98,13 @@ def sample_codes(logits: Tensor, uniform: NDArray[np.float64], sampling: SpeechS
         return logits.argmax(-1)
     logits = logits / sampling.rest_temperature
     best = logits.sort(-1, descending=True).values
-    least = best[:, -1]
+    lowest = best[:, -1]
     if sampling.rest_top_k:
-        least = best[:, min(sampling.rest_top_k, best.shape[1]) - 1]
+        lowest = best[:, min(sampling.rest_top_k, best.shape[1]) - 1]
     if sampling.rest_top_p < 1:
-        kept = best.masked_fill(best < least[:, None], -torch.inf).softmax(-1)
+        kept = best.masked_fill(best < lowest[:, None], -torch.inf).softmax(-1)
         before = kept.cumsum(-1) - kept
         last = (before < sampling.rest_top_p).sum(-1, keepdim=True) - 1
-        least = torch.maximum(least, best.gather(1, last)[:, 0])
-    logprobs = logits.masked_fill(logits < least[:, None], -torch.inf).log_softmax(-1)
+        lowest = torch.maximum(lowest, best.gather(1, last)[:, 0])
+    logprobs = logits.masked_fill(logits < lowest[:, None], -torch.inf).log_softmax(-1)
     return draw(logprobs, torch.from_numpy(uniform).to(logits.device))

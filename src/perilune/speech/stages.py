@@ -184,8 +184,8 @@ class FrameAttention:
         mask = q.new_zeros(1, group * new, columns)
         mask.masked_fill_(torch.arange(columns, device=q.device) > positions[:, None], -torch.inf)
         q = q.view(frames, new, kv_heads, group, size).permute(0, 2, 3, 1, 4).reshape(-1, group * new, size)
-        own = None if layer.options is None else layer.options.for_sets(frames * kv_heads, kv_heads, new)
-        out = attend(q, keys.flatten(0, 1), values.flatten(0, 1), mask, own)
+        options = None if layer.options is None else layer.options.for_sets(frames * kv_heads, kv_heads, new)
+        out = attend(q, keys.flatten(0, 1), values.flatten(0, 1), mask, options)
         out = out.view(frames, kv_heads, group, new, size).permute(0, 3, 1, 2, 4)
         return out.reshape(frames * new, kv_heads * group, size)
 
@@ -234,14 +234,14 @@ class DecoderStage(Stage[SpeechStream]):
             return {}
         taken = [stream.frames[:size] for stream in batch]
         padding = [frames[-1:] * (size - len(frames)) for frames in taken]
-        codes = torch.stack([torch.stack(own + more) for own, more in zip(taken, padding, strict=True)])
+        codes = torch.stack([torch.stack(frames + more) for frames, more in zip(taken, padding, strict=True)])
         state = CodecState.join([stream.state for stream in batch])
         samples = self._codec(codes, state)
         decoded = {}
-        for stream, own, after, row in zip(batch, taken, state.split(), samples, strict=True):
-            del stream.frames[: len(own)]
+        for stream, frames, after, row in zip(batch, taken, state.split(), samples, strict=True):
+            del stream.frames[: len(frames)]
             stream.state, stream.chunks = after, stream.chunks + 1
-            decoded[stream.id] = row[: len(own) * self._codec.config.frame]
+            decoded[stream.id] = row[: len(frames) * self._codec.config.frame]
         return decoded
 
     def _delta(self, stream: SpeechStream, samples: Tensor | None) -> SpeechDelta:

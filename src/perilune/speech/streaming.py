@@ -50,9 +50,9 @@ class CodecState:
         before = self.tails.get(key)
         if before is None:
             before = x.new_zeros(x.shape[0], length, x.shape[2])
-        whole = torch.cat([before, x], dim=1)
-        self.tails[key] = whole[:, whole.shape[1] - length :].detach().clone()
-        return whole
+        inputs = torch.cat([before, x], dim=1)
+        self.tails[key] = inputs[:, inputs.shape[1] - length :].detach().clone()
+        return inputs
 
 
 class Streamed(nn.Module):

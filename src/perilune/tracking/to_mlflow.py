@@ -34,12 +34,12 @@ class MLflow:
         experiment = existing.experiment_id if existing else self._client.create_experiment(run.experiment)
         for before in self._client.search_runs([experiment], f"tags.`{RUN_TAG}` = '{run.id}'"):
             self._client.delete_run(before.info.run_id)
-        made = self._client.create_run(
+        created = self._client.create_run(
             experiment, start_time=int(run.started * 1000), tags={RUN_TAG: run.id}, run_name=run.stage
         )
         params = [Param(name, str(value)[:MAX_PARAMETER_CHARACTERS]) for name, value in run.config.items()]
-        self._client.log_batch(made.info.run_id, params=params)
-        return made
+        self._client.log_batch(created.info.run_id, params=params)
+        return created
 
     def write(self, figures: Figures) -> None:
         """Record one step. MLflow refuses "@" in names, so it becomes "_at_"."""

@@ -34,11 +34,11 @@ def main() -> int:
     (wheel,) = SCRIPTS.glob("perilune-*.whl")
 
     if os.environ.get("PERILUNE_INSTALLED"):
-        wrong = [line for line in requirements if installed(line.partition("==")[0]) != unlabelled(line)]
-        wrong += differing_files(wheel)
-        if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            return fail(f"{sys.executable} lacks packages that the bundle needs: {wrong[0]}{more}", 2)
+        problems = [line for line in requirements if installed(line.partition("==")[0]) != unlabelled(line)]
+        problems += differing_files(wheel)
+        if problems:
+            more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+            return fail(f"{sys.executable} lacks packages that the bundle needs: {problems[0]}{more}", 2)
         print(Path(os.environ.get("PYTHON") or sys.executable).absolute().parent.parent)
         return 0
 

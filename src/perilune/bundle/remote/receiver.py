@@ -171,13 +171,13 @@ def download(origins: dict[str, str], sizes: dict[str, int], store: Store, held:
     import http.client
     import urllib.request
 
-    for sha256, done in store.missing(sizes, held).items():
+    for sha256, offset in store.missing(sizes, held).items():
         if not origins.get(sha256, "").startswith(("https://", "http://")) or not store.lock():
             continue
-        request = urllib.request.Request(origins[sha256], headers={"Range": f"bytes={done}-"})  # noqa: S310
+        request = urllib.request.Request(origins[sha256], headers={"Range": f"bytes={offset}-"})  # noqa: S310
         try:
             with urllib.request.urlopen(request, timeout=STALL_TIMEOUT_S) as answer:  # noqa: S310
-                begin = done if answer.status == http.client.PARTIAL_CONTENT else 0
+                begin = offset if answer.status == http.client.PARTIAL_CONTENT else 0
                 store.append(sha256, sizes[sha256], begin, read_pieces(answer, sizes[sha256] - begin))
         except (OSError, ValueError, http.client.HTTPException) as error:
             if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):

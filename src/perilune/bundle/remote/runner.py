@@ -184,26 +184,26 @@ def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     result once there is a verdict.
     """
     attempt.touch()
-    have = json.loads(sys.stdin.buffer.read())
+    request = json.loads(sys.stdin.buffer.read())
     claim = attempt.claim()
-    lives = False if claim is None else is_running(attempt, claim)
-    result = attempt.result() if lives is False else None
-    beat = read_json(attempt.runtime / "heartbeat.json") or {}
+    alive = False if claim is None else is_running(attempt, claim)
+    result = attempt.result() if alive is False else None
+    heartbeat = read_json(attempt.runtime / "heartbeat.json") or {}
     state = {
         "claim": claim,
-        "alive": lives,
+        "alive": alive,
         "result": result,
         "superseded": attempt.claimed_epochs()[-1:] > [attempt.epoch],
-        "heartbeat": beat.get("count", 0) if beat.get("epoch") == attempt.epoch else 0,
+        "heartbeat": heartbeat.get("count", 0) if heartbeat.get("epoch") == attempt.epoch else 0,
         "staged": attempt.files.is_dir(),
     }
     print(json.dumps({"seen": state}), flush=True)
     if claim is None or not state["staged"]:
         return {"end": True, "more": False, "units": {}}
     unfinished = result is None or bool(result.get("cause"))
-    if have["last"] and have.get("rescue") and unfinished and have["bring"] == "final":
-        have["bring"] = "all"  # the machine goes away, and nothing else has what resuming needs
-    return pull(attempt.files, have, sys.stdout.buffer, last=bool(have["last"]) and result is not None)
+    if request["last"] and request.get("rescue") and unfinished and request["bring"] == "final":
+        request["bring"] = "all"  # the machine goes away, and nothing else has what resuming needs
+    return pull(attempt.files, request, sys.stdout.buffer, last=bool(request["last"]) and result is not None)
 
 
 def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
@@ -266,10 +266,10 @@ def list_files(root: Path, wanted: list[str], last: bool) -> Iterator[tuple[str,
     """Yield regular files in order of urgency, without temporary ones; with `last`, all artifacts."""
     files = []
     for top in (name for name in ("runtime", "artifacts") if name in wanted):
-        every = last and top == "artifacts"
+        complete = last and top == "artifacts"
         for folder, folders, names in os.walk(str(root / top)):
-            folders[:] = [name for name in folders if every or is_finished(name)]
-            for name in (name for name in names if every or is_finished(name)):
+            folders[:] = [name for name in folders if complete or is_finished(name)]
+            for name in (name for name in names if complete or is_finished(name)):
                 path = os.path.join(folder, name)
                 with contextlib.suppress(FileNotFoundError):
                     status = os.lstat(path)
@@ -375,12 +375,11 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
     """Run the attempt; end it at its time limit, after too long without contact, or on request."""
     import subprocess
 
-    signal.setitimer(
-        signal.ITIMER_REAL, options.lifetime + options.grace + 2 * EXIT_MARGIN_S
-    )  # ends this process even if it hangs
+    # The timer ends this process even if it hangs.
+    signal.setitimer(signal.ITIMER_REAL, options.lifetime + options.grace + 2 * EXIT_MARGIN_S)
     began = time.monotonic()
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
     prctl(SUBREAPER, 1)
     values = json.loads(sys.stdin.buffer.read())
     claim = attempt.write_claim(os.getpid())
@@ -396,7 +395,7 @@ def keep(attempt: Attempt, options: argparse.Namespace) -> None:
         now = time.monotonic()
         if modified(attempt.contact) != contact:
             contact, contact_at = modified(attempt.contact), now
-        if asked:
+        if signals:
             cause, why = "stopped", "stopped on request"
         elif now - began > options.lifetime:
             cause, why = "timeout", f"it took longer than max_lifetime, {options.lifetime:.0f} s"
@@ -524,33 +523,33 @@ def launch(attempt: Attempt, options: argparse.Namespace) -> None:
     """
     import subprocess
 
-    asked = attempt.container or {}
-    program, image = asked["program"], asked["image"]
+    settings = attempt.container or {}
+    program, image = settings["program"], settings["image"]
     environments = attempt.workspace / ENVIRONMENTS / image.rpartition(":")[2][:16]
     environments.mkdir(mode=0o700, parents=True, exist_ok=True)
     if set(str(attempt.workspace)) & set(',"'):
         sys.exit("the workspace's path has a comma or a quote, so it cannot be mounted into a container")
     suffix = hashlib.sha256(str(attempt.workspace).encode()).hexdigest()[:8]
     labels = {**labels_of(attempt), "perilune.claim": (attempt.claim() or {})["nonce"]}
-    command = [program, "create", "--interactive", *asked["options"]]
+    command = [program, "create", "--interactive", *settings["options"]]
     command += ["--name", f"perilune-{attempt.run.name}-{attempt.epoch}-{suffix}"]
     for name, value in labels.items():
         command += ["--label", f"{name}={value}"]
-    command += ["--user", asked["user"] or f"{os.getuid()}:{os.getgid()}"]
+    command += ["--user", settings["user"] or f"{os.getuid()}:{os.getgid()}"]
     if os.path.basename(program).startswith("podman") and os.getuid() != 0:
         command += ["--userns", "keep-id"]
     command += ["--env", f"HOME={environments}", "--env", f"PERILUNE_HOME={environments}"]
     for path in (attempt.files, environments):
         command += ["--mount", f"type=bind,source={path},target={path}"]
-    command += ["--workdir", str(attempt.files), "--entrypoint", asked["python"], image]
+    command += ["--workdir", str(attempt.files), "--entrypoint", settings["python"], image]
     command += ["-IS", str(attempt.runner), "inside", "--workspace", str(attempt.workspace)]
     command += ["--run", attempt.run.name, "--epoch", str(attempt.epoch)]
-    made = subprocess.run(
+    process = subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False, preexec_fn=die_with_parent
     )
-    if made.returncode != 0:
-        sys.exit(made.returncode)
-    container = made.stdout.decode().split()[-1]
+    if process.returncode != 0:
+        sys.exit(process.returncode)
+    container = process.stdout.decode().split()[-1]
     try:
         answer = run_docker(attempt, "inspect", "--format", "{{.Image}}", container)
         image_id = answer.strip().rpartition(":")[2]
@@ -614,10 +613,10 @@ def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
     """
     until = time.monotonic() + EXIT_MARGIN_S
     while True:
-        left = containers(attempt, every=every)
-        if not left or time.monotonic() > until:
-            return not left
-        for container in left:
+        remaining = containers(attempt, every=every)
+        if not remaining or time.monotonic() > until:
+            return not remaining
+        for container in remaining:
             # With `rm` alone Podman waits for the stop.
             for command in (["kill", container], ["rm", "--force", container]):
                 with contextlib.suppress(RefusedError):
@@ -628,10 +627,10 @@ def end_containers(attempt: Attempt, *, every: bool = False) -> bool:
 def has_no_container(attempt: Attempt) -> bool:
     """Return whether an attempt that was never claimed, or whose claim was lost, has no container."""
     try:
-        left = containers(attempt)
+        remaining = containers(attempt)
     except RefusedError:
         return True  # no record says that there ever was one
-    return not left or end_and_confirm(attempt)
+    return not remaining or end_and_confirm(attempt)
 
 
 def end_and_confirm(attempt: Attempt) -> bool:
@@ -663,7 +662,7 @@ def run_docker(attempt: Attempt, *command: str) -> str:
 
     program = (attempt.container or {})["program"]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [program, *command],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -672,10 +671,10 @@ def run_docker(attempt: Attempt, *command: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RefusedError(f"{program} does not answer: {error}") from None
-    if done.returncode != 0:
-        said = done.stderr.decode("utf-8", "replace").strip()[-2000:]
-        raise RefusedError(f"{program} {command[0]}: {said or f'exit code {done.returncode}'}")
-    return done.stdout.decode("utf-8", "replace")
+    if process.returncode != 0:
+        message = process.stderr.decode("utf-8", "replace").strip()[-2000:]
+        raise RefusedError(f"{program} {command[0]}: {message or f'exit code {process.returncode}'}")
+    return process.stdout.decode("utf-8", "replace")
 
 
 # Processes.
@@ -686,8 +685,8 @@ def is_running(attempt: Attempt, claim: dict[str, Any]) -> bool | None:
 
     If the keeper has died, its container is ended, because no other process enforces its limits.
     """
-    lives = is_alive(claim)
-    return None if lives is False and not end_and_confirm(attempt) else lives
+    alive = is_alive(claim)
+    return None if alive is False and not end_and_confirm(attempt) else alive
 
 
 def end(attempt: Attempt, grace: float) -> bool:
@@ -713,10 +712,10 @@ def end_marked(attempt: Attempt, claim: dict[str, Any]) -> bool:
         marks.add(f"{WORKER_MARK}={worker['nonce']}".encode())
     until = time.monotonic() + EXIT_MARGIN_S
     while True:
-        left = [pid for pid in processes() if marks & environment_of(pid) and starttime(pid)]
-        if not left or time.monotonic() > until:
-            return not left
-        for pid in left:
+        remaining = [pid for pid in processes() if marks & environment_of(pid) and starttime(pid)]
+        if not remaining or time.monotonic() > until:
+            return not remaining
+        for pid in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):

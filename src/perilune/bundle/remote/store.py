@@ -86,12 +86,12 @@ class Store:
                 file.truncate()
                 for piece in pieces:
                     file.write(piece)
-                whole = file.tell() == size
+                complete = file.tell() == size
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 discard(partial)
             raise
-        if whole:
+        if complete:
             partial.rename(self.entry(sha256))
 
     def verify(self, sha256: str) -> bool:
@@ -113,7 +113,7 @@ class Store:
 
     def make_room(self, sizes: dict[str, int]) -> None:
         """Delete contents that this attempt does not need, the oldest first, until its own contents fit."""
-        needed = sum(sizes[sha256] - here for sha256, here in self.missing(sizes, {}).items())
+        needed = sum(sizes[sha256] - received for sha256, received in self.missing(sizes, {}).items())
         for path, _ in self.list_oldest_first():
             if self.free_bytes() >= needed:
                 break
@@ -154,9 +154,8 @@ class Store:
 
     def free_bytes(self) -> int:
         disk = os.statvfs(str(self.folder))
-        return (
-            disk.f_bavail * disk.f_frsize if disk.f_blocks else sys.maxsize
-        )  # some file systems report nothing
+        # Some file systems report nothing.
+        return disk.f_bavail * disk.f_frsize if disk.f_blocks else sys.maxsize
 
 
 def copy(source: BinaryIO, path: Path) -> str:

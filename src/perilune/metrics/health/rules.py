@@ -211,8 +211,8 @@ def find_starvation(run: Evidence) -> Iterator[Finding]:
     sampling, ready = times.column("sampling"), times.column("groups_ready")
     total = _step_seconds(times)
     waits = [
-        None if spent is None or groups is None or groups >= 1 or not whole else spent / whole
-        for spent, groups, whole in zip(sampling, ready, total, strict=True)
+        None if spent is None or groups is None or groups >= 1 or not seconds else spent / seconds
+        for spent, groups, seconds in zip(sampling, ready, total, strict=True)
     ]
     rates = [rate or None for rate in times.column("tokens_per_second")]
     usual = median(rates[:BASELINE_STEPS])
@@ -246,12 +246,12 @@ def find_stall(run: Evidence) -> Iterator[Finding]:
         )
         return
     total = _step_seconds(run.timings)
-    whole = [
+    with_evaluation = [
         None if seconds is None else seconds + (more or 0.0)
         for seconds, more in zip(total, run.timings.column("evaluation"), strict=True)
     ]
     usual = median(total)
-    longest = max((seconds for seconds in whole if seconds is not None), default=0.0)
+    longest = max((seconds for seconds in with_evaluation if seconds is not None), default=0.0)
     if usual is None:
         return
     if run.open_seconds is not None and run.open_seconds > max(SLOW_STEP_FACTOR * usual, 2 * longest, 10.0):

@@ -59,7 +59,7 @@ def find_shifts(values: Values, *, sigmas: float, least: float, sticky: int, sha
         sticky: values on this side stay outside until they return; others become part of the baseline.
     """
     normal: deque[float] = deque(maxlen=BASELINE_STEPS)
-    found: list[int] = []
+    signs: list[int] = []
     for value in values:
         sign = 0
         if value is not None and len(normal) >= MIN_BASELINE_STEPS:
@@ -67,16 +67,14 @@ def find_shifts(values: Values, *, sigmas: float, least: float, sticky: int, sha
             steps = [(after - before) ** 2 for before, after in pairwise(normal)]
             noise = math.sqrt(math.fsum(steps) / len(steps) / 2 * (1 + 1 / CENTRE_STEPS))
             limit = max(least, share * abs(centre), sigmas * noise)
-            if (
-                sticky and found[-CONFIRM_STEPS:] == [sticky] * CONFIRM_STEPS
-            ):  # on the way back, chance must not end it
-                limit /= 2
+            if sticky and signs[-CONFIRM_STEPS:] == [sticky] * CONFIRM_STEPS:
+                limit /= 2  # on the way back, chance must not end it
             if abs(value - centre) > limit:
                 sign = int(math.copysign(1, value - centre))
         if value is not None and (sign == 0 or sign != sticky):
             normal.append(value)
-        found.append(sign)
-    return found
+        signs.append(sign)
+    return signs
 
 
 def flag_at_least(values: Values, limit: float) -> list[bool]:
