@@ -132,10 +132,10 @@ def try_refresh(control: Control) -> str:
         return f"showing the last known state: {error}"
     if not silent:
         return ""
-    named = ", ".join(f"{run.stage} ({run.id})" for run in silent[:3])
+    names = ", ".join(f"{run.stage} ({run.id})" for run in silent[:3])
     more = f" and {len(silent) - 3} more" if len(silent) > 3 else ""
     return (
-        f"no answer from {named}{more}; showing the last known state."
+        f"no answer from {names}{more}; showing the last known state."
         " `perilune reconcile` waits for an answer"
     )
 

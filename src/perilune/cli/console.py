@@ -73,9 +73,7 @@ class PlainLines:
     def __init__(self, out: TextIO, interval: float = LINE_INTERVAL_S) -> None:
         self._out = out
         self._interval = interval
-        self._first: dict[
-            tuple[str, str], tuple[float, int]
-        ] = {}  # by stage and unit: when it began, and how far
+        self._first: dict[tuple[str, str], tuple[float, int]] = {}  # first time and count, by stage and unit
         self._last: dict[str, float] = {}
 
     def __enter__(self) -> Self:
@@ -102,7 +100,7 @@ class PlainLines:
         self.print(f"[{stage}] {', '.join(parts)}")
 
     def end(self, stage: str, mark: str, note: str) -> None:
-        """Write how the stage ended."""
+        """Write that the stage has ended, with its mark."""
         self.print(f"[{stage}] {mark}{f', {note}' if note else ''}")
 
     def print(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Commands for software agents and for what runs have shown: `perilune mcp` and `perilune wiki`."""
+"""Commands for software agents, and for the wiki of all runs: `perilune mcp` and `perilune wiki`."""
 
 COMMANDS = {
     "wiki": ("agents.wiki:app", "Compile, check and search a wiki of all runs."),

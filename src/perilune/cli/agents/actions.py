@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
-TOKEN_LIFETIME_S = 900.0  # seconds of a token
+TOKEN_LIFETIME_S = 900.0  # seconds for which a token is valid
 MOST_TOKENS = 100
 
 RecipeName = Annotated[
@@ -40,7 +40,7 @@ class Actor:
     """The acting tools over one home.
 
     Args:
-        recipes: the folder whose recipes may be run, beside the bundled ones.
+        recipes: folder of the recipes that may be run, besides the bundled ones.
     """
 
     control: Control
@@ -79,9 +79,9 @@ class Actor:
 
         if not token:
             return self.plan(recipe, overrides, template, template_overrides)
-        loaded, where, document = self._plan(recipe, overrides, template, template_overrides, check=False)
+        loaded, target, document = self._plan(recipe, overrides, template, template_overrides, check=False)
         self._redeem_token(token, _plan_digest(document), "the recipe, its inputs or the template")
-        started, first = start_detached(self.control, loaded, overrides, where)
+        started, first = start_detached(self.control, loaded, overrides, target)
         return started if first else {**started, "note": "every stage finished before; nothing was started"}
 
     def cancel(
@@ -115,14 +115,14 @@ class Actor:
         from perilune.control.runs.experiments import plan_stages
         from perilune.recipe.load import load_recipe
 
-        where = parse_destination(template or None, changes).template
+        target = parse_destination(template or None, changes).template
         recipe = load_recipe(self._allowed_recipe(name), overrides)
-        derived, estimated = derive_with_estimates(recipe, where, check=check)
-        ahead = forecast_submission(self.control, plan_stages(recipe, where), where)
-        return recipe, where, plan_document(recipe, derived, where, estimated, ahead)
+        derived, estimated = derive_with_estimates(recipe, target, check=check)
+        forecast = forecast_submission(self.control, plan_stages(recipe, target), target)
+        return recipe, target, plan_document(recipe, derived, target, estimated, forecast)
 
     def _allowed_recipe(self, name: str) -> str | Path:
-        """The recipe to load: a bundled one, or a YAML file in the folder of recipes."""
+        """Return the recipe to load: a bundled one, or a YAML file in the folder of recipes."""
         from perilune.recipe.load import bundled_recipe, bundled_recipes
 
         if name in bundled_recipes():
@@ -154,7 +154,7 @@ class Actor:
 
 
 def _plan_digest(document: dict[str, Any]) -> str:
-    """The digest of what a plan would run: recipe, template, and the bundles that are known."""
+    """Return the digest of a plan: its recipe, its template, and the bundles that are known."""
     stages = [(stage["name"], stage["digest"]) for stage in document["forecast"]["stages"]]
     return sha256_bytes(
         canonical_json({"recipe": document["recipe"], "template": document["template"], "stages": stages})

@@ -18,7 +18,7 @@ SIZE_LIMITS = (  # items of a list or an object, and characters of a text, until
     *((10, 300), (5, 200), (3, 100), (2, 60), (1, 40)),
 )
 MAX_COPIED_CHARACTERS = 30 * MAX_RESULT_CHARACTERS  # characters to copy before a result counts as too large
-MAX_LEFT_OUT_NOTES = 12  # places to name
+MAX_LEFT_OUT_NOTES = 12  # left-out places to name
 UNTRUSTED_KEYS = frozenset(
     {"because", "conditions", "events", "failure", "message", "messages", "problem", "text", "warnings"}
 )
@@ -45,8 +45,8 @@ def render(document: Any, part: Sequence[str] = (), offset: int = 0) -> str:
     """Render a document, or a part of it, as JSON text of at most about `MAX_RESULT_CHARACTERS` characters.
 
     The last items of the longest outer list are left out until the result fits. Where that is not enough,
-    inner lists, objects and texts are cut, too. "left_out" says where, from which offset, and how much there
-    is.
+    inner lists, objects and texts are cut, too. "left_out" lists the place of each cut, its offset, and the
+    full length.
 
     Args:
         part: keys and positions that lead to the part.
@@ -99,8 +99,8 @@ def _find_part(document: Any, part: Sequence[str]) -> tuple[Any, bool]:
 def _render_json(shown: Any, left_out: Sequence[Mapping[str, Any]]) -> str:
     if left_out:
         more = len(left_out) - MAX_LEFT_OUT_NOTES
-        named = [*left_out[:MAX_LEFT_OUT_NOTES], *([{"more_places": more}] if more > 0 else [])]
-        shown = {**shown, "left_out": named}
+        notes = [*left_out[:MAX_LEFT_OUT_NOTES], *([{"more_places": more}] if more > 0 else [])]
+        shown = {**shown, "left_out": notes}
     return json.dumps(shown, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
 
 

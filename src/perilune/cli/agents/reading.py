@@ -17,7 +17,7 @@ OMITTED_FIELDS = frozenset(  # fields of a stage that all stages of an experimen
     {"experiment_id", "experiment", "overrides", "submitted", "requested", "created", "reachability"}
     | {"cleanup", "attempt_dir", "bundle_digest", "conditions"}
 )
-MAX_EPISODES = 500  # of a result; the counts are of all
+MAX_EPISODES = 500  # episodes in a result; its counts include all episodes
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Reader:
 
 
 def _summarize_episodes(episodes: Iterator[Any]) -> dict[str, Any]:
-    """Counts of episodes, and the first of them."""
+    """Return counts of all episodes, and the first of them."""
     count = truncated = failed = tokens = 0
     rewards: list[float] = []
     rows: list[dict[str, Any]] = []
@@ -208,7 +208,7 @@ def _summarize_episodes(episodes: Iterator[Any]) -> dict[str, Any]:
 
 
 def _row(episode: Any) -> dict[str, Any]:
-    """One episode without its tokens."""
+    """Return an episode without its tokens, as JSON."""
     return {
         "id": episode.episode_id,
         "group": episode.group_id,
@@ -237,7 +237,7 @@ def _experiment(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _stage(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a stage that a list needs: its identity, its numbers, and its measures with intervals."""
+    """Return the fields of a stage that a list needs: identity, numbers, and measures with intervals."""
     fields = {}
     for name, value in row.items():
         if name in OMITTED_FIELDS or value is None or value == "":
@@ -249,7 +249,7 @@ def _stage(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _extent(steps: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
-    """First, last, lowest and highest value of a metric, the latter two with their steps."""
+    """Return the first, last, lowest and highest value of a metric, the latter two with their steps."""
     points = [
         (value, step) for step, value in zip(steps, values, strict=True) if isinstance(value, int | float)
     ]

@@ -187,13 +187,13 @@ def slides(
     """
     from perilune.wiki.slides import render_slides as turned
 
-    opened = _open_wiki(wiki)[1]
-    pages, name = opened.built_pages(), page.removesuffix(".md")
+    folder = _open_wiki(wiki)[1]
+    pages, name = folder.built_pages(), page.removesuffix(".md")
     if name not in pages:
         from perilune.environments.core.registry import did_you_mean
 
         raise RequestError(f"there is no page '{name}'", remedy=did_you_mean(name, list(pages)))
-    write(turned(pages[name], (opened.root / name).parent))
+    write(turned(pages[name], (folder.root / name).parent))
 
 
 def _open_wiki(root: Path | None) -> tuple[Control, Wiki]:

@@ -134,8 +134,8 @@ def show(
         echo(f"  {split} tasks: {number:,}{' or more' if number == MAX_COUNTED_TASKS else ''}")
     for heading, lines in notes.items():
         echo(f"  {heading}")
-        for what, line in lines.items():
-            echo(f"    {what:14} {line}")
+        for topic, line in lines.items():
+            echo(f"    {topic:14} {line}")
 
 
 @app.command(

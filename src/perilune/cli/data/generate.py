@@ -71,7 +71,7 @@ def generate(
     from perilune.verifiers import Scorer
 
     section = environment_section(environment, settings)
-    made = make_environment(section)
+    instance = make_environment(section)
     with ExitStack() as stack:
         scorer = stack.enter_context(Scorer(section))
         generator: Generator
@@ -81,12 +81,12 @@ def generate(
             named = teacher if code is None else CodeFile(name=teacher, source=code)
             writer = make_teacher(named, parse_settings(strategies, "--strategy"), extra)
             details = {"options": extra, **({} if code is None else {"code": code})}
-            generator = TeacherGenerator(writer, made, scorer.score, seed, section=section, extra=details)
+            generator = TeacherGenerator(writer, instance, scorer.score, seed, section=section, extra=details)
         else:
             from perilune.tasks.datasets.sampled import Sampled, Sampling  # needs torch
 
             sampling = Sampling(samples, max_tokens, temperature, seed)
-            generator = Sampled.open(find_checkpoint(model), section, made, scorer, sampling)
+            generator = Sampled.open(find_checkpoint(model), section, instance, scorer, sampling)
         view = stack.enter_context(make_stage_progress())
         view.start("generate", "")
 
@@ -94,9 +94,9 @@ def generate(
             view.update("generate", kept, count, "records", {"rejected": rejected})
 
         target = generation.GenerationTarget(count, tasks, seed, split)
-        totals = generation.generate_records(generator, made.tasks(split, seed), target, out, show)
+        totals = generation.generate_records(generator, instance.tasks(split, seed), target, out, show)
         view.end("generate", "done", "")
-    _print_report({"environment": made.id, **totals}, out, as_json)
+    _print_report({"environment": instance.id, **totals}, out, as_json)
     if totals["rows"] < (count if tasks is None else 1):
         goal = f"{count} records were kept" if tasks is None else f"{totals['tasks']} tasks gave a record"
         raise _shortage_error(totals, goal, out / generation.REJECTED_FILE)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from perilune.environments import Environment, Task
     from perilune.models.text.tokenizer import Tokenizer
 
-MIN_WIDTH = 60  # of printed tokens, in characters
+MIN_WIDTH = 60  # characters in a line of tokens, at least
 
 
 def recipe_source(name: str, changes: Sequence[str]) -> tuple[dict[str, Any], Tokenizer | None]:
@@ -51,7 +51,7 @@ def token_document(tokenizer: Tokenizer, environment: Environment, task: Task) -
 
 
 def print_facts(facts: Mapping[str, str]) -> None:
-    """Print what the chat template does with a system prompt."""
+    """Print the effect of a system prompt in the chat template."""
     uses = {
         "own turn": "becomes a turn of its own",
         "in the user's turn": "becomes part of the first question",

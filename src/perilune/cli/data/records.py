@@ -11,7 +11,7 @@ from perilune.cli.console import make_stage_progress
 from perilune.cli.data.generate import generate
 from perilune.cli.output import echo, print_json
 
-BAR_WIDTH = 40  # characters
+BAR_WIDTH = 40  # characters of the longest bar
 
 app = make_command_group("Generate, inspect, filter and convert training data.")
 

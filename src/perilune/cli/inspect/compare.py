@@ -80,7 +80,7 @@ def compare_targets(
 
 
 def print_comparison(found: Comparison) -> None:
-    """Print the arms as a table, their curves, and what the figures show."""
+    """Print the arms as a table, their curves, and the notes on the figures."""
     from perilune.control.queries.comparison import format_settings
 
     console = make_console()

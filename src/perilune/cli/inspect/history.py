@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from perilune.control.record.store import Event, Run
     from perilune.control.runs.experiments import Control
 
-POLL_SECONDS = 0.5  # between two looks of `events --follow`
+POLL_SECONDS = 0.5  # seconds between two reads of `events --follow`
 
 
 def explain(target: RunOrExperiment, as_json: Json = False) -> None:
@@ -105,10 +105,10 @@ def _event_document(row: Event) -> dict[str, Any]:
 
 
 def _format_event(row: Event) -> str:
-    when = datetime.fromtimestamp(row.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    date = datetime.fromtimestamp(row.time, UTC).strftime("%Y-%m-%d %H:%M:%S")
     run = "" if row.run_id is None else f"  {row.run_id}" + ("" if row.epoch is None else f"/{row.epoch}")
     detail = "".join(f"  {name}={str(value).partition(chr(10))[0]}" for name, value in row.detail.items())
-    return f"{when}{run}  {row.kind}{detail}"
+    return f"{date}{run}  {row.kind}{detail}"
 
 
 def diff(

@@ -65,6 +65,6 @@ def push(
     if as_json:
         print_json(asdict(pushed))
         return
-    which = "" if pushed.version is None else f" version {pushed.version} of"
+    version = "" if pushed.version is None else f" version {pushed.version} of"
     sent = f", {format_size(pushed.bytes)} sent" if pushed.bytes else ""
-    echo(f"{pushed.server} at {url} has{which} the weights after {pushed.seconds:.1f} s{sent}")
+    echo(f"{pushed.server} at {url} has{version} the weights after {pushed.seconds:.1f} s{sent}")

@@ -27,7 +27,7 @@ EPISODES_PER_CHUNK = 512  # episodes recorded at a time
 
 @dataclass
 class RecordedEpisodes:
-    """Cassettes, the tokenizers they need, and why episodes were refused."""
+    """Cassettes, the tokenizers they need, and the reasons for refused episodes."""
 
     cassettes: dict[str, Cassette] = field(default_factory=dict)
     tokenizers: dict[str, Tokenizer] = field(default_factory=dict)
@@ -127,7 +127,7 @@ def _origin(stage: StageView, attempt: Attempt, recorded: RecordedEpisodes) -> O
 
 
 def _model_folder(job: Job, attempt: Attempt) -> Path | None:
-    """Return the folder of the weights that a stage starts from, or those that it made."""
+    """Return the folder of the weights that a stage started from, or of those that it made."""
     assert attempt.root is not None
     inputs = [attempt.root / item.path for item in job.inputs if item.name in ("checkpoint", "model")]
     folders = [path for path in (*inputs, *attempt.model_folders) if (path / "tokenizer.json").is_file()]

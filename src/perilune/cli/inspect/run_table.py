@@ -54,7 +54,7 @@ class LiveStage:
     Attributes:
         status: the recorded status.
         progress: the last progress report, with "done", "total", "unit" and "figures"; None before the first.
-        seconds: since the run was submitted, or from then to its end; None before that.
+        seconds: time from the submission of the run until now, or until its end; None before.
     """
 
     status: StageStatus
@@ -63,7 +63,7 @@ class LiveStage:
 
     @property
     def share(self) -> float | None:
-        """The part that is done, from 0 to 1."""
+        """The share of the work that is done, from 0 to 1."""
         if self.progress is None or not self.progress["total"]:
             return None
         return min(1.0, float(self.progress["done"]) / float(self.progress["total"]))
@@ -145,7 +145,7 @@ def state_text(status: StageStatus) -> str:
 
 
 def describe_doubts(state: str, reachability: str, cleanup: str, error: bool = False) -> str:
-    """Describe what is uncertain about a state; `error` is whether the last pass over the run failed."""
+    """Describe the doubts about a state; `error` means that the last pass over the run failed."""
     if error:
         return ", error"
     if cleanup == "pending":

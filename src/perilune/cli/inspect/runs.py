@@ -135,7 +135,7 @@ def show_document(control: Control, run: str) -> dict[str, Any]:
 
 
 def _health_lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the verdict, and what to do."""
+    """Return the verdict, and the remedy of the first finding."""
     remedies = (finding["remedy"] for finding in found["findings"][:1])
     return [f"health     {found['line']}", *(f"           {remedy}" for remedy in remedies)]
 

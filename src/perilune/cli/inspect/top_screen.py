@@ -24,8 +24,8 @@ from perilune.terminal import escape_control
 if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
 
-CONFIRM_SECONDS = 3.0  # within which a second x confirms
-LOG_LINES = 12
+CONFIRM_SECONDS = 3.0  # seconds within which a second x confirms
+LOG_LINES = 12  # last lines of the log
 STATE_COLOURS = {
     "active": "cyan",
     "succeeded": "green",

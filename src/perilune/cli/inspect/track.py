@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
     from perilune.tracking import Sink, TrackedRun
 
-POLL_SECONDS = 2.0  # between two looks of --follow
+POLL_SECONDS = 2.0  # seconds between two reads of --follow
 
 
 def track(

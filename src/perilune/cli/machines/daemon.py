@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.next_stage import StageStarter
     from perilune.control.runs.progress import StageStarted
 
-WATCH_SECONDS = 2.0  # between two passes of `reconcile --watch`
+WATCH_SECONDS = 2.0  # seconds between two passes of `reconcile --watch`
 LOCK_TRIES = 3
 LONGEST_PAUSE = 60.0  # seconds between two passes while they fail
 
@@ -169,7 +169,7 @@ def _print_changes(live: Iterable[Run], seen: dict[str, str]) -> None:
 
 
 def print_progress(experiment: Experiment, outcome: StageStarted | PeriluneError) -> None:
-    """Print which stage of an experiment started, or on stderr why none could."""
+    """Print the stage of an experiment that started, or on stderr the problem that prevents it."""
     if isinstance(outcome, PeriluneError):
         echo(f"{experiment.name} cannot continue, trying again: {outcome}", err=True)
     else:

@@ -25,7 +25,7 @@ MachineArgument = Annotated[
     str, typer.Argument(metavar="MACHINE", help="Its key, or the last characters of it.")
 ]
 NARROW_COLUMNS = 110  # columns below which each machine takes two lines
-REAP_SECONDS = 1.0  # between two rounds of `machines reap --wait`
+REAP_SECONDS = 1.0  # seconds between two rounds of `machines reap --wait`
 
 
 @app.command("list")
@@ -66,27 +66,27 @@ def machines_offers(as_json: Json = False) -> None:
 
     providers = Providers(Home.open())
     rows: list[dict[str, Any]] = []
-    wrong: list[PeriluneError] = []
+    problems: list[PeriluneError] = []
     for name in providers.names():
         try:
             offers = providers.get(name).offers()
             rows += [{"provider": name, **asdict(offer)} for offer in offers]
-            wrong += providers.problems(name, [offer.kind for offer in offers])
+            problems += providers.problems(name, [offer.kind for offer in offers])
         except PeriluneError as error:
-            wrong.append(error)
+            problems.append(error)
     if as_json:
-        print_json({"offers": rows, "problems": [str(problem) for problem in wrong]})
+        print_json({"offers": rows, "problems": [str(problem) for problem in problems]})
     else:
         for row in rows:
             notes = ["preemptible"] if row["preemptible"] else []
             notes += [f"{row['capacity']} available"] if row["capacity"] is not None else []
             echo(f"{row['provider']}:{row['kind']}  {row['price']:.4g} per hour  {', '.join(notes)}".rstrip())
-        for problem in wrong:
+        for problem in problems:
             echo(f"error: {problem}", err=True)
-        if not rows and not wrong:
+        if not rows and not problems:
             echo("no machines are offered; providers.yaml lists the providers")
-    if wrong:
-        raise typer.Exit(max(problem.exit_code for problem in wrong))
+    if problems:
+        raise typer.Exit(max(problem.exit_code for problem in problems))
 
 
 @app.command("show")

@@ -95,10 +95,10 @@ def _print_uses(found: Sequence[DiskUsage]) -> None:
     for name in ("bundle", "attempts", "checkpoints"):
         table.add_column(name, justify="right", no_wrap=True)
     for use in found:
-        named = as_markup(f"{use.experiment}/{use.stage}")
+        label = as_markup(f"{use.experiment}/{use.stage}")
         attempts = use.attempts + use.reproductions
         table.add_row(
-            named, use.run_id, format_size(use.bundle), format_size(attempts), format_size(use.checkpoints)
+            label, use.run_id, format_size(use.bundle), format_size(attempts), format_size(use.checkpoints)
         )
     if found:
         make_console().print(table)
@@ -106,11 +106,11 @@ def _print_uses(found: Sequence[DiskUsage]) -> None:
 
 def _print_removable(chosen: Sequence[Removable]) -> None:
     for item in chosen:
-        what = {
+        label = {
             "attempt": f"attempt {item.epoch} of {item.run_id}",
             "checkpoints": f"{plural(len(item.names), 'intermediate checkpoint')} of {item.run_id}",
         }.get(item.kind, f"environment {item.path.name}")
-        echo(f"{format_size(item.bytes):>10}  {what}\n            {item.why}")
+        echo(f"{format_size(item.bytes):>10}  {label}\n            {item.why}")
 
 
 def rm(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from perilune.recipe.schema import Recipe
     from perilune.simulate.times import Calibrated
 
-ENGINE_SECONDS = 20.0  # of the measurement of the engine
+ENGINE_SECONDS = 20.0  # seconds to measure the engine
 LARGE_MODEL = 20_000_000  # parameters from which the training steps are smaller
 SHAPES = ((4, 4, 8), (32, 8, 8), (16, 8, 48))  # tasks, samples, and most tokens of an answer
 SMALL_SHAPES = ((2, 2, 8), (8, 4, 8), (4, 4, 32))
@@ -122,7 +122,7 @@ def _decoder(section: Mapping[str, Any], device: str) -> Decoder:
 
 
 def _publish_seconds(decoder: Decoder, clock: Callable[[], float]) -> float:
-    """Return the seconds until an engine has taken new weights."""
+    """Return the seconds that an engine needs to take new weights."""
     from perilune.engine.engine import Engine
 
     engine = Engine(decoder, slots=1)

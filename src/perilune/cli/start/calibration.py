@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 CALIBRATION_FILE = "calibration.json"  # in the home
 DECODE_ROWS = (8, 128)  # sequences of the measured decode steps
-UPDATE_TOKENS = (384, 1536)  # of the measured optimizer steps
+UPDATE_TOKENS = (384, 1536)  # tokens of the measured optimizer steps
 SAMPLES, LENGTH, PROMPT = 8, 24, 8  # episodes of a group, tokens of an answer and of a prompt
 MAX_OVERRUN = 3  # times the planned time, after which the last model is left out
 NEGLIGIBLE = 1e-9  # seconds; a power law needs positive times
-ANSWER_COUNTS = (4 * 4, 32 * 32)  # of the two evaluations of the recipe
+ANSWER_COUNTS = (4 * 4, 32 * 32)  # answers in the two evaluations of the recipe
 
 SUMS = "sums.py:Sums"
 RECIPE = f"""name: calibration
@@ -81,7 +81,7 @@ class Speed:
     Attributes:
         decode: of a decode step, and of each sequence in it.
         update: of an optimizer step of supervised training, and of each token in it.
-        reinforce: the same of reinforcement learning, with its checks.
+        reinforce: of an optimizer step of reinforcement learning with its checks, and of each token in it.
     """
 
     parameters: int
@@ -115,7 +115,7 @@ class Calibration:
 
     Attributes:
         speeds: of models of growing size.
-        measured: when, in seconds since 1970.
+        measured: time of the measurement, in seconds since 1970.
     """
 
     device: str
@@ -237,7 +237,7 @@ def _rl_seconds(model: Decoder, seconds: float, clock: Callable[[], float], toke
 
 
 def _sample_groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
-    """Return the groups of sampled episodes that feed about so many tokens."""
+    """Return groups of sampled episodes with about `tokens` tokens in total."""
     import numpy as np
 
     from perilune.data.episode import Episode
@@ -273,7 +273,7 @@ def _sample_groups(model: Decoder, tokens: int) -> list[tuple[Episode, ...]]:
 
 
 def _time_steps(step: Callable[[], object], seconds: float, clock: Callable[[], float]) -> float:
-    """Return the seconds of each of the steps that fit into `seconds`."""
+    """Return the mean time of a step, over as many steps as fit into `seconds`."""
     step()  # allocates memory and chooses kernels
     began, until, steps = clock(), time.perf_counter() + seconds, 0
     while steps == 0 or time.perf_counter() < until:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from perilune.cli.start.calibration import Calibration
     from perilune.execution.readiness import Finding
 
-MEASUREMENT_SECONDS = 10.0  # of the sampling speed, and as many of the calibration of each device
-BUSY_SHARE = 0.5  # load for each core from which the calibration is too slow
+MEASUREMENT_SECONDS = 10.0  # seconds to measure the sampling speed, and again to calibrate each device
+BUSY_SHARE = 0.5  # load per core from which a calibration is too slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Diagnosis:
     """The result of the checks, which `--json` prints.
 
     Attributes:
-        usable: whether everything that is required is present.
+        usable: True if everything that is required is present.
         machine: facts about this machine, as bundles record them.
         packages: installed version of each required package, None where absent.
         findings: one for each check.
@@ -103,7 +103,7 @@ def _load_warning(load: float) -> str:
 
 
 def calibrate_home(diagnosis: Diagnosis, seconds: float) -> list[Calibration]:
-    """Measure what `--plan` estimates times from, each device for `seconds`, and keep it in the home."""
+    """Calibrate each device for `seconds`, and save the calibrations, from which `--plan` estimates times."""
     if not seconds or not diagnosis.usable:
         return []
     from perilune.bundle.machine import usable_threads
@@ -250,7 +250,7 @@ def _measure(seconds: float, say: Callable[[str], None]) -> tuple[list[SamplingS
 
 
 def _threads(rollouts: Sequence[SamplingSpeed]) -> Iterator[Finding]:
-    """Advise one thread if more are slower, which happens when other processes use the cores too."""
+    """Advise a single thread if several are slower, as they are when other processes use the cores too."""
     from perilune.execution.readiness import Finding
 
     single, *more = (speed for speed in rollouts if speed.device == "cpu")

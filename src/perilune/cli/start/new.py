@@ -72,8 +72,8 @@ STAGES: dict[str, tuple[str, str, str]] = {  # task: title, stages, the stage th
 }
 
 DEFAULT_EPOCHS = {"sft": 3, "preference": 1}
-DEFAULT_ROWS = 16  # of a step
-NEW_MODEL_STEPS = 300  # at least, of a new model, which has to learn to write first
+DEFAULT_ROWS = 16  # rows of a step
+NEW_MODEL_STEPS = 300  # steps of a new model, at least; it has to learn to write first
 OWN_STAGES = {  # from the user's own data
     "sft": (
         "supervised fine-tuning on {data}",

@@ -1,7 +1,7 @@
 """Estimates of the time and the peak memory of a recipe's stages on this machine, before they run.
 
 The work of a stage (`work`) depends on the lengths of its episodes (`lengths`). The calibration of this
-machine and a trial of the environment say how long each part of it takes.
+machine and a trial of the environment give the time of each part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ESTIMATE_FILE = "estimate.json"  # in the folder of an experiment
 FORWARD_SHARE = 1 / 3  # time of a forward pass, in that of a training step
-OVERHEAD_OF = {  # task whose measured overhead stands for that of another task
+OVERHEAD_OF = {  # by task: another task, whose measured overhead stands for its own
     **dict.fromkeys(("selfplay", "distill", "flywheel"), "rl"),
     **dict.fromkeys(("preference", "reward_model"), "sft"),
     **dict.fromkeys(("rejection_sampling", "pairs"), "evaluate"),
@@ -49,8 +49,8 @@ class Estimate:
     Attributes:
         seconds: from its submission to its end; `low` and `high` are its range.
         memory: peak bytes of its process; None for a stage without a memory plan.
-        basis: how the lengths of its answers are known, in words.
-        at_most: whether `high` is a limit, and nothing else is known.
+        basis: source of the expected lengths of its answers, in words.
+        at_most: True if `high` is a limit, and nothing else is known.
     """
 
     seconds: float

@@ -40,9 +40,9 @@ class ExpectedLengths:
 
     Attributes:
         live: share of the groups that have a gradient.
-        rows: rows of data that it reads.
-        basis: how the lengths are known, in words.
-        at_most: whether the high end is a limit, and nothing else is known.
+        rows: number of rows of data that it reads.
+        basis: source of the lengths, in words.
+        at_most: True if the high end is a limit, and nothing else is known.
     """
 
     low: Lengths
@@ -143,7 +143,7 @@ def _use_last_run(control: Control, recipe: str, job: Job, found: ExpectedLength
         return found
     least = found.low
     scale = mean / max(1.0, least.sampled)
-    own = replace(
+    actual = replace(
         least, fed=least.fed + mean - least.sampled, sampled=mean, longest=max(least.longest * scale, mean)
     )
     live = found.live
@@ -152,7 +152,7 @@ def _use_last_run(control: Control, recipe: str, job: Job, found: ExpectedLength
         share = trained / (job.spec["prompts"] * job.spec["samples"] * mean)
         live = (min(share, 1.0),) * 2
     return replace(
-        found, low=own, high=own, live=live, basis="answers as long as in the last run", at_most=False
+        found, low=actual, high=actual, live=live, basis="answers as long as in the last run", at_most=False
     )
 
 

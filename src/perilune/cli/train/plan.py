@@ -127,8 +127,8 @@ def describe_tokenizer(recipe: Recipe) -> str | None:
         return None
     match model.tokenizer:
         case "bpe":
-            most = f"at most {model.vocab_size:,} tokens"
-            return f"bpe, {most}, trained on the data of the stage that makes the model"
+            limit = f"at most {model.vocab_size:,} tokens"
+            return f"bpe, {limit}, trained on the data of the stage that makes the model"
         case "bytes":
             return f"bytes; {find_foreign_character(recipe) or 'set in the recipe'}"
     return "one token per character, because the texts that were checked are printable ASCII"
@@ -137,7 +137,7 @@ def describe_tokenizer(recipe: Recipe) -> str | None:
 def print_estimate(
     recipe: Recipe, estimated: Mapping[str, Estimate], template: Template | None, out: TextIO
 ) -> None:
-    """Print what all stages take together, or why that is unknown."""
+    """Print the time, memory and cost of all stages together, or the reason why they are unknown."""
     from perilune.cli.train.estimate import sum_estimates
     from perilune.control.machines.leases import compute_cost
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from perilune.environments.core.protocol import Outcome, Split, Task
     from perilune.recipe.schema import Recipe
 
-MAX_COUNTED_TASKS = 4096  # that are made to count them
-TEXT_TASKS = 32  # training tasks whose characters are looked at
+MAX_COUNTED_TASKS = 4096  # tasks that are made to count them
+TEXT_TASKS = 32  # training tasks whose characters are checked
 COMPARED_TASKS = 256  # training tasks whose ids and lengths are compared
 TEACHER_TASKS = 8  # training tasks that a teacher is tried on
 
@@ -101,8 +101,8 @@ def check_job(job: Job) -> list[str]:
     if job.task == "collect":
         _require_tasks("traces", job.environment, "train", job.spec["traces"], job.seed)
     _require_terms(job)
-    own = _teacher_warnings(job) if job.task == "collect" else _verifier_warnings(job)
-    return [*_task_warnings(job), *own]
+    warnings = _teacher_warnings(job) if job.task == "collect" else _verifier_warnings(job)
+    return [*_task_warnings(job), *warnings]
 
 
 def _heldout_needs(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
@@ -110,9 +110,9 @@ def _heldout_needs(job: Job) -> Iterator[tuple[str, Mapping[str, Any], int]]:
     from perilune.tasks.stage.evaluation_settings import EvaluationSettings
 
     spec = job.spec
-    own = {"evaluate": "tasks", "calibrate": "tasks", "flywheel": "heldout"}.get(job.task)
-    if own is not None:
-        yield own, job.environment, spec[own]
+    key = {"evaluate": "tasks", "calibrate": "tasks", "flywheel": "heldout"}.get(job.task)
+    if key is not None:
+        yield key, job.environment, spec[key]
     if job.task == "selfplay":
         yield "league.games", job.environment, spec["league"]["games"]
     if spec.get("eval"):
@@ -197,7 +197,7 @@ def _verifier_warnings(job: Job) -> Iterator[str]:
 
 @cache
 def _scoring_failure(section: bytes, seed: int) -> str:
-    """Return why the first training task of an environment cannot be scored; "" if it can."""
+    """Return the reason that an answer to the first training task cannot be scored; "" if it can."""
     from perilune.environments.core.protocol import Failure, Transcript
     from perilune.verifiers import Scorer
 

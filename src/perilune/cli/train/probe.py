@@ -92,10 +92,10 @@ def _expand_families(name: str) -> Iterator[str]:
 def _evaluate(
     folder: Path, section: dict[str, Any], fields: Mapping[str, Any], seed: int, checkpoint: str
 ) -> tuple[Learnability, str]:
-    """Run one evaluation, or reuse it; returns what it says, and the id of its run.
+    """Run one evaluation, or reuse it; returns its assessment, and the id of its run.
 
     Raises:
-        PeriluneError: the environment is wrong, or the evaluation fails.
+        PeriluneError: when the environment is wrong, or the evaluation fails.
     """
     from perilune.cli.train.evaluate import run_evaluation
     from perilune.metrics.learnability import assess_learnability

@@ -86,7 +86,7 @@ def results_document(
 
 
 def print_results(document: Mapping[str, Any]) -> None:
-    """Print the evaluations side by side, the changes between them, and where the files are."""
+    """Print the evaluations side by side, the changes between them, and the paths of the files."""
     console = make_console()
     evaluations = document["evaluations"]
     if evaluations:
@@ -184,8 +184,8 @@ def _parent_change(
         old, new = _pass_rates(summaries[before], k), _pass_rates(summaries[evaluation.name], k)
         shared = old.keys() & new.keys()  # tasks without a verdict are missing
         if shared:
-            kept = ({task: rates[task] for task in shared} for rates in (old, new))
-            change |= {f"pass@{k}": paired_difference(*kept, seed=recipe.seed)._asdict()}
+            common = ({task: rates[task] for task in shared} for rates in (old, new))
+            change |= {f"pass@{k}": paired_difference(*common, seed=recipe.seed)._asdict()}
             change.setdefault("tasks", len(shared))
     return {"change": {"against": before, **change}} if change else {}
 
@@ -260,7 +260,7 @@ def print_held_out(console: Console, found: Mapping[str, Any]) -> None:
 
 
 def print_forgetting(console: Console, found: Mapping[str, Any]) -> None:
-    """Print what the training of a stage cost elsewhere as a table, with warnings."""
+    """Print the forgetting in the training of a stage as a table, with warnings."""
     from perilune.metrics.forgetting import forgetting_rows
 
     if "skipped" in found:
@@ -289,13 +289,13 @@ def _describe_changes(evaluation: Mapping[str, Any]) -> Iterator[str]:
         yield _describe_change(evaluation["checkpoint"], change)
         if (change.get("pass@8") or {"high": 0.0})["high"] < 0:
             yield f"{_describe_change(evaluation['checkpoint'], change, 'pass@8')}: it solves fewer of them"
-    if then := evaluation.get("recorded"):
-        change = {"against": "the recorded episodes", "tasks": then["tasks"], "pass@1": then["change"]}
+    if past := evaluation.get("recorded"):
+        change = {"against": "the recorded episodes", "tasks": past["tasks"], "pass@1": past["change"]}
         yield _describe_change(evaluation["checkpoint"] or "the model", change)
 
 
 def _describe_change(checkpoint: str, change: Mapping[str, Any], measure: str = "pass@1") -> str:
-    """Describe whether training changed a measure, with the confidence interval."""
+    """Describe the change of a measure by training, with its confidence interval."""
     mean, low, high = (100 * change[measure][key] for key in ("mean", "low", "high"))
     tasks = f"against {change['against']} on the same {change['tasks']} tasks"
     if low > 0:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from perilune.control.runs.templates import Template
     from perilune.recipe.schema import Recipe
 
-TERMINATION_WAIT_S = 15.0  # to wait for proof that rented machines are gone
+TERMINATION_WAIT_S = 15.0  # seconds to wait for proof that rented machines are gone
 
 RecipeArgument = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a bundled recipe.")
@@ -99,8 +99,8 @@ def parse_destination(name: str | None, changes: Sequence[str]) -> Destination:
     from perilune.control.record.home import Home
     from perilune.control.runs.templates import load_template
 
-    template = load_template(Home.open(), name, changes)
-    return Destination(template, ("--template", name, *(part for one in changes for part in ("--with", one))))
+    loaded = load_template(Home.open(), name, changes)
+    return Destination(loaded, ("--template", name, *(part for pair in changes for part in ("--with", pair))))
 
 
 def overrides(set_: Sequence[str] | None, seed: int | None) -> list[str]:
@@ -185,7 +185,7 @@ def run_stages(
     Args:
         rerun: the command line that runs it again.
         changes: the overrides that the recipe was loaded with.
-        estimated: what is expected of the stages, to compare it with what happens.
+        estimated: estimates for the stages, to compare them with the results.
     """
     from perilune.cli.train.estimate import save_estimate
     from perilune.control.runs.experiments import Control, open_experiment
@@ -214,12 +214,12 @@ def _print_forecast(
     from perilune.control.queries.forecast import forecast_submission
     from perilune.control.runs.experiments import Control, plan_stages
 
-    ahead = forecast_submission(Control(), plan_stages(recipe, template), template)
+    forecast = forecast_submission(Control(), plan_stages(recipe, template), template)
     if as_json:
-        print_json(plan_document(recipe, derived, template, estimated, ahead))
+        print_json(plan_document(recipe, derived, template, estimated, forecast))
     else:
         print_estimate(recipe, estimated, template, sys.stdout)
-        print_forecast(ahead, sys.stdout)
+        print_forecast(forecast, sys.stdout)
         print_grades(recipe, audit)
 
 
@@ -320,7 +320,7 @@ def _wait_for_termination(control: Control) -> None:
 def _detach(
     recipe: Recipe, changes: Sequence[str], command: str, where: Destination, *, as_json: bool
 ) -> None:
-    """Start the experiment as `start_detached` does, and print how to follow it."""
+    """Start the experiment with `start_detached`, and print the commands that follow it."""
     from perilune.control.runs.experiments import Control
 
     document, first = start_detached(Control(), recipe, changes, where.template)
@@ -349,7 +349,7 @@ def _detach(
 def start_detached(
     control: Control, recipe: Recipe, changes: Sequence[str], template: Template | None
 ) -> tuple[dict[str, Any], StageStarted | None]:
-    """Submit the first stage that has to run; returns what was started as JSON, and that stage.
+    """Submit the first stage that has to run; returns the experiment as JSON, and that stage.
 
     The daemon of the home continues the experiment. Without a daemon, or if trackers must be fed meanwhile, a
     background process does.

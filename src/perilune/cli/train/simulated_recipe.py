@@ -67,7 +67,7 @@ class Options:
 
 
 def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], list[tuple[str, RunResult]]]:
-    """Simulate the RL stages; a document, and the result of each by stage and setting.
+    """Simulate the RL stages; returns a document, and the result for each stage and setting.
 
     Raises:
         RequestError: when the recipe has no RL stage, this machine is not calibrated for its model, or the
@@ -118,13 +118,13 @@ class _Simulator:
         self.where = f"calibrated on {machine}"
 
     def stage(self, stage: Stage, setting: int | None) -> tuple[dict[str, Any], RunResult]:
-        """Simulate a stage with a staleness, None for synchronous; a row of the document, and the result."""
+        """Simulate a stage with a staleness, None for synchronous; returns its row and its result."""
         job = build_job(self.recipe, stage)
         spec = RLSpec.model_validate(job.spec)
         asynchronous = None
         if setting is not None:
-            own = spec.asynchronous or AsynchronousSettings()
-            asynchronous = own.model_copy(update={"staleness": setting})
+            settings = spec.asynchronous or AsynchronousSettings()
+            asynchronous = settings.model_copy(update={"staleness": setting})
         lengths = self._lengths(stage, job)
         times, plan = self._times(spec, asynchronous, lengths)
         plan = replace(plan, watched=job.environment.get(REWARDS, DEFAULT_REWARDS) != DEFAULT_REWARDS)
@@ -159,13 +159,13 @@ class _Simulator:
         return self._local_times(plan) if self.options.machines is None else self._remote_times(plan, lengths)
 
     def _local_times(self, plan: RunPlan) -> tuple[RunTimes, RunPlan]:
-        """On this machine, where all processes share the processors."""
+        """Return the times on this machine, where all processes share the processors."""
         assert self.calibrated is not None
         cores = max(1, usable_threads() // (self.recipe.resources.threads or usable_threads()))
         return self.calibrated.times, replace(plan, cores=cores)
 
     def _remote_times(self, plan: RunPlan, lengths: Lengths) -> tuple[RunTimes, RunPlan]:
-        """On other machines: rollout workers take one copy of the model each, the learner the others."""
+        """Return the times on other machines, with one copy of the model for each rollout worker."""
         machines = self.options.machines
         assert machines is not None
         workers = plan.asynchronous.workers if plan.asynchronous else 0
@@ -188,11 +188,11 @@ class _Simulator:
         if (trial := self.trials.get(job.stage)) is None:
             return EnvironmentTimes(0.0, 0.0, self.options.wait, self.options.wait_spread)
         base = 0.0 if self.calibrated is None else self.calibrated.times.episode
-        own = max(0.0, trial.episode - base)
-        return EnvironmentTimes(trial.task, own, self.options.wait, self.options.wait_spread)
+        seconds = max(0.0, trial.episode - base)
+        return EnvironmentTimes(trial.task, seconds, self.options.wait, self.options.wait_spread)
 
     def _lengths(self, stage: Stage, job: Job) -> Lengths:
-        """Recorded episodes if there are any, else the assumption of `perilune run --plan`."""
+        """Return the lengths of recorded episodes if there are any, else those that `run --plan` assumes."""
         folder, basis = self.options.episodes, f"episodes in {self.options.episodes}"
         if folder is None and (run := find_finished_run(self.control, self.recipe.name, job)) is not None:
             folder, basis = run / "artifacts" / "episodes", "episodes of the last run"

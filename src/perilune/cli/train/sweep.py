@@ -156,9 +156,9 @@ def sweep(
         _print_plan(request, recipes, as_json=as_json)
         return
     control = Control()
-    asked = {"recipe": first.model_dump(mode="json"), **options, "seeds": request.seeds}
+    definition = {"recipe": first.model_dump(mode="json"), **options, "seeds": request.seeds}
     fields = {"recipe": recipe, "command": shlex.join(request.command), "metric": metric}
-    opened = open_sweep(control, asked, fields, name=name, stem=first.name)
+    opened = open_sweep(control, definition, fields, name=name, stem=first.name)
     if detach:
         _detach(control, opened, request.command, as_json=as_json)
     else:
@@ -210,22 +210,22 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
     from perilune.control.runs.experiments import Control, plan_stages
 
     control, template = Control(), request.template
-    ahead = forecast_sweep(control, list(recipes.values()), template)
-    runs = sum(ahead.to_run.values())
+    forecast = forecast_sweep(control, list(recipes.values()), template)
+    runs = sum(forecast.to_run.values())
     first = next(iter(recipes.values()))
     price = forecast_submission(control, plan_stages(first, template), template).cost
-    calibrated = _estimate_seconds(list(recipes.values()), ahead.arms, template)
-    seconds = ahead.seconds if calibrated is None else calibrated
+    calibrated = _estimate_seconds(list(recipes.values()), forecast.arms, template)
+    seconds = forecast.seconds if calibrated is None else calibrated
     arms = [
         {"settings": list(settings), "seed": seed, **asdict(arm)}
-        for (settings, seed), arm in zip(recipes, ahead.arms, strict=True)
+        for (settings, seed), arm in zip(recipes, forecast.arms, strict=True)
     ]
     document = {
         "recipe": request.recipe,
         "arms": arms,
         "search": request.search,
         "slots": template.slots,
-        "to_run": dict(ahead.to_run),
+        "to_run": dict(forecast.to_run),
         "seconds": seconds,
         "highest_cost": None if price is None or not price.attempt else price.attempt * runs,
     }
@@ -233,7 +233,7 @@ def _print_plan(request: SweepRequest, recipes: dict[tuple[Settings, int], Recip
         print_json(document)
         return
     echo(f"{first.name}: {plural(len(arms), 'experiment')}, {plural(runs, 'run')} of stages to do")
-    for (settings, seed), arm in list(zip(recipes, ahead.arms, strict=True))[:MAX_LISTED_ARMS]:
+    for (settings, seed), arm in list(zip(recipes, forecast.arms, strict=True))[:MAX_LISTED_ARMS]:
         parts = [
             f"{count} {word}" for count, word in ((arm.shared, "shared"), (arm.done, "finished")) if count
         ]

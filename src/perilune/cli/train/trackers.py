@@ -14,7 +14,7 @@ from perilune.execution.launchers.process import start_detached
 if TYPE_CHECKING:
     from perilune.control.runs.experiments import Control
 
-LAST_SECONDS = 60.0  # that trackers have to finish after the experiment
+LAST_SECONDS = 60.0  # seconds that trackers have to finish after the experiment
 
 
 class Trackers:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from perilune.tasks.supervised.tokens import Tokens
     from perilune.verifiers import Scorer
 
-TRIAL_SECONDS = 1.0  # of each measurement
+TRIAL_SECONDS = 1.0  # seconds of each measurement
 MAX_ITEMS = 128  # most items of a measurement
-MAX_ROWS = 2000  # of a user's file
+MAX_ROWS = 2000  # rows of a user's file
 BATCH_ROWS = 32  # rows in which prompts are compared
-WARMUP = 4  # before the clock starts
+WARMUP = 4  # items before the clock starts
 
 T = TypeVar("T")
 

@@ -75,7 +75,7 @@ def _count_rl(job: Job, lengths: Lengths, live: float) -> Work:
 
 
 def _count_league(spec: Mapping[str, Any], lengths: Lengths, players: int) -> Work:
-    """Matches of each new member: against named players, the first member and the champion."""
+    """Count the matches of each new member: against named players, the first member and the champion."""
     league = spec["league"]
     named = _count_sampling(lengths, league["games"] * len(league["against"]), 1)
     members = _count_sampling(lengths, 2 * league["games"], 1, players)
@@ -83,7 +83,7 @@ def _count_league(spec: Mapping[str, Any], lengths: Lengths, players: int) -> Wo
 
 
 def _count_evaluations(job: Job, lengths: Lengths) -> Work:
-    """Held-out evaluations during training."""
+    """Count the held-out evaluations during training."""
     if not job.spec.get("eval"):
         return {}
     from perilune.tasks.stage.evaluation_settings import EvaluationSettings
@@ -94,7 +94,7 @@ def _count_evaluations(job: Job, lengths: Lengths) -> Work:
 
 
 def _count_sampling(lengths: Lengths, tasks: int, samples: int, players: int = 1) -> Work:
-    """Sampling and scoring: episodes advance together, and the longest decides the number of decode steps."""
+    """Count sampling and scoring. Episodes advance together, so the longest decides the decode steps."""
     games = tasks * samples
     episodes = games * players
     waiting = max(0, episodes - SLOTS) * lengths.sampled / SLOTS
