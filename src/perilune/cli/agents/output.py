@@ -134,7 +134,7 @@ class _Truncator:
         self.left_out: list[dict[str, Any]] = []
         self.outer: list[tuple[list[Any], tuple[str, ...], int, int]] = []
         """Lists that are in no other list: the copy, its path, the first position in it, and its length."""
-        self._depth = 0  # of lists
+        self._depth = 0  # number of lists around the current value
         self._copied = 0
 
     def value(self, value: Any, path: tuple[str, ...], offset: int = 0) -> Any:

@@ -130,7 +130,7 @@ def reconcile(
             started = list(starter.start_next_stages())
             if started:
                 live += control.reconciler.reconcile_all(patience=patience)
-        except PeriluneError as error:  # of the database, which may recover
+        except PeriluneError as error:  # the database failed, and may recover
             if not watch:
                 raise
             live = []

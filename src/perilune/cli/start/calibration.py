@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from perilune.models.config.decoder_config import DecoderConfig
     from perilune.models.decoder import Decoder
 
-CALIBRATION_FILE = "calibration.json"  # in the home
+CALIBRATION_FILE = "calibration.json"  # file in the home
 DECODE_ROWS = (8, 128)  # sequences of the measured decode steps
 UPDATE_TOKENS = (384, 1536)  # tokens of the measured optimizer steps
 SAMPLES, LENGTH, PROMPT = 8, 24, 8  # episodes of a group, tokens of an answer and of a prompt

@@ -170,7 +170,7 @@ def _containers() -> list[Finding]:
     from perilune.control.runs.templates import LOCAL_TEMPLATE, load_template, template_names
     from perilune.execution.readiness import check_containers
 
-    programs: dict[str, str] = {}  # to the first template that names it
+    programs: dict[str, str] = {}  # by program: the first template that names it
     with suppress(RequestError):  # `perilune templates validate` reports invalid templates
         home = Home.open()
         for name in template_names(home):

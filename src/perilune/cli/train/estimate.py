@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from perilune.models.text.tokenizer import Tokenizer
     from perilune.recipe.schema import Recipe
 
-ESTIMATE_FILE = "estimate.json"  # in the folder of an experiment
+ESTIMATE_FILE = "estimate.json"  # file in the folder of an experiment
 FORWARD_SHARE = 1 / 3  # time of a forward pass, in that of a training step
 OVERHEAD_OF = {  # by task: another task, whose measured overhead stands for its own
     **dict.fromkeys(("selfplay", "distill", "flywheel"), "rl"),

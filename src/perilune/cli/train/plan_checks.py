@@ -167,7 +167,7 @@ def _task_warnings(job: Job) -> Iterator[str]:
             f"{count} of the first {len(tasks)} training tasks of {environment.id} have the id {key!r}:"
             " give each task an id of its own"
         )
-    if tasks and job.model and job.model.get("tokenizer") != "bpe":  # which is made from the tasks
+    if tasks and job.model and job.model.get("tokenizer") != "bpe":  # bpe is made from the tasks
         longest = max(tasks, key=lambda task: sum(len(message["content"]) for message in task.prompt))
         yield from _length_warnings(job, longest)
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from perilune.control.queries.lookup import StageStatus
     from perilune.recipe.schema import Recipe, Stage
 
-OMITTED_KEYS = ("kind", "correct_per_task")  # of the summary of an evaluation; the run has them
-TRAINING_KEYS = ("first", "last", "validation", "validation_pairs")  # of the summary of a training stage
+OMITTED_KEYS = ("kind", "correct_per_task")  # left out of an evaluation's summary; the run has them
+TRAINING_KEYS = ("first", "last", "validation", "validation_pairs")  # kept of a training summary
 SUPERVISED = {"sft", "preference", "reward_model"}  # tasks that sample no answers
 
 

@@ -306,7 +306,7 @@ class _SweepRun:
         self.trackers = Trackers(control, request.tracking)
         self.tracked: set[str] = set()  # ids of runs
         self.view = make_stage_progress()
-        self.labels: dict[str, str] = {}  # by experiment
+        self.labels: dict[str, str] = {}  # label, by experiment
         self.begun: set[str] = set()  # experiments with a started stage
         self.failed: dict[str, str] = {}  # problem, by experiment
 
