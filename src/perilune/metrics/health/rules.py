@@ -217,7 +217,7 @@ def find_starvation(run: Evidence) -> Iterator[Finding]:
     rates = [rate or None for rate in times.column("tokens_per_second")]
     usual = median(rates[:BASELINE_STEPS])
     slow = [rate is not None and usual is not None and rate < usual / 4 for rate in rates]
-    found = (
+    causes = (
         (
             times.since(flag_at_least(waits, WAIT_SHARE)),
             f"the learner waits {_latest(waits) or 0:.0%} of a step",
@@ -227,7 +227,7 @@ def find_starvation(run: Evidence) -> Iterator[Finding]:
             f"the engine samples {_latest(rates) or 0:,.0f} tokens/s; it was {usual or 0:,.0f}",
         ),
     )
-    for since, why in found:
+    for since, why in causes:
         if since is not None:
             remedy = "use more rollout processes, or run fewer other programs on the machine: perilune top"
             yield Finding("starvation", "watch", since, why, remedy)
