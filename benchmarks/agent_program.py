@@ -1,4 +1,4 @@
-"""RL of a model inside an agent program of others: the package smolagents, unmodified, for several seeds.
+"""Train a model by RL inside the unmodified agent package smolagents, for several seeds.
 
     python benchmarks/agent_program.py [--seeds 0 1 2]
 

@@ -1,4 +1,4 @@
-"""An agent of the package smolagents: its model writes Python, which the package runs."""
+"""Agent of the package smolagents: the model writes Python, and the package runs it."""
 
 import os
 import sys

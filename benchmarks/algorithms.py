@@ -1,14 +1,14 @@
-"""Compare algorithms from one cold start a seed, with equal budgets of episodes.
+"""Compare algorithms from one cold start per seed, with equal budgets of episodes.
 
     python benchmarks/algorithms.py --tune
     python benchmarks/algorithms.py --seeds 0 1 2 3 4 5 6 7
     python benchmarks/algorithms.py --seeds 0 --settings chains --arms grpo ppo
 
 benchmarks/comparison/arms.yaml lists the arms. `--tune` tries every learning rate of RATES for every arm, on
-a seed that the comparison does not use, and keeps the results; the comparison then trains each arm with its
+a seed that the comparison does not use, and keeps the results. The comparison then trains each arm with its
 best rate. Every arm starts from the checkpoint of its seed and is evaluated on the same held-out tasks.
-results/algorithms.json is written after each arm, and an arm is measured again only if its recipe changed:
-the command can be interrupted, and seeds added.
+results/algorithms.json is written after each arm, and an arm is measured again only if its recipe changed,
+so you can interrupt the command and add seeds later.
 """
 
 import argparse

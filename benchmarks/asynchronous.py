@@ -1,8 +1,8 @@
-"""RL that samples 0, 1 and 2 steps ahead of training, from the same cold start, for several seeds.
+"""Compare RL that samples 0, 1 and 2 steps ahead of training, from the same cold start, for several seeds.
 
     python benchmarks/asynchronous.py [--seeds 0 1 2]
 
-Runs asynchronous.yaml twice a seed: with an environment that waits, as tools do, and with one that only
+Runs asynchronous.yaml twice per seed: with an environment that waits, as tools do, and with one that only
 computes. Writes results/asynchronous.json.
 """
 

@@ -1,11 +1,11 @@
-"""What the always-on checks of an rl stage cost, and whether they stop runs that are right.
+"""Measure the cost of the always-on checks of an rl stage, and their false alarms.
 
     python benchmarks/checks.py [--pairs 5] [--steps 8]
 
-Cost: runs of the tiny model with 256 answers of up to 64 tokens a step on one thread, in turns with the
-checks of every step and without (their functions replaced by ones that do nothing). Processor seconds a step
-are compared, which other load on the machine does not change; the preflight is timed by itself. False alarms:
-twenty runs of four steps with different algorithms, options and seeds, none of which may be stopped.
+Cost: the tiny model runs with 256 answers of up to 64 tokens per step on one thread, alternately with and
+without the checks of every step (without: their functions do nothing). The benchmark compares CPU seconds per
+step, which are independent of other load on the machine, and times the preflight separately. False alarms:
+twenty runs of four steps with different algorithms, options and seeds. The checks must stop none of them.
 Writes results/checks.json.
 """
 

@@ -1,13 +1,13 @@
-"""Connect Four on one core: how fast a player learns, and how strong it gets.
+"""Measure the learning speed and the strength of a Connect Four player on one core.
 
     python benchmarks/connect_four.py train FOLDER [--seconds 1800] [--seed 0] [--simulations 16]
     python benchmarks/connect_four.py solve FOLDER
     python benchmarks/connect_four.py judge FOLDER [--positions 20] [--games 200]
 
-`train` learns for so many CPU seconds of its own process (the machine may be busy with other things), one
-thread, and keeps the player at each mark in a folder of its own in FOLDER. `solve` asks the exact solver for
-the columns of the empty board, and how fast it is. `judge` compares all players in FOLDER with the solver and
-with others, and writes results/connect_four.json.
+`train` learns with one thread for the given CPU seconds of its own process, so the machine may be busy, and
+saves the player at each mark to its own folder in FOLDER. `solve` lets the exact solver judge the columns of
+the empty board, and times it. `judge` compares all players in FOLDER with the solver and with other players,
+and writes results/connect_four.json.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What docs/results/connect_four.md says of benchmarks/results/connect_four.json."""
+"""View of benchmarks/results/connect_four.json for docs/results/connect_four.md."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

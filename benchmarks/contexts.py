@@ -1,4 +1,4 @@
-"""Long episodes in a short context: what each rule of `context` keeps and costs, for several seeds.
+"""Measure the accuracy and the cost of each `context` rule in long episodes, for several seeds.
 
     python benchmarks/contexts.py [--seeds 0 1 2]
 

@@ -1,13 +1,13 @@
-"""The control plane with ten thousand runs and a million events behind it.
+"""Time the control plane in a home with ten thousand runs and a million events.
 
     python benchmarks/control_plane.py
 
-Makes a home with that much in it, written as the control plane writes it (each event's hash covers the one
-before it), and 500 attempts under way, each with its directory, a claim of a living process and a heartbeat.
-Then, in turns: list the latest runs; find a run; submit a frozen bundle; a reconciler's pass over everything
-that lives, which every command makes before it answers; verify the record. All in one process on one core,
-medians of the rounds. The commands are timed from outside as well, Python's start included. Writes
-results/control_plane.json.
+The benchmark writes such a home in the format of the control plane, in which the hash of each event covers
+the previous event. 500 attempts are active, each with a directory, the claim of a living process and a
+heartbeat. Each round lists the latest runs, finds a run, submits a frozen bundle, runs the pass of the
+reconciler over all active attempts (every command runs it before it answers), and verifies the record. The
+times are medians of the rounds, in one process on one core. The commands are also timed from outside,
+including the start of Python. Writes results/control_plane.json.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""RL with and without a curriculum by pass rate, from the same cold start, for several seeds.
+"""Compare RL with and without a curriculum by pass rate, from the same cold start, for several seeds.
 
     python benchmarks/curriculum.py [--seeds 0 1 2]
 

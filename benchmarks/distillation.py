@@ -1,10 +1,10 @@
-"""Distillation from a larger tiny teacher on the student's own answers: what it reaches, and its diagnostics.
+"""Measure the accuracy and the diagnostics of on-policy distillation from a larger tiny teacher.
 
     python benchmarks/distillation.py --seeds 0 1 2
 
 Each seed runs benchmarks/distillation_arms.yaml: one larger teacher, one half-trained student, the losses on
-the student's own answers, and as much more imitation of the traces that the teacher was trained on. Writes
-results/distillation.json.
+the student's own answers, and an arm that instead continues to imitate the teacher's training traces for as
+long. Writes results/distillation.json.
 """
 
 import sys

@@ -1,9 +1,9 @@
-"""Group sampling with our engine against `transformers` generate: same checkpoint, same cores, interleaved.
+"""Compare group sampling of our engine and of `transformers` generate, with the same checkpoint and cores.
 
-Both sample at temperature 1 from float32 weights: first until every sample has the same number of tokens,
-then until each meets a stop token, as answers do. Ours gives the log-prob of every sampled token as well;
-generate is run without (its fastest way) and with. Wall seconds are what a user waits; processor seconds also
-mean something on a machine that is busy with other things.
+The two take turns and sample at temperature 1 from float32 weights: first until every sample has the same
+number of tokens, then until each sample has a stop token, as answers do. Our engine always returns the
+log-prob of every sampled token; generate runs without them, which is faster, and with them. Wall seconds are
+the time that a user waits. CPU seconds remain meaningful on a busy machine.
 
     python benchmarks/engine_vs_generate.py [--repeats 7] [--out benchmarks/results/engine_vs_generate.json]
 """

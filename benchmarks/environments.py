@@ -1,12 +1,12 @@
-"""What an adapter costs: episodes a second of each environment, and its time beside that of the bare package.
+"""Measure the overhead of environment adapters: episodes per second, and the time beside the bare package.
 
     python benchmarks/environments.py
 
-For each environment the same scripted moves are made in turn with the package alone, through our adapter in
-the same process, and through our adapter in the process of its own in which runs play (32 sessions at a
-time). One after another, some rounds of each: what is compared has had the same machine. A step is a move,
-or an answer that is judged; opening an episode is spread over its steps. Time is the processor's, of all
-processes that take part, so that a busy machine changes little. Medians of the rounds.
+For each environment, the same scripted moves are made with the package alone, through our adapter in the same
+process, and through our adapter in a separate process, as in runs (32 sessions at a time). The three
+alternate for some rounds, so all of them have the same machine. A step is a move, or an answer that is
+judged. The time to open an episode is spread over its steps. Times are CPU seconds of all participating
+processes, so that a busy machine changes little, and medians of the rounds.
 Writes results/environments.json.
 """
 

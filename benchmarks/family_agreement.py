@@ -1,12 +1,12 @@
-"""Every family of models against transformers: the largest difference of a log-prob, and our own of sampling.
+"""Compare the log-probs of every model family with transformers, and of our sampling with our learning.
 
     python benchmarks/family_agreement.py
 
-A random checkpoint of each family (4 layers, hidden size 256, windows of 64 tokens where it has them) is
-written by transformers and read by both. Two texts of 300 tokens are computed in one piece, as in learning,
-and in chunks and single tokens over the paged cache, as in sampling. Float32; both are also compared with
-transformers in float64. Writes results/family_agreement.json.
-`--families` measures some, and keeps the others of that file.
+transformers writes a random checkpoint of each family (4 layers, hidden size 256, windows of 64 tokens if the
+family has them), and both read it. Two texts of 300 tokens are computed in one piece, as in learning, and in
+chunks and single tokens over the paged cache, as in sampling. All use float32, and both are also compared
+with transformers in float64. Writes results/family_agreement.json. `--families` measures only the given
+families and keeps the results of the others.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Four rounds of a flywheel from few right answers, for several seeds.
+"""Measure four rounds of a flywheel that starts from few right answers, for several seeds.
 
     python benchmarks/flywheel.py [--seeds 0 1 2]
 

@@ -1,10 +1,10 @@
-"""How long what a task prints on another machine takes to be at home, where `perilune logs -f` shows it.
+"""Measure the delay until the output of a remote task arrives at home, where `perilune logs -f` shows it.
 
     python benchmarks/follow_latency.py [--lines 60]
 
-A real run, over a real sshd of our own on the loopback, carried by the control plane as `perilune run` does
-it. A thread looks every five milliseconds how long the log is there and here; a line's latency is the time
-between. Writes results/follow_latency.json.
+The control plane carries a real run, as for `perilune run`, over a private sshd on the loopback interface. A
+thread reads the lengths of the remote and the local log every five milliseconds. The latency of a line is the
+time between its arrival in the two logs. Writes results/follow_latency.json.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Strength of the game teachers: exploitability where it can be computed, otherwise matches.
+"""Measure the strength of the game teachers: exploitability where it can be computed, otherwise matches.
 
     nice python benchmarks/game_teachers.py [--pairs 40] [--only exploitability matches]
 

@@ -1,4 +1,4 @@
-"""GRPO steps on a GPU: seconds, memory against the plan, and the share of the GPU's rate in learning.
+"""Measure GRPO steps on a GPU: seconds, memory against the plan, and the share of the GPU's rate in learning.
 
     python benchmarks/grpo_cuda.py                    0.6B and 1.7B, and LoRA on 8B
     python benchmarks/grpo_cuda.py --cases 1.7B

@@ -1,16 +1,16 @@
-"""One GRPO step of Perilune against TRL's GRPOTrainer: same tiny model, prompts, reward, one core.
+"""Compare a GRPO step of Perilune with TRL's GRPOTrainer: same tiny model, prompts and reward, one core.
 
     python benchmarks/grpo_step_vs_trl.py
 
-A tiny decoder is first taught three-digit addition (with the working written out, so that answers have a
-realistic length). Then, in turns and each in a fresh process pinned to one core, both train on 256
-completions a step (32 prompts x 8) with a learning rate that leaves the policy where it is. TRL lives in a
-virtual environment of its own (--trl-python uses one that exists). Writes results/grpo_step_vs_trl.json.
+A tiny decoder first learns three-digit addition, with written working, so that answers have a realistic
+length. Then the two take turns, each in a fresh process pinned to one core, and train on 256 completions per
+step (32 prompts x 8) with a learning rate too small to change the policy. TRL has its own virtual environment
+(--trl-python uses an existing one). Writes results/grpo_step_vs_trl.json.
 
-Timers are inclusive and around the same places in both: sampling (generation, until the token ids are there),
+Inclusive timers enclose the same parts of both: sampling (generation, until the token ids are available),
 forward_backward (log-probs of the learner, loss, gradients, packing), other (reward, advantages, optimizer,
-book-keeping), and from process start until the first optimizer step is done. Both wall and processor seconds
-are taken; on a quiet core they agree, on a busy machine only the latter mean something.
+book-keeping), and the time from process start to the end of the first optimizer step. They record wall and
+CPU seconds, which agree on a quiet core. On a busy machine only CPU seconds are meaningful.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What the live page costs: the delay of a point, the cost to training, and the paint of a long run.
+"""Measure the live page: the delay of a point, the cost to training, and the paint time of a long run.
 
     python benchmarks/live_page.py [--seconds 30] [--steps 10000] [--pairs 20]
 
-A real run trains on a tiny model while Chromium shows its page. The long run has the lines and the episodes
-of that run, repeated. Needs Chromium. Writes results/live_page.json.
+A real run trains a tiny model while Chromium shows its page. The long run repeats the lines and the episodes
+of that run. Needs Chromium. Writes results/live_page.json.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Matrix products of the C kernels against torch, in GFLOP/s of one thread.
+"""Compare matrix products of the C kernels and of torch, in GFLOP/s of one thread.
 
     python benchmarks/matrix_products.py
 
-Each round measures all in turn, by CPU time, so that other programs matter little. Sizes are those of a tiny
-model and of SmolLM2-135M. Writes results/matrix_products.json.
+Each round measures all of them in turn, in CPU time, so that other programs matter little. The sizes are
+those of a tiny model and of SmolLM2-135M. Writes results/matrix_products.json.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Twenty questions about a home of real runs, answered by a scripted client of `perilune mcp` over stdio.
+"""Answer twenty questions about a home of real runs with a scripted client of `perilune mcp` over stdio.
 
-No language model takes part: for each question the script fixes which tools to call and which figure to take
-from their results. This shows that the tools suffice and that their figures are right, not that a model would
-find them.
+No language model takes part: for each question, the script defines the tools to call and the figure to take
+from their results. It shows that the tools suffice and that their figures are right, but not that a model
+would find them.
 The expected figures come from the files of the bundles and from what `perilune run --json` printed.
 
     python benchmarks/mcp_questions.py

@@ -1,12 +1,12 @@
-"""Does the watch recommend to stop before a hacked reward ruins the policy?
+"""Test that the watch recommends stopping before a hacked reward ruins the policy.
 
     python benchmarks/overoptimisation.py --seeds 0 1 2 --learned 0 1 2
 
-Two climbs from the same cold start, neither trained on the verifier. One reward can be hacked on purpose
-(benchmarks/thorough.py: it pays for working, whatever the answer). The other is a reward model learned from
-pairs (the bundled recipe reward_model), which is refreshed on pairs of the policy it made. The verifier's
-verdict is the gold score that the watch follows. Writes results/overoptimisation.json; what that holds of
-other seeds stays, so that `--learned 3` alone adds one seed of the reward model.
+Two policies climb from the same cold start, without the verifier as a reward. One reward is hackable on
+purpose (benchmarks/thorough.py pays for written working, whatever the answer). The other is a reward model
+learned from pairs (the bundled recipe reward_model) and refreshed on pairs of the resulting policy. The watch
+follows the verifier's verdict as gold score. Writes results/overoptimisation.json and keeps the results of
+other seeds there, so that `--learned 3` alone adds one seed of the reward model.
 """
 
 import tempfile

@@ -1,8 +1,8 @@
-"""Two rules of asynchronous sampling in a queue model: pacing admission, and dropping episodes by their age.
+"""Compare two rules of asynchronous sampling in a queue model: paced admission, and dropping old episodes.
 
     python benchmarks/pacing.py [--seeds 0 1 2]
 
-Admission by pacing is the function that runs (`admission_limit`). Writes results/pacing.json.
+Paced admission uses the function of real runs (`admission_limit`). Writes results/pacing.json.
 """
 
 import heapq

@@ -1,4 +1,4 @@
-"""Training passes and decoding steps on a GPU, from random weights: seconds, FLOP/s, bandwidth and memory.
+"""Measure training passes and decoding steps on a GPU: seconds, FLOP/s, bandwidth and memory.
 
     python benchmarks/passes_cuda.py                 0.6B to 8B with bfloat16 products: about 90 seconds
     python benchmarks/passes_cuda.py --smoke --out smoke.json    a tiny shape on the CPU

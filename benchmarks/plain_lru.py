@@ -1,4 +1,4 @@
-"""Pools whose least recently released block goes first, in every pool by itself: the rule to compare with."""
+"""Block pools that evict their least recently released block: the baseline rule of the comparison."""
 
 from collections.abc import Sequence
 

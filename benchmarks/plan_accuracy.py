@@ -1,11 +1,10 @@
-"""What `--plan` predicts against what happens: time and peak memory of five recipes.
+"""Compare predictions of `--plan` with real runs: time and peak memory of five recipes.
 
     python benchmarks/plan_accuracy.py
 
-`perilune doctor` calibrates the machine in a home of its own. Then each recipe runs from nothing: it is
-estimated before it starts, and compared when it has ended. None has run in the home before. Run it on an idle
-machine; it takes about ten minutes.
-Writes results/plan_accuracy.json.
+`perilune doctor` calibrates the machine in a new home. Then each recipe is estimated, runs from the start,
+and is compared with its estimate. No recipe has run in the home before. Run the benchmark on an idle machine.
+It takes about ten minutes. Writes results/plan_accuracy.json.
 """
 
 import argparse

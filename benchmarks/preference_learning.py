@@ -1,4 +1,4 @@
-"""DPO and IPO on pairs made by the verifier: what they reach, and what happens to the chosen answers.
+"""Compare DPO and IPO on pairs made by the verifier: accuracy, and probabilities of the chosen answers.
 
     python benchmarks/preference_learning.py --seeds 0 1 2
 

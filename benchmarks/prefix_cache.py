@@ -1,9 +1,9 @@
-"""The prefix cache under agents that pause: hits by eviction rule, and tokens a second with offloading.
+"""Measure the prefix cache for agents that pause: hits by eviction rule, tokens per second with offloading.
 
     python benchmarks/prefix_cache.py [--model FOLDER] [--sessions 200] [--turns 20]
 
-`--model` is a Hugging Face folder for the second part, for example that of `perilune model fetch
-smollm2-135m`; without it a random model of the same shape is used. Writes results/prefix_cache.json.
+`--model` is a Hugging Face folder for the second part, such as that of `perilune model fetch smollm2-135m`.
+By default, that part uses a random model of the same shape. Writes results/prefix_cache.json.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Can training-free process rewards be trusted, and what do they cost? Calibrated against play.
+"""Calibrate training-free process rewards against continuations of the policy, and measure their cost.
 
     python benchmarks/process_rewards.py --seeds 0
 
-Each seed runs benchmarks/process_rewards.yaml: one cold start; its answers, and those after a short climb,
-valued by one forward pass and by 16 continuations from each prefix; and short climbs with and without process
-rewards, for the price of a step. Writes results/process_rewards.json.
+Each seed runs benchmarks/process_rewards.yaml. One forward pass and 16 continuations from each prefix value
+the answers of a cold start, and the answers after a short climb. Short climbs with and without process
+rewards show the cost per step. Writes results/process_rewards.json.
 """
 
 import statistics

@@ -1,11 +1,11 @@
-"""Do two processes of one thread beat one process of two threads? The RL stage of the quickstart.
+"""Compare two processes of one thread with one process of two threads, in the RL stage of the quickstart.
 
     python benchmarks/processes.py --rounds 3
 
-A cold start is made once. Then every round runs the first steps of the climb in each arm, one arm after the
-other, through `perilune worker`'s own code. Recorded are seconds a step, median over the steps after the
-first two, in all and by what they went to; the processor's seconds of the leading process; the machine's load
-before each run, without which seconds say little; and whether all arms wrote the same figures, byte for byte.
+The benchmark makes a cold start once. Then every round runs the first steps of the climb in each arm, one arm
+after the other, with the code of `perilune worker`. It records the seconds per step, in total and by part, as
+a median without the first two steps; the CPU seconds of the leading process; the load of the machine before
+each run, without which the seconds mean little; and whether all arms wrote the same figures, byte for byte.
 Writes results/processes.json.
 """
 

@@ -1,10 +1,10 @@
-"""The quickstart over several seeds: does it climb, by how much, and how long does it take?
+"""Measure the gain and the duration of the quickstart over several seeds.
 
     python benchmarks/quickstart.py --seeds 0 1 2
 
-Each seed runs `perilune quickstart --json` in a home of its own, one after the other. Recorded are the three
-evaluations with their intervals, the paired gains, the curve of the pass rate, seconds a stage and in all,
-and the largest difference between the log-probs of engine and learner. Writes results/quickstart.json.
+The seeds run `perilune quickstart --json` in turn, each in a new home. Recorded are the three evaluations
+with their intervals, the paired gains, the curve of the pass rate, seconds per stage and in total, and the
+largest difference between the log-probs of engine and learner. Writes results/quickstart.json.
 """
 
 import argparse

@@ -1,16 +1,16 @@
-"""A GRPO step of a real model: Perilune in float32 and bfloat16 against TRL's GRPOTrainer, and the floor.
+"""Compare a GRPO step of a real model in Perilune (float32, bfloat16) with TRL's GRPOTrainer and the floor.
 
     python benchmarks/real_model.py --model SmolLM2-135M-Instruct
 
 `--model` is a Hugging Face folder. Perilune runs a recipe with `perilune run`, so its steps include
 everything that a run does: checks, metrics, episodes. TRL gets the prompts of those episodes as text, in the
-same order, and lives in a virtual environment of its own. Both sample 8 answers of at most 32 tokens to each
-of 16 questions (chain_sum of reasoning-gym), and are paid for short answers, so every group has a gradient.
+same order, and has its own virtual environment. Both sample 8 answers of at most 32 tokens to each of 16
+questions (chain_sum of reasoning-gym). The reward prefers short answers, so every group has a gradient.
 The arms take turns, each in a fresh process. Medians leave out the first step of each process.
 
-The floor of learning counts the products alone, each prompt once: 6 FLOP per weight of the layers and fed
-token, and 6 per weight of the head and learned token, at the rate that one large product reaches here. Writes
-results/real_model.json.
+The floor of learning counts only the matrix products, and each prompt once: 6 FLOP per weight of the layers
+and input token, and 6 per weight of the head and learned token, at the rate of one large product on this
+machine. Writes results/real_model.json.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What measurements of learning share: a recipe is run for several seeds, arms are compared by task."""
+"""Shared parts of benchmarks of learning: run a recipe for several seeds, compare arms task by task."""
 
 import argparse
 import json

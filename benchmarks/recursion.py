@@ -1,4 +1,4 @@
-"""Long contexts explored with code and asks: training on 32 lines, evaluation on up to a million tokens.
+"""Train a model to explore long contexts with code, on 32 lines, and evaluate it on up to a million tokens.
 
     python benchmarks/recursion.py [--seeds 0 1 2] [--arms counting ...] [--home FOLDER] [--curve]
 

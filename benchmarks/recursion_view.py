@@ -1,4 +1,4 @@
-"""The page of results/recursion.json: accuracy by length, for each arm and seed."""
+"""Result page of results/recursion.json: accuracy by length, for each arm and seed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

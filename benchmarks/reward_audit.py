@@ -1,11 +1,11 @@
-"""Audit the scorers of all reasoning-gym families: as the package ships them, and as Perilune asks them.
+"""Audit the scorers of all reasoning-gym families, as the package ships them and as Perilune uses them.
 
     python benchmarks/reward_audit.py [--families chain_sum countdown] [--tasks 8] [--search 480]
 
-As shipped is the scorer's own figure for any text; as Perilune asks is the default of a recipe, where an
-answer must be finished and have the form of one, and is paid from the full score on. Each line names the
-grade, the gravest finding and an output that shows it; `perilune environments audit` gives all of them.
-Writes results/reward_audit.json after each family; families that are not asked for stay as they were.
+As shipped, the scorer judges any text. Perilune's default in a recipe rewards only the full score, for an
+answer that is finished and has the form of an answer. Each line names the grade, the gravest finding and an
+output that shows it; `perilune environments audit` lists all findings. Writes results/reward_audit.json after
+each family, and keeps the families that are not measured again.
 """
 
 import argparse

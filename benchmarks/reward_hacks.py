@@ -1,10 +1,10 @@
-"""Audit scorers and judges with one planted hack each, sound ones, and the rewards that are built in.
+"""Audit scorers and judges with one planted hack each, sound scorers, and the built-in rewards.
 
     python benchmarks/reward_hacks.py [--tasks 4]
 
 A planted hack counts as named if a finding has the name of its family. A sound scorer or a built-in reward
-with a grade below A is a false alarm, or a weakness that is listed with its example. Nothing searches. Writes
-results/reward_hacks.json.
+with a grade below A is a false alarm, or a weakness that is listed with its example. The audits do not search
+for outputs. Writes results/reward_hacks.json.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""Rollouts on a GPU: our engine against `generate` of transformers with its static cache, compiled.
+"""Compare rollouts on a GPU: our engine and compiled `generate` of transformers with its static cache.
 
     python benchmarks/rollout_cuda.py                    shapes S, M and L in bfloat16: about half an hour
     python benchmarks/rollout_cuda.py --models M --workloads group
     python benchmarks/rollout_cuda.py --smoke --out smoke.json    a tiny shape on the CPU, without graphs
 
-The same work from the same random weights, in turns, with the log-prob of every token. Told together, since
-none says much alone: tokens a second from end to end; the time of a step; and the time the GPU's kernels took
-of it, by PyTorch's profiler in a round of its own. Before that greedy tokens must agree. Besides, attention
-of a decoding step by itself, by CUDA events. Without a GPU it leaves with 2.
+Both do the same work from the same random weights, in turns, with the log-prob of every token. The benchmark
+reports tokens per second from end to end, the time of a step, and the share of the GPU's kernels in it, which
+PyTorch's profiler measures in a separate round. It first checks that greedy tokens agree. CUDA events time
+the attention of a decoding step separately. Without a GPU it exits with 2.
 """
 
 import argparse

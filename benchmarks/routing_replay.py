@@ -1,4 +1,4 @@
-"""Routing replay (R3): sampler-learner gap, training with and without replay, and transfer of routes.
+"""Measure routing replay (R3): sampler-learner gap, training with and without it, and transfer of routes.
 
     python benchmarks/routing_replay.py [--seeds 0 1 2] [--steps 40]
 

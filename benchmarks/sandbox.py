@@ -1,4 +1,4 @@
-"""Audit the sandbox of this machine: as it stands, as an ordinary user, and without a mechanism at a time.
+"""Audit the sandbox of this machine: as it is, as an ordinary user, and without each mechanism in turn.
 
     python benchmarks/sandbox.py [--runs 200]
 

@@ -1,4 +1,4 @@
-"""A schedule log determines an asynchronous run: repeated on busy cores, and killed ten times on the way.
+"""Test that a schedule log determines an asynchronous run: repeated on busy cores, and killed ten times.
 
     python benchmarks/schedule.py [--kills 10]
 

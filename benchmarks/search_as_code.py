@@ -1,4 +1,4 @@
-"""One search stack, called from code or with single function calls, for several seeds.
+"""Compare calls of one search stack from code and with single function calls, for several seeds.
 
     python benchmarks/search_as_code.py [--seeds 0 1 2] [--home FOLDER]
 

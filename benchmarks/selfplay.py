@@ -1,9 +1,9 @@
-"""Self-play of a tiny language model in tic-tac-toe, Kuhn and Leduc poker, 256 steps, for several seeds.
+"""Train a tiny language model by self-play in tic-tac-toe, Kuhn and Leduc poker, for several seeds.
 
     python benchmarks/selfplay.py [--seeds 0 1 2] [--only kuhn_poker]
 
 Runs recipes/selfplay.yaml, benchmarks/kuhn_poker.yaml and benchmarks/leduc_poker.yaml. Writes
-results/selfplay.json, where games that are not run again stay as they were.
+results/selfplay.json and keeps the games there that are not run again.
 """
 
 import json

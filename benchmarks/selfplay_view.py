@@ -1,7 +1,7 @@
-"""What the page on self-play shows of its runs: before and after, and curves over the steps, as SVG.
+"""Result page on self-play: tables before and after training, and curves over the steps as SVG.
 
-Curves are means over seeds, with a band from the least to the most. Shares of won and drawn games have 95%
-intervals (Wilson), over the games of a match.
+Curves are means over seeds, with a band from the minimum to the maximum. Shares of won and drawn games have
+Wilson's 95% intervals over the games of a match.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Overhead of `perilune serve` per token, against the engine called directly: 64 concurrent answers.
+"""Measure the overhead of `perilune serve` per token over direct engine calls, at 64 concurrent answers.
 
     python benchmarks/serve_overhead.py
 

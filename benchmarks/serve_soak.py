@@ -1,4 +1,4 @@
-"""Soak test of `perilune serve`: 200 clients for ten minutes, an engine failure and a killed server.
+"""Test `perilune serve` with 200 clients for ten minutes, an engine failure and a killed server.
 
     python benchmarks/serve_soak.py                    ten minutes, then results/serve_soak.json
     python benchmarks/serve_soak.py --seconds 60 --out soak.json

@@ -1,10 +1,10 @@
-"""`perilune simulate` against reality: engine workloads, arriving requests, and the RL stages of recipes.
+"""Compare `perilune simulate` with real runs: engine workloads, arriving requests, and RL stages of recipes.
 
     python benchmarks/simulation.py
 
 The engine is calibrated for two models, with full attention and with windows, on random prompts of
-equal length. The workloads and recipes are others. Each real run uses the tokens that it is simulated with.
-Run it on an idle machine; it takes about ten minutes. Writes results/simulation.json.
+equal length, but the workloads and recipes differ from them. Each simulation uses the tokens of the real run.
+Run the benchmark on an idle machine. It takes about ten minutes. Writes results/simulation.json.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""What the recipes for SmolLM2-135M-Instruct reach, over seeds.
+"""Measure the accuracy of the recipes for SmolLM2-135M-Instruct over several seeds.
 
     perilune model fetch smollm2-135m
-    python benchmarks/smollm2.py --recipes instructions lora --seeds 0 1 2
+    python benchmarks/smollm2.py --recipes instructions preference --seeds 0 1 2
 
-Runs the bundled recipes in smollm2/ in PERILUNE_HOME, where stages that have finished are not run again.
-Results are added to results/smollm2.json, and replace those of the same recipe and seed. A recipe takes about
+Runs the bundled recipes of smollm2/ in PERILUNE_HOME, where finished stages do not run again. Adds the
+results to results/smollm2.json, where they replace those of the same recipe and seed. A recipe takes about
 ten minutes on two cores.
 """
 

@@ -1,4 +1,4 @@
-"""The page of the recipes for SmolLM2-135M-Instruct."""
+"""Result page of the recipes for SmolLM2-135M-Instruct."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

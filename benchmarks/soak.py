@@ -1,4 +1,4 @@
-"""Soak test of the control plane: hundreds of short runs under injected faults.
+"""Test the control plane with hundreds of short runs under injected faults.
 
     python benchmarks/soak.py                              ten minutes, then results/soak.json and its page
     python benchmarks/soak.py --seconds 60 --out soak.json

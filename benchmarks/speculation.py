@@ -1,4 +1,4 @@
-"""Tokens per second with and without speculation, by text, temperature and batch size.
+"""Compare tokens per second with and without speculation, by text, temperature and batch size.
 
     python benchmarks/speculation.py --model FOLDER [--tokens 48] [--repeats 1]
 

@@ -1,4 +1,4 @@
-"""Streaming speech: first audio, real-time factor and underruns at 1, 2, 4 and 8 streams.
+"""Measure streaming speech: first audio, real-time factor and underruns at 1, 2, 4 and 8 streams.
 
     python benchmarks/speech.py            a model with random weights, of the size below
     python benchmarks/speech.py FOLDER     a speech model of yours

@@ -1,11 +1,11 @@
-"""What travels to a machine and back: the same model staged again, an upload that was cut, and looks.
+"""Measure the transfers to a machine and back: repeated staging, an interrupted upload, and status checks.
 
     python benchmarks/staging.py [--against COMMIT]
 
-A bundle with a large input is staged on a machine twice, as two runs would, once over a host that is this
-machine and once over a real sshd of our own on the loopback; then an upload is cut in the middle and staged
-again; then an attempt that waits is looked at, as the reconciler does it. With `--against` another commit of
-this repository is measured in the same way, taking turns. Writes results/staging.json.
+The benchmark stages a bundle with a large input twice, as two runs would, on this machine as a host and over
+a private sshd on the loopback interface. It then interrupts an upload in the middle and stages it again, and
+checks the status of a waiting attempt, as the reconciler does. With `--against`, it measures another commit
+of this repository in the same way, in turns. Writes results/staging.json.
 """
 
 import argparse

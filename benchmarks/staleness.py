@@ -1,10 +1,10 @@
-"""How far the weights that sample may lag behind those that learn, for each off-policy correction.
+"""Compare off-policy corrections when the weights that sample lag behind the weights that learn.
 
     python benchmarks/staleness.py [--seeds 0 1 2] [--staleness 1 2 4 8 16] [--arms clip tis ...]
 
 A schedule log fixes the staleness: step k trains on groups that the weights after step k - 1 - staleness
 sampled, every token of them. Every arm starts from the cold start of comparison/sums.yaml of its seed.
-results/staleness.json is written after each run, and a run that it already has is not made again.
+results/staleness.json is written after each run, and runs that it already has are skipped.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The result page of the staleness benchmark: findings, a table and a chart from the records."""
+"""Result page of the staleness benchmark: findings, a table and a chart from the records."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean

@@ -1,9 +1,9 @@
-"""A swarm with PARL's rewards, and without some of them: collapses and cures, for several seeds.
+"""Compare swarms with all and with some of PARL's rewards: collapses and cures, for several seeds.
 
     python benchmarks/swarm.py [--seeds 0 1 2]
 
-Runs recipes/swarm.yaml with the rewards of each arm. The arms of a seed share the model after SFT, which is
-also that of all sub-agents. Writes results/swarm.json.
+Runs recipes/swarm.yaml with the rewards of each arm. The arms of a seed share the model after SFT, which
+all sub-agents use as well. Writes results/swarm.json.
 """
 
 import json

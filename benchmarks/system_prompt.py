@@ -1,9 +1,9 @@
-"""Distilling a system prompt into the weights: on-policy against off-policy with rejection.
+"""Compare two ways to distil a system prompt into the weights: on-policy, and off-policy with rejection.
 
     python benchmarks/system_prompt.py --seeds 0 1 2
 
-Each seed runs the bundled recipe system_prompt: a model that works sums out when told to and otherwise
-answers at once. Writes results/system_prompt.json.
+Each seed runs the bundled recipe system_prompt: a model that writes its working only when told to, and
+otherwise answers at once. Writes results/system_prompt.json.
 """
 
 import sys

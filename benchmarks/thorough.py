@@ -1,7 +1,7 @@
-"""An environment with a reward that can be hacked: it pays for working, whatever the answer.
+"""Environment with a hackable reward: it pays for written working, whatever the answer.
 
-Among what the cold start writes, working goes with right answers, so at first both rise. The verifier's own
-verdict is kept as the gold figure, which nothing is trained on.
+In the answers of the cold start, written working correlates with right answers, so both rise at first. The
+verdict of the verifier is recorded as the gold figure, and nothing is trained on it.
 """
 
 import re

@@ -1,10 +1,10 @@
-"""Regression suites from episodes: planted bugs caught, false alarms, exact replays, shrinking, time.
+"""Measure regression suites from episodes: planted bugs caught, false alarms, exact replays, shrinking, time.
 
     python benchmarks/traces.py [--shrink 1]
 
-Runs the recipes calculator and tools, and sums of the quickstart, with few steps; makes suites of their
-episodes and of scripted ones; then plants each bug of traces_planted.py in a copy of the source, and runs the
-suite there. Writes results/traces.json.
+Runs the recipes calculator and tools, and the sums of the quickstart, with few steps; makes suites of their
+episodes and of scripted episodes; then plants each bug of traces_planted.py in a copy of the source, and runs
+the suite there. Writes results/traces.json.
 """
 
 import argparse

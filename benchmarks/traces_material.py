@@ -1,7 +1,7 @@
-"""Episodes with scripted turns, for environments that a tiny model cannot play, as cassettes.
+"""Cassettes of episodes with scripted turns, for environments that a tiny model cannot play.
 
-The scripts know nothing of the planted bugs. They do what policies do: solve, solve slowly, guess, answer in
-another case, repeat an answer, print too much, exceed limits, write nonsense, move at random.
+The scripts know nothing of the planted bugs. They act as policies do: they solve, solve slowly, guess, answer
+in another case, repeat an answer, print too much, exceed limits, write nonsense, move at random.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Bugs of a harness, as changes of the source: what somebody could have typed, and a review have missed."""
+"""Plausible bugs of a harness, as changes of the source that a review could miss."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Sums whose answers wait for a tool before they are scored: hard tasks wait longer, with a heavy tail.
+"""Environment of sums that wait for a tool before scoring: hard tasks wait longer, with a heavy tail.
 
 The wait of an episode is lognormal (sigma 1), with mean `seconds` for sums of two digits and three times that
 for sums of three. It depends on the task and the episode's seed alone.

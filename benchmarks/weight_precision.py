@@ -1,12 +1,12 @@
-"""What weights kept in bfloat16 or int8 cost in accuracy: a trained model, on what it samples itself.
+"""Measure the accuracy that bfloat16 and int8 weights cost a trained model, on its own samples.
 
     python benchmarks/weight_precision.py [--seeds 0 1 2]
 
-For each seed the cold start of the quickstart is trained (0.3 million parameters, additions of three digits).
-Then the model with narrower weights is compared with itself in float32, on the answers that it samples in
-float32: KL(float32 || narrow) over the vocabulary, and the difference of the sampled tokens' log-probs, which
-is what enters the importance ratios of reinforcement learning. Last, both sample the same tasks with the same
-random numbers, and their pass rates are compared task by task. Writes results/weight_precision.json.
+Each seed trains the cold start of the quickstart (0.3 million parameters, additions of three digits). Then
+the benchmark compares the model with narrower weights and in float32, on answers sampled in float32:
+KL(float32 || narrow) over the vocabulary, and the difference of the sampled tokens' log-probs, which enters
+the importance ratios of reinforcement learning. Last, both sample the same tasks with the same random
+numbers, and their pass rates are compared task by task. Writes results/weight_precision.json.
 """
 
 import argparse

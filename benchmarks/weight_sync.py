@@ -1,4 +1,4 @@
-"""How many weights a training step changes, and what it costs to send them whole or as a delta.
+"""Measure the weights that a training step changes, and the cost to send them all or as a delta.
 
     python benchmarks/weight_sync.py [--model FOLDER ...] [--seeds 0 1 2]
 

@@ -1,9 +1,9 @@
-"""The wiki of a home with 1,000 runs: time of a build, the same bytes again, and faults that it finds.
+"""Test the wiki of a home with 1,000 runs: build time, identical bytes on a rebuild, and faults found.
 
     python benchmarks/wiki.py [--runs 1000] [--each 10]
 
-One run is real. The others are like it with another seed, setting and figure, each with a bundle, a manifest
-and signatures of its own. Writes results/wiki.json.
+One run is real. The others are copies with another seed, setting and figure, each with its own bundle,
+manifest and signatures. Writes results/wiki.json.
 """
 
 import os

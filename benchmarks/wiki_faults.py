@@ -1,4 +1,4 @@
-"""Plants one fault of each kind in a wiki, where a reader would not see it."""
+"""Plant one fault of each kind in a wiki, where a reader would not see it."""
 
 import re
 from collections.abc import Callable, Sequence

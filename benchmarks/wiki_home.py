@@ -1,4 +1,4 @@
-"""Adds runs to a home that differ from a real one in seed, settings and figures, and are signed as it is."""
+"""Add signed runs to a home that differ from a real run in seed, settings and figures."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A transformer in plain Python: the decoder of the Qwen3 and Llama families, forward and backward.
+"""Compute a transformer in plain Python: the decoder of the Qwen3 and Llama families, forward and backward.
 
 All values are lists of floats, so you can follow every multiplication. The file is for reading, and the tests
 use it as the oracle: they compare each value and each gradient of the torch decoder with it.
@@ -17,10 +17,9 @@ adds to the gradients of the parameters that the operation used, and returns dx,
 a sequence of operations, and its gradient is their pullbacks in reverse order. That is all of
 backpropagation.
 
-Shapes: T tokens, d hidden size, H query heads, G key-value heads, D head size, V vocabulary. The activations
-    of
-a token are a Vector, those of a sequence a Matrix with one row per token. Weights are weight[out][in], as in
-Hugging Face checkpoints, and have their parameter names.
+Shapes: T tokens, d hidden size, H query heads, G key-value heads, D head size, V vocabulary. The
+activations of a token are a Vector, and those of a sequence a Matrix with one row per token. Weights are
+weight[out][in], as in Hugging Face checkpoints, and have their parameter names.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A complete GRPO training loop: a new model first imitates one-digit sums, then learns from rewards.
+"""Run a complete GRPO training loop: a new model first imitates one-digit sums, then learns from rewards.
 
     python examples/rl_loop.py            # 30 steps of GRPO, under a minute on one core
     python examples/rl_loop.py 5          # 5 steps of GRPO

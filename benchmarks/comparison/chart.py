@@ -1,4 +1,4 @@
-"""Small panels of curves as SVG, legible on light and dark pages: one an arm, over the first in grey."""
+"""Small panels of curves as SVG, legible on light and dark pages: one per arm, over the first arm in grey."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -1,7 +1,7 @@
-"""The result page of the algorithm comparison: findings, tables and charts from the records.
+"""Result page of the algorithm comparison: findings, tables and charts from the records.
 
-An arm is compared with the first arm of its setting, seed by seed. Holm's correction covers all comparisons
-of the page.
+Each arm is compared with the first arm of its setting, seed by seed. Holm's correction covers all comparisons
+on the page.
 """
 
 from collections.abc import Mapping, Sequence

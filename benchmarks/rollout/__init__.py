@@ -1,1 +1,1 @@
-"""Rollouts on a CPU: our engine against its peers, each in its own process and its own environment."""
+"""Comparison of rollouts on a CPU: our engine and its peers, each in its own process and environment."""

@@ -1,13 +1,13 @@
-"""Measure rollouts of our engine and its peers on this machine's cores, and keep what was measured.
+"""Measure rollouts of our engine and its peers on the cores of this machine, and store the results.
 
     python -m benchmarks.rollout                                       everything, for hours
     python -m benchmarks.rollout --models T --workloads group --cores 1 --engines perilune openvino
     python -m benchmarks.rollout --smoke --out smoke.json              a minute, of ours and transformers
 
-Peers are installed once into environments of their own, in $PERILUNE_BENCHMARKS, by default
-~/.cache/perilune-benchmarks (compiling llama.cpp takes about fifteen minutes). What is measured replaces what
-the file holds of the same model, workload, weights, cores and engine; the rest stays, so that a run may be
-made in parts.
+Peers are installed once into separate virtual environments in $PERILUNE_BENCHMARKS, by default
+~/.cache/perilune-benchmarks (compiling llama.cpp takes about fifteen minutes). A new result replaces the
+result of the same model, workload, weights, cores and engine in the file. All others stay, so you can measure
+in parts.
 """
 
 import argparse

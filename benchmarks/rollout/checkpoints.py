@@ -1,4 +1,4 @@
-"""Random checkpoints of the shapes that are compared, as Hugging Face folders."""
+"""Random checkpoints of the compared shapes, as Hugging Face folders."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Where each engine runs: a virtual environment of its own, made once in a cache folder."""
+"""Virtual environments of the engines, created once in a cache folder."""
 
 import json
 import os

@@ -1,9 +1,9 @@
-"""The least time a workload can take: what must be multiplied and read, at the rates this machine reached.
+"""Lower bound on the time of a workload, from its products and reads and the rates of this machine.
 
-Every prompt is computed once, however many samples share it. A step multiplies each running sample's token
-with all matrices, which are read once a step; it takes as long as the slower of the two. Then the keys and
-values of everything before are read, in the dtype of the weights (an engine that keeps them smaller may come
-closer to this floor, or below it). Norms, sampling and everything else count as free.
+Every prompt is computed once, however many samples share it. A step multiplies the token of each running
+sample with all matrices and reads the matrices once; it takes as long as the slower of the two. Then it reads
+the keys and values of all earlier tokens, in the dtype of the weights. An engine with a smaller cache may
+come closer to this bound, or below it. Norms, sampling and everything else count as free.
 """
 
 from collections.abc import Sequence

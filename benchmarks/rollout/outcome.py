@@ -1,4 +1,4 @@
-"""What an engine gave back, and whether it is what was asked for."""
+"""Results of an engine, and their comparison with the requests."""
 
 import math
 import statistics

@@ -1,7 +1,7 @@
-"""One case after the other: every engine is loaded, warmed up, and then each has its turn in every round.
+"""Run one case after the other: load all engines, warm them up, and let each take its turn in every round.
 
-Whatever else the machine does falls on all alike that way. Processes that wait are stopped, so that no
-engine's threads spin while another is measured.
+Other load on the machine then affects all engines alike. Waiting processes are stopped, so that no engine's
+threads spin while another engine is measured.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which models and which work are compared; plain data, so that every environment can read it."""
+"""Compared models and workloads, as plain data that every virtual environment can import."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of results: records of many runs, each saying when and with what it was measured."""
+"""File of results: records of many runs, each with its date, machine and versions."""
 
 import json
 import os

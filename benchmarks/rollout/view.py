@@ -1,4 +1,4 @@
-"""The result page on rollouts: tables by workload and number of cores, and a comparison in sentences.
+"""Result page on rollouts: tables by workload and number of cores, and a comparison in sentences.
 
 All numbers come from the records. Engines are compared round by round, because the engines of a round ran one
 after the other.

@@ -1,11 +1,11 @@
-"""One engine in a process of its own; it answers lines of JSON with lines of JSON.
+"""Run one engine in a separate process, which answers lines of JSON with lines of JSON.
 
     python -m benchmarks.rollout.worker
 
-reads one line that says which engine, which checkpoint, how many threads. Told to prepare, it converts the
-checkpoint to the engine's own format and ends, so that this does not count as the engine's memory; otherwise
-it loads it and then samples whenever it is asked to. Besides the engine only the standard library and numpy
-are imported.
+reads one line with the engine, the checkpoint and the number of threads. If the line asks to prepare, the
+process converts the checkpoint to the engine's own format and ends, so that the conversion does not count as
+the engine's memory. Otherwise it loads the checkpoint and samples on request. Apart from the engine, it
+imports only the standard library and numpy.
 """
 
 import contextlib

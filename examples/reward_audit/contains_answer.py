@@ -1,6 +1,6 @@
 """A reward that pays any text with the right label in it, as a public training scorer for OOLONG does.
 
-An answer that names all labels therefore earns full marks. The page on oolong audits it.
+An answer that names all labels therefore gets the full reward. The page on oolong audits it.
 """
 
 

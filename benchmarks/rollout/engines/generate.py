@@ -1,4 +1,4 @@
-"""`generate` of transformers, with the cache that grows or with the static one; on a GPU that is compiled."""
+"""`generate` of transformers with the growing or the static cache; on a GPU, the static one is compiled."""
 
 import platform
 import time

@@ -1,4 +1,4 @@
-"""The best rates of these cores: how fast they multiply and read."""
+"""Highest rates of the cores for matrix products and for reading memory."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""llama.cpp through the C functions of llama-cpp-python, whose own classes have no batches."""
+"""Engine llama.cpp through the C functions of llama-cpp-python, whose own classes have no batches."""
 
 import ctypes
 import json

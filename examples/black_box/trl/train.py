@@ -1,9 +1,9 @@
-"""GRPO as TRL does it, from a Hugging Face folder to a Hugging Face folder. Knows nothing of Perilune.
+"""Train with the GRPO of TRL, from one Hugging Face folder to another, without knowledge of Perilune.
 
     python train.py MODEL OUTPUTS --seed 0 --steps 60 --lr 6e-4
 
-Sums of two numbers of three digits; an answer is right when the number behind its last ";" is the sum and it
-stopped by itself. Leaves OUTPUTS/model, OUTPUTS/log.jsonl and OUTPUTS/result.json.
+The tasks are sums of two three-digit numbers. An answer is right if the number after its last ";" is the sum
+and it ended by itself. Writes OUTPUTS/model, OUTPUTS/log.jsonl and OUTPUTS/result.json.
 """
 
 import argparse
