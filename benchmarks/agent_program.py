@@ -71,7 +71,7 @@ def run(recipe: Path, seed: int) -> dict[str, dict[str, Any]]:
         for name in ("before", "after"):
             files = sorted((stages[name]["folder"] / "artifacts" / "episodes").glob("*.parquet"))
             replies = [
-                one.messages[2]["content"] for file in files for one in read_episodes(file) if one.sampled
+                item.messages[2]["content"] for file in files for item in read_episodes(file) if item.sampled
             ]
             stages[name]["computes"] = sum("*" in reply for reply in replies) / len(replies)
         return stages
@@ -104,7 +104,7 @@ def write_files(folder: Path) -> Path:
 
 def trace(opening: Any, question: str, a: int, b: int, draw: random.Random) -> dict[str, Any]:
     """A conversation as the agent begins it for another question, and a reply that computes or guesses."""
-    messages = [{**one, "content": one["content"].replace(question, f"{a}*{b}=")} for one in opening]
+    messages = [{**turn, "content": turn["content"].replace(question, f"{a}*{b}=")} for turn in opening]
     value = f"{a}*{b}" if draw.random() < COMPUTED else str(a * b)
     return {"messages": [*messages, {"role": "assistant", "content": f"<code>final_answer({value})</code>"}]}
 

@@ -52,9 +52,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "algorithms.json")
     parser.add_argument("--tune", action="store_true", help="choose the learning rate of each arm")
     arguments = parser.parse_args()
-    held = read_json(arguments.out) if arguments.out.exists() else {"records": []}
-    rates: dict[str, dict[str, dict[str, float]]] = held.get("learning_rates", {})
-    records: dict[tuple[str, str, int], Record] = {key(one): one for one in held["records"]}
+    previous = read_json(arguments.out) if arguments.out.exists() else {"records": []}
+    rates: dict[str, dict[str, dict[str, float]]] = previous.get("learning_rates", {})
+    records: dict[tuple[str, str, int], Record] = {key(record): record for record in previous["records"]}
 
     def save() -> None:
         described = document("algorithms.py", ["--seeds", *seeds(records)], 0.0)
@@ -91,10 +91,10 @@ def tuned(
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
         recipe = FOLDER / SETTINGS[setting]["recipe"]
         first = run_recipe(recipe, TUNING_SEED, arguments.set, arguments.home or Path(folder))
-        for place, (arm, rate) in enumerate(missing):
+        for number, (arm, rate) in enumerate(missing):
             try:
-                found = branch(first, {**arms[arm], "lr": rate}, Path(folder) / str(place))
-                yield arm, rate, found["after_rl"]["summary"]["pass@1"]["mean"]
+                stages = branch(first, {**arms[arm], "lr": rate}, Path(folder) / str(number))
+                yield arm, rate, stages["after_rl"]["summary"]["pass@1"]["mean"]
             except WorkFailedError:  # a check stopped the run: the rate is of no use
                 yield arm, rate, 0.0
 
@@ -139,11 +139,11 @@ def measured(
         for arm in missing:
             record = {"setting": setting, "arm": arm, "seed": seed, "digest": digests[arm]}
             try:
-                found = branch(first, arms[arm], Path(folder) / arm)
+                stages = branch(first, arms[arm], Path(folder) / arm)
             except WorkFailedError as error:  # a run that the checks stop is a result too
                 yield {**record, "failed": str(error)}
                 continue
-            yield {**record, **of_arm({**first, **found})}
+            yield {**record, **of_arm({**first, **stages})}
 
 
 def branch(first: Mapping[str, Any], keys: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
@@ -177,10 +177,10 @@ def of_arm(found: Mapping[str, Any]) -> Record:
         "strategies": after["strategies"],
         "seconds": found["rl"]["summary"]["seconds"],
         "curve": {
-            "episodes": [one["groups"] * 8 for one in lines],
-            "processor": [round(one, 3) for one in accumulate(row["processor"] for row in times)],
-            "pass_rate": [round(one["pass_rate"], 4) for one in lines],
-            "length": [round(one["length"], 2) for one in lines],
+            "episodes": [line["groups"] * 8 for line in lines],
+            "processor": [round(total, 3) for total in accumulate(row["processor"] for row in times)],
+            "pass_rate": [round(line["pass_rate"], 4) for line in lines],
+            "length": [round(line["length"], 2) for line in lines],
         },
     }
 
@@ -198,7 +198,7 @@ def key(record: Mapping[str, Any]) -> tuple[str, str, int]:
 
 
 def seeds(records: Mapping[tuple[str, str, int], Record]) -> list[str]:
-    return [str(one) for one in sorted({seed for _, _, seed in records})]
+    return [str(seed) for seed in sorted({seed for _, _, seed in records})]
 
 
 def line(record: Record) -> str:

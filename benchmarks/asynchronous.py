@@ -96,13 +96,13 @@ def ks(one: Sequence[float], other: Sequence[float], seconds: float) -> float | 
 
 
 def listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{one:.2f}" for one in values)
+    return ", ".join(f"{value:.2f}" for value in values)
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def over_seeds(environment: str, staleness: int, name: str) -> list[float]:
         return [
-            one[name] for one in rows if one["environment"] == environment and one["staleness"] == staleness
+            row[name] for row in rows if row["environment"] == environment and row["staleness"] == staleness
         ]
 
     findings, differences = [], {}
@@ -110,7 +110,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         reference = over_seeds(environment, 0, "seconds a step")
         for staleness in (1, 2):
             times = over_seeds(environment, staleness, "seconds a step")
-            ratios = [one / other for one, other in zip(times, reference, strict=True)]
+            ratios = [seconds / base for seconds, base in zip(times, reference, strict=True)]
             findings.append(
                 f"Where the environment {environment}, a step with staleness {staleness} takes"
                 f" {fmean(ratios):.2f} times as long as a synchronous step (by seed {listed(ratios)})."
@@ -119,8 +119,8 @@ def report(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             differences[f"{environment}, staleness {staleness}"] = [
                 b - a for a, b in zip(before, after, strict=True)
             ]
-    found = compare_over_seeds(differences)
-    findings += [f"pass@1 against synchronous, {name}: {one.describe()}." for name, one in found.items()]
+    tests = compare_over_seeds(differences)
+    findings += [f"pass@1 against synchronous, {name}: {test.describe()}." for name, test in tests.items()]
     return {
         "title": "Asynchronous training: time and pass rate by staleness",
         "about": described(ABOUT, findings),

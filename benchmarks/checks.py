@@ -88,13 +88,13 @@ CLEAN: tuple[Mapping[str, Any], ...] = (
 
 def run(root: Path, *, seed: int = 1, **options: Any) -> list[dict[str, float]]:
     """An rl stage in a bundle at `root`, from the tiny preset; its timings."""
-    asked = {
+    settings = {
         "checkpoint": "model", "steps": 4, "prompts": 4, "samples": 4, "max_tokens": 8, "lr": 1e-3,
         "warmup": 2, "save_every": 1000, **options,
     }  # fmt: skip
     plugin = load_plugin("rl")
     job = Job(
-        task="rl", stage="rl", spec=plugin.spec.model_validate(asked).model_dump(mode="json"),
+        task="rl", stage="rl", spec=plugin.spec.model_validate(settings).model_dump(mode="json"),
         model={"preset": "tiny"}, environment=dict(SUMS), seed=seed,
         resources=Resources(device="cpu", threads=1), inputs=(),
     )  # fmt: skip
@@ -110,10 +110,10 @@ def without_checks() -> Iterator[None]:
     """Replace the checks by functions that do nothing; weights still go to the engine."""
     with contextlib.ExitStack() as stack:
         for name in SKIPPED:
-            put = {"Publisher.publish": _publish, "Publisher.check_versions": lambda _, groups: groups}.get(
+            stub = {"Publisher.publish": _publish, "Publisher.check_versions": lambda _, groups: groups}.get(
                 name.partition("publishing.")[2], lambda *_, **__: None
             )
-            stack.enter_context(mock.patch(name, put))
+            stack.enter_context(mock.patch(name, stub))
         stack.enter_context(
             mock.patch(
                 "perilune.tasks.checks.optimizer.OptimizerChecker.check_update",
@@ -130,26 +130,26 @@ def _publish(self: Any) -> None:
 def cost(folder: Path, pairs: int, steps: int) -> dict[str, Any]:
     """Processor seconds of a step with and without, in turns; the first two steps are warm-up."""
     options = {"steps": steps, "prompts": 32, "samples": 8, "max_tokens": 64, "kl": 0.01}
-    found: list[dict[str, float]] = []
+    rows: list[dict[str, float]] = []
     for pair in range(pairs):
         seconds = {}
         for name, manner in (("with checks", contextlib.nullcontext), ("without checks", without_checks)):
             with manner():
                 lines = run(folder / f"{name}-{pair}", seed=pair + 1, **options)
             seconds[name] = statistics.median(line["processor"] for line in lines[2:])
-        found.append(seconds)
+        rows.append(seconds)
         print(f"pair {pair}: {seconds}", flush=True)
-    shares = sorted(1 - one["without checks"] / one["with checks"] for one in found)
+    shares = sorted(1 - row["without checks"] / row["with checks"] for row in rows)
     return {
         "settings": options,
-        "seconds per step of each pair of runs": found,
+        "seconds per step of each pair of runs": rows,
         "cost as a share of the step": {
             "median": statistics.median(shares),
             "lowest": shares[0],
             "highest": shares[-1],
         },
         "seconds_per_step": {
-            name: statistics.median(one[name] for one in found) for name in ("with checks", "without checks")
+            name: statistics.median(row[name] for row in rows) for name in ("with checks", "without checks")
         },
         "preflight_seconds": {"tiny": _preflight(3), "28 layers": _preflight(28)},
     }
@@ -169,16 +169,16 @@ def _preflight(layers: int) -> float:
 
 def clean(folder: Path) -> list[dict[str, Any]]:
     """The runs that must end well."""
-    found = []
+    rows = []
     for seed, options in enumerate(CLEAN, 1):
         try:
             run(folder / str(seed), seed=seed, **options)
-            said = ""
+            message = ""
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-        found.append({"seed": seed, "options": json.dumps(options), "stopped_by": said or "nothing"})
-        print(f"clean run {seed}: {said or 'ok'}", flush=True)
-    return found
+            message = f"{type(error).__name__}: {error}"
+        rows.append({"seed": seed, "options": json.dumps(options), "stopped_by": message or "nothing"})
+        print(f"clean run {seed}: {message or 'ok'}", flush=True)
+    return rows
 
 
 def main() -> None:
@@ -192,8 +192,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = clean(Path(folder) / "clean")
         measured = cost(Path(folder) / "cost", arguments.pairs, arguments.steps)
-    asked = ["--pairs", str(arguments.pairs), "--steps", str(arguments.steps)]
-    alarms = sum(one["stopped_by"] != "nothing" for one in runs)
+    options = ["--pairs", str(arguments.pairs), "--steps", str(arguments.steps)]
+    alarms = sum(run["stopped_by"] != "nothing" for run in runs)
     share = measured["cost as a share of the step"]
     report = {
         "title": "Cost and false alarms of the always-on checks",
@@ -204,7 +204,7 @@ def main() -> None:
         "correct_runs": runs,
         "false_alarms": alarms,
     }
-    write(arguments.out, report | document("checks.py", asked, began))
+    write(arguments.out, report | document("checks.py", options, began))
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ def main() -> None:
     elif arguments.command == "solve":
         solve(arguments.folder / "solver.json")
     else:
-        found = judge(arguments.folder, arguments.positions, arguments.games)
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+        figures = judge(arguments.folder, arguments.positions, arguments.games)
+        arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def train(folder: Path, seconds: float, seed: int, simulations: int) -> None:
@@ -93,8 +93,8 @@ def train(folder: Path, seconds: float, seed: int, simulations: int) -> None:
         totals = {name: total + figures[name] for name, total in totals.items()}
         if used < min([*marks, seconds]):
             continue
-        mark = max(one for one in (*marks, seconds) if one <= used)
-        marks = [one for one in marks if one > used]
+        mark = max(limit for limit in (*marks, seconds) if limit <= used)
+        marks = [limit for limit in marks if limit > used]
         save_player(folder / f"player-{mark:04.0f}", trainer.network)
         line = {"mark": mark, "cpu_seconds": used, **totals, "moves_per_second": totals["moves"] / used}
         with (folder / "marks.jsonl").open("a") as file:
@@ -148,7 +148,7 @@ def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
     final = {
         str(ahead): judged(last, ahead, AT_THE_END, questions, solver, games) for ahead in (*AHEAD, FURTHER)
     }
-    told = folder / "solver.json"
+    solver_file = folder / "solver.json"
     return {
         "command": "python benchmarks/connect_four.py judge FOLDER",
         "versions": {name: version(name) for name in ("perilune", "torch", "open-spiel")},
@@ -157,39 +157,39 @@ def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
         "layers": layers(LearningSettings(**longest["settings"])),
         "runs": runs,
         "final": {"run": longest["name"], "mark": longest["marks"][-1]["mark"], "judged": final},
-        "solver": json.loads(told.read_text()) if told.exists() else None,
+        "solver": json.loads(solver_file.read_text()) if solver_file.exists() else None,
     }
 
 
 def solved(path: Path, solver: Solver, per_ply: int) -> Exam:
     """The positions with the worth of every column, from the file or into it."""
     if not path.exists():
-        made = make_exam(solver, per_ply, FIRST_PLY, seed=0)
-        np.savez(path, own=made.boards.own, stones=made.boards.stones, scores=made.scores)
-    held = np.load(path)
-    return Exam(Boards(held["own"], held["stones"]), held["scores"])
+        exam = make_exam(solver, per_ply, FIRST_PLY, seed=0)
+        np.savez(path, own=exam.boards.own, stones=exam.boards.stones, scores=exam.scores)
+    arrays = np.load(path)
+    return Exam(Boards(arrays["own"], arrays["stones"]), arrays["scores"])
 
 
 def judged(
     player: Path, ahead: int, opponents: tuple[str, ...], questions: Exam, solver: Solver, games: int
 ) -> Mapping[str, Any]:
     """Moves and matches of one player; kept beside it."""
-    kept = player.parent / f"{player.name}-judged-{ahead}.json"
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept.exists() else {}
-    who = make_network_player(load_player(player), ahead)
-    if "moves" not in found:
-        found["moves"] = grade_player(questions, who)
-    for name in (one for one in opponents if one not in found):
+    file = player.parent / f"{player.name}-judged-{ahead}.json"
+    figures: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    network_player = make_network_player(load_player(player), ahead)
+    if "moves" not in figures:
+        figures["moves"] = grade_player(questions, network_player)
+    for name in (opponent for opponent in opponents if opponent not in figures):
         count = games // 4 if name in SLOW else games // 2  # openings, each played twice
         start = make_openings_against(name, solver, count, PERFECT_FROM, seed=0)
         began = time.process_time()
-        found[name] = play_match(who, make_opponent(name, solver, seed=0), start).figures()
+        figures[name] = play_match(network_player, make_opponent(name, solver, seed=0), start).figures()
         print(
             f"{player.parent.name} {player.name} {ahead} {name} {time.process_time() - began:.1f} s",
             flush=True,
         )
-    kept.write_text(json.dumps(found) + "\n")
-    return {name: found[name] for name in ("moves", *opponents)}
+    file.write_text(json.dumps(figures) + "\n")
+    return {name: figures[name] for name in ("moves", *opponents)}
 
 
 def layers(settings: LearningSettings) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         "title": "Connect Four on one core",
         "about": "\n".join(
             [
-                *(about, "", *(f"* {one}" for one in findings(document)), ""),
+                *(about, "", *(f"* {finding}" for finding in findings(document)), ""),
                 *(strongest(document, longest), "", *pictures()),
             ]
         ),
@@ -60,17 +60,17 @@ def findings(document: Mapping[str, Any]) -> list[str]:
     rates: dict[str, list[float]] = {}
     for run in document["runs"]:
         rates.setdefault(kind(run), []).append(run["marks"][-1]["moves_per_second"])
-    found = [
-        f"{name}: {', '.join(f'{rate:,.0f}' for rate in sorted(those))} moves per second"
-        for name, those in rates.items()
+    sentences = [
+        f"{name}: {', '.join(f'{rate:,.0f}' for rate in sorted(values))} moves per second"
+        for name, values in rates.items()
     ]
     minute = [line["judged"] for run in document["runs"] for line in run["marks"] if line["mark"] == 60]
-    found.append(
+    sentences.append(
         "After 60 CPU seconds, without search: "
         + ", ".join(points(judged["0"], "one_ply") for judged in minute)
         + " of the points against one-ply search (three seeds of PPO, then Searched)"
     )
-    return found
+    return sentences
 
 
 def strongest(document: Mapping[str, Any], longest: Mapping[str, Any]) -> str:
@@ -122,31 +122,31 @@ def speed(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row(run: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"run": run["name"], "CPU seconds": line["mark"], "moves": line["moves"]}
+    cells: dict[str, Any] = {"run": run["name"], "CPU seconds": line["mark"], "moves": line["moves"]}
     for ahead, judged in line["judged"].items():
-        found |= {
+        cells |= {
             f"best moves, {ahead} simulations": judged["moves"]["optimal"],
             f"blunders, {ahead} simulations": judged["moves"]["blunders"],
             f"points against one-ply search, {ahead} simulations": judged["one_ply"]["points"],
             f"points against search of four moves, {ahead} simulations": judged["foresight_4"]["points"],
         }
-    return found
+    return cells
 
 
 def by_ply(judged: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
         {"simulations": ahead, "stones": line["plies"], "positions": line["positions"]}
         | {"best moves": line["optimal"], "blunders": line["blunders"]}
-        for ahead, found in judged.items()
-        for line in found["moves"]["by_ply"]
+        for ahead, figures in judged.items()
+        for line in figures["moves"]["by_ply"]
     ]
 
 
 def matches(judged: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [
-        {"simulations": ahead, "against": name.replace("_", " ")} | dict(found[name])
-        for ahead, found in judged.items()
-        for name in found
+        {"simulations": ahead, "against": name.replace("_", " ")} | dict(figures[name])
+        for ahead, figures in judged.items()
+        for name in figures
         if name != "moves"
     ]
 
@@ -163,10 +163,10 @@ def charts(run: Mapping[str, Any]) -> dict[str, str]:
     minutes = np.array([line["cpu_seconds"] for line in lines]) / 60
 
     def curve(ahead: str, *keys: str) -> Curve:
-        found: Sequence[Any] = [line["judged"][ahead] for line in lines]
+        figures: Sequence[Any] = [line["judged"][ahead] for line in lines]
         for key in keys:
-            found = [one[key] for one in found]
-        return (minutes, *(np.array([one[part] for one in found]) for part in ("mean", "low", "high")))
+            figures = [item[key] for item in figures]
+        return (minutes, *(np.array([item[part] for item in figures]) for part in ("mean", "low", "high")))
 
     def drawn(y: str, *keys: str) -> str:
         both = {"not looking ahead": curve("0", *keys), "100 simulations": curve("100", *keys)}

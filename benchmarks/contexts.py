@@ -79,15 +79,15 @@ def main() -> None:
 
 def run(seed: int) -> dict[str, dict[str, Any]]:
     """The evaluation of each arm, with figures."""
-    found = {}
+    results = {}
     for arm, overrides in ARMS.items():
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
             stages = run_recipe(RECIPE, seed, overrides, Path(home))
-            found[arm] = result(stages["after"])
+            results[arm] = result(stages["after"])
             if arm == WHOLE:
-                found[CUT] = result(stages["cut_off"])
-        print(time.strftime("%H:%M:%S"), seed, json.dumps(found[arm]), flush=True)
-    return found
+                results[CUT] = result(stages["cut_off"])
+        print(time.strftime("%H:%M:%S"), seed, json.dumps(results[arm]), flush=True)
+    return results
 
 
 def result(stage: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,8 +99,9 @@ def result(stage: Mapping[str, Any]) -> dict[str, Any]:
 def figures(episodes: Sequence[Episode]) -> dict[str, float]:
     """Means over episodes."""
     sizes = [
-        [span.prompt_tokens + span.tokens for span in one.spans] or [len(one.prompt_ids) + len(one.token_ids)]
-        for one in episodes
+        [span.prompt_tokens + span.tokens for span in item.spans]
+        or [len(item.prompt_ids) + len(item.token_ids)]
+        for item in episodes
     ]
     return {
         "contexts": fmean(map(len, sizes)),

@@ -122,12 +122,12 @@ def under_way(home: Home, run: str, worker: ProcessIdentity | None) -> None:
 def seconds(work: Callable[[], Any], rounds: int) -> list[float]:
     """Wall seconds of each round, after one that warms up."""
     work()
-    found = []
+    times = []
     for _ in range(rounds):
         began = time.perf_counter()
         work()
-        found.append(time.perf_counter() - began)
-    return found
+        times.append(time.perf_counter() - began)
+    return times
 
 
 def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
             )
 
         try:
-            found = {
+            measured = {
                 "list the latest runs": seconds(
                     lambda: stage_statuses(control, latest_experiments(control, 20)), rounds
                 ),
@@ -199,7 +199,7 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
         "database_bytes": size,
         "milliseconds": {
             name: {"median": round(1e3 * statistics.median(times), 2), "maximum": round(1e3 * max(times), 2)}
-            for name, times in found.items()
+            for name, times in measured.items()
         },
     }
 
@@ -213,8 +213,8 @@ def main() -> None:
     parser.add_argument("--live", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path, default=RESULT)
-    given = parser.parse_args()
-    figures = measure(given.runs, given.events, given.live, given.rounds)
+    arguments = parser.parse_args()
+    figures = measure(arguments.runs, arguments.events, arguments.live, arguments.rounds)
     document = {
         "title": "Control plane with 10,000 runs",
         "about": "The table shows the times of control-plane operations with 10,000 runs, 1,000,000 events"
@@ -224,7 +224,7 @@ def main() -> None:
         **figures,
         "machine": describe_machine(),
     }
-    given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(figures, indent=1))
 
 

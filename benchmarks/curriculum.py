@@ -41,7 +41,7 @@ def live_share(stage: Mapping[str, Any]) -> float:
 
 
 def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found = compare_over_seeds(
+    comparisons = compare_over_seeds(
         {
             "live groups": [live_share(run["drawn"]) - live_share(run["uniform"]) for run in runs],
             "pass@1": [
@@ -54,8 +54,8 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str,
         "about": described(
             ABOUT,
             [
-                f"Curriculum against uniform sampling, {name}: {one.describe()}."
-                for name, one in found.items()
+                f"Curriculum against uniform sampling, {name}: {comparison.describe()}."
+                for name, comparison in comparisons.items()
             ],
         ),
         "by seed": [row(seed, arm, run) for seed, run in zip(seeds, runs, strict=True) for arm in ARMS],
@@ -83,7 +83,7 @@ def row(seed: int, arm: str, run: Mapping[str, Any]) -> dict[str, Any]:
 
 def after(run: Mapping[str, Any], stage: str, difficulty: float) -> float | None:
     levels = run[stage]["summary"]["by_difficulty"]
-    return next((one["pass@1"] for one in levels if one["difficulty"] == difficulty), None)
+    return next((level["pass@1"] for level in levels if level["difficulty"] == difficulty), None)
 
 
 if __name__ == "__main__":

@@ -49,12 +49,12 @@ def main() -> None:
     began = time.monotonic()
 
     def run(seed: int) -> dict[str, Any]:
-        found = run_recipe(HERE / "distillation_arms.yaml", seed)
+        stages = run_recipe(HERE / "distillation_arms.yaml", seed)
         rates = {
-            arm: round(found[f"after_{arm}"]["summary"]["pass@1"]["mean"], 3) for arm in (*OTHERS, *ARMS)
+            arm: round(stages[f"after_{arm}"]["summary"]["pass@1"]["mean"], 3) for arm in (*OTHERS, *ARMS)
         }
         print(f"seed {seed}: {rates}", flush=True)
-        return found
+        return stages
 
     runs = for_seeds(run, arguments.seeds, arguments.jobs)
     stages = {arm: f"after_{arm}" for arm in (*OTHERS, *ARMS)}
@@ -74,9 +74,9 @@ def of_arm(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One row: a figure for each seed."""
     evaluations = [run[f"after_{arm}"]["summary"] for run in runs]
     return {
-        "pass@1": [one["pass@1"]["mean"] for one in evaluations],
-        "pass@8": [one["pass@8"]["mean"] for one in evaluations],
-        "greedy": [one["greedy"]["mean"] for one in evaluations],
+        "pass@1": [evaluation["pass@1"]["mean"] for evaluation in evaluations],
+        "pass@8": [evaluation["pass@8"]["mean"] for evaluation in evaluations],
+        "greedy": [evaluation["greedy"]["mean"] for evaluation in evaluations],
         "seconds": [run[arm]["summary"]["seconds"] for run in runs],
     }
 

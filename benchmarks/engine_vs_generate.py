@@ -45,7 +45,7 @@ def engine_sampler(path: Path, prompts: Sequence[Sequence[int]], n: int, stops: 
 
     def sample(step: int) -> int:
         groups = engine.sample([Prompt(list(p), (0, step, i)) for i, p in enumerate(prompts)], n, params)
-        return sum(len(one.token_ids) for group in groups for one in group)
+        return sum(len(answer.token_ids) for group in groups for answer in group)
 
     return sample
 

@@ -185,11 +185,11 @@ def in_own_process(sessions: Sessions, tasks: list[Any], moves: Any) -> Bare:
         live = sessions.open([(next(endless), 0) for _ in range(AT_ONCE)])
         going, steps = list(live), 0
         while going:
-            for one in going:
-                assert isinstance(one.result, Observation), one.result
-            sessions.step([(one, [moves(one.result, len(one.actions))], True) for one in going])
+            for item in going:
+                assert isinstance(item.result, Observation), item.result
+            sessions.step([(item, [moves(item.result, len(item.actions))], True) for item in going])
             steps += len(going)
-            going = [one for one in going if not getattr(one.result, "done", True)]
+            going = [item for item in going if not getattr(item.result, "done", True)]
         sessions.close(live)
         return steps
 
@@ -199,7 +199,7 @@ def in_own_process(sessions: Sessions, tasks: list[Any], moves: Any) -> Bare:
 def processor_seconds() -> float:
     """Of this process and of those that it started, also where they have ended."""
     others = psutil.Process().children(recursive=True)
-    return time.process_time() + sum(sum(one.cpu_times()[:4]) for one in others)
+    return time.process_time() + sum(sum(process.cpu_times()[:4]) for process in others)
 
 
 def timed(play: Bare, seconds: float) -> tuple[float, float]:
@@ -223,16 +223,16 @@ def measured(
         arms["own process"] = in_own_process(Sessions(scorer, environment), tasks, moves)
         if bare is not None:
             arms["package"] = bare()
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in arms}
         for number in range(rounds + 1):
             for name, play in arms.items():
-                one = timed(play, seconds)
+                pair = timed(play, seconds)
                 if number:  # the first of each warms up
-                    found[name].append(one)
-    step = {name: statistics.median(each for _, each in some) for name, some in found.items()}
-    episode = {name: statistics.median(each for each, _ in some) for name, some in found.items()}
-    ratios = [a / b for (_, a), (_, b) in zip(found["adapter"], found.get("package", []), strict=False)]
-    apart = [a / b for (_, a), (_, b) in zip(found["own process"], found["adapter"], strict=True)]
+                    times[name].append(pair)
+    step = {name: statistics.median(value for _, value in pairs) for name, pairs in times.items()}
+    episode = {name: statistics.median(value for value, _ in pairs) for name, pairs in times.items()}
+    ratios = [a / b for (_, a), (_, b) in zip(times["adapter"], times.get("package", []), strict=False)]
+    apart = [a / b for (_, a), (_, b) in zip(times["own process"], times["adapter"], strict=True)]
     row = {
         "steps per episode": round(episode["adapter"] / step["adapter"], 1),
         "episodes/s, adapter": round(1 / episode["adapter"]),
@@ -262,10 +262,10 @@ def main() -> None:
     sys.path.insert(0, str(PACKAGES))
     import test_openenv
 
-    with ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="perilune-benchmark-")))
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="perilune-benchmark-")))
         process, url = test_openenv.started()
-        held.callback(process.kill)
+        stack.callback(process.kill)
         table = {
             name: measured(*case, arguments.rounds, arguments.seconds)
             for name, case in cases(folder, url).items()

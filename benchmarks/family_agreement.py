@@ -120,8 +120,8 @@ def measure(kind: str, changes: dict[str, Any]) -> dict[str, float]:
     """Largest absolute differences of log-probs of one family, in nats."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
-    theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for name, parameter in theirs.named_parameters():
+    reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in reference.named_parameters():
         if name.endswith(("norm.weight", "bias")):  # not the neutral ones that they start with
             parameter.add_(torch.randn_like(parameter) * 0.2)
         if name.endswith(("mlp.gate.weight", "router.weight")):
@@ -129,12 +129,12 @@ def measure(kind: str, changes: dict[str, Any]) -> dict[str, float]:
         if name.endswith("sinks"):
             parameter.copy_(torch.randn_like(parameter))
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
+        reference.save_pretrained(folder)
         ours = load_decoder(Path(folder))
     texts = torch.randint(0, SHAPE["vocab_size"], (TEXTS, LENGTH))
-    expected = theirs(texts, use_cache=False).logits.double().log_softmax(-1)
+    expected = reference(texts, use_cache=False).logits.double().log_softmax(-1)
     config._experts_implementation = "eager"  # the others have no float64
-    exact = theirs.double()(texts, use_cache=False).logits.log_softmax(-1)
+    exact = reference.double()(texts, use_cache=False).logits.log_softmax(-1)
     packed, cached = in_one_piece(ours, texts), in_steps(ours, texts)
     steps = torch.tensor([stop - 1 for stop in bounds()[1:]])
     return {

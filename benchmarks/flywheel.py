@@ -44,11 +44,11 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def finding(seed: int, run: Mapping[str, Any]) -> str:
-    lines, told = run["metrics"], run["summary"]
+    lines, summary = run["metrics"], run["summary"]
     last = lines[-1]
     still = "improved it" if last["gain_low"] > 1 else "may not have improved it"
     return (
-        f"Seed {seed}: {lines[0]['pass_rate']:.1%} to {last['pass_rate']:.1%} in {told['rounds']} rounds; "
+        f"Seed {seed}: {lines[0]['pass_rate']:.1%} to {last['pass_rate']:.1%} in {summary['rounds']} rounds; "
         f"the last round {still} (odds ratio {last['gain']:.2f}, "
         f"{last['gain_low']:.2f} to {last['gain_high']:.2f})."
     )

@@ -62,27 +62,27 @@ def latencies(lines: int) -> list[float]:
         site = Site(
             python=str(interpreter(folder / "python")), installed=True, workspace=str(folder / "there")
         )
-        place = SshTarget(name="ssh", site=site, **server.settings().model_dump())
+        host = SshTarget(name="ssh", site=site, **server.settings().model_dump())
         job = Job(
             task="rehearse", stage="rehearse", spec={"steps": lines, "step_seconds": SECONDS}, model={},
             environment={}, seed=1, resources=Resources(device="cpu", threads=1),
         )  # fmt: skip
         control = Control(Home.open(folder / "home"))
         experiment = register_experiment(control, "latency", {"name": "latency"}, [("rehearse", "rehearse")])
-        there = Watcher(folder / "there", "*/1/runtime/runtime.log")
-        here = Watcher(folder / "home" / "runs", "*/attempts/1/runtime/runtime.log")
-        for watcher in (there, here):
+        remote = Watcher(folder / "there", "*/1/runtime/runtime.log")
+        local = Watcher(folder / "home" / "runs", "*/attempts/1/runtime/runtime.log")
+        for watcher in (remote, local):
             watcher.start()
         plan = StagePlan("rehearse", job)
-        events = list(advance(control, experiment, [plan], template=Template(placement=place)))
+        events = list(advance(control, experiment, [plan], template=Template(placement=host)))
         assert isinstance(events[-1], StageFinished), events[-1]
-        for watcher in (there, here):
+        for watcher in (remote, local):
             watcher.over.set()
             watcher.join()
         control.store.close()
-    count = min(len(there.seen), len(here.seen))
+    count = min(len(remote.seen), len(local.seen))
     assert count >= lines, f"{count} lines of {lines} were seen"
-    return [home - far for far, home in zip(there.seen, here.seen, strict=False)]
+    return [copied - written for written, copied in zip(remote.seen, local.seen, strict=False)]
 
 
 def main() -> None:
@@ -91,25 +91,25 @@ def main() -> None:
     )
     parser.add_argument("--lines", type=int, default=60)
     parser.add_argument("--out", type=Path, default=RESULT)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    found = sorted(latencies(given.lines))
+    delays = sorted(latencies(arguments.lines))
     from perilune.bundle.machine import describe_machine
 
     row: dict[str, Any] = {
-        "lines": len(found),
-        "median, seconds": round(statistics.median(found), 3),
-        "95th percentile, seconds": round(found[int(0.95 * (len(found) - 1))], 3),
-        "maximum, seconds": round(found[-1], 3),
+        "lines": len(delays),
+        "median, seconds": round(statistics.median(delays), 3),
+        "95th percentile, seconds": round(delays[int(0.95 * (len(delays) - 1))], 3),
+        "maximum, seconds": round(delays[-1], 3),
     }
     document = {
         "title": "Delay from a remote print to the local log",
         "about": ABOUT,
-        "command": f"python benchmarks/follow_latency.py --lines {given.lines}",
+        "command": f"python benchmarks/follow_latency.py --lines {arguments.lines}",
         "latency": [row],
         "machine": describe_machine(),
     }
-    given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(row, indent=1))
 
 

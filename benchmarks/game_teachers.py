@@ -89,20 +89,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "game_teachers.json")
     arguments = parser.parse_args()
     began = time.monotonic()
-    found: dict[str, Any] = {}
+    previous: dict[str, Any] = {}
     if arguments.out.exists():
-        found = json.loads(arguments.out.read_text(encoding="utf-8"))
-        began -= 60 * found["minutes"]
+        previous = json.loads(arguments.out.read_text(encoding="utf-8"))
+        began -= 60 * previous["minutes"]
 
     def keep(part: str, value: Any) -> None:
         about = " ".join((__doc__ or "").split("\n\n")[2].split())
-        told = {"title": "Teachers for games: exploitability and strength", "about": about}
-        parts = {name: found[name] for name in PARTS if name in found} | {part: value}
-        found.update(parts)
+        header = {"title": "Teachers for games: exploitability and strength", "about": about}
+        parts = {name: previous[name] for name in PARTS if name in previous} | {part: value}
+        previous.update(parts)
         own = {"best teacher of each game": dict(BEST_TEACHERS), "iterations of a solution": dict(ITERATIONS)}
         own["OpenSpiel"] = open_spiel_version()
-        asked = ["--pairs", str(arguments.pairs)]
-        write(arguments.out, told | parts | own | document("game_teachers.py", asked, began))
+        options = ["--pairs", str(arguments.pairs)]
+        write(arguments.out, header | parts | own | document("game_teachers.py", options, began))
 
     curves: list[dict[str, Any]] = []
     for game, (config, algorithms) in CURVES.items() if "exploitability" in arguments.only else ():
@@ -111,8 +111,8 @@ def main() -> None:
             curves += curve(loaded, algorithm, iterations)
             keep("exploitability", curves)
     matches: list[dict[str, Any]] = []
-    for one in CONTESTS if "matches" in arguments.only else ():
-        matches.append(match(one, max(2, round(one.pairs * arguments.pairs))))
+    for contest in CONTESTS if "matches" in arguments.only else ():
+        matches.append(match(contest, max(2, round(contest.pairs * arguments.pairs))))
         keep("matches", matches)
 
 
@@ -149,16 +149,16 @@ def match(contest: Contest, pairs: int) -> dict[str, Any]:
     )
     solving, began = time.process_time() - began, time.process_time()
     returns = [[played(game, teacher, opponent, seat, number) for seat in (0, 1)] for number in range(pairs)]
-    flat = [one for pair in returns for one in pair]
-    points = sum(1.0 if one > 0 else 0.5 if one == 0 else 0.0 for one in flat)
+    flat = [value for pair in returns for value in pair]
+    points = sum(1.0 if value > 0 else 0.5 if value == 0 else 0.0 for value in flat)
     share, mean = wilson_interval(points, len(flat)), bootstrap_problems([sum(pair) / 2 for pair in returns])
     row = {
         "game": str(game),
         "teacher": named(*contest.teacher),
         "against": named(*contest.opponent),
         "games": len(flat),
-        "won": sum(one > 0 for one in flat),
-        "drawn": sum(one == 0 for one in flat),
+        "won": sum(value > 0 for value in flat),
+        "drawn": sum(value == 0 for value in flat),
         "share of points": f"{share.mean:.1%} ({share.low:.1%} to {share.high:.1%})",
         "mean return": f"{mean.mean:+.3f} ({mean.low:+.3f} to {mean.high:+.3f})",
         "seconds a game": round((time.process_time() - began) / len(flat), 3),
@@ -172,8 +172,8 @@ def played(game: Any, teacher: GameTeacher, opponent: GameTeacher, seat: int, nu
     """What the teacher got in `seat` of a game."""
     match = Match(game, KeyedRandom(number, "deal"))
     while not match.is_over:
-        who = teacher if match.player == seat else opponent
-        match.take(choose_move(who, match, KeyedRandom(number, f"{who is teacher}")).action)
+        mover = teacher if match.player == seat else opponent
+        match.take(choose_move(mover, match, KeyedRandom(number, f"{mover is teacher}")).action)
     return match.returns[seat]
 
 

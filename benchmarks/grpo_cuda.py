@@ -106,7 +106,7 @@ def main() -> int:
     limits = measure_limits(device, precision)
     release(device)
     rows: dict[str, Any] = {}
-    for name, case in SMOKE.items() if chosen.smoke else ((one, CASES[one]) for one in chosen.cases):
+    for name, case in SMOKE.items() if chosen.smoke else ((name, CASES[name]) for name in chosen.cases):
         rows[name] = measure(case, chosen.steps or case.steps, device, precision, limits.product[precision])
         print(name, json.dumps(rows[name]), flush=True)
         document = {
@@ -114,7 +114,7 @@ def main() -> int:
             "about": ABOUT,
             "command": shlex.join(["python", "benchmarks/grpo_cuda.py", *sys.argv[1:]]),
             "cases": rows,
-            "work": {one: asdict((SMOKE if chosen.smoke else CASES)[one]) for one in rows},
+            "work": {name: asdict((SMOKE if chosen.smoke else CASES)[name]) for name in rows},
             "machine": machine(device, limits, precision),
         }
         write(chosen.out, document)
@@ -161,7 +161,7 @@ def run(case: Case, steps: int, device: str, precision: str, model: Path, folder
     """Run the recipe of a case under `folder`."""
     (folder / "reward.py").write_text(REWARD)
     questions = ({"prompt": f"t{number} t1 t2 t3 t4 t5 t6 t7 t8"} for number in range(10, 110))
-    (folder / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         RECIPE.format(
