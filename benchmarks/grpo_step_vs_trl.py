@@ -36,8 +36,8 @@ def problem(rng: random.Random) -> tuple[int, int]:
 def worked(a: int, b: int) -> str:
     """Digit, digit, carry in, two-digit sum from the right; then the answer."""
     parts, carry = [], 0
-    for place in (1, 10, 100):
-        x, y = a // place % 10, b // place % 10
+    for power in (1, 10, 100):
+        x, y = a // power % 10, b // power % 10
         parts.append(f"{x}{y}{carry}{x + y + carry:02d}")
         carry = (x + y + carry) // 10
     return f"{','.join(parts)};{a + b}"
@@ -73,9 +73,9 @@ class Stopwatch:
             try:
                 return call(*args, **kwargs)
             finally:
-                held = self.spent.setdefault(name, [0.0, 0.0])
+                totals = self.spent.setdefault(name, [0.0, 0.0])
                 for i, (end, start) in enumerate(zip(self.now(), began, strict=True)):
-                    held[i] += end - start
+                    totals[i] += end - start
 
         return wrapper
 
@@ -84,7 +84,7 @@ class Stopwatch:
         ends, rows = self.now(), {}
         for i, kind in enumerate(("seconds", "processor_seconds")):
             total = ends[i] - self.step_began[i]
-            parts = {name: held[i] for name, held in self.spent.items()}
+            parts = {name: totals[i] for name, totals in self.spent.items()}
             rows[kind] = {**parts, "other": total - sum(parts.values()), "total": total}
         self.spent, self.step_began = {}, ends
         return rows
@@ -152,29 +152,29 @@ def run_perilune(model: Path, steps: int, token_budget: int) -> dict[str, object
     )
     for step in range(steps):
         engine.update_weights(None, learner.version)
-        asked = texts[step * PROMPTS : (step + 1) * PROMPTS]
-        prompts = [Prompt(tokenizer.encode(text), (0, step, i)) for i, text in enumerate(asked)]
+        batch = texts[step * PROMPTS : (step + 1) * PROMPTS]
+        prompts = [Prompt(tokenizer.encode(text), (0, step, i)) for i, text in enumerate(batch)]
         groups = []
-        for text, prompt, answers in zip(asked, prompts, sample(prompts, SAMPLES, params), strict=True):
+        for text, prompt, answers in zip(batch, prompts, sample(prompts, SAMPLES, params), strict=True):
             prompt_ids = np.array(prompt.token_ids, np.int32)
             groups.append([
                 Episode(
                     f"{step}/{text}/{j}", f"{step}/{text}", text, "addition", 0, (), prompt_ids,
-                    one.token_ids, np.ones(len(one.token_ids), np.bool_), one.logprobs, one.policy_version,
-                    one.finish_reason, reward=reward(text, tokenizer.decode(one.token_ids.tolist()),
-                                                     one.finish_reason == "stop"),
+                    answer.token_ids, np.ones(len(answer.token_ids), np.bool_), answer.logprobs,
+                    answer.policy_version, answer.finish_reason, reward=reward(
+                        text, tokenizer.decode(answer.token_ids.tolist()), answer.finish_reason == "stop"),
                 )
-                for j, one in enumerate(answers)
+                for j, answer in enumerate(answers)
             ])  # fmt: skip
         weighted = [grpo(group, max_tokens=MAX_TOKENS) for group in groups]
         figures = learn(weighted)
         learner.optim_step(LR)
         done = done or time.time()
         gap = max(gap, figures.get("logprob_gap_max", 0.0))
-        episodes = [one for group in groups for one in group]
+        episodes = [item for group in groups for item in group]
         rows.append(watch.end_step() | {
-            "tokens": sum(len(one.token_ids) for one in episodes), "learned_tokens": figures["tokens"],
-            "reward": statistics.fmean(one.reward or 0.0 for one in episodes),
+            "tokens": sum(len(item.token_ids) for item in episodes), "learned_tokens": figures["tokens"],
+            "reward": statistics.fmean(item.reward or 0.0 for item in episodes),
             "dead_groups": statistics.fmean(float(group.dead) for group in weighted),
         })  # fmt: skip
     return {
@@ -201,15 +201,15 @@ def run_trl(model: Path, steps: int, micro_batch: int) -> dict[str, object]:
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     policy = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
     watch, rows = Stopwatch(), []
-    seen = {"tokens": 0, "reward": 0.0, "done": 0.0}
+    state = {"tokens": 0, "reward": 0.0, "done": 0.0}
 
     def judge(prompts, completions, completion_ids, **_):
-        found = [
+        rewards = [
             reward(prompt, text, ids[-1] == tokenizer.eos_token_id)
             for prompt, text, ids in zip(prompts, completions, completion_ids, strict=True)
         ]
-        seen["tokens"], seen["reward"] = sum(map(len, completion_ids)), statistics.fmean(found)
-        return found
+        state["tokens"], state["reward"] = sum(map(len, completion_ids)), statistics.fmean(rewards)
+        return rewards
 
     class Timed(GRPOTrainer):
         def __init__(self, *args, **kwargs) -> None:
@@ -223,8 +223,8 @@ def run_trl(model: Path, steps: int, micro_batch: int) -> dict[str, object]:
             watch.end_step()
 
         def on_step_end(self, *args, **kwargs) -> None:
-            seen["done"] = seen["done"] or time.time()
-            rows.append(watch.end_step() | {"tokens": seen["tokens"], "reward": seen["reward"]})
+            state["done"] = state["done"] or time.time()
+            rows.append(watch.end_step() | {"tokens": state["tokens"], "reward": state["reward"]})
 
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
@@ -244,7 +244,7 @@ def run_trl(model: Path, steps: int, micro_batch: int) -> dict[str, object]:
         trainer.train()
     packages = (torch, trl, transformers, accelerate, datasets)
     return {
-        "first_step_done": seen["done"],
+        "first_step_done": state["done"],
         "steps": rows,
         "versions": {package.__name__: package.__version__ for package in packages},
     }
@@ -289,20 +289,20 @@ def spawn(python: str, arguments: list[str], core: int) -> dict[str, object]:
 def summary(runs: list[dict], warm_up: int) -> dict[str, object]:
     """Medians over all steps after the warm-up, of all runs."""
     steps = [step for run in runs for step in run["steps"][warm_up:]]
-    found: dict[str, object] = {}
+    figures: dict[str, object] = {}
     for kind in ("seconds", "processor_seconds"):
         parts = {part: [step[kind][part] for step in steps] for part in steps[0][kind]}
-        found[kind] = {part: round(statistics.median(values), 4) for part, values in parts.items()}
+        figures[kind] = {part: round(statistics.median(values), 4) for part, values in parts.items()}
         quartiles = statistics.quantiles((step[kind]["total"] for step in steps), n=4)
-        found[f"quartiles_of_total_{kind}"] = [round(quartile, 4) for quartile in quartiles]
+        figures[f"quartiles_of_total_{kind}"] = [round(quartile, 4) for quartile in quartiles]
     for name in ("tokens", "learned_tokens", "reward", "dead_groups"):
         if name in steps[0]:
-            found[f"{name}_mean"] = round(statistics.fmean(step[name] for step in steps), 4)
+            figures[f"{name}_mean"] = round(statistics.fmean(step[name] for step in steps), 4)
     if "logprob_gap_max" in runs[0]:
-        found["logprob_gap_max"] = max(run["logprob_gap_max"] for run in runs)
-    found["start_to_first_step_seconds"] = [round(run["start_to_first_step"], 2) for run in runs]
-    found["versions"] = runs[0]["versions"]
-    return found
+        figures["logprob_gap_max"] = max(run["logprob_gap_max"] for run in runs)
+    figures["start_to_first_step_seconds"] = [round(run["start_to_first_step"], 2) for run in runs]
+    figures["versions"] = runs[0]["versions"]
+    return figures
 
 
 def main() -> None:
@@ -329,7 +329,7 @@ def main() -> None:
         print(json.dumps(run_trl(options.model, options.steps, options.micro_batch)))
         return
 
-    theirs = trl_python(options.trl_python)
+    interpreter = trl_python(options.trl_python)
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model or Path(scratch) / "model"
         if not options.model:
@@ -340,11 +340,11 @@ def main() -> None:
             ours = ["--worker", "perilune", *common, "--token-budget", str(options.token_budget)]
             others = ["--worker", "trl", *common, "--micro-batch", str(options.micro_batch)]
             runs["perilune"].append(spawn(sys.executable, ours, options.core))
-            runs["trl"].append(spawn(theirs, others, options.core))
+            runs["trl"].append(spawn(interpreter, others, options.core))
             for name, done in runs.items():
                 last = summary(done[-1:], options.warm_up)
                 print(number, name, last["seconds"], last["processor_seconds"], file=sys.stderr)
-    found = {name: summary(done, options.warm_up) for name, done in runs.items()}
+    figures = {name: summary(done, options.warm_up) for name, done in runs.items()}
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     report = {
         "command": f"python benchmarks/grpo_step_vs_trl.py --rounds {options.rounds} --steps {options.steps}",
@@ -353,11 +353,11 @@ def main() -> None:
         "load_average_at_end": [round(load, 2) for load in os.getloadavg()],
         "completions_per_step": PROMPTS * SAMPLES,
         "trl_over_perilune": {
-            kind: {part: round(found["trl"][kind][part] / ours, 2) for part, ours in of_ours.items()}
-            for kind, of_ours in found["perilune"].items()
+            kind: {part: round(figures["trl"][kind][part] / ours, 2) for part, ours in of_ours.items()}
+            for kind, of_ours in figures["perilune"].items()
             if kind in ("seconds", "processor_seconds")
         },
-        **found,
+        **figures,
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=2) + "\n")

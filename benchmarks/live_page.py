@@ -62,7 +62,7 @@ def chromium() -> Any:
 def servers() -> list[psutil.Process]:
     """The servers of pages that this process started."""
     children = psutil.Process().children(recursive=True)
-    return [one for one in children if "ui" in one.cmdline()[1:4]]
+    return [process for process in children if "ui" in process.cmdline()[1:4]]
 
 
 def watched(browser: Any, url: str, run: Any, seconds: float) -> dict[str, Any]:
@@ -81,13 +81,13 @@ def watched(browser: Any, url: str, run: Any, seconds: float) -> dict[str, Any]:
             time.sleep(0.01)
         delays.append(time.monotonic() - since)
         time.sleep(0.3)
-    spent = time.monotonic() - began
+    elapsed = time.monotonic() - began
     page.close()
     return {
-        "steps a second of the run": round((run.steps() - first) / spent, 2),
+        "steps a second of the run": round((run.steps() - first) / elapsed, 2),
         "median delay, seconds": round(statistics.median(delays), 3),
         "longest delay, seconds": round(max(delays), 3),
-        "server, share of a core": round((sum(server.cpu_times()[:2]) - used) / spent, 4),
+        "server, share of a core": round((sum(server.cpu_times()[:2]) - used) / elapsed, 4),
     }
 
 
@@ -133,10 +133,10 @@ def slowed(url: str, run: Any, pairs: int, seconds: float = 4.0) -> dict[str, An
         without = a_step()
         with reading(f"{url}/experiments/alive"):
             changes.append(a_step() / without - 1)
-    found = t_interval(changes)
+    interval = t_interval(changes)
     return {
         "pairs": pairs,
-        **{f"slow-down, percent, {name}": round(100 * found[name], 1) for name in ("mean", "low", "high")},
+        **{f"slow-down, percent, {name}": round(100 * interval[name], 1) for name in ("mean", "low", "high")},
         "telemetry, share of training": round((used(run.worker) - worker) / (used(task) - began), 4),
     }
 
@@ -153,7 +153,7 @@ def lengthen(attempt: Path, steps: int) -> None:
         path.write_text("".join(f"{line}\n" for line in lines))
     first = artifacts / "episodes" / "step-000001.parquet"
     own = read_episodes(first)
-    many = [own[place % len(own)] for place in range(EPISODES)]
+    many = [own[index % len(own)] for index in range(EPISODES)]
     for path in artifacts.glob("episodes/*.parquet"):
         path.unlink()
     write_episodes(first, many)
@@ -197,7 +197,7 @@ def read(browser: Any, url: str, steps: int) -> dict[str, float]:
     page.wait_for_selector(".detail h3")
     page.wait_for_timeout(2000)
     filters = [page.evaluate(SEARCH, [text]) for text in ("1", "12", "x", "")]
-    others = [page.evaluate(BROWSE, [place]) for place in range(7, steps, steps // 8)]
+    others = [page.evaluate(BROWSE, [step]) for step in range(7, steps, steps // 8)]
     page.close()
     return {
         "filter, longest of 4, seconds": round(max(filters) / 1000, 3),
@@ -219,7 +219,7 @@ def measure(seconds: float, steps: int, pairs: int) -> dict[str, Any]:
             (server,) = servers()
             used = sum(server.cpu_times()[:2])
             paints = [opened(browser, f"{url}/experiments/alive") for _ in range(5)]
-            spent = (sum(server.cpu_times()[:2]) - used) / len(paints)
+            per_page = (sum(server.cpu_times()[:2]) - used) / len(paints)
             filtered = read(browser, f"{url}/experiments/alive", steps)
             lists = [opened_list(browser, url) for _ in range(5)]
     return {
@@ -230,7 +230,7 @@ def measure(seconds: float, steps: int, pairs: int) -> dict[str, Any]:
                 "steps": steps,
                 "episodes": steps * EPISODES,
                 "first paint, median of 5, seconds": round(statistics.median(paints), 2),
-                "server, processor seconds for a page": round(spent, 2),
+                "server, processor seconds for a page": round(per_page, 2),
                 "first paint of the list, seconds": round(statistics.median(lists), 2),
             }
         ],
@@ -258,13 +258,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--pairs", type=int, default=20)
-    given = parser.parse_args()
-    options = f"--seconds {given.seconds:g} --steps {given.steps} --pairs {given.pairs}"
+    arguments = parser.parse_args()
+    options = f"--seconds {arguments.seconds:g} --steps {arguments.steps} --pairs {arguments.pairs}"
     document = {
         "title": "Delay and cost of the live page",
         "about": ABOUT,
         "command": f"python benchmarks/live_page.py {options}",
-        **measure(given.seconds, given.steps, given.pairs),
+        **measure(arguments.seconds, arguments.steps, arguments.pairs),
         "machine": describe_machine(),
     }
     RESULT.write_text(json.dumps(document, indent=1) + "\n")

@@ -43,12 +43,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
-    found = [measure(*size) for size in SIZES]
+    rows = [measure(*size) for size in SIZES]
     write(
         arguments.out,
         {"title": "Matrix products of the C kernels", "about": ABOUT}
         | document("matrix_products.py", sys.argv[1:], began)
-        | {"instruction sets": ", ".join(describe_machine()["processor"]["simd"]), "GFLOP/s": found},
+        | {"instruction sets": ", ".join(describe_machine()["processor"]["simd"]), "GFLOP/s": rows},
     )
 
 
@@ -57,14 +57,14 @@ def measure(rows: int, inputs: int, outputs: int) -> dict[str, Any]:
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     packed = {kind: ops.pack_weight(weight, None, kind) for kind in ("float32", "bfloat16", "int8")}
     products: dict[str, Callable[[], object]] = {
-        kind: lambda one=one: ops.linear(x, one) for kind, one in packed.items()
+        kind: lambda packed=matrix: ops.linear(x, packed) for kind, matrix in packed.items()
     }
     products["torch"] = lambda: torch.nn.functional.linear(x, weight)
     rounds = [
-        {name: speed(one, 2 * rows * inputs * outputs) for name, one in products.items()}
+        {name: speed(product, 2 * rows * inputs * outputs) for name, product in products.items()}
         for _ in range(ROUNDS)
     ]
-    medians = {name: round(median(one[name] for one in rounds), 1) for name in products}
+    medians = {name: round(median(speeds[name] for speeds in rounds), 1) for name in products}
     line = {"rows": rows, "inputs": inputs, "outputs": outputs, **medians}
     print(line, flush=True)
     return line | {"times as fast as torch": round(medians["float32"] / medians["torch"], 2)}

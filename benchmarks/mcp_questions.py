@@ -86,7 +86,7 @@ class Home:
 
     def run(self, *overrides: str, fails: bool = False) -> dict[str, Path]:
         """Run the recipe."""
-        words = [part for one in overrides for part in ("--set", one)]
+        words = [part for override in overrides for part in ("--set", override)]
         command = [SCRIPT, "run", "sums.yaml", *words, "--json"]
         done = subprocess.run(
             command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
@@ -96,7 +96,7 @@ class Home:
 
     def kill(self, *overrides: str) -> dict[str, Path]:
         """Run the recipe, and send SIGKILL to each task of its stage sft until the run has failed."""
-        words = [part for one in overrides for part in ("--set", one)]
+        words = [part for override in overrides for part in ("--set", override)]
         command = subprocess.Popen(
             [SCRIPT, "run", "sums.yaml", *words, "--json"],
             cwd=self.folder,
@@ -118,14 +118,14 @@ class Home:
 
     def _attempts(self, document: Any) -> dict[str, Path]:
         """The newest attempts by stage, and the experiment's folder as "id"."""
-        found = {"id": Path(document["experiment"])}
-        for one in document["stages"]:
-            if one["run"]:
-                attempts = self.folder / "home" / "runs" / one["run"] / "attempts"
-                found[one.get("stage") or one["name"]] = max(
+        paths = {"id": Path(document["experiment"])}
+        for stage in document["stages"]:
+            if stage["run"]:
+                attempts = self.folder / "home" / "runs" / stage["run"] / "attempts"
+                paths[stage.get("stage") or stage["name"]] = max(
                     attempts.iterdir(), key=lambda path: int(path.name)
                 )
-        return found
+        return paths
 
 
 def file(attempt: Path, name: str) -> Any:
@@ -179,13 +179,13 @@ def questions(home: Home) -> list[Question]:
     """Question, policy (an asynchronous function of `ask`), and the expected figure."""
     short, long, failed = home.short, home.long, home.failed
     eval0, sft0 = run_id(long[0]["after"]), run_id(long[0]["sft"])
-    everything = [str(one["id"]) for one in (*short, *long)]
+    everything = [str(run["id"]) for run in (*short, *long)]
     rate = {
-        name: [summary(one["after"])["pass@1"]["mean"] for one in arm]
+        name: [summary(run["after"])["pass@1"]["mean"] for run in arm]
         for name, arm in (("short", short), ("long", long))
     }
     differences = [b - a for a, b in zip(rate["short"], rate["long"], strict=True)]
-    losses = [one["loss"] for one in metrics(long[0]["sft"])]
+    losses = [line["loss"] for line in metrics(long[0]["sft"])]
     answers = rows(long[0]["after"])
 
     def path(tool: str, *keys: Any, **arguments: Any) -> Callable[..., Any]:
@@ -204,7 +204,7 @@ def questions(home: Home) -> list[Question]:
         return policy
 
     def arm(document: Any, steps: int) -> Any:
-        return next(one for one in document["arms"] if one["settings"]["sft.steps"] == steps)
+        return next(entry for entry in document["arms"] if entry["settings"]["sft.steps"] == steps)
 
     def compare(compute: Callable[[Any], Any]) -> Callable[..., Any]:
         return computed("compare", compute, targets=everything)
@@ -301,12 +301,12 @@ def questions(home: Home) -> list[Question]:
         (
             "How many were cut off?",
             path("episodes", "fitting", where="truncated", **sets),
-            sum(one["finish_reason"] == "length" for one in answers),
+            sum(answer["finish_reason"] == "length" for answer in answers),
         ),
         (
             "How many were right?",
             path("episodes", "fitting", where="reward >= 1", **sets),
-            sum(one["reward"] == 1 for one in answers),
+            sum(answer["reward"] == 1 for answer in answers),
         ),
         (
             "What would 150 steps with seed 0 reuse?",
@@ -339,7 +339,7 @@ async def answered(home: Home) -> list[dict[str, Any]]:
     server = StdioServerParameters(
         command=SCRIPT, args=["mcp", "--actions"], env=home.environment, cwd=home.folder
     )
-    found = []
+    rows = []
     async with stdio_client(server) as streams, ClientSession(*streams) as session:
         await session.initialize()
         for question, policy, expected in questions(home):
@@ -360,7 +360,7 @@ async def answered(home: Home) -> list[dict[str, Any]]:
                 if isinstance(expected, float) and isinstance(answer, float)
                 else answer == expected
             )
-            found.append(
+            rows.append(
                 {
                     "question": question,
                     "answer": answer,
@@ -370,18 +370,18 @@ async def answered(home: Home) -> list[dict[str, Any]]:
                     "bytes": sum(sizes),
                 }
             )
-            print(found[-1], flush=True)
-    return found
+            print(rows[-1], flush=True)
+    return rows
 
 
 def main() -> None:
     """Make the home, ask, and write the result."""
     with tempfile.TemporaryDirectory() as folder, cloud(Path(folder)):
-        found = asyncio.run(answered(Home(Path(folder))))
-    right = sum(one["right"] for one in found)
+        rows = asyncio.run(answered(Home(Path(folder))))
+    right = sum(row["right"] for row in rows)
     document = {
         "title": "Questions about runs, answered through MCP",
-        "about": f"A scripted client of `perilune mcp` answered {right} of {len(found)} questions about "
+        "about": f"A scripted client of `perilune mcp` answered {right} of {len(rows)} questions about "
         "eight real experiments. One of them had failed, and one had been killed with SIGKILL. An answer is "
         "right if it agrees with the files of the bundles. Costs are those of a fake cloud. The script fixes "
         "which tools answer which question. The result shows that the tools suffice and give the right "
@@ -389,7 +389,7 @@ def main() -> None:
         "the results of the tools.",
         "command": "python benchmarks/mcp_questions.py",
         "questions": [
-            {**one, "answer": str(one["answer"]), "expected": str(one["expected"])} for one in found
+            {**row, "answer": str(row["answer"]), "expected": str(row["expected"])} for row in rows
         ],
     }
     RESULT.write_text(json.dumps(document, indent=2) + "\n")

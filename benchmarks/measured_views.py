@@ -11,7 +11,7 @@ def quickstart_view(document: Document) -> dict[str, Any]:
     runs = document["runs"]
     seconds = [run["seconds"] for run in runs]
     gap = max(run["logprob_gap_max"] for run in runs)
-    evaluations = [{"seed": run["seed"]} | _evaluation(one) for run in runs for one in run["evaluations"]]
+    evaluations = [{"seed": run["seed"]} | _evaluation(row) for run in runs for row in run["evaluations"]]
     stages = [
         {"seed": run["seed"]} | {stage["name"]: stage["seconds"] for stage in run["stages"]} for run in runs
     ]
@@ -51,15 +51,15 @@ def _evaluation(one: Mapping[str, Any]) -> dict[str, Any]:
 def generate_view(document: Document) -> dict[str, Any]:
     """One table row per workload: tokens per second, and ratios."""
     rows, ratios = [], []
-    for one in document["results"]:
-        speed, cpu = one["tokens_per_second"], one["times_as_fast_as_generate"]
+    for result in document["results"]:
+        speed, cpu = result["tokens_per_second"], result["times_as_fast_as_generate"]
         ratios.append(cpu["wall"])
         rows.append(
             {
-                "prompts": one["prompts"],
-                "samples per prompt": one["samples"],
-                "answers end": one["ends"],
-                "threads": one["threads"],
+                "prompts": result["prompts"],
+                "samples per prompt": result["samples"],
+                "answers end": result["ends"],
+                "threads": result["threads"],
                 "ratio, elapsed time": cpu["wall"],
                 "ratio, CPU time": cpu["processor"],
                 "tokens/s: Perilune": speed["engine"],
@@ -80,12 +80,12 @@ def generate_view(document: Document) -> dict[str, Any]:
 
 def trl_view(document: Document) -> dict[str, Any]:
     """Seconds per step of Perilune and TRL, and their ratio."""
-    ours, theirs, ratio = (document[name] for name in ("perilune", "trl", "trl_over_perilune"))
+    ours, trl, ratio = (document[name] for name in ("perilune", "trl", "trl_over_perilune"))
     low, median, high = ours["quartiles_of_total_seconds"]
     rows = {
         part.replace("_", " and "): {
             "Perilune": seconds,
-            "TRL": theirs["seconds"][part],
+            "TRL": trl["seconds"][part],
             "TRL / Perilune": ratio["seconds"][part],
         }
         for part, seconds in ours["seconds"].items()
@@ -95,17 +95,17 @@ def trl_view(document: Document) -> dict[str, Any]:
         "about": f"A GRPO step with {document['completions_per_step']} answers on {document['threads']} "
         f"thread takes {ratio['seconds']['total']:g} times as long in TRL as in Perilune. Perilune's median "
         f"step takes {median:.3f} s (quartiles {low:.3f} and {high:.3f} s), and TRL's "
-        f"{theirs['seconds']['total']:.3f} s. CPU times give the same ratios.",
+        f"{trl['seconds']['total']:.3f} s. CPU times give the same ratios.",
         "command": document["command"],
         "median seconds per step": rows,
         "mean per step": {
             "Perilune": {"sampled tokens": ours["tokens_mean"], "reward": ours["reward_mean"]},
-            "TRL": {"sampled tokens": theirs["tokens_mean"], "reward": theirs["reward_mean"]},
+            "TRL": {"sampled tokens": trl["tokens_mean"], "reward": trl["reward_mean"]},
         },
         "seconds from start to first step": {
             "Perilune": ours["start_to_first_step_seconds"],
-            "TRL": theirs["start_to_first_step_seconds"],
+            "TRL": trl["start_to_first_step_seconds"],
         },
-        "versions": theirs["versions"],
+        "versions": trl["versions"],
         "processor": document["processor"],
     }

@@ -86,19 +86,19 @@ def speed(
 
 def agree(engines: dict[str, Engine], vocabulary: int) -> dict[str, Any]:
     """Number of greedy tokens before the first difference, and the largest log-prob gap in nats."""
-    given = prompts(vocabulary, 8, 99)
+    inputs = prompts(vocabulary, 8, 99)
     greedy = [
-        [one.token_ids for (one,) in engine.sample(given, 1, SamplingParams(2 * TOKENS, 0.0))]
+        [answer.token_ids for (answer,) in engine.sample(inputs, 1, SamplingParams(2 * TOKENS, 0.0))]
         for engine in engines.values()
     ]
     same = [int(np.cumprod(a == b).sum()) for a, b in zip(*greedy, strict=True)]
     sampled: list[Completion] = [
-        one for (one,) in engines["OpenVINO"].sample(given, 1, SamplingParams(2 * TOKENS))
+        answer for (answer,) in engines["OpenVINO"].sample(inputs, 1, SamplingParams(2 * TOKENS))
     ]
     scores = engines["Perilune"].score(
-        [prompt.token_ids for prompt in given], [one.token_ids.tolist() for one in sampled]
+        [prompt.token_ids for prompt in inputs], [answer.token_ids.tolist() for answer in sampled]
     )
-    gaps = [np.abs(score - one.logprobs) for score, one in zip(scores, sampled, strict=True)]
+    gaps = [np.abs(score - answer.logprobs) for score, answer in zip(scores, sampled, strict=True)]
     return {
         "greedy tokens equal": f"{sum(same)} of {8 * 2 * TOKENS}",
         "largest gap of log-probs, nats": float(f"{np.max(gaps):.2g}"),
@@ -107,7 +107,7 @@ def agree(engines: dict[str, Engine], vocabulary: int) -> dict[str, Any]:
 
 def updates(decoder: Decoder) -> dict[str, Any]:
     """CPU time of an update of `decoder`, and the process's memory over updates of a smaller model."""
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for name, model, count in (("this model", decoder, 3), ("base", base(), UPDATES)):
         engine = Engine(model, slots=8, cache_tokens=1024, runner=OpenVino())
         seconds, memory = [], []
@@ -120,9 +120,9 @@ def updates(decoder: Decoder) -> dict[str, Any]:
             engine.sample(prompts(model.config.vocab_size, 1, number), 1, SamplingParams(2, 0.0))
             if number % 10 == 0:
                 memory.append(psutil.Process().memory_info().rss >> 20)
-        found[f"CPU seconds per update, {name}"] = round(statistics.median(seconds), 2)
+        figures[f"CPU seconds per update, {name}"] = round(statistics.median(seconds), 2)
     sizes = ", ".join(f"{size:,}" for size in memory)
-    return {**found, f"resident MiB after 10, 20, ... {UPDATES} updates, base": sizes}
+    return {**figures, f"resident MiB after 10, 20, ... {UPDATES} updates, base": sizes}
 
 
 def base() -> Decoder:
@@ -135,12 +135,12 @@ def base() -> Decoder:
 def climb() -> dict[str, Any]:
     """The quickstart with OpenVINO as the sampler of its rl stage."""
     stages = run_recipe(Path("quickstart"), 0, [*SMALLER, "rl.engine=openvino"])
-    steps = [one for one in stages["rl"]["metrics"] if "logprob_gap_max" in one]
+    steps = [line for line in stages["rl"]["metrics"] if "logprob_gap_max" in line]
     return {
         "pass@1 after SFT": round(mean_pass_rate(stages["after_sft"]), 3),
         "pass@1 after RL": round(mean_pass_rate(stages["after_rl"]), 3),
         "steps": len(steps),
-        "largest gap to the learner, nats": float(f"{max(one['logprob_gap_max'] for one in steps):.2g}"),
+        "largest gap to the learner, nats": float(f"{max(line['logprob_gap_max'] for line in steps):.2g}"),
     }
 
 
@@ -151,9 +151,9 @@ def about(rows: list[dict[str, Any]]) -> str:
         for weights in RUNNERS
     }
     outcome = " and ".join(
-        f"{min(found):g} to {max(found):g} times as fast in {weights}"
-        for weights, found in ratios.items()
-        if found
+        f"{min(values):g} to {max(values):g} times as fast in {weights}"
+        for weights, values in ratios.items()
+        if values
     )
     return (
         f"OpenVINO and Perilune's own kernels sample from SmolLM2-135M in turns: {TOKENS} tokens after a "
@@ -182,7 +182,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began = time.monotonic()
-    found = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    previous = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     folder = Path(arguments.model)
     if not folder.is_dir():
         folder = Home.open().root / "models" / arguments.model
@@ -190,16 +190,16 @@ def main() -> None:
         decoder, _ = load_checkpoint(folder, torch.device("cpu"))
     for weights in set(RUNNERS) & set(arguments.parts):
         rows, agreement = compare(decoder, weights, arguments.repeats)
-        others = [row for row in found.get("speed", []) if row["weights"] != weights]
-        found["speed"] = sorted(others + rows, key=lambda row: row["weights"])
-        found["agreement"] = {**found.get("agreement", {}), weights: agreement}
+        others = [row for row in previous.get("speed", []) if row["weights"] != weights]
+        previous["speed"] = sorted(others + rows, key=lambda row: row["weights"])
+        previous["agreement"] = {**previous.get("agreement", {}), weights: agreement}
     if "updates" in arguments.parts:
-        found["weight_updates"] = updates(decoder)
+        previous["weight_updates"] = updates(decoder)
     if "training" in arguments.parts:
-        found["training"] = climb()
+        previous["training"] = climb()
     described = document("openvino_backend.py", [], began)
     described["versions"]["openvino"] = version("openvino").partition("-")[0]
-    write(arguments.out, found | {"title": TITLE, "about": about(found.get("speed", [])), **described})
+    write(arguments.out, previous | {"title": TITLE, "about": about(previous.get("speed", [])), **described})
 
 
 if __name__ == "__main__":

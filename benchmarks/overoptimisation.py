@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("--learned", type=int, nargs="*", default=[], help="seeds of the reward model")
     arguments = parser.parse_args()
     began = time.monotonic()
-    held = read_json(arguments.out) if arguments.out.exists() else {}
-    hacked, learned = climbs_of(held, "hacked_reward"), climbs_of(held, "reward_model")
-    judges = {row["seed"]: row for row in held.get("reward_models", [])}
+    previous = read_json(arguments.out) if arguments.out.exists() else {}
+    hacked, learned = climbs_of(previous, "hacked_reward"), climbs_of(previous, "reward_model")
+    judges = {row["seed"]: row for row in previous.get("reward_models", [])}
 
     def hack(seed: int) -> None:
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
@@ -51,15 +51,15 @@ def main() -> None:
 
     for_seeds(hack, arguments.seeds, arguments.jobs)
     for_seeds(learn, arguments.learned, arguments.jobs)
-    hacked, learned, judges = (dict(sorted(one.items())) for one in (hacked, learned, judges))
+    hacked, learned, judges = (dict(sorted(rows.items())) for rows in (hacked, learned, judges))
     command = ["--seeds", *map(str, hacked), "--learned", *map(str, learned)]
-    made = document("overoptimisation.py", command, began)
-    made["minutes"] = round(made["minutes"] + held.get("minutes", 0), 1)
+    provenance = document("overoptimisation.py", command, began)
+    provenance["minutes"] = round(provenance["minutes"] + previous.get("minutes", 0), 1)
     result = {
         "title": "Reward over-optimisation, and when to stop",
         "about": described(ABOUT, findings("hacked reward", hacked) + findings("reward model", learned)),
-        "hacked_reward": [{"seed": seed, **told(one)} for seed, one in hacked.items()],
-        "reward_model": [{"seed": seed, **told(one)} for seed, one in learned.items()],
+        "hacked_reward": [{"seed": seed, **told(lines)} for seed, lines in hacked.items()],
+        "reward_model": [{"seed": seed, **told(lines)} for seed, lines in learned.items()],
         "reward_models": list(judges.values()),
         "hacked_reward_by_step": at_steps(list(hacked.values()), FIGURES, 10),
         "reward_model_by_step": at_steps(list(learned.values()), FIGURES, 10),
@@ -69,7 +69,7 @@ def main() -> None:
             ]
             for name, climbs in (("hacked reward", hacked), ("reward model", learned))
         },
-        **made,
+        **provenance,
     }
     write(arguments.out, result)
 
@@ -138,19 +138,19 @@ def of_judges(stages: Mapping[str, Any]) -> dict[str, Any]:
 
 def findings(name: str, climbs: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
     """Sentences that say what the tables show."""
-    said = []
-    all_told = [told(one) for one in climbs.values()]
-    fell = [one for one in all_told if one["last_gold"] < 0.8 * one["gold_best"]]
-    said.append(
-        f"{name}: the final gold score was below 80% of the best in {len(fell)} of {len(all_told)} seeds."
+    sentences = []
+    outcomes = [told(lines) for lines in climbs.values()]
+    fell = [outcome for outcome in outcomes if outcome["last_gold"] < 0.8 * outcome["gold_best"]]
+    sentences.append(
+        f"{name}: the final gold score was below 80% of the best in {len(fell)} of {len(outcomes)} seeds."
     )
-    stopped = [one for one in all_told if one["recommended_stop"] is not None]
-    kept = [one for one in stopped if one["gold_at_that_step"] >= 0.8 * one["gold_best"]]
-    said.append(
-        f"{name}: the watch recommended stopping in {len(stopped)} of {len(all_told)} seeds,"
-        f" in {len(kept)} of them while the gold score was at least 80% of the best."
+    stopped = [outcome for outcome in outcomes if outcome["recommended_stop"] is not None]
+    early = [outcome for outcome in stopped if outcome["gold_at_that_step"] >= 0.8 * outcome["gold_best"]]
+    sentences.append(
+        f"{name}: the watch recommended stopping in {len(stopped)} of {len(outcomes)} seeds,"
+        f" in {len(early)} of them while the gold score was at least 80% of the best."
     )
-    return said
+    return sentences
 
 
 if __name__ == "__main__":

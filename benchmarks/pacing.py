@@ -77,22 +77,22 @@ class Model:
             most = admission_limit(self.settings, BATCH, self.step, STEPS)
         while len(self.running) < SLOTS and self.admitted < most:
             duration = self.random.lognormvariate(-0.5, 1.0)
-            one = Played(self.admitted, duration, self.step)
-            heapq.heappush(self.running, (self.now + duration, one.number, one))
+            episode = Played(self.admitted, duration, self.step)
+            heapq.heappush(self.running, (self.now + duration, episode.number, episode))
             self.sampled.append(duration)
             self.admitted += 1
 
     def _next(self) -> None:
         """Advance to the next end of an episode."""
-        self.now, _, one = heapq.heappop(self.running)
-        self.finished.append(one)
+        self.now, _, episode = heapq.heappop(self.running)
+        self.finished.append(episode)
         self._admit()
 
     def _batch(self) -> list[Played] | None:
         if self.rule == "pace":
-            self.finished.sort(key=lambda one: one.number)
+            self.finished.sort(key=lambda episode: episode.number)
         else:
-            young = [one for one in self.finished if self.step - one.version <= self.settings.staleness]
+            young = [item for item in self.finished if self.step - item.version <= self.settings.staleness]
             self.dropped += len(self.finished) - len(young)
             self.finished = young
         if len(self.finished) < BATCH:
@@ -106,8 +106,8 @@ class Model:
         while self.running and self.running[0][0] <= until:
             self._next()
         self.now = until
-        self.trained += [one.duration for one in batch]
-        self.ages += [self.step - one.version for one in batch]
+        self.trained += [episode.duration for episode in batch]
+        self.ages += [self.step - episode.version for episode in batch]
         self.step += 1
 
 
@@ -128,14 +128,14 @@ def measure(seeds: list[int]) -> Iterator[dict[str, Any]]:
                 "rule": rule,
                 "staleness": staleness,
                 "mean duration, trained / sampled": mean(
-                    fmean(one.trained) / fmean(one.sampled) for one in models
+                    fmean(model.trained) / fmean(model.sampled) for model in models
                 ),
-                "KS p by seed": [float(ks_2samp(one.trained, one.sampled).pvalue) for one in models],
-                "mean age": mean(fmean(one.ages) for one in models),
-                "oldest": max(max(one.ages) for one in models),
-                "dropped": mean(one.dropped / one.admitted for one in models),
-                "trainer idle": mean(one.idle / one.now for one in models),
-                "trained per unit of time": mean(len(one.trained) / one.now for one in models),
+                "KS p by seed": [float(ks_2samp(model.trained, model.sampled).pvalue) for model in models],
+                "mean age": mean(fmean(model.ages) for model in models),
+                "oldest": max(max(model.ages) for model in models),
+                "dropped": mean(model.dropped / model.admitted for model in models),
+                "trainer idle": mean(model.idle / model.now for model in models),
+                "trained per unit of time": mean(len(model.trained) / model.now for model in models),
             }
 
 
@@ -144,14 +144,14 @@ def mean(values: Iterator[float]) -> float:
 
 
 def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    drop, pace = ([one for one in rows if one["rule"] == rule] for rule in ("drop", "pace"))
-    shares = [one["mean duration, trained / sampled"] for one in drop]
+    drop, pace = ([row for row in rows if row["rule"] == rule] for rule in ("drop", "pace"))
+    shares = [row["mean duration, trained / sampled"] for row in drop]
     findings = [
         f"Dropping changes which episodes are trained on: trained episodes last {min(shares):.2f} to"
         f" {max(shares):.2f} times as long as sampled ones on average (largest p of the KS test:"
-        f" {max(p for one in drop for p in one['KS p by seed']):.2g}).",
+        f" {max(p for row in drop for p in row['KS p by seed']):.2g}).",
         "Pacing does not change which episodes are trained on (smallest p of the KS test:"
-        f" {min(p for one in pace for p in one['KS p by seed']):.2g}).",
+        f" {min(p for row in pace for p in row['KS p by seed']):.2g}).",
         "Pacing bounds the mean age, not the largest age. The age of tokens is bounded, because new weights"
         " arrive during an episode.",
     ]

@@ -82,8 +82,8 @@ def main() -> int:
         "title": "Training passes and decoding on a GPU",
         "about": ABOUT,
         "command": shlex.join(["python", "benchmarks/passes_cuda.py", *sys.argv[1:]]),
-        "training": [report(train(one, device), limits.product["bfloat16"], device) for one in passes],
-        "decoding": [report(decode(*one, device), limits.read, device) for one in decoding],
+        "training": [report(train(work, device), limits.product["bfloat16"], device) for work in passes],
+        "decoding": [report(decode(*work, device), limits.read, device) for work in decoding],
         "machine": machine(device, limits, "bfloat16"),
     }
     write(chosen.out, document)

@@ -69,11 +69,11 @@ def own_files(folder: Path) -> str:
 
 def measured(home: Path, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
     """Run a recipe; its stages with their estimates."""
-    words = ["run", recipe] + [word for one in overrides for word in ("--set", one)]
-    found = command(home, *words)["stages"]
-    for stage in found:
+    words = ["run", recipe] + [word for override in overrides for word in ("--set", override)]
+    stages = command(home, *words)["stages"]
+    for stage in stages:
         print(f"  {stage['name']:14} {stage['compared']}", flush=True)
-    return list(found)
+    return list(stages)
 
 
 def row(name: str, stages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def row(name: str, stages: list[dict[str, Any]]) -> dict[str, Any]:
     low, middle, high = (
         sum(stage["estimated"][end] for stage in stages) for end in ("low", "seconds", "high")
     )
-    peak = max((one for one in stages if one["memory"]), key=lambda one: one["memory"]["peak_bytes"])
+    peak = max((item for item in stages if item["memory"]), key=lambda item: item["memory"]["peak_bytes"])
     bytes_ = peak["memory"]["peak_bytes"]
     return {
         "recipe": name,
@@ -114,8 +114,8 @@ def main() -> None:
         for name in arguments.only:
             print(name, flush=True)
             path = own_files(Path(folder)) if name == "own_files" else str(bundled_recipe(name))
-            found = measured(home, path, RECIPES[name])
-            rows.append(row(name, found))
+            recipe_stages = measured(home, path, RECIPES[name])
+            rows.append(row(name, recipe_stages))
             stages += [
                 {
                     "stage": f"{name}/{stage['name']}",
@@ -124,10 +124,10 @@ def main() -> None:
                     "measured seconds": round(stage["seconds"], 1),
                     "error, %": round(100 * (stage["estimated"]["seconds"] / stage["seconds"] - 1), 1),
                 }
-                for stage in found
+                for stage in recipe_stages
             ]
     time_error, memory_error = (
-        max(abs(one[f"error of {what}, %"]) for one in rows) for what in ("time", "memory")
+        max(abs(row[f"error of {what}, %"]) for row in rows) for what in ("time", "memory")
     )
     result = {
         "title": "Time and memory: what `--plan` predicts against what happens",

@@ -49,13 +49,13 @@ def main() -> None:
     began = time.monotonic()
 
     def run(seed: int) -> dict[str, Any]:
-        found = run_recipe(HERE / "preference_arms.yaml", seed)
+        stages = run_recipe(HERE / "preference_arms.yaml", seed)
         rates = {
-            arm: round(found[f"after_{arm}"]["summary"]["pass@1"]["mean"], 3)
+            arm: round(stages[f"after_{arm}"]["summary"]["pass@1"]["mean"], 3)
             for arm in ("sft", *ARMS, "imitation")
         }
         print(f"seed {seed}: {rates}", flush=True)
-        return found
+        return stages
 
     runs = for_seeds(run, arguments.seeds, arguments.jobs)
     stages = {arm: f"after_{arm}" for arm in ("sft", *ARMS, "imitation")}
@@ -83,16 +83,16 @@ def of_arm(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One row: a figure for each seed."""
     evaluations = [run[f"after_{arm}"]["summary"] for run in runs]
     row: dict[str, Any] = {
-        "pass@1": [one["pass@1"]["mean"] for one in evaluations],
-        "pass@8": [one["pass@8"]["mean"] for one in evaluations],
-        "greedy": [one["greedy"]["mean"] for one in evaluations],
-        "length": [one["length"]["mean"] for one in evaluations],
+        "pass@1": [evaluation["pass@1"]["mean"] for evaluation in evaluations],
+        "pass@8": [evaluation["pass@8"]["mean"] for evaluation in evaluations],
+        "greedy": [evaluation["greedy"]["mean"] for evaluation in evaluations],
+        "length": [evaluation["length"]["mean"] for evaluation in evaluations],
     }
-    told = [run[arm]["summary"] for run in runs]
-    if "collapse_step" in told[0]:
-        row["held-out accuracy"] = [one["validation"]["validation_accuracy"] for one in told]
-        row["chosen shift"] = [one["validation"]["validation_chosen_shift"] for one in told]
-        row["collapse step"] = ", ".join(str(one["collapse_step"] or "none") for one in told)
+    summaries = [run[arm]["summary"] for run in runs]
+    if "collapse_step" in summaries[0]:
+        row["held-out accuracy"] = [summary["validation"]["validation_accuracy"] for summary in summaries]
+        row["chosen shift"] = [summary["validation"]["validation_chosen_shift"] for summary in summaries]
+        row["collapse step"] = ", ".join(str(summary["collapse_step"] or "none") for summary in summaries)
     return row
 
 

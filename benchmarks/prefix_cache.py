@@ -91,7 +91,7 @@ measurement with other prompts. Times are CPU seconds of one thread."""
 
 def rules(name: str, seeds: Sequence[int], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     windows = MODELS[name]
-    found: dict[str, list[tuple[float, int]]] = {}
+    by_rule: dict[str, list[tuple[float, int]]] = {}
     for seed in seeds:
         turns = trace(arguments.sessions, arguments.turns, seed)
         last = {turn.session: turn.length + ANSWER for turn in turns}
@@ -99,11 +99,11 @@ def rules(name: str, seeds: Sequence[int], arguments: argparse.Namespace) -> Ite
         ends = len(last) * blocks_for(WINDOW) // SHARE + blocks_for(CHUNK)
         counts = [whole if window is None else ends for window in windows]
         for rule, run in rule_runs(counts, windows).items():
-            found.setdefault(rule, []).append(run(turns))
-            print(name, seed, rule, *found[rule][-1], flush=True)
-    best = statistics.mean(share for share, _ in found["unlimited"])
-    plain = statistics.mean(share for share, _ in found["plain LRU"])
-    for rule, results in found.items():
+            by_rule.setdefault(rule, []).append(run(turns))
+            print(name, seed, rule, *by_rule[rule][-1], flush=True)
+    best = statistics.mean(share for share, _ in by_rule["unlimited"])
+    plain = statistics.mean(share for share, _ in by_rule["plain LRU"])
+    for rule, results in by_rule.items():
         mean = statistics.mean(share for share, _ in results)
         yield {
             "model": name,
@@ -123,11 +123,11 @@ def rule_runs(
     def ours(told: Callable[[Turn], float], *, store: bool = False, unlimited: bool = False) -> Any:
         def run(turns: list[Turn]) -> tuple[float, int]:
             clock = Clock()
-            kept = (
+            offload = (
                 OffloadStore(OffloadSettings(UNLIMITED * BLOCK, always=True), NoContents()) if store else None
             )
             sizes = [UNLIMITED] * len(windows) if unlimited else counts
-            return replay(BlockPools(sizes, windows, lambda: clock.now, kept), turns, clock, told)
+            return replay(BlockPools(sizes, windows, lambda: clock.now, offload), turns, clock, told)
 
         return run
 
@@ -144,15 +144,15 @@ def rule_runs(
 def trace(sessions: int, turns: int, seed: int) -> list[Turn]:
     """Turns by time. A turn begins when the one before has ended and the pause is over."""
     rng = np.random.default_rng(seed)
-    found = []
+    requests = []
     for session in range(sessions):
-        at, length = float(rng.uniform(0, LONGEST_PAUSE)), SYSTEM
+        start, length = float(rng.uniform(0, LONGEST_PAUSE)), SYSTEM
         for _ in range(turns):
             length += int(rng.integers(16, 129))
             pause = float(rng.uniform(0, LONGEST_PAUSE))
-            found.append(Turn(at, session, length, pause))
-            at, length = at + pause, length + ANSWER
-    return sorted(found, key=lambda turn: turn.at)
+            requests.append(Turn(start, session, length, pause))
+            start, length = start + pause, length + ANSWER
+    return sorted(requests, key=lambda turn: turn.at)
 
 
 class Clock:
@@ -172,14 +172,14 @@ class NoContents:
 
 def replay(pools: Any, turns: list[Turn], clock: Clock, told: Callable[[Turn], float]) -> tuple[float, int]:
     """The share of prompt tokens that were cached, and the most unusable blocks."""
-    cached = asked = lost = 0
+    cached = total = lost = 0
     for number, turn in enumerate(turns):
         clock.now = turn.at
         names = chain(turn, turn.length + ANSWER)
         table = pools.acquire_prefix(names[: (turn.length - 1) // BLOCK])
         done = table.shape[1] * BLOCK
         cached += done
-        asked += turn.length
+        total += turn.length
         for stop in (*range(done + CHUNK, turn.length, CHUNK), turn.length, turn.length + ANSWER):
             table = np.concatenate([table, pools.allocate(blocks_for(stop) - table.shape[1])], axis=1)
             pools.insert(table, names[: stop // BLOCK])
@@ -189,7 +189,7 @@ def replay(pools: Any, turns: list[Turn], clock: Clock, told: Callable[[Turn], f
         pools.release(table, told(turn))
         if number % 100 == 0:
             lost = max(lost, int(pools.unusable()) if isinstance(pools, PlainLru) else unusable(pools))
-    return cached / asked, lost
+    return cached / total, lost
 
 
 def chain(turn: Turn, length: int) -> list[bytes]:

@@ -51,9 +51,9 @@ def main() -> None:
     calibrations, prices, findings = [], [], []
     for seed in arguments.seeds:
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
-            found = run_recipe(HERE / "process_rewards.yaml", seed, home=Path(home))
-            calibrations += [calibration(seed, stage, found[stage]["summary"]) for stage in CALIBRATED]
-            prices += [price(seed, stage, found) for stage in CLIMBS]
+            by_stage = run_recipe(HERE / "process_rewards.yaml", seed, home=Path(home))
+            calibrations += [calibration(seed, stage, by_stage[stage]["summary"]) for stage in CALIBRATED]
+            prices += [price(seed, stage, by_stage) for stage in CLIMBS]
     for name in CALIBRATED.values():
         findings.append(finding(name, [row for row in calibrations if row["answers"] == name]))
     result = {
@@ -90,10 +90,10 @@ def calibration(seed: int, stage: str, summary: Mapping[str, Any]) -> dict[str, 
 def by_segments(calibrations: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What both say of prefixes, by how many columns are written; of the cold start."""
     return [
-        {"seed": row["seed"], **place}
+        {"seed": row["seed"], **position}
         for row in calibrations
         if row["answers"] == CALIBRATED["sft_columns"]
-        for place in row["by_place"]
+        for position in row["by_place"]
     ]
 
 
@@ -123,14 +123,14 @@ def price(seed: int, stage: str, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def finding(name: str, rows: list[dict[str, Any]]) -> str:
     """In words, what the intervals of all seeds allow to be said of what segments earn."""
-    told = ", ".join(
+    correlations = ", ".join(
         f"{row['differences_spearman']:.2f} ({row['differences_interval']})"
         for row in rows
         if row["differences_spearman"] is not None
     )
     if all(row["reliable"] for row in rows):
-        return f"{name}: agrees with Monte Carlo values, correlation {told}."
-    return f"{name}: does not agree with Monte Carlo values, correlation {told or 'undefined'}."
+        return f"{name}: agrees with Monte Carlo values, correlation {correlations}."
+    return f"{name}: does not agree with Monte Carlo values, correlation {correlations or 'undefined'}."
 
 
 if __name__ == "__main__":

@@ -76,9 +76,9 @@ def main() -> None:
         "all settings gave the same metrics": len(figures) == 1,
         "seconds per step": {
             name: {
-                part: [one[part] for one in found] for part in ("load average before", "total", "CPU", *PARTS)
+                part: [row[part] for row in rows] for part in ("load average before", "total", "CPU", *PARTS)
             }
-            for name, found in runs.items()
+            for name, rows in runs.items()
         },
     }
     arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -101,10 +101,10 @@ def run(job: Job, inputs: Mapping[str, tuple[Any, Path]], bundle: Path) -> Path:
 def seconds(bundle: Path) -> dict[str, float]:
     """Medians over the steps of a run."""
     lines = list(read_json_lines(bundle / "artifacts" / "timings.jsonl"))[WARM:]
-    found = {part: statistics.median(line[part] for line in lines) for part in PARTS}
-    found = {"CPU": statistics.median(line["processor"] for line in lines)} | found
+    medians = {part: statistics.median(line[part] for line in lines) for part in PARTS}
+    medians = {"CPU": statistics.median(line["processor"] for line in lines)} | medians
     whole = statistics.median(sum(line[part] for part in PARTS) for line in lines)
-    return {name: round(value, 3) for name, value in {"total": whole, **found}.items()}
+    return {name: round(value, 3) for name, value in {"total": whole, **medians}.items()}
 
 
 if __name__ == "__main__":

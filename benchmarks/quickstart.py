@@ -54,7 +54,7 @@ def main() -> None:
         "runs": runs,
         "pass@1": [
             {"seed": run["seed"]}
-            | {one["stage"]: one["pass@1"]["mean"] for one in run["evaluations"]}
+            | {evaluation["stage"]: evaluation["pass@1"]["mean"] for evaluation in run["evaluations"]}
             | {"gain_over_sft": run["gain"]["mean"], "low": run["gain"]["low"], "high": run["gain"]["high"]}
             | {"seconds": run["seconds"], "logprob_gap_max": run["logprob_gap_max"]}
             for run in runs
@@ -63,7 +63,7 @@ def main() -> None:
     arguments.out.parent.mkdir(exist_ok=True)
     arguments.out.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     for run in runs:
-        rates = " -> ".join(f"{one['pass@1']['mean']:.3f}" for one in run["evaluations"])
+        rates = " -> ".join(f"{evaluation['pass@1']['mean']:.3f}" for evaluation in run["evaluations"])
         gain = run["gain"]
         interval = f"{gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}]"
         print(f"seed {run['seed']}: pass@1 {rates}, RL {interval}, {run['seconds']:.0f} s")
@@ -95,7 +95,7 @@ def quickstart(seed: int, overrides: list[str]) -> dict[str, Any]:
             {key: stage[key] for key in ("name", "seconds", "attempts")} for stage in result["stages"]
         ],
         "evaluations": [
-            {"stage": one["stage"], **{key: one.get(key) for key in KEPT}} for one in result["evaluations"]
+            {"stage": row["stage"], **{key: row.get(key) for key in KEPT}} for row in result["evaluations"]
         ],
         "gain": result["evaluations"][-1]["change"]["pass@1"],
         "logprob_gap_max": summary["logprob_gap_max"],

@@ -98,14 +98,14 @@ def step_row(timing: dict[str, Any], metric: dict[str, Any], episodes: Path) -> 
     from perilune.data.episodes_file import read_episodes
 
     played = list(read_episodes(episodes))
-    prompts = {one.group_id: len(one.prompt_ids) for one in played}
+    prompts = {episode.group_id: len(episode.prompt_ids) for episode in played}
     parts = {name: timing[name] for name in ("sampling", "learning", "scoring", "other")}
     return {
         "seconds": parts | {"total": sum(parts.values())},
         "processor_seconds": {"total": timing["processor"]},
         "tokens": metric["tokens"],
-        "fed_tokens": sum(prompts.values()) + sum(len(one.token_ids) - 1 for one in played),
-        "unshared_tokens": sum(len(one.prompt_ids) + len(one.token_ids) - 1 for one in played),
+        "fed_tokens": sum(prompts.values()) + sum(len(episode.token_ids) - 1 for episode in played),
+        "unshared_tokens": sum(len(episode.prompt_ids) + len(episode.token_ids) - 1 for episode in played),
         "dead_groups": metric["dead_groups"],
         "logprob_gap_max": metric["logprob_gap_max"],
     }
@@ -115,7 +115,7 @@ def prompts_of(episodes: Path) -> list[list[int]]:
     """The prompt of each group of a step, in order."""
     from perilune.data.episodes_file import read_episodes
 
-    return list({one.group_id: one.prompt_ids.tolist() for one in read_episodes(episodes)}.values())
+    return list({item.group_id: item.prompt_ids.tolist() for item in read_episodes(episodes)}.values())
 
 
 # ---------------------------------------------------------------- theirs
@@ -135,12 +135,12 @@ def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path) -> dict[st
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = json.loads(prompts.read_text())
-    texts = [tokenizer.decode(one) for one in ids]
-    assert all(tokenizer(text)["input_ids"] == one for text, one in zip(texts, ids, strict=True))
-    watch, rows, seen = Stopwatch(), [], {"tokens": 0}
+    texts = [tokenizer.decode(tokens) for tokens in ids]
+    assert all(tokenizer(text)["input_ids"] == tokens for text, tokens in zip(texts, ids, strict=True))
+    watch, rows, sampled = Stopwatch(), [], {"tokens": 0}
 
     def shorter(prompts, completions, completion_ids, **_):
-        seen["tokens"] = sum(map(len, completion_ids))
+        sampled["tokens"] = sum(map(len, completion_ids))
         return [max(0.0, 1 - len(text) / 200) for text in completions]
 
     class Timed(GRPOTrainer):
@@ -155,7 +155,7 @@ def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path) -> dict[st
             watch.end_step()
 
         def on_step_end(self, *args, **kwargs) -> None:
-            rows.append(watch.end_step() | seen)
+            rows.append(watch.end_step() | sampled)
             print(f"trl step {len(rows)}: {rows[-1]}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -236,38 +236,38 @@ def worker(python: str, arguments: list[str], threads: int) -> Any:
 def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the steps of all runs but the first of each."""
     steps = [step for run in runs for step in run["steps"][1:] or run["steps"]]
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         f"{part}_seconds": round(statistics.median(step["seconds"].get(part, 0.0) for step in steps), 2)
         for part in ("total", "sampling", "learning", "other")
     }
     totals = [step["seconds"]["total"] for step in steps]
-    found["least_seconds"], found["most_seconds"] = round(min(totals), 2), round(max(totals), 2)
+    figures["least_seconds"], figures["most_seconds"] = round(min(totals), 2), round(max(totals), 2)
     processor = [step["processor_seconds"]["total"] for step in steps]
-    found["processor_seconds"] = round(statistics.median(processor), 2)
-    found["tokens"] = statistics.median(step["tokens"] for step in steps)
-    found["peak_gib"] = round(max(run["peak_bytes"] for run in runs) / (1 << 30), 2)
+    figures["processor_seconds"] = round(statistics.median(processor), 2)
+    figures["tokens"] = statistics.median(step["tokens"] for step in steps)
+    figures["peak_gib"] = round(max(run["peak_bytes"] for run in runs) / (1 << 30), 2)
     for key in ("logprob_gap_max", "dead_groups"):
         if key in steps[0]:
-            found[key] = max(step[key] for step in steps)
-    return found
+            figures[key] = max(step[key] for step in steps)
+    return figures
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run all arms in turns and return the report."""
     runs: dict[str, list[dict[str, Any]]] = {}
-    theirs = None if options.no_trl else trl_python(options.trl_python)
+    interpreter = None if options.no_trl else trl_python(options.trl_python)
     with tempfile.TemporaryDirectory(prefix="real-model-") as scratch:
         for number in range(options.rounds):
             for precision in options.precisions:
                 home = Path(scratch) / f"{precision}-{number}"
                 done = run_perilune(options.model, precision, options.steps, options.threads, home)
                 runs.setdefault(precision, []).append(done)
-            if theirs is not None:
+            if interpreter is not None:
                 prompts = Path(scratch) / "prompts.json"
                 prompts.write_text(json.dumps(runs[options.precisions[0]][-1]["prompts"]))
                 arguments = ["--worker", "trl", "--model", str(options.model), "--prompts", str(prompts)]
                 arguments += ["--steps", str(options.steps), "--micro-batch", str(options.micro_batch)]
-                runs.setdefault("trl", []).append(worker(theirs, arguments, options.threads))
+                runs.setdefault("trl", []).append(worker(interpreter, arguments, options.threads))
             for name, done in runs.items():
                 print(number, name, summarise(done[-1:]), file=sys.stderr, flush=True)
     rates = worker(sys.executable, ["--worker", "rates", "--threads", str(options.threads)], options.threads)
@@ -336,9 +336,9 @@ def main() -> None:
     if options.worker == "trl":
         print(json.dumps(run_trl(options.model, options.steps, options.micro_batch, options.prompts)))
         return
-    found = measure(options)
-    options.out.write_text(json.dumps(found, indent=2) + "\n")
-    print(json.dumps(found, indent=2))
+    result = measure(options)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
 
 
 if __name__ == "__main__":

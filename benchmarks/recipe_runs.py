@@ -107,24 +107,24 @@ def describe_differences(
     differences: Mapping[str, Sequence[float]],
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """A sentence and a table row for each comparison, from its differences by seed."""
-    found = compare_over_seeds(differences)
+    comparisons = compare_over_seeds(differences)
     rows = [
         {
             "comparison": name,
-            "difference of pass@1, 95% interval": {"mean": one.mean, "low": one.low, "high": one.high},
-            "by seed": list(one.differences),
-            "p": one.p,
-            "p corrected": one.p_corrected,
-            "conclusion": one.conclusion,
+            "difference of pass@1, 95% interval": {"mean": test.mean, "low": test.low, "high": test.high},
+            "by seed": list(test.differences),
+            "p": test.p,
+            "p corrected": test.p_corrected,
+            "conclusion": test.conclusion,
         }
-        for name, one in found.items()
+        for name, test in comparisons.items()
     ]
-    return [f"{name}: {one.describe()}." for name, one in found.items()], rows
+    return [f"{name}: {test.describe()}." for name, test in comparisons.items()], rows
 
 
 def described(about: str, findings: Sequence[str]) -> str:
     """The introduction of a result's page: the experiment, then the findings as a list."""
-    return "\n".join([about, "", *(f"* {one}" for one in findings)])
+    return "\n".join([about, "", *(f"* {finding}" for finding in findings)])
 
 
 def at_steps(

@@ -38,14 +38,14 @@ def main() -> None:
     records: list[Record] = read_json(arguments.out)["records"] if arguments.out.exists() else []
     for seed in arguments.seeds:
         for arm in arguments.arms:
-            if any((one["seed"], one["arm"]) == (seed, arm) for one in records):
+            if any((record["seed"], record["arm"]) == (seed, arm) for record in records):
                 continue
             with tempfile.TemporaryDirectory(prefix="perilune-recursion-") as folder:
                 records.append(measure(arm, seed, Path(folder), arguments.home))
             print(time.strftime("%H:%M:%S"), json.dumps(records[-1]), flush=True)
             save(arguments.out, records)
     if arguments.curve:
-        (first, *_) = (one for one in records if one["arm"] == "counting")
+        (first, *_) = (record for record in records if record["arm"] == "counting")
         section = yaml.safe_load(RECIPE.read_text())["environment"]
         for lines, tasks in CURVE.items():
             if str(lines) not in first["at"]:
@@ -61,12 +61,12 @@ def measure(arm: str, seed: int, folder: Path, home: Path | None) -> Record:
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
     stages = run_recipe(path, seed, home=home or folder / "home")
-    at = {"32 after SFT": figures(stages["after_sft"]), "32": figures(stages["after_rl"])}
+    rows = {"32 after SFT": figures(stages["after_sft"]), "32": figures(stages["after_rl"])}
     checkpoint = stages["rl"]["folder"].parents[1].name
     for lines in (64, LONG) if arm.startswith("direct") else (LONG,):
-        at[str(lines)] = evaluate(checkpoint, recipe["environment"], lines, TASKS, home or folder / "home")
+        rows[str(lines)] = evaluate(checkpoint, recipe["environment"], lines, TASKS, home or folder / "home")
     minutes = round((time.monotonic() - began) / 60, 1)
-    return {"arm": arm, "seed": seed, "at": at, "run": checkpoint, "minutes": minutes}
+    return {"arm": arm, "seed": seed, "at": rows, "run": checkpoint, "minutes": minutes}
 
 
 def evaluate(checkpoint: str, section: Mapping[str, Any], lines: int, tasks: int, home: Path) -> Record:
@@ -98,7 +98,7 @@ def figures(stage: Mapping[str, Any]) -> Record:
         "tasks": summary["tasks"],
         "greedy": summary["greedy"]["mean"],
         "sampled": summary["pass@1"]["mean"],
-        "strategies": {name: one["share"] for name, one in summary["strategies"].items()},
+        "strategies": {name: strategy["share"] for name, strategy in summary["strategies"].items()},
     }
 
 
@@ -155,10 +155,10 @@ ARMS = {
 
 def save(path: Path, records: list[Record]) -> None:
     seeds = sorted({record["seed"] for record in records})
-    made = document("recursion.py", ["--seeds", *map(str, seeds)], 0.0)
-    del made["minutes"]
-    ordered = sorted(records, key=lambda one: (list(ARMS).index(one["arm"]), one["seed"]))
-    write(path, made | {"records": ordered})
+    provenance = document("recursion.py", ["--seeds", *map(str, seeds)], 0.0)
+    del provenance["minutes"]
+    ordered = sorted(records, key=lambda record: (list(ARMS).index(record["arm"]), record["seed"]))
+    write(path, provenance | {"records": ordered})
 
 
 if __name__ == "__main__":

@@ -25,51 +25,51 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with findings and tables instead of its records."""
     records: Sequence[Mapping[str, Any]] = document["records"]
     places: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for one in sorted(records, key=lambda one: one["seed"]):
-        for lines, figures in one["at"].items():
-            places.setdefault((one["arm"], lines), []).append(figures)
+    for record in sorted(records, key=lambda record: record["seed"]):
+        for lines, figures in record["at"].items():
+            places.setdefault((record["arm"], lines), []).append(figures)
     rows = [
         {
             "arm": arm,
             "lines": lines,
             "greedy": _by_seed(figures, "greedy"),
             "sampled": _by_seed(figures, "sampled"),
-            "asks about lines": [one.get("strategies", {}).get("many asks", 0.0) for one in figures],
+            "asks about lines": [row.get("strategies", {}).get("many asks", 0.0) for row in figures],
             "questions": figures[0]["tasks"],
         }
         for (arm, lines), figures in places.items()
     ]
-    kept = {key: value for key, value in document.items() if key != "records"}
+    rest = {key: value for key, value in document.items() if key != "records"}
     findings, compared = describe_differences(_differences(records))
     return {
         "title": "Long contexts explored with code and asks",
         "about": described(f"{ABOUT}{SEEDS_ARE_THE_UNIT}", findings),
         "comparison": compared,
         "accuracy": rows,
-        **kept,
+        **rest,
     }
 
 
 def _by_seed(figures: Sequence[Mapping[str, Any]], name: str) -> list[float] | str:
-    return [one[name] for one in figures if name in one] or "does not fit"
+    return [row[name] for row in figures if name in row] or "does not fit"
 
 
 def _differences(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     """Differences of greedy accuracy by seed: lengths, stages, and `counting` against the other arms."""
     by_arm: dict[str, dict[int, Mapping[str, Any]]] = {}
-    for one in records:
-        by_arm.setdefault(one["arm"], {})[one["seed"]] = one["at"]
+    for record in records:
+        by_arm.setdefault(record["arm"], {})[record["seed"]] = record["at"]
     counting = by_arm.get("counting", {})
 
     def within(arm: str, left: str, right: str) -> list[float]:
-        return [at[left]["greedy"] - at[right]["greedy"] for at in by_arm.get(arm, {}).values()]
+        return [rates[left]["greedy"] - rates[right]["greedy"] for rates in by_arm.get(arm, {}).values()]
 
     def against(arm: str, lines: str) -> list[float]:
         other = by_arm.get(arm, {})
         seeds = sorted(counting.keys() & other)
         return [counting[seed][lines]["greedy"] - other[seed][lines]["greedy"] for seed in seeds]
 
-    found = {
+    differences = {
         "`counting`, 2,000 lines against 32": within("counting", "2000", "32"),
         "`counting`, after RL against after SFT, 32 lines": within("counting", "32", "32 after SFT"),
         "`pairs`, after RL against after SFT, 32 lines": within("pairs", "32", "32 after SFT"),
@@ -77,4 +77,4 @@ def _differences(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]
         "`counting` against `without code`, 32 lines": against("without code", "32"),
         "`counting` against `without asks`, 2,000 lines": against("without asks", "2000"),
     }
-    return {name: values for name, values in found.items() if len(values) > 1}
+    return {name: values for name, values in differences.items() if len(values) > 1}

@@ -67,16 +67,16 @@ machine.
 
 def pages() -> dict[str, str]:
     """Text of every page and chart, by its file's name."""
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     listing = []
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         document = VIEWS.get(path.stem, dict)(document)
-        found |= document.pop("charts", {})
-        found[f"{path.stem}.md"] = page(path, document)
+        files |= document.pop("charts", {})
+        files[f"{path.stem}.md"] = page(path, document)
         listing.append(f"* [{title(path, document)}]({path.stem}.md)")
-    found["index.md"] = INTRODUCTION + "\n" + ("\n".join(listing) or "Nothing has been measured yet.") + "\n"
-    return found
+    files["index.md"] = INTRODUCTION + "\n" + ("\n".join(listing) or "Nothing has been measured yet.") + "\n"
+    return files
 
 
 def title(path: Path, document: Mapping[str, Any]) -> str:
@@ -131,20 +131,20 @@ def compound(value: Any, level: int) -> list[str]:
             return rows_table(rows, list(value))
         return section(value, level + 1)
     rows = [flat(row) if isinstance(row, Mapping) else row for row in value]
-    shown, left_out = rows[:MOST_ROWS], len(rows) - MOST_ROWS
-    lines = rows_table(shown) if alike(rows) else [f"* {cell(row)}" for row in shown] + [""]
+    visible, left_out = rows[:MOST_ROWS], len(rows) - MOST_ROWS
+    lines = rows_table(visible) if alike(rows) else [f"* {cell(row)}" for row in visible] + [""]
     return lines + ([f"And {left_out} more.", ""] if left_out > 0 else [])
 
 
 def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """An object whose nested objects are replaced by keys such as "outer: inner"."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping) and not is_plain(value):
-            found |= flat(value, f"{prefix}{key}: ")
+            flattened |= flat(value, f"{prefix}{key}: ")
         else:
-            found[prefix + key] = value
-    return found
+            flattened[prefix + key] = value
+    return flattened
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[str]:
@@ -187,8 +187,8 @@ def scale(key: str, values: Sequence[Any], in_points: bool) -> Callable[[float],
     numbers = [number for value in values for number in numbers_of(value)]
     if key.startswith(POINTS) or (in_points and key == BY_SEED):
         return points
-    named = words(key) in SHARES or any(one in words(key) for one in PERCENT)
-    are_shares = any(isinstance(one, float) for one in numbers) and all(0 <= one <= 1 for one in numbers)
+    named = words(key) in SHARES or any(word in words(key) for word in PERCENT)
+    are_shares = any(isinstance(item, float) for item in numbers) and all(0 <= item <= 1 for item in numbers)
     if named and are_shares:
         return percent
     return cell
@@ -313,9 +313,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     wanted = pages()
-    kept = [*PAGES.glob("*.md"), *PAGES.glob("*.svg")]
-    held = {path.name: path.read_text(encoding="utf-8") for path in kept}
-    odd = sorted(name for name in wanted.keys() | held.keys() if wanted.get(name) != held.get(name))
+    files = [*PAGES.glob("*.md"), *PAGES.glob("*.svg")]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in files}
+    odd = sorted(name for name in wanted.keys() | texts.keys() if wanted.get(name) != texts.get(name))
     if check:
         print("\n".join(f"differs from its data: docs/results/{name}" for name in odd), file=sys.stderr)
         return 1 if odd else 0

@@ -65,7 +65,7 @@ def main() -> None:
     for family in arguments.families:
         sections = ({"id": "reasoning_gym", "task": family, **settings} for settings in WAYS.values())
         audits = [
-            audit_reward(one, tasks=arguments.tasks, search_budget=arguments.search) for one in sections
+            audit_reward(item, tasks=arguments.tasks, search_budget=arguments.search) for item in sections
         ]
         families[family] = row(*audits)
         print(family, families[family], file=sys.stderr, flush=True)
@@ -74,7 +74,7 @@ def main() -> None:
 
 def row(shipped: Audit, asked: Audit) -> dict[str, Any]:
     """One family's line."""
-    worst, left = gravest(shipped), gravest(asked)
+    worst, remaining = gravest(shipped), gravest(asked)
     return {
         "as shipped": shipped.grade,
         "most severe finding": told(worst),
@@ -82,7 +82,7 @@ def row(shipped: Audit, asked: Audit) -> dict[str, Any]:
         "reward": "" if worst is None else verdict(worst),
         "output": "" if worst is None else shown(worst),
         "in a recipe": asked.grade,
-        "findings in a recipe": told(left),
+        "findings in a recipe": told(remaining),
     }
 
 
@@ -98,8 +98,8 @@ def told(finding: Finding | None) -> str:
 
 
 def verdict(finding: Finding) -> str:
-    found = finding.example.verdict
-    return f"{found:.3g}" if isinstance(found, float) else "scorer failed"
+    value = finding.example.verdict
+    return f"{value:.3g}" if isinstance(value, float) else "scorer failed"
 
 
 def shown(finding: Finding) -> str:

@@ -118,8 +118,8 @@ def judged(tasks: int) -> Iterator[tuple[str, dict[str, Any]]]:
     import judge_server
 
     for name, family in JUDGES.items():
-        made = getattr(judge_server, name)
-        with judge_server.judging(made() if isinstance(made, type) else made) as server:
+        judge = getattr(judge_server, name)
+        with judge_server.judging(judge() if isinstance(judge, type) else judge) as server:
             audit = checked(judge_server.section(server), tasks)
             row = {"family": "", "grade": audit.grade, "named": ""} if family == "A" else named(audit, family)
             yield name.replace("_", " ").lower(), row | {"requests": len(server.seen)}

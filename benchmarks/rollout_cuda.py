@@ -149,8 +149,8 @@ def measure(
     least = floor(SHAPES[model], requests, dtype, limits)
     for name, engine in engines.items():
         counted = rounds[name][1:]
-        seconds = statistics.median(one["seconds"] for one in counted)
-        faults = sorted({fault for one in rounds[name] for fault in one["faults"]})
+        seconds = statistics.median(result["seconds"] for result in counted)
+        faults = sorted({fault for result in rounds[name] for fault in result["faults"]})
         alike = agreement(greedy[name], greedy[REFERENCE])
         if not drawn_alike(counted[-1], rounds[REFERENCE][-1]):
             faults.append("log-probs of another distribution")
@@ -166,9 +166,9 @@ def measure(
                 "kernel_ms": kernels,
                 "steps": counted[-1]["steps"],
                 "share_of_floor": (least.prefill + least.decode + least.cache) / seconds,
-                "peak_gb": max(one["peak_gb"] for one in rounds[name]),
+                "peak_gb": max(result["peak_gb"] for result in rounds[name]),
                 "first_round_seconds": rounds[name][0]["seconds"],
-                "seconds": [one["seconds"] for one in counted],
+                "seconds": [result["seconds"] for result in counted],
                 "greedy_agreement": alike["tokens"],
                 "greedy_logprob_difference": alike["logprob_difference"],
                 "faults": faults,
@@ -215,7 +215,7 @@ def kernel_milliseconds(engine: Any, requests: Sequence[Request], device: str) -
     with torch.profiler.profile(activities=[kinds.CPU if device == "cpu" else kinds.CUDA]) as profiler:
         engine.sample(requests, temperature=1.0, seed=0)
     events = profiler.key_averages()
-    took = sum(one.self_cpu_time_total if device == "cpu" else one.self_device_time_total for one in events)
+    took = sum(row.self_cpu_time_total if device == "cpu" else row.self_device_time_total for row in events)
     return took / 1e3 / (engine.steps - steps)
 
 
@@ -266,26 +266,26 @@ def measure_limits(device: str, dtype: str) -> Limits:
 def time_of(call: Callable[[], Any], device: str, repeats: int = 10) -> float:
     """Milliseconds, the median; on a GPU by events, after a first call that is not counted."""
     call()
-    found = []
+    times = []
     for _ in range(repeats):
         if device == "cpu":
             begun = time.perf_counter()
             call()
-            found.append(1e3 * (time.perf_counter() - begun))
+            times.append(1e3 * (time.perf_counter() - begun))
             continue
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end))
-    return statistics.median(found)
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
 
 
 def varied(requests: Sequence[Request], seed: int, vocab: int) -> list[Request]:
     """The same work on other prompts, so that nothing kept of an earlier round is of use."""
     return [
-        Request([(token + seed) % vocab for token in one.prompt], one.n, one.new_tokens) for one in requests
+        Request([(token + seed) % vocab for token in old.prompt], old.n, old.new_tokens) for old in requests
     ]
 
 

@@ -98,13 +98,13 @@ class Sampler:
         groups = []
         for index, (task, group) in enumerate(zip(tasks, answers, strict=True)):
             episodes = []
-            for number, one in enumerate(group):
-                text = start.tokenizer.decode(one.token_ids.tolist())
-                score = start.environment.score(task, Transcript(text, finished=one.finish_reason == "stop"))
+            for number, item in enumerate(group):
+                text = start.tokenizer.decode(item.token_ids.tolist())
+                score = start.environment.score(task, Transcript(text, finished=item.finish_reason == "stop"))
                 episode = Episode.from_completion(
-                    task, one, start.tokenizer, score, group_id=f"{step}/{index}", sample=number
+                    task, item, start.tokenizer, score, group_id=f"{step}/{index}", sample=number
                 )
-                episodes.append(replace(episode, routed_experts=one.routed_experts))
+                episodes.append(replace(episode, routed_experts=item.routed_experts))
             groups.append(episodes)
         return groups
 
@@ -208,9 +208,9 @@ def gap(decoder: Decoder, groups: Groups) -> dict[str, float]:
     parts = {"without replay": torch.cat(own).double(), "with replay": torch.cat(replayed).double()}
     return {
         "tokens with a flipped expert": flipped / count,
-        **{f"mean gap, {name}": float(one.abs().mean()) for name, one in parts.items()},
-        **{f"largest gap, {name}": float(one.abs().max()) for name, one in parts.items()},
-        **{f"KL, {name}": float((one.neg().exp() - 1 + one).mean()) for name, one in parts.items()},
+        **{f"mean gap, {name}": float(gaps.abs().mean()) for name, gaps in parts.items()},
+        **{f"largest gap, {name}": float(gaps.abs().max()) for name, gaps in parts.items()},
+        **{f"KL, {name}": float((gaps.neg().exp() - 1 + gaps).mean()) for name, gaps in parts.items()},
     }
 
 
@@ -254,13 +254,13 @@ def climb(start: Start, kind: str, steps: int, *, replays: bool) -> dict[str, An
     for step in range(steps):
         sampler.engine.update_weights(None, learner.version)
         groups = sampler.play(list(islice(tasks, PROMPTS)), SAMPLES, step + 1)
-        rewards.append(statistics.fmean(one.reward or 0.0 for group in groups for one in group))
+        rewards.append(statistics.fmean(episode.reward or 0.0 for group in groups for episode in group))
         if not replays:
-            groups = [[replace(one, routed_experts=None) for one in group] for group in groups]
+            groups = [[replace(episode, routed_experts=None) for episode in group] for group in groups]
         divergence.append(update(learner, groups, UPDATES))
     judge = Sampler(start, decoder, "float32")
     held_out = list(islice(start.tasks("heldout"), HELD_OUT))
-    final = [one.reward or 0.0 for group in judge.play(held_out, ANSWERS, 0) for one in group]
+    final = [episode.reward or 0.0 for group in judge.play(held_out, ANSWERS, 0) for episode in group]
     return {
         "rewards": rewards,
         "KL": statistics.fmean(divergence),
@@ -283,10 +283,10 @@ def climb_row(kind: str, climbs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     row: dict[str, Any] = {"engine": kind}
     for arm in ("without replay", "with replay"):
         of_arm = [climb[kind][arm] for climb in climbs]
-        row[f"first reward, {arm}"] = [statistics.fmean(one["rewards"][:5]) for one in of_arm]
-        row[f"last reward, {arm}"] = [statistics.fmean(one["rewards"][-5:]) for one in of_arm]
-        row[f"pass@1, {arm}"] = [one["pass@1"] for one in of_arm]
-        row[f"KL, {arm}"] = [one["KL"] for one in of_arm]
+        row[f"first reward, {arm}"] = [statistics.fmean(climb["rewards"][:5]) for climb in of_arm]
+        row[f"last reward, {arm}"] = [statistics.fmean(climb["rewards"][-5:]) for climb in of_arm]
+        row[f"pass@1, {arm}"] = [climb["pass@1"] for climb in of_arm]
+        row[f"KL, {arm}"] = [climb["KL"] for climb in of_arm]
     return row
 
 
@@ -315,7 +315,7 @@ def measure_transport() -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory(prefix="perilune-routing-") as folder:
             without, path = Path(folder) / "without.arrow", Path(folder) / "with.arrow"
             without.write_bytes(episodes_to_bytes(plain))
-            routed = [with_routes(one) for one in plain]
+            routed = [with_routes(episode) for episode in plain]
             path.write_bytes(episodes_to_bytes(routed))
             payload = path.stat().st_size
             rows.append(
@@ -337,8 +337,8 @@ def receive(path: Path) -> None:
     """What the learner's process does with the message of a finished group."""
     message = json.loads(json.dumps({"group": [1, 0], "file": str(path)}))
     for group in map_groups(Path(message["file"])):
-        for one in group:
-            assert one.routed_experts is None or len(one.routed_experts)
+        for episode in group:
+            assert episode.routed_experts is None or len(episode.routed_experts)
 
 
 def milliseconds(work: Callable[[], object]) -> float:
