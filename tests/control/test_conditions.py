@@ -370,7 +370,7 @@ assert "".join(stream_log(control, second))
 print([str(one) for one in control.reconciler.conditions.all()])
 subprocess.run(["mount", "-o", "remount,size=1m", box], check=True)
 control.reconciler.reconcile_all()
-print([str(one) for one in control.reconciler.conditions.all()], len(control.reconciler.uncleaned_attempts()))
+print([str(one) for one in control.reconciler.conditions.all()], len(control.reconciler.unclean_attempts()))
 """
 
 

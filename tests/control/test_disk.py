@@ -232,7 +232,7 @@ def test_reconcile_sweeps_killed_backup(
 ) -> None:
     script = (
         "import os, sys; from pathlib import Path; from perilune.control.record import backup, home, store\n"
-        "backup._files = lambda *_: os.kill(os.getpid(), 9)\n"
+        "backup._copy_files = lambda *_: os.kill(os.getpid(), 9)\n"
         "found = home.Home(Path(sys.argv[1])); backup.back_up(store.Store(found), found, Path(sys.argv[2]))"
     )
     command = [sys.executable, "-c", script, str(control.home.root), str(tmp_path / "out" / "friday")]

@@ -22,7 +22,7 @@ from perilune.files import read_json
 
 
 @pytest.fixture
-def from_export(control: Control, tmp_path: Path) -> Path:
+def exported(control: Control, tmp_path: Path) -> Path:
     (event, *_) = carry_out(control, drill_plan("one", steps=1))
     export(control, control.run(event.run_id), tmp_path / "handed", crate=True)
     return tmp_path / "handed"

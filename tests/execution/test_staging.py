@@ -586,7 +586,7 @@ def test_upload_resumes_after_dropped_ssh_connection(tmp_path: Path) -> None:
 
 def test_receiver_stops_when_upload_stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection is dead, but the machine does not know it."""
-    quick = remote_source("receiver.py").replace(b"STALLED = 60", b"STALLED = 1 ")
+    quick = remote_source("receiver.py").replace(b"STALL_TIMEOUT_S = 60", b"STALL_TIMEOUT_S = 1 ")
     assert quick != remote_source("receiver.py")
     monkeypatch.setattr(
         remote, "remote_source", lambda name: quick if name == "receiver.py" else remote_source(name)

@@ -144,7 +144,7 @@ def test_every_option_in_the_trl_table_has_a_hint() -> None:
     ("written", "ours"),
     [
         ("rl.epsilon=0.1", "algorithm: {name: grpo, clip_low: 0.2"),
-        ("rl.reward_funcs=[a]", "rewards, a key of the recipe"),
+        ("rl.reward_funcs=[a]", "rewards, a top-level key of the recipe"),
         ("sft.num_train_epochs=3", "steps, which is epochs x rows / batch_size"),
         ("sft.gradient_accumulation_steps=4", "batch_size"),
         ("sft.report_to=wandb", "tracking: ["),

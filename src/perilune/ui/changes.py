@@ -62,7 +62,7 @@ def difference_charts(comparisons: Sequence[Comparison], measures: Sequence[str]
                 {"whisker": (low, high), "color": _color(name)},
                 {"dot": mean, "color": _color(name)},
             ],
-            "details": [{"name": "95% interval", "value": f"{format_points(mean)} format_points, {ends}"}],
+            "details": [{"name": "95% interval", "value": f"{format_points(mean)} points, {ends}"}],
         }
 
     return [

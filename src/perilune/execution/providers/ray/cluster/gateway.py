@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import ray
 
-from .frames import BLOCK, Kind, frame, read_frame
+from .frames import BLOCK_BYTES, Kind, encode_frame, read_frame
 
 PAUSE = 0.5  # seconds between two tries to bind the port
 MAX_REQUEST_BYTES = 1 << 20  # longest request in bytes
@@ -48,15 +48,15 @@ def serve_connection(wire: socket.socket, namespace: str) -> None:
             hello = json.loads(requests.readline(MAX_REQUEST_BYTES))
             machine: Any = ray.get_actor(str(hello["machine"]), namespace)
             greeting = ray.get(machine.greet.remote(str(hello["nonce"])))
-            wire.sendall(frame(Kind.HELLO, json.dumps(greeting).encode()))
+            wire.sendall(encode_frame(Kind.HELLO, json.dumps(greeting).encode()))
             if request := requests.readline(MAX_REQUEST_BYTES):
                 wire.settimeout(None)
                 run_command(wire, requests, machine, json.loads(request))
         except Exception as error:  # of Ray or of the machine; the client handles it
             last = (str(error).strip().splitlines() or [""])[-1]
-            wire.sendall(frame(Kind.ERRORS, f"\n{type(error).__name__}: {last}\n".encode()))
+            wire.sendall(encode_frame(Kind.ERRORS, f"\n{type(error).__name__}: {last}\n".encode()))
         wire.shutdown(socket.SHUT_WR)
-        while requests.read(BLOCK):  # closing with unread input would discard the last output
+        while requests.read(BLOCK_BYTES):  # closing with unread input would discard the last output
             pass
 
 
@@ -75,9 +75,9 @@ def run_command(wire: socket.socket, requests: BinaryIO, machine: Any, asked: di
         while code is None:
             output, errors, code = ray.get(machine.read.remote(name))
             for kind, data in ((Kind.OUTPUT, output), (Kind.ERRORS, errors)):
-                for begin in range(0, len(data), BLOCK):
-                    wire.sendall(frame(kind, data[begin : begin + BLOCK]))
-        wire.sendall(frame(Kind.EXIT, json.dumps({"exit_code": code}).encode()))
+                for begin in range(0, len(data), BLOCK_BYTES):
+                    wire.sendall(encode_frame(kind, data[begin : begin + BLOCK_BYTES]))
+        wire.sendall(encode_frame(Kind.EXIT, json.dumps({"exit_code": code}).encode()))
     finally:
         machine.close.remote(name)
         with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ import time
 import uuid
 
 from .folders import create_home, environment
-from .frames import proof
+from .frames import token_proof
 
 BLOCK = 1 << 20  # bytes per call
 SLICE = 1.0  # seconds
@@ -50,7 +50,7 @@ class Machine:
     def greet(self, nonce: str) -> dict[str, str]:
         """Prove this machine's identity, and return a nonce for one `open`."""
         self._nonces = [*self._nonces[-GREETED:], uuid.uuid4().hex]
-        return {"proof": proof(self._token, "machine", nonce), "nonce": self._nonces[-1]}
+        return {"proof": token_proof(self._token, "machine", nonce), "nonce": self._nonces[-1]}
 
     def open(self, command: list[str], nonce: str, shown: str) -> str:
         """Start a command; returns its name for the other calls.
@@ -58,7 +58,7 @@ class Machine:
         Raises:
             PermissionError: the client does not know the token, or repeats a request.
         """
-        if not hmac.compare_digest(shown, proof(self._token, "command", nonce, *command)):
+        if not hmac.compare_digest(shown, token_proof(self._token, "command", nonce, *command)):
             raise PermissionError("the token is wrong")
         if nonce not in self._nonces:
             raise PermissionError("the request was used before")
