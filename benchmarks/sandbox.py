@@ -56,10 +56,10 @@ def main() -> None:
     began = time.monotonic()
     audits = {name: audit_sandbox(without=without) for name, without in WAYS.items()}
     whole = audits["all mechanisms"]
-    found = {
+    figures = {
         "title": "What code can do in the sandbox",
         "about": ABOUT,
-        "probes": {one.probe: row(one.probe, audits) for one in whole.findings},
+        "probes": {finding.probe: row(finding.probe, audits) for finding in whole.findings},
         "walls": {
             wall: {"the code": WALLS[wall][0]}
             | {name: ", ".join(audit.capabilities.walls[wall]) or "missing" for name, audit in audits.items()}
@@ -70,13 +70,13 @@ def main() -> None:
         },
         "audited": dict(whole.machine),
     }
-    write(arguments.out, found | document("sandbox.py", [], began))
+    write(arguments.out, figures | document("sandbox.py", [], began))
 
 
 def row(probe: str, audits: Mapping[str, SandboxAudit]) -> dict[str, Any]:
     """One probe's line: what it tries, what it met first, and its verdict in each way."""
     findings = {
-        name: next(one for one in audit.findings if one.probe == probe) for name, audit in audits.items()
+        name: next(item for item in audit.findings if item.probe == probe) for name, audit in audits.items()
     }
     first = findings["all mechanisms"]
     return {
@@ -87,8 +87,8 @@ def row(probe: str, audits: Mapping[str, SandboxAudit]) -> dict[str, Any]:
             r": '.*", "", next(iter(first.refused.values()), "")
         ),  # without paths of the machine
         **{
-            name: one.verdict + (f": {', '.join(one.reached)}" if one.reached else "")
-            for name, one in findings.items()
+            name: finding.verdict + (f": {', '.join(finding.reached)}" if finding.reached else "")
+            for name, finding in findings.items()
         },
     }
 

@@ -63,7 +63,7 @@ def main() -> None:
         killed = follow(bundle, first, Path(folder) / "killed", arguments.kills)
         rows.append(row("killed and resumed", first, *killed))
         mixed = fmean(line["mixed_versions"] for line in run["metrics"])
-    equal = all(one["differences"] == 0 for one in rows)
+    equal = all(row["differences"] == 0 for row in rows)
     findings = [
         f"{'All' if equal else 'NOT all'} results are equal, also after {arguments.kills} kills.",
         f"{mixed:.0%} of the episodes were sampled by several versions of the weights.",
@@ -122,8 +122,8 @@ def busy_cores() -> Iterator[None]:
     try:
         yield
     finally:
-        for one in loads:
-            one.kill()
+        for process in loads:
+            process.kill()
 
 
 def row(name: str, first: Path, attempt: Path, kills: int) -> dict[str, Any]:

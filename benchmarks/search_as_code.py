@@ -52,10 +52,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
         home = arguments.home or Path(folder)
         rows = for_seeds(lambda seed: rows_of(seed, home), arguments.seeds, arguments.jobs)
-    made = document("search_as_code.py", ["--seeds", *map(str, arguments.seeds)], began)
+    provenance = document("search_as_code.py", ["--seeds", *map(str, arguments.seeds)], began)
     if arguments.home:  # some runs may be from earlier
-        del made["minutes"]
-    write(arguments.out, report(rows) | made)
+        del provenance["minutes"]
+    write(arguments.out, report(rows) | provenance)
 
 
 def rows_of(seed: int, home: Path) -> list[dict[str, Any]]:
@@ -74,35 +74,35 @@ def contexts(stage: Mapping[str, Any]) -> dict[str, Any]:
     columns = ["prompt_ids", "token_ids", "loss_mask"]
     table = pq.read_table(stage["folder"] / "artifacts" / "episodes" / "step-000000.parquet", columns=columns)
     episodes = table.to_pylist()
-    levels = {one["difficulty"]: one["pass@1"] for one in stage["summary"]["by_difficulty"]}
+    levels = {level["difficulty"]: level["pass@1"] for level in stage["summary"]["by_difficulty"]}
     return {
-        "observed tokens": fmean(one["loss_mask"].count(False) for one in episodes),
-        "written tokens": fmean(one["loss_mask"].count(True) for one in episodes),
-        "whole context": fmean(len(one["prompt_ids"]) + len(one["token_ids"]) for one in episodes),
+        "observed tokens": fmean(item["loss_mask"].count(False) for item in episodes),
+        "written tokens": fmean(item["loss_mask"].count(True) for item in episodes),
+        "whole context": fmean(len(item["prompt_ids"]) + len(item["token_ids"]) for item in episodes),
         **{f"pass@1, {name}": levels[level] for level, name in KINDS.items()},
     }
 
 
 def report(by_seed: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
     """The page: comparisons over seeds, then all rows."""
-    found = compare_over_seeds(
+    comparisons = compare_over_seeds(
         {
             f"{what}, {corpora}": [difference(rows, corpora, what) for rows in by_seed]
             for corpora in CORPORA.values()
             for what in ("pass@1", "observed tokens", "whole context")
         }
     )
-    shown = ("mode", "corpora", "pass@1", "observed tokens", "whole context")
+    names = ("mode", "corpora", "pass@1", "observed tokens", "whole context")
     findings = [
-        f"{name}: code minus single calls: {one.describe(is_share=name.startswith('pass@1'))}"
+        f"{name}: code minus single calls: {comparison.describe(is_share=name.startswith('pass@1'))}"
         + ("." if name.startswith("pass@1") else f"; {ratio(by_seed, *reversed(name.split(', ', 1)))}.")
-        for name, one in found.items()
+        for name, comparison in comparisons.items()
     ]
     return {
         "title": "Search as code against single function calls",
         "about": described(ABOUT, findings),
         "over seeds": [
-            {key: rows[0][key] if key in ("mode", "corpora") else [row[key] for row in rows] for key in shown}
+            {key: rows[0][key] if key in ("mode", "corpora") else [row[key] for row in rows] for key in names}
             for rows in zip(*by_seed, strict=True)
         ],
         "by seed": [row for rows in by_seed for row in rows],
@@ -111,16 +111,16 @@ def report(by_seed: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
 
 def difference(rows: Sequence[Mapping[str, Any]], corpora: str, what: str) -> float:
     """Code minus single calls, for one seed."""
-    found = {row["mode"]: row[what] for row in rows if row["corpora"] == corpora}
-    return float(found["code"] - found["calls"])
+    values = {row["mode"]: row[what] for row in rows if row["corpora"] == corpora}
+    return float(values["code"] - values["calls"])
 
 
 def ratio(by_seed: Sequence[Sequence[Mapping[str, Any]]], corpora: str, what: str) -> str:
     """How many tokens fewer, for each seed."""
     shares = []
     for rows in by_seed:
-        found = {row["mode"]: row[what] for row in rows if row["corpora"] == corpora}
-        shares.append(100 * (1 - found["code"] / found["calls"]))
+        values = {row["mode"]: row[what] for row in rows if row["corpora"] == corpora}
+        shares.append(100 * (1 - values["code"] / values["calls"]))
     return "by seed " + ", ".join(f"{share:.0f}%" for share in shares) + " fewer"
 
 

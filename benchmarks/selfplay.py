@@ -51,7 +51,7 @@ def run(game: str, seed: int) -> dict[str, Any]:
     """What a recipe's self-play said of itself."""
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
         stages = run_recipe(RECIPES[game], seed, home=Path(home))
-        seconds = {stage: processor_seconds(found["folder"]) for stage, found in stages.items()}
+        seconds = {stage: processor_seconds(result["folder"]) for stage, result in stages.items()}
         replies = best_replies(stages) if game == "tic_tac_toe" else None
     played = stages["selfplay"]
     lines = [line for line in played["metrics"] if line["step"] % EVERY == 0 or line["step"] == 1]
@@ -70,12 +70,12 @@ def best_replies(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict
     """Of start and champion, by seat, bounds of what the best reply earns a game."""
     environment: Any = make_environment({"id": "open_spiel", "game": "tic_tac_toe", "list_moves": False})
     torch.set_num_threads(1)
-    found = {}
+    replies = {}
     for name, stage in (("start", "sft"), ("champion", "selfplay")):
         final = stages[stage]["folder"] / "artifacts" / "checkpoints" / "final"
         decoder, tokenizer = load_checkpoint(final, torch.device("cpu"))
-        found[name] = [one._asdict() for one in reply_bounds(environment, decoder, tokenizer, least=LEAST)]
-    return found
+        replies[name] = [row._asdict() for row in reply_bounds(environment, decoder, tokenizer, least=LEAST)]
+    return replies
 
 
 def processor_seconds(bundle: Path) -> float:

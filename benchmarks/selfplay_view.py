@@ -55,7 +55,7 @@ Run = Mapping[str, Any]
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with tables, findings and charts."""
-    shown: dict[str, Any] = {"title": "Self-play", "command": document["command"]}
+    page: dict[str, Any] = {"title": "Self-play", "command": document["command"]}
     about, charts = [ABOUT], {}
     for game, runs in document["runs"].items():
         picture = f"selfplay_{game}.svg"
@@ -65,35 +65,35 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             changes(runs),
             f"![Curves of {TITLES[game]} over the steps, three seeds]({picture})",
         ]
-        shown[TITLES[game]] = {
+        page[TITLES[game]] = {
             "before and after": [row for run in runs for row in rows(run)],
             "matches": [row for run in runs for row in matches(run)],
         }
         if replies := [row for run in runs for row in best_replies(run)]:
-            shown[TITLES[game]]["mean return of the best response, by the seat of the policy"] = replies
-    rest = {key: value for key, value in document.items() if key not in (*shown, "runs")}
-    return {**shown, "about": "\n\n".join(about), "charts": charts, **rest}
+            page[TITLES[game]]["mean return of the best response, by the seat of the policy"] = replies
+    rest = {key: value for key, value in document.items() if key not in (*page, "runs")}
+    return {**page, "about": "\n\n".join(about), "charts": charts, **rest}
 
 
 def judged(run: Run) -> dict[str, Mapping[str, float]]:
     """The evaluations of the policy at the start, of the champion, and at the end."""
     league = run["league"]
-    of_step = {one["step"]: one for one in league["judgements"]}
+    of_step = {judgement["step"]: judgement for judgement in league["judgements"]}
     last = league["judgements"][-1]["step"]
     return {"start": of_step[0], "champion": of_step[league["champion"]], "last": of_step[last]}
 
 
 def changes(runs: Sequence[Run]) -> str:
     """A table with a row for each seed: the metrics from the start to the champion, alarms and CPU time."""
-    found = [change(run) for run in runs]
-    lines = [list(found[0]), ["---"] * len(found[0]), *(list(one.values()) for one in found)]
+    rows = [change(run) for run in runs]
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def change(run: Run) -> dict[str, str]:
     """The row of one seed."""
     policies, league, seconds = judged(run), run["league"], run["processor_seconds"]
-    shown = {"seed": str(run["seed"])}
+    cells = {"seed": str(run["seed"])}
     for name, what, form in (
         ("exploitability", "exploitability", ".3f"),
         ("against/minimax", "return against perfect play", "+.2f"),
@@ -101,21 +101,21 @@ def change(run: Run) -> dict[str, str]:
         ("elo", "Elo", "+.0f"),
     ):
         if name in policies["start"]:
-            values = (policies[one][name] for one in ("start", "champion"))
-            shown[f"{what}: start → champion"] = " → ".join(f"{value:{form}}" for value in values)
-    first = {one["name"]: one for one in reversed(league["alarms"])}
-    alarms = ", ".join(f"{name} from step {one['step']}" for name, one in first.items())
-    shown["collapse alarms"] = f"{alarms or 'none'}{' (collapsed)' if league['collapsed'] else ''}"
-    shown["CPU seconds: imitation + self-play"] = f"{seconds['sft']:.0f} + {seconds['selfplay']:.0f}"
-    return shown
+            values = (policies[policy][name] for policy in ("start", "champion"))
+            cells[f"{what}: start → champion"] = " → ".join(f"{value:{form}}" for value in values)
+    first = {alarm["name"]: alarm for alarm in reversed(league["alarms"])}
+    alarms = ", ".join(f"{name} from step {alarm['step']}" for name, alarm in first.items())
+    cells["collapse alarms"] = f"{alarms or 'none'}{' (collapsed)' if league['collapsed'] else ''}"
+    cells["CPU seconds: imitation + self-play"] = f"{seconds['sft']:.0f} + {seconds['selfplay']:.0f}"
+    return cells
 
 
 def rows(run: Run) -> list[dict[str, Any]]:
     """Start, champion and last of a seed."""
     return [
-        {"seed": run["seed"], "policy": name, "step": one["step"]}
-        | {key: figure(one, key) for key in one if key != "step" and key.count("/") < 2 and is_shown(key)}
-        for name, one in judged(run).items()
+        {"seed": run["seed"], "policy": name, "step": row["step"]}
+        | {key: figure(row, key) for key in row if key != "step" and key.count("/") < 2 and is_shown(key)}
+        for name, row in judged(run).items()
     ]
 
 
@@ -135,30 +135,30 @@ def best_replies(run: Run) -> list[dict[str, Any]]:
     """Bounds on the mean return of the best response to start and champion, by the policy's seat."""
     return [
         {"seed": run["seed"], "policy": name}
-        | {f"policy moves {seat}": f"{one['low']:.2f} to {one['high']:.2f}"
-           for seat, one in zip(("first", "second"), bounds, strict=True)}
+        | {f"policy moves {seat}": f"{bound['low']:.2f} to {bound['high']:.2f}"
+           for seat, bound in zip(("first", "second"), bounds, strict=True)}
         for name, bounds in run.get("best_reply", {}).items()
     ]  # fmt: skip
 
 
 def matches(run: Run) -> list[dict[str, Any]]:
     """Games won, drawn and lost by start and champion against the environment's players."""
-    wanted = {f"step {one['step']}": name for name, one in judged(run).items() if name != "last"}
-    found = []
-    for one in run["league"]["matches"]:
-        if one["first"] in wanted and not one["second"].startswith("step"):
-            games = one["won"] + one["drawn"] + one["lost"]
-            shares = {name: wilson_interval(one[name], games)._asdict() for name in ("won", "drawn", "lost")}
-            found.append(
+    wanted = {f"step {row['step']}": name for name, row in judged(run).items() if name != "last"}
+    rows = []
+    for item in run["league"]["matches"]:
+        if item["first"] in wanted and not item["second"].startswith("step"):
+            games = item["won"] + item["drawn"] + item["lost"]
+            shares = {name: wilson_interval(item[name], games)._asdict() for name in ("won", "drawn", "lost")}
+            rows.append(
                 {
                     "seed": run["seed"],
-                    "policy": wanted[one["first"]],
-                    "against": one["second"],
+                    "policy": wanted[item["first"]],
+                    "against": item["second"],
                     "games": games,
                 }
                 | shares
             )
-    return sorted(found, key=lambda row: (row["against"], row["policy"] != "start"))
+    return sorted(rows, key=lambda row: (row["against"], row["policy"] != "start"))
 
 
 def chart(runs: Sequence[Run], names: Sequence[str]) -> str:
@@ -168,9 +168,9 @@ def chart(runs: Sequence[Run], names: Sequence[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="system-ui, sans-serif" font-size="10" fill="{INK}">'
     ]
-    for place, name in enumerate(names):
-        at = (place % 3) * WIDTH, (place // 3) * HEIGHT
-        parts += [f'<g transform="translate({at[0]} {at[1]})">', *panel(name, runs), "</g>"]
+    for number, name in enumerate(names):
+        offset = (number % 3) * WIDTH, (number // 3) * HEIGHT
+        parts += [f'<g transform="translate({offset[0]} {offset[1]})">', *panel(name, runs), "</g>"]
     label = "steps; line: mean of the seeds, band: from the least to the most"
     parts.append(f'<text x="{width / 2:g}" y="{height - 6}" text-anchor="middle">{label}</text>')
     return "\n".join([*parts, "</svg>", ""])
@@ -179,8 +179,8 @@ def chart(runs: Sequence[Run], names: Sequence[str]) -> str:
 def panel(name: str, runs: Sequence[Run]) -> list[str]:
     """One figure over the steps."""
     curves = [curve(run, name) for run in runs]
-    steps = sorted(set.intersection(*(set(one) for one in curves)))
-    values = [[one[step] for one in curves] for step in steps]
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+    values = [[curve[step] for curve in curves] for step in steps]
     low, high = bounds([value for column in values for value in column])
 
     def point(step: float, value: float) -> str:
@@ -212,7 +212,7 @@ def curve(run: Run, name: str) -> dict[int, float]:
     if name in run["curves"]:
         pairs = zip(run["curves"]["step"], run["curves"][name], strict=True)
         return {step: value for step, value in pairs if value is not None}
-    return {one["step"]: one[name] for one in run["league"]["judgements"] if name in one}
+    return {row["step"]: row[name] for row in run["league"]["judgements"] if name in row}
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:

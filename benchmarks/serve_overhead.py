@@ -72,8 +72,8 @@ def measured(work: Callable[[], Any], process: psutil.Process) -> tuple[float, f
     """Wall and processor microseconds a token of `process`, and what `work` gave."""
     before, began = sum(process.cpu_times()[:2]), time.perf_counter()
     result = work()
-    wall, spent = time.perf_counter() - began, sum(process.cpu_times()[:2]) - before
-    return 1e6 * wall / (STREAMS * TOKENS), 1e6 * spent / (STREAMS * TOKENS), result
+    wall, cpu = time.perf_counter() - began, sum(process.cpu_times()[:2]) - before
+    return 1e6 * wall / (STREAMS * TOKENS), 1e6 * cpu / (STREAMS * TOKENS), result
 
 
 def main() -> None:
@@ -94,22 +94,22 @@ def main() -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
             assert server.stderr is not None
-            found = re.search(r":(\d+)/v1", server.stderr.readline())
-            assert found
-            port, there, here = int(found[1]), psutil.Process(server.pid), psutil.Process()
+            match = re.search(r":(\d+)/v1", server.stderr.readline())
+            assert match
+            port, server_process, own_process = int(match[1]), psutil.Process(server.pid), psutil.Process()
             alone = direct(folder)
             for repeat in range(-1, repeats):  # the first is not counted
                 for kind, work, process in (
-                    ("engine alone", alone, here),
-                    ("server, whole answers", lambda: asyncio.run(ask_all(port, False)), there),
-                    ("server, streamed answers", lambda: asyncio.run(ask_all(port, True)), there),
+                    ("engine alone", alone, own_process),
+                    ("server, whole answers", lambda: asyncio.run(ask_all(port, False)), server_process),
+                    ("server, streamed answers", lambda: asyncio.run(ask_all(port, True)), server_process),
                 ):
-                    wall, spent, answers = measured(work, process)
+                    wall, cpu, answers = measured(work, process)
                     if repeat >= 0:
                         kinds[kind]["elapsed"].append(round(wall, 2))
-                        kinds[kind]["CPU"].append(round(spent, 2))
+                        kinds[kind]["CPU"].append(round(cpu, 2))
                         if kind == "server, streamed answers":
-                            pieces.append(sum(one.count(b"data: {") for one in answers) / STREAMS / TOKENS)
+                            pieces.append(sum(body.count(b"data: {") for body in answers) / STREAMS / TOKENS)
             server.terminate()
     write(kinds, pieces)
 

@@ -63,18 +63,18 @@ class Tally:
 
 def request_of(draw: random.Random) -> tuple[str, str, dict[str, Any]]:
     """The endpoint's name, its path and a body."""
-    seed, asked = draw.randrange(20), f"{draw.randrange(90) + 10}+{draw.randrange(3)}="
+    seed, prompt = draw.randrange(20), f"{draw.randrange(90) + 10}+{draw.randrange(3)}="
     common = {"model": "tiny", "temperature": 1.0, "seed": seed, "stream": draw.random() < 0.5}
-    message = [{"role": "user", "content": asked}]
+    message = [{"role": "user", "content": prompt}]
     kind = draw.choice(["chat", "chat", "completion", "completion", "response", "embedding"])
     if kind == "embedding":
-        return kind, "/v1/embeddings", {"model": "tiny", "input": [asked * draw.randrange(1, 20)]}
+        return kind, "/v1/embeddings", {"model": "tiny", "input": [prompt * draw.randrange(1, 20)]}
     if kind == "response":
         return kind, "/v1/responses", common | {"input": message, "max_output_tokens": 48, "store": seed < 10}
     if kind == "chat":
         tools = {"tools": TOOLS} if draw.random() < 0.3 else {}
         return kind, "/v1/chat/completions", common | tools | {"messages": message, "max_tokens": 48}
-    return kind, "/v1/completions", common | {"prompt": asked, "max_tokens": draw.choice([8, 48, 160])}
+    return kind, "/v1/completions", common | {"prompt": prompt, "max_tokens": draw.choice([8, 48, 160])}
 
 
 async def client(number: int, url: str, until: float, tally: Tally) -> None:
@@ -156,7 +156,7 @@ def piece_of(document: Mapping[str, Any]) -> str:
     if document.get("type") == "response.output_text.delta":
         return str(document["delta"])
     pieces = [
-        one["delta"].get("content") if "delta" in one else one["text"] for one in document.get("choices", ())
+        row["delta"].get("content") if "delta" in row else row["text"] for row in document.get("choices", ())
     ]
     return "".join(piece or "" for piece in pieces)
 
@@ -186,9 +186,9 @@ class Supervisor:
 
     def measure(self) -> None:
         """Record the memory and descriptors of the process."""
-        one = psutil.Process(self.process.pid)
-        mebibytes = one.memory_info().rss / 2**20
-        self.lives[-1].append((time.monotonic() - self._began, round(mebibytes, 1), one.num_fds()))
+        process = psutil.Process(self.process.pid)
+        mebibytes = process.memory_info().rss / 2**20
+        self.lives[-1].append((time.monotonic() - self._began, round(mebibytes, 1), process.num_fds()))
 
 
 async def soak(clients: int, seconds: float, folder: Path) -> tuple[Tally, Supervisor, dict[str, float]]:
@@ -213,14 +213,14 @@ async def soak(clients: int, seconds: float, folder: Path) -> tuple[Tally, Super
             page = (await http.get("/metrics")).text
             lines = [line.split() for line in page.splitlines() if not line.startswith("#")]
             metrics = {name: float(value) for name, value in lines}
-            held = [
+            counts = [
                 metrics[f"perilune_{name}"] for name in ("samples_open", "requests_answering", "cache_use")
             ]
-            if not any(held):
+            if not any(counts):
                 break
             await asyncio.sleep(0.1)
         else:
-            tally.defects.append(f"the server still holds requests or cache blocks: {held}")
+            tally.defects.append(f"the server still holds requests or cache blocks: {counts}")
     supervisor.measure()
     supervisor.process.terminate()
     await asyncio.to_thread(supervisor.process.wait)
@@ -267,7 +267,7 @@ def figures(given: argparse.Namespace, tally: Tally, supervisor: Supervisor, spe
                 "descriptors at the end": life[-1][2],
             }
         )
-    hung, unclear = (sum(n for (_, one), n in tally.outcomes.items() if one == kind) for kind in BAD)
+    hung, unclear = (sum(n for (_, outcome), n in tally.outcomes.items() if outcome == kind) for kind in BAD)
     return {
         "title": "Soak test of perilune serve: an engine failure and a killed server",
         "about": f"{given.clients} clients send requests to `perilune serve` for {given.seconds:.0f} seconds."
@@ -285,16 +285,16 @@ def figures(given: argparse.Namespace, tally: Tally, supervisor: Supervisor, spe
             "memory is flat": flat,
         },
         "requests by outcome": [
-            {"outcome": outcome} | {one: tally.outcomes[one, outcome] for one in endpoints}
+            {"outcome": outcome} | {name: tally.outcomes[name, outcome] for name in endpoints}
             for outcome in outcomes
         ],
         "seconds of complete answers": {
-            one: {
+            name: {
                 "p50": round(statistics.median(taken), 3),
                 "p95": round(statistics.quantiles(taken, n=20)[-1], 3),
                 "longest": round(max(taken), 3),
             }
-            for one, taken in sorted(tally.seconds.items())
+            for name, taken in sorted(tally.seconds.items())
         },
         "memory of the two processes": memory,
         "first defects": tally.defects[:20],
@@ -311,9 +311,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.serve:
-        serve(given.serve, given.port)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve, arguments.port)
         return 0
     from perilune.models.checkpoints.loading import new_model, save_checkpoint
     from perilune.models.text.tokenizer import Tokenizer
@@ -322,9 +322,9 @@ def main() -> int:
         folder = Path(scratch) / "tiny"
         tokenizer = Tokenizer.characters()
         save_checkpoint(folder, new_model("tiny", tokenizer, seed=0), tokenizer)
-        tally, supervisor, _ = asyncio.run(soak(given.clients, given.seconds, folder))
-    document = figures(given, tally, supervisor, time.process_time())
-    given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        tally, supervisor, _ = asyncio.run(soak(arguments.clients, arguments.seconds, folder))
+    document = figures(arguments, tally, supervisor, time.process_time())
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document["verdict"], indent=1))
     return 1 if tally.defects or not document["verdict"]["memory is flat"] else 0
 

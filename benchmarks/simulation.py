@@ -102,7 +102,7 @@ def main() -> None:
         costs[name], error = measure_steps(decoder, 20.0, time.process_time)
         fits.append({"model": name, "seconds": time.monotonic() - started, "error of a step, %": 100 * error})
     print(fits, flush=True)
-    closed = [compared(one, costs, clock) for one in workloads(decoders)]
+    closed = [compared(workload, costs, clock) for workload in workloads(decoders)]
     opened = list(arriving(decoders["full"], costs["full"], clock))
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
         home = Path(folder) / "home"
@@ -168,7 +168,7 @@ def compared(workload: Workload, costs: dict[str, StepCost], clock: Clock) -> di
         SimulatedModel.from_config(workload.decoder.config), cost, **workload.size, log=log
     )
     predicted, counters = play_simulated(engine, workload, known)
-    spent = time.perf_counter() - began
+    elapsed = time.perf_counter() - began
     total, percentile = max(predicted.values()), tail(predicted)
     row = {
         "workload": workload.name,
@@ -180,7 +180,7 @@ def compared(workload: Workload, costs: dict[str, StepCost], clock: Clock) -> di
         "error, %": 100 * (total / median(seconds) - 1),
         "spread of real runs, %": 100 * (max(seconds) - min(seconds)) / median(seconds),
         "P99 error, %": 100 * (percentile / median(tails) - 1),
-        "times as fast as real time": total / spent,
+        "times as fast as real time": total / elapsed,
     }
     print(row, flush=True)
     return rounded(row)
@@ -190,7 +190,7 @@ def rounded(row: dict[str, Any]) -> dict[str, Any]:
     """The row with percentages and ratios to one decimal."""
     short = ("%", "age", "real time")
     return {
-        key: round(value, 1) if any(one in key for one in short) and isinstance(value, float) else value
+        key: round(value, 1) if any(unit in key for unit in short) and isinstance(value, float) else value
         for key, value in row.items()
     }
 
@@ -201,39 +201,39 @@ def tail(times: Times) -> float:
 
 def traced(workload: Workload) -> Known:
     """The tokens of each turn, request and sample, which do not depend on the batch."""
-    engine, found = Engine(workload.decoder, slots=SLOTS), {}
-    for turn, asked in enumerate(rounds(workload, found)):
-        ids = {engine.add(one, stream=False): place for place, one in asked}
+    engine, tokens = Engine(workload.decoder, slots=SLOTS), {}
+    for turn, batch in enumerate(rounds(workload, tokens)):
+        ids = {engine.add(request, stream=False): position for position, request in batch}
         while engine.unfinished:
             for delta in engine.step():
                 request, sample = ids[delta.request_id]
-                found[turn, request, sample + delta.sample] = np.array(delta.token_ids, np.int32)
-    return found
+                tokens[turn, request, sample + delta.sample] = np.array(delta.token_ids, np.int32)
+    return tokens
 
 
 def rounds(workload: Workload, known: Known) -> Iterator[list[tuple[tuple[int, int], Request]]]:
     """The requests of each turn, with the number of the request and of its first sample."""
-    yield [((number, 0), one) for number, one in enumerate(workload.requests)]
+    yield [((number, 0), request) for number, request in enumerate(workload.requests)]
     for turn in range(1, workload.turns):
-        asked = []
-        for number, one in enumerate(workload.requests):
-            for sample in range(one.n):
-                said = [
+        batch = []
+        for number, request in enumerate(workload.requests):
+            for sample in range(request.n):
+                tokens = [
                     part for past in range(turn) for part in (*known[past, number, sample].tolist(), 1, 2, 3)
                 ]
                 key = (turn, sample, number)
-                asked.append(((number, sample), Request([*one.token_ids, *said], one.params, key)))
-        yield asked
+                batch.append(((number, sample), Request([*request.token_ids, *tokens], request.params, key)))
+        yield batch
 
 
 def play(engine: RecordedEngine, workload: Workload, known: Known, clock: Clock) -> tuple[Times, StepLog]:
     """The end of each turn in reality. All turns of a round begin together, as in a rollout."""
     ends: Times = {}
     began = 0.0
-    for turn, asked in enumerate(rounds(workload, known)):
-        _, times = engine.run_timed([one for _, one in asked], clock)
+    for turn, batch in enumerate(rounds(workload, known)):
+        _, times = engine.run_timed([request for _, request in batch], clock)
         for (index, sample), seconds in times.items():
-            (number, first), _ = asked[index]
+            (number, first), _ = batch[index]
             ends[turn, number, first + sample] = began + seconds
         began += max(times.values())
     return ends, engine.log
@@ -242,11 +242,11 @@ def play(engine: RecordedEngine, workload: Workload, known: Known, clock: Clock)
 def play_simulated(engine: SimulatedEngine, workload: Workload, known: Known) -> tuple[Times, Any]:
     """The same on the virtual clock."""
     ends: Times = {}
-    for turn, asked in enumerate(rounds(workload, known)):
+    for turn, batch in enumerate(rounds(workload, known)):
         ids = {}
-        for (number, first), one in asked:
-            tokens = [known[turn, number, first + sample] for sample in range(one.n)]
-            ids[engine.submit(one.token_ids, tokens)] = number, first
+        for (number, first), request in batch:
+            tokens = [known[turn, number, first + sample] for sample in range(request.n)]
+            ids[engine.submit(request.token_ids, tokens)] = number, first
         while engine.unfinished:
             for delta in engine.step():
                 number, first = ids[delta.request_id]
@@ -259,18 +259,18 @@ def play_simulated(engine: SimulatedEngine, workload: Workload, known: Known) ->
 
 def arriving(decoder: Decoder, cost: StepCost, clock: Clock) -> Iterator[dict[str, Any]]:
     """Poisson arrivals at growing load, up to saturation."""
-    asked = requests(5, ARRIVALS, prompt=(10, 120), answer=(20, 100))
+    batch = requests(5, ARRIVALS, prompt=(10, 120), answer=(20, 100))
     size = {"slots": SLOTS, "cache_tokens": ROOM}
-    together = Workload("", decoder, asked, size)
+    together = Workload("", decoder, batch, size)
     known = traced(together)
     capacity = ARRIVALS / max(play(RecordedEngine(decoder, **size), together, known, clock)[0].values())
     for load in LOADS:
         rng = np.random.default_rng(int(100 * load))
         arrivals = np.cumsum(rng.exponential(1 / (load * capacity), ARRIVALS)).tolist()
-        real = [real_latencies(Engine(decoder, **size), asked, arrivals, clock) for _ in range(REPEATS)]
+        real = [real_latencies(Engine(decoder, **size), batch, arrivals, clock) for _ in range(REPEATS)]
         engine = SimulatedEngine(SimulatedModel.from_config(decoder.config), cost, **size)
-        predicted = simulated_latencies(engine, asked, arrivals, known)
-        means, tails = [fmean(one) for one in real], [float(np.percentile(one, 99)) for one in real]
+        predicted = simulated_latencies(engine, batch, arrivals, known)
+        means, tails = [fmean(times) for times in real], [float(np.percentile(times, 99)) for times in real]
         row = {
             "load": load,
             "mean latency, measured ms": 1e3 * median(means),
@@ -325,7 +325,7 @@ def latencies(
 ) -> list[float]:
     """Add requests when they arrive, between two steps of the engine, until all have ended."""
     ids: dict[int, int] = {}
-    found = [0.0] * len(arrivals)
+    seconds = [0.0] * len(arrivals)
     coming = 0
     while coming < len(arrivals) or engine.unfinished:
         if not engine.unfinished:
@@ -335,8 +335,8 @@ def latencies(
             coming += 1
         for delta in engine.step():
             number = ids[delta.request_id]
-            found[number] = now() - arrivals[number]
-    return found
+            seconds[number] = now() - arrivals[number]
+    return seconds
 
 
 # -- recipes -------------------------------------------------------------------------------------------------
@@ -347,11 +347,11 @@ def recipes(home: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     command(home, "calibrate", "quickstart")
     for name in names:
         path = str(HERE / "asynchronous.yaml" if name == "asynchronous" else bundled_recipe(name))
-        changes = [word for one in RECIPES[name] for word in ("--set", one)]
+        changes = [word for override in RECIPES[name] for word in ("--set", override)]
         guess = ("--wait", "0.2") if name == "asynchronous" else ()  # its mean; the waits of a task are equal
         guessed = {
-            one["stage"]: one["seconds"]
-            for one in command(home, "simulate", path, *changes, *guess)["stages"]
+            row["stage"]: row["seconds"]
+            for row in command(home, "simulate", path, *changes, *guess)["stages"]
         }
         ran = command(home, "run", path, *changes)
         for stage in ran["stages"]:
@@ -370,17 +370,17 @@ def stage_row(
     words = ["simulate", path, *changes, "--episodes", str(artifacts / "episodes")]
     words += WAIT if name == "asynchronous" else ()
     began = time.monotonic()
-    found = command(home, *words)["stages"]
-    spent = time.monotonic() - began
-    (predicted,) = (one for one in found if one["stage"] == stage["name"])
-    lines, metrics = (list(read_json_lines(artifacts / f"{one}.jsonl")) for one in ("timings", "metrics"))
+    stages = command(home, *words)["stages"]
+    elapsed = time.monotonic() - began
+    (predicted,) = (row for row in stages if row["stage"] == stage["name"])
+    lines, metrics = (list(read_json_lines(artifacts / f"{name}.jsonl")) for name in ("timings", "metrics"))
 
     def error(part: str) -> float:
         """Without the first steps, which allocate memory: the start of a stage has their excess."""
-        own, theirs = (
-            sum(line[part] for line in some[WARMUP_STEPS:]) for some in (predicted["steps"], lines)
+        predicted_sum, measured_sum = (
+            sum(line[part] for line in rows[WARMUP_STEPS:]) for rows in (predicted["steps"], lines)
         )
-        return 100 * (own / theirs - 1)
+        return 100 * (predicted_sum / measured_sum - 1)
 
     row = {
         "recipe": f"{name}/{stage['name']}",
@@ -392,7 +392,7 @@ def stage_row(
         "error of learning, %": error("learning"),
         "mean age, measured, updates": fmean(line["staleness"] for line in metrics),
         "mean age, predicted, updates": predicted["mean_age"],
-        "seconds of the command": spent,
+        "seconds of the command": elapsed,
     }
     print(row, flush=True)
     return rounded(row)
@@ -402,12 +402,12 @@ def report(
     closed: list[dict[str, Any]], opened: list[dict[str, Any]], stages: list[dict[str, Any]]
 ) -> dict[str, Any]:
     def mean(rows: Sequence[dict[str, Any]], name: str) -> float:
-        return fmean(abs(one[name]) for one in rows) if rows else float("nan")
+        return fmean(abs(row[name]) for row in rows) if rows else float("nan")
 
-    same = sum(one["same steps"] for one in closed)
+    same = sum(row["same steps"] for row in closed)
     before = mean(stages, "error before any run, %")
-    speeds = [one["times as fast as real time"] for one in closed]
-    worst, last = max(abs(one["error, %"]) for one in closed), abs(opened[-1]["error, %"])
+    speeds = [row["times as fast as real time"] for row in closed]
+    worst, last = max(abs(row["error, %"]) for row in closed), abs(opened[-1]["error, %"])
     findings = [
         f"{same} of {len(closed)} workloads take the same steps in the simulation: rows, chunks of prefill"
         " and preemptions.",

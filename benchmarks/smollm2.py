@@ -31,30 +31,30 @@ def main() -> None:
         for seed in arguments.seeds:
             began = time.monotonic()
             stages = run_recipe(bundled_recipe(f"smollm2/{recipe}"), seed, home=home)
-            made = document("smollm2.py", sys.argv[1:], began)
-            add(arguments.out, recipe, seed, {name: figures(one) for name, one in stages.items()}, made)
+            origin = document("smollm2.py", sys.argv[1:], began)
+            add(arguments.out, recipe, seed, {name: figures(stage) for name, stage in stages.items()}, origin)
 
 
 def figures(stage: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of a stage that the page shows: of an evaluation, or of training."""
     summary = stage["summary"]
-    found = {key: summary[key] for key in ("pass@1", "greedy", "length") if key in summary}
-    found["seconds"] = round(summary["seconds"])
+    row = {key: summary[key] for key in ("pass@1", "greedy", "length") if key in summary}
+    row["seconds"] = round(summary["seconds"])
     if "forgetting" in summary:
         text = summary["forgetting"]["text"]["perplexity"]
-        found["perplexity of English"] = [text["before"], text["after"]]
-        found["KL to the start, nats per answer"] = summary["forgetting"]["kl"]["per_answer"]["mean"]
-        found["peak GiB"] = round(summary["memory"]["peak_bytes"] / 2**30, 1)
-    return found
+        row["perplexity of English"] = [text["before"], text["after"]]
+        row["KL to the start, nats per answer"] = summary["forgetting"]["kl"]["per_answer"]["mean"]
+        row["peak GiB"] = round(summary["memory"]["peak_bytes"] / 2**30, 1)
+    return row
 
 
 def add(path: Path, recipe: str, seed: int, stages: Mapping[str, Any], made: Mapping[str, Any]) -> None:
     """Put a run into the result, in the place of an earlier run of the same recipe and seed."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
-    others = [one for one in runs if (one["recipe"], one["seed"]) != (recipe, seed)]
+    others = [run for run in runs if (run["recipe"], run["seed"]) != (recipe, seed)]
     run = {"recipe": recipe, "seed": seed, "stages": stages, **made}
-    write(path, {"runs": sorted([*others, run], key=lambda one: (RECIPES.index(one["recipe"]), one["seed"]))})
-    rates = {name: round(one["pass@1"]["mean"], 3) for name, one in stages.items() if "pass@1" in one}
+    write(path, {"runs": sorted([*others, run], key=lambda run: (RECIPES.index(run["recipe"]), run["seed"]))})
+    rates = {name: round(stage["pass@1"]["mean"], 3) for name, stage in stages.items() if "pass@1" in stage}
     print(f"{recipe}, seed {seed}: {rates}", flush=True)
 
 

@@ -46,24 +46,24 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         "command": runs[0]["command"],
         "evaluations": [
             _labels(run, name)
-            | {"pass@1": one["pass@1"], "greedy": one["greedy"], "tokens per answer": one["length"]["mean"]}
+            | {"pass@1": row["pass@1"], "greedy": row["greedy"], "tokens per answer": row["length"]["mean"]}
             for run in runs
-            for name, one in run["stages"].items()
-            if "pass@1" in one
+            for name, row in run["stages"].items()
+            if "pass@1" in row
         ],
         "differences": [{key: row[key] for key in ("comparison", "by seed", "conclusion")} for row in rows],
         "training": [
             _labels(run, name)
             | {
-                "seconds": one["seconds"],
-                "peak GiB": one["peak GiB"],
-                "perplexity of English before": one["perplexity of English"][0],
-                "after": one["perplexity of English"][1],
-                "KL to the start, nats per answer": one["KL to the start, nats per answer"],
+                "seconds": row["seconds"],
+                "peak GiB": row["peak GiB"],
+                "perplexity of English before": row["perplexity of English"][0],
+                "after": row["perplexity of English"][1],
+                "KL to the start, nats per answer": row["KL to the start, nats per answer"],
             }
             for run in runs
-            for name, one in run["stages"].items()
-            if "peak GiB" in one
+            for name, row in run["stages"].items()
+            if "peak GiB" in row
         ],
         "versions": runs[-1]["versions"],
         "processor": runs[-1]["processor"],

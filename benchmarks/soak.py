@@ -54,7 +54,7 @@ def _reaped() -> bool:
 
 def figures(seconds: float, at_once: int, told: Mapping[str, Any], cpu_seconds: float) -> dict[str, Any]:
     """The result, from the report of `perilune lab`."""
-    broken = {one["name"]: len(one["violations"]) for one in told["invariants"]}
+    broken = {invariant["name"]: len(invariant["violations"]) for invariant in told["invariants"]}
     accepted = sum(told["runs"].values())
     return {
         "outcome": [
@@ -68,12 +68,12 @@ def figures(seconds: float, at_once: int, told: Mapping[str, Any], cpu_seconds: 
         "injected faults": told["faults"],
         "attempts": told["attempts"],
         "invariants": {
-            one["name"]: {
-                "invariant": one["invariant"],
-                "violations": broken[one["name"]],
-                "where": one["violations"][:3],
+            invariant["name"]: {
+                "invariant": invariant["invariant"],
+                "violations": broken[invariant["name"]],
+                "where": invariant["violations"][:3],
             }
-            for one in told["invariants"]
+            for invariant in told["invariants"]
         },
         "pace": [
             {
@@ -98,25 +98,25 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULT)
-    given = parser.parse_args()
-    told, cpu_seconds = soak(given.seconds, given.at_once, given.seed)
-    found = figures(given.seconds, given.at_once, told, cpu_seconds)
+    args = parser.parse_args()
+    report, cpu_seconds = soak(args.seconds, args.at_once, args.seed)
+    result = figures(args.seconds, args.at_once, report, cpu_seconds)
     document = {
         "title": "Soak test of the control plane: injected faults",
-        "about": f"`perilune lab` submits short runs to the fake cloud for {given.seconds:.0f} seconds with "
+        "about": f"`perilune lab` submits short runs to the fake cloud for {args.seconds:.0f} seconds with "
         "`--weather stormy` (many injected faults), and kills the control process and the cloud repeatedly. "
         + "Of {runs accepted} accepted runs, {lost runs} were lost and {runs with two results} had two "
-        "results. {leaked machines} machines leaked.".format_map(found["outcome"][0]),
-        "command": f"python benchmarks/soak.py --seconds {given.seconds:.0f} --at-once {given.at_once}"
-        f" --seed {given.seed}",
-        **found,
+        "results. {leaked machines} machines leaked.".format_map(result["outcome"][0]),
+        "command": f"python benchmarks/soak.py --seconds {args.seconds:.0f} --at-once {args.at_once}"
+        f" --seed {args.seed}",
+        **result,
         "machine": describe_machine(),
     }
-    given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
-    if given.out == RESULT:
+    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=1))
+    if args.out == RESULT:
         subprocess.run([sys.executable, str(HERE / "report.py")], check=True)
-    return 1 if any(verdict["violations"] for verdict in found["invariants"].values()) else 0
+    return 1 if any(verdict["violations"] for verdict in result["invariants"].values()) else 0
 
 
 if __name__ == "__main__":

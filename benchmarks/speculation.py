@@ -116,7 +116,7 @@ def main() -> None:
     prompts = {
         name: tokenizer.encode_prompt([{"role": "user", "content": text}]) for name, text in TEXTS.items()
     }
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "title": "Speculative decoding: speed by text and batch size",
         "time of a step": step_times(model),
         "one sample": [],
@@ -125,10 +125,10 @@ def main() -> None:
     for case in CASES:
         forced = FORCED if case.samples == max(BATCHES) else {}
         rows = list(measure(model, prompts, case, ARMS | forced, arguments))
-        found["one sample" if case.samples == 1 else "batches"] += rows
+        result["one sample" if case.samples == 1 else "batches"] += rows
         write(
             arguments.out,
-            found | {"about": about(found["one sample"])} | document("speculation.py", sys.argv[1:], began),
+            result | {"about": about(result["one sample"])} | document("speculation.py", sys.argv[1:], began),
         )
 
 
@@ -136,7 +136,7 @@ def about(rows: Sequence[dict[str, Any]]) -> str:
     """The introduction of the page: the comparison, its outcome, and the terms of the tables."""
     gains = {arm: [row["gain"] for row in rows if row["arm"] == arm] for arm in ARMS if arm != "off"}
     outcome = " and ".join(
-        f"{min(found):g} to {max(found):g} times as fast with *{arm}*" for arm, found in gains.items()
+        f"{min(values):g} to {max(values):g} times as fast with *{arm}*" for arm, values in gains.items()
     )
     return f"""\
 SmolLM2-135M-Instruct in float32 answers four prompts on one thread, with and without speculation. A single \
@@ -165,15 +165,15 @@ time of one more token, relative to a step of one token."""
 
 def step_times(model: Any) -> list[dict[str, Any]]:
     """Milliseconds of a step by the number of its tokens."""
-    found = []
+    rows = []
     for kind in KINDS:
         runner = NativeRunner(model, (64,), kind)
         seconds = {rows: min(_seconds(runner, rows) for _ in range(4)) for rows in ROWS}
         row: dict[str, Any] = {"weights": kind}
         row |= {f"{rows} tokens, ms": round(1e3 * taken, 1) for rows, taken in seconds.items()}
         row["a draft token costs"] = f"{100 * (seconds[8] - seconds[1]) / 7 / seconds[1]:.1f}%"
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _seconds(runner: NativeRunner, rows: int) -> float:
@@ -198,7 +198,7 @@ def measure(
             speed, samples = _speed(engine, prompts[case.text], case, tokens)
             speeds[arm].append(speed)
             expected = expected or samples
-            assert [_bits(one) for one in samples] == [_bits(one) for one in expected], "samples differ"
+            assert [_bits(item) for item in samples] == [_bits(item) for item in expected], "samples differ"
             print(case, arm, repeat, round(speed, 1), engine.counters, flush=True)
     for arm, engine in engines.items():
         counters = engine.counters
@@ -236,7 +236,7 @@ def _speed(engine: Engine, prompt: Sequence[int], case: Case, tokens: int) -> tu
     params = SamplingParams(tokens, case.temperature)
     (samples,) = engine.sample([Prompt(list(prompt), (0, 0, 0))], case.samples, params, note)
     seconds = time.process_time() - started[0]
-    return sum(len(one.token_ids) - 1 for one in samples) / seconds, samples
+    return sum(len(sample.token_ids) - 1 for sample in samples) / seconds, samples
 
 
 def _bits(one: Completion) -> tuple[list[int], list[float]]:

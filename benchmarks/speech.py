@@ -105,10 +105,10 @@ def speak_together(speaker: Speaker, text: str, seeds: range) -> list[SpeechTime
     requests = [speaker.request(Utterance(text), seed) for seed in seeds]
     for request in requests:
         speaker.pipeline.add(request)
-    found = []
+    times = []
     while speaker.pipeline.unfinished:
-        found += [delta.times for delta in speaker.pipeline.step() if delta.times is not None]
-    return found
+        times += [delta.times for delta in speaker.pipeline.step() if delta.times is not None]
+    return times
 
 
 def measure_alone(folder: Path, text: str, rounds: int) -> dict[str, dict[str, Any]]:
@@ -117,12 +117,12 @@ def measure_alone(folder: Path, text: str, rounds: int) -> dict[str, dict[str, A
     times: dict[int, list[SpeechTimes]] = {streams: [] for streams in STREAMS}
     for turn in range(-1, rounds):
         for streams in STREAMS:
-            found = speak_together(speaker, text, range(100 * turn + 100, 100 * turn + 100 + streams))
-            times[streams] += found if turn >= 0 else []
+            spoken = speak_together(speaker, text, range(100 * turn + 100, 100 * turn + 100 + streams))
+            times[streams] += spoken if turn >= 0 else []
     return {
         f"{streams} streams": summary(
-            [Heard(one.first_audio, one.seconds, one.audio, one.underruns) for one in times[streams]],
-            [one.first_code for one in times[streams]],
+            [Heard(item.first_audio, item.seconds, item.audio, item.underruns) for item in times[streams]],
+            [item.first_code for item in times[streams]],
         )
         for streams in STREAMS
     }
@@ -177,24 +177,24 @@ def measure_served(url: str, text: str, rounds: int) -> dict[str, dict[str, Any]
             for streams in STREAMS:
                 before = first_codes(client)
                 seeds = range(100 * turn + 100, 100 * turn + 100 + streams)
-                found = asyncio.run(round_of(url, voices["model"], text, seeds, voices["sample_rate"]))
+                results = asyncio.run(round_of(url, voices["model"], text, seeds, voices["sample_rate"]))
                 after = first_codes(client)
                 if turn >= 0:
-                    heard[streams] += found
+                    heard[streams] += results
                     codes[streams].append((after[0] - before[0]) / (after[1] - before[1]))
     return {f"{streams} streams": summary(heard[streams], codes[streams]) for streams in STREAMS}
 
 
 def summary(heard: list[Heard], codes: list[float]) -> dict[str, Any]:
-    factors = sorted(one.seconds / one.audio for one in heard)
-    firsts = sorted(1000 * one.first for one in heard)
+    factors = sorted(utterance.seconds / utterance.audio for utterance in heard)
+    firsts = sorted(1000 * utterance.first for utterance in heard)
     return {
         "real-time factor, p50": round(statistics.median(factors), 3),
         "real-time factor, worst": round(factors[-1], 3),
         "first code, ms": round(1000 * statistics.mean(codes)),
         "first audio, ms, p50": round(statistics.median(firsts)),
         "first audio, ms, worst": round(firsts[-1]),
-        "underruns": sum(one.underruns for one in heard),
+        "underruns": sum(utterance.underruns for utterance in heard),
         "utterances": len(heard),
     }
 
@@ -205,9 +205,9 @@ def server(folder: Path) -> Iterator[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stderr is not None
-        found = re.search(r"(http://\S+)/v1", process.stderr.readline())
-        assert found
-        yield found[1]
+        match = re.search(r"(http://\S+)/v1", process.stderr.readline())
+        assert match
+        yield match[1]
         process.terminate()
 
 
@@ -217,16 +217,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--served-rounds", type=int, default=1)
     parser.add_argument("--text", default=TEXT)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = given.folder or Path(scratch) / "speech"
-        if given.folder is None:
+        folder = arguments.folder or Path(scratch) / "speech"
+        if arguments.folder is None:
             save_random_model(folder)
-        alone = measure_alone(folder, given.text, given.rounds)
+        alone = measure_alone(folder, arguments.text, arguments.rounds)
         with server(folder) as url:
-            served = measure_served(url, given.text, given.served_rounds)
-        write(alone, served, folder, random=given.folder is None)
+            served = measure_served(url, arguments.text, arguments.served_rounds)
+        write(alone, served, folder, random=arguments.folder is None)
 
 
 def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random: bool) -> None:
@@ -267,7 +267,7 @@ def write(alone: dict[str, Any], served: dict[str, Any], folder: Path, *, random
 
 
 def millions(module: torch.nn.Module) -> float:
-    return round(sum(one.numel() for one in module.parameters()) / 1e6, 2)
+    return round(sum(parameter.numel() for parameter in module.parameters()) / 1e6, 2)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def main() -> None:
 
 def rates(seed: int, run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A table row for each speaker."""
-    found = run["heard"]["summary"]["word_error_rates"]
+    errors = run["heard"]["summary"]["word_error_rates"]
     return [
         {
             "seed": seed,
@@ -51,7 +51,7 @@ def rates(seed: int, run: Mapping[str, Any]) -> list[dict[str, Any]]:
             "words": rate["words"],
         }
         for speaker in SPEAKERS
-        for name, rate in found.items()
+        for name, rate in errors.items()
         if name.endswith(speaker)
     ]
 

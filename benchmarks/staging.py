@@ -59,7 +59,7 @@ def arm(size: int, looks: int) -> dict[str, Any]:
             self.sent += len(data)
             return super().run(command, source=io.BytesIO(data), **rest)
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         folder = Path(name)
         bundle = large_bundle(folder, size)
@@ -70,31 +70,31 @@ def arm(size: int, looks: int) -> dict[str, Any]:
             return RemotePlacement(host, site, AttemptLimits())
 
         near = Counting()
-        there = placement(near, "near")
+        target = placement(near, "near")
         for what in ("first", "second"):
             near.sent = 0
-            found[f"pipe, {what}: seconds"] = staged(there, bundle, folder, what)
-            found[f"pipe, {what}: megabytes"] = near.sent / 1e6
+            results[f"pipe, {what}: seconds"] = staged(target, bundle, folder, what)
+            results[f"pipe, {what}: megabytes"] = near.sent / 1e6
         shutil.rmtree(folder / "near")
         near.cuts = True
         try:
-            staged(there, bundle, folder, "cut")
+            staged(target, bundle, folder, "cut")
         except HostUnreachableError:
             near.sent = 0
-        found["pipe, after a cut: seconds"] = staged(there, bundle, folder, "cut")
-        found["pipe, after a cut: megabytes"] = near.sent / 1e6
+        results["pipe, after a cut: seconds"] = staged(target, bundle, folder, "cut")
+        results["pipe, after a cut: megabytes"] = near.sent / 1e6
         shutil.rmtree(folder / "near")
-        found |= {f"pipe, a poll: {key}": value for key, value in looked(there, folder, looks, []).items()}
+        results |= {f"pipe, a poll: {key}": value for key, value in looked(target, folder, looks, []).items()}
         with sshd(folder / "sshd") as server:
             host = SshHost(server.settings(), folder / "keys")
-            there = placement(host, "far")
+            target = placement(host, "far")
             for what in ("first", "second"):
-                found[f"ssh, {what}: seconds"] = staged(there, bundle, folder, f"far-{what}")
+                results[f"ssh, {what}: seconds"] = staged(target, bundle, folder, f"far-{what}")
             shutil.rmtree(folder / "far")
-            figures = looked(there, folder, looks, [server.process.pid])
-            found |= {f"ssh, a poll: {key}": value for key, value in figures.items()}
+            figures = looked(target, folder, looks, [server.process.pid])
+            results |= {f"ssh, a poll: {key}": value for key, value in figures.items()}
             host.disconnect()
-    return found
+    return results
 
 
 def large_bundle(folder: Path, size: int) -> Path:
@@ -138,8 +138,8 @@ def looked(placement: Any, folder: Path, looks: int, servers: list[int]) -> dict
 
     def look() -> bool:
         """As the reconciler looks at an attempt that is running."""
-        seen = placement.observe(attempt)
-        if seen.claim is not None and getattr(seen, "more", True):
+        status = placement.observe(attempt)
+        if status.claim is not None and getattr(status, "more", True):
             placement.pull(attempt)
         return bool((attempt.directory / "runtime" / "runtime.log").exists())
 
@@ -174,14 +174,14 @@ def processor_seconds(servers: list[int]) -> float:
 
 def turns(checkouts: dict[str, Path], rounds: int, size: int, looks: int) -> dict[str, list[dict[str, Any]]]:
     """Every checkout measured in a process of its own, taking turns."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     for _ in range(rounds):
         for name, checkout in checkouts.items():
             command = [sys.executable, __file__, "--arm", "--size", str(size), "--looks", str(looks)]
             environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-            found[name].append(json.loads(done.stdout))
-    return found
+            results[name].append(json.loads(done.stdout))
+    return results
 
 
 def commit_of(checkout: Path) -> str:
@@ -200,35 +200,35 @@ def main() -> None:
     parser.add_argument("--looks", type=int, default=20)
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--arm", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.arm:
-        print(json.dumps(arm(given.size, given.looks)))
+    arguments = parser.parse_args()
+    if arguments.arm:
+        print(json.dumps(arm(arguments.size, arguments.looks)))
         return
     with tempfile.TemporaryDirectory() as folder:
         checkouts = {"now": ROOT}
-        if given.against:
+        if arguments.against:
             checkouts = {"before": Path(folder) / "before", **checkouts}
             subprocess.run(["git", "clone", "-q", str(ROOT), str(checkouts["before"])], check=True)
             subprocess.run(
-                ["git", "-C", str(checkouts["before"]), "checkout", "-q", given.against], check=True
+                ["git", "-C", str(checkouts["before"]), "checkout", "-q", arguments.against], check=True
             )
-        found = turns(checkouts, given.rounds, given.size, given.looks)
+        results = turns(checkouts, arguments.rounds, arguments.size, arguments.looks)
     from perilune.bundle.machine import describe_machine
 
     document = {
         "title": "Time to stage a bundle and to poll an attempt",
         "about": ABOUT,
-        "command": f"python benchmarks/staging.py --against {given.against}",
+        "command": f"python benchmarks/staging.py --against {arguments.against}",
         "measured": {
-            key: {name: [round(one[key], 3) for one in figures] for name, figures in found.items()}
-            for key in found["now"][0]
+            key: {name: [round(row[key], 3) for row in figures] for name, figures in results.items()}
+            for key in results["now"][0]
         },
-        "size of the large input, MB": round(given.size / 1e6, 1),
-        "commit of `before`": given.against,
+        "size of the large input, MB": round(arguments.size / 1e6, 1),
+        "commit of `before`": arguments.against,
         "commit of `now`": commit_of(ROOT),
         "machine": describe_machine(),
     }
-    given.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    arguments.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(document["measured"], indent=1))
 
 

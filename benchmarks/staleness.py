@@ -43,7 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     records: list[Record] = read_json(arguments.out)["records"] if arguments.out.exists() else []
     for seed in arguments.seeds:
-        for record in measured(seed, arguments, {name(one) for one in records if one["seed"] == seed}):
+        for record in measured(seed, arguments, {name(row) for row in records if row["seed"] == seed}):
             records.append(record)
             print(time.strftime("%H:%M:%S"), told(record), flush=True)
             save(arguments.out, records)
@@ -51,11 +51,11 @@ def main() -> None:
 
 def save(path: Path, records: list[Record]) -> None:
     seeds = sorted({record["seed"] for record in records})
-    made = document("staleness.py", ["--seeds", *map(str, seeds)], 0.0)
-    del made["minutes"]
+    provenance = document("staleness.py", ["--seeds", *map(str, seeds)], 0.0)
+    del provenance["minutes"]
     settings = {"steps": STEPS, "prompts": PROMPTS, "samples": SAMPLES, "updates": UPDATES}
-    ordered = sorted(records, key=lambda one: (one["seed"], one["staleness"], list(ARMS).index(one["arm"])))
-    write(path, made | {"settings": settings, "arms": ARMS, "records": ordered})
+    ordered = sorted(records, key=lambda row: (row["seed"], row["staleness"], list(ARMS).index(row["arm"])))
+    write(path, provenance | {"settings": settings, "arms": ARMS, "records": ordered})
 
 
 def measured(seed: int, arguments: argparse.Namespace, known: set[tuple[int, str]]) -> Iterator[Record]:
@@ -70,13 +70,13 @@ def measured(seed: int, arguments: argparse.Namespace, known: set[tuple[int, str
         for age, arm in missing:
             record = {"seed": seed, "staleness": age, "arm": arm}
             try:
-                found = climb(first, age, arm, Path(folder) / f"{arm}-{age}")
+                stages = climb(first, age, arm, Path(folder) / f"{arm}-{age}")
             except ProcessLostError:
                 raise
             except WorkFailedError as error:  # a check ended the run, which is a result too
                 yield {**record, "failed": str(error)}
                 continue
-            yield {**record, **figures(first, found)}
+            yield {**record, **figures(first, stages)}
 
 
 def climb(first: Mapping[str, Any], age: int, arm: str, folder: Path) -> dict[str, dict[str, Any]]:

@@ -44,7 +44,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     arms = [arm for arm in CORRECTIONS if any(arm == other for _, other in cells)]
     about = [
         ABOUT.format(**document["settings"]),
-        "\n".join(f"* {one}" for one in [*findings(cells, ages, arms), *stopped(document["records"])]),
+        "\n".join(f"* {line}" for line in [*findings(cells, ages, arms), *stopped(document["records"])]),
         f"![pass@1 against staleness, one panel per correction]({CHART})",
     ]
     table = {
@@ -79,22 +79,22 @@ def findings(cells: Cells, ages: list[int], arms: list[str]) -> list[str]:
     }
     differences = {
         name: [
-            cells[one][seed] - cells[other][seed] for seed in sorted(cells[one].keys() & cells[other].keys())
+            cells[key][seed] - cells[other][seed] for seed in sorted(cells[key].keys() & cells[other].keys())
         ]
-        for name, (one, other) in questions.items()
-        if one in cells and other in cells
+        for name, (key, other) in questions.items()
+        if key in cells and other in cells
     }
     compared = compare_over_seeds({name: values for name, values in differences.items() if len(values) > 1})
-    shown = [
-        f"{name}: {one.describe()}."
-        for name, one in compared.items()
-        if one.conclusion in ("higher", "lower")
+    claimed = [
+        f"{name}: {comparison.describe()}."
+        for name, comparison in compared.items()
+        if comparison.conclusion in ("higher", "lower")
     ]
     reached = (
         f"Without staleness pass@1 is {fmean(base.values()):.1%} after training, over {len(base)} seeds."
     )
-    rest = f"No difference is shown in {len(compared) - len(shown)} of {len(compared)} comparisons."
-    return [reached, *shown, rest]
+    rest = f"No difference is shown in {len(compared) - len(claimed)} of {len(compared)} comparisons."
+    return [reached, *claimed, rest]
 
 
 def mean_and_range(values: Sequence[float]) -> str:
@@ -105,19 +105,19 @@ def mean_and_range(values: Sequence[float]) -> str:
 def stopped(records: list[Record]) -> list[str]:
     """The runs that a check ended."""
     return [
-        f"`{one['arm']}` at staleness {one['staleness']} stopped with seed {one['seed']}: {one['failed']}."
-        for one in records
-        if "failed" in one
+        f"`{row['arm']}` at staleness {row['staleness']} stopped with seed {row['seed']}: {row['failed']}."
+        for row in records
+        if "failed" in row
     ]
 
 
 def curves(cells: Cells, ages: list[int], arms: list[str]) -> dict[str, Curve]:
     """pass@1 of each arm by staleness; all begin at that without staleness."""
-    found = {}
-    for arm in [DEFAULT, *(one for one in arms if one != DEFAULT)]:
+    result = {}
+    for arm in [DEFAULT, *(name for name in arms if name != DEFAULT)]:
         points = {0: [*cells[0, DEFAULT].values()]}
         points |= {age: [*cells[age, arm].values()] for age in ages if (age, arm) in cells}
-        values = [(fmean(one), min(one), max(one)) for one in points.values()]
+        values = [(fmean(rates), min(rates), max(rates)) for rates in points.values()]
         x, (mean, low, high) = np.array([*points], float), np.array(values).T
-        found[arm] = (x, mean, low, high)
-    return found
+        result[arm] = (x, mean, low, high)
+    return result

@@ -62,39 +62,39 @@ def main() -> None:
 
 def run(seed: int) -> dict[str, dict[str, float]]:
     """The figures of each arm, and those after SFT."""
-    found = {}
+    results = {}
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
         for arm, overrides in ARMS.items():
             stages = run_recipe(RECIPE, seed, overrides, Path(home))
             paid = figures(episodes(stages["rl"], [f"step-{step:06d}" for step in PAID]))
-            found["after SFT"] = figures(episodes(stages["after_sft"]))
-            found[arm] = figures(episodes(stages["after_rl"])) | {
+            results["after SFT"] = figures(episodes(stages["after_sft"]))
+            results[arm] = figures(episodes(stages["after_rl"])) | {
                 f"{name} while paid": paid[name] for name in ("spawned", "finished")
             }
-            print(json.dumps({"seed": seed, arm: found[arm]}), flush=True)
-    return found
+            print(json.dumps({"seed": seed, arm: results[arm]}), flush=True)
+    return results
 
 
 def episodes(stage: Mapping[str, Any], names: Sequence[str] = ()) -> list[Episode]:
     """The sampled episodes of a stage, or those of the files with these names."""
     files = sorted((stage["folder"] / "artifacts" / "episodes").glob("*.parquet"))
     wanted = [file for file in files if (file.stem in names if names else file.stem != "greedy")]
-    return [one for file in wanted for one in read_episodes(file)]
+    return [episode for file in wanted for episode in read_episodes(file)]
 
 
 def figures(played: Sequence[Episode]) -> dict[str, float]:
     """Means over episodes; `finished` is the share of all spawned sub-agents."""
-    metrics = [one.metrics for one in played]
-    spawned = [one.get("spawned", one.get("sub_agents", 0.0)) for one in metrics]
-    tokens = [len(one.prompt_ids) + len(one.token_ids) for one in played]
+    metrics = [episode.metrics for episode in played]
+    spawned = [row.get("spawned", row.get("sub_agents", 0.0)) for row in metrics]
+    tokens = [len(episode.prompt_ids) + len(episode.token_ids) for episode in played]
     return {
-        "accuracy": fmean(one.get("right", 0.0) for one in metrics),
-        "episodes that spawn": fmean(one > 0 for one in spawned),
+        "accuracy": fmean(row.get("right", 0.0) for row in metrics),
+        "episodes that spawn": fmean(count > 0 for count in spawned),
         "spawned": fmean(spawned),
         "finished": sum(one.get("finished", 0.0) for one in metrics) / max(sum(spawned), 1),
-        "critical steps": fmean(one.get("critical_steps", one["turns"]) for one in metrics),
+        "critical steps": fmean(row.get("critical_steps", row["turns"]) for row in metrics),
         "total tokens": fmean(
-            own + one.get("sub_agent_tokens", 0) for own, one in zip(tokens, metrics, strict=True)
+            own + row.get("sub_agent_tokens", 0) for own, row in zip(tokens, metrics, strict=True)
         ),
         "tokens of the orchestrator": fmean(tokens),
     }
@@ -105,7 +105,7 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, float]
         return [run[arm][name] for run in runs]
 
     def change(name: str, arm: str) -> list[float]:
-        return [mine / one - 1 for mine, one in zip(of(arm, name), of(ONE_AGENT, name), strict=True)]
+        return [value / base - 1 for value, base in zip(of(arm, name), of(ONE_AGENT, name), strict=True)]
 
     differences = {
         "critical steps": change("critical steps", PARL),
@@ -125,14 +125,14 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, float]
             {
                 "figure": name,
                 "relative change (accuracy: absolute), 95% interval": {
-                    "mean": one.mean,
-                    "low": one.low,
-                    "high": one.high,
+                    "mean": comparison.mean,
+                    "low": comparison.low,
+                    "high": comparison.high,
                 },
-                "by seed": list(one.differences),
-                "p corrected": one.p_corrected,
+                "by seed": list(comparison.differences),
+                "p corrected": comparison.p_corrected,
             }
-            for name, one in compared.items()
+            for name, comparison in compared.items()
         ],
         "by seed": [
             {"seed": seed, "rewards": arm, **run[arm]}

@@ -53,10 +53,10 @@ def main() -> None:
     began = time.monotonic()
 
     def run(seed: int) -> dict[str, Any]:
-        found = run_recipe(bundled_recipe("system_prompt"), seed)
-        rates = {name: round(found[stage]["summary"]["pass@1"]["mean"], 3) for name, stage in STAGES.items()}
+        stages = run_recipe(bundled_recipe("system_prompt"), seed)
+        rates = {name: round(stages[stage]["summary"]["pass@1"]["mean"], 3) for name, stage in STAGES.items()}
         print(f"seed {seed}: {rates}", flush=True)
-        return found
+        return stages
 
     runs = for_seeds(run, arguments.seeds, arguments.jobs)
     findings, differences = compare_arms(runs, STAGES, COMPARED)

@@ -55,7 +55,7 @@ def recorded_runs(home: Path) -> None:
     keys = ("stages.traces.traces", "stages.sft.steps", "stages.rl.steps")
     for name, values in STEPS.items():
         settings = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-        overrides = [word for one in settings for word in ("--set", one)]
+        overrides = [word for setting in settings for word in ("--set", setting)]
         code, _, _ = perilune(home, "run", str(RECIPES / f"{name}.yaml"), *overrides)
         if code:
             raise SystemExit(f"{name} failed")
@@ -72,25 +72,25 @@ def make_suite(folder: Path) -> dict[str, Any]:
             digests[name] = tokenizer_digest(Path(saved))
         recorded.tokenizers[digests[name]] = tokenizer
     real = list(recorded.cassettes.values())
-    own = [one.model_copy(update={"tokenizer": digests[one.tokenizer]}) for one in own]
+    own = [cassette.model_copy(update={"tokenizer": digests[cassette.tokenizer]}) for cassette in own]
     chosen = [
-        (name, one)
+        (name, cassette)
         for name, part in choose_cassettes(cluster_cassettes([*real, *own]), EACH).items()
-        for one in part
+        for cassette in part
     ]
     pairs = [
-        (Case(digest=one.digest, cause=name, held_out=is_held_out(one.digest, 0.5)), one)
-        for name, one in chosen
+        (Case(digest=cassette.digest, cause=name, held_out=is_held_out(cassette.digest, 0.5)), cassette)
+        for name, cassette in chosen
     ]
     write_suite(folder, pairs, recorded.tokenizers, "")
-    sampled = {one.digest for one in real}
+    sampled = {cassette.digest for cassette in real}
     return {
         "recorded episodes": len(real),
         "not recorded": sum(recorded.refused.values()),
         "scripted episodes": len(own),
         "causes": len({name for name, _ in chosen}),
         "cases": len(pairs),
-        "cases of sampled episodes": sum(one.digest in sampled for _, one in chosen),
+        "cases of sampled episodes": sum(cassette.digest in sampled for _, cassette in chosen),
     }
 
 
@@ -111,26 +111,26 @@ def caught(home: Path, suite: Path, folder: Path, bug: Planted, shrink: int) -> 
     """Run the suite against a bug, and shrink some of the cases that fail."""
     source = planted(folder, bug)
     code, report, seconds = perilune(home, "traces", "run", str(suite), source=source)
-    failed = [one for one in report["results"] if not one["passed"]]
+    failed = [result for result in report["results"] if not result["passed"]]
     rescored, _, _ = perilune(home, "traces", "run", str(suite), "--mode", "rescore", source=source)
     cassettes = Suite(suite).cassettes
-    failed.sort(key=lambda one: cassettes[one["digest"]].tokens)
+    failed.sort(key=lambda result: cassettes[result["digest"]].tokens)
     chosen = failed[len(failed) // 2 :][:shrink]
     shares = []
-    for number, one in enumerate(chosen):
+    for number, result in enumerate(chosen):
         small = folder / f"small-{number}"
         shutil.rmtree(small, ignore_errors=True)
         python = str(Path(sys.executable))
-        options = (one["digest"], "--baseline", python, "--out", str(small))
-        _, found, _ = perilune(home, "traces", "shrink", str(suite), *options, source=source)
-        shares.append(found["mean_share_of_tokens"])
-    kinds = sorted({it["kind"] for one in failed for it in one["differences"]})
+        options = (result["digest"], "--baseline", python, "--out", str(small))
+        _, shrunk, _ = perilune(home, "traces", "shrink", str(suite), *options, source=source)
+        shares.append(shrunk["mean_share_of_tokens"])
+    kinds = sorted({difference["kind"] for result in failed for difference in result["differences"]})
     return {
         "bug": bug.name,
         "caught": bool(code),
         "cases that fail": len(failed),
         "caught by either half alone": all(
-            any(one["held_out"] == half for one in failed) for half in (False, True)
+            any(result["held_out"] == half for result in failed) for half in (False, True)
         ),
         "caught by rescore alone": bool(rescored),
         "differences": ", ".join(kinds),
@@ -169,7 +169,7 @@ def timed(home: Path, folder: Path) -> dict[str, Any]:
         for suite in suites
         for case in suite.index.cases[:: max(1, len(suite.index.cases) // share)][:share]
     ][:SIZE]
-    tokenizers = {one.tokenizer: suite.tokenizer(one.tokenizer) for suite in suites for one in _own(suite)}
+    tokenizers = {item.tokenizer: suite.tokenizer(item.tokenizer) for suite in suites for item in _own(suite)}
     write_suite(folder / "timed", pairs, tokenizers, "")
     code, report, seconds = perilune(home, "traces", "run", str(folder / "timed"))
     return {"cases": report["cases"], "exit code": code, "seconds": round(seconds, 1)}
@@ -181,13 +181,13 @@ def _own(suite: Suite) -> list[Cassette]:
 
 def by_cause(home: Path, suite: Path, folder: Path) -> dict[str, Any]:
     """All cases of a suite shrunk while they keep the cause of their outcome."""
-    _, found, seconds = perilune(home, "traces", "shrink", str(suite), "--out", str(folder / "small"))
+    _, shrunk, seconds = perilune(home, "traces", "shrink", str(suite), "--out", str(folder / "small"))
     _, again, _ = perilune(home, "traces", "run", str(folder / "small"))
-    before = sum(one["tokens"] for one in found["cassettes"])
-    after = sum(one["shrunk_tokens"] for one in found["cassettes"])
+    before = sum(cassette["tokens"] for cassette in shrunk["cassettes"])
+    after = sum(cassette["shrunk_tokens"] for cassette in shrunk["cassettes"])
     return {
-        "cases": len(found["cassettes"]),
-        "mean share of tokens": round(found["mean_share_of_tokens"], 3),
+        "cases": len(shrunk["cassettes"]),
+        "mean share of tokens": round(shrunk["mean_share_of_tokens"], 3),
         "share of all tokens": round(after / before, 3),
         "cases that still pass": again["cases"] - again["failed"],
         "seconds": round(seconds, 1),
@@ -204,8 +204,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "traces.json")
     arguments = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="perilune-traces-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="perilune-traces-") as scratch:
+        folder = Path(scratch)
         home = arguments.home or folder / "home"
         os.environ["PERILUNE_HOME"] = str(home)
         if arguments.home is None:
@@ -216,24 +216,24 @@ def main() -> None:
         alarms["in the suite itself"] = clean["failed"]
         seconds = timed(home, folder)
         causes = by_cause(home, folder / "timed", folder)
-        bugs = [caught(home, folder / "suite", folder, one, arguments.shrink) for one in PLANTED]
-    found = {"suite": suite, "planted bugs": bugs, "replays without a bug": alarms}
-    found |= {"exact replays": exact, "time of a suite": seconds, "shrinking by cause": causes}
-    write(arguments.out, described(found) | document("traces.py", sys.argv[1:], began))
+        bugs = [caught(home, folder / "suite", folder, bug, arguments.shrink) for bug in PLANTED]
+    result = {"suite": suite, "planted bugs": bugs, "replays without a bug": alarms}
+    result |= {"exact replays": exact, "time of a suite": seconds, "shrinking by cause": causes}
+    write(arguments.out, described(result) | document("traces.py", sys.argv[1:], began))
 
 
 def described(found: Mapping[str, Any]) -> dict[str, Any]:
     """The result with its title and a paragraph."""
     bugs: Sequence[Mapping[str, Any]] = found["planted bugs"]
-    shares = [share for one in bugs if (share := one["share of tokens after shrinking"]) is not None]
+    shares = [share for bug in bugs if (share := bug["share of tokens after shrinking"]) is not None]
     alarms, exact = found["replays without a bug"], found["exact replays"]
     about = [
         f"We recorded a suite of {found['suite']['cases']} [cassettes](../reference/glossary.md), and then"
         f" planted {len(bugs)} bugs, one at a time, in a copy of the source. The suite caught"
-        f" {sum(one['caught'] for one in bugs)} of them.",
+        f" {sum(bug['caught'] for bug in bugs)} of them.",
         f"In {alarms['harness'] + alarms['rescore']:,} replays without a bug there were"
         f" {alarms['false alarms']} false alarms.",
-        f"{sum(one['equal'] for one in exact)} of {sum(one['episodes'] for one in exact)} episodes of three"
+        f"{sum(row['equal'] for row in exact)} of {sum(row['episodes'] for row in exact)} episodes of three"
         " runs had the same tokens when they were sampled again.",
         f"`shrink` shortened one failing case of each bug to {sum(shares) / len(shares):.0%} of its tokens on"
         " average. The shortened case still gives different results with and without the bug.",

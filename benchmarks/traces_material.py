@@ -107,16 +107,16 @@ def scripted(per_section: int) -> tuple[list[Cassette], dict[str, Tokenizer]]:
     """Cassettes of `per_section` episodes of each section, as the harness plays them; their tokenizers."""
     tokenizers = {"plain": Tokenizer.byte_level()}
     tokenizers["chat"] = tokenizers["plain"].with_chat_template(CHATML, where="benchmark")
-    found: list[Cassette] = []
+    cassettes: list[Cassette] = []
     with Replayer(lambda name: tokenizers[name]) as replayer:
         for name, section in SECTIONS.items():
             tokenizer = "chat" if name in ("tools", "boxed") else "plain"
             drafts = list(islice(_drafts(name, section, tokenizer, tokenizers[tokenizer]), per_section))
-            for one, replay in zip(drafts, replayer.harness(drafts), strict=True):
+            for draft, replay in zip(drafts, replayer.harness(drafts), strict=True):
                 if replay.error:
                     raise RuntimeError(f"{name}: {replay.error}")
-                found.append(apply_replay(one, replay))
-    return found, tokenizers
+                cassettes.append(apply_replay(draft, replay))
+    return cassettes, tokenizers
 
 
 def _drafts(name: str, section: dict[str, Any], named: str, tokenizer: Tokenizer) -> Iterator[Cassette]:
@@ -148,15 +148,15 @@ def _played(environment: Any, task: Task, sampling: Sampling, script: list[str])
     session = environment.reset(task, session_seed(sampling.key))
     turns: dict[int, list[str]] = {}
     while not session.observation.done:
-        seen: Observation = session.observation
-        action = draw.choice(list(seen.legal or ("?",))) if draw.random() > 0.08 else "?"
-        turns.setdefault(seen.player, []).append(action)
+        observation: Observation = session.observation
+        action = draw.choice(list(observation.legal or ("?",))) if draw.random() > 0.08 else "?"
+        turns.setdefault(observation.player, []).append(action)
         session.step(action)
     session.close()
     return turns
 
 
 def _track(player: int, actions: list[str], tokenizer: Tokenizer) -> Track:
-    turns = [Turn(tokens=tuple(tokenizer.encode_completion(one)), text=one, finished=True) for one in actions]
+    turns = [Turn(tokens=tuple(tokenizer.encode_completion(act)), text=act, finished=True) for act in actions]
     verdict = Verdict(reward=None, terms={}, metrics={}, finish_reason="stop", failure="")
     return Track(player=player, opening=(), prompt=(), turns=tuple(turns), verdict=verdict)

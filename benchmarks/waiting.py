@@ -48,15 +48,15 @@ class Waiting(MultiTurn):
         """Sums of two and three digits, all different."""
         sums = [(a, b) for a in range(10) for b in range(10)]
         terms = [*sums, *((a, b, c) for a, b in sums for c in range(10))]
-        weights = [5.0 if len(one) == 2 else 0.5 for one in terms]  # half of the first tasks have two terms
+        weights = [5.0 if len(item) == 2 else 0.5 for item in terms]  # half of the first tasks have two terms
         drawn = random.Random(seed)
-        order = sorted(terms, key=lambda one: -(drawn.random() ** (1 / weights[terms.index(one)])))
-        for one in order:
-            text = "+".join(map(str, one)) + "="
+        order = sorted(terms, key=lambda numbers: -(drawn.random() ** (1 / weights[terms.index(numbers)])))
+        for numbers in order:
+            text = "+".join(map(str, numbers)) + "="
             digest = hashlib.sha256(text.encode()).hexdigest()
             if (int(digest[:8], 16) % 5 == 0) == (split == "heldout"):
                 prompt = ({"role": "user", "content": text},)
-                yield Task(digest[:32], prompt, {"answer": str(sum(one))}, difficulty=float(len(one)))
+                yield Task(digest[:32], prompt, {"answer": str(sum(numbers))}, difficulty=float(len(numbers)))
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
         """Wait, then score the one action."""

@@ -55,14 +55,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "results" / "weight_precision.json")
     arguments = parser.parse_args()
     began = time.monotonic()
-    found = [one for seed in arguments.seeds for one in measure(seed, arguments.set)]
+    rows = [row for seed in arguments.seeds for row in measure(seed, arguments.set)]
     about = {"title": "bfloat16 and int8 weights against float32", "about": ABOUT}
     result = about | document("weight_precision.py", sys.argv[1:], began)
-    write(arguments.out, result | {"tasks": TASKS, "samples": SAMPLES, "against float32": found})
-    for one in found:
+    write(arguments.out, result | {"tasks": TASKS, "samples": SAMPLES, "against float32": rows})
+    for row in rows:
         print(
-            f"seed {one['seed']}, {one['weights']}: KL {one['KL, mean']:.2e} nats a token, pass@1"
-            f" {one['pass@1']:.3f} against {one['pass@1 of float32']:.3f}"
+            f"seed {row['seed']}, {row['weights']}: KL {row['KL, mean']:.2e} nats a token, pass@1"
+            f" {row['pass@1']:.3f} against {row['pass@1 of float32']:.3f}"
         )
 
 
@@ -79,14 +79,14 @@ def measure(seed: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
         for index, ids in enumerate(tokenizer.encode_prompts([task.prompt for task in tasks]))
     ]
     groups = {kind: sample(decoder, prompts, kind) for kind in ("float32", *KINDS)}
-    rates = {kind: pass_rates(environment, tasks, found, tokenizer) for kind, found in groups.items()}
+    rates = {kind: pass_rates(environment, tasks, group, tokenizer) for kind, group in groups.items()}
     exact = distributions(decoder.frozen_copy(), prompts, groups["float32"])
-    found = []
+    rows = []
     for kind in KINDS:
         narrow = distributions(decoder.frozen_copy(kind), prompts, groups["float32"])
         passed = {"pass@1": mean(rates[kind]), "pass@1 of float32": mean(rates["float32"])}
         difference = paired_difference(rates["float32"], rates[kind], seed=seed)._asdict()
-        found.append(
+        rows.append(
             {
                 "seed": seed,
                 "weights": kind,
@@ -95,7 +95,7 @@ def measure(seed: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
                 "difference of pass@1": difference,
             }
         )
-    return found
+    return rows
 
 
 def sample(decoder: Decoder, prompts: Sequence[Prompt], kind: str) -> list[list[Completion]]:
@@ -116,9 +116,9 @@ def pass_rates(
     for task, group in zip(tasks, groups, strict=True):
         outcomes = [
             environment.score(
-                task, Transcript(tokenizer.decode(one.token_ids), finished=one.finish_reason == "stop")
+                task, Transcript(tokenizer.decode(answer.token_ids), finished=answer.finish_reason == "stop")
             )
-            for one in group
+            for answer in group
         ]
         right = [isinstance(outcome, Score) and outcome.reward >= 1 for outcome in outcomes]
         rates[task.task_id] = sum(right) / len(right)
@@ -132,7 +132,7 @@ def distributions(
     """Log-probs [N, V] before every sampled token, in float64, and the tokens [N]."""
     logprobs, chosen = [], []
     for prompt, group in zip(prompts, groups, strict=True):
-        texts = [torch.tensor([*prompt.token_ids, *one.token_ids.tolist()]) for one in group]
+        texts = [torch.tensor([*prompt.token_ids, *answer.token_ids.tolist()]) for answer in group]
         lengths = torch.tensor([len(text) for text in texts])
         positions = torch.cat([torch.arange(len(text)) for text in texts])
         bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

@@ -87,18 +87,18 @@ class Training:
             for i in range(SEQUENCES)
         ]
         drawn = Engine(self.decoder, slots=SEQUENCES).sample(prompts, 1, SamplingParams(TOKENS))
-        answers = [[*prompt.token_ids, *one.token_ids] for prompt, (one,) in zip(prompts, drawn, strict=True)]
-        self._tokens = torch.tensor([token for one in answers for token in one])
-        self._positions = torch.tensor([i for one in answers for i in range(len(one))])
-        self._bounds = torch.tensor([0, *(len(one) for one in answers)]).cumsum(0)
+        answers = [[*prompt.token_ids, *out.token_ids] for prompt, (out,) in zip(prompts, drawn, strict=True)]
+        self._tokens = torch.tensor([token for answer in answers for token in answer])
+        self._positions = torch.tensor([i for answer in answers for i in range(len(answer))])
+        self._bounds = torch.tensor([0, *(len(answer) for answer in answers)]).cumsum(0)
         with torch.no_grad():
-            for one in self.decoder.parameters():
-                one.copy_(one.bfloat16())
+            for weight in self.decoder.parameters():
+                weight.copy_(weight.bfloat16())
                 if start == "trained":
                     # Half of the distance to the neighbours, 2^-8 of the power of two below the value.
-                    _, exponent = torch.frexp(one)
-                    half = torch.ldexp(torch.ones_like(one), exponent - 9)
-                    one.add_((torch.rand(one.shape, generator=self._random) * 2 - 1) * 0.999 * half)
+                    _, exponent = torch.frexp(weight)
+                    half = torch.ldexp(torch.ones_like(weight), exponent - 9)
+                    weight.add_((torch.rand(weight.shape, generator=self._random) * 2 - 1) * 0.999 * half)
         settings = OptimizerSettings()
         self.optimizer = AdamW(
             {name: p.requires_grad_() for name, p in self.decoder.named_parameters()},
@@ -109,18 +109,18 @@ class Training:
 
     def kept(self) -> Kept:
         """What an engine keeps of the weights, by precision."""
-        whole = {name: one.detach().clone() for name, one in self.decoder.state_dict().items()}
+        whole = {name: tensor.detach().clone() for name, tensor in self.decoder.state_dict().items()}
         return {precision: kept(whole, rounded(self.decoder), precision) for precision in PRECISIONS}
 
     @torch.no_grad()
     def further(self, done: float, lr: float) -> tuple[Kept, Kept]:
         """Before and after another step in the direction of the last one, which had the rate `done`."""
         before = self.kept()
-        for name, one in self.decoder.named_parameters():
-            one.sub_(self.optimizer._last_change(name) * (lr / done))
+        for name, weight in self.decoder.named_parameters():
+            weight.sub_(self.optimizer._last_change(name) * (lr / done))
         after = self.kept()
-        for name, one in self.decoder.named_parameters():
-            one.copy_(before["float32"][name])
+        for name, weight in self.decoder.named_parameters():
+            weight.copy_(before["float32"][name])
         return before, after
 
     def step(self, lr: float) -> None:
@@ -146,16 +146,16 @@ def kept(
     if precision == "float32":
         return dict(state)
     if precision == "bfloat16":
-        return {name: one.to(matrices.get(name, one.dtype)) for name, one in state.items()}
-    found: dict[str, Tensor] = {}
-    for name, one in state.items():
+        return {name: tensor.to(matrices.get(name, tensor.dtype)) for name, tensor in state.items()}
+    result: dict[str, Tensor] = {}
+    for name, tensor in state.items():
         if name not in matrices or name == "model.embed_tokens.weight":
-            found[name] = one.to(matrices.get(name, one.dtype))
+            result[name] = tensor.to(matrices.get(name, tensor.dtype))
         else:
-            narrow = round_weight(one, "int8")
+            narrow = round_weight(tensor, "int8")
             assert narrow.scales is not None
-            found |= {name: narrow.values, f"{name}.scales": narrow.scales}
-    return found
+            result |= {name: narrow.values, f"{name}.scales": narrow.scales}
+    return result
 
 
 def rounded(decoder: Decoder) -> dict[str, torch.dtype]:
@@ -182,8 +182,8 @@ def curve(model: str, seeds: list[int]) -> Iterator[dict[str, Any]]:
             row: dict[str, Any] = {"model": name_of(model), "start": start, "learning rate": lr}
             for precision in PRECISIONS:
                 updates = [delta(before[precision], after[precision]) for before, after in pairs]
-                row[f"{precision}: changed"] = median(one.changed for one in updates)
-                row[f"{precision}: delta / full"] = median(one.bytes / one.full_bytes for one in updates)
+                row[f"{precision}: changed"] = median(item.changed for item in updates)
+                row[f"{precision}: delta / full"] = median(item.bytes / item.full_bytes for item in updates)
             print(row, flush=True)
             yield row
 
@@ -224,7 +224,7 @@ def local(training: Training, lr: float, folder: Path) -> dict[str, Any]:
     dtypes = rounded(training.decoder)
     writer, changed, reader = WeightWriter("delta"), CopyComparison(), WeightReader(dtypes)
     before = writer.write(folder / "0", training.kept()["bfloat16"], 0, changed)
-    state = {name: torch.empty_like(one) for name, one in training.decoder.state_dict().items()}
+    state = {name: torch.empty_like(tensor) for name, tensor in training.decoder.state_dict().items()}
     load_into(state, reader, before.path)
     training.step(lr)
     new = training.kept()["bfloat16"]
@@ -250,8 +250,8 @@ def local(training: Training, lr: float, folder: Path) -> dict[str, Any]:
 
 def load_into(state: dict[str, Tensor], reader: WeightReader, path: Path) -> None:
     """Read an update and copy its tensors, as a receiver does."""
-    for name, one in reader.read(path, state).items():
-        state[name].copy_(one)
+    for name, tensor in reader.read(path, state).items():
+        state[name].copy_(tensor)
     reader.commit()
 
 

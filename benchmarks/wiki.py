@@ -43,14 +43,14 @@ def main() -> None:
         control = Control(Home.open(home))
         filled_home(control, arguments.runs, arguments.each)
         measured = {"builds": [builds(control)], "one figure changed": [one_change(control)]}
-        found, rows = faults(control, arguments.each)
+        lint, rows = faults(control, arguments.each)
         control.store.close()
     about = {"title": "A wiki whose numbers are queries", "about": ABOUT}
     write(
         arguments.out,
         about
         | measured
-        | {"planted faults": rows, "lint": [found]}
+        | {"planted faults": rows, "lint": [lint]}
         | document("wiki.py", sys.argv[1:], began),
     )
 
@@ -83,20 +83,20 @@ def filled_home(control: Control, runs: int, each: int) -> None:
     base, draw = find_run(control, "base/test"), random.Random(0)
     add_arms(control, "base/test")
     spare_runs(control, "base/test", SPARE * each)
-    left = runs - 1 - 7 - SPARE * each
-    for place in range(left):
-        arm, seed = divmod(place % 40, 5)
+    remaining = runs - 1 - 7 - SPARE * each
+    for number in range(remaining):
+        arm, seed = divmod(number % 40, 5)
         rate = draw.betavariate(4, 4)
-        another_run(control, base, seed, figure(rate), [f"rl.lr={arm}"], f"recipe{place // 40}")
+        another_run(control, base, seed, figure(rate), [f"rl.lr={arm}"], f"recipe{number // 40}")
 
 
 def builds(control: Control) -> dict[str, Any]:
     """Seconds of builds, and whether two builds from nothing give the same bytes."""
     first, second = Wiki.of(control), Wiki(control.home.root / "again")
     for wiki in (first, second):
-        for place in range(20):
-            run = find_run(control, f"recipe{place}/test").id
-            wiki.write(f"questions/q-{place}.md", question("test", run))
+        for number in range(20):
+            run = find_run(control, f"recipe{number}/test").id
+            wiki.write(f"questions/q-{number}.md", question("test", run))
     whole, same = [], []
     for _ in range(TIMES):
         shutil.rmtree(second.root / ".perilune", ignore_errors=True)
@@ -118,12 +118,12 @@ def builds(control: Control) -> dict[str, Any]:
     more = timed(first)
     compile_wiki(second, second.facts(control))
     files = sorted(
-        one.relative_to(first.root) for one in first.root.rglob("*.*") if ".perilune" not in one.parts
+        path.relative_to(first.root) for path in first.root.rglob("*.*") if ".perilune" not in path.parts
     )
     equal = all(
-        (first.root / one).read_bytes() == (second.root / one).read_bytes()
-        for one in files
-        if (first.root / one).is_file()
+        (first.root / file).read_bytes() == (second.root / file).read_bytes()
+        for file in files
+        if (first.root / file).is_file()
     )
     shutil.rmtree(second.root)
     return {
@@ -155,26 +155,26 @@ def one_change(control: Control) -> dict[str, Any]:
     data = path.read_bytes()
     tampered(control, run.id, 0.999)
     built = compile_wiki(wiki, wiki.facts(control))
-    found = lint_wiki(wiki.pages(), wiki.facts(control, verify=True))
+    findings = lint_wiki(wiki.pages(), wiki.facts(control, verify=True))
     path.unlink()
     path.write_bytes(data)
     compile_wiki(wiki, wiki.facts(control))
     return {
         "pages written": built.written,
         "numbers named": len(built.changed),
-        "pages named": len({one.page for one in built.changed}),
-        "findings of lint": len(found),
-        "findings that name the run": sum(run.id in one.message for one in found),
+        "pages named": len({change.page for change in built.changed}),
+        "findings of lint": len(findings),
+        "findings that name the run": sum(run.id in finding.message for finding in findings),
     }
 
 
 def faults(control: Control, each: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Findings before and after faults were planted, and recall for each kind."""
     wiki = Wiki.of(control)
-    spare = [find_run(control, f"spare{place}/test").id for place in range(SPARE * each)]
+    spare = [find_run(control, f"spare{number}/test").id for number in range(SPARE * each)]
     planter = Planter(control, wiki, "test", spare)
     kinds = planter.kinds
-    pages = {(kind, place): f"questions/{kind}-{place}" for kind in kinds for place in range(each)}
+    pages = {(kind, number): f"questions/{kind}-{number}" for kind in kinds for number in range(each)}
     run = find_run(control, "recipe5/test").id
     for page in pages.values():
         wiki.write(f"{page}.md", question("test", run))
@@ -182,7 +182,7 @@ def faults(control: Control, each: int) -> tuple[dict[str, Any], list[dict[str, 
     began = time.perf_counter()
     clean = lint_wiki(wiki.pages(), wiki.facts(control, verify=True))
     seconds = time.perf_counter() - began
-    known = {(one.page, one.code) for one in clean}
+    known = {(finding.page, finding.code) for finding in clean}
     for (kind, _), page in pages.items():
         if kind in BEFORE_A_BUILD:
             kinds[kind](page)
@@ -191,16 +191,16 @@ def faults(control: Control, each: int) -> tuple[dict[str, Any], list[dict[str, 
         if kind not in BEFORE_A_BUILD:
             kinds[kind](page)
     after = lint_wiki(wiki.pages(), wiki.facts(control, verify=True))
-    located = {(one.page, one.code) for one in after}
+    located = {(finding.page, finding.code) for finding in after}
     recall = dict.fromkeys(kinds, 0)
-    for (kind, place), page in pages.items():
-        recall[kind] += (page if kind != "orphan" else f"runs/01GONE{place}", kind) in located
+    for (kind, number), page in pages.items():
+        recall[kind] += (page if kind != "orphan" else f"runs/01GONE{number}", kind) in located
     damaged = set(spare)
     unexplained = [
-        one for one in after
-        if (one.page, one.code) not in known
-        and not (one.page.startswith(f"questions/{one.code}-") or one.page.startswith("runs/01GONE"))
-        and not any(run in f"{one.message} {one.page}" for run in damaged)
+        item for item in after
+        if (item.page, item.code) not in known
+        and not (item.page.startswith(f"questions/{item.code}-") or item.page.startswith("runs/01GONE"))
+        and not any(run in f"{item.message} {item.page}" for run in damaged)
     ]  # fmt: skip
     figures = {
         "planted": each * len(kinds),
@@ -210,7 +210,7 @@ def faults(control: Control, each: int) -> tuple[dict[str, Any], list[dict[str, 
         "unexplained findings": len(unexplained),
         "seconds of lint": seconds,
     }
-    return figures, [{"kind": kind, "planted": each, "found": found} for kind, found in recall.items()]
+    return figures, [{"kind": kind, "planted": each, "found": count} for kind, count in recall.items()]
 
 
 if __name__ == "__main__":

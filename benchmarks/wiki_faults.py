@@ -21,18 +21,18 @@ BEFORE_A_BUILD = (
 
 def add_arms(control: Control, base: str) -> list[str]:
     """Runs of three settings: two of three seeds whose intervals overlap, and one of a single seed."""
-    run, made = find_run(control, base), []
+    run, runs = find_run(control, base), []
     for arm, rates in zip(ARMS, ((0.5, 0.6, 0.7), (0.52, 0.6, 0.71), (0.9,)), strict=True):
-        made += [
+        runs += [
             another_run(control, run, seed, figure(rate), [arm], RECIPE) for seed, rate in enumerate(rates)
         ]
-    return made
+    return runs
 
 
 def spare_runs(control: Control, base: str, count: int) -> list[str]:
     """Runs that faults may damage: each of a recipe of its own."""
     run = find_run(control, base)
-    return [another_run(control, run, place, figure(0.3), name=f"spare{place}") for place in range(count)]
+    return [another_run(control, run, number, figure(0.3), name=f"spare{number}") for number in range(count)]
 
 
 def question(stage: str, run: str) -> str:
@@ -88,7 +88,7 @@ class Planter:
 
     def _edit(self, page: str, pattern: str, into: str) -> None:
         text = self.wiki.pages()[page]
-        changed, count = re.subn(pattern, lambda found: found.expand(into), text, count=1, flags=re.M)
+        changed, count = re.subn(pattern, lambda match: match.expand(into), text, count=1, flags=re.M)
         assert count == 1, (pattern, text)
         self.wiki.write(f"{page}.md", changed)
 
@@ -112,6 +112,6 @@ class Planter:
     def _replace(self, page: str) -> None:
         """A retry with the same settings takes the place of a run."""
         run = find_run(self.control, self._cite(page))
-        name = next(one.recipe for one in self.wiki.facts(self.control).runs if one.id == run.id)
+        name = next(other.recipe for other in self.wiki.facts(self.control).runs if other.id == run.id)
         seed = int(name.removeprefix("spare"))
         another_run(self.control, run, seed, figure(0.3), name=name, retry_of=run.id)

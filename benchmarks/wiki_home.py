@@ -94,10 +94,10 @@ def _bundle(source: Path, target: Path, seed: int) -> str:
     job = read_json(target / "job.json") | {"seed": seed}
     _replace(target / "job.json", json.dumps(job, sort_keys=True, separators=(",", ":")).encode())
     recorded = json.loads((target / BUNDLE_FILE).read_bytes())["files"]
-    entries = [Entry(**one) for one in recorded if one["path"] != "job.json"]
+    entries = [Entry(**entry) for entry in recorded if entry["path"] != "job.json"]
     status = (target / "job.json").lstat()
     entries = sorted(
-        [*entries, make_entry(target / "job.json", "job.json", status)], key=lambda one: one.path
+        [*entries, make_entry(target / "job.json", "job.json", status)], key=lambda entry: entry.path
     )
     _replace(target / BUNDLE_FILE, bundle_document(entries))
     return str(entries_digest(entries))

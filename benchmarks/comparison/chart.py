@@ -28,10 +28,10 @@ def panels(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" font-family="system-ui, sans-serif" font-size="10" fill="{INK}">'
     ]
-    for place, (name, curve) in enumerate(rest):
-        at = (place % columns) * WIDTH, (place // columns) * HEIGHT
+    for number, (name, curve) in enumerate(rest):
+        offset = (number % columns) * WIDTH, (number // columns) * HEIGHT
         parts += [
-            f'<g transform="translate({at[0]} {at[1]})">',
+            f'<g transform="translate({offset[0]} {offset[1]})">',
             *_axes(f"{name} over {first}", end),
             *_drawn(behind, end, FIRST),
             *_drawn(curve, end, OTHER),

@@ -29,7 +29,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         if len(arms) > 1:
             settings[name] = arms
     compared = compare(settings)
-    shown: dict[str, Any] = {"title": "Algorithms compared", "command": document["command"]}
+    page: dict[str, Any] = {"title": "Algorithms compared", "command": document["command"]}
     about, charts = [outcome(compared), ABOUT], {}
     if note := document.get("note"):
         about.insert(1, f"**Note.** {note}")
@@ -38,17 +38,17 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         charts[picture] = _chart(arms)
         about += [
             f"**{title}**",
-            "\n".join(f"* {one}" for one in findings(name, arms, compared)),
+            "\n".join(f"* {sentence}" for sentence in findings(name, arms, compared)),
             f"![Pass rate against CPU seconds, one panel per arm]({picture})",
         ]
         rates = document.get("learning_rates", {}).get(name, {})
-        shown[title] = _tables(name, arms, compared, rates)
+        page[title] = _tables(name, arms, compared, rates)
     rest = {
         key: value
         for key, value in document.items()
-        if key not in (*shown, "note", "settings", "records", "learning_rates")
+        if key not in (*page, "note", "settings", "records", "learning_rates")
     }
-    return {**shown, "about": "\n\n".join(about), "charts": charts, **rest}
+    return {**page, "about": "\n\n".join(about), "charts": charts, **rest}
 
 
 ABOUT = f"""\
@@ -75,12 +75,12 @@ def outcome(compared: Comparisons) -> str:
     """Two sentences: what was compared, and what came out."""
     arms = {arm for _, _, arm in compared}
     claimed = sorted(
-        {f"`{arm}`" for (_, _, arm), one in compared.items() if one.conclusion in ("higher", "lower")}
+        {f"`{arm}`" for (_, _, arm), result in compared.items() if result.conclusion in ("higher", "lower")}
     )
-    found = f"Only {', '.join(claimed)} differ from GRPO" if claimed else "None differs from GRPO"
+    verdict = f"Only {', '.join(claimed)} differ from GRPO" if claimed else "None differs from GRPO"
     return (
         f"The page compares {len(arms)} algorithms and variants with GRPO on tiny models, seed by seed."
-        f" {found} in at least one setting, after correction for the number of comparisons."
+        f" {verdict} in at least one setting, after correction for the number of comparisons."
     )
 
 
@@ -99,32 +99,32 @@ def compare(settings: Mapping[str, Arms]) -> Comparisons:
 def findings(setting: str, arms: Arms, compared: Comparisons) -> list[str]:
     """What the first arm reached, the differences claimed, and how small a difference the seeds can show."""
     base, *others = arms
-    start = fmean(one["before"]["pass@1"]["mean"] for one in arms[base].values())
-    reached = fmean(one["pass@1"]["mean"] for one in _done(arms, base).values())
+    start = fmean(record["before"]["pass@1"]["mean"] for record in arms[base].values())
+    reached = fmean(record["pass@1"]["mean"] for record in _done(arms, base).values())
     sentences = [
         f"`{base}` goes from {start:.1%} pass@1 after SFT to {reached:.1%} after RL, on average over"
         f" {len(arms[base])} seeds."
     ]
     for arm in others:
-        if stopped := [str(seed) for seed, one in arms[arm].items() if "failed" in one]:
+        if stopped := [str(seed) for seed, record in arms[arm].items() if "failed" in record]:
             sentences.append(f"`{arm}` was stopped by a check with seed {', '.join(stopped)}.")
     for question in ("episodes", "seconds"):
-        shown = {arm: one for arm in others if (one := compared.get((setting, question, arm)))}
+        tested = {arm: entry for arm in others if (entry := compared.get((setting, question, arm)))}
         sentences += [
-            f"`{arm}` against `{base}` at equal {question}: {one.describe()}."
-            for arm, one in shown.items()
-            if one.conclusion != "no difference shown"
+            f"`{arm}` against `{base}` at equal {question}: {entry.describe()}."
+            for arm, entry in tested.items()
+            if entry.conclusion != "no difference shown"
         ]
-        if rest := [f"`{arm}`" for arm, one in shown.items() if one.conclusion == "no difference shown"]:
+        if rest := [f"`{arm}`" for arm, entry in tested.items() if entry.conclusion == "no difference shown"]:
             sentences.append(f"No difference from `{base}` shown at equal {question}: {', '.join(rest)}.")
     for arm in others:
         sentences += _shorter(arms, base, arm)
     widths = [
-        (one.high - one.low) / 2
-        for (name, asked, _), one in compared.items()
-        if (name, asked) == (setting, "episodes")
+        (entry.high - entry.low) / 2
+        for (name, kind, _), entry in compared.items()
+        if (name, kind) == (setting, "episodes")
     ]
-    bounds = " to ".join(dict.fromkeys(f"{100 * one:.1f}" for one in (min(widths), max(widths))))
+    bounds = " to ".join(dict.fromkeys(f"{100 * width:.1f}" for width in (min(widths), max(widths))))
     sentences.append(
         "The seeds cannot show small differences: at equal episodes, 95% intervals reach"
         f" {bounds} points to either side."
@@ -137,7 +137,7 @@ def _shorter(arms: Arms, base: str, arm: str) -> list[str]:
     if arm != "toggle":
         return []
     pairs = _pairs(arms, base, arm)
-    cut = t_interval([1 - one["length"] / other["length"] for other, one in pairs.values()])
+    cut = t_interval([1 - record["length"] / other["length"] for other, record in pairs.values()])
     return [
         f"`{arm}` writes {cut['mean']:.1%} fewer tokens per answer than `{base}` (95% interval over seeds"
         f" {cut['low']:.1%} to {cut['high']:.1%})."
@@ -148,7 +148,7 @@ def at_equal_episodes(arms: Arms) -> dict[str, list[float]]:
     """Difference of pass@1 from the first arm: by arm, a value per seed."""
     base, *others = arms
     return {
-        arm: [one["pass@1"]["mean"] - other["pass@1"]["mean"] for other, one in pairs.values()]
+        arm: [record["pass@1"]["mean"] - other["pass@1"]["mean"] for other, record in pairs.values()]
         for arm in others
         if (pairs := _pairs(arms, base, arm))
     }
@@ -163,8 +163,8 @@ def at_equal_seconds(arms: Arms) -> dict[str, list[float]]:
     budget = seconds(arms)
     return {
         arm: [
-            rate_at(one["curve"], budget[seed]) - rate_at(other["curve"], budget[seed])
-            for seed, (other, one) in pairs.items()
+            rate_at(record["curve"], budget[seed]) - rate_at(other["curve"], budget[seed])
+            for seed, (other, record) in pairs.items()
         ]
         for arm in others
         if (pairs := _pairs(arms, base, arm))
@@ -182,7 +182,7 @@ def seconds(arms: Arms) -> dict[int, float]:
 
 def rate_at(curve: Mapping[str, Sequence[float]], budget: float) -> float:
     """Share of right answers among those of the last `WINDOW` steps that were over by then."""
-    over = max(1, sum(one <= budget + 1e-9 for one in curve["seconds"]))
+    over = max(1, sum(time <= budget + 1e-9 for time in curve["seconds"]))
     part = slice(max(0, over - WINDOW), over)
     return float(np.average(curve["pass_rate"][part], weights=curve["episodes"][part]))
 
@@ -194,7 +194,7 @@ def _tables(
     done = {arm: _done(arms, arm) for arm in arms}
     order = sorted(
         (arm for arm in arms if done[arm]),
-        key=lambda arm: -fmean(one["pass@1"]["mean"] for one in done[arm].values()),
+        key=lambda arm: -fmean(record["pass@1"]["mean"] for record in done[arm].values()),
     )
     tables: dict[str, Any] = {
         "after training": [
@@ -203,9 +203,9 @@ def _tables(
                 "pass@1, % (95% interval over seeds)": _percent(t_interval(_values(done[arm], "pass@1"))),
                 "pass@8, % (median, min to max)": _range(_values(done[arm], "pass@8"), 100),
                 "greedy, % (median, min to max)": _range(_values(done[arm], "greedy"), 100),
-                "tokens per answer": _range([one["length"] for one in done[arm].values()]),
-                "episodes": _range([sum(one["curve"]["episodes"]) for one in done[arm].values()], digits=0),
-                "CPU seconds": _range([one["curve"]["seconds"][-1] for one in done[arm].values()]),
+                "tokens per answer": _range([run["length"] for run in done[arm].values()]),
+                "episodes": _range([sum(run["curve"]["episodes"]) for run in done[arm].values()], digits=0),
+                "CPU seconds": _range([run["curve"]["seconds"][-1] for run in done[arm].values()]),
             }
             for arm in order
         ]
@@ -214,14 +214,14 @@ def _tables(
         tables[f"against {base} at equal {question}"] = [
             {
                 "arm": f"`{arm}`",
-                "difference, points": f"{100 * one.mean:+.1f}",
-                "95% interval": f"{100 * one.low:+.1f} to {100 * one.high:+.1f}",
-                "by seed": ", ".join(f"{100 * value:+.1f}" for value in one.differences),
-                "p": one.p,
-                "p corrected": one.p_corrected,
+                "difference, points": f"{100 * entry.mean:+.1f}",
+                "95% interval": f"{100 * entry.low:+.1f} to {100 * entry.high:+.1f}",
+                "by seed": ", ".join(f"{100 * value:+.1f}" for value in entry.differences),
+                "p": entry.p,
+                "p corrected": entry.p_corrected,
             }
             for arm in order
-            if (one := compared.get((setting, question, arm))) is not None
+            if (entry := compared.get((setting, question, arm))) is not None
         ]
     if rates:
         tables["pass@1 in % by learning rate, on the seed that chose it"] = [
@@ -232,7 +232,7 @@ def _tables(
 
 
 def _values(runs: Mapping[int, Record], name: str) -> list[float]:
-    return [one[name]["mean"] for one in runs.values()]
+    return [run[name]["mean"] for run in runs.values()]
 
 
 def _percent(found: Mapping[str, float]) -> str:
@@ -243,14 +243,14 @@ def _percent(found: Mapping[str, float]) -> str:
 
 def _range(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
     """Median, least and most; one figure where all agree."""
-    shown = [f"{scale * one:,.{digits}f}" for one in (median(values), min(values), max(values))]
-    return shown[0] if len(set(shown)) == 1 else f"{shown[0]} ({shown[1]} to {shown[2]})"
+    texts = [f"{scale * value:,.{digits}f}" for value in (median(values), min(values), max(values))]
+    return texts[0] if len(set(texts)) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
 
 
 def _chart(arms: Arms) -> str:
     curves = {}
     for arm in arms:
-        runs = [_smooth(one["curve"]) for one in _done(arms, arm).values()]
+        runs = [_smooth(record["curve"]) for record in _done(arms, arm).values()]
         if not runs:
             continue
         grid = np.linspace(max(x[0] for x, _ in runs), min(x[-1] for x, _ in runs), 60)
@@ -266,11 +266,11 @@ def _smooth(curve: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, np.ndarra
 
 
 def _arms(records: Sequence[Record], setting: str, order: Sequence[str]) -> Arms:
-    found: Arms = {arm: {} for arm in order}
+    by_arm: Arms = {arm: {} for arm in order}
     for record in records:
-        if record["setting"] == setting and record["arm"] in found:
-            found[record["arm"]][record["seed"]] = record
-    return {arm: _priced(runs) for arm, runs in found.items() if runs}
+        if record["setting"] == setting and record["arm"] in by_arm:
+            by_arm[record["arm"]][record["seed"]] = record
+    return {arm: _priced(runs) for arm, runs in by_arm.items() if runs}
 
 
 def _priced(runs: Mapping[int, Record]) -> dict[int, Record]:
@@ -279,9 +279,9 @@ def _priced(runs: Mapping[int, Record]) -> dict[int, Record]:
     An episode of a step costs the least that it cost in any seed: other load on the machine adds to the CPU
     time of a process, and never takes away from it.
     """
-    curves = {seed: one["curve"] for seed, one in runs.items() if "failed" not in one}
-    spent = [np.diff(one["processor"]) / one["episodes"][1:] for one in curves.values()]
-    least = np.min(spent, axis=0) if spent else np.zeros(0)
+    curves = {seed: run["curve"] for seed, run in runs.items() if "failed" not in run}
+    costs = [np.diff(curve["processor"]) / curve["episodes"][1:] for curve in curves.values()]
+    least = np.min(costs, axis=0) if costs else np.zeros(0)
     priced = {}
     for seed, curve in curves.items():
         times = np.concatenate([[0.0], np.cumsum(least * curve["episodes"][1:])])
@@ -290,10 +290,10 @@ def _priced(runs: Mapping[int, Record]) -> dict[int, Record]:
 
 
 def _done(arms: Arms, arm: str) -> dict[int, Record]:
-    return {seed: one for seed, one in sorted(arms[arm].items()) if "failed" not in one}
+    return {seed: run for seed, run in sorted(arms[arm].items()) if "failed" not in run}
 
 
 def _pairs(arms: Arms, base: str, arm: str) -> dict[int, tuple[Record, Record]]:
     """(first arm, this arm) by seed, where both came to the end."""
-    mine, theirs = _done(arms, arm), _done(arms, base)
-    return {seed: (theirs[seed], mine[seed]) for seed in mine if seed in theirs}
+    own, reference = _done(arms, arm), _done(arms, base)
+    return {seed: (reference[seed], own[seed]) for seed in own if seed in reference}

@@ -48,8 +48,8 @@ def main() -> int:
         chosen.models, chosen.engines, chosen.weights = ["smoke"], SMOKE_ENGINES, ["float32"]
         chosen.cores, chosen.repeats = [1], 1
     cases = [
-        Case(*each)
-        for each in itertools.product(chosen.models, chosen.workloads, chosen.weights, chosen.cores)
+        Case(*choice)
+        for choice in itertools.product(chosen.models, chosen.workloads, chosen.weights, chosen.cores)
     ]
     if chosen.list:
         print("\n".join(f"{case}: {', '.join(chosen.engines)}" for case in cases))

@@ -42,8 +42,8 @@ def floor(shape: Shape, requests: Sequence[Request], dtype: str, limits: Limits)
 
     prompts = [len(request.prompt) for request in requests]
     flops = 2 * shape.layer_parameters * sum(prompts) + 2 * shape.head_parameters * len(prompts)
-    seen = sum(length * (length + 1) / 2 for length in prompts)
-    prefill = max(flops / rate + attention * seen, weights)
+    pairs = sum(length * (length + 1) / 2 for length in prompts)
+    prefill = max(flops / rate + attention * pairs, weights)
 
     decode = cache = 0.0
     for step in range(1, max(request.new_tokens for request in requests)):

@@ -55,10 +55,10 @@ def drawn_alike(mine: dict[str, Any], reference: dict[str, Any]) -> bool:
 
     They would if one left out unlikely tokens, or divided by another temperature.
     """
-    means = [one["mean_logprob"] for one in (mine, reference)]
+    means = [engine["mean_logprob"] for engine in (mine, reference)]
     if None in means:
         return True
-    variance = sum(one["logprob_deviation"] ** 2 / one["tokens"] for one in (mine, reference))
+    variance = sum(engine["logprob_deviation"] ** 2 / engine["tokens"] for engine in (mine, reference))
     return abs(means[0] - means[1]) <= MOST_DEVIATIONS * math.sqrt(variance) + LEAST_DIFFERENCE
 
 

@@ -157,13 +157,13 @@ class Contestant:
         rounds = self.rounds
         figures: dict[str, Any] = {
             "tokens": rounds[0]["tokens"],
-            "seconds": [one["seconds"] for one in rounds],
-            "processor_seconds": [one["processor_seconds"] for one in rounds],
-            "first_token_seconds": [one["first_token_seconds"] for one in rounds],
-            "faults": sorted({fault for one in rounds for fault in one["faults"]}),
+            "seconds": [row["seconds"] for row in rounds],
+            "processor_seconds": [row["processor_seconds"] for row in rounds],
+            "first_token_seconds": [row["first_token_seconds"] for row in rounds],
+            "faults": sorted({fault for row in rounds for fault in row["faults"]}),
         }
         for name in ("mean_logprob", "logprob_deviation"):
-            values = [one[name] for one in rounds if one[name] is not None]
+            values = [row[name] for row in rounds if row[name] is not None]
             figures[name] = statistics.fmean(values) if values else None
         return figures
 
@@ -193,52 +193,52 @@ def run(case: Case, engines: Sequence[str], repeats: int, *, here: bool = False)
         len(engines) * (HELD * (path / "model.safetensors").stat().st_size + PROCESS_BYTES)
         < SHARE * _available_bytes()
     )
-    for group in [contestants] if together else [[one] for one in contestants]:
+    for group in [contestants] if together else [[contestant] for contestant in contestants]:
         with ExitStack() as stack:
             machine = Worker("limits", LIMITS, setup, here=here)
             stack.callback(machine.close)
             machine.ready()
-            for one in group:
-                stack.callback(one.close)
-                one.enter()
+            for contestant in group:
+                stack.callback(contestant.close)
+                contestant.enter()
             for number in range(repeats):
                 load.append(round(os.getloadavg()[0], 2))
                 measured.append(machine.ask("measure"))
                 first = number % len(group)
-                for one in group[first:] + group[:first]:
-                    one.play(number + 1)
-            for one in group:
-                one.finish()
+                for contestant in group[first:] + group[:first]:
+                    contestant.play(number + 1)
+            for contestant in group:
+                contestant.finish()
     limits = Limits(
-        {dtype: max(each["product"][dtype] for each in measured) for dtype in measured[0]["product"]},
-        max(each["read"] for each in measured),
+        {dtype: max(row["product"][dtype] for row in measured) for dtype in measured[0]["product"]},
+        max(row["read"] for row in measured),
     )
     least = floor(SHAPES[case.model], case.requests(), case.dtype, limits)
-    well = {one.name: one for one in contestants if one.failed is None}
+    well = {contestant.name: contestant for contestant in contestants if contestant.failed is None}
     reference = _reference(case, well[REFERENCE].greedy if REFERENCE in well else None)
     base = well[REFERENCE].figures() if REFERENCE in well else None
-    for one in contestants:
+    for contestant in contestants:
         record = {
             "model": case.model,
             "workload": case.workload,
             "weights": case.dtype,
             "cores": case.cores,
-            "engine": one.name,
+            "engine": contestant.name,
             "measured_at": begun,
             "load_average": load,
             "took_turns": together,
         }
-        if one.failed is not None:
-            yield {**record, "failed": one.failed}
+        if contestant.failed is not None:
+            yield {**record, "failed": contestant.failed}
             continue
-        figures = one.figures()
+        figures = contestant.figures()
         if base and not drawn_alike(figures, base):
             figures["faults"].append(f"samples that are not distributed as those of {REFERENCE}")
         yield {
             **record,
-            **one.about,
+            **contestant.about,
             **figures,
-            "greedy": agreement(one.greedy, reference) if reference else None,
+            "greedy": agreement(contestant.greedy, reference) if reference else None,
             "floor": dataclasses.asdict(least),
             "limits": dataclasses.asdict(limits),
         }

@@ -27,8 +27,8 @@ class Store:
 
     def __init__(self, path: Path, command: Sequence[str]) -> None:
         self._path = path
-        held = json.loads(path.read_text(encoding="utf-8"))["records"] if path.exists() else []
-        self._records = {_key(record): record for record in held}
+        records = json.loads(path.read_text(encoding="utf-8"))["records"] if path.exists() else []
+        self._records = {_key(record): record for record in records}
         self._command = shlex.join(["python", "-m", "benchmarks.rollout", *command])
 
     def keep(self, record: Mapping[str, Any]) -> None:

@@ -31,15 +31,15 @@ Record = Mapping[str, Any]
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """The document with its records as tables, and with paragraphs that compare the engines."""
     records = document["records"]
-    shown = {key: value for key, value in document.items() if key != "records"}
-    shown["about"] = "\n\n".join([document["about"], *standing(records)])
+    page = {key: value for key, value in document.items() if key != "records"}
+    page["about"] = "\n\n".join([document["about"], *standing(records)])
     groups: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for record in records:
         cores = "one core" if record["cores"] == 1 else f"{record['cores']} cores"
         groups.setdefault(record["workload"], {}).setdefault(cores, []).append(_row(record))
     used = {record["model"] for record in records}
-    shown["models"] = {name: text for name, text in document["models"].items() if name in used}
-    return {**shown, **groups, "versions": _versions(records), "measured": _measured(records)}
+    page["models"] = {name: text for name, text in document["models"].items() if name in used}
+    return {**page, **groups, "versions": _versions(records), "measured": _measured(records)}
 
 
 def _row(record: Record) -> dict[str, Any]:
@@ -47,11 +47,11 @@ def _row(record: Record) -> dict[str, Any]:
     if "failed" in record:
         return {**row, "KV cache": f"failed: {record['failed']}"}
     seconds, tokens = record["seconds"], record["tokens"]
-    row |= {"KV cache": record["kv_cache"], "tokens per second": [tokens / one for one in seconds]}
+    row |= {"KV cache": record["kv_cache"], "tokens per second": [tokens / time for time in seconds]}
     row["share of the floor's speed"] = _percent(sum(record["floor"].values()) / statistics.median(seconds))
     if record["workload"] == "single":
         first = record["first_token_seconds"]
-        after = [(tokens - 1) / (all_ - one) for one, all_ in zip(first, seconds, strict=True)]
+        after = [(tokens - 1) / (all_ - start) for start, all_ in zip(first, seconds, strict=True)]
         row |= {"seconds to the first token": first, "tokens per second after it": after}
         floor = record["floor"]["decode"] + record["floor"]["cache"]
         row["share of the floor's speed after it"] = _percent(statistics.median(after) * floor / (tokens - 1))
@@ -97,7 +97,7 @@ def standing(records: Sequence[Record]) -> list[str]:
     ]
     if slower:
         paragraphs += [SLOWER, _table(slower)]
-    busy = [one for engines in cases.values() for one in engines.values() if _disturbed(one)]
+    busy = [record for engines in cases.values() for record in engines.values() if _disturbed(record)]
     if busy:
         paragraphs.append(
             f"In {len(busy)} of {sum(map(len, cases.values()))} measurements other processes used the same "
@@ -150,12 +150,12 @@ def _reasons(key: tuple[Any, ...], engines: Mapping[str, Record], name: str, rat
         row["int8 cache"] = f"{_ratio(engines[SMALLER], other):.2f}"
     if ours["kv_cache"] != other["kv_cache"]:
         row["cache reads"] = _percent(ours["floor"]["cache"] / gap)
-    first, theirs = ours["first_token_seconds"], other["first_token_seconds"]
-    if ours["workload"] == "single" and None not in (*first, *theirs):
-        row["prompt"] = _percent((statistics.median(first) - statistics.median(theirs)) / gap)
+    first, other_first = ours["first_token_seconds"], other["first_token_seconds"]
+    if ours["workload"] == "single" and None not in (*first, *other_first):
+        row["prompt"] = _percent((statistics.median(first) - statistics.median(other_first)) / gap)
     least = sum(ours["floor"].values())
-    for title, one in (("floor, Perilune", ours), ("floor, other", other)):
-        row[title] = _percent(least / statistics.median(one["seconds"]))
+    for title, record in (("floor, Perilune", ours), ("floor, other", other)):
+        row[title] = _percent(least / statistics.median(record["seconds"]))
     return row
 
 
@@ -181,28 +181,28 @@ def _percent(share: float) -> str:
 
 
 def _versions(records: Sequence[Record]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for record in sorted(records, key=lambda record: record["measured_at"]):
         if "versions" in record:
-            found[record["engine"]] = ", ".join(
+            versions[record["engine"]] = ", ".join(
                 f"{name} {number}" for name, number in record["versions"].items()
             )
-    return found
+    return versions
 
 
 def _measured(records: Sequence[Record]) -> dict[str, Any]:
     """When, how busy the machine was, and what its cores can do."""
     times = sorted(record["measured_at"] for record in records)
     loads = [value for record in records for value in record["load_average"]]
-    found: dict[str, Any] = {"first": times[0], "last": times[-1], "load average": _span(loads)}
+    facts: dict[str, Any] = {"first": times[0], "last": times[-1], "load average": _span(loads)}
     for cores in sorted({record["cores"] for record in records}):
-        limits = [one["limits"] for one in records if one["cores"] == cores and "limits" in one]
+        limits = [record["limits"] for record in records if record["cores"] == cores and "limits" in record]
         if limits:
             best = {
-                f"{dtype} GFLOP/s": max(one["product"][dtype] for one in limits) / 1e9
+                f"{dtype} GFLOP/s": max(rates["product"][dtype] for rates in limits) / 1e9
                 for dtype in limits[0]["product"]
             }
-            best["read GB/s"] = max(one["read"] for one in limits) / 1e9
+            best["read GB/s"] = max(rates["read"] for rates in limits) / 1e9
             text = ", ".join(f"{name} {value:.3g}" for name, value in best.items())
-            found[f"best rates of {cores} core{'s' * (cores > 1)}"] = text
-    return found
+            facts[f"best rates of {cores} core{'s' * (cores > 1)}"] = text
+    return facts

@@ -76,14 +76,14 @@ def _stored(path: Path) -> list[tuple[str, str, NDArray[Any]]]:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     data = np.memmap(path, np.uint8, "r", offset=8 + size)
-    found = []
+    arrays = []
     for name, stored in header.items():
         if name == "__metadata__":
             continue
         begin, end = stored["data_offsets"]
         dtype = {"F32": np.float32, "BF16": np.uint16}[stored["dtype"]]
-        found.append((name, stored["dtype"], np.array(data[begin:end]).view(dtype).reshape(stored["shape"])))
-    return found
+        arrays.append((name, stored["dtype"], np.array(data[begin:end]).view(dtype).reshape(stored["shape"])))
+    return arrays
 
 
 def _name(name: str) -> str:
@@ -136,8 +136,8 @@ class Adapter:
         begins = {index: end - requests[index].n for index, end in zip(order, ends.tolist(), strict=True)}
         places = [begins[index] + copy for index, r in enumerate(requests) for copy in range(r.n)]
         return Outcome(
-            [outcome.tokens[place] for place in places],
-            [outcome.logprobs[place] for place in places],
+            [outcome.tokens[index] for index in places],
+            [outcome.logprobs[index] for index in places],
             outcome.first_token,
         )
 

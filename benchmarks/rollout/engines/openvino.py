@@ -84,9 +84,9 @@ class Adapter:
         if len(requests) > 1:
             while self._pipeline.has_non_finished_requests():
                 self._pipeline.step()
-            samples = [one for handle in handles for one in handle.read_all()]
+            samples = [item for handle in handles for item in handle.read_all()]
             return Outcome(
-                [one.generated_ids for one in samples], [one.generated_log_probs for one in samples]
+                [item.generated_ids for item in samples], [item.generated_log_probs for item in samples]
             )
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -94,7 +94,7 @@ class Adapter:
             self._pipeline.step()
             while handles[0].can_read():
                 first = first or time.perf_counter()
-                for one in handles[0].read().values():
-                    tokens += one.generated_ids
-                    logprobs += one.generated_log_probs
+                for output in handles[0].read().values():
+                    tokens += output.generated_ids
+                    logprobs += output.generated_log_probs
         return Outcome([tokens], [logprobs], first)

@@ -70,14 +70,14 @@ class Adapter:
         while engine.unfinished:
             for delta in engine.step():
                 first = first or time.perf_counter()
-                place = places[delta.request_id] + delta.sample
-                tokens[place] += delta.token_ids
-                logprobs[place] += delta.logprobs
+                position = places[delta.request_id] + delta.sample
+                tokens[position] += delta.token_ids
+                logprobs[position] += delta.logprobs
         return Outcome(tokens, logprobs, first if alone else None)
 
     def split(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
         """Where the time of a step goes, in ms, as the mean over the steps of a round of its own."""
-        spent: dict[str, float] = defaultdict(float)
+        times: dict[str, float] = defaultdict(float)
         engine: Any = self._engine
         parts = {
             "schedule": [(engine._scheduler, "schedule"), (engine._scheduler, "commit")],
@@ -86,15 +86,15 @@ class Adapter:
         }
         for part, calls in parts.items():
             for owner, name in calls:
-                setattr(owner, name, _timed(getattr(owner, name), part, spent))
+                setattr(owner, name, _timed(getattr(owner, name), part, times))
         steps, begun = engine.counters.steps, time.perf_counter()
         self.sample(requests, temperature=1.0, seed=seed)
         seconds, steps = time.perf_counter() - begun, engine.counters.steps - steps
         for calls in parts.values():
             for owner, name in calls:
                 delattr(owner, name)  # the method of the class is seen again
-        spent["rest"] = seconds - sum(spent.values())
-        return {"steps": steps, **{part: 1e3 * value / steps for part, value in spent.items()}}
+        times["rest"] = seconds - sum(times.values())
+        return {"steps": steps, **{part: 1e3 * value / steps for part, value in times.items()}}
 
 
 def _whole_blocks(tokens: int) -> int:

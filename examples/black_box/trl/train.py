@@ -31,12 +31,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--lr", type=float, default=6e-4)
-    given = parser.parse_args()
+    args = parser.parse_args()
 
-    torch.manual_seed(given.seed)
-    draws = random.Random(given.seed)
-    numbers = [(draws.randrange(100, 1000), draws.randrange(100, 1000)) for _ in range(PROMPTS * given.steps)]
-    tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
+    torch.manual_seed(args.seed)
+    draws = random.Random(args.seed)
+    numbers = [(draws.randrange(100, 1000), draws.randrange(100, 1000)) for _ in range(PROMPTS * args.steps)]
+    tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
 
     def reward(prompts, completions, completion_ids, **_):
         return [
@@ -45,13 +45,13 @@ def main() -> None:
         ]
 
     config = trl.GRPOConfig(
-        output_dir=str(given.outputs / "trainer"),
-        max_steps=given.steps,
-        learning_rate=given.lr,
+        output_dir=str(args.outputs / "trainer"),
+        max_steps=args.steps,
+        learning_rate=args.lr,
         lr_scheduler_type="cosine_with_min_lr",
         lr_scheduler_kwargs={"min_lr_rate": 0.1},
         warmup_steps=10,
-        seed=given.seed,
+        seed=args.seed,
         per_device_train_batch_size=PROMPTS * SAMPLES,
         num_generations=SAMPLES,
         max_completion_length=MAX_TOKENS,
@@ -65,7 +65,7 @@ def main() -> None:
         logging_steps=1,
     )
     trainer = trl.GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
         reward_funcs=reward,
         args=config,
         train_dataset=datasets.Dataset.from_dict({"prompt": [f"{a}+{b}=" for a, b in numbers]}),
@@ -73,18 +73,18 @@ def main() -> None:
     )
     trainer.train()
 
-    model = given.outputs / "model"
+    model = args.outputs / "model"
     trainer.model.save_pretrained(model)
     tokenizer.save_pretrained(model)
     rows = [row for row in trainer.state.log_history if "reward" in row]
-    with (given.outputs / "log.jsonl").open("w") as file:
+    with (args.outputs / "log.jsonl").open("w") as file:
         for row in rows:
             file.write(
                 json.dumps({"step": row["step"], "reward": row["reward"], "entropy": row.get("entropy")})
                 + "\n"
             )
     result = {"last_reward": rows[-1]["reward"], "trl": trl.__version__}
-    (given.outputs / "result.json").write_text(json.dumps(result))
+    (args.outputs / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
