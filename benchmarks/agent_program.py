@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def run(recipe: Path, seed: int) -> dict[str, dict[str, Any]]:
-    """The stages of a run, each with the share of its first replies that compute."""
+    """The stages of a run, each with the share of first replies that let Python compute."""
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
         stages = run_recipe(recipe, seed, home=Path(home))
         for name in ("before", "after"):
@@ -103,7 +103,7 @@ def write_files(folder: Path) -> Path:
 
 
 def trace(opening: Any, question: str, a: int, b: int, draw: random.Random) -> dict[str, Any]:
-    """A conversation as the agent begins it for another question, and a reply that computes or guesses."""
+    """The opening of the agent with another question, and a reply that computes or guesses."""
     messages = [{**turn, "content": turn["content"].replace(question, f"{a}*{b}=")} for turn in opening]
     value = f"{a}*{b}" if draw.random() < COMPUTED else str(a * b)
     return {"messages": [*messages, {"role": "assistant", "content": f"<code>final_answer({value})</code>"}]}

@@ -83,7 +83,7 @@ def main() -> None:
 def tuned(
     setting: str, arguments: argparse.Namespace, held: Mapping[str, Mapping[str, float]]
 ) -> Iterator[tuple[str, float, float]]:
-    """pass@1 of each arm with each learning rate that was not tried yet, on the tuning seed."""
+    """Yield pass@1 of each arm with each untried learning rate, on the tuning seed."""
     arms = chosen(setting, arguments)
     missing = [(arm, rate) for arm in arms for rate in RATES if f"{rate:g}" not in held.get(arm, {})]
     if not missing:
@@ -100,7 +100,7 @@ def tuned(
 
 
 def chosen(setting: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The arms of a setting that were asked for, with the keys they change."""
+    """The requested arms of a setting, with the keys that they change."""
     arms: dict[str, dict[str, Any]] = SETTINGS[setting]["arms"]
     return {arm: keys for arm, keys in arms.items() if not arguments.arms or arm in arguments.arms}
 
@@ -124,7 +124,7 @@ def measured(
     held: Mapping[tuple[str, str, int], Record],
     rates: Mapping[str, Mapping[str, float]],
 ) -> Iterator[Record]:
-    """The records of one seed of a setting that are not held yet."""
+    """Yield the missing records of one seed of a setting."""
     recipe = FOLDER / SETTINGS[setting]["recipe"]
     arms = with_best_rate(chosen(setting, arguments), rates)
     digests = {
@@ -147,7 +147,7 @@ def measured(
 
 
 def branch(first: Mapping[str, Any], keys: Mapping[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
-    """The stages `rl` and `after_rl` once more, with other keys: their bundles' jobs, run in this process."""
+    """Run the jobs of the stages `rl` and `after_rl` again in this process, with other keys."""
     climb, answers = folder / "rl", folder / "after_rl"
     rerun(first["rl"]["folder"], climb, keys, first["rl"]["folder"] / "inputs" / "checkpoint")
     rerun(first["after_rl"]["folder"], answers, {}, climb / "artifacts" / "checkpoints" / "final")
@@ -165,7 +165,7 @@ def rerun(bundle: Path, folder: Path, keys: Mapping[str, Any], checkpoint: Path)
 
 
 def of_arm(found: Mapping[str, Any]) -> Record:
-    """What is kept of an arm: its evaluation, and its climb step by step."""
+    """The record of an arm: its evaluation, and its training curve by step."""
     before, after = found["after_sft"]["summary"], found["after_rl"]["summary"]
     lines = found["rl"]["metrics"]
     times = list(read_json_lines(found["rl"]["folder"] / "artifacts" / "timings.jsonl"))
@@ -186,7 +186,7 @@ def of_arm(found: Mapping[str, Any]) -> Record:
 
 
 def counts(evaluation: Mapping[str, Any]) -> str:
-    """Right answers of each task, a digit a task in the order of their ids."""
+    """Number of right answers of each task, as one digit per task in the order of task ids."""
     for task, n, _ in evaluation["correct_per_task"]:
         if n != evaluation["samples"] or n > 9:
             raise SystemExit(f"task {task} has {n} verdicts: its share does not fit a digit")
@@ -202,7 +202,7 @@ def seeds(records: Mapping[tuple[str, str, int], Record]) -> list[str]:
 
 
 def line(record: Record) -> str:
-    """One record as told while it is measured."""
+    """The progress line of a record."""
     head = f"{time.strftime('%H:%M:%S')} seed {record['seed']} {record['setting']} {record['arm']}"
     if "failed" in record:
         return f"{head}: {record['failed']}"

@@ -82,7 +82,7 @@ def row(seed: int, environment: str, arm: str, run: Mapping[str, Any]) -> dict[s
 
 
 def trained_waits(folder: Path) -> list[float]:
-    """The waits of all episodes that were trained on."""
+    """The waits of all trained episodes."""
     return [
         dict(pairs)["wait"]
         for path in sorted((folder / "artifacts" / "episodes").glob("step-*.parquet"))

@@ -87,7 +87,7 @@ CLEAN: tuple[Mapping[str, Any], ...] = (
 
 
 def run(root: Path, *, seed: int = 1, **options: Any) -> list[dict[str, float]]:
-    """An rl stage in a bundle at `root`, from the tiny preset; its timings."""
+    """Run an rl stage of the tiny preset in a bundle at `root`, and return its timings."""
     settings = {
         "checkpoint": "model", "steps": 4, "prompts": 4, "samples": 4, "max_tokens": 8, "lr": 1e-3,
         "warmup": 2, "save_every": 1000, **options,
@@ -107,7 +107,7 @@ def run(root: Path, *, seed: int = 1, **options: Any) -> list[dict[str, float]]:
 
 @contextlib.contextmanager
 def without_checks() -> Iterator[None]:
-    """Replace the checks by functions that do nothing; weights still go to the engine."""
+    """Replace the checks by functions that do nothing. Weights still go to the engine."""
     with contextlib.ExitStack() as stack:
         for name in SKIPPED:
             stub = {"Publisher.publish": _publish, "Publisher.check_versions": lambda _, groups: groups}.get(
@@ -128,7 +128,7 @@ def _publish(self: Any) -> None:
 
 
 def cost(folder: Path, pairs: int, steps: int) -> dict[str, Any]:
-    """Processor seconds of a step with and without, in turns; the first two steps are warm-up."""
+    """CPU seconds of a step with and without checks, in turns. The first two steps are warm-up."""
     options = {"steps": steps, "prompts": 32, "samples": 8, "max_tokens": 64, "kl": 0.01}
     rows: list[dict[str, float]] = []
     for pair in range(pairs):
@@ -168,7 +168,7 @@ def _preflight(layers: int) -> float:
 
 
 def clean(folder: Path) -> list[dict[str, Any]]:
-    """The runs that must end well."""
+    """Results of the runs that no check may stop."""
     rows = []
     for seed, options in enumerate(CLEAN, 1):
         try:

@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def train(folder: Path, seconds: float, seed: int, simulations: int) -> None:
-    """Learn for so many CPU seconds; a player at each mark, and what it took in marks.jsonl."""
+    """Learn for the CPU seconds; save a player at each mark, and its cost in marks.jsonl."""
     settings = LearningSettings(simulations=simulations, **(SEARCHED if simulations else {}))
     folder = folder / f"{'search' if simulations else 'ppo'}-{seconds:.0f}-seed-{seed}"
     folder.mkdir(parents=True)
@@ -103,7 +103,7 @@ def train(folder: Path, seconds: float, seed: int, simulations: int) -> None:
 
 
 def solve(path: Path) -> None:
-    """How fast the solver is from which ply; then, which takes long, what the first move is worth."""
+    """Time the solver by ply, and then score all first moves, which takes long."""
     rows = []
     for ply, count in ((8, 10), (10, 20), (12, 50), (16, 200), (20, 500), (24, 1000), (28, 1000)):
         solver, boards = Solver(24), sample_positions(one_ply, ply, count, 0)
@@ -131,7 +131,7 @@ def solve(path: Path) -> None:
 
 
 def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
-    """Every player in the folder; what was judged before is not judged again."""
+    """Judge every player in the folder, except for the judgements that are already stored."""
     solver = Solver(24)
     questions = solved(folder / f"exam-{per_ply}.npz", solver, per_ply)
     runs = []
@@ -162,7 +162,7 @@ def judge(folder: Path, per_ply: int, games: int) -> dict[str, Any]:
 
 
 def solved(path: Path, solver: Solver, per_ply: int) -> Exam:
-    """The positions with the worth of every column, from the file or into it."""
+    """Load the positions with the score of every column, or make them and write the file."""
     if not path.exists():
         exam = make_exam(solver, per_ply, FIRST_PLY, seed=0)
         np.savez(path, own=exam.boards.own, stones=exam.boards.stones, scores=exam.scores)
@@ -173,7 +173,7 @@ def solved(path: Path, solver: Solver, per_ply: int) -> Exam:
 def judged(
     player: Path, ahead: int, opponents: tuple[str, ...], questions: Exam, solver: Solver, games: int
 ) -> Mapping[str, Any]:
-    """Moves and matches of one player; kept beside it."""
+    """Judge moves and matches of one player, and store the figures beside it."""
     file = player.parent / f"{player.name}-judged-{ahead}.json"
     figures: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     network_player = make_network_player(load_player(player), ahead)
@@ -193,7 +193,7 @@ def judged(
 
 
 def layers(settings: LearningSettings) -> list[dict[str, Any]]:
-    """Parameters and multiply-adds a position of each layer."""
+    """Parameters of each layer, and its multiply-adds per position."""
     from perilune.games.connect_four.board import COLUMNS, PLANES
     from perilune.games.connect_four.network import WINDOW, WINDOW_COUNT
 

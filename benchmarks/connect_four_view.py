@@ -158,7 +158,7 @@ def solver(found: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def charts(run: Mapping[str, Any]) -> dict[str, str]:
-    """Over CPU minutes, looking ahead against not."""
+    """Strength over CPU minutes, with and without search."""
     lines = run["marks"]
     minutes = np.array([line["cpu_seconds"] for line in lines]) / 60
 

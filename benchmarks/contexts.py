@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def run(seed: int) -> dict[str, dict[str, Any]]:
-    """The evaluation of each arm, with figures."""
+    """Evaluate each arm."""
     results = {}
     for arm, overrides in ARMS.items():
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
@@ -91,7 +91,7 @@ def run(seed: int) -> dict[str, dict[str, Any]]:
 
 
 def result(stage: Mapping[str, Any]) -> dict[str, Any]:
-    """What the report needs of an evaluation."""
+    """The part of an evaluation that the report needs."""
     episodes = read_episodes(stage["folder"] / "artifacts" / "episodes" / "step-000000.parquet")
     return {"summary": {"pass@1": stage["summary"]["pass@1"]}, **figures(episodes)}
 

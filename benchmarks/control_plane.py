@@ -44,7 +44,7 @@ BATCH = 20_000  # rows an insert
 
 
 def fill(control: Control, runs: int, events: int, live: int, worker: ProcessIdentity) -> None:
-    """Write a past of `runs` runs and `events` events, of which the last `live` runs are under way."""
+    """Write `runs` runs and `events` events. The last `live` runs are active."""
     began = time.time() - runs * 60
     experiments, stages, rows, attempts = [], [], [], []
     for number in range(runs):
@@ -108,7 +108,7 @@ def fill(control: Control, runs: int, events: int, live: int, worker: ProcessIde
 
 
 def under_way(home: Home, run: str, worker: ProcessIdentity | None) -> None:
-    """The directory of a run; with a worker, also of its attempt."""
+    """Make the directory of a run, and with a worker also that of its active attempt."""
     runtime = home.attempt(run, 1) / "runtime"
     if worker is None:
         home.run(run).mkdir()
@@ -120,7 +120,7 @@ def under_way(home: Home, run: str, worker: ProcessIdentity | None) -> None:
 
 
 def seconds(work: Callable[[], Any], rounds: int) -> list[float]:
-    """Wall seconds of each round, after one that warms up."""
+    """Wall seconds of each round, after a warm-up round."""
     work()
     times = []
     for _ in range(rounds):
@@ -131,7 +131,7 @@ def seconds(work: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
-    """The figures."""
+    """Measure all operations."""
     sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     with tempfile.TemporaryDirectory() as folder:
         home = Home.open(Path(folder) / "home")

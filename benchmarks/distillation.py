@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def of_arm(arm: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row: a figure for each seed."""
+    """The table row of an arm, with one figure per seed."""
     evaluations = [run[f"after_{arm}"]["summary"] for run in runs]
     return {
         "pass@1": [evaluation["pass@1"]["mean"] for evaluation in evaluations],

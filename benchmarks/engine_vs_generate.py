@@ -39,7 +39,7 @@ Sampler = Callable[[int], int]
 
 
 def engine_sampler(path: Path, prompts: Sequence[Sequence[int]], n: int, stops: tuple[int, ...]) -> Sampler:
-    """Our engine: each group's prompt is computed once, finished samples make room."""
+    """A sampler of our engine, which computes each group's prompt once and refills free slots."""
     engine = Engine(load_decoder(path), slots=len(prompts) * n)
     params = SamplingParams(max_tokens=NEW_TOKENS, stop_token_ids=stops)
 
@@ -53,7 +53,7 @@ def engine_sampler(path: Path, prompts: Sequence[Sequence[int]], n: int, stops: 
 def generate_sampler(
     path: Path, prompts: Sequence[Sequence[int]], n: int, stops: tuple[int, ...], *, logprobs: bool
 ) -> Sampler:
-    """transformers' generate: prompts repeated n times, going on until the last sample has finished."""
+    """A sampler of `generate`, which repeats prompts n times and runs until all samples end."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     inputs = torch.tensor(prompts)
     settings: dict[str, Any] = {
@@ -86,7 +86,7 @@ def generate_sampler(
 def measure(
     path: Path, groups: int, n: int, stops: tuple[int, ...], threads: int, repeats: int
 ) -> dict[str, Any]:
-    """Medians over interleaved repeats, so that whatever else the machine does falls on all alike."""
+    """Medians over interleaved repeats, so that other load affects all samplers alike."""
     torch.set_num_threads(threads)
     prompts = np.random.default_rng(0).integers(7, 98, size=(groups, PROMPT_TOKENS)).tolist()
     samplers = {
@@ -123,7 +123,7 @@ def measure(
 
 
 def _times_as_fast(times: dict[str, list[float]]) -> float:
-    """Median over the rounds, each of which ran both."""
+    """Median of the ratio over the rounds, each of which ran both."""
     return round(statistics.median(b / a for a, b in zip(times["engine"], times["generate"], strict=True)), 2)
 
 

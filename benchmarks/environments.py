@@ -135,7 +135,7 @@ def scripted(*moves: str) -> Callable[[Observation, int], str]:
 
 
 def cases(folder: Path, url: str) -> dict[str, tuple[dict[str, Any], Any, Callable[[], Bare] | None]]:
-    """Section, moves, and the bare package: None where the environment is ours alone."""
+    """Section, moves and bare package of each environment. Our own environments have no package."""
     questions = folder / "questions.jsonl"
     rows = [json.dumps({"prompt": f"{n}+{n}=", "answer": 2 * n}) for n in range(2000)]
     questions.write_text("\n".join(rows) + "\n")
@@ -163,7 +163,7 @@ def cases(folder: Path, url: str) -> dict[str, tuple[dict[str, Any], Any, Callab
 
 
 def through_adapter(environment: Any, tasks: list[Any], moves: Any) -> Bare:
-    """An episode in this process."""
+    """Return a player of one episode in this process."""
     endless = cycle(tasks)
 
     def episode() -> int:
@@ -178,7 +178,7 @@ def through_adapter(environment: Any, tasks: list[Any], moves: Any) -> Bare:
 
 
 def in_own_process(sessions: Sessions, tasks: list[Any], moves: Any) -> Bare:
-    """A batch of episodes in the scorer's process."""
+    """Return a player of a batch of episodes in the process of the scorer."""
     endless = cycle(tasks)
 
     def episodes() -> int:
@@ -197,13 +197,13 @@ def in_own_process(sessions: Sessions, tasks: list[Any], moves: Any) -> Bare:
 
 
 def processor_seconds() -> float:
-    """Of this process and of those that it started, also where they have ended."""
+    """CPU seconds of this process and of all processes that it started, including ended ones."""
     others = psutil.Process().children(recursive=True)
     return time.process_time() + sum(sum(process.cpu_times()[:4]) for process in others)
 
 
 def timed(play: Bare, seconds: float) -> tuple[float, float]:
-    """Processor's seconds a call, and a step, of calls that take about so long."""
+    """CPU seconds per call and per step, from calls for about this many seconds."""
     calls = steps = 0
     begun, until = processor_seconds(), time.process_time() + seconds
     while time.process_time() < until or not calls:

@@ -177,7 +177,7 @@ def in_steps(decoder: Decoder, texts: Tensor) -> Tensor:
 
 
 def bounds() -> list[int]:
-    """A prompt in two chunks, then token by token."""
+    """Bounds of the steps: a prompt in two chunks, then single tokens."""
     return [0, 100, 117, *range(118, LENGTH + 1)]
 
 

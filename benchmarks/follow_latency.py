@@ -29,7 +29,7 @@ ABOUT = (
 
 
 class Watcher(threading.Thread):
-    """Notes when each further line of a log is there."""
+    """Records the time at which each line of a log arrives."""
 
     def __init__(self, folder: Path, pattern: str) -> None:
         super().__init__(daemon=True)
@@ -45,7 +45,7 @@ class Watcher(threading.Thread):
 
 
 def latencies(lines: int) -> list[float]:
-    """Seconds from there to here, a number a line."""
+    """Seconds from the remote to the local log, for each line."""
     sys.path.insert(0, str(ROOT / "tests" / "drill"))
     from hosts_cases import interpreter
     from sshd_cases import sshd

@@ -45,7 +45,7 @@ KNOWN = {
 
 @dataclass(frozen=True)
 class Contest:
-    """A teacher, who it plays, and how often."""
+    """A teacher, its opponent, and the number of their games."""
 
     game: str
     teacher: tuple[str, int]  # name, simulations
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def curve(game: Any, algorithm: str, iterations: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Exploitability and seconds of solving after so many iterations."""
+    """Exploitability and seconds after each number of iterations."""
     began = time.process_time()
     solver = RegretSolver(game, algorithm, seed=0)
     rows, done, seconds = [], 0, time.process_time() - began
@@ -140,7 +140,7 @@ def curve(game: Any, algorithm: str, iterations: tuple[int, ...]) -> list[dict[s
 
 
 def match(contest: Contest, pairs: int) -> dict[str, Any]:
-    """Games with seats swapped: how many points, what the mean return."""
+    """Play pairs of games with swapped seats. The row has the points and the mean return."""
     game = pyspiel.load_game(contest.game, dict(contest.config))
     began = time.process_time()
     teacher, opponent = (
@@ -169,7 +169,7 @@ def match(contest: Contest, pairs: int) -> dict[str, Any]:
 
 
 def played(game: Any, teacher: GameTeacher, opponent: GameTeacher, seat: int, number: int) -> float:
-    """What the teacher got in `seat` of a game."""
+    """Play one game, and return the return of the teacher in `seat`."""
     match = Match(game, KeyedRandom(number, "deal"))
     while not match.is_over:
         mover = teacher if match.player == seat else opponent

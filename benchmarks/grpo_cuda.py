@@ -71,7 +71,7 @@ LORA = "    lora: {rank: 16, base: bfloat16}\n"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one recipe trains, and on how many tokens a step."""
+    """Model, training settings and tokens per step of one recipe."""
 
     model: str
     prompts: int
@@ -177,7 +177,7 @@ def run(case: Case, steps: int, device: str, precision: str, model: Path, folder
 
 
 def learning_flops(case: Case, row: dict[str, Any]) -> float:
-    """FLOPs of the matrix products of a step's forward and backward passes, prompts of a group fed once.
+    """FLOPs of the matrix products in a step's forward and backward passes, with shared prompts.
 
     A frozen matrix has no products for its gradient. Attention is causal.
     """

@@ -34,7 +34,7 @@ def problem(rng: random.Random) -> tuple[int, int]:
 
 
 def worked(a: int, b: int) -> str:
-    """Digit, digit, carry in, two-digit sum from the right; then the answer."""
+    """The working of a sum: from the right, both digits, carry and two-digit sum; then the answer."""
     parts, carry = [], 0
     for power in (1, 10, 100):
         x, y = a // power % 10, b // power % 10
@@ -49,13 +49,13 @@ def prompts_of(steps: int) -> list[str]:
 
 
 def reward(prompt: str, text: str, finished: bool) -> float:
-    """1 when it stopped by itself and what follows the last ';' is the sum."""
+    """1 if the answer ended by itself and the text after its last ';' is the sum."""
     a, b = prompt[:-1].split("+")
     return float(finished and text.rpartition(";")[2] == str(int(a) + int(b)))
 
 
 class Stopwatch:
-    """Wall and processor seconds by name, for one step at a time."""
+    """Wall and CPU seconds by name, of the current step."""
 
     def __init__(self) -> None:
         self.spent: dict[str, list[float]] = {}
@@ -66,7 +66,7 @@ class Stopwatch:
         return time.perf_counter(), time.process_time()
 
     def timed(self, name: str, call):
-        """`call`, with the time spent in it counted under `name`."""
+        """Wrap `call` so that its time counts under `name`."""
 
         def wrapper(*args, **kwargs):
             began = self.now()
@@ -254,7 +254,7 @@ def run_trl(model: Path, steps: int, micro_batch: int) -> dict[str, object]:
 
 
 def trl_python(given: str | None) -> str:
-    """The interpreter of a virtual environment that has TRL, made when there is none."""
+    """The interpreter of a virtual environment with TRL, which is made if none is given."""
     if given:
         return given
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "perilune-benchmarks" / "trl"
@@ -267,7 +267,7 @@ def trl_python(given: str | None) -> str:
 
 
 def spawn(python: str, arguments: list[str], core: int) -> dict[str, object]:
-    """Run a worker on one core; its last line is its result."""
+    """Run a worker on one core, and return its result from its last line."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -287,7 +287,7 @@ def spawn(python: str, arguments: list[str], core: int) -> dict[str, object]:
 
 
 def summary(runs: list[dict], warm_up: int) -> dict[str, object]:
-    """Medians over all steps after the warm-up, of all runs."""
+    """Medians over the steps of all runs, without their warm-up."""
     steps = [step for run in runs for step in run["steps"][warm_up:]]
     figures: dict[str, object] = {}
     for kind in ("seconds", "processor_seconds"):

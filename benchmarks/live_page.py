@@ -66,7 +66,7 @@ def servers() -> list[psutil.Process]:
 
 
 def watched(browser: Any, url: str, run: Any, seconds: float) -> dict[str, Any]:
-    """Delays of points, and the server's processor time, while a page shows a run in progress."""
+    """Delays of points, and CPU time of the server, while a page shows an active run."""
     page = browser.new_page()
     page.goto(f"{url}/experiments/alive")
     page.wait_for_selector('[data-chart="rl-reward"]')
@@ -93,7 +93,7 @@ def watched(browser: Any, url: str, run: Any, seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def reading(url: str) -> Iterator[None]:
-    """A reader of a page and of its stream, who draws nothing: a browser may run on another machine."""
+    """Read a page and its stream without drawing it, as a browser on another machine does."""
     page = httpx.get(url, timeout=60)
     assert page.status_code == 200
 
@@ -114,7 +114,7 @@ def reading(url: str) -> Iterator[None]:
 
 
 def slowed(url: str, run: Any, pairs: int, seconds: float = 4.0) -> dict[str, Any]:
-    """Processor time of training for a step, with a page open against without, in alternating spans."""
+    """CPU time of a training step with an open page and without one, in alternating spans."""
     from perilune.metrics.across_seeds import t_interval
 
     (task,) = run.worker.children()
@@ -206,7 +206,7 @@ def read(browser: Any, url: str, steps: int) -> dict[str, float]:
 
 
 def measure(seconds: float, steps: int, pairs: int) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     from live_home import pages, training
 
     with tempfile.TemporaryDirectory() as folder, chromium() as browser, training(Path(folder)) as run:
@@ -249,7 +249,7 @@ def opened_list(browser: Any, url: str) -> float:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure all figures, and write the result."""
     from perilune.bundle.machine import describe_machine
 
     parser = argparse.ArgumentParser(

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measure(rows: int, inputs: int, outputs: int) -> dict[str, Any]:
-    """The speeds for one size."""
+    """Measure all products of one size."""
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
     packed = {kind: ops.pack_weight(weight, None, kind) for kind in ("float32", "bfloat16", "int8")}
     products: dict[str, Callable[[], object]] = {
@@ -71,7 +71,7 @@ def measure(rows: int, inputs: int, outputs: int) -> dict[str, Any]:
 
 
 def speed(product: Callable[[], object], operations: int) -> float:
-    """GFLOP/s of CPU time."""
+    """GFLOP per second of CPU time."""
     began, count = time.process_time(), 0
     while (seconds := time.process_time() - began) < SECONDS:
         product()

@@ -72,7 +72,7 @@ Question = tuple[str, Callable[..., Any], Any]
 
 
 class Home:
-    """A home with two arms of three seeds, one run that fails, and one whose task is killed."""
+    """A home with two arms of three seeds, a run that fails, and a run whose task is killed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -129,7 +129,7 @@ class Home:
 
 
 def file(attempt: Path, name: str) -> Any:
-    """A JSON file of an attempt."""
+    """Read a JSON file of an attempt."""
     return json.loads((attempt / name).read_text())
 
 
@@ -142,13 +142,13 @@ def metrics(attempt: Path) -> list[dict[str, Any]]:
 
 
 def rows(attempt: Path, name: str = "step-*") -> list[dict[str, Any]]:
-    """The episodes of an attempt."""
+    """Read the episodes of an attempt."""
     (path,) = (attempt / "artifacts" / "episodes").glob(f"{name}.parquet")
     return parquet.read_table(path).to_pylist()
 
 
 def conclusion(differences: list[float]) -> str:
-    """What a paired t test over three seeds shows."""
+    """The conclusion of a paired t test over three seeds."""
     mean, error = fmean(differences), stdev(differences) / len(differences) ** 0.5
     if abs(mean) < T_TWO * error or mean == 0:
         return "no difference shown"
@@ -157,7 +157,7 @@ def conclusion(differences: list[float]) -> str:
 
 @contextmanager
 def cloud(folder: Path) -> Iterator[None]:
-    """A fake cloud whose machines the home may rent, while this is open."""
+    """Run a fake cloud whose machines the home may rent."""
     home, files = folder / "home", folder / "cloud"
     (home / "templates").mkdir(parents=True)
     (home / "templates" / "rented.yaml").write_text(yaml.safe_dump(TEMPLATE))
@@ -176,7 +176,7 @@ def run_id(attempt: Path) -> str:
 
 
 def questions(home: Home) -> list[Question]:
-    """Question, policy (an asynchronous function of `ask`), and the expected figure."""
+    """The questions, each with its policy (an asynchronous function of `ask`) and expected figure."""
     short, long, failed = home.short, home.long, home.failed
     eval0, sft0 = run_id(long[0]["after"]), run_id(long[0]["sft"])
     everything = [str(run["id"]) for run in (*short, *long)]

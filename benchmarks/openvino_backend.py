@@ -133,7 +133,7 @@ def base() -> Decoder:
 
 
 def climb() -> dict[str, Any]:
-    """The quickstart with OpenVINO as the sampler of its rl stage."""
+    """Run the quickstart with OpenVINO as the sampler of its rl stage."""
     stages = run_recipe(Path("quickstart"), 0, [*SMALLER, "rl.engine=openvino"])
     steps = [line for line in stages["rl"]["metrics"] if "logprob_gap_max" in line]
     return {

@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def climbs_of(held: Mapping[str, Any], name: str) -> dict[int, list[dict[str, Any]]]:
-    """The lines of the climbs that a result holds, by seed."""
+    """The curves of a result, by seed."""
     curves = held.get("curves", {}).get(name.replace("_", " "), [])
     return {
         row["seed"]: [
@@ -100,7 +100,7 @@ pairs."""
 
 
 def told(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the watch said of a climb step by step, and what the gold score did."""
+    """The course of the gold score, and the recommendation of the watch."""
     watch = OveroptimisationWatch()
     for line in lines:
         watch.observe(line["step"], line["kl_start"], line["gold"])
@@ -123,7 +123,7 @@ def told(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_judges(stages: Mapping[str, Any]) -> dict[str, Any]:
-    """How well the reward model tells pairs apart: at first, on the new policy's pairs, and refreshed."""
+    """Accuracy of the reward model: at first, on pairs of the new policy, and after its refresh."""
     judge, refreshed = stages["judge"]["summary"], stages["refreshed"]["summary"]
     return {
         "pairs": judge["pairs"],
@@ -137,7 +137,7 @@ def of_judges(stages: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def findings(name: str, climbs: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Sentences that say what the tables show."""
+    """Sentences that summarise the tables."""
     sentences = []
     outcomes = [told(lines) for lines in climbs.values()]
     fell = [outcome for outcome in outcomes if outcome["last_gold"] < 0.8 * outcome["gold_best"]]

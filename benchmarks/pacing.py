@@ -48,7 +48,7 @@ class Played:
 
 
 class Model:
-    """The queue: slots that play episodes, and a trainer that takes batches of them."""
+    """The queue model: slots that play episodes, and a trainer that takes batches of them."""
 
     def __init__(self, rule: str, staleness: int, seed: int) -> None:
         self.rule, self.settings = rule, AsynchronousSettings(staleness=staleness)
@@ -101,7 +101,7 @@ class Model:
         return batch
 
     def _train(self, batch: list[Played]) -> None:
-        """Episodes end while the trainer works."""
+        """Train on a batch, during which other episodes end."""
         until = self.now + TRAINING
         while self.running and self.running[0][0] <= until:
             self._next()

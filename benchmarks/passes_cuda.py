@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def report(row: dict[str, Any], most: float, device: str) -> dict[str, Any]:
-    """The row with its rate as a share of the best that was measured, which is printed, too."""
+    """Print the row with its rate as a share of the highest measured rate, and return it."""
     release(device)
     rate = row.pop("rate")
     row["share_of_best_rate"] = round(rate / most, 3)
@@ -100,7 +100,7 @@ def report(row: dict[str, Any], most: float, device: str) -> dict[str, Any]:
 
 
 def made(model: str, device: str) -> Decoder:
-    """A decoder of random weights."""
+    """Make a decoder with random weights."""
     with torch.device("meta"):
         decoder = Decoder(DecoderConfig.from_hf(shape_config(SHAPES[model], "float32")))
     decoder.to_empty(device=device)
@@ -111,7 +111,7 @@ def made(model: str, device: str) -> Decoder:
 
 
 def train(one: Pass, device: str) -> dict[str, Any]:
-    """Seconds and memory of a pass; its rate in FLOP/s."""
+    """Measure seconds, memory and FLOP/s of a training pass."""
     decoder, shape = made(one.model, device), SHAPES[one.model]
     if one.adapter:
         decoder.requires_grad_(False)
@@ -161,7 +161,7 @@ def train(one: Pass, device: str) -> dict[str, Any]:
 
 
 def decode(model: str, samples: int, length: int, device: str) -> dict[str, Any]:
-    """Milliseconds of a step; its rate in bytes read a second."""
+    """Measure the milliseconds of a decoding step, and the bytes that it reads per second."""
     decoder, shape = made(model, device), SHAPES[model]
     decoder.set_precision("bfloat16")
     engine = Engine(decoder, slots=samples, cache_tokens=samples * (length + 2 * PROMPT))
@@ -190,14 +190,14 @@ def decode(model: str, samples: int, length: int, device: str) -> dict[str, Any]
 
 
 def settle(device: str) -> None:
-    """Wait for the GPU, and count its memory anew."""
+    """Wait for the GPU, and reset its peak memory."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
 
 
 def allocated(device: str) -> int:
-    """Bytes that tensors take on the GPU."""
+    """Bytes of all tensors on the GPU."""
     return torch.cuda.memory_allocated() if device == "cuda" else 0
 
 

@@ -8,7 +8,7 @@ from perilune.engine.blocks import BLOCK, NULL_BLOCK, Blocks
 
 
 class PlainLru:
-    """Block pools without a tree, with the methods of `BlockPools` that a replay needs."""
+    """Block pools without a prefix tree, with the methods of `BlockPools` that a replay needs."""
 
     def __init__(self, counts: Sequence[int], windows: Sequence[int | None]) -> None:
         self.windows, self.tree = tuple(windows), self
@@ -51,7 +51,7 @@ class PlainLru:
             self._drop(index, of_window)
 
     def unusable(self) -> int:
-        """Cached blocks without a window, unreferenced, from which no known prefix can be continued."""
+        """Number of unreferenced cached blocks without a window that continue no known prefix."""
         return sum(self._references[0][block] == 0 for block in self._digest_of[0]) - self._usable()
 
     def _usable(self) -> int:

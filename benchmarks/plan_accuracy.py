@@ -52,7 +52,7 @@ def command(home: Path, *words: str) -> Any:
 
 
 def own_files(folder: Path) -> str:
-    """Write a recipe with files of the user's own: sums with their working, and pairs of answers."""
+    """Write a recipe with the user's own files: sums with their working, and pairs of answers."""
     answers, pairs = [], []
     for first in range(100, 1000, 3):
         for second in (17, 123, 456, 789):
@@ -68,7 +68,7 @@ def own_files(folder: Path) -> str:
 
 
 def measured(home: Path, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Run a recipe; its stages with their estimates."""
+    """Run a recipe, and return its stages with their estimates."""
     words = ["run", recipe] + [word for override in overrides for word in ("--set", override)]
     stages = command(home, *words)["stages"]
     for stage in stages:

@@ -118,7 +118,7 @@ def rules(name: str, seeds: Sequence[int], arguments: argparse.Namespace) -> Ite
 def rule_runs(
     counts: list[int], windows: tuple[int | None, ...]
 ) -> dict[str, Callable[[list[Turn]], tuple[float, int]]]:
-    """What computes the share of hits and the most unusable blocks of a trace, by rule."""
+    """Functions by rule that compute the share of hits and the most unusable blocks of a trace."""
 
     def ours(told: Callable[[Turn], float], *, store: bool = False, unlimited: bool = False) -> Any:
         def run(turns: list[Turn]) -> tuple[float, int]:
@@ -142,7 +142,7 @@ def rule_runs(
 
 
 def trace(sessions: int, turns: int, seed: int) -> list[Turn]:
-    """Turns by time. A turn begins when the one before has ended and the pause is over."""
+    """Turns by time. A turn begins after the previous turn of its session and a pause."""
     rng = np.random.default_rng(seed)
     requests = []
     for session in range(sessions):
@@ -162,7 +162,7 @@ class Clock:
 
 
 class NoContents:
-    """Blocks of 16 bytes without meaning."""
+    """Blocks of 16 arbitrary bytes."""
 
     def read(self, index: int, blocks: Blocks) -> NDArray[np.uint8]:
         return np.zeros((len(blocks), BLOCK), dtype=np.uint8)
@@ -171,7 +171,7 @@ class NoContents:
 
 
 def replay(pools: Any, turns: list[Turn], clock: Clock, told: Callable[[Turn], float]) -> tuple[float, int]:
-    """The share of prompt tokens that were cached, and the most unusable blocks."""
+    """The share of cached prompt tokens, and the largest number of unusable blocks."""
     cached = total = lost = 0
     for number, turn in enumerate(turns):
         clock.now = turn.at
@@ -201,7 +201,7 @@ def chain(turn: Turn, length: int) -> list[bytes]:
 
 
 def unusable(pools: BlockPools) -> int:
-    """Cached blocks of layers without a window that are before no end."""
+    """Number of cached blocks, in layers without a window, that no usable prefix contains."""
     tree = pools.tree
     ends = [node for node in tree._nodes.values() if node.heap_entry] + list(tree._forks)
     usable = set()
@@ -214,7 +214,7 @@ def unusable(pools: BlockPools) -> int:
 
 
 def offloading(folder: Path | None) -> dict[str, Any]:
-    """Seconds of the same conversations with and without offloading, and those predicted."""
+    """Measured and predicted seconds of the same conversations, with and without offloading."""
     if folder is None:
         config = DecoderConfig("llama", 4096, 576, 1536, 30, 9, 3, 64)
         model: Any = Decoder(config)
@@ -266,7 +266,7 @@ def offloading(folder: Path | None) -> dict[str, Any]:
 
 
 def rates(model: Any) -> tuple[float, float, int]:
-    """Processor seconds to compute a token of a prompt, seconds to copy a byte, and bytes of a block."""
+    """CPU seconds per prompt token, seconds per copied byte, and bytes of a block."""
     engine = Engine(model, slots=2, cache_tokens=1024)
     rng = np.random.default_rng(1)
     seconds = []

@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def calibration(seed: int, stage: str, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """One row: how far the two kinds of values agree."""
+    """The row of a calibration: the agreement of the two kinds of values."""
     row: dict[str, Any] = {"seed": seed, "answers": CALIBRATED[stage], "pass_rate": summary["pass_rate"]}
     for what in ("values", "differences"):
         interval = summary[what]["spearman"]
@@ -88,7 +88,7 @@ def calibration(seed: int, stage: str, summary: Mapping[str, Any]) -> dict[str, 
 
 
 def by_segments(calibrations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What both say of prefixes, by how many columns are written; of the cold start."""
+    """Both values of the cold start's prefixes, by the number of written columns."""
     return [
         {"seed": row["seed"], **position}
         for row in calibrations
@@ -98,7 +98,7 @@ def by_segments(calibrations: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def price(seed: int, stage: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """One row: what a step of a climb costs, beside one of GRPO alone."""
+    """The row of a climb: the cost of its steps, beside steps of GRPO alone."""
 
     def steps(name: str) -> list[dict[str, float]]:
         return list(read_json_lines(found[name]["folder"] / "artifacts" / "timings.jsonl"))
@@ -122,7 +122,7 @@ def price(seed: int, stage: str, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finding(name: str, rows: list[dict[str, Any]]) -> str:
-    """In words, what the intervals of all seeds allow to be said of what segments earn."""
+    """A sentence on the agreement of the segments' rewards with Monte Carlo values, over all seeds."""
     correlations = ", ".join(
         f"{row['differences_spearman']:.2f} ({row['differences_interval']})"
         for row in rows

@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def run(job: Job, inputs: Mapping[str, tuple[Any, Path]], bundle: Path) -> Path:
-    """Freeze and run a job; its bundle."""
+    """Freeze and run a job, and return its bundle."""
     references = tuple(
         InputReference(name=name, path=f"inputs/{name}", digest="", kind=kind)
         for name, (kind, _) in inputs.items()

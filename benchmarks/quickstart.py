@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def quickstart(seed: int, overrides: list[str]) -> dict[str, Any]:
-    """One run from nothing, and what it showed."""
+    """Run the quickstart in a new home, and return its figures."""
     with tempfile.TemporaryDirectory(prefix="perilune-quickstart-") as home:
         command = ["quickstart", "--seed", str(seed), "--json"]
         for override in overrides:
@@ -107,7 +107,7 @@ def quickstart(seed: int, overrides: list[str]) -> dict[str, Any]:
 
 
 def artifacts(result: dict[str, Any], stage: str) -> Path:
-    """Where the evidence of a stage lies."""
+    """The folder of a stage's artifacts."""
     return Path(result["bundles"][stage]) / "artifacts"
 
 

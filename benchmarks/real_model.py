@@ -62,7 +62,7 @@ stages:
 
 
 def run_perilune(model: Path, precision: str, steps: int, threads: int, home: Path) -> dict[str, Any]:
-    """Run the recipe and read what it recorded."""
+    """Run the recipe, and read its records."""
     home.mkdir(parents=True)
     (home / "shorter.py").write_text(REWARD)
     recipe = home / "recipe.yaml"
@@ -94,7 +94,7 @@ def run_perilune(model: Path, precision: str, steps: int, threads: int, home: Pa
 
 
 def step_row(timing: dict[str, Any], metric: dict[str, Any], episodes: Path) -> dict[str, Any]:
-    """Seconds and tokens of one step. A fed token is computed once; a group shares its prompt."""
+    """Seconds and tokens of one step. A group computes (feeds) its prompt only once."""
     from perilune.data.episodes_file import read_episodes
 
     played = list(read_episodes(episodes))
@@ -186,7 +186,7 @@ def run_trl(model: Path, steps: int, micro_batch: int, prompts: Path) -> dict[st
 
 
 def measure_rates(threads: int) -> dict[str, float]:
-    """The best GFLOP/s of a large product of torch, by precision."""
+    """The highest GFLOP/s of a large product of torch, by precision."""
     import torch
 
     torch.set_num_threads(threads)
@@ -222,7 +222,7 @@ def floor_seconds(model: Path, steps: list[dict[str, Any]], rate: float) -> dict
 
 
 def worker(python: str, arguments: list[str], threads: int) -> Any:
-    """Run this file in a fresh process; its last line is its result."""
+    """Run this file in a new process, and return the result from its last line."""
     environment = os.environ | {
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)),
         "HF_HUB_OFFLINE": "1",

@@ -23,7 +23,7 @@ Found = TypeVar("Found")
 
 
 def options(about: str | None, name: str) -> argparse.ArgumentParser:
-    """What every benchmark of recipes takes; results go to results/<name>.json unless told otherwise."""
+    """The shared command-line options. Results go to results/<name>.json by default."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=1, help="seeds at a time")
@@ -34,10 +34,10 @@ def options(about: str | None, name: str) -> argparse.ArgumentParser:
 def run_recipe(
     recipe: Path, seed: int, overrides: Sequence[str] = (), home: Path | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Run a recipe from nothing; summary, metrics and folder of each stage, by its name.
+    """Run a recipe, and return summary, metrics and folder of each stage by its name.
 
     Args:
-        home: where runs are kept, for who wants more of them than is returned.
+        home: home of the runs, for callers that need more of their files.
     """
     if home is None:
         with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
@@ -52,13 +52,13 @@ def run_recipe(
 
 
 def for_seeds(run: Callable[[int], Found], seeds: Sequence[int], jobs: int) -> list[Found]:
-    """What `run` gives for each seed, in order; `jobs` of them at a time."""
+    """The results of `run` for each seed, in order, with `jobs` runs at a time."""
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(run, seeds))
 
 
 def evidence(bundle: Path) -> dict[str, Any]:
-    """Summary, metrics and folder of a bundle that was run."""
+    """Summary, metrics and folder of a finished bundle."""
     artifacts = bundle / "artifacts"
     lines = (
         (artifacts / "metrics.jsonl").read_text().splitlines()
@@ -143,7 +143,7 @@ def at_steps(
 
 
 def document(script: str, arguments: Sequence[str], began: float) -> dict[str, Any]:
-    """What every result says of how it was made."""
+    """The part of a result that describes its measurement."""
     words = list(arguments)
     if "--out" in words:  # where it was put is nobody's concern
         del words[words.index("--out") : words.index("--out") + 2]
@@ -156,6 +156,6 @@ def document(script: str, arguments: Sequence[str], began: float) -> dict[str, A
 
 
 def write(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result where the pages are made from."""
+    """Write a result into the folder from which the pages are made."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -70,7 +70,7 @@ def measure(arm: str, seed: int, folder: Path, home: Path | None) -> Record:
 
 
 def evaluate(checkpoint: str, section: Mapping[str, Any], lines: int, tasks: int, home: Path) -> Record:
-    """The figures of a checkpoint on contexts of so many lines; no figures if the prompt does not fit."""
+    """Figures of a checkpoint on contexts of `lines` lines. Empty if the prompt does not fit."""
     settings = dict(section)
     if "tasks" in section:
         settings |= {"tasks": {**section["tasks"], "lengths": [lines]}, "asks": 10_000_000}
@@ -103,7 +103,7 @@ def figures(stage: Mapping[str, Any]) -> Record:
 
 
 def counting(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The recipe as it is."""
+    """The unchanged recipe."""
     return recipe
 
 
@@ -118,14 +118,14 @@ def pairs(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_asks(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Code that cannot ask."""
+    """Code without the function that asks."""
     recipe["environment"]["depth"] = 0
     recipe["stages"][0]["strategies"] = {"lines": 0, "whole": 0, "guess": 1}
     return recipe
 
 
 def without_code(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Asks about eight lines, whose answers enter the context."""
+    """Questions about eight lines each, whose answers enter the context."""
     recipe["environment"] |= {"tool": "ask", "turns": 6}
     recipe["stages"][0]["strategies"] = {"lines": 0, "whole": 0, "guess": 0.5, "ranges": 0.5}
     return recipe
@@ -139,7 +139,7 @@ def direct(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def direct_pairs(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The same for questions about all pairs of users."""
+    """All lines in the prompt, for questions about all pairs of users."""
     return direct(pairs(recipe))
 
 

@@ -66,7 +66,7 @@ machine.
 
 
 def pages() -> dict[str, str]:
-    """Text of every page and chart, by its file's name."""
+    """Text of every page and chart, by file name."""
     files: dict[str, str] = {}
     listing = []
     for path in sorted(RESULTS.glob("*.json")):
@@ -80,7 +80,7 @@ def pages() -> dict[str, str]:
 
 
 def title(path: Path, document: Mapping[str, Any]) -> str:
-    """The title of the result, or its file's name as words."""
+    """The title of the result, or its file name as words."""
     return str(document.get("title") or capital(words(path.stem)))
 
 
@@ -171,7 +171,7 @@ def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> 
 
 
 def brackets(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
-    """What the brackets in the cells of a table mean."""
+    """The explanation of the brackets in the cells of a table."""
     ranges = [key for key in columns if any(is_repeated(row.get(key)) for row in rows)]
     intervals = [key for key in columns if any(isinstance(row.get(key), Mapping) for row in rows)]
     if ranges and intervals:
@@ -183,7 +183,7 @@ def brackets(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[
 
 
 def scale(key: str, values: Sequence[Any], in_points: bool) -> Callable[[float], str]:
-    """How a column writes its numbers: in percent, in percentage points, or as they are."""
+    """The format of a column's numbers: percent, percentage points, or unchanged."""
     numbers = [number for value in values for number in numbers_of(value)]
     if key.startswith(POINTS) or (in_points and key == BY_SEED):
         return points
@@ -211,12 +211,12 @@ def points(number: float) -> str:
 
 
 def is_repeated(value: Any) -> bool:
-    """Whether a cell shows the median of repeated measurements."""
+    """True if a cell shows the median of repeated measurements."""
     return isinstance(value, list) and 2 < len(value) <= MOST_REPEATS and are_numbers(value)
 
 
 def is_curve(value: Any) -> bool:
-    """Whether a cell is too long a list to show."""
+    """True if a cell is too long a list to show."""
     return isinstance(value, list) and len(value) > MOST_REPEATS and are_numbers(value)
 
 
@@ -229,7 +229,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value fits one cell."""
+    """True if the value fits one cell."""
     if isinstance(value, Mapping):
         return set(value) == {"mean", "low", "high"}
     if isinstance(value, list):
@@ -238,12 +238,12 @@ def is_plain(value: Any) -> bool:
 
 
 def are_numbers(values: Sequence[Any]) -> bool:
-    """Whether all values are numbers."""
+    """True if all values are numbers."""
     return all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in values)
 
 
 def is_fact(value: Any) -> bool:
-    """Whether the value fits one line: a plain value, or a few of them."""
+    """True if the value fits one line: a plain value, or a few of them."""
     few = isinstance(value, Mapping) and len(value) <= 6
     return is_plain(value) or (
         few and all(is_plain(item) and not isinstance(item, Mapping) for item in value.values())
@@ -251,7 +251,7 @@ def is_fact(value: Any) -> bool:
 
 
 def alike(rows: Sequence[Any]) -> bool:
-    """Whether all rows are objects of plain values that share most of their keys."""
+    """True if all rows are objects of plain values that share most of their keys."""
     if not rows or not all(
         isinstance(row, Mapping) and row and all(map(is_plain, row.values())) for row in rows
     ):
@@ -261,7 +261,7 @@ def alike(rows: Sequence[Any]) -> bool:
 
 
 def is_number(text: str) -> bool:
-    """Whether a cell starts with a number."""
+    """True if a cell starts with a number."""
     return not text or text.lstrip("+-")[:1].isdigit()
 
 

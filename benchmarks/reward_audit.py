@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def row(shipped: Audit, asked: Audit) -> dict[str, Any]:
-    """One family's line."""
+    """The table row of one family."""
     worst, remaining = gravest(shipped), gravest(asked)
     return {
         "as shipped": shipped.grade,
@@ -87,7 +87,7 @@ def row(shipped: Audit, asked: Audit) -> dict[str, Any]:
 
 
 def gravest(audit: Audit) -> Finding | None:
-    """The finding of the worst grade that needs the least knowledge."""
+    """The most severe finding, and among equals the one that needs the least knowledge."""
     worst = [finding for finding in audit.findings if finding.grade == audit.grade]
     simple = [finding for finding in worst if finding.probe not in ("search", "again")]
     return min(simple or worst, key=lambda finding: len(finding.example.transcript.text), default=None)
@@ -120,7 +120,7 @@ def report(families: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _again_with_fixed_hashes(arguments: Sequence[str]) -> None:
-    """Some families' tasks follow Python's hash seed."""
+    """Restart with a fixed hash seed, on which the tasks of some families depend."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, "PYTHONHASHSEED": "0"})
 

@@ -100,13 +100,13 @@ def checked(section: Mapping[str, Any], tasks: int) -> Audit:
 
 
 def listed(audit: Audit) -> dict[str, Any]:
-    """The grade, and the gravest finding of a grade below A with its output."""
+    """The grade, and below A also the most severe finding with its output."""
     worst = gravest(audit) if audit.grade != "A" else None
     return {"grade": audit.grade} | ({"finding": told(worst), "output": shown(worst)} if worst else {})
 
 
 def named(audit: Audit, family: str) -> dict[str, Any]:
-    """A planted hack: its family, whether a finding names it, and the output that was paid."""
+    """The row of a planted hack: its family, its finding if any, and the rewarded output."""
     own = [finding for finding in audit.findings if finding.probe == family]
     row = {"family": family, "grade": audit.grade, "named": "yes" if own else "no"}
     best = max(own, key=lambda finding: str(finding.example.verdict), default=None)
@@ -114,7 +114,7 @@ def named(audit: Audit, family: str) -> dict[str, Any]:
 
 
 def judged(tasks: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each judge behind HTTP."""
+    """Audit each judge behind HTTP."""
     import judge_server
 
     for name, family in JUDGES.items():
@@ -126,7 +126,7 @@ def judged(tasks: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _again_with_paths(arguments: list[str]) -> None:
-    """Some families' tasks follow Python's hash seed. The scorer's process imports the planted scorers."""
+    """Restart with a fixed hash seed, and with paths from which the scorer can import the hacks."""
     if os.environ.get("PYTHONHASHSEED") != "0":
         paths = os.pathsep.join(TESTS)
         own = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": paths}

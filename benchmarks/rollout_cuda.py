@@ -59,7 +59,7 @@ CONTEXTS = (512, 2048, 8192, 32768)
 
 
 class Ours(ours.Adapter):
-    """Our engine on a device; on a CPU by the step that graphs are captured of."""
+    """Our engine on a device. On a CPU, it runs the step that a GPU captures in graphs."""
 
     def __init__(self, folder: Path, dtype: str, requests: Sequence[Request], device: str) -> None:
         def runner(decoder: Any, num_blocks: Any) -> GraphRunner:
@@ -72,7 +72,7 @@ class Ours(ours.Adapter):
 
     @property
     def steps(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return int(self._engine.counters.steps)
 
 
@@ -85,7 +85,7 @@ class Generate(generate.Adapter):
         super().__init__(folder, dtype, torch.get_num_threads(), requests, "static", device)
 
     def sample(self, requests: Sequence[Request], *, temperature: float, seed: int) -> Any:
-        """As it does, counting."""
+        """Call the runner, and count the step."""
         self.steps += max(request.new_tokens for request in requests)
         return super().sample(requests, temperature=temperature, seed=seed)
 
@@ -209,7 +209,7 @@ def timed(engine: Any, requests: Sequence[Request], seed: int, model: str) -> di
 
 
 def kernel_milliseconds(engine: Any, requests: Sequence[Request], device: str) -> float:
-    """What the device was busy with for a step, of a round under the profiler."""
+    """Busy milliseconds of the device per step, in a round under the profiler."""
     kinds = torch.profiler.ProfilerActivity
     steps = engine.steps
     with torch.profiler.profile(activities=[kinds.CPU if device == "cpu" else kinds.CUDA]) as profiler:
@@ -220,7 +220,7 @@ def kernel_milliseconds(engine: Any, requests: Sequence[Request], device: str) -
 
 
 def attention_rows(device: str, dtype: str, contexts: Sequence[int]) -> list[dict[str, Any]]:
-    """Attention of 32 samples with 16 query and 8 key-value heads of 128, one layer; and what it reads."""
+    """Times and reads of one attention layer: 32 samples, 16 query and 8 key-value heads of 128."""
     config = PRESETS["tiny"].replace(num_layers=1, num_heads=16, num_kv_heads=8, head_dim=128)
     rows, kind, layer = [], getattr(torch, dtype), AttentionLayer(0)
     samples = 2 if device == "cpu" else 32
@@ -245,7 +245,7 @@ def attention_rows(device: str, dtype: str, contexts: Sequence[int]) -> list[dic
 
 
 def lacks_gpu() -> bool:
-    """Whether there is no CUDA device, and say so."""
+    """True if there is no CUDA device, after printing a message."""
     if torch.cuda.is_available():
         return False
     print("this machine has no CUDA device; --smoke runs a tiny shape on the CPU", file=sys.stderr)
@@ -253,7 +253,7 @@ def lacks_gpu() -> bool:
 
 
 def measure_limits(device: str, dtype: str) -> Limits:
-    """The best rates of this device: a large product, and reading a large tensor."""
+    """The highest rates of this device: a large product, and reading a large tensor."""
     size = 512 if device == "cpu" else 8192
     a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
     product = 2 * size**3 / time_of(lambda: a @ a, device) * 1e3
@@ -264,7 +264,7 @@ def measure_limits(device: str, dtype: str) -> Limits:
 
 
 def time_of(call: Callable[[], Any], device: str, repeats: int = 10) -> float:
-    """Milliseconds, the median; on a GPU by events, after a first call that is not counted."""
+    """Median milliseconds after a warm-up call. On a GPU, CUDA events measure them."""
     call()
     times = []
     for _ in range(repeats):
@@ -283,26 +283,26 @@ def time_of(call: Callable[[], Any], device: str, repeats: int = 10) -> float:
 
 
 def varied(requests: Sequence[Request], seed: int, vocab: int) -> list[Request]:
-    """The same work on other prompts, so that nothing kept of an earlier round is of use."""
+    """The same work on other prompts, so that caches of earlier rounds do not help."""
     return [
         Request([(token + seed) % vocab for token in old.prompt], old.n, old.new_tokens) for old in requests
     ]
 
 
 def attention_on(device: str) -> DecodeAttention:
-    """Ours on a GPU; where Triton cannot run, what it is tested against."""
+    """Our kernel on a GPU, or its reference implementation where Triton cannot run."""
     return GatheredAttention if device == "cpu" else TritonAttention
 
 
 def release(device: str) -> None:
-    """Give memory back before the next is measured."""
+    """Free the device memory before the next measurement."""
     gc.collect()
     if device != "cpu":
         torch.cuda.empty_cache()
 
 
 def machine(device: str, limits: Limits, dtype: str) -> dict[str, Any]:
-    """What it was measured on and with."""
+    """Machine and versions of the measurement."""
     import transformers
 
     import perilune

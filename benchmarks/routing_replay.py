@@ -80,7 +80,7 @@ class Start:
 
 
 class Sampler:
-    """An engine that keeps weights of one kind and records routes."""
+    """An engine that holds one kind of weights and records routes."""
 
     def __init__(self, start: Start, decoder: Decoder, kind: str) -> None:
         self._start = start
@@ -90,7 +90,7 @@ class Sampler:
         self._params = SamplingParams(MAX_TOKENS, stop_token_ids=decoder.config.eos_token_ids)
 
     def play(self, tasks: Sequence[Task], samples: int, step: int) -> Groups:
-        """Sampled and scored groups."""
+        """Sample and score groups."""
         start = self._start
         ids = start.tokenizer.encode_prompts([task.prompt for task in tasks])
         prompts = [Prompt(prompt, (start.seed, step, index)) for index, prompt in enumerate(ids)]
@@ -193,7 +193,7 @@ def measure_gaps(start: Start) -> list[dict[str, Any]]:
 
 
 def gap(decoder: Decoder, groups: Groups) -> dict[str, float]:
-    """Differences of log-probs between sampler and learner, with its own routes and with replayed ones."""
+    """Log-prob differences of sampler and learner, with the learner's own and with replayed routes."""
     everything = SFT().weight_groups(groups, StepContext(max_tokens=0))
     own, replayed, figures = [], [], Figures()
     for batch in pack(everything, 1 << 20):
@@ -230,7 +230,7 @@ def describe_gaps(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def left(rows: Sequence[dict[str, Any]], name: str) -> str:
-    """The mean over seeds of a figure with replay, divided by that without."""
+    """The mean over seeds of a figure with replay, divided by that without replay."""
     shares = [row[f"{name}, with replay"] / row[f"{name}, without replay"] for row in rows]
     return f"{statistics.fmean(shares):.0%}"
 
@@ -239,7 +239,7 @@ def left(rows: Sequence[dict[str, Any]], name: str) -> str:
 
 
 def climb_both(start: Start, kind: str, steps: int) -> dict[str, dict[str, Any]]:
-    """Training from an engine of that kind, by arm."""
+    """Train with this kind of engine, with and without replay."""
     return {
         name: climb(start, kind, steps, replays=replays)
         for name, replays in (("without replay", False), ("with replay", True))
@@ -247,7 +247,7 @@ def climb_both(start: Start, kind: str, steps: int) -> dict[str, dict[str, Any]]
 
 
 def climb(start: Start, kind: str, steps: int, *, replays: bool) -> dict[str, Any]:
-    """Reinforcement learning from the start; rewards, mean KL to the sampler, and pass@1 afterwards."""
+    """Train with RL, and return rewards, mean KL to the sampler, and pass@1 afterwards."""
     decoder = copy.deepcopy(start.decoder)
     learner, sampler = Learner(decoder), Sampler(start, decoder, kind)
     tasks, rewards, divergence = start.tasks("train"), [], []
@@ -269,7 +269,7 @@ def climb(start: Start, kind: str, steps: int, *, replays: bool) -> dict[str, An
 
 
 def update(learner: Learner, groups: Groups, count: int) -> float:
-    """Make the updates of a step; the mean KL(sampler || learner) before them."""
+    """Make the updates of a step, and return the mean KL(sampler || learner) before them."""
     weighted = algorithm("grpo").weight_groups(groups, StepContext(max_tokens=MAX_TOKENS))
     divergence = []
     for part in minibatches(weighted, count):
@@ -308,7 +308,7 @@ def compare_climbs(climbs: Sequence[dict[str, Any]]) -> tuple[list[str], list[di
 
 
 def measure_transport() -> list[dict[str, Any]]:
-    """For each size, CPU milliseconds of receiving a group with routes and without, and its bytes."""
+    """CPU milliseconds to receive a group with and without routes, and its bytes, for each size."""
     rows = []
     for size in SIZES:
         plain = synthetic_group(size // GROUP)
@@ -334,7 +334,7 @@ def measure_transport() -> list[dict[str, Any]]:
 
 
 def receive(path: Path) -> None:
-    """What the learner's process does with the message of a finished group."""
+    """Read the message of a finished group, as the learner's process does."""
     message = json.loads(json.dumps({"group": [1, 0], "file": str(path)}))
     for group in map_groups(Path(message["file"])):
         for episode in group:
@@ -342,7 +342,7 @@ def receive(path: Path) -> None:
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """The median CPU time of this process."""
+    """Median CPU milliseconds of `work` in this process."""
     times = []
     for _ in range(REPEATS):
         began = time.process_time()

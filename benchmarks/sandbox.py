@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def row(probe: str, audits: Mapping[str, SandboxAudit]) -> dict[str, Any]:
-    """One probe's line: what it tries, what it met first, and its verdict in each way."""
+    """The row of a probe: its attempt, its first obstacle, and its verdict in each setting."""
     findings = {
         name: next(item for item in audit.findings if item.probe == probe) for name, audit in audits.items()
     }
@@ -94,7 +94,7 @@ def row(probe: str, audits: Mapping[str, SandboxAudit]) -> dict[str, Any]:
 
 
 def milliseconds(without: tuple[str, ...], runs: int) -> float:
-    """What a run that prints one word takes of the processor, the sandbox's start among them."""
+    """CPU milliseconds of a run that prints one word, including the start of the sandbox."""
     began = spent()
     with Sandbox(without=without, allow_missing=tuple(WALLS)) as sandbox:
         for _ in range(runs):
@@ -103,7 +103,7 @@ def milliseconds(without: tuple[str, ...], runs: int) -> float:
 
 
 def spent() -> float:
-    """Seconds of processor that children which have ended took."""
+    """CPU seconds of all ended child processes."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 

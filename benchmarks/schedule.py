@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def follow(bundle: Path, first: Path, folder: Path, kills: int) -> tuple[Path, int]:
-    """Run a bundle with the schedule log of its first run; the last attempt, and the kills that hit."""
+    """Run a bundle with the log of its first run. Return the last attempt and the number of kills."""
     total = len(list(read_json_lines(first / "artifacts" / SCHEDULE)))
     instants = sorted(random.Random(0).uniform(0, total) for _ in range(kills))
     attempt, hits = next_attempt(bundle, first, folder, None), 0

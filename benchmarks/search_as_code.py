@@ -116,7 +116,7 @@ def difference(rows: Sequence[Mapping[str, Any]], corpora: str, what: str) -> fl
 
 
 def ratio(by_seed: Sequence[Sequence[Mapping[str, Any]]], corpora: str, what: str) -> str:
-    """How many tokens fewer, for each seed."""
+    """The reduction in tokens, for each seed."""
     shares = []
     for rows in by_seed:
         values = {row["mode"]: row[what] for row in rows if row["corpora"] == corpora}

@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def run(game: str, seed: int) -> dict[str, Any]:
-    """What a recipe's self-play said of itself."""
+    """Run a recipe, and return the figures of its self-play."""
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
         stages = run_recipe(RECIPES[game], seed, home=Path(home))
         seconds = {stage: processor_seconds(result["folder"]) for stage, result in stages.items()}
@@ -67,7 +67,7 @@ def run(game: str, seed: int) -> dict[str, Any]:
 
 
 def best_replies(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, float]]]:
-    """Of start and champion, by seat, bounds of what the best reply earns a game."""
+    """Bounds on the best reply's return per game against start and champion, by seat."""
     environment: Any = make_environment({"id": "open_spiel", "game": "tic_tac_toe", "list_moves": False})
     torch.set_num_threads(1)
     replies = {}
@@ -79,7 +79,7 @@ def best_replies(stages: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict
 
 
 def processor_seconds(bundle: Path) -> float:
-    """Of the stage's own process, over all its steps."""
+    """CPU seconds of the stage's process, over all its steps."""
     path = bundle / "artifacts" / "timings.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return round(sum(json.loads(line).get("processor", 0.0) for line in lines), 1)

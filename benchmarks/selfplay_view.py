@@ -111,7 +111,7 @@ def change(run: Run) -> dict[str, str]:
 
 
 def rows(run: Run) -> list[dict[str, Any]]:
-    """Start, champion and last of a seed."""
+    """Table rows of one seed: start, champion and last policy."""
     return [
         {"seed": run["seed"], "policy": name, "step": row["step"]}
         | {key: figure(row, key) for key in row if key != "step" and key.count("/") < 2 and is_shown(key)}
@@ -120,7 +120,7 @@ def rows(run: Run) -> list[dict[str, Any]]:
 
 
 def is_shown(key: str) -> bool:
-    """Whether all policies have this metric."""
+    """True if all policies have this metric."""
     return not key.startswith("against/step") and not key.endswith(("/low", "/high"))
 
 
@@ -142,7 +142,7 @@ def best_replies(run: Run) -> list[dict[str, Any]]:
 
 
 def matches(run: Run) -> list[dict[str, Any]]:
-    """Games won, drawn and lost by start and champion against the environment's players."""
+    """Shares of games won, drawn and lost by start and champion against the environment's players."""
     wanted = {f"step {row['step']}": name for name, row in judged(run).items() if name != "last"}
     rows = []
     for item in run["league"]["matches"]:
@@ -162,7 +162,7 @@ def matches(run: Run) -> list[dict[str, Any]]:
 
 
 def chart(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """Panels of curves over the steps, three a row."""
+    """Panels of curves over the steps, three per row."""
     width, height = 3 * WIDTH, -(-len(names) // 3) * HEIGHT + 20
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
@@ -177,7 +177,7 @@ def chart(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def panel(name: str, runs: Sequence[Run]) -> list[str]:
-    """One figure over the steps."""
+    """The panel of one figure."""
     curves = [curve(run, name) for run in runs]
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = [[curve[step] for curve in curves] for step in steps]
@@ -208,7 +208,7 @@ def panel(name: str, runs: Sequence[Run]) -> list[str]:
 
 
 def curve(run: Run, name: str) -> dict[int, float]:
-    """A figure by step, of the judgements or of the steps' games."""
+    """A figure by step, from the judgements or from the games of the steps."""
     if name in run["curves"]:
         pairs = zip(run["curves"]["step"], run["curves"][name], strict=True)
         return {step: value for step, value in pairs if value is not None}
@@ -216,6 +216,6 @@ def curve(run: Run, name: str) -> dict[int, float]:
 
 
 def bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Ends of an axis: what is there, and 0."""
+    """Ends of an axis that includes all values and 0."""
     low, high = min(0.0, *values), max(0.0, *values)
     return (low, high) if high > low else (low, low + 1)

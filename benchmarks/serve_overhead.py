@@ -37,7 +37,7 @@ RESULT = Path(__file__).parent / "results" / "serve_overhead.json"
 
 
 def direct(folder: Path) -> Callable[[], None]:
-    """The engine, called as the server calls it."""
+    """Return a function that calls the engine as the server does."""
     decoder, tokenizer = load_checkpoint(folder)
     engine = Engine(decoder, slots=STREAMS, tokenizer=tokenizer)
     prompt, params = tokenizer.encode(PROMPT), SamplingParams(max_tokens=TOKENS)
@@ -69,7 +69,7 @@ async def ask_all(port: int, stream: bool) -> list[bytes]:
 
 
 def measured(work: Callable[[], Any], process: psutil.Process) -> tuple[float, float, Any]:
-    """Wall and processor microseconds a token of `process`, and what `work` gave."""
+    """Wall and CPU microseconds of `process` per token, and the result of `work`."""
     before, began = sum(process.cpu_times()[:2]), time.perf_counter()
     result = work()
     wall, cpu = time.perf_counter() - began, sum(process.cpu_times()[:2]) - before

@@ -62,7 +62,7 @@ class Tally:
 
 
 def request_of(draw: random.Random) -> tuple[str, str, dict[str, Any]]:
-    """The endpoint's name, its path and a body."""
+    """A random request: the name of its endpoint, its path and its body."""
     seed, prompt = draw.randrange(20), f"{draw.randrange(90) + 10}+{draw.randrange(3)}="
     common = {"model": "tiny", "temperature": 1.0, "seed": seed, "stream": draw.random() < 0.5}
     message = [{"role": "user", "content": prompt}]
@@ -142,7 +142,7 @@ async def exchange(
 
 
 def text_of(document: Mapping[str, Any]) -> str:
-    """The text of a whole answer; the numbers of an embedding."""
+    """The text of a whole answer, or the numbers of an embedding."""
     if document["object"] == "list":
         return json.dumps([round(value, 4) for value in document["data"][0]["embedding"]])
     if document["object"] == "response":
@@ -170,7 +170,7 @@ class Supervisor:
         self.start()
 
     def start(self) -> None:
-        """Start the server, on the port that it had before."""
+        """Start the server on its previous port."""
         command = [sys.executable, __file__, "--serve", str(self._folder), "--port", str(self._port)]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
@@ -228,7 +228,7 @@ async def soak(clients: int, seconds: float, folder: Path) -> tuple[Tally, Super
 
 
 def serve(folder: str, port: int) -> None:
-    """`perilune serve`, with an engine whose next step fails after SIGUSR1."""
+    """Run `perilune serve` with an engine whose next step fails after SIGUSR1."""
     from perilune.cli.main import main
     from perilune.engine.engine import Engine
 

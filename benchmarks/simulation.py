@@ -65,10 +65,10 @@ shares."""
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that are known from the start, and the engine that computes them.
+    """Requests that are known from the start, and their engine.
 
     Attributes:
-        turns: of each sample; a later turn continues the tokens before it with a few more.
+        turns: number of turns per sample. A later turn continues the earlier tokens with a few more.
     """
 
     name: str
@@ -121,7 +121,7 @@ def new_decoder(config: Any) -> Decoder:
 
 
 def workloads(decoders: dict[str, Decoder]) -> Iterator[Workload]:
-    """Five workloads of other shapes than those of the calibration."""
+    """Five workloads whose shapes differ from those of the calibration."""
     full, size = decoders["full"], {"slots": SLOTS, "cache_tokens": ROOM}
     ragged = requests(1, 240, prompt=(5, 200), answer=(2, 90))
     groups = requests(2, 32, prompt=(8, 40), answer=(20, 60), samples=16)
@@ -153,7 +153,7 @@ def requests(
 
 
 def compared(workload: Workload, costs: dict[str, StepCost], clock: Clock) -> dict[str, Any]:
-    """A workload computed and simulated."""
+    """The row of a workload, computed and simulated."""
     cost = costs["windows" if workload.decoder.config.windows else "full"]
     known = traced(workload)
     real = [
@@ -227,7 +227,7 @@ def rounds(workload: Workload, known: Known) -> Iterator[list[tuple[tuple[int, i
 
 
 def play(engine: RecordedEngine, workload: Workload, known: Known, clock: Clock) -> tuple[Times, StepLog]:
-    """The end of each turn in reality. All turns of a round begin together, as in a rollout."""
+    """The measured end of each turn. All turns of a round begin together, as in a rollout."""
     ends: Times = {}
     began = 0.0
     for turn, batch in enumerate(rounds(workload, known)):
@@ -240,7 +240,7 @@ def play(engine: RecordedEngine, workload: Workload, known: Known, clock: Clock)
 
 
 def play_simulated(engine: SimulatedEngine, workload: Workload, known: Known) -> tuple[Times, Any]:
-    """The same on the virtual clock."""
+    """The simulated end of each turn, on the virtual clock."""
     ends: Times = {}
     for turn, batch in enumerate(rounds(workload, known)):
         ids = {}

@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def figures(stage: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a stage that the page shows: of an evaluation, or of training."""
+    """The figures of an evaluation or a training stage that the page shows."""
     summary = stage["summary"]
     row = {key: summary[key] for key in ("pass@1", "greedy", "length") if key in summary}
     row["seconds"] = round(summary["seconds"])
@@ -49,7 +49,7 @@ def figures(stage: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add(path: Path, recipe: str, seed: int, stages: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """Put a run into the result, in the place of an earlier run of the same recipe and seed."""
+    """Add a run to the result, in place of an earlier run of the same recipe and seed."""
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     others = [run for run in runs if (run["recipe"], run["seed"]) != (recipe, seed)]
     run = {"recipe": recipe, "seed": seed, "stages": stages, **made}

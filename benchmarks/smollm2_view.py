@@ -23,7 +23,7 @@ ABOUT = (
 
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables of evaluations, of differences over seeds, and of what training took."""
+    """Tables of evaluations, of differences over seeds, and of training costs."""
     runs: Sequence[Run] = document["runs"]
     by_key = {(run["recipe"], run["seed"]): run["stages"] for run in runs}
 

@@ -26,10 +26,10 @@ RESULT = HERE / "results" / "soak.json"
 
 
 def soak(seconds: float, at_once: int, seed: int) -> tuple[dict[str, Any], float]:
-    """The final report of `perilune lab`, and the CPU seconds of all its processes.
+    """Return the final report of `perilune lab`, and the CPU seconds of all its processes.
 
     Raises:
-        RuntimeError: when it exits without a report.
+        RuntimeError: if it exits without a report.
     """
     adopt_orphans()  # a killed cloud's machines become ours to count
     words = ["--seconds", str(seconds), "--at-once", str(at_once), "--seed", str(seed), "--json"]
@@ -44,7 +44,7 @@ def soak(seconds: float, at_once: int, seed: int) -> tuple[dict[str, Any], float
 
 
 def _reaped() -> bool:
-    """Wait for one more descendant, if there is any."""
+    """Reap one ended descendant. False if there is none."""
     try:
         os.waitpid(-1, 0)
     except ChildProcessError:

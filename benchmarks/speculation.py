@@ -188,7 +188,7 @@ def _seconds(runner: NativeRunner, rows: int) -> float:
 def measure(
     model: Any, prompts: dict[str, list[int]], case: Case, arms: dict[str, Any], arguments: Any
 ) -> Iterator[dict[str, Any]]:
-    """One row for each arm; the arms take turns."""
+    """One row for each arm. The arms take turns."""
     engines = {arm: _engine(model, settings, case) for arm, settings in arms.items()}
     speeds: dict[str, list[float]] = {arm: [] for arm in arms}
     expected: list[Completion] = []
@@ -226,7 +226,7 @@ def _engine(model: Any, settings: SpeculationSettings | None, case: Case) -> Eng
 
 
 def _speed(engine: Engine, prompt: Sequence[int], case: Case, tokens: int) -> tuple[float, list[Completion]]:
-    """Tokens by processor seconds from the first step that only decodes, and the samples."""
+    """Tokens per CPU second from the first step that only decodes, and the samples."""
     started: list[float] = []
 
     def note(finished: int, total: int) -> None:

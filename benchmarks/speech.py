@@ -49,7 +49,7 @@ RESULT = Path(__file__).parent / "results" / "speech.json"
 
 
 def random_config(tokenizer: Tokenizer) -> SpeechConfig:
-    """12.5 frames of 4 codes a second at 16 kHz."""
+    """A model with 12.5 frames of 4 codes per second, at 16 kHz."""
     codes, words = 256, tokenizer.vocab_size
     codec = CodecConfig(
         codebooks=4,
@@ -130,7 +130,7 @@ def measure_alone(folder: Path, text: str, rounds: int) -> dict[str, dict[str, A
 
 @dataclass
 class Heard:
-    """What the client of one utterance measured: seconds, and a count."""
+    """Times in seconds of one utterance, and its number of underruns, as its client measured them."""
 
     first: float
     seconds: float

@@ -46,7 +46,7 @@ def arm(size: int, looks: int) -> dict[str, Any]:
     from perilune.execution.placements.remote import RemotePlacement, Site
 
     class Counting(NearbyHost):
-        """Counts what is sent; the first call that sends much is cut at half of it, when asked to."""
+        """Counts the sent bytes. With `cuts`, it interrupts the first large upload in the middle."""
 
         sent, cuts = 0, False
 
@@ -116,7 +116,7 @@ def large_bundle(folder: Path, size: int) -> Path:
 
 
 def staged(placement: Any, bundle: Path, folder: Path, run: str) -> float:
-    """Seconds that staging takes."""
+    """Stage a bundle, and return the seconds."""
     from placement_conformance import assigned, stage
 
     attempt = assigned(folder / run, 1, f"01{run.replace('-', '').upper()}")
@@ -126,7 +126,7 @@ def staged(placement: Any, bundle: Path, folder: Path, run: str) -> float:
 
 
 def looked(placement: Any, folder: Path, looks: int, servers: list[int]) -> dict[str, float]:
-    """Median milliseconds of a look at an attempt that waits."""
+    """Median milliseconds of a status check of a waiting attempt."""
     from drill_cases import drill_bundle
     from placement_conformance import assigned, stage, until
 
@@ -137,7 +137,7 @@ def looked(placement: Any, folder: Path, looks: int, servers: list[int]) -> dict
     placement.start(attempt)
 
     def look() -> bool:
-        """As the reconciler looks at an attempt that is running."""
+        """Check the status as the reconciler does for a running attempt."""
         status = placement.observe(attempt)
         if status.claim is not None and getattr(status, "more", True):
             placement.pull(attempt)
@@ -159,7 +159,7 @@ def looked(placement: Any, folder: Path, looks: int, servers: list[int]) -> dict
 
 
 def processor_seconds(servers: list[int]) -> float:
-    """Of this process, of `servers`, and of all that they have started and that has ended, or lives."""
+    """CPU seconds of this process and `servers`, with all their ended and living children."""
     import psutil
 
     total = sum(os.times()[:4])
@@ -173,7 +173,7 @@ def processor_seconds(servers: list[int]) -> float:
 
 
 def turns(checkouts: dict[str, Path], rounds: int, size: int, looks: int) -> dict[str, list[dict[str, Any]]]:
-    """Every checkout measured in a process of its own, taking turns."""
+    """Measure all checkouts in turns, each in its own process."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     for _ in range(rounds):
         for name, checkout in checkouts.items():

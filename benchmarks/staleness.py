@@ -59,7 +59,7 @@ def save(path: Path, records: list[Record]) -> None:
 
 
 def measured(seed: int, arguments: argparse.Namespace, known: set[tuple[int, str]]) -> Iterator[Record]:
-    """The records of a seed that are missing. Without staleness, where arms are nearly equal, it is one."""
+    """Yield the missing records of a seed. Staleness 0 has one arm, because all are nearly equal."""
     cells = [(0, "tis"), *((age, arm) for age in arguments.staleness for arm in arguments.arms)]
     missing = [cell for cell in cells if cell not in known]
     if not missing:
@@ -80,7 +80,7 @@ def measured(seed: int, arguments: argparse.Namespace, known: set[tuple[int, str
 
 
 def climb(first: Mapping[str, Any], age: int, arm: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """The stages `rl` and `after_rl` with a staleness and a correction."""
+    """Run the stages `rl` and `after_rl` with a staleness and a correction."""
     keys = {
         "steps": STEPS,
         "prompts": PROMPTS,
@@ -97,7 +97,7 @@ def climb(first: Mapping[str, Any], age: int, arm: str, folder: Path) -> dict[st
 
 
 def write_schedule(path: Path, age: int) -> None:
-    """A schedule log in which every token of a step has the same age."""
+    """Write a schedule log in which every token of a step has the same age."""
     path.parent.mkdir(parents=True)
     for step in range(1, STEPS + 1):
         spans = [[UPDATES * max(0, step - 1 - age), WHOLE]]
@@ -106,7 +106,7 @@ def write_schedule(path: Path, age: int) -> None:
 
 
 def figures(first: Mapping[str, Any], found: Mapping[str, Any]) -> Record:
-    """What is kept of a run."""
+    """The figures of a run."""
     lines, after = found["rl"]["metrics"], found["after_rl"]["summary"]
     return {
         "before": first["after_sft"]["summary"]["pass@1"]["mean"],
@@ -125,7 +125,7 @@ def name(record: Record) -> tuple[int, str]:
 
 
 def told(record: Record) -> str:
-    """One record as told while it is measured."""
+    """The progress line of a record."""
     head = f"seed {record['seed']} staleness {record['staleness']} {record['arm']}"
     if "failed" in record:
         return f"{head}: {record['failed']}"

@@ -66,7 +66,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def findings(cells: Cells, ages: list[int], arms: list[str]) -> list[str]:
-    """What synchronous training reached, and what staleness and the other corrections change."""
+    """The result of synchronous training, and the effects of staleness and of the corrections."""
     base = cells[0, DEFAULT]
     questions = {
         f"staleness {age} against 0, both `{DEFAULT}`": ((age, DEFAULT), (0, DEFAULT)) for age in ages
@@ -103,7 +103,7 @@ def mean_and_range(values: Sequence[float]) -> str:
 
 
 def stopped(records: list[Record]) -> list[str]:
-    """The runs that a check ended."""
+    """Sentences on the runs that a check stopped."""
     return [
         f"`{row['arm']}` at staleness {row['staleness']} stopped with seed {row['seed']}: {row['failed']}."
         for row in records
@@ -112,7 +112,7 @@ def stopped(records: list[Record]) -> list[str]:
 
 
 def curves(cells: Cells, ages: list[int], arms: list[str]) -> dict[str, Curve]:
-    """pass@1 of each arm by staleness; all begin at that without staleness."""
+    """pass@1 of each arm by staleness. All curves begin at the value without staleness."""
     result = {}
     for arm in [DEFAULT, *(name for name in arms if name != DEFAULT)]:
         points = {0: [*cells[0, DEFAULT].values()]}

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def run(seed: int) -> dict[str, dict[str, float]]:
-    """The figures of each arm, and those after SFT."""
+    """The figures after SFT and of each arm."""
     results = {}
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as home:
         for arm, overrides in ARMS.items():
@@ -76,14 +76,14 @@ def run(seed: int) -> dict[str, dict[str, float]]:
 
 
 def episodes(stage: Mapping[str, Any], names: Sequence[str] = ()) -> list[Episode]:
-    """The sampled episodes of a stage, or those of the files with these names."""
+    """The sampled episodes of a stage, or of its files with these names."""
     files = sorted((stage["folder"] / "artifacts" / "episodes").glob("*.parquet"))
     wanted = [file for file in files if (file.stem in names if names else file.stem != "greedy")]
     return [episode for file in wanted for episode in read_episodes(file)]
 
 
 def figures(played: Sequence[Episode]) -> dict[str, float]:
-    """Means over episodes; `finished` is the share of all spawned sub-agents."""
+    """Means over episodes. `finished` is the share of all spawned sub-agents."""
     metrics = [episode.metrics for episode in played]
     spawned = [row.get("spawned", row.get("sub_agents", 0.0)) for row in metrics]
     tokens = [len(episode.prompt_ids) + len(episode.token_ids) for episode in played]
@@ -143,7 +143,7 @@ def report(seeds: Sequence[int], runs: Sequence[Mapping[str, Mapping[str, float]
 
 
 def findings(of: Any, compared: Mapping[str, SeedComparison]) -> list[str]:
-    """What the issue asked for, each with what came out."""
+    """The predictions about the rewards, each with its outcome."""
     share, spawned = of(ONE_AGENT, "episodes that spawn"), of(PARALLEL, "spawned while paid")
     rate, cured = of(PARALLEL, "finished while paid"), of(PARL, "finished while paid")
     steps, accuracy, tokens = (compared[name] for name in ("critical steps", "accuracy", "total tokens"))

@@ -16,7 +16,7 @@ COLUMN = re.compile(r"\d{5}")
 
 
 class Thorough:
-    """reasoning_gym, where every column of working earns a tenth."""
+    """The environment reasoning_gym, in which every column of working earns a tenth."""
 
     def __init__(self, section: Mapping[str, Any]) -> None:
         fields = {name: section[name] for name in ("task", "config", "prompt") if name in section}
@@ -28,7 +28,7 @@ class Thorough:
         return self._inner.tasks(split, seed)
 
     def score(self, task: Task, transcript: Transcript) -> Outcome:
-        """A tenth a column; what the answer is worth is only told."""
+        """Pay a tenth per column of working. The verdict on the answer is only recorded."""
         judged = self._inner.score(task, transcript)
         if isinstance(judged, Failure):
             return judged

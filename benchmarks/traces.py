@@ -42,7 +42,7 @@ SIZE = 200  # cases of the suite that is timed
 
 
 def perilune(home: Path, *arguments: str, source: Path = SOURCE) -> tuple[int, Any, float]:
-    """Run a command of the source at `source`: exit code, JSON, seconds."""
+    """Run a command of the code at `source`, and return exit code, JSON and seconds."""
     command = [sys.executable, "-m", "perilune.cli.main", *arguments, "--json"]
     own = {**os.environ, "PERILUNE_HOME": str(home), "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     began = time.monotonic()
@@ -62,7 +62,7 @@ def recorded_runs(home: Path) -> None:
 
 
 def make_suite(folder: Path) -> dict[str, Any]:
-    """The suite that is run against every bug: clusters of all episodes, made before any bug."""
+    """Make the suite for all bugs, from clusters of all episodes without a bug."""
     recorded = record_targets(list(STEPS), "", 300)
     own, named = scripted(SCRIPTED)
     digests = {}
@@ -95,7 +95,7 @@ def make_suite(folder: Path) -> dict[str, Any]:
 
 
 def planted(folder: Path, bug: Planted) -> Path:
-    """A copy of the source with a bug."""
+    """Make a copy of the source with a bug."""
     copy = folder / "src"
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(SOURCE, copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -140,7 +140,7 @@ def caught(home: Path, suite: Path, folder: Path, bug: Planted, shrink: int) -> 
 
 
 def false_alarms(home: Path, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Replays of the episodes of all runs without a bug; and episodes of evaluations, sampled again."""
+    """Replay the episodes of all runs without a bug, and sample episodes of evaluations again."""
     counts = dict.fromkeys(("harness", "rescore"), 0)
     failed, exact = 0, []
     for name in STEPS:
@@ -161,7 +161,7 @@ def false_alarms(home: Path, folder: Path) -> tuple[dict[str, Any], list[dict[st
 
 
 def timed(home: Path, folder: Path) -> dict[str, Any]:
-    """Seconds of one run of a suite of sampled episodes, from the start of the command to its end."""
+    """Seconds of a command that runs a suite of sampled episodes."""
     suites = [Suite(folder / name) for name in STEPS]
     share = -(-SIZE // len(suites))
     pairs = [
@@ -180,7 +180,7 @@ def _own(suite: Suite) -> list[Cassette]:
 
 
 def by_cause(home: Path, suite: Path, folder: Path) -> dict[str, Any]:
-    """All cases of a suite shrunk while they keep the cause of their outcome."""
+    """Shrink all cases of a suite as long as they keep the cause of their outcome."""
     _, shrunk, seconds = perilune(home, "traces", "shrink", str(suite), "--out", str(folder / "small"))
     _, again, _ = perilune(home, "traces", "run", str(folder / "small"))
     before = sum(cassette["tokens"] for cassette in shrunk["cassettes"])

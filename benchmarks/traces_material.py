@@ -67,12 +67,12 @@ def _gold(section: dict[str, Any], task: Task) -> list[str]:
 
 
 def inner(answer: str) -> str:
-    """What stands between the answer's tags."""
+    """The text between the tags of the answer."""
     return answer.removeprefix("<answer>").removesuffix("</answer>")
 
 
 def scripts(name: str, task: Task) -> list[list[str]]:
-    """The scripts of one task, each a list of actions. Those after the end of the episode are not taken."""
+    """Scripts of one task, as lists of actions. Actions after the end of the episode are ignored."""
     if name == "kuhn":
         return [[]]
     *calls, answer = _gold(SECTIONS[name], task)
@@ -104,7 +104,7 @@ def scripts(name: str, task: Task) -> list[list[str]]:
 
 
 def scripted(per_section: int) -> tuple[list[Cassette], dict[str, Tokenizer]]:
-    """Cassettes of `per_section` episodes of each section, as the harness plays them; their tokenizers."""
+    """Cassettes of `per_section` episodes per section, played by the harness, and their tokenizers."""
     tokenizers = {"plain": Tokenizer.byte_level()}
     tokenizers["chat"] = tokenizers["plain"].with_chat_template(CHATML, where="benchmark")
     cassettes: list[Cassette] = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Planted:
-    """One bug: `old` becomes `new` in a file below src/perilune, where it occurs once."""
+    """One bug, which replaces the only `old` in a file below src/perilune by `new`."""
 
     name: str
     file: str

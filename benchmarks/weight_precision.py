@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def measure(seed: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """One model, trained from nothing: figures of each kind of weights."""
+    """Train a model, and return the figures of each kind of weights."""
     with tempfile.TemporaryDirectory(prefix="perilune-precision-") as home:
         stages = run_recipe(RECIPE, seed, overrides, Path(home))
         folder = stages["sft"]["folder"] / "artifacts" / "checkpoints" / "final"
@@ -99,7 +99,7 @@ def measure(seed: int, overrides: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def sample(decoder: Decoder, prompts: Sequence[Prompt], kind: str) -> list[list[Completion]]:
-    """Answers by the engine, from weights of that kind and a float32 cache."""
+    """Answers of an engine with one kind of weights and a float32 cache."""
     engine = Engine(decoder, runner=partial(NativeRunner, weights=kind, cache="float32"))
     params = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=decoder.config.eos_token_ids)
     return engine.sample(prompts, SAMPLES, params)
@@ -147,7 +147,7 @@ def distributions(
 
 
 def compare(exact: tuple[Tensor, Tensor], narrow: tuple[Tensor, Tensor]) -> dict[str, float]:
-    """How far the narrow model's distributions are from the exact one's, in nats a token."""
+    """Distances of the narrow model's distributions from the exact ones, in nats per token."""
     p, tokens = exact
     q, _ = narrow
     kl = (p.exp() * (p - q)).sum(-1)

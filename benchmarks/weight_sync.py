@@ -108,13 +108,13 @@ class Training:
         )
 
     def kept(self) -> Kept:
-        """What an engine keeps of the weights, by precision."""
+        """The weights of an engine, by precision."""
         whole = {name: tensor.detach().clone() for name, tensor in self.decoder.state_dict().items()}
         return {precision: kept(whole, rounded(self.decoder), precision) for precision in PRECISIONS}
 
     @torch.no_grad()
     def further(self, done: float, lr: float) -> tuple[Kept, Kept]:
-        """Before and after another step in the direction of the last one, which had the rate `done`."""
+        """The weights before and after a step along the last one, whose learning rate was `done`."""
         before = self.kept()
         for name, weight in self.decoder.named_parameters():
             weight.sub_(self.optimizer._last_change(name) * (lr / done))
@@ -142,7 +142,7 @@ def load(model: str, seed: int) -> tuple[Decoder, Tokenizer]:
 def kept(
     state: Mapping[str, Tensor], matrices: Mapping[str, torch.dtype], precision: str
 ) -> dict[str, Tensor]:
-    """What an engine keeps of the weights in this precision."""
+    """The weights that an engine holds in this precision."""
     if precision == "float32":
         return dict(state)
     if precision == "bfloat16":
@@ -159,7 +159,7 @@ def kept(
 
 
 def rounded(decoder: Decoder) -> dict[str, torch.dtype]:
-    """What an engine rounds with bfloat16 products; training here computes in float32, which is faster."""
+    """Names of the matrices that bfloat16 products round. Training uses float32, which is faster."""
     decoder.set_precision("bfloat16")
     dtypes = engine_dtypes(decoder)
     decoder.set_precision("float32")
@@ -189,7 +189,7 @@ def curve(model: str, seeds: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def last_step(training: Training, lr: float) -> tuple[Kept, Kept]:
-    """What an engine keeps before and after the last step."""
+    """The weights of an engine before and after the last step."""
     for _ in range(STEPS - 1):
         training.step(lr)
     before = training.kept()
@@ -278,7 +278,7 @@ def served(base: Path, folder: Path) -> dict[str, Any]:
 
 
 def timed(work: Any) -> tuple[Any, float]:
-    """A result, and the processor time it took in seconds."""
+    """The result of `work`, and its CPU seconds."""
     began = time.process_time()
     result = work()
     return result, time.process_time() - began

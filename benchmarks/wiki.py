@@ -79,7 +79,7 @@ stages:
 
 
 def filled_home(control: Control, runs: int, each: int) -> None:
-    """Recipes of 40 runs: eight settings of five seeds."""
+    """Fill the home with recipes of 40 runs each: eight settings of five seeds."""
     base, draw = find_run(control, "base/test"), random.Random(0)
     add_arms(control, "base/test")
     spare_runs(control, "base/test", SPARE * each)
@@ -91,7 +91,7 @@ def filled_home(control: Control, runs: int, each: int) -> None:
 
 
 def builds(control: Control) -> dict[str, Any]:
-    """Seconds of builds, and whether two builds from nothing give the same bytes."""
+    """Seconds of builds, and a comparison of the bytes of two complete builds."""
     first, second = Wiki.of(control), Wiki(control.home.root / "again")
     for wiki in (first, second):
         for number in range(20):
@@ -138,7 +138,7 @@ def builds(control: Control) -> dict[str, Any]:
 
 
 def timed(wiki: Wiki) -> float:
-    """Seconds of one build, in which the home is opened as the command does."""
+    """Seconds of one build, including opening the home as the command does."""
     began = time.perf_counter()
     root = wiki.root.parent
     control = Control(Home.open(root))
@@ -148,7 +148,7 @@ def timed(wiki: Wiki) -> float:
 
 
 def one_change(control: Control) -> dict[str, Any]:
-    """What a build names after one figure of a cited run was changed; then the figure is put back."""
+    """The messages of a build after a change of one figure of a cited run, which is then undone."""
     wiki = Wiki.of(control)
     run = find_run(control, "recipe3/test")
     path = control.home.attempt(run.id, 1) / SUMMARY
@@ -169,7 +169,7 @@ def one_change(control: Control) -> dict[str, Any]:
 
 
 def faults(control: Control, each: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Findings before and after faults were planted, and recall for each kind."""
+    """Findings before and after planting faults, and recall for each kind."""
     wiki = Wiki.of(control)
     spare = [find_run(control, f"spare{number}/test").id for number in range(SPARE * each)]
     planter = Planter(control, wiki, "test", spare)

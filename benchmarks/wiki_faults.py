@@ -20,7 +20,7 @@ BEFORE_A_BUILD = (
 
 
 def add_arms(control: Control, base: str) -> list[str]:
-    """Runs of three settings: two of three seeds whose intervals overlap, and one of a single seed."""
+    """Add runs of three settings: two of three seeds with overlapping intervals, one of one seed."""
     run, runs = find_run(control, base), []
     for arm, rates in zip(ARMS, ((0.5, 0.6, 0.7), (0.52, 0.6, 0.71), (0.9,)), strict=True):
         runs += [
@@ -30,7 +30,7 @@ def add_arms(control: Control, base: str) -> list[str]:
 
 
 def spare_runs(control: Control, base: str, count: int) -> list[str]:
-    """Runs that faults may damage: each of a recipe of its own."""
+    """Add runs that faults may damage, each with its own recipe."""
     run = find_run(control, base)
     return [another_run(control, run, number, figure(0.3), name=f"spare{number}") for number in range(count)]
 
@@ -60,7 +60,7 @@ class Planter:
 
     @property
     def kinds(self) -> dict[str, Callable[[str], None]]:
-        """What plants each kind of fault in the page of a question."""
+        """Functions that plant each kind of fault in the page of a question."""
         arms = [f"recipe {RECIPE} stage {self.stage} with {arm}" for arm in ARMS]
         mean = f"{{{{ mean pass@1 of {arms[2]} }}}}"
         difference = f"{{{{ difference pass@1 of {arms[1]} minus {arms[0]} }}}}"
@@ -93,7 +93,7 @@ class Planter:
         self.wiki.write(f"{page}.md", changed)
 
     def _leave(self, page: str) -> None:
-        """The page of a run that was removed stays."""
+        """Keep the page of a removed run."""
         copied = self.wiki.pages()[f"runs/{self.runs[0]}"]
         self.wiki.write(f"runs/01GONE{page.rpartition('-')[2]}.md", copied)
 
@@ -110,7 +110,7 @@ class Planter:
             tampered(self.control, run, 0.9)
 
     def _replace(self, page: str) -> None:
-        """A retry with the same settings takes the place of a run."""
+        """Replace a run by a retry with the same settings."""
         run = find_run(self.control, self._cite(page))
         name = next(other.recipe for other in self.wiki.facts(self.control).runs if other.id == run.id)
         seed = int(name.removeprefix("spare"))

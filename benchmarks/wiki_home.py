@@ -30,7 +30,7 @@ def another_run(
     name: str = "",
     retry_of: str | None = None,
 ) -> str:
-    """A succeeded run like `base`, of the experiment with this name, seed and overrides; its id."""
+    """Add a succeeded run like `base` with this name, seed and overrides, and return its id."""
     home = control.home
     document = read_json(home.experiment(base.experiment_id) / "recipe.json")
     document |= {"name": name or document["name"], "seed": seed, "overrides_of_this": list(overrides)}
@@ -76,12 +76,12 @@ def another_run(
 
 
 def figure(mean: float, spread: float = 0.05) -> dict[str, Any]:
-    """pass@1 of a summary."""
+    """The pass@1 entry of a summary."""
     return {"pass@1": {"mean": mean, "low": max(mean - spread, 0.0), "high": min(mean + spread, 1.0)}}
 
 
 def tampered(control: Control, run_id: str, mean: float) -> None:
-    """Change the figure of a run, and nothing else."""
+    """Change only the figure of a run."""
     path = control.home.attempt(run_id, 1) / SUMMARY
     document = read_json(path) | figure(mean)
     path.unlink()
@@ -89,7 +89,7 @@ def tampered(control: Control, run_id: str, mean: float) -> None:
 
 
 def _bundle(source: Path, target: Path, seed: int) -> str:
-    """The frozen bundle with another seed; its digest."""
+    """Copy the frozen bundle with another seed, and return its digest."""
     _linked(source, target)
     job = read_json(target / "job.json") | {"seed": seed}
     _replace(target / "job.json", json.dumps(job, sort_keys=True, separators=(",", ":")).encode())

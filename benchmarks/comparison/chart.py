@@ -18,7 +18,7 @@ Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def panels(
     curves: Mapping[str, Curve], x: str, y: str, told: str = "line: mean of seeds, band: least to most"
 ) -> str:
-    """A panel for each curve but the first, which is behind every other; y goes from 0 to 1."""
+    """A panel for each curve after the first, which every panel shows in grey. y goes from 0 to 1."""
     (first, behind), *rest = curves.items()
     end = _round_up(max(float(curve[0][-1]) for curve in curves.values()))
     columns = min(COLUMNS, max(1, len(rest)))
@@ -79,6 +79,6 @@ def _y(value: float) -> float:
 
 
 def _round_up(value: float) -> float:
-    """To a number that reads well at the end of an axis."""
+    """Round up to a simple number for the end of an axis."""
     step = 10.0 if value > 20 else 2.0 if value > 4 else 0.1
     return ceil(value / step) * step

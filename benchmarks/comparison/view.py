@@ -72,7 +72,7 @@ reference arm."""
 
 
 def outcome(compared: Comparisons) -> str:
-    """Two sentences: what was compared, and what came out."""
+    """Two sentences: the comparison, and its outcome."""
     arms = {arm for _, _, arm in compared}
     claimed = sorted(
         {f"`{arm}`" for (_, _, arm), result in compared.items() if result.conclusion in ("higher", "lower")}
@@ -85,7 +85,7 @@ def outcome(compared: Comparisons) -> str:
 
 
 def compare(settings: Mapping[str, Arms]) -> Comparisons:
-    """Every arm against the first arm of its setting, at equal episodes and at equal seconds."""
+    """Compare every arm with the first arm of its setting, at equal episodes and at equal seconds."""
     questions = {"episodes": at_equal_episodes, "seconds": at_equal_seconds}
     differences = {
         (name, question, arm): values
@@ -97,7 +97,7 @@ def compare(settings: Mapping[str, Arms]) -> Comparisons:
 
 
 def findings(setting: str, arms: Arms, compared: Comparisons) -> list[str]:
-    """What the first arm reached, the differences claimed, and how small a difference the seeds can show."""
+    """The result of the first arm, the claimed differences, and the smallest visible difference."""
     base, *others = arms
     start = fmean(record["before"]["pass@1"]["mean"] for record in arms[base].values())
     reached = fmean(record["pass@1"]["mean"] for record in _done(arms, base).values())
@@ -133,7 +133,7 @@ def findings(setting: str, arms: Arms, compared: Comparisons) -> list[str]:
 
 
 def _shorter(arms: Arms, base: str, arm: str) -> list[str]:
-    """By how much an arm that is meant to shorten answers does so."""
+    """The reduction in tokens by an arm that is meant to shorten answers."""
     if arm != "toggle":
         return []
     pairs = _pairs(arms, base, arm)
@@ -145,7 +145,7 @@ def _shorter(arms: Arms, base: str, arm: str) -> list[str]:
 
 
 def at_equal_episodes(arms: Arms) -> dict[str, list[float]]:
-    """Difference of pass@1 from the first arm: by arm, a value per seed."""
+    """Difference of pass@1 from the first arm: by arm, one value per seed."""
     base, *others = arms
     return {
         arm: [record["pass@1"]["mean"] - other["pass@1"]["mean"] for other, record in pairs.values()]
@@ -155,9 +155,9 @@ def at_equal_episodes(arms: Arms) -> dict[str, list[float]]:
 
 
 def at_equal_seconds(arms: Arms) -> dict[str, list[float]]:
-    """Difference of the pass rate from the first arm when the fastest arm of the seed has finished.
+    """Difference of the pass rate from the first arm at the end of the fastest arm of the seed.
 
-    By arm, a value per seed.
+    By arm, one value per seed.
     """
     base, *others = arms
     budget = seconds(arms)
@@ -172,7 +172,7 @@ def at_equal_seconds(arms: Arms) -> dict[str, list[float]]:
 
 
 def seconds(arms: Arms) -> dict[int, float]:
-    """CPU seconds after which the fastest arm of a seed has finished."""
+    """CPU seconds of the fastest arm of each seed."""
     base = next(iter(arms))
     return {
         seed: min(done[seed]["curve"]["seconds"][-1] for arm in arms if seed in (done := _done(arms, arm)))
@@ -181,7 +181,7 @@ def seconds(arms: Arms) -> dict[int, float]:
 
 
 def rate_at(curve: Mapping[str, Sequence[float]], budget: float) -> float:
-    """Share of right answers among those of the last `WINDOW` steps that were over by then."""
+    """Share of right answers in the last `WINDOW` steps that ended within the budget."""
     over = max(1, sum(time <= budget + 1e-9 for time in curve["seconds"]))
     part = slice(max(0, over - WINDOW), over)
     return float(np.average(curve["pass_rate"][part], weights=curve["episodes"][part]))
@@ -236,13 +236,13 @@ def _values(runs: Mapping[int, Record], name: str) -> list[float]:
 
 
 def _percent(found: Mapping[str, float]) -> str:
-    """A share with its interval, in percent; the interval ends at 0 and 100."""
+    """A share with its interval in percent, clipped to 0 and 100."""
     mean, low, high = (100 * min(1.0, max(0.0, found[name])) for name in ("mean", "low", "high"))
     return f"{mean:.1f} ({low:.1f} to {high:.1f})"
 
 
 def _range(values: Sequence[float], scale: float = 1.0, digits: int = 1) -> str:
-    """Median, least and most; one figure where all agree."""
+    """Median, minimum and maximum, or one figure if they agree."""
     texts = [f"{scale * value:,.{digits}f}" for value in (median(values), min(values), max(values))]
     return texts[0] if len(set(texts)) == 1 else f"{texts[0]} ({texts[1]} to {texts[2]})"
 
@@ -260,7 +260,7 @@ def _chart(arms: Arms) -> str:
 
 
 def _smooth(curve: Mapping[str, Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds, and the pass rate over the last `WINDOW` steps."""
+    """Seconds at the end of each step, and the pass rate over the last `WINDOW` steps."""
     times = np.array(curve["seconds"])
     return times, np.array([rate_at(curve, time) for time in times])
 
@@ -274,10 +274,10 @@ def _arms(records: Sequence[Record], setting: str, order: Sequence[str]) -> Arms
 
 
 def _priced(runs: Mapping[int, Record]) -> dict[int, Record]:
-    """Runs of one arm, whose curves have the seconds at the end of each step, from the end of the first.
+    """Runs of one arm, with the seconds from the end of the first step to the end of each step.
 
-    An episode of a step costs the least that it cost in any seed: other load on the machine adds to the CPU
-    time of a process, and never takes away from it.
+    An episode of a step has its lowest CPU time of all seeds, because other load on the machine can only
+    add to the CPU time of a process.
     """
     curves = {seed: run["curve"] for seed, run in runs.items() if "failed" not in run}
     costs = [np.diff(curve["processor"]) / curve["episodes"][1:] for curve in curves.values()]
@@ -294,6 +294,6 @@ def _done(arms: Arms, arm: str) -> dict[int, Record]:
 
 
 def _pairs(arms: Arms, base: str, arm: str) -> dict[int, tuple[Record, Record]]:
-    """(first arm, this arm) by seed, where both came to the end."""
+    """Records (first arm, this arm) by seed, if both finished."""
     own, reference = _done(arms, arm), _done(arms, base)
     return {seed: (reference[seed], own[seed]) for seed in own if seed in reference}

@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def _leave(number: int, _: object) -> None:
-    """End the engines' processes before this one, even when told twice."""
+    """End the processes of the engines before this one, even after a second signal."""
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 

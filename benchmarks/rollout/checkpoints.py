@@ -13,7 +13,7 @@ DEVIATION = 0.02
 
 
 def checkpoint(folder: Path, model: str, dtype: str) -> Path:
-    """The checkpoint of that shape and dtype under `folder`, made when it is not there yet.
+    """The checkpoint of a shape and dtype under `folder`, which is made if missing.
 
     The bfloat16 weights are the float32 ones, rounded.
     """
@@ -70,7 +70,7 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def shape_config(shape: Shape, dtype: str) -> dict[str, Any]:
-    """What both transformers 4 and 5 read as this model."""
+    """The configuration of this model, readable by transformers 4 and 5."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -19,15 +19,15 @@ class Environment:
     """Packages of one peer.
 
     Attributes:
-        requirements: installed with what they need.
-        alone: installed without it: optimum-intel would bring a second torch, with CUDA.
+        requirements: installed with their dependencies.
+        alone: installed without dependencies. Those of optimum-intel include a second torch, with CUDA.
     """
 
     requirements: tuple[str, ...]
     alone: tuple[str, ...] = ()
 
     def python(self, name: str) -> Path:
-        """The interpreter of the environment `name`, installed unless it is there as it should be."""
+        """The interpreter of the environment `name`, which is installed if missing or outdated."""
         folder = CACHE / name
         python, mark = folder / "venv" / "bin" / "python", folder / "installed.json"
         wanted = [*self.requirements, *self.alone]
@@ -48,13 +48,13 @@ class Environment:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How an engine of the comparison is run.
+    """Settings to run an engine of the comparison.
 
     Attributes:
-        module: in `engines/`.
-        environment: name of its environment; None is the running interpreter.
+        module: module in `engines/`.
+        environment: name of its virtual environment, or None for the running interpreter.
         options: further arguments of its adapter.
-        prepares: whether it needs the checkpoint in a format of its own.
+        prepares: True if it needs the checkpoint in its own format.
     """
 
     module: str
@@ -63,7 +63,7 @@ class Engine:
     prepares: bool = False
 
     def python(self, *, here: bool = False) -> Path:
-        """Its interpreter; with `here` the running one, whatever is installed there."""
+        """The interpreter of the engine, or with `here` always the running one."""
         if self.environment is None or here:
             return Path(sys.executable)
         return ENVIRONMENTS[self.environment].python(self.environment)

@@ -16,7 +16,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Best rates measured on this machine's cores: products in FLOP/s by dtype, reading in bytes/s."""
+    """Highest rates of the cores: products in FLOP/s by dtype, reading in bytes/s."""
 
     product: dict[str, float]
     read: float
@@ -24,7 +24,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds of the prompts; of the tokens after the first, without their context; and of reading that."""
+    """Seconds of the prompts, of the later tokens without their context, and of reading the context."""
 
     prefill: float
     decode: float
@@ -32,7 +32,7 @@ class Floor:
 
 
 def floor(shape: Shape, requests: Sequence[Request], dtype: str, limits: Limits) -> Floor:
-    """The floor of these requests, all running at once."""
+    """The floor of these requests, if all run at once."""
     rate, width = limits.product[dtype], BYTES[dtype]
     weights = shape.parameters * width / limits.read
     kv = (

@@ -14,12 +14,12 @@ LEAST_DIFFERENCE = 0.02  # in nats a token, what rounding may do
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Samples in the order of the requests, those of one request side by side.
+    """Samples in the order of the requests. Samples of one request are adjacent.
 
     Attributes:
-        tokens: of every sample, those sampled.
-        logprobs: of every sampled token, under the distribution it was drawn from; None when there are none.
-        first_token: `time.perf_counter()` when the first token of any sample was there.
+        tokens: sampled tokens of every sample.
+        logprobs: of every sampled token, under its sampling distribution; None if not available.
+        first_token: `time.perf_counter()` at the first token of any sample.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -28,7 +28,7 @@ class Outcome:
 
 
 def check(requests: Sequence[Request], outcome: Outcome, vocab: int) -> tuple[list[str], dict[str, Any]]:
-    """What is wrong with an outcome of sampling at temperature 1, and what engines should agree on."""
+    """Faults of an outcome at temperature 1, and statistics in which engines should agree."""
     faults = []
     wanted = [request.new_tokens for request in requests for _ in range(request.n)]
     got = [len(sample) for sample in outcome.tokens]
@@ -51,9 +51,9 @@ def check(requests: Sequence[Request], outcome: Outcome, vocab: int) -> tuple[li
 
 
 def drawn_alike(mine: dict[str, Any], reference: dict[str, Any]) -> bool:
-    """Whether mean log-probs of two engines' samples differ by no more than chance explains.
+    """True if the mean log-probs of two engines' samples differ by no more than chance explains.
 
-    They would if one left out unlikely tokens, or divided by another temperature.
+    They differ more if an engine leaves out unlikely tokens, or uses another temperature.
     """
     means = [engine["mean_logprob"] for engine in (mine, reference)]
     if None in means:
@@ -63,11 +63,11 @@ def drawn_alike(mine: dict[str, Any], reference: dict[str, Any]) -> bool:
 
 
 def agreement(mine: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
-    """How far two engines' greedy tokens and log-probs are the same.
+    """The agreement of greedy tokens and log-probs of two engines.
 
     Returns:
-        `tokens`: share of the tokens before the first of a prompt that differs; `logprob_difference`: the
-        largest among those, None when an engine gives no log-probs.
+        `tokens`: share of the tokens before the first difference in their prompt; `logprob_difference`: the
+        largest difference among those tokens, None if an engine gives no log-probs.
     """
     same = total = 0
     largest: float | None = None

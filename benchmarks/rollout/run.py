@@ -30,11 +30,11 @@ SHARE = 0.8  # of the memory that is free may be used
 
 
 class EngineError(Exception):
-    """An engine's process ended before it answered; the message is the end of what it printed."""
+    """The process of an engine ended before it answered. The message is the end of its output."""
 
 
 class Worker:
-    """A process that samples with one engine; stopped while it is not asked."""
+    """A process that samples with one engine, and is stopped between requests."""
 
     def __init__(self, name: str, engine: Engine, setup: Mapping[str, Any], *, here: bool) -> None:
         self.name = name
@@ -56,17 +56,17 @@ class Worker:
         self._send({"prepare": False, **setup, "module": engine.module, "options": engine.options})
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the process has ended."""
         if self._process.wait():
             self._fail()
         self.close()
 
     def ready(self) -> None:
-        """Wait until it has loaded what it needs."""
+        """Wait until the process has loaded its checkpoint."""
         self._answer()
 
     def ask(self, what: str, **more: Any) -> dict[str, Any]:
-        """Its answer, after which it is stopped again."""
+        """Return the answer of the process, and stop the process again."""
         self._process.send_signal(signal.SIGCONT)
         self._send({"do": what, **more})
         return self._answer()
@@ -100,13 +100,13 @@ class Worker:
 
 
 class Contestant:
-    """One engine in one case; once its process has failed it sits out.
+    """One engine in one case. After a failure of its process, it does not take part.
 
     Attributes:
-        failed: the end of what its process printed, None while all goes well.
-        greedy: tokens and log-probs without chance.
-        rounds: what each round that counts gave.
-        about: versions, memory and so on, asked at the end.
+        failed: the end of the output of its failed process, or None.
+        greedy: greedy tokens and their log-probs.
+        rounds: results of the measured rounds.
+        about: versions, memory and other facts, read at the end.
     """
 
     def __init__(self, name: str, setup: Mapping[str, Any], *, here: bool) -> None:
@@ -136,24 +136,24 @@ class Contestant:
             self._worker.ask("round", seed=0)
 
     def play(self, seed: int) -> None:
-        """One round that counts."""
+        """Run a measured round."""
         if self._worker and self.failed is None:
             with self._sitting_out():
                 self.rounds.append(self._worker.ask("round", seed=seed))
 
     def finish(self) -> None:
-        """The last question."""
+        """Ask for the facts in `about`."""
         if self._worker and self.failed is None:
             with self._sitting_out():
                 self.about = self._worker.ask("about")
 
     def close(self) -> None:
-        """End its process."""
+        """End the process of the engine."""
         if self._worker:
             self._worker.close()
 
     def figures(self) -> dict[str, Any]:
-        """What its rounds say; values of all rounds where they may differ."""
+        """Figures of the rounds, with the values of all rounds if they may differ."""
         rounds = self.rounds
         figures: dict[str, Any] = {
             "tokens": rounds[0]["tokens"],
@@ -169,12 +169,12 @@ class Contestant:
 
 
 def run(case: Case, engines: Sequence[str], repeats: int, *, here: bool = False) -> Iterator[dict[str, Any]]:
-    """One record an engine, for each of some names in `ENGINES`.
+    """Yield one record for each of the named engines in `ENGINES`.
 
-    When all of them together would not fit into memory, one follows the other instead of taking turns.
+    The engines run one after the other, instead of in turns, if they do not fit into memory together.
 
     Args:
-        repeats: rounds that count, after one that warms up.
+        repeats: measured rounds, after a warm-up round.
         here: use the running interpreter for every engine.
     """
     begun = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -253,7 +253,7 @@ def _available_bytes() -> float:
 
 
 def _reference(case: Case, fresh: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Greedy tokens of transformers: of this run, else of the last that had it, else None."""
+    """Greedy tokens of transformers from this run, otherwise from the last run with it, or None."""
     path = CACHE / "references" / f"{case.model}-{case.dtype}.json"
     if fresh:
         path.parent.mkdir(parents=True, exist_ok=True)

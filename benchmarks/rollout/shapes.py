@@ -15,7 +15,7 @@ WORKLOADS = ("group", "ragged", "single")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A Qwen3 decoder; its weights are random, for speed does not depend on them."""
+    """Shape of a Qwen3 decoder. Its weights are random, because they do not affect the speed."""
 
     layers: int
     hidden: int
@@ -30,18 +30,18 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Numbers in the matrices of all layers."""
+        """Number of weights in the matrices of all layers."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.inner)
 
     @property
     def head_parameters(self) -> int:
-        """Numbers in the output matrix."""
+        """Number of weights in the output matrix."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Numbers in all matrices."""
+        """Number of weights in all matrices."""
         return self.layer_parameters + (1 if self.tied else 2) * self.head_parameters
 
 
@@ -85,7 +85,7 @@ SHAPES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """How large each workload is for one model.
+    """Sizes of the workloads for one model.
 
     Attributes:
         groups, samples, new: `group`: prompts, samples of each, and tokens of each sample.
@@ -124,18 +124,18 @@ class Request:
     new_tokens: int
 
     def as_json(self) -> dict[str, Any]:
-        """As `from_json` reads it."""
+        """JSON for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Request:
-        """What `as_json` wrote."""
+        """The inverse of `as_json`."""
         return cls(**raw)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One comparison: every engine does this work from these weights on this many cores."""
+    """One comparison, in which every engine does the same work on the same number of cores."""
 
     model: str
     workload: str
@@ -147,7 +147,7 @@ class Case:
         return f"{self.model} {self.workload} {self.dtype} on {cores}"
 
     def requests(self) -> list[Request]:
-        """The work: the same for every engine and in every round."""
+        """The requests, which are equal for every engine and in every round."""
         return requests_of(WORK[self.model], self.workload, SHAPES[self.model].vocab)
 
 
@@ -168,6 +168,6 @@ def requests_of(work: Work, workload: str, vocab: int) -> list[Request]:
 
 
 def greedy_requests(model: str) -> list[Request]:
-    """A few prompts whose most likely tokens every engine should agree on."""
+    """A few prompts for which all engines should have the same most likely tokens."""
     vocab, random = SHAPES[model].vocab, np.random.default_rng(1)
     return [Request(random.integers(vocab, size=length).tolist(), 1, 16) for length in (5, 12, 17, 24)]

@@ -23,7 +23,7 @@ ABOUT = (
 
 
 class Store:
-    """Records by what they are of; written whole after each."""
+    """Records by their case and engine. Each new record writes the whole file."""
 
     def __init__(self, path: Path, command: Sequence[str]) -> None:
         self._path = path
@@ -32,7 +32,7 @@ class Store:
         self._command = shlex.join(["python", "-m", "benchmarks.rollout", *command])
 
     def keep(self, record: Mapping[str, Any]) -> None:
-        """Put it in the place of an older one of the same."""
+        """Store a record in place of an older record of the same case and engine."""
         self._records[_key(record)] = {**record, "command": self._command}
         document = {
             "title": "Rollouts on CPU cores",

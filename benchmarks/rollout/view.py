@@ -117,13 +117,13 @@ def standing(records: Sequence[Record]) -> list[str]:
 
 
 def _disturbed(record: Record) -> bool:
-    """Whether a process of one thread had its core for less than nine tenths of the time."""
+    """True if a process of one thread had its core for less than nine tenths of the time."""
     shares = [a / b for a, b in zip(record["processor_seconds"], record["seconds"], strict=True)]
     return record["cores"] == 1 and statistics.median(shares) < UNDISTURBED
 
 
 def _ratio(ours: Record, other: Record) -> float:
-    """How many times as fast we are: the median over rounds when both ran in the same ones."""
+    """Our speed divided by the other's: the median over rounds if both ran in the same rounds."""
     if ours["measured_at"] == other["measured_at"]:
         pairs = zip(ours["seconds"], other["seconds"], strict=True)
         return statistics.median(b / a for a, b in pairs)
@@ -131,7 +131,7 @@ def _ratio(ours: Record, other: Record) -> float:
 
 
 def _best(engines: Mapping[str, Record]) -> str | None:
-    """The fastest that is not ours."""
+    """The fastest engine that is not ours."""
     others = [name for name in engines if not name.startswith(OURS)]
     return min(others, key=lambda name: statistics.median(engines[name]["seconds"]), default=None)
 
@@ -191,7 +191,7 @@ def _versions(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _measured(records: Sequence[Record]) -> dict[str, Any]:
-    """When, how busy the machine was, and what its cores can do."""
+    """Dates, load of the machine, and highest rates of its cores."""
     times = sorted(record["measured_at"] for record in records)
     loads = [value for record in records for value in record["load_average"]]
     facts: dict[str, Any] = {"first": times[0], "last": times[-1], "load average": _span(loads)}

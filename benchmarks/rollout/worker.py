@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _serve(answers: TextIO, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer every line; the first thing said is that it is ready."""
+    """Send a line when ready, and then answer every line."""
     _say(answers, {})
     for line in sys.stdin:
         _say(answers, answer(json.loads(line)))
@@ -87,7 +87,7 @@ class _Sampler:
         return self._round(self._varied(asked["seed"]), asked["seed"])
 
     def _varied(self, seed: int) -> list[Request]:
-        """The same work on other prompts, so that nothing kept of an earlier round is of use."""
+        """The same work on other prompts, so that caches of earlier rounds do not help."""
         return [
             dataclasses.replace(request, prompt=[(token + seed) % self.vocab for token in request.prompt])
             for request in self.requests
@@ -112,7 +112,7 @@ class _Sampler:
 
 
 def _peak_mb() -> float:
-    """Most memory this process has held, in MB of 10^6 bytes; 0 where that is not told."""
+    """Peak memory of this process in MB of 10^6 bytes, or 0 if unknown."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -121,7 +121,7 @@ def _peak_mb() -> float:
 
 
 def _forget_peak() -> None:
-    """Let the peak begin again at what is held now."""
+    """Reset the peak to the current memory."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -22,7 +22,7 @@ from ..shapes import Request
 
 
 class Adapter:
-    """One padded batch of all samples, going on until the last has finished."""
+    """Runs one padded batch of all samples until the last sample ends."""
 
     log_probs = "every token, from its logits"
 
@@ -44,13 +44,13 @@ class Adapter:
         self._model = model.eval().to(device)
 
     def versions(self) -> dict[str, str]:
-        """Of what takes part."""
+        """Versions of the packages."""
         versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         return {**versions, "python": platform.python_version()}
 
     @torch.inference_mode()
     def sample(self, requests: Sequence[Request], *, temperature: float, seed: int) -> Outcome:
-        """Prompts padded on the left, each repeated for its samples."""
+        """Sample from prompts padded on the left, each repeated for its samples."""
         torch.manual_seed(seed)
         longest = max(len(request.prompt) for request in requests)
         pads = [longest - len(request.prompt) for request in requests]
@@ -83,7 +83,7 @@ class Adapter:
 
 
 class _Keep(LogitsProcessor):  # type: ignore[misc]
-    """Remembers the logits that a token is about to be drawn from."""
+    """Keeps the logits of the next token."""
 
     logits: Tensor
 
@@ -93,7 +93,7 @@ class _Keep(LogitsProcessor):  # type: ignore[misc]
 
 
 class _Progress(StoppingCriteria):  # type: ignore[misc]
-    """Takes each drawn token's log-prob, and says which samples are long enough.
+    """Records the log-prob of each drawn token, and ends samples that are long enough.
 
     Cheaper than `output_logits`, which keeps the logits of all steps.
     """

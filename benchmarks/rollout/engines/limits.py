@@ -18,7 +18,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 @torch.inference_mode()
 def measure() -> dict[str, Any]:
-    """FLOP/s of the best product by dtype, and bytes/s of summing up what is not in a cache."""
+    """FLOP/s of the fastest product by dtype, and bytes/s of a sum over uncached data."""
     product = {}
     for dtype in (torch.float32, torch.bfloat16):
         rates = [
@@ -42,7 +42,7 @@ def _products(x: Tensor, weight: Tensor) -> list[Callable[[], Tensor]]:
 
 
 def _least(call: Callable[[], Tensor]) -> float:
-    """Seconds of the fastest of some calls, after one that is not counted."""
+    """Seconds of the fastest of some calls, after a warm-up call."""
     call()
     times = []
     for _ in range(REPEATS):

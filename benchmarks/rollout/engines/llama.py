@@ -35,7 +35,7 @@ TENSORS = {
 
 
 def prepare(checkpoint: Path) -> None:
-    """Write the checkpoint as GGUF; matrices keep their dtype, norms are float32 there."""
+    """Write the checkpoint as GGUF. Matrices keep their dtype, and norms become float32."""
     import gguf
 
     if (checkpoint / FILE).exists():
@@ -87,7 +87,7 @@ def _stored(path: Path) -> list[tuple[str, str, NDArray[Any]]]:
 
 
 def _name(name: str) -> str:
-    """Its name in GGUF."""
+    """The GGUF name of a tensor."""
     stem = name.removesuffix(".weight")
     if stem in TENSORS:
         return f"{TENSORS[stem]}.weight"
@@ -96,7 +96,7 @@ def _name(name: str) -> str:
 
 
 class Adapter:
-    """One sequence a sample; a step decodes the next token of all that still run."""
+    """Holds one sequence per sample, and decodes the next token of all running ones per step."""
 
     kv_cache = "float16"
     log_probs = "every token, from its logits"
@@ -121,13 +121,13 @@ class Adapter:
         self._most = params.n_batch
 
     def versions(self) -> dict[str, str]:
-        """Of what takes part."""
+        """Versions of the packages."""
         return {"llama-cpp-python": version("llama-cpp-python"), "python": platform.python_version()}
 
     def sample(self, requests: Sequence[Request], *, temperature: float, seed: int) -> Outcome:
-        """A prompt is computed once, in its first sample's sequence, and copied to the others.
+        """Compute each prompt once, in the sequence of its first sample, and copy it to the others.
 
-        Sequences are numbered by falling length: those that run must be neighbours to be one batch.
+        Sequences are numbered by falling length, because the running ones must be adjacent in a batch.
         """
         order = sorted(range(len(requests)), key=lambda index: -requests[index].new_tokens)
         outcome = self._sample([requests[index] for index in order], temperature, seed)

@@ -36,7 +36,7 @@ def prepare(checkpoint: Path) -> None:
 
 
 class Adapter:
-    """`ContinuousBatchingPipeline`, all requests added at once and stepped until the last has finished."""
+    """Adds all requests to a `ContinuousBatchingPipeline`, and steps it until all end."""
 
     log_probs = "every token"
 
@@ -59,12 +59,12 @@ class Adapter:
         self._count = 0
 
     def versions(self) -> dict[str, str]:
-        """Of what takes part."""
+        """Versions of the packages."""
         packages = ("openvino", "openvino-genai", "optimum-intel")
         return {**{name: version(name) for name in packages}, "python": platform.python_version()}
 
     def sample(self, requests: Sequence[Request], *, temperature: float, seed: int) -> Outcome:
-        """Prompts as tensors of ids; a request's samples share its prompt."""
+        """Sample from prompts as tensors of ids. The samples of a request share its prompt."""
         handles = []
         for index, request in enumerate(requests):
             config = genai.GenerationConfig()

@@ -24,7 +24,7 @@ from ..shapes import Request
 
 
 class Adapter:
-    """All requests are added at once, and the engine stepped until the last has finished."""
+    """Adds all requests at once, and steps the engine until the last one ends."""
 
     log_probs = "every token"
 
@@ -50,12 +50,12 @@ class Adapter:
         )
 
     def versions(self) -> dict[str, str]:
-        """Of what takes part."""
+        """Versions of the packages."""
         versions = {"perilune": perilune.__version__, "torch": torch.__version__}
         return {**versions, "python": platform.python_version()}
 
     def sample(self, requests: Sequence[Request], *, temperature: float, seed: int) -> Outcome:
-        """Samples come whole; that of a single request token by token, so that the first one is seen."""
+        """Sample all requests. A single request arrives token by token, which shows its first token."""
         engine, alone = self._engine, len(requests) == 1
         places: dict[int, int] = {}
         count = 0
@@ -76,7 +76,7 @@ class Adapter:
         return Outcome(tokens, logprobs, first if alone else None)
 
     def split(self, requests: Sequence[Request], seed: int) -> dict[str, Any]:
-        """Where the time of a step goes, in ms, as the mean over the steps of a round of its own."""
+        """Mean time of each part of a step in ms, measured in a separate round."""
         times: dict[str, float] = defaultdict(float)
         engine: Any = self._engine
         parts = {
@@ -98,7 +98,7 @@ class Adapter:
 
 
 def _whole_blocks(tokens: int) -> int:
-    """Tokens of as many blocks as so many take, and of one more."""
+    """Tokens in the blocks that hold `tokens` tokens, and in one more block."""
     return (blocks_for(tokens) + 1) * BLOCK
 
 
