@@ -7,5 +7,5 @@ from smolagents import CodeAgent, OpenAIServerModel
 
 model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key="none")
 agent = CodeAgent(tools=[], model=model, max_steps=2, verbosity_level=0)
-agent.prompt_templates["system_prompt"] = "Write Python."  # its own has 8,000 characters
+agent.prompt_templates["system_prompt"] = "Write Python."  # the default has 8,000 characters
 print(agent.run(sys.stdin.read()))

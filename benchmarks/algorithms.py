@@ -95,7 +95,7 @@ def tuned(
             try:
                 stages = branch(first, {**arms[arm], "lr": rate}, Path(folder) / str(number))
                 yield arm, rate, stages["after_rl"]["summary"]["pass@1"]["mean"]
-            except WorkFailedError:  # a check stopped the run: the rate is of no use
+            except WorkFailedError:  # a check stopped the run, so the rate is useless
                 yield arm, rate, 0.0
 
 
@@ -140,7 +140,7 @@ def measured(
             record = {"setting": setting, "arm": arm, "seed": seed, "digest": digests[arm]}
             try:
                 stages = branch(first, arms[arm], Path(folder) / arm)
-            except WorkFailedError as error:  # a run that the checks stop is a result too
+            except WorkFailedError as error:  # a run that a check stops is a result, too
                 yield {**record, "failed": str(error)}
                 continue
             yield {**record, **of_arm({**first, **stages})}

@@ -39,17 +39,17 @@ from perilune.games.connect_four.solver import Solver
 
 HERE = Path(__file__).resolve().parent
 MARKS = (15, 30, 60, 120, 180, 300, 450, 600, 900, 1200, 1500, 1800)
-FALLING = 0.4  # last share of the time, in which learning rate and entropy fall
+FALLING = 0.4  # last share of the time, with falling learning rate and entropy
 SEARCHED: dict[str, Any] = {"games": 512, "moves": 16, "minibatch": 2048}
-FIRST_PLY = 8  # stones on the first boards that are judged
-PERFECT_FROM = 12  # and on those that perfect play is met on
-AHEAD = (0, 100)  # simulations a move with which every mark is judged
-FURTHER = 400  # and the last one besides
+FIRST_PLY = 8  # fewest stones on the judged boards
+PERFECT_FROM = 12  # stones on the first boards of matches with perfect play
+AHEAD = (0, 100)  # simulations per move for every mark
+FURTHER = 400  # and also for the last mark
 AT_MARKS = ("one_ply", "foresight_4")
 AT_THE_END = (
     "random", "one_ply", "foresight_2", "foresight_4", "foresight_6", "mcts_100", "mcts_1000", "perfect"
 )  # fmt: skip
-SLOW = ("mcts_1000", "perfect")  # half as many games
+SLOW = ("mcts_1000", "perfect")  # opponents with half as many games
 
 
 def main() -> None:

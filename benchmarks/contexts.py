@@ -31,7 +31,7 @@ from recipe_runs import (
 
 RECIPE = HERE / "contexts.yaml"
 LIMIT = 160  # tokens of a context, its prompt included
-ABOVE = 90  # characters after the prompt from which on a rule applies
+ABOVE = 90  # characters after the prompt before a rule applies
 FIGURES = ("contexts", "largest context", "total tokens")
 WHOLE, CUT = "whole conversation", "cut off at the limit"
 

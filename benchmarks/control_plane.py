@@ -40,7 +40,7 @@ from perilune.files import write_json
 
 RESULT = Path(__file__).parent / "results" / "control_plane.json"
 STAGES = 5  # of an experiment
-BATCH = 20_000  # rows an insert
+BATCH = 20_000  # rows per insert
 
 
 def fill(control: Control, runs: int, events: int, live: int, worker: ProcessIdentity) -> None:
@@ -156,7 +156,7 @@ def measure(runs: int, events: int, live: int, rounds: int) -> dict[str, Any]:
             run = submit_stage(
                 home, control.store, Submission(experiment, "stage0", "new_model", key=new_ulid()), copied
             )
-            with control.store.transaction() as session:  # so that the next one is not joined to it
+            with control.store.transaction() as session:  # so that the next submission makes a new run
                 row = session.get_one(Run, run.id)
                 row.state, row.desired = "cancelled", "cancelled"
 

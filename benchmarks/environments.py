@@ -30,9 +30,9 @@ from perilune.verifiers.scorer import Scorer
 from perilune.verifiers.sessions import Sessions
 
 HERE = Path(__file__).resolve().parent
-PACKAGES = HERE.parent / "tests" / "environments"  # has packages for verifiers, and a server of OpenEnv's
+PACKAGES = HERE.parent / "tests" / "environments"  # has packages for verifiers, and a server of OpenEnv
 AT_ONCE = 32
-Bare = Callable[[], int]  # plays an episode, says how many steps it had
+Bare = Callable[[], int]  # plays an episode, and returns the number of its steps
 
 
 def chain_sum() -> Bare:
@@ -227,7 +227,7 @@ def measured(
         for number in range(rounds + 1):
             for name, play in arms.items():
                 pair = timed(play, seconds)
-                if number:  # the first of each warms up
+                if number:  # the first round warms up
                     times[name].append(pair)
     step = {name: statistics.median(value for _, value in pairs) for name, pairs in times.items()}
     episode = {name: statistics.median(value for value, _ in pairs) for name, pairs in times.items()}

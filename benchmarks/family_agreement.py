@@ -122,7 +122,7 @@ def measure(kind: str, changes: dict[str, Any]) -> dict[str, float]:
     config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **changes})
     reference = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in reference.named_parameters():
-        if name.endswith(("norm.weight", "bias")):  # not the neutral ones that they start with
+        if name.endswith(("norm.weight", "bias")):  # instead of the neutral initial values
             parameter.add_(torch.randn_like(parameter) * 0.2)
         if name.endswith(("mlp.gate.weight", "router.weight")):
             parameter.copy_(torch.randn_like(parameter) * 0.1)

@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "follow_latency.json"
-SECONDS = 0.25  # between two lines
+SECONDS = 0.25  # between two printed lines
 ABOUT = (
     "A task prints a line every quarter of a second on a machine behind a real `sshd` on the loopback"
     " interface. The table shows the delay until the line is in the local log, which `perilune logs -f` and"

@@ -51,7 +51,7 @@ class Contest:
     teacher: tuple[str, int]  # name, simulations
     opponent: tuple[str, int]
     config: Mapping[str, Any]
-    pairs: float = 1.0  # of those asked for
+    pairs: float = 1.0  # multiple of the requested pairs
 
 
 PARTS = ("exploitability", "matches")

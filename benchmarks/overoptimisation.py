@@ -22,7 +22,7 @@ from perilune.recipe.load import bundled_recipe
 from recipe_runs import HERE, at_steps, described, document, for_seeds, options, run_recipe, write
 
 FIGURES = ("reward", "gold", "kl_start")
-SMOOTH = 5  # steps whose gold is averaged: one step is 256 answers
+SMOOTH = 5  # steps in the average of the gold score; one step has 256 answers
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ PASSES = (
     Pass("L", 16384, 2048, recompute=True),
     Pass("XL", 8192, 8192, recompute=True, adapter=True),
 )
-DECODING = (("L", 64, 512), ("L", 256, 256))  # model, samples, tokens of an answer
+DECODING = (("L", 64, 512), ("L", 256, 256))  # model, samples, tokens per answer
 
 
 def main() -> int:

@@ -201,7 +201,7 @@ def chain(turn: Turn, length: int) -> list[bytes]:
 
 
 def unusable(pools: BlockPools) -> int:
-    """Number of cached blocks, in layers without a window, that no usable prefix contains."""
+    """Number of cached blocks without a window from which no end of a prefix can be reached."""
     tree = pools.tree
     ends = [node for node in tree._nodes.values() if node.heap_entry] + list(tree._forks)
     usable = set()

@@ -34,7 +34,7 @@ ARMS = {
     "1 process x 2 threads": (1, 2),
     "2 processes x 1 thread": (2, 1),
 }
-WARM = 2  # steps that are left out
+WARM = 2  # first steps, which do not count
 PARTS = ("sampling", "scoring", "learning", "other")
 OVERRIDES = ("traces.traces=6000", "sft.steps=150")
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from grpo_step_vs_trl import Stopwatch, trl_python
 
-PROMPTS, SAMPLES, MAX_TOKENS, LR = 16, 8, 32, 1e-9  # so small a rate leaves the lengths as they are
+PROMPTS, SAMPLES, MAX_TOKENS, LR = 16, 8, 32, 1e-9  # such a small rate does not change the lengths
 HERE = Path(__file__).resolve().parent
 PRECISIONS = ("float32", "bfloat16")
 REWARD = """def shorter(completions, **columns):

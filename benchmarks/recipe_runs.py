@@ -145,7 +145,7 @@ def at_steps(
 def document(script: str, arguments: Sequence[str], began: float) -> dict[str, Any]:
     """The part of a result that describes its measurement."""
     words = list(arguments)
-    if "--out" in words:  # where it was put is nobody's concern
+    if "--out" in words:  # the place of the result does not matter to readers
         del words[words.index("--out") : words.index("--out") + 2]
     return {
         "command": shlex.join(["python", f"benchmarks/{script}", *words]),

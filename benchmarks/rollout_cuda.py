@@ -77,7 +77,7 @@ class Ours(ours.Adapter):
 
 
 class Generate(generate.Adapter):
-    """transformers on a device."""
+    """`generate` of transformers on a device."""
 
     steps = 0
 
@@ -85,7 +85,7 @@ class Generate(generate.Adapter):
         super().__init__(folder, dtype, torch.get_num_threads(), requests, "static", device)
 
     def sample(self, requests: Sequence[Request], *, temperature: float, seed: int) -> Any:
-        """Call the runner, and count the step."""
+        """Sample, and count the steps."""
         self.steps += max(request.new_tokens for request in requests)
         return super().sample(requests, temperature=temperature, seed=seed)
 

@@ -54,12 +54,12 @@ RECIPE = HERE / "cold_start.yaml"
 MIXTURE = PRESETS["tiny"].replace(architecture="qwen3_moe", num_layers=4, experts=Experts(16, 2, 48))
 SFT_STEPS = 300
 PROMPTS, SAMPLES, MAX_TOKENS = 16, 8, 64
-UPDATES = 3  # of a batch in the climb: the last one trains on tokens that are two versions old
+UPDATES = 3  # per batch, so the last update trains on tokens that are two versions old
 LR = 3e-4
 HELD_OUT, ANSWERS = 256, 4
 KINDS = ("bfloat16", "int8")
 LAYERS, EXPERTS, PER_TOKEN = 48, 128, 8  # of Qwen3-30B-A3B
-GROUP = 16  # episodes of a group that is handed over
+GROUP = 16  # episodes of a transferred group
 SIZES = (16_000, 160_000, 1_600_000)  # tokens of a group
 REPEATS = 15
 

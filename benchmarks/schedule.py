@@ -30,7 +30,7 @@ from recipe_runs import HERE, described, document, run_recipe, write
 
 STAGE = "ahead_2"
 SAVE_EVERY = 5
-SHORT = (  # the stages that do not matter here
+SHORT = (  # stages that this benchmark does not need
     *("synchronous.steps=1", "ahead_1.steps=1", "before.tasks=2"),
     *("after_synchronous.tasks=2", "after_ahead_1.tasks=2", "after_ahead_2.tasks=2"),
 )

@@ -53,7 +53,7 @@ def main() -> None:
         home = arguments.home or Path(folder)
         rows = for_seeds(lambda seed: rows_of(seed, home), arguments.seeds, arguments.jobs)
     provenance = document("search_as_code.py", ["--seeds", *map(str, arguments.seeds)], began)
-    if arguments.home:  # some runs may be from earlier
+    if arguments.home:  # earlier calls may have made some runs
         del provenance["minutes"]
     write(arguments.out, report(rows) | provenance)
 

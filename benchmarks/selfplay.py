@@ -28,8 +28,8 @@ RECIPES = {
     "leduc_poker": HERE / "leduc_poker.yaml",
 }
 CURVES = ("entropy", "openings", "illegal", "drawn", "turns", "seat/0/reward", "seat/0/won", "seat/1/won")
-LEAST = 0.05  # probability below which a line of the policy's is left out of its best reply
-EVERY = 4  # steps of which one is kept of a curve
+LEAST = 0.05  # the best reply ignores lines of the policy with a lower probability
+EVERY = 4  # curves keep one of this many steps
 
 
 def main() -> None:

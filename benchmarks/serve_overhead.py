@@ -52,7 +52,7 @@ def direct(folder: Path) -> Callable[[], None]:
 
 
 async def ask(port: int, seed: int, stream: bool) -> bytes:
-    """One request over a connection of its own; what came back, unread."""
+    """Send one request over a new connection, and return the raw response."""
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "seed": seed, "ignore_eos": True}
     content = json.dumps(body | {"stream": stream}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -98,7 +98,7 @@ def main() -> None:
             assert match
             port, server_process, own_process = int(match[1]), psutil.Process(server.pid), psutil.Process()
             alone = direct(folder)
-            for repeat in range(-1, repeats):  # the first is not counted
+            for repeat in range(-1, repeats):  # the first repeat warms up
                 for kind, work, process in (
                     ("engine alone", alone, own_process),
                     ("server, whole answers", lambda: asyncio.run(ask_all(port, False)), server_process),

@@ -36,11 +36,11 @@ import psutil
 from perilune.bundle.machine import describe_machine
 
 RESULT = Path(__file__).parent / "results" / "serve_soak.json"
-HANGS = 60.0  # seconds without a byte after which a request counts as hung
-WARM = 60.0  # first seconds of a server process, whose memory is not counted
-GROWTH = 0.05  # largest growth of memory that counts as flat
+HANGS = 60.0  # a request counts as hung after so many seconds without a byte
+WARM = 60.0  # first seconds of a server process, without a check of its memory
+GROWTH = 0.05  # largest growth of flat memory
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-BAD = ("hung", "unclear")  # outcomes that no request may have
+BAD = ("hung", "unclear")  # forbidden outcomes
 ERRORS = (httpx.RemoteProtocolError, httpx.ConnectError, httpx.ReadError, httpx.WriteError)
 
 
@@ -78,7 +78,7 @@ def request_of(draw: random.Random) -> tuple[str, str, dict[str, Any]]:
 
 
 async def client(number: int, url: str, until: float, tally: Tally) -> None:
-    """Send requests until the time is over."""
+    """Send requests until the time `until`."""
     draw = random.Random(number)
     async with httpx.AsyncClient(base_url=url, timeout=HANGS, verify=False) as http:  # loads no certificates
         while time.monotonic() < until:
@@ -108,7 +108,7 @@ async def client(number: int, url: str, until: float, tally: Tally) -> None:
 async def exchange(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], leaves: bool
 ) -> tuple[str, str | None]:
-    """The outcome of a request, and the text of a complete answer."""
+    """Send a request, and return its outcome and the text of a complete answer."""
     if not body.get("stream"):
         answer = await http.post(path, json=body)
         document = answer.json()

@@ -296,7 +296,7 @@ def real_latencies(
 
     def wait(until: float) -> None:
         nonlocal waited
-        if clock is time.process_time:  # which does not pass while this process sleeps
+        if clock is time.process_time:  # this clock stops while the process sleeps
             waited += max(0.0, until - now())
         else:
             time.sleep(max(0.0, until - now()))

@@ -31,7 +31,7 @@ def soak(seconds: float, at_once: int, seed: int) -> tuple[dict[str, Any], float
     Raises:
         RuntimeError: if it exits without a report.
     """
-    adopt_orphans()  # a killed cloud's machines become ours to count
+    adopt_orphans()  # so that machines of a killed cloud count as our children
     words = ["--seconds", str(seconds), "--at-once", str(at_once), "--seed", str(seed), "--json"]
     command = [sys.executable, "-m", "perilune.cli.main", "lab", "--patience", "900", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -44,7 +44,7 @@ def soak(seconds: float, at_once: int, seed: int) -> tuple[dict[str, Any], float
 
 
 def _reaped() -> bool:
-    """Reap one ended descendant. False if there is none."""
+    """Wait for one descendant to end. False if there is none."""
     try:
         os.waitpid(-1, 0)
     except ChildProcessError:

@@ -31,7 +31,7 @@ ARMS = {
     "lookup": SpeculationSettings("lookup"),
     "int8 draft": SpeculationSettings("draft"),
 }
-FORCED = {  # in the largest batch
+FORCED = {  # further arms of the largest batch
     "lookup, not adaptive": SpeculationSettings("lookup", adaptive=False),
     "int8 draft, not adaptive": SpeculationSettings("draft", tokens=4, adaptive=False),
 }
@@ -79,7 +79,7 @@ TEXTS = {
     "summary": f"{PASSAGE}\n\nSummarize this text in four sentences.",
     "story": "Write a story about a lighthouse keeper who finds a letter in a bottle.",
 }
-BATCHES = {8: 2, 64: 4}  # number of samples: factor by which their answers are shorter
+BATCHES = {8: 2, 64: 4}  # number of samples: divisor of the length of their answers
 BATCH_TEXTS = "code edit", "story"
 
 

@@ -73,7 +73,7 @@ def measured(seed: int, arguments: argparse.Namespace, known: set[tuple[int, str
                 stages = climb(first, age, arm, Path(folder) / f"{arm}-{age}")
             except ProcessLostError:
                 raise
-            except WorkFailedError as error:  # a check ended the run, which is a result too
+            except WorkFailedError as error:  # a run that a check stops is a result, too
                 yield {**record, "failed": str(error)}
                 continue
             yield {**record, **figures(first, stages)}

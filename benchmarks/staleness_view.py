@@ -9,7 +9,7 @@ import numpy as np
 from comparison.chart import Curve, panels
 from perilune.metrics.across_seeds import compare_over_seeds
 
-DEFAULT = "tis"  # what a recipe has that sets no `off_policy`
+DEFAULT = "tis"  # the default of `off_policy`
 CHART = "staleness.svg"
 CORRECTIONS = {
     "clip": "no correction: PPO's ratio compares the learner with the policy that sampled the token",

@@ -30,7 +30,7 @@ ARMS: Mapping[str, Sequence[str]] = {
 }
 KEYS, STEPS = 8, 80
 PAID = range(31, 41)  # the last ten steps with weights above 0
-MARGIN = 0.03  # of accuracy
+MARGIN = 0.03  # tolerated loss of accuracy
 ABOUT = f"""\
 A task asks for the values of 8 keys, each in a separate shard. A tiny model trained from scratch reads the
 shards one after another (9 [critical steps](../reference/glossary.md)), or spawns sub-agents that read one

@@ -37,8 +37,8 @@ STEPS = {  # traces, steps of sft, steps of rl
 }
 EVALUATED, TRAINED = "after_rl", "rl"  # stages of each recipe
 SCRIPTED = 36  # episodes of each scripted environment
-EACH = 4  # of each cause in the suite
-SIZE = 200  # cases of the suite that is timed
+EACH = 4  # cases of each cause in the suite
+SIZE = 200  # cases of the timed suite
 
 
 def perilune(home: Path, *arguments: str, source: Path = SOURCE) -> tuple[int, Any, float]:

@@ -17,7 +17,7 @@ from perilune.traces.cassette import Cassette, Sampling, Source, TaskRecord, Tra
 from perilune.traces.replay import Replayer, apply_replay
 
 Policy = Callable[[Task, random.Random], Iterator[str]]
-"""The actions that a script would like to take, in order."""
+"""Yields the intended actions of a script, in order."""
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}"

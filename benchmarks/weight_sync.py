@@ -159,7 +159,7 @@ def kept(
 
 
 def rounded(decoder: Decoder) -> dict[str, torch.dtype]:
-    """Names of the matrices that bfloat16 products round. Training uses float32, which is faster."""
+    """Dtypes of an engine with bfloat16 products, by matrix. Training uses float32, which is faster."""
     decoder.set_precision("bfloat16")
     dtypes = engine_dtypes(decoder)
     decoder.set_precision("float32")

@@ -25,8 +25,8 @@ from recipe_runs import document, options, run_recipe, write
 from wiki_faults import BEFORE_A_BUILD, Planter, add_arms, question, spare_runs
 from wiki_home import SUMMARY, another_run, figure, tampered
 
-SPARE = 3  # kinds of fault that use a run each
-TIMES = 3  # builds of each kind, of which the median counts
+SPARE = 3  # kinds of faults that use one run each
+TIMES = 3  # builds per median
 
 
 def main() -> None:
@@ -148,7 +148,7 @@ def timed(wiki: Wiki) -> float:
 
 
 def one_change(control: Control) -> dict[str, Any]:
-    """The messages of a build after a change of one figure of a cited run, which is then undone."""
+    """Change one figure of a cited run, count what build and lint report, and restore the figure."""
     wiki = Wiki.of(control)
     run = find_run(control, "recipe3/test")
     path = control.home.attempt(run.id, 1) / SUMMARY

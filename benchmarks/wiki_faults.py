@@ -16,7 +16,7 @@ BEFORE_A_BUILD = (
     "superseded-run",
     "few-seeds",
     "overlap",
-)  # the others would be mended by it, or found by it
+)  # a build would repair or report the others
 
 
 def add_arms(control: Control, base: str) -> list[str]:
@@ -93,7 +93,7 @@ class Planter:
         self.wiki.write(f"{page}.md", changed)
 
     def _leave(self, page: str) -> None:
-        """Keep the page of a removed run."""
+        """Add the page of a run that does not exist."""
         copied = self.wiki.pages()[f"runs/{self.runs[0]}"]
         self.wiki.write(f"runs/01GONE{page.rpartition('-')[2]}.md", copied)
 

@@ -14,7 +14,7 @@ from perilune.metrics.across_seeds import SeedComparison, compare_over_seeds, t_
 
 from .chart import panels
 
-WINDOW = 8  # steps whose pass rate is averaged where a curve is read
+WINDOW = 8  # steps in the average of a pass rate
 
 Record = Mapping[str, Any]
 Arms = dict[str, dict[int, Record]]  # by arm and seed

@@ -8,7 +8,7 @@ from typing import Any
 
 from .shapes import SHAPES, Shape
 
-LAST = "config.json"  # a folder that has it is whole
+LAST = "config.json"  # written last, so a folder with it is complete
 DEVIATION = 0.02
 
 
@@ -27,7 +27,7 @@ def checkpoint(folder: Path, model: str, dtype: str) -> Path:
 
     path.mkdir(parents=True, exist_ok=True)
     (path / LAST).unlink(missing_ok=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # billions of numbers take a CPU minutes
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # a CPU needs minutes for billions of numbers
     random, tensors = torch.Generator(device).manual_seed(0), {}
     for name, size in _tensors(shape):
         drawn = torch.ones(size)

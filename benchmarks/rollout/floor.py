@@ -35,10 +35,8 @@ def floor(shape: Shape, requests: Sequence[Request], dtype: str, limits: Limits)
     """The floor of these requests, if all run at once."""
     rate, width = limits.product[dtype], BYTES[dtype]
     weights = shape.parameters * width / limits.read
-    kv = (
-        2 * shape.layers * shape.kv_heads * shape.head_dim * width / limits.read
-    )  # seconds a token of context
-    attention = 4 * shape.layers * shape.heads * shape.head_dim / rate  # seconds a token and token of context
+    kv = 2 * shape.layers * shape.kv_heads * shape.head_dim * width / limits.read  # s per token of context
+    attention = 4 * shape.layers * shape.heads * shape.head_dim / rate  # s per token and token of context
 
     prompts = [len(request.prompt) for request in requests]
     flops = 2 * shape.layer_parameters * sum(prompts) + 2 * shape.head_parameters * len(prompts)

@@ -8,8 +8,8 @@ from typing import Any
 
 from .shapes import Request
 
-MOST_DEVIATIONS = 6  # of the mean log-prob, between two engines
-LEAST_DIFFERENCE = 0.02  # in nats a token, what rounding may do
+MOST_DEVIATIONS = 6  # largest difference of two engines' means, in standard deviations
+LEAST_DIFFERENCE = 0.02  # in nats per token, which rounding may cause
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ from .shapes import SHAPES, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = "transformers"
-HELD = 2.0  # what an engine holds at most, in times the weights, and besides:
+HELD = 2.0  # most memory of an engine as a multiple of the weights, in addition to:
 PROCESS_BYTES = 500 << 20
-SHARE = 0.8  # of the memory that is free may be used
+SHARE = 0.8  # share of the free memory that may be used
 
 
 class EngineError(Exception):

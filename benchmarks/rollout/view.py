@@ -10,7 +10,7 @@ from typing import Any
 
 OURS, SMALLER, BASE = "perilune", "perilune-int8", "transformers"
 GOAL = 3.0  # times as fast as `generate`
-LEVEL = 0.95  # a ratio from which on two engines count as level: runs differ by this much
+LEVEL = 0.95  # two engines with a higher ratio count as equally fast, since runs differ by this much
 UNDISTURBED = 0.9  # share of the seconds that a process of one thread should get
 
 SLOWER = """\

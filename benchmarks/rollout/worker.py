@@ -24,7 +24,7 @@ from .shapes import SHAPES, Request, greedy_requests
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")  # whatever libraries print goes to the log
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")  # the log gets the output of libraries
     os.dup2(2, 1)
     setup = json.loads(sys.stdin.readline())
     module = importlib.import_module(f"{__package__}.engines.{setup['module']}")
@@ -48,7 +48,7 @@ def _say(answers: TextIO, answer: dict[str, Any]) -> None:
     answers.flush()
 
 
-_ONCE_MORE = 1 << 16  # seed of a round that no other is like
+_ONCE_MORE = 1 << 16  # seed of an extra round, different from all others
 
 
 class _Sampler:

@@ -114,7 +114,7 @@ class Adapter:
         params.n_batch = 2048
         params.n_ubatch = 512
         params.n_threads = params.n_threads_batch = threads
-        params.kv_unified = False  # or every token would look at the cells of all sequences
+        params.kv_unified = False  # otherwise every token attends to the cells of all sequences
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._batch = llama_cpp.llama_batch_init(params.n_batch, 0, 1)

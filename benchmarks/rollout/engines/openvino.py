@@ -69,7 +69,7 @@ class Adapter:
         for index, request in enumerate(requests):
             config = genai.GenerationConfig()
             config.max_new_tokens = config.min_new_tokens = request.new_tokens
-            config.set_eos_token_id(0)  # one there must be
+            config.set_eos_token_id(0)  # it requires one
             config.ignore_eos = True
             config.logprobs = 1
             config.do_sample = temperature > 0

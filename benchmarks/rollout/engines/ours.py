@@ -92,7 +92,7 @@ class Adapter:
         seconds, steps = time.perf_counter() - begun, engine.counters.steps - steps
         for calls in parts.values():
             for owner, name in calls:
-                delattr(owner, name)  # the method of the class is seen again
+                delattr(owner, name)  # restores the method of the class
         times["rest"] = seconds - sum(times.values())
         return {"steps": steps, **{part: 1e3 * value / steps for part, value in times.items()}}
 
