@@ -91,7 +91,7 @@ def figures(played: Sequence[Episode]) -> dict[str, float]:
         "accuracy": fmean(row.get("right", 0.0) for row in metrics),
         "episodes that spawn": fmean(count > 0 for count in spawned),
         "spawned": fmean(spawned),
-        "finished": sum(one.get("finished", 0.0) for one in metrics) / max(sum(spawned), 1),
+        "finished": sum(row.get("finished", 0.0) for row in metrics) / max(sum(spawned), 1),
         "critical steps": fmean(row.get("critical_steps", row["turns"]) for row in metrics),
         "total tokens": fmean(
             own + row.get("sub_agent_tokens", 0) for own, row in zip(tokens, metrics, strict=True)
