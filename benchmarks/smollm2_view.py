@@ -18,7 +18,8 @@ ABOUT = (
     "The recipes in `recipes/smollm2/` train SmolLM2-135M-Instruct (135 million parameters) on two CPU cores "
     "and evaluate it on held-out tasks. `instructions` and `preference` start from the same model and are "
     "evaluated on the same requests. Intervals are 95% bootstrap intervals over the tasks of one seed. Other "
-    f"programs used the machine too, so the seconds are upper bounds. {SEEDS_ARE_THE_UNIT}"
+    "programs used the machines too, and stages of seed 1 and 2 of `preference` were suspended meanwhile, so "
+    f"the seconds are upper bounds. {SEEDS_ARE_THE_UNIT}"
 )
 
 
@@ -40,10 +41,11 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
                 for seed in seeds
             ]
     findings, rows = describe_differences(differences)
+    all_seeds = " ".join(map(str, sorted({run["seed"] for run in runs})))
     return {
         "title": "Recipes for SmolLM2-135M",
         "about": described(ABOUT, findings),
-        "command": runs[0]["command"],
+        "command": f"python benchmarks/smollm2.py --seeds {all_seeds}",
         "evaluations": [
             _labels(run, name)
             | {"pass@1": row["pass@1"], "greedy": row["greedy"], "tokens per answer": row["length"]["mean"]}
@@ -66,7 +68,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             if "peak GiB" in row
         ],
         "versions": runs[-1]["versions"],
-        "processor": runs[-1]["processor"],
+        "processor": ", ".join(sorted({run["processor"] for run in runs})),
     }
 
 
