@@ -144,6 +144,16 @@ def test_verify_finds_file_replaced_by_link_to_equal_file(pristine: Path, data: 
         assert first_difference(bundle) == (name, "type")
 
 
+@pytest.mark.parametrize("name", ["bundle.json", "job.json", "artifacts/manifest.json"])
+def test_verify_reads_no_pipe(bundle: Path, name: str) -> None:
+    (bundle / name).parent.mkdir(exist_ok=True)
+    (bundle / name).unlink(missing_ok=True)
+    os.mkfifo(bundle / name)
+    assert first_difference(bundle) == (name, "type")
+    os.mkfifo(bundle / "runtime" / "result.json")
+    assert first_difference(bundle) == (name, "type")
+
+
 def test_digest_excludes_artifacts_and_runtime(bundle: Path) -> None:
     digest = bundle_digest(bundle)
     (bundle / "artifacts" / "metrics.jsonl").write_text("{}\n")

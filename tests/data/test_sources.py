@@ -130,6 +130,9 @@ def test_read_rows_rejects_csv_without_known_column(header: str, tmp_path: Path)
         list(read_rows(path))
     assert caught.value.where == f"{path}:1" and header in caught.value.what
     assert "prompt,completion" in caught.value.remedy
+    path.write_text("")
+    with pytest.raises(RequestError, match="the file is empty"):
+        list(read_rows(path))
 
 
 @pytest.mark.parametrize(

@@ -90,3 +90,6 @@ def test_parse_seeds_takes_a_count_a_range_or_a_list() -> None:
     for wrong in ("0", "", "a", "-1", "5..3"):
         with pytest.raises(RequestError, match="neither a number of seeds nor a list"):
             parse_seeds(wrong, 0)
+    for count in ("1001", "1..1001", "1000000000000"):
+        with pytest.raises(RequestError, match="more than 1,000 seeds"):
+            parse_seeds(count, 0)

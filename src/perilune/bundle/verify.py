@@ -92,11 +92,11 @@ def require_verified(bundle: Path, expected: str | None = None, removed: Collect
 
 
 def _frozen_differences(bundle: Path, expected: str | None) -> Iterator[Difference]:
-    try:
-        data = (bundle / BUNDLE_FILE).read_bytes()
-    except FileNotFoundError:
-        yield Difference(BUNDLE_FILE, "missing")
+    path = bundle / BUNDLE_FILE
+    if not path.is_file():
+        yield Difference(BUNDLE_FILE, "type" if path.exists() else "missing")
         return
+    data = path.read_bytes()
     recorded = _parse_entries(data)
     if recorded is None:
         yield Difference(BUNDLE_FILE, "changed")
@@ -154,9 +154,9 @@ def _artifact_differences(bundle: Path) -> Iterator[Difference]:
     name = f"artifacts/{MANIFEST}"
     result = bundle / "runtime" / "result.json"
     expected_digest = _expected_manifest_digest(result) if result.exists() else None
-    if not path.exists():
-        if expected_digest is not None:
-            yield Difference(name, "missing")
+    if not path.is_file():
+        if path.exists() or expected_digest is not None:
+            yield Difference(name, "type" if path.exists() else "missing")
         return
     if expected_digest is not None and sha256_file(path) != expected_digest:
         yield Difference(name, "changed", f"sha256 {expected_digest}", sha256_file(path))
@@ -168,6 +168,8 @@ def _artifact_differences(bundle: Path) -> Iterator[Difference]:
 
 
 def _expected_manifest_digest(result: Path) -> str | None:
+    if not result.is_file():
+        return ""
     try:
         document = json.loads(result.read_bytes())
         digest = document["manifest_digest"]

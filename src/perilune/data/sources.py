@@ -153,7 +153,9 @@ def _read_file(file: Path) -> Iterator[Row]:
     if delimiter is None and file.suffix in (".csv", ".tsv"):
         what = f"the first line names no column that Perilune reads: {_first_line(starts)[:200]}"
         raise RequestError(
-            what, where=f"{file}:1", remedy="name the columns there, such as prompt,completion"
+            what if starts else "the file is empty",
+            where=f"{file}:1",
+            remedy="name the columns in the first line, such as prompt,completion",
         )
     return _read_lines(file) if delimiter is None else _read_csv(file, delimiter)
 

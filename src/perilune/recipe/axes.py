@@ -20,6 +20,7 @@ Bounds = tuple[int, int] | tuple[float, float]
 
 _RANGE = re.compile(r"\s*(?P<low>[-+\d.eE]+?)\.\.(?P<high>[-+\d.eE]+)\s*")
 SIGNIFICANT_DIGITS = 3  # significant digits of drawn numbers
+MAX_SEEDS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +135,21 @@ def parse_seeds(text: str, first: int) -> tuple[int, ...]:
     """Parse the seeds in "3" (that many, from `first`), "3..5" or "0,4,7".
 
     Raises:
-        RequestError: it has another form.
+        RequestError: it has another form, or there are more than `MAX_SEEDS`.
     """
+    seeds: Sequence[int] = ()
     if text.isdecimal():
-        seeds = tuple(range(first, first + int(text)))
+        seeds = range(first, first + int(text))
     elif match := re.fullmatch(r"(\d+)\.\.(\d+)", text):
-        seeds = tuple(range(int(match[1]), int(match[2]) + 1))
-    else:
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        seeds = tuple(dict.fromkeys(int(part) for part in parts)) if all(map(str.isdecimal, parts)) else ()
+        seeds = range(int(match[1]), int(match[2]) + 1)
+    elif all(map(str.isdecimal, parts := [part.strip() for part in text.split(",") if part.strip()])):
+        seeds = list(dict.fromkeys(map(int, parts)))
     if not seeds:
         remedy = "--seeds 3 for three seeds, --seeds 3..5, or --seeds 0,4,7"
         raise RequestError(
             "is neither a number of seeds nor a list of them", where=f"--seeds {text}", remedy=remedy
         )
-    return seeds
+    if seeds[MAX_SEEDS:]:
+        remedy = "--seeds 3 for three seeds, or --seeds 0,4,7 for these"
+        raise RequestError(f"has more than {MAX_SEEDS:,} seeds", where=f"--seeds {text}", remedy=remedy)
+    return tuple(seeds)
