@@ -112,6 +112,7 @@ class WrongGold(Sound):
 
 class Generous(Sound):
     def play(self, task, chance):
+        print("a line that is no part of a report")
         yield ask()
         yield end_episode(1.0)
 

@@ -84,6 +84,17 @@ def test_check_command_lists_checks_and_fails_on_findings():
             catch_exceptions=False,
         )
     assert caught.value.where == "worthless texts are refused"
+    arguments = [
+        "check",
+        "factory",
+        "--set",
+        "factory=broken_environments:Generous",
+        "--tasks",
+        "1",
+        "--json",
+    ]
+    result = CliRunner().invoke(app, arguments)
+    assert json.loads(result.stdout)["findings"] and "a line that" in result.stderr
 
 
 def test_sample_command_shows_every_turn_of_episode():

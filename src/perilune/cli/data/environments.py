@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -210,7 +212,8 @@ def check(
     """Play an environment and check the rules that every environment must follow."""
     from perilune.verifiers.conformance import check_environment
 
-    report = check_environment(environment_section(name, settings), tasks=tasks, seed=seed)
+    with redirect_stdout(sys.stderr):  # what the environment prints is no part of the report
+        report = check_environment(environment_section(name, settings), tasks=tasks, seed=seed)
     if as_json:
         findings = [asdict(finding) for finding in report.findings]
         print_json({"name": name, "checked": report.checked, "findings": findings})
