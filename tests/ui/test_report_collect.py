@@ -299,6 +299,19 @@ def test_run_seconds_sum_earlier_attempts(tmp_path: Path) -> None:
         assert Attempt(tmp_path / "2").run_seconds == 40.0
 
 
+def test_curves_leave_out_integers_beyond_floats(tmp_path: Path) -> None:
+    artifacts = tmp_path / "artifacts"
+    artifacts.mkdir()
+    rows = [{"step": 1, "reward": 10**400, "learning": 2}, {"step": 2, "reward": 1, "learning": -(10**400)}]
+    for name in ("metrics", "timings"):
+        (artifacts / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (artifacts / "hardware.jsonl").write_text(json.dumps({"time": 10**400, "cpu": 10**400}) + "\n")
+    attempt = Attempt(tmp_path)
+    assert attempt.metrics["reward"] == [None, 1] and attempt.timings["learning"] == [2, None]
+    assert read_training("rl", "rl", "", attempt) is not None
+    assert collect_hardware([("rl", attempt)]) is None
+
+
 def test_very_long_answer_is_shortened_and_hides_no_episode(experiment: ExperimentView) -> None:
     stage = next(stage for stage in experiment.stages if stage.name == "rl")
     attempt = Attempt(stage.attempt_dir)

@@ -21,6 +21,7 @@ T = TypeVar("T")
 Columns = dict[str, list[Any]]
 
 LOG_TAIL_LINES = 30
+MAX_INTEGER_BITS = 1023  # of an integer that has a float
 LOG_TAIL_CHARACTERS = 6000
 
 
@@ -172,10 +173,8 @@ class Attempt:
 
     def rows(self, path: Path) -> list[Mapping[str, Any]]:
         """Return the complete lines of one of its JSON Lines files."""
-        return (
-            self._unless_damaged(lambda: [row for row in read_json_lines(path) if isinstance(row, dict)])
-            or []
-        )
+        rows = self._unless_damaged(lambda: [row for row in read_json_lines(path) if isinstance(row, dict)])
+        return [without_huge_integers(row) for row in rows or ()]
 
     def document(self, path: Path) -> Mapping[str, Any]:
         """Return the JSON object in one of its files."""
@@ -201,6 +200,14 @@ class Attempt:
     def _modified(self, name: str) -> float | None:
         path = None if self.root is None else self.root / name
         return path.stat().st_mtime if path is not None and path.exists() else None
+
+
+def without_huge_integers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with None for each integer beyond the range of floats, which charts cannot show."""
+    return {
+        name: None if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS else value
+        for name, value in row.items()
+    }
 
 
 def to_columns(rows: list[Mapping[str, Any]]) -> Columns:

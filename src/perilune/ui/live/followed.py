@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from perilune.ui.attempt import Attempt
+from perilune.ui.attempt import Attempt, without_huge_integers
 from perilune.ui.health import StageHealth, assess_stages
 from perilune.ui.view import StageView
 
@@ -87,5 +87,5 @@ def read_appended(path: Path, offset: int, until: int | None = None) -> tuple[li
         except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
-            rows.append(row)
+            rows.append(without_huge_integers(row))
     return rows, offset + end
