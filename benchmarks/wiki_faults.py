@@ -12,11 +12,8 @@ from wiki_home import another_run, figure, tampered
 
 ARMS = ("arm=a", "arm=b", "arm=one")  # 60%, 61% with wide intervals, and one seed
 RECIPE = "words"
-BEFORE_A_BUILD = (
-    "superseded-run",
-    "few-seeds",
-    "overlap",
-)  # a build would repair or report the others
+# A build would repair or report the others.
+BEFORE_A_BUILD = ("superseded-run", "few-seeds", "overlap")
 
 
 def add_arms(control: Control, base: str) -> list[str]:

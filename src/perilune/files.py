@@ -20,13 +20,8 @@ from perilune.redaction import redact_document
 
 MAX_FILE_BYTES = 1 << 28  # of a file that is read into memory
 BOM = b"\xef\xbb\xbf"  # of UTF-8
-COMPRESSED_MAGIC = (
-    b"\x1f\x8b",
-    b"\x28\xb5\x2f\xfd",
-    b"BZh",
-    b"\xfd7zXZ",
-    b"PK\x03\x04",
-)  # gzip, zstd, bzip2, xz, zip
+# The first bytes of gzip, zstd, bzip2, xz and zip.
+COMPRESSED_MAGIC = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"BZh", b"\xfd7zXZ", b"PK\x03\x04")
 
 
 def home_directory() -> Path:

@@ -93,9 +93,8 @@ class ControlGroup:
 
     def leave(self) -> None:
         """Return to the group that this process came from, and remove this one."""
-        with suppress(
-            OSError
-        ):  # somebody removed the group it came from; a later supervisor removes this one
+        # If the group that it came from is gone, a later supervisor removes this one.
+        with suppress(OSError):
             _enter(self._came_from)
             self.folder.rmdir()
 

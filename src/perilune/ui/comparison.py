@@ -119,9 +119,8 @@ def comparison_charts(found: Comparison) -> list[Chart]:
     for stage in dict.fromkeys(
         stage.name for arm in found.arms for member in arm.members for stage in member.stages
     ):
-        if (
-            len(found.arms) > 1 and len({_run_ids(arm, stage) for arm in found.arms}) == 1
-        ):  # shared, or not begun
+        is_shared_or_pending = len({_run_ids(arm, stage) for arm in found.arms}) == 1
+        if len(found.arms) > 1 and is_shared_or_pending:
             continue
         columns = [[_read_columns(member, stage) for member in arm.members] for arm in found.arms]
         for metric in _list_metrics(columns):

@@ -171,10 +171,8 @@ def embed_groups(
         text = embeddable_json(_group_document(groups[index], vocabulary))
         if size + len(text) > budget and taken:
             break
-        for most in (
-            MAX_CHARACTERS,
-            SHORT_CHARACTERS,
-        ):  # too large for one group: omit tokens, then shorten texts
+        # A group that is too large alone: omit its tokens, then shorten its texts.
+        for most in (MAX_CHARACTERS, SHORT_CHARACTERS):
             if len(text) > budget:
                 text = embeddable_json(_group_document(groups[index], None, most))
         if len(text) > budget:

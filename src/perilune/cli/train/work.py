@@ -37,9 +37,8 @@ def count_work(job: Job, lengths: Lengths, *, live: float = 1.0, rows: float = 0
         case "rl" | "selfplay" | "distill":
             work = _count_rl(job, lengths, live)
         case "sft" | "preference" | "reward_model":
-            row = lengths.prompt * lengths.distinct + lengths.fed * (
-                1 if job.task == "sft" else 2
-            )  # a pair has two answers
+            answers = 1 if job.task == "sft" else 2  # a pair has two
+            row = lengths.prompt * lengths.distinct + lengths.fed * answers
             reference = rows * row if job.task == "preference" else 0.0
             work = _count_training(spec["steps"], spec["steps"] * spec["batch_size"] * row)
             work |= {"row": rows, "forward": reference}

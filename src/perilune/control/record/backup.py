@@ -23,6 +23,7 @@ from perilune.control.record.transitions import Cleanup
 from perilune.control.runs.current_submission import LIVE_STATES, end_submission
 from perilune.errors import RequestError
 
+# The entries of a home in a backup, beside the database.
 BACKUP_ENTRIES = (
     "keys",
     "experiments",
@@ -31,7 +32,7 @@ BACKUP_ENTRIES = (
     "providers.yaml",
     INHERITED_FILE,
     ADOPTED_FILE,
-)  # beside the database
+)
 RUNS_FOLDER = "runs"
 BATCH_ROWS = 10_000  # copied in one statement
 
