@@ -204,7 +204,7 @@ def _requirements(extra: str = "") -> list[Requirement]:
     """Return the requirements of Perilune on this platform; with `extra`, those that the extra adds.
 
     Raises:
-        PackageNotFoundError: Perilune is not installed.
+        importlib.metadata.PackageNotFoundError: Perilune is not installed.
     """
     # The package's own metadata is the only list of its requirements.
     parsed = [Requirement(text) for text in metadata.requires("perilune") or []]

@@ -182,7 +182,7 @@ def advance(
     may call this at once. The last event is StageFailed if a stage failed or was cancelled.
 
     Args:
-        asked: True if a user submits the experiment now: each stage is examined again, and the submission is
+        new_submission: True if a user submits the experiment now: each stage is examined again, and the submission is
             recorded with the first. False continues the current submission with the runs that its stages
             have.
 

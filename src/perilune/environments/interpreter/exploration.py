@@ -65,7 +65,7 @@ class Agent:
     """An agent that explores.
 
     Attributes:
-        agent: its id; "" for the player.
+        agent_id: "" for the player.
         depth: how deep the agents that it asks may be nested.
         children: agents that it has asked.
     """

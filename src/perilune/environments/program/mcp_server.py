@@ -49,7 +49,7 @@ class ToolServer:
         """Open the session.
 
         Raises:
-            ServerBrokeError: as `call`.
+            ToolServerError: as `call`.
         """
         client = {"name": "perilune", "version": "1"}
         self._request(
@@ -61,7 +61,7 @@ class ToolServer:
         """Yield the server's tools, each with its name, description and parameters.
 
         Raises:
-            ServerBrokeError: as `call`, and for a malformed list.
+            ToolServerError: as `call`, and for a malformed list.
         """
         cursor: dict[str, Any] = {}
         for _ in range(_MAX_PAGES):
@@ -81,7 +81,7 @@ class ToolServer:
         """Return the text that a tool returns. An error that the server reports is a text, too.
 
         Raises:
-            ServerBrokeError: when the server ends, sends no response in time, or a malformed one.
+            ToolServerError: when the server ends, sends no response in time, or a malformed one.
         """
         result = self._request("tools/call", {"name": name, "arguments": arguments})
         if "error" in result:

@@ -36,7 +36,7 @@ class Moves(NamedTuple):
         boards: M positions.
         columns: int64[M], the columns played.
         policies: float32[M, 7], log-probabilities with which they were sampled.
-        gains: float32[M], advantages with mean 0 and standard deviation 1.
+        advantages: float32[M], with mean 0 and standard deviation 1.
         returns: float32[M], targets of the value.
     """
 

@@ -80,7 +80,7 @@ class TrainingLoop:
         held_out: measures what the stage holds out of its data.
 
     Attributes:
-        first: number of steps that earlier attempts completed.
+        completed_steps: number of steps that earlier attempts completed.
     """
 
     def __init__(

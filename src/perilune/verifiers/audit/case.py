@@ -29,7 +29,7 @@ class Case:
     Attributes:
         gold: the gold answer without its form; None if the task has none.
         others: gold answers of other tasks, without their form.
-        before: the gold transcript.
+        gold_transcript: the gold answer with the turns before it.
         form: the form in which answers are written.
         pool: the gold answers of all other tasks, of more than are probed, the most frequent first. If it has
             this task's gold answer, then answers form a closed set.

@@ -55,7 +55,7 @@ def hold_machines(options: argparse.Namespace, until: float) -> int:
     """Create the machines, report them, and wait; returns 0 at the end of the lifetime.
 
     Raises:
-        RayError: a machine cannot be created, or has died.
+        ray.exceptions.RayError: a machine cannot be created, or has died.
     """
     group = placement_group([options.resources] * options.nodes, strategy=options.strategy)
     while not group.wait(min(5.0, max(0.1, until - time.monotonic()))):
