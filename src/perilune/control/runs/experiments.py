@@ -182,9 +182,9 @@ def advance(
     may call this at once. The last event is StageFailed if a stage failed or was cancelled.
 
     Args:
-        new_submission: True if a user submits the experiment now: each stage is examined again, and the submission is
-            recorded with the first. False continues the current submission with the runs that its stages
-            have.
+        new_submission: True if a user submits the experiment now: each stage is examined again, and the
+            submission is recorded with the first. False continues the current submission with the runs that
+            its stages have.
 
     Raises:
         RequestError: the inputs or the job of a stage cannot be frozen.
