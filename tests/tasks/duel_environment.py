@@ -28,9 +28,9 @@ class Duel(MultiTurn):
                 yield Task(task_id, ({"role": "user", "content": "a digit?"},), {})
 
     def play(self, task: Task, rng: KeyedRandom) -> EpisodeGenerator:
-        mine = yield ask(player=0)
-        theirs = (yield ask(player=1)) if self.players == 2 else str(rng.integer(10, "theirs"))
-        values = [int(said) if said.isdigit() else -1 for said in (mine, theirs)]
+        first = yield ask(player=0)
+        second = (yield ask(player=1)) if self.players == 2 else str(rng.integer(10, "theirs"))
+        values = [int(answer) if answer.isdigit() else -1 for answer in (first, second)]
         won = float(values[0] > values[1]) - float(values[0] < values[1])
-        told = {"illegal": float(min(values) < 0)}
-        yield end_episode(won, -won, metrics=told) if self.players == 2 else end_episode(won, metrics=told)
+        stats = {"illegal": float(min(values) < 0)}
+        yield end_episode(won, -won, metrics=stats) if self.players == 2 else end_episode(won, metrics=stats)

@@ -69,11 +69,11 @@ class Mischief(MultiTurn):
             case "broken sandbox":
                 self._break()
             case kind if kind in CODE:
-                found = self._sandbox.run(CODE[kind])
-                cause = "refused" if found.cause == "error" else f"contained/{found.cause}"
-                first["metrics"] = {cause: 1.0} if found.cause else {}
-        said = yield ask(**first)
-        yield end_episode(float(len(said)))
+                result = self._sandbox.run(CODE[kind])
+                cause = "refused" if result.cause == "error" else f"contained/{result.cause}"
+                first["metrics"] = {cause: 1.0} if result.cause else {}
+        answer = yield ask(**first)
+        yield end_episode(float(len(answer)))
 
     def _break(self):
         os.kill(self._sandbox.process_id, 9)

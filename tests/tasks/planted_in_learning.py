@@ -76,8 +76,8 @@ def token_mean_a_micro_batch(patch: Patch) -> None:
     right = policy_update.pack
 
     def own_means(groups: Sequence[WeightedGroup], *args: Any, **options: Any) -> list[PackedBatch]:
-        batches = [one for group in groups for one in right([group], *args, **options)]
-        return [replace(one, policy_gradient=one.policy_gradient / len(batches)) for one in batches]
+        batches = [batch for group in groups for batch in right([group], *args, **options)]
+        return [replace(batch, policy_gradient=batch.policy_gradient / len(batches)) for batch in batches]
 
     patch.setattr(policy_update, "pack", own_means)
 
@@ -154,7 +154,7 @@ def micro_batch_forgotten(patch: Patch) -> None:
 
 def loss_has_the_wrong_sign(patch: Patch) -> None:
     right = losses.policy_gradient
-    patch.setattr(losses, "policy_gradient", lambda *args: (-(found := right(*args))[0], found[1]))
+    patch.setattr(losses, "policy_gradient", lambda *args: (-(out := right(*args))[0], out[1]))
 
 
 def kl_has_the_wrong_sign(patch: Patch) -> None:
@@ -186,7 +186,7 @@ def adapter_climbs_the_loss(patch: Patch) -> None:
 
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, nothing, *pairs = right(ctx, grad)
-        return x, nothing, *[-one if place % 2 == 0 else one for place, one in enumerate(pairs)]
+        return x, nothing, *[-part if index % 2 == 0 else part for index, part in enumerate(pairs)]
 
     patch.setattr(lora._Merged, "backward", staticmethod(backward))
 
@@ -225,8 +225,8 @@ def moments_reset(patch: Patch) -> None:
 
     def fresh(self: Learner, batches: Any) -> dict[str, float]:
         for moments in (self.optimizer.first, self.optimizer.second):
-            for one in moments.values():
-                one.zero_()
+            for moment in moments.values():
+                moment.zero_()
         return right(self, batches)
 
     patch.setattr(Learner, "forward_backward", fresh)

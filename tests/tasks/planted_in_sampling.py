@@ -29,7 +29,7 @@ def change_episodes(patch: Patch, change: Callable[[RolloutWorker, Episode], Epi
 
 
 def with_mask(mask: Callable[[np.ndarray], np.ndarray]) -> Callable[[RolloutWorker, Episode], Episode]:
-    return lambda _, one: replace(one, loss_mask=mask(one.loss_mask))
+    return lambda _, episode: replace(episode, loss_mask=mask(episode.loss_mask))
 
 
 def mask_off_by_one(patch: Patch) -> None:
@@ -79,7 +79,7 @@ def adapter_stays_behind(patch: Patch) -> None:
 
 def versions_relabelled(patch: Patch) -> None:
     """Every token is labelled with a later policy version than sampled it."""
-    change_episodes(patch, lambda _, one: replace(one, policy_version=one.policy_version + 1))
+    change_episodes(patch, lambda _, episode: replace(episode, policy_version=episode.policy_version + 1))
 
 
 def versions_miscounted_by_the_engine(patch: Patch) -> None:
@@ -87,8 +87,8 @@ def versions_miscounted_by_the_engine(patch: Patch) -> None:
     right = Engine.sample
 
     def reported(self: Engine, *args: Any, **options: Any) -> Any:
-        found = right(self, *args, **options)
-        return [[replace(one, policy_version=one.policy_version + 1) for one in group] for group in found]
+        groups = right(self, *args, **options)
+        return [[replace(old, policy_version=old.policy_version + 1) for old in group] for group in groups]
 
     patch.setattr(Engine, "sample", reported)
 
@@ -99,8 +99,8 @@ def temperature_missing_from_the_sampler(patch: Patch) -> None:
     right = Engine.sample
 
     def reported(self: Engine, prompts: Any, n: int, params: Any, on_progress: Any = None) -> Any:
-        found = right(self, prompts, n, replace(params, raw_logprobs=True), on_progress)
-        return [[replace(one, logprobs=one.raw_logprobs) for one in group] for group in found]
+        groups = right(self, prompts, n, replace(params, raw_logprobs=True), on_progress)
+        return [[replace(answer, logprobs=answer.raw_logprobs) for answer in group] for group in groups]
 
     patch.setattr(Engine, "sample", reported)
 
@@ -137,7 +137,7 @@ def change_completions(patch: Patch, change: Callable[[Any], Any]) -> None:
     right = Engine.sample
 
     def sample(self: Engine, *args: Any, **options: Any) -> Any:
-        return [[change(one) for one in group] for group in right(self, *args, **options)]
+        return [[change(answer) for answer in group] for group in right(self, *args, **options)]
 
     patch.setattr(Engine, "sample", sample)
 
@@ -155,8 +155,8 @@ def rewards_of_neighbours(patch: Patch) -> None:
         episode = self._episode
 
         def another(part: AgentRollout) -> Episode:
-            one, outcome = episode(part), outcomes[id(part)]
-            return replace(one, reward=outcome.reward) if hasattr(outcome, "reward") else one
+            played, outcome = episode(part), outcomes[id(part)]
+            return replace(played, reward=outcome.reward) if hasattr(outcome, "reward") else played
 
         object.__setattr__(self, "_episode", another)
         return right(self, parts, *args)
@@ -170,8 +170,8 @@ def verdicts_of_neighbours(patch: Patch) -> None:
 
     def step(self: Sessions, moves: Any) -> None:
         right(self, moves)
-        found = [session.result for session, _, _ in moves]
-        for (session, _, _), other in zip(moves, [*found[1:], *found[:1]], strict=True):
+        results = [session.result for session, _, _ in moves]
+        for (session, _, _), other in zip(moves, [*results[1:], *results[:1]], strict=True):
             session.result = other
 
     patch.setattr(Sessions, "step", step)
@@ -194,8 +194,8 @@ def top_p_unreported(patch: Patch) -> None:
     right = Engine.sample
 
     def sample(self: Engine, prompts: Any, n: int, params: Any, on_progress: Any = None) -> Any:
-        found = right(self, prompts, n, replace(params, top_p=0.9, raw_logprobs=True), on_progress)
-        return [[replace(one, logprobs=one.raw_logprobs) for one in group] for group in found]
+        groups = right(self, prompts, n, replace(params, top_p=0.9, raw_logprobs=True), on_progress)
+        return [[replace(answer, logprobs=answer.raw_logprobs) for answer in group] for group in groups]
 
     patch.setattr(Engine, "sample", sample)
 
@@ -209,7 +209,7 @@ def seeds_reused(patch: Patch) -> None:
         of_first = Engine.sample
 
         def sample(engine: Engine, prompts: Any, *args: Any, **options: Any) -> Any:
-            keys = [replace(one, key=(one.key[0], 1, one.key[2])) for one in prompts]
+            keys = [replace(prompt, key=(prompt.key[0], 1, prompt.key[2])) for prompt in prompts]
             return of_first(engine, keys, *args, **options)
 
         if step == 1:
@@ -249,8 +249,8 @@ def aborted_are_judged(patch: Patch) -> None:
 
     def take(self: Rollout, sampled: Any) -> list[str]:
         cut = {
-            turn: one._replace(completion=replace(one.completion, finish_reason="length"))
-            for turn, one in sampled.items()
+            turn: sample._replace(completion=replace(sample.completion, finish_reason="length"))
+            for turn, sample in sampled.items()
         }
         actions = right(self, cut)
         for turn in self.due:
@@ -259,12 +259,12 @@ def aborted_are_judged(patch: Patch) -> None:
         return actions
 
     patch.setattr(Rollout, "take", take)
-    change_completions(patch, lambda one: replace(one, finish_reason="aborted"))
+    change_completions(patch, lambda answer: replace(answer, finish_reason="aborted"))
 
 
 def logprobs_off_by_one(patch: Patch) -> None:
     """The engine reports the log-prob of the previous token."""
-    change_completions(patch, lambda one: replace(one, logprobs=np.roll(one.logprobs, 1)))
+    change_completions(patch, lambda answer: replace(answer, logprobs=np.roll(answer.logprobs, 1)))
 
 
 def prompt_cut_for_the_engine(patch: Patch) -> None:
@@ -272,6 +272,6 @@ def prompt_cut_for_the_engine(patch: Patch) -> None:
     right = Engine.sample
 
     def sample(self: Engine, prompts: Any, *args: Any, **options: Any) -> Any:
-        return right(self, [replace(one, token_ids=one.token_ids[1:]) for one in prompts], *args, **options)
+        return right(self, [replace(old, token_ids=old.token_ids[1:]) for old in prompts], *args, **options)
 
     patch.setattr(Engine, "sample", sample)

@@ -33,12 +33,12 @@ class DeviceTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> DeviceTensor:
-        one = torch.Tensor._make_wrapper_subclass(
+        outer = torch.Tensor._make_wrapper_subclass(
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
             dtype=inner.dtype, device=DEVICE,
         )  # fmt: skip
-        one.inner = inner
-        return one
+        outer.inner = inner
+        return outer
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -70,9 +70,9 @@ class Device(TorchDispatchMode):
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     name = func._schema.name
-    tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-    there = [one for one in tensors if isinstance(one, DeviceTensor)]
-    here = [one for one in tensors if not isinstance(one, DeviceTensor) and one.dim() and not one.is_meta]
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    there = [t for t in tensors if isinstance(t, DeviceTensor)]
+    here = [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim() and not t.is_meta]
     indexed_here = name in _INDEXED and not isinstance(args[0], DeviceTensor)
     if there and (indexed_here or (here and name not in _CROSSING | _INDEXED)):
         raise RuntimeError(f"{func}: tensors on the device and on the CPU")
@@ -81,14 +81,14 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     if wanted is not None:
         on_device = torch.device(wanted).type == DEVICE.type
         kwargs = {**kwargs, "device": torch.device("cpu") if on_device else wanted}
-    inner_args, inner_kwargs = tree_map_only(DeviceTensor, lambda one: one.inner, (args, kwargs))
+    inner_args, inner_kwargs = tree_map_only(DeviceTensor, lambda t: t.inner, (args, kwargs))
     out = func(*inner_args, **inner_kwargs)
     if func._schema.is_mutable and name.endswith("_"):
         return args[0]
-    known = {id(one.inner): one for one in there}
+    known = {id(t.inner): t for t in there}
     if not on_device:
         return out
-    return tree_map_only(Tensor, lambda one: known[id(one)] if id(one) in known else DeviceTensor(one), out)
+    return tree_map_only(Tensor, lambda t: known[id(t)] if id(t) in known else DeviceTensor(t), out)
 
 
 def _indices(key: Any) -> Any:
@@ -102,8 +102,8 @@ def _here_first(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap `make` to create the tensor on the CPU and then move it, visibly to the dispatch mode."""
 
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-        one = make(data, *args, **kwargs)
-        return one if device is None else one.to(device)
+        tensor = make(data, *args, **kwargs)
+        return tensor if device is None else tensor.to(device)
 
     return made
 

@@ -84,12 +84,12 @@ def test_engine_results_equal_those_on_the_cpu(cache: Any) -> None:
         engine.add_adapter("own", adapter)
         engine.add(Request(text, SamplingParams(9), (1, 0, 0), 2, adapter="own"))
         engine.add(Request(text, SamplingParams(9), (1, 0, 0), 2))
-        found = [(one.token_ids.tolist(), one.logprobs.tolist()) for group in groups for one in group]
+        rows = [(answer.token_ids.tolist(), answer.logprobs.tolist()) for group in groups for answer in group]
         while engine.unfinished:
-            found += [(one.token_ids, one.logprobs) for one in engine.step()]
+            rows += [(delta.token_ids, delta.logprobs) for delta in engine.step()]
         engine.update_weights(None, 1)
-        found += [([], one.tolist()) for one in engine.score([text], [text[:9]], adapter="own")]
-        return found, engine.checksum
+        rows += [([], row.tolist()) for row in engine.score([text], [text[:9]], adapter="own")]
+        return rows, engine.checksum
 
     decoder = Decoder(CONFIG)
     decoder.initialize(0)
@@ -112,18 +112,18 @@ def test_packed_attention_equals_that_on_the_cpu(longest: int, window: int | Non
     of, cut = torch.tensor([-1, 0, 0, -1, -1]), torch.tensor([0, 30, 17, 0, 0])
     generator = torch.Generator().manual_seed(0)
     here = [torch.randn(int(ends[-1]), heads, 16, generator=generator) for heads in (4, 2, 2)]
-    there = [one.to(DEVICE).requires_grad_() for one in here]
-    for one in here:
-        one.requires_grad_()
+    there = [tensor.to(DEVICE).requires_grad_() for tensor in here]
+    for tensor in here:
+        tensor.requires_grad_()
     layer = AttentionLayer(0, window)
     out = PackedAttention(ends, of, cut)(*here, layer)
     its = PackedAttention(ends.to(DEVICE), of.to(DEVICE), cut.to(DEVICE))(*there, layer)
     torch.testing.assert_close(its.cpu(), out, rtol=1e-4, atol=1e-5)
     out.sum().backward()
     its.sum().backward()
-    for one, other in zip(here, there, strict=True):
-        assert one.grad is not None and other.grad is not None
-        torch.testing.assert_close(other.grad.cpu(), one.grad, rtol=1e-3, atol=1e-4)
+    for tensor, other in zip(here, there, strict=True):
+        assert tensor.grad is not None and other.grad is not None
+        torch.testing.assert_close(other.grad.cpu(), tensor.grad, rtol=1e-3, atol=1e-4)
 
 
 SMALL = {"steps": 1, "prompts": 2, "samples": 2, "max_tokens": 4, "warmup": 0, "save_every": 1}

@@ -192,15 +192,15 @@ class Team(MultiTurn):
         """For each sub-agent of each stage, its turns and those of its nested sub-agent."""
         digits = [int(digit, 16) for digit in task.task_id]
         return [
-            [(digits[stage + one] % 3 + 1, digits[9 + stage] % 4 * (not one)) for one in range(stage + 1)]
+            [(digits[stage + turn] % 3 + 1, digits[9 + stage] % 4 * (not turn)) for turn in range(stage + 1)]
             for stage in range(3)
         ]
 
     def part(self, name: str, turns: int, nested: int) -> AgentProgram[list[str]]:
         texts = []
         for number in range(turns):
-            said = f"do {number} "
-            texts += yield [AgentTurn(name, ({"role": "user", "content": said},), "part", 6)]
+            text = f"do {number} "
+            texts += yield [AgentTurn(name, ({"role": "user", "content": text},), "part", 6)]
             if nested and not number:
                 texts += yield from self.part(f"{name}.0", nested, 0)
         return texts
@@ -209,9 +209,9 @@ class Team(MultiTurn):
         texts = [(yield ask("begin "))]
         begun = 0
         for stage in self.stages(task):
-            parts = [self.part(str(begun + place), *turns) for place, turns in enumerate(stage)]
-            for found in (yield from sample(gather(parts))):
-                texts += found
+            parts = [self.part(str(begun + index), *turns) for index, turns in enumerate(stage)]
+            for answers in (yield from sample(gather(parts))):
+                texts += answers
             begun += len(stage)
             texts.append((yield ask(f"[{len(texts)}]")))
         yield end_episode(sum(any(map(str.isdigit, text)) for text in texts) / len(texts))
@@ -242,8 +242,8 @@ class Beside(Team):
 
     def rounds(self) -> AgentProgram[None]:
         for number in range(self.max_turns):
-            said = ({"role": "user", "content": f"do {number} "},)
-            yield [AgentTurn("", said), AgentTurn("0", said, "part", 6)]
+            prompt = ({"role": "user", "content": f"do {number} "},)
+            yield [AgentTurn("", prompt), AgentTurn("0", prompt, "part", 6)]
 
 
 class Long(MultiTurn):
@@ -261,4 +261,4 @@ class Long(MultiTurn):
         yield ask()
         yield ask("12345", role="tool")
         action = yield ask("67890", role="tool")
-        yield end_episode(sum(one.isdigit() for one in action) / max(len(action), 1))
+        yield end_episode(sum(character.isdigit() for character in action) / max(len(action), 1))

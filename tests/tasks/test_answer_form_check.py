@@ -34,8 +34,8 @@ def test_form_share_prefers_format_over_well_formed() -> None:
 )
 def test_warning_names_the_settings_to_change(asked, truncated, named, not_named) -> None:
     warning = rare_form_warning(0.01, truncated, asked)
-    assert all(one in warning for one in ["1.0%", *named])
-    assert not any(one in warning for one in not_named)
+    assert all(text in warning for text in ["1.0%", *named])
+    assert not any(text in warning for text in not_named)
     assert rare_form_warning(0.05, truncated, asked) == rare_form_warning(None, truncated, asked) == ""
 
 

@@ -23,19 +23,19 @@ CORRECTED = {"off_policy": {"proximal": "learner", "weight": "truncate"}}
 def test_zero_staleness_equals_synchronous_training(tmp_path: Path) -> None:
     """Includes a curriculum, bfloat16 engine weights, and weight updates sent as deltas."""
     options = {**CORRECTED, "precision": "bfloat16", "curriculum": {"candidates": 2}}
-    one = run_task(tmp_path / "synchronous", "rl", **options)
+    plain = run_task(tmp_path / "synchronous", "rl", **options)
     ahead = {"staleness": 0, "weights": "delta"}
     other = run_task(tmp_path / "asynchronous", "rl", asynchronous=ahead, **options)
     sent = [line["weights_bytes"] for line in read_json_lines(other / "artifacts" / "timings.jsonl")]
     assert sent[1] < sent[0]
-    differences = {one.path for one in compare_artifacts(one, other)}
+    differences = {change.path for change in compare_artifacts(plain, other)}
     files = ("schedule.jsonl", "metrics.jsonl", "summary.json")
     assert differences <= {f"artifacts/{name}" for name in files}
-    summaries = [read_json(folder / "artifacts" / "summary.json") for folder in (one, other)]
+    summaries = [read_json(folder / "artifacts" / "summary.json") for folder in (plain, other)]
     assert summaries[0]["last"] == summaries[1]["last"]
     copy = summaries[1]["memory"]["planned_bytes"] - summaries[0]["memory"]["planned_bytes"]
     assert copy == 2 * summaries[0]["parameters"]
-    for line, again in zip(metrics(one), metrics(other), strict=True):
+    for line, again in zip(metrics(plain), metrics(other), strict=True):
         assert again.pop("mixed_versions") == 0
         assert line == again
 
@@ -118,9 +118,7 @@ def test_lost_rollout_process_does_not_stop_the_run(tmp_path: Path) -> None:
     process.start()
     while len(metrics(bundle)) < 2:
         time.sleep(0.01)
-    children = [
-        one for one in psutil.Process(process.pid).children() if "asynchronous" in "".join(one.cmdline())
-    ]
+    children = [p for p in psutil.Process(process.pid).children() if "asynchronous" in "".join(p.cmdline())]
     assert len(children) == 2
     children[0].kill()
     process.join()

@@ -40,10 +40,10 @@ def test_auxiliary_weights_fall_linearly_to_zero() -> None:
 def test_add_keeps_the_environment_reward_as_gold() -> None:
     auxiliary = AuxiliaryRewards(weights={"parallel": 2.0, "finish": -4.0})
     failed, short = replace(EPISODE, reward=None, failure="f"), replace(EPISODE, reward_terms={})
-    (found,) = auxiliary.add([(EPISODE, failed, short)], 3, 8)
-    assert found[0].reward == 0.5 + 0.5 * (2.0 - 1.0) and found[0].metrics == {"gold": 0.5}
-    assert found[1] == failed
-    assert found[2].reward == 0.5  # truncated before the environment reported its terms
+    (rewarded,) = auxiliary.add([(EPISODE, failed, short)], 3, 8)
+    assert rewarded[0].reward == 0.5 + 0.5 * (2.0 - 1.0) and rewarded[0].metrics == {"gold": 0.5}
+    assert rewarded[1] == failed
+    assert rewarded[2].reward == 0.5  # truncated before the environment reported its terms
 
 
 def test_unknown_auxiliary_term_is_named() -> None:
@@ -66,6 +66,6 @@ def test_rl_with_auxiliary_rewards_reports_reward_and_gold(tmp_path: Path) -> No
         digits = [figures_of(terms)["digits"] for terms in step["reward_terms"]]
         gold = [figures_of(figures)["gold"] for figures in step["metrics"]]
         assert gold == digits  # this environment's only term is its reward
-        assert step["reward"].tolist() == pytest.approx([(1 + 3 * scale) * one for one in digits])
+        assert step["reward"].tolist() == pytest.approx([(1 + 3 * scale) * digit for digit in digits])
         assert line["reward"] == pytest.approx((1 + 3 * scale) * line["gold"]) and line["gold"] > 0
         assert line["auxiliary_scale"] == scale

@@ -24,10 +24,10 @@ def write_traces(folder: Path, *answers: str) -> Path:
     """Write a dataset with one trace per answer."""
     records = [
         TraceRecord(
-            [{"role": "user", "content": f"{place}="}, {"role": "assistant", "content": answer}],
-            environment="digits", task_id=str(place), score=1.0, source="gold/direct", seed=0,
+            [{"role": "user", "content": f"{index}="}, {"role": "assistant", "content": answer}],
+            environment="digits", task_id=str(index), score=1.0, source="gold/direct", seed=0,
         )
-        for place, answer in enumerate(answers)
+        for index, answer in enumerate(answers)
     ]  # fmt: skip
     write_records(folder / "records.jsonl", records)
     return folder

@@ -97,9 +97,9 @@ def test_black_box_runs_the_given_commit_and_keeps_its_outputs(
     outputs = bundle / "artifacts" / "outputs"
     assert (outputs / "made/deep/a.txt").read_text() == "a\n"
     assert read_json(outputs / "result.json") == {"final": {"scores": [0.5, 7]}}
-    told = read_json(bundle / "artifacts" / "black_box.json")
-    assert set(told["files"]) == {"made/deep/a.txt", "result.json", "log.jsonl"}
-    assert told["commit"] == commit and told["packages"] == []
+    report = read_json(bundle / "artifacts" / "black_box.json")
+    assert set(report["files"]) == {"made/deep/a.txt", "result.json", "log.jsonl"}
+    assert report["commit"] == commit and report["packages"] == []
     assert "hello from elsewhere None" in (bundle / "artifacts" / "task.log").read_text()
     rows = [json.loads(line) for line in (bundle / "artifacts" / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.5}]
@@ -180,8 +180,8 @@ def test_requirements_are_installed_in_a_separate_environment(control: Control, 
         "1.17.0 " + str(tmp_path / "cache" / "perilune" / "environments")
         in (bundle / "artifacts" / "task.log").read_text()
     )
-    told = read_json(bundle / "artifacts" / "black_box.json")
-    assert "six==1.17.0" in told["packages"] and len(told["record_digests"]["six"]) == 64
+    report = read_json(bundle / "artifacts" / "black_box.json")
+    assert "six==1.17.0" in report["packages"] and len(report["record_digests"]["six"]) == 64
 
 
 def test_unknown_command_placeholder_is_refused() -> None:

@@ -23,9 +23,9 @@ def answers(noise: float, sign: float = 1.0, tasks: int = 40, played: int = 16) 
     made = []
     for task in range(tasks):
         worth = rng.random((2, 4))
-        for one in worth:
-            values = sign * one + noise * rng.normal(size=4)
-            made.append(CalibratedAnswer(f"t{task}", values, (rng.random((4, played)) < one[:, None]) * 1.0))
+        for row in worth:
+            values = sign * row + noise * rng.normal(size=4)
+            made.append(CalibratedAnswer(f"t{task}", values, (rng.random((4, played)) < row[:, None]) * 1.0))
     return made
 
 
@@ -51,14 +51,14 @@ def test_summary_reports_the_standard_error_of_continuations() -> None:
 
 
 def test_summary_reports_positions_and_reliability_bins() -> None:
-    found = calibration_summary(answers(0.0), 0)
-    assert [one["count"] for one in found["by_place"]] == [80] * 4
-    assert all(one["spearman"] > 0.8 for one in found["by_place"])
-    assert sum(part["count"] for part in found["reliability"]) == 320
-    assert [part["value"] for part in found["reliability"]] == sorted(
-        part["value"] for part in found["reliability"]
+    report = calibration_summary(answers(0.0), 0)
+    assert [entry["count"] for entry in report["by_place"]] == [80] * 4
+    assert all(entry["spearman"] > 0.8 for entry in report["by_place"])
+    assert sum(part["count"] for part in report["reliability"]) == 320
+    assert [part["value"] for part in report["reliability"]] == sorted(
+        part["value"] for part in report["reliability"]
     )
-    assert all(abs(part["value"] - part["played"]) < 0.15 for part in found["reliability"])
+    assert all(abs(part["value"] - part["played"]) < 0.15 for part in report["reliability"])
 
 
 def test_description_warns_about_untrustworthy_values() -> None:
@@ -72,12 +72,12 @@ def test_description_warns_about_untrustworthy_values() -> None:
 
 
 def test_calibrate_stage_writes_summary_episodes_and_metrics(tmp_path) -> None:
-    made = run_task(tmp_path / "b", "calibrate", environment=STATED)
-    found = summary(made)
-    assert found["kind"] == "calibration"
-    assert found["values"]["count"] > found["differences"]["count"] > 0
-    assert len(episodes(made)) == 3 * 2
-    assert [set(line) >= {"step", "spearman_values"} for line in metrics(made)] == [True]
+    bundle = run_task(tmp_path / "b", "calibrate", environment=STATED)
+    report = summary(bundle)
+    assert report["kind"] == "calibration"
+    assert report["values"]["count"] > report["differences"]["count"] > 0
+    assert len(episodes(bundle)) == 3 * 2
+    assert [set(line) >= {"step", "spearman_values"} for line in metrics(bundle)] == [True]
 
 
 def test_environment_without_reference_answers_is_refused(tmp_path) -> None:

@@ -30,7 +30,7 @@ LINEAR = TINY.replace(architecture="qwen3_5_text", delta=DeltaRule((0, 2), 2, 6,
 MIXTRAL = TINY.replace(architecture="mixtral", experts=Experts(8, 2, TINY.intermediate_size))
 
 
-@pytest.mark.parametrize("config", [LATENT, LINEAR, MIXTRAL], ids=lambda one: one.architecture)
+@pytest.mark.parametrize("config", [LATENT, LINEAR, MIXTRAL], ids=lambda config: config.architecture)
 def test_scaled_down_model_keeps_its_family(config: DecoderConfig) -> None:
     small = _scaled_down(config)
     assert (small.architecture, small.num_layers) == (config.architecture, config.num_layers)
@@ -56,8 +56,8 @@ def groups_of(tasks: list[str]) -> list[tuple[Episode, ...]]:
     return [
         (
             Episode(
-                f"1/{place}/0",
-                f"1/{place}",
+                f"1/{index}/0",
+                f"1/{index}",
                 task,
                 "e",
                 0,
@@ -70,7 +70,7 @@ def groups_of(tasks: list[str]) -> list[tuple[Episode, ...]]:
                 "stop",
             ),
         )
-        for place, task in enumerate(tasks)
+        for index, task in enumerate(tasks)
     ]
 
 
@@ -94,7 +94,7 @@ def test_epoch_checker_allows_each_task_once_per_epoch(taken: int) -> None:
     environment = Digits({**DIGITS, "limit": 16})
     own = [task.task_id for task in environment.tasks("train", 1)]
     random = np.random.default_rng(0)
-    ids = [*own, *(one for _ in range(4) for one in random.permutation(own).tolist())]
+    ids = [*own, *(name for _ in range(4) for name in random.permutation(own).tolist())]
     check_epochs(environment, ids, taken)
     twice = [*ids]
     twice[-1] = ids[-2]
@@ -122,26 +122,26 @@ def update(learner: Learner, checker: OptimizerChecker, lr: float, size: float) 
 
 
 def test_optimizer_checker_accepts_gradients_of_any_size() -> None:
-    one = learner()
-    checker = OptimizerChecker(one, SETTINGS)
+    fresh = learner()
+    checker = OptimizerChecker(fresh, SETTINGS)
     for step, size in enumerate([1.0, 1e-3, 1e-8, 1e-20, 0.0, 1e3, 1e-12, 1.0]):
-        update(one, checker, 0.01 / (step + 1), size)
+        update(fresh, checker, 0.01 / (step + 1), size)
 
 
 @pytest.mark.parametrize("what", ["weights", "first moments", "second moments"])
 def test_optimizer_checker_names_state_changed_between_updates(what: str) -> None:
-    one = learner()
-    checker = OptimizerChecker(one, SETTINGS)
-    update(one, checker, 0.01, 1.0)
+    fresh = learner()
+    checker = OptimizerChecker(fresh, SETTINGS)
+    update(fresh, checker, 0.01, 1.0)
     of: dict[str, dict[str, Any]] = {
-        "weights": one.optimizer.parameters, "first moments": one.optimizer.first,
-        "second moments": one.optimizer.second,
+        "weights": fresh.optimizer.parameters, "first moments": fresh.optimizer.first,
+        "second moments": fresh.optimizer.second,
     }  # fmt: skip
-    name = max(one.optimizer.first, key=lambda name: float(one.optimizer.first[name].norm()))
-    found = of[what][name]
-    (found.data if isinstance(found, nn.Parameter) else found).mul_(0.5)
+    name = max(fresh.optimizer.first, key=lambda name: float(fresh.optimizer.first[name].norm()))
+    state = of[what][name]
+    (state.data if isinstance(state, nn.Parameter) else state).mul_(0.5)
     with pytest.raises(WorkFailedError, match=f"the {what} of {name} changed between two updates"):
-        update(one, checker, 0.01, 1.0)
+        update(fresh, checker, 0.01, 1.0)
 
 
 def test_slow_reward_is_not_audited(
@@ -171,7 +171,7 @@ def test_reward_audit_is_reused_by_later_attempts(tmp_path: Path, monkeypatch: p
     first, second = (Workspace(make_bundle(tmp_path / name, make_job("rl"))) for name in ("a", "b"))
     check_reward(first)
     restore_outputs(first.artifacts, second.artifacts)
-    made = (second.artifacts / AUDIT_FILE).stat().st_mtime_ns
+    written = (second.artifacts / AUDIT_FILE).stat().st_mtime_ns
     check_reward(second)
-    assert (second.artifacts / AUDIT_FILE).stat().st_mtime_ns == made
+    assert (second.artifacts / AUDIT_FILE).stat().st_mtime_ns == written
     assert (second.artifacts / AUDIT_FILE).read_bytes() == (first.artifacts / AUDIT_FILE).read_bytes()

@@ -17,19 +17,19 @@ GROUPS, SAMPLES = 32, 8
 def observe_steps(chance: Callable[[int], float], steps: int, seed: int) -> tuple[CollapseWatch, list[str]]:
     """The messages of a watch over steps whose tasks have pass rates around `chance(step)`."""
     random = np.random.default_rng(seed)
-    watch, said = CollapseWatch(), []
+    watch, messages = CollapseWatch(), []
     for step in range(1, steps + 1):
         p = chance(step)
         right = random.binomial(SAMPLES, random.beta(p, 1 - p, GROUPS))
         dead = float(((right == 0) | (right == SAMPLES)).mean())
-        said.append(watch.observe(step, float(right.mean()) / SAMPLES, dead))
-    return watch, [one for one in said if one]
+        messages.append(watch.observe(step, float(right.mean()) / SAMPLES, dead))
+    return watch, [message for message in messages if message]
 
 
 def test_halved_reward_raises_one_collapse_alarm() -> None:
-    found = [observe_steps(lambda step: 0.12 if step < 40 else 0.05, 140, seed) for seed in range(10)]
-    assert all(watch.alarm and watch.since and watch.since >= 40 for watch, _ in found)
-    assert all(len(said) == 1 and "the reward collapsed: 0.0" in said[0] for _, said in found)
+    runs = [observe_steps(lambda step: 0.12 if step < 40 else 0.05, 140, seed) for seed in range(10)]
+    assert all(watch.alarm and watch.since and watch.since >= 40 for watch, _ in runs)
+    assert all(len(messages) == 1 and "the reward collapsed: 0.0" in messages[0] for _, messages in runs)
 
 
 @pytest.mark.parametrize(
@@ -38,15 +38,15 @@ def test_halved_reward_raises_one_collapse_alarm() -> None:
     ids=["low", "flat", "rising", "solved"],
 )
 def test_healthy_runs_raise_no_collapse_alarm(chance: Callable[[int], float]) -> None:
-    assert [said for seed in range(20) for said in observe_steps(chance, 250, seed)[1]] == []
+    assert [message for seed in range(20) for message in observe_steps(chance, 250, seed)[1]] == []
 
 
 def test_watch_reports_one_collapse_and_one_recovery() -> None:
     """A reward that fluctuates around the threshold counts as a single collapse."""
-    watch, said = observe_steps(
+    watch, messages = observe_steps(
         lambda step: 0.4 if step < 40 or step > 160 else 0.24 - 0.02 * (step % 3), 220, 1
     )
-    assert len(said) == 2 and "collapsed" in said[0] and "recovered" in said[1]
+    assert len(messages) == 2 and "collapsed" in messages[0] and "recovered" in messages[1]
     assert not watch.alarm and watch.since is not None
 
 
@@ -78,4 +78,4 @@ def test_rl_run_warns_about_its_collapse(
     assert f"the reward collapsed by step {first} and has not recovered" in warning
     assert f"warning: step {first}: the reward collapsed" in capsys.readouterr().out
     events = read_json_lines(bundle / "runtime" / "events.jsonl")
-    assert [one["step"] for one in events if one["kind"] == "collapse"] == [first]
+    assert [event["step"] for event in events if event["kind"] == "collapse"] == [first]

@@ -41,7 +41,7 @@ def test_killed_connect_four_stage_resumes_exactly(
     restore_outputs(broken / "artifacts", again / "artifacts")
     run_in(again)
     events = list(read_json_lines(again / "runtime/events.jsonl"))
-    assert [one["step"] for one in events if one["kind"] == "resumed"] == [2]
+    assert [event["step"] for event in events if event["kind"] == "resumed"] == [2]
     for name in (
         "artifacts/metrics.jsonl",
         f"{FINAL}/weights.safetensors",
@@ -57,13 +57,13 @@ def test_connect_four_judge_is_deterministic(played: Path, tmp_path: Path) -> No
     first, second = (
         run_task(tmp_path / name, "connect_four_judge", inputs={"player": played / FINAL}) for name in "ab"
     )
-    told = summary(first)
-    assert told == summary(second)
-    for found in told["simulations"].values():
-        assert found["moves"]["positions"] > 20
+    report = summary(first)
+    assert report == summary(second)
+    for result in report["simulations"].values():
+        assert result["moves"]["positions"] > 20
         for opponent in ("random", "one_ply", "perfect", "mcts_100"):
-            assert found[opponent]["games"] == 4
-    assert told["simulations"]["0"]["perfect"]["won"] == 0
+            assert result[opponent]["games"] == 4
+    assert report["simulations"]["0"]["perfect"]["won"] == 0
 
 
 def recipe(tmp_path: Path, **sections: object) -> Path:
@@ -79,9 +79,9 @@ STAGES = [
 
 
 def test_connect_four_recipe_needs_no_model(tmp_path: Path) -> None:
-    found = load_recipe(recipe(tmp_path, stages=STAGES))
-    assert found.model is None
-    assert [stage["name"] for stage in derive_plans(found)] == ["player", "judged"]
+    loaded = load_recipe(recipe(tmp_path, stages=STAGES))
+    assert loaded.model is None
+    assert [stage["name"] for stage in derive_plans(loaded)] == ["player", "judged"]
 
 
 def test_other_stages_beside_connect_four_need_a_model(tmp_path: Path) -> None:

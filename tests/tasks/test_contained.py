@@ -64,7 +64,7 @@ def test_contained_faults_give_ordinary_episodes(faulty_run: Path, kind: str) ->
     assert len(rows) == 2 and (rows["failure"] == "").all() and rows["reward"].notna().all()
     figures = [figures_of(pairs) for pairs in rows["metrics"]]
     if kind in CONTAINED:
-        assert all(one[CONTAINED[kind]] == 1.0 for one in figures)
+        assert all(row[CONTAINED[kind]] == 1.0 for row in figures)
 
 
 def test_run_counts_failures_and_continues(faulty_run: Path) -> None:

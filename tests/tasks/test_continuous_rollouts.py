@@ -92,11 +92,11 @@ def test_continuous_rollouts_equal_batch_rollouts(start: Callable[[], Session]) 
     session.admit(2, 5, 4)
     groups = session.all(6)
     assert same(groups, play({}, engine=mixture()))
-    for one in (episode for group in groups for episode in group):
-        assert one.routed_experts is not None
-        missing = missing_rows(one.routed_experts)
+    for episode in (e for group in groups for e in group):
+        assert episode.routed_experts is not None
+        missing = missing_rows(episode.routed_experts)
         # Rows may be missing only after the last sampled token.
-        assert not missing[: len(one.prompt_ids) + int(np.flatnonzero(one.loss_mask)[-1])].any()
+        assert not missing[: len(episode.prompt_ids) + int(np.flatnonzero(episode.loss_mask)[-1])].any()
 
 
 def session_with_swapped_weights(start: Callable[[], Session], after: int) -> Session:
@@ -110,12 +110,12 @@ def session_with_swapped_weights(start: Callable[[], Session], after: int) -> Se
 
 def test_episodes_are_reproducible_from_their_token_versions(start: Callable[[], Session]) -> None:
     first = session_with_swapped_weights(start, 5).all(6)
-    versions = {tuple(v for v, _ in version_runs_of(one)) for group in first for one in group}
+    versions = {tuple(v for v, _ in version_runs_of(episode)) for group in first for episode in group}
     assert (0, 1) in versions  # weights changed within an episode
-    mixed = [one for group in first for one in group if len(version_runs_of(one)) > 1]
-    assert any(missing_rows(one.routed_experts)[: len(one.prompt_ids) + 5].any() for one in mixed)
+    mixed = [episode for group in first for episode in group if len(version_runs_of(episode)) > 1]
+    assert any(missing_rows(episode.routed_experts)[: len(episode.prompt_ids) + 5].any() for episode in mixed)
 
-    version_runs = {index: [version_runs_of(one) for one in group] for index, group in enumerate(first)}
+    version_runs = {index: [version_runs_of(e) for e in group] for index, group in enumerate(first)}
     again = start()
     again.admit(4, 0, 5, 3, 1, 2, version_runs=version_runs)
     again.until(lambda: again.rollouts.is_idle)
@@ -177,7 +177,7 @@ def test_episodes_with_sub_agents_fail_and_others_continue() -> None:
     with Scorer(team) as scorer:
         session = Session(engine_of(TOKENIZER), scorer, team)
         session.admit(0, 1)
-        episodes = [one for group in session.all(2) for one in group]
-    failed = [one for one in episodes if one.failure]
-    assert failed and all("cannot sample sub-agents yet" in one.failure for one in failed)
-    assert all(one.truncated for one in episodes if not one.failure)  # truncated in the first turn
+        episodes = [episode for group in session.all(2) for episode in group]
+    failed = [episode for episode in episodes if episode.failure]
+    assert failed and all("cannot sample sub-agents yet" in episode.failure for episode in failed)
+    assert all(e.truncated for e in episodes if not e.failure)  # truncated in the first turn

@@ -108,7 +108,7 @@ def test_rl_logs_the_probability_of_every_task(tmp_path: Path) -> None:
     bundle = run_task(tmp_path, "rl", environment=ENDS, steps=6, curriculum={"candidates": 3})
     table = episodes(bundle)
     probabilities = [figures_of(row)[PROBABILITY] for row in table["metrics"]]
-    assert all(0 < one <= 1 for one in probabilities)
+    assert all(0 < p <= 1 for p in probabilities)
     for _, group in table.groupby("group_id"):
         assert len({figures_of(row)[PROBABILITY] for row in group["metrics"]}) == 1
     lines = metrics(bundle)
@@ -116,7 +116,7 @@ def test_rl_logs_the_probability_of_every_task(tmp_path: Path) -> None:
     assert probabilities[:16] == pytest.approx([1 / 3] * 16)
     assert lines[0]["uniform/reward"] == pytest.approx(lines[0]["reward"])
     assert lines[0]["uniform/ess"] == pytest.approx(1.0)
-    assert len({round(one, 6) for one in probabilities}) > 2
+    assert len({round(p, 6) for p in probabilities}) > 2
     assert len(set(table["task_id"])) == 24, "a task came twice"
 
 
@@ -130,9 +130,9 @@ def test_importance_weights_restore_the_uniform_gradient(tmp_path: Path) -> None
     assert compare_artifacts(plain, weighted) == []
     options: dict[str, Any] = {"environment": ENDS, "steps": 6}
     sharp: dict[str, Any] = {"floor": 0.01}
-    one = run_task(tmp_path / "c", "rl", **options, curriculum=sharp)
-    other = run_task(tmp_path / "d", "rl", **options, curriculum={**sharp, "importance_weight": True})
-    assert metrics(one)[0] == metrics(other)[0] and metrics(one)[-1] != metrics(other)[-1]
+    first = run_task(tmp_path / "c", "rl", **options, curriculum=sharp)
+    second = run_task(tmp_path / "d", "rl", **options, curriculum={**sharp, "importance_weight": True})
+    assert metrics(first)[0] == metrics(second)[0] and metrics(first)[-1] != metrics(second)[-1]
 
 
 def test_importance_weights_and_refills_exclude_each_other() -> None:
@@ -163,7 +163,7 @@ def test_killed_run_resumes_with_the_same_draws(tmp_path: Path) -> None:
     restore_outputs(first / "artifacts", second / "artifacts")
     run_in(second)
     events = read_json_lines(second / "runtime" / "events.jsonl")
-    assert next(one["step"] for one in events if one["kind"] == "resumed") >= 6
+    assert next(event["step"] for event in events if event["kind"] == "resumed") >= 6
     assert compare_artifacts(whole, second) == []
     line = metrics(second)[-1]
     groups = {name: line.get(f"environment/{name}/groups", 0) for name in ("ends", "talk")}

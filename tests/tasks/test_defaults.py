@@ -162,8 +162,8 @@ def test_stage_defaults_follow_the_new_model_stage_it_trains(tmp_path: Path) -> 
         + "  - {name: larger, task: new_model, preset: large}\n"
     )
     recipe = load_recipe(tmp_path / "r.yaml")
-    made = {stage.name: build_job(recipe, stage) for stage in recipe.stages}
-    assert made["traces"].model["preset"] == "tiny"
+    jobs = {stage.name: build_job(recipe, stage) for stage in recipe.stages}
+    assert jobs["traces"].model["preset"] == "tiny"
     for name in ("larger", "sft", "rl", "eval"):
-        assert made[name].model["preset"] == "large"
-    assert made["sft"].spec["lr"] == 7.5e-4
+        assert jobs[name].model["preset"] == "large"
+    assert jobs["sft"].spec["lr"] == 7.5e-4

@@ -125,23 +125,23 @@ def test_teacher_prompts_are_never_truncated() -> None:
     teacher = Policy(new_model("tiny", tokenizer, 0), tokenizer)
     teacher.decoder.config = teacher.decoder.config.replace(max_position_embeddings=12)
     ids = np.array([5, 6, 7], np.int32)
-    one = Episode(
+    episode = Episode(
         episode_id="3/1/2", group_id="3/1", task_id="t", environment="e", seed=0,
         messages=({"role": "user", "content": "12+34="}, {"role": "assistant", "content": "abc"}),
         prompt_ids=ids, token_ids=ids, loss_mask=np.ones(3, np.bool_), logprobs=np.zeros(3, np.float32),
         policy_version=np.zeros(3, np.int32), finish_reason="length", reward=0.0,
     )  # fmt: skip
-    (prompt,) = teacher_prompts([one], teacher, "ab ")
+    (prompt,) = teacher_prompts([episode], teacher, "ab ")
     assert tokenizer.decode(prompt) == "ab 12+34="
     with pytest.raises(RequestError, match=r"episode 3/1/2 has 13"):
-        teacher_prompts([one], teacher, "abcd")
+        teacher_prompts([episode], teacher, "abcd")
 
 
 def test_with_system_changes_only_the_prompt() -> None:
     task = Task("t", ({"role": "user", "content": "1+1="},), {"answer": "2"}, 3.0)
-    (told,) = add_system_message([task], "Think. ")
-    assert [message["role"] for message in told.prompt] == ["system", "user"]
-    assert (told.task_id, told.data, told.difficulty) == (task.task_id, task.data, task.difficulty)
+    (changed,) = add_system_message([task], "Think. ")
+    assert [message["role"] for message in changed.prompt] == ["system", "user"]
+    assert (changed.task_id, changed.data, changed.difficulty) == (task.task_id, task.data, task.difficulty)
     assert add_system_message([task], "") == [task]
 
 
@@ -164,8 +164,8 @@ def test_collect_adds_the_system_message_of_a_strategy(tmp_path: Path) -> None:
     ],
 )
 def test_leak_finds_copied_and_mentioned_instructions(text: str, found: str | None) -> None:
-    said = find_leak(text, "Work it out: ", "347+268=", ngram=8)
-    assert (said is None) if found is None else (said is not None and found in said)
+    leak = find_leak(text, "Work it out: ", "347+268=", ngram=8)
+    assert (leak is None) if found is None else (leak is not None and found in leak)
 
 
 def test_text_of_the_prompt_is_no_leak() -> None:
@@ -175,18 +175,18 @@ def test_text_of_the_prompt_is_no_leak() -> None:
 
 def test_rejection_sampling_keeps_right_answers_without_the_hint(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "b", "rejection_sampling", system=HINT, environment=ENDS, min_logprob=-12.0)
-    told = summary(bundle)
+    report = summary(bundle)
     records = read_records(bundle / "artifacts/traces")
-    assert told["rows"] == len(records) == len({record.task_id for record in records}) > 0
+    assert report["rows"] == len(records) == len({record.task_id for record in records}) > 0
     for record in records:
         assert [message["role"] for message in record.messages] == ["user", "assistant"]
         assert record.score == 1.0
         assert record.source == "sampled/hinted"
-    assert 0 < told["accept_rate"] <= told["pass_rate"]
-    assert 0 <= told["unhinted_pass_rate"] <= 1
+    assert 0 < report["accept_rate"] <= report["pass_rate"]
+    assert 0 <= report["unhinted_pass_rate"] <= 1
     lines = (bundle / "artifacts/traces/rejected.jsonl").read_text().splitlines()
     reasons = [json.loads(line)["reason"] for line in lines]
-    assert told["rejected"] == len(reasons) == round(48 * (1 - told["accept_rate"]))
+    assert report["rejected"] == len(reasons) == round(48 * (1 - report["accept_rate"]))
 
 
 def test_rejection_sampling_counts_leaks_and_implausible_answers(tmp_path: Path) -> None:
@@ -198,10 +198,10 @@ def test_rejection_sampling_counts_leaks_and_implausible_answers(tmp_path: Path)
         run_task(tmp_path / "a", "rejection_sampling", system=HINT, environment=ENDS, min_logprob=-0.01)
     assert metrics(tmp_path / "a")[0]["implausible_rate"] == 1.0
     bundle = run_task(tmp_path / "b", "rejection_sampling", system=system, environment=ENDS, ngram=2)
-    told = metrics(bundle)[0]
+    line = metrics(bundle)[0]
     refused = (bundle / "artifacts/traces/rejected.jsonl").read_text()
-    assert (told["leak_rate"] > 0) == ('"leak: copies' in refused)
-    assert told["leak_rate"] > 0
+    assert (line["leak_rate"] > 0) == ('"leak: copies' in refused)
+    assert line["leak_rate"] > 0
 
 
 def test_evaluate_adds_the_system_message(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from perilune.rollout.dynamic_sampling import play_until_live, select_groups
 
 
 def group(name: int, rewards: Sequence[float]) -> tuple[Episode, ...]:
-    one = np.zeros(1, np.int32)
+    zeros = np.zeros(1, np.int32)
     return tuple(
         Episode(
-            f"{name}/{i}", str(name), str(name), "test", 0, (), one, one, np.ones(1, np.bool_),
-            np.zeros(1, np.float32), one, "stop", reward=reward,
+            f"{name}/{i}", str(name), str(name), "test", 0, (), zeros, zeros, np.ones(1, np.bool_),
+            np.zeros(1, np.float32), zeros, "stop", reward=reward,
         )
         for i, reward in enumerate(rewards)
     )  # fmt: skip
@@ -30,8 +30,8 @@ class Playing:
 
     def __call__(self, count: int, before: int) -> Any:
         self.asked.append((count, before))
-        alive = [self.live[place % len(self.live)] == "+" for place in range(before, before + count)]
-        return [group(before + i, [1, 0] if one else [1, 1]) for i, one in enumerate(alive)]
+        alive = [self.live[index % len(self.live)] == "+" for index in range(before, before + count)]
+        return [group(before + i, [1, 0] if live else [1, 1]) for i, live in enumerate(alive)]
 
 
 def test_live_groups_need_no_refill() -> None:
@@ -49,7 +49,7 @@ def test_refill_size_follows_the_rate_of_live_groups() -> None:
     play = Playing("+---")
     groups = play_until_live(play, 8, refills=10)
     assert play.asked == [(8, 0), (8, 8), (8, 16), (8, 24)]  # 6 missing at a rate of 1 in 4, at most 8 a time
-    assert [one[0].group_id for one in groups] == [str(i) for i in range(32)]
+    assert [group[0].group_id for group in groups] == [str(i) for i in range(32)]
     few = Playing("+++-")
     play_until_live(few, 8, refills=10)
     assert few.asked == [(8, 0), (3, 8)]  # 2 missing at a rate of 3 in 4
