@@ -13,9 +13,9 @@ NOBODY = 65534  # the server refuses to run as root
 
 def binaries() -> Path | None:
     """The folder of the server's programs; None without a server."""
-    found = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
+    programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres"))
     on_path = shutil.which("postgres")
-    return found[-1].parent if found else Path(on_path).parent if on_path else None
+    return programs[-1].parent if programs else Path(on_path).parent if on_path else None
 
 
 @contextmanager

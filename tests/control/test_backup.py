@@ -59,10 +59,10 @@ def test_backup_during_writes_is_consistent(control: Control, tmp_path: Path) ->
         writer.join()
     for number in range(3):
         restore(tmp_path / str(number), Home.open(tmp_path / f"home-{number}"))
-        found = drill_control(tmp_path / f"home-{number}")
-        with found.store.snapshot() as session:
+        copy = drill_control(tmp_path / f"home-{number}")
+        with copy.store.snapshot() as session:
             assert verify_events(session) is None
-        found.store.close()
+        copy.store.close()
 
 
 def test_home_moves_to_postgresql_and_back(

@@ -61,9 +61,9 @@ def fleet(control: Control, sky: FakeSky, monkeypatch: pytest.MonkeyPatch) -> It
 def template(tmp_path: Path) -> Template:
     python, workspace = interpreter(tmp_path / "python"), tmp_path / "box"
     site = Site(python=str(python), installed=True, workspace=str(workspace))
-    place = RentedTarget(name="rented", provider="sky", kind="spot", lease=LEASE, site=site)
+    target = RentedTarget(name="rented", provider="sky", kind="spot", lease=LEASE, site=site)
     limits = AttemptLimits(on_box_stop_after=60.0)
-    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
+    return Template(placement=target, retry=Retry(base=0.01), limits=limits, bring="all")
 
 
 def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageEvent]:
@@ -107,11 +107,11 @@ def test_run_resumes_on_next_cluster_after_losing_the_first(
     sky.change(first, alive=False)
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
-    assert [one.state for one in attempts(control)] == ["preempted", "succeeded"]
+    assert [attempt.state for attempt in attempts(control)] == ["preempted", "succeeded"]
     assert verify(control.directory(only_run(control)), run.bundle_digest) == []  # collected
     assert sky.made() == [first, second]
     until(control, lambda: not fleet.machines())  # also the machine whose termination failed at first
-    assert not sky.alive() and all(one.cleanup == "done" for one in attempts(control))
+    assert not sky.alive() and all(attempt.cleanup == "done" for attempt in attempts(control))
     assert [task["resources"]["autostop"]["down"] for task in sky.tasks()] == [True] * len(sky.tasks())
 
 
@@ -183,15 +183,15 @@ def test_offers_lists_machines_and_locates_configuration_errors(
     (line,) = [number for number, text in enumerate(lines) if "acelerators" in text]  # of its section
     assert f"{path}:{line}: InvalidSkyPilotConfigError" in err
     code, out, _ = perilune("machines", "offers", "--json")
-    assert {one["kind"] for one in json.loads(out)["offers"]} == {"spot", "plain", "wrong"}
+    assert {offer["kind"] for offer in json.loads(out)["offers"]} == {"spot", "plain", "wrong"}
 
     templates = control.home.root / "templates"
     templates.mkdir()
-    for kind, said in (("spot", ""), ("wrong", "acelerators"), ("huge", "no kind 'huge'")):
-        place = {"name": "rented", "provider": "sky", "kind": kind, "lease": LEASE.model_dump()}
-        (templates / "cloud.yaml").write_text(yaml.safe_dump({"placement": place}))
+    for kind, problem in (("spot", ""), ("wrong", "acelerators"), ("huge", "no kind 'huge'")):
+        target = {"name": "rented", "provider": "sky", "kind": kind, "lease": LEASE.model_dump()}
+        (templates / "cloud.yaml").write_text(yaml.safe_dump({"placement": target}))
         code, _, err = perilune("templates", "validate", "cloud")
-        assert (code, said in err) == (2 if said else 0, True), err
+        assert (code, problem in err) == (2 if problem else 0, True), err
 
     path.write_text(path.read_text().replace("use_spot", "autostop"))
     code, _, err = perilune("machines", "offers")

@@ -41,12 +41,12 @@ def experiment(
             {"name": "after", "task": "evaluate", "environment": {}, "spec": {"tasks": 4}},
         ],
     }  # fmt: skip
-    found = register_experiment(control, "words", document, stages, [f"rl.lr={lr}", f"seed={seed}"])
+    experiment = register_experiment(control, "words", document, stages, [f"rl.lr={lr}", f"seed={seed}"])
     for name, _ in stages if passed is not None else ():
         run_id = f"{name}-{lr}-{seed}".upper()
         with control.store.transaction() as session:
             run = Run(
-                id=run_id, submit_key=run_id, experiment_id=found, stage=name, task=name,
+                id=run_id, submit_key=run_id, experiment_id=experiment, stage=name, task=name,
                 bundle_digest=run_id, current_epoch=1, created=0.0, ended=1.0,
             )  # fmt: skip
             session.add(run)
@@ -55,7 +55,7 @@ def experiment(
             run.state = RunState.SUCCEEDED.value
             where = {"placement": "local", "launcher": "process"}
             session.add(Attempt(run_id=run_id, number=1, created=0.0, ended=1.0, **where))
-            stage = session.query(Stage).filter_by(experiment_id=found, name=name).one()
+            stage = session.query(Stage).filter_by(experiment_id=experiment, name=name).one()
             stage.run_id = run_id
         write_json(
             control.home.attempt(run_id, 1) / "artifacts" / "summary.json",
@@ -67,7 +67,7 @@ def experiment(
         if name == "rl":
             path = control.home.attempt(run_id, 1) / "artifacts" / "metrics.jsonl"
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return found
+    return experiment
 
 
 def _summary(stage: str, passed: list[int], pool: str) -> dict:
@@ -87,9 +87,9 @@ def all_of(control: Control, seeds: tuple[int, ...], tasks: str = "{seed}") -> l
 
 
 def test_seeds_of_one_setting_form_one_arm_with_paired_differences(control: Control) -> None:
-    found = compare_experiments(control, all_of(control, (0, 1, 2)))
-    assert found.metric == "after.pass@1" and found.keys == ("rl.lr",) and found.best == 1
-    low, high = found.arms
+    result = compare_experiments(control, all_of(control, (0, 1, 2)))
+    assert result.metric == "after.pass@1" and result.keys == ("rl.lr",) and result.best == 1
+    low, high = result.arms
     assert (low.label, high.label) == ("rl.lr=1e-05", "rl.lr=3e-05")
     means = {lr: [fmean(RATES[lr][seed]) / 8 for seed in range(3)] for lr in RATES}
     assert low.figure is not None and low.figure.mean == pytest.approx(fmean(means[1e-5]))
@@ -100,8 +100,8 @@ def test_seeds_of_one_setting_form_one_arm_with_paired_differences(control: Cont
     assert high.difference.tasks is not None
     assert high.difference.tasks.mean == pytest.approx(fmean(differences))
     assert "no claim" not in describe_difference(high.difference, is_share=True)
-    assert any("is biased" in note for note in found.notes) and not any(
-        "fewer than" in note for note in found.notes
+    assert any("is biased" in note for note in result.notes) and not any(
+        "fewer than" in note for note in result.notes
     )
 
 
@@ -125,23 +125,23 @@ def test_interval_of_pass_rate_stays_between_0_and_100_percent(control: Control,
 
 def test_one_seed_makes_no_claim_about_settings(control: Control, perilune: Command) -> None:
     ids = all_of(control, (0,))
-    found = compare_experiments(control, ids)
-    difference = found.arms[1].difference
+    result = compare_experiments(control, ids)
+    difference = result.arms[1].difference
     assert difference is not None and difference.seeds.conclusion == "too few seeds"
     assert describe_difference(difference, is_share=True) == (
         "+25.0 points (+25.0 to +25.0 over 4 tasks; 1 seed: no claim)"
     )
-    assert any("no claim about the settings is possible" in note for note in found.notes)
+    assert any("no claim about the settings is possible" in note for note in result.notes)
     code, out, _ = perilune("compare", *ids)
     assert code == 0 and "no claim about the settings is possible" in out.replace("\n", " ")
 
 
 def test_compare_reports_missing_figures_and_unknown_metrics(control: Control, perilune: Command) -> None:
     ids = [experiment(control, 1e-5, 0, RATES[1e-5][0]), experiment(control, 3e-5, 1, None)]
-    found = compare_experiments(control, ids)
-    assert found.best is None and found.arms[1].figure is None
-    assert found.notes[0] == "rl.lr=3e-05, seed 1 has no final figure: rl is not started."
-    assert "so nothing is paired" in found.notes[1]
+    result = compare_experiments(control, ids)
+    assert result.best is None and result.arms[1].figure is None
+    assert result.notes[0] == "rl.lr=3e-05, seed 1 has no final figure: rl is not started."
+    assert "so nothing is paired" in result.notes[1]
     with pytest.raises(RequestError, match="no stage is called 'sft'"):
         compare_experiments(control, ids, metric="sft.last.loss")
     code, _, err = perilune("compare", ids[0])
@@ -166,9 +166,9 @@ def test_damaged_recipe_is_named_and_damaged_sweep_affects_only_itself(
 
 
 def test_tasks_shared_by_all_seeds_are_noted(control: Control) -> None:
-    found = compare_experiments(control, all_of(control, (0, 1, 2), tasks="pool"))
-    assert found.arms[1].difference is not None and found.arms[1].difference.task_count == 4
-    assert any("mostly the same held-out tasks" in note for note in found.notes)
+    result = compare_experiments(control, all_of(control, (0, 1, 2), tasks="pool"))
+    assert result.arms[1].difference is not None and result.arms[1].difference.task_count == 4
+    assert any("mostly the same held-out tasks" in note for note in result.notes)
 
 
 def test_missing_stage_and_changed_environment_count_as_one_setting_each() -> None:
@@ -182,10 +182,10 @@ def test_missing_stage_and_changed_environment_count_as_one_setting_each() -> No
 
 def test_other_metrics_have_their_own_direction(control: Control) -> None:
     assert lower_is_better("sft.last.loss") and not lower_is_better("after.pass@1")
-    found = compare_experiments(control, all_of(control, (0, 1)), metric="rl.last.reward")
-    assert [arm.figure.mean for arm in found.arms if arm.figure] == [0.5, 0.5]
-    assert found.arms[1].difference is not None and found.arms[1].difference.tasks is None
-    assert describe_difference(found.arms[1].difference, is_share=False) == "too few seeds for a claim (+0)"
+    result = compare_experiments(control, all_of(control, (0, 1)), metric="rl.last.reward")
+    assert [arm.figure.mean for arm in result.arms if arm.figure] == [0.5, 0.5]
+    assert result.arms[1].difference is not None and result.arms[1].difference.tasks is None
+    assert describe_difference(result.arms[1].difference, is_share=False) == "too few seeds for a claim (+0)"
 
 
 def test_curves_show_mean_and_interval_over_seeds(

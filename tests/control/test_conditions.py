@@ -149,7 +149,7 @@ def submitted(control: Control, template: Template | None = None, **spec: Any) -
 
 
 def conditions_of(control: Control, run_id: str) -> list[str]:
-    return [one["message"] for one in run_document(control, control.run(run_id))["conditions"]]
+    return [condition["message"] for condition in run_document(control, control.run(run_id))["conditions"]]
 
 
 def check_other_runs_continue(control: Control, perilune: Command, fleet: Fleet, cloud: FakeCloud) -> None:
@@ -213,13 +213,13 @@ def test_placement_errors_become_conditions_of_their_run(
         words = "the medium is broken" if isinstance(error, OSError) else str(error)
         if ends_attempt(verb, error):
             wait_for(
-                lambda one=run_id: control.reconciler.reconcile_all() and control.run(one).state == "failed"
+                lambda run=run_id: control.reconciler.reconcile_all() and control.run(run).state == "failed"
             )
             assert words in control.run(run_id).message or verb == "pull", (verb, error)
         else:
             # A condition ends with its attempt, and comes back when the next attempt meets the same error.
             wait_for(
-                lambda one=run_id, said=words: explains(control, one, said),
+                lambda run=run_id, text=words: explains(control, run, text),
                 f"the condition for {error} of {verb}",
             )
         if verb in {"stop", "remove"}:
@@ -232,7 +232,7 @@ def test_placement_errors_become_conditions_of_their_run(
     def conditions_cleared() -> bool:
         control.reconciler.reconcile_all()
         return all(
-            RunState(control.run(one).state).is_terminal and not conditions_of(control, one) for one in runs
+            RunState(control.run(run).state).is_terminal and not conditions_of(control, run) for run in runs
         )
 
     wait_for(conditions_cleared, "the end of all conditions")
@@ -252,9 +252,9 @@ def test_provider_errors_become_conditions_of_their_machine(
         runs.append(run_id)
         rental = SMALL.model_copy(update={"provider": name, "lease": SHORT})
         rented(control, fleet, rental, run_id=run_id)
-        place = RentedTarget(name="rented", provider=name, kind="small", lease=SHORT)
+        target = RentedTarget(name="rented", provider=name, kind="small", lease=SHORT)
         write_json(
-            control.home.run(run_id) / TEMPLATE_FILE, Template(placement=place).model_dump(mode="json")
+            control.home.run(run_id) / TEMPLATE_FILE, Template(placement=target).model_dump(mode="json")
         )
         with control.store.transaction() as session:
             run = session.get_one(Run, run_id)

@@ -50,7 +50,7 @@ def test_recipe_runs_in_container_and_show_names_its_image(
         assert [stage["state"] for stage in json.loads(out.splitlines()[-1])["stages"]] == ["succeeded"]
         assert program("ps", "--all", "--quiet") == ""
         code, out, _ = perilune("doctor", "--quick", "--json")
-        found = {one["name"]: one for one in json.loads(out)["findings"]}
+        found = {finding["name"]: finding for finding in json.loads(out)["findings"]}
         assert found["containers"]["status"] == "ok" and str(program.path) in found["containers"]["found"]
     run = only_run(control)
     assert verify(control.directory(run), run.bundle_digest) == []
@@ -61,5 +61,5 @@ def test_recipe_runs_in_container_and_show_names_its_image(
     assert not list((tmp_path / "workspace").glob("*/1"))
 
     code, out, _ = perilune("doctor", "--quick", "--json")  # its daemon has gone
-    found = {one["name"]: one for one in json.loads(out)["findings"]}
+    found = {finding["name"]: finding for finding in json.loads(out)["findings"]}
     assert found["containers"]["status"] == "advice" and "boxed" in found["containers"]["found"]

@@ -28,16 +28,16 @@ def submitted(control: Control, name: str) -> str:
 def daemons() -> Iterator[list[subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
     yield started
-    for one in started:
-        one.kill()
-        one.wait()
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def start(daemons: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    one = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    daemons.append(one)
-    assert one.stdout is not None and "watching" in one.stdout.readline()
-    return one
+    process = subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    daemons.append(process)
+    assert process.stdout is not None and "watching" in process.stdout.readline()
+    return process
 
 
 def test_daemon_finishes_runs_of_a_killed_daemon(

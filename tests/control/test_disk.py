@@ -86,13 +86,13 @@ def test_gc_killed_at_any_point_leaves_files_complete_or_deleted(
     total = second / "artifacts" / "data" / "total.json"
     kept = total.read_bytes()
     total.unlink()
-    assert any("total.json is missing" in one for one in find_run_problems(control, run))
+    assert any("total.json is missing" in problem for problem in find_run_problems(control, run))
     statement["subject"].append({"name": "artifacts/data/total.json", "digest": {"sha256": "0"}})
     signed = (second / REMOVED).read_bytes()
     (second / REMOVED).write_bytes(SigningKey(tmp_path / "stranger").sign(statement))
     found = list(find_run_problems(control, run))
-    assert any(one.startswith(f"{REMOVED} is not signed") for one in found) and not control.is_intact(run)
-    assert any("total.json is missing" in one for one in found)
+    assert any(line.startswith(f"{REMOVED} is not signed") for line in found) and not control.is_intact(run)
+    assert any("total.json is missing" in line for line in found)
     (second / REMOVED).write_bytes(signed)
     total.write_bytes(kept)
 
@@ -122,9 +122,9 @@ def test_gc_deletes_unused_environments_without_processes(control: Control, peri
     assert busy.stdout is not None and busy.stdout.readline()
     assert find_removable(control, unused_days=1) == []
     busy.communicate(b"\n")
-    assert [one.path for one in find_removable(control, unused_days=1)] == [environment]
+    assert [item.path for item in find_removable(control, unused_days=1)] == [environment]
     code, out, _ = perilune("gc", "--yes", "--json")
-    assert code == 0 and [one["kind"] for one in json.loads(out)["removed"]] == ["environment"]
+    assert code == 0 and [item["kind"] for item in json.loads(out)["removed"]] == ["environment"]
     assert (
         not environment.exists()
         and event_details(control, "environment.removed")[0]["name"] == environment.name
@@ -135,8 +135,8 @@ def test_bundles_share_one_wheel_and_attempts_do_not(control: Control) -> None:
     carry_out(control, drill_plan(steps=1), drill_plan("again", steps=2))
     with control.store.snapshot() as session:
         runs = list(session.scalars(select(Run.id)))
-    wheels = [next((control.home.bundle(one) / "scripts").glob("*.whl")) for one in runs]
-    own = [next((control.home.attempt(one, 1) / "scripts").glob("*.whl")) for one in runs]
+    wheels = [next((control.home.bundle(run) / "scripts").glob("*.whl")) for run in runs]
+    own = [next((control.home.attempt(run, 1) / "scripts").glob("*.whl")) for run in runs]
     assert len({wheel.stat().st_ino for wheel in wheels}) == 1 < len({wheel.stat().st_ino for wheel in own})
     (kept,) = (control.home.root / "wheels").iterdir()
     assert wheels[0].samefile(kept) and not any(kept.samefile(wheel) for wheel in own)
@@ -147,8 +147,8 @@ def test_bundles_share_one_wheel_and_attempts_do_not(control: Control) -> None:
     (kept,) = (control.home.root / "wheels").iterdir()
     assert sha256_file(kept) == kept.name
 
-    for one in (*runs, only({path.name for path in control.home.runs.iterdir()} - set(runs))):
-        remove_tree(control.home.bundle(one))
+    for run in (*runs, only({path.name for path in control.home.runs.iterdir()} - set(runs))):
+        remove_tree(control.home.bundle(run))
     control.reconciler.reconcile_all()
     assert not list((control.home.root / "wheels").iterdir())
 

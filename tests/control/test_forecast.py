@@ -74,25 +74,25 @@ def test_dry_run_forecasts_stages_and_costs_and_changes_nothing(
 
     code, out, err = perilune("run", "three.yaml", "--plan", "--template", "cloud", "--json")
     assert code == 0, err
-    told = json.loads(out)["forecast"]
+    forecast = json.loads(out)["forecast"]
     (price,) = [offer.price for offer in cloud.offers() if offer.kind == "small"]
     a_machine = min(7200 / 3600 * price, 1.0)
-    cost = told["cost"]
+    cost = forecast["cost"]
     assert (cost["per_hour"], cost["attempt"]) == (price, pytest.approx(a_machine))
     assert cost["stages"] == pytest.approx(3 * a_machine)  # secrets change the bundle: no reuse
     assert cost["retried"] == pytest.approx(3 * 11 * a_machine)
     assert (cost["daily_cap"], cost["left"], cost["problem"]) == (3.0, 3.0, "")
-    assert told["secrets"] == {"GIVEN": "", "MISSING": "not set"}
-    assert told["limits"]["max_lifetime"] == 7200 and told["bring"] == "all"
+    assert forecast["secrets"] == {"GIVEN": "", "MISSING": "not set"}
+    assert forecast["limits"]["max_lifetime"] == 7200 and forecast["bring"] == "all"
 
     # Only the provider is asked, for the price; the output says when it is unreachable.
     shutil.move(cloud.folder / "address.json", tmp_path / "address.json")
-    code, said, _ = perilune("run", "three.yaml", "--plan", "--template", "cloud")
+    code, text, _ = perilune("run", "three.yaml", "--plan", "--template", "cloud")
     shutil.move(tmp_path / "address.json", cloud.folder / "address.json")
-    assert code == 0 and "unknown: " in said and "MISSING: not set" in said
+    assert code == 0 and "unknown: " in text and "MISSING: not set" in text
     code, there, _ = perilune("run", "three.yaml", "--plan", "--template", "box")
     assert "those to resume from stay on the machine" in there and ahead.bring == ""
     assert code == 0 and "ssh nowhere.invalid" in there and "0 of 1 slots are taken: starts at once" in there
-    assert "the-value-of-it" not in out + said + there
+    assert "the-value-of-it" not in out + text + there
     assert max(map(len, there.splitlines())) <= 100
     assert state(control) == before

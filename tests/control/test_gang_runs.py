@@ -87,7 +87,7 @@ class Drill:
         """Reconcile until an attempt is in a state."""
         deadline = time.monotonic() + PATIENCE
         while len(found := self.attempts()) < number or found[number - 1].state != state:
-            assert time.monotonic() < deadline, [(one.number, one.state, one.message) for one in found]
+            assert time.monotonic() < deadline, [(row.number, row.state, row.message) for row in found]
             self.control.reconciler.reconcile_all()
             time.sleep(0.05)
         return found[number - 1]
@@ -104,11 +104,11 @@ class Drill:
     def all_gone(self, cloud: FakeCloud) -> None:
         deadline = time.monotonic() + PATIENCE
         while self.fleet.machines():
-            assert time.monotonic() < deadline, [(one.key, one.state) for one in self.fleet.machines()]
+            assert time.monotonic() < deadline, [(row.key, row.state) for row in self.fleet.machines()]
             self.control.reconciler.reconcile_all(act=False)
             time.sleep(0.05)
         assert not bill(cloud)["alive"]
-        assert all(one.cleanup == "done" for one in self.attempts())
+        assert all(attempt.cleanup == "done" for attempt in self.attempts())
 
 
 def test_two_machines_start_connect_and_finish_together(
@@ -120,7 +120,7 @@ def test_two_machines_start_connect_and_finish_together(
     run = only_run(control)
     directory = control.directory(run)
     assert verify(directory, run.bundle_digest) == []
-    assert [(one.epoch, one.rank) for one in fleet.machines(include_gone=True)] == [(1, 0), (1, 1)]
+    assert [(row.epoch, row.rank) for row in fleet.machines(include_gone=True)] == [(1, 0), (1, 1)]
     assert "hello" in (directory / "artifacts" / "task.log").read_text()
     beside = directory / "runtime" / "node-1" / "runtime"
     assert "hello" in (beside / "process-1" / "runtime.log").read_text()
@@ -143,7 +143,7 @@ def test_attempt_gets_all_machines_or_none(
     home.write_text(enough)
     cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=10**6)
     drill.until("provisioning")
-    assert [one.rank for one in fleet.machines()] == [0, 1]
+    assert [machine.rank for machine in fleet.machines()] == [0, 1]
     assert any("machine 1 of 2 is requested" in fact for fact in explain_run(control, drill.run_id).because)
     cloud.inject(call="create", fault=Fault.ERROR_BEFORE, times=0)
     control.reconciler.rentals.fleet.request_termination(
@@ -151,7 +151,7 @@ def test_attempt_gets_all_machines_or_none(
     )
     drill.until("failed")
     drill.finish()
-    assert [one.state for one in drill.attempts()] == ["failed", "succeeded"]
+    assert [attempt.state for attempt in drill.attempts()] == ["failed", "succeeded"]
     drill.all_gone(cloud)
 
 
@@ -193,16 +193,16 @@ def test_two_machines_train_the_same_weights_as_one_process(
     """Real RL with torch on both machines, connected over TCP."""
     where = template(tmp_path)
     weights = []
-    for place in (where, where.model_copy(update={"resources": ResourcesChange()})):
-        plan = StagePlan("rl", place.apply_resources(rl_job(tmp_path)))
-        assert plan.job.resources.nodes == (place.resources.nodes or 1)
-        last = list(advance(control, begin(control, [plan]), [plan], template=place, poll=0.2))[-1]
+    for variant in (where, where.model_copy(update={"resources": ResourcesChange()})):
+        plan = StagePlan("rl", variant.apply_resources(rl_job(tmp_path)))
+        assert plan.job.resources.nodes == (variant.resources.nodes or 1)
+        last = list(advance(control, begin(control, [plan]), [plan], template=variant, poll=0.2))[-1]
         assert isinstance(last, StageFinished), last
         directory = control.directory(control.run(last.run_id))
         assert all(row["grad_norm"] > 0 for row in read_json_lines(directory / "artifacts" / "metrics.jsonl"))
         weights.append(sha256_file(directory / "artifacts" / "checkpoints" / "final" / "model.safetensors"))
     assert weights[0] == weights[1]
-    assert [one.rank for one in fleet.machines(include_gone=True)] == [0, 1, 0]
+    assert [machine.rank for machine in fleet.machines(include_gone=True)] == [0, 1, 0]
     log = (control.home.root / "runs").glob("*/attempts/1/runtime/node-1/runtime/process-1/runtime.log")
     assert "process 1 of 2" in next(log).read_text()
 
@@ -212,7 +212,7 @@ def test_attempt_cleanup_is_done_when_its_last_machine_is_gone(
 ) -> None:
     attempt = an_attempt(control)
     with control.store.transaction() as session:
-        keys = [one.key for one in fleet.rent(session, attempt, SMALL, 0.4, nodes=NODES)]
+        keys = [machine.key for machine in fleet.rent(session, attempt, SMALL, 0.4, nodes=NODES)]
     for key in keys:
         tend_until(fleet, key, MachineState.READY)
     end(control, collected=False)
@@ -261,22 +261,22 @@ def observations() -> st.SearchStrategy[Observation]:
 @given(st.lists(observations(), min_size=2, max_size=5))
 def test_together_combines_observations_of_several_machines(several: list[Observation]) -> None:
     seen = combine_observations(several)
-    verdicts = [one.verdict for one in several if one.verdict is not None]
-    died = any(one.claim and not one.verdict and one.worker is Presence.ABSENT for one in several)
-    fell = any(not one.succeeded and one.cause != "process_lost" for one in verdicts)
-    if any(one.unseen for one in several):
+    verdicts = [part.verdict for part in several if part.verdict is not None]
+    died = any(part.claim and not part.verdict and part.worker is Presence.ABSENT for part in several)
+    fell = any(not part.succeeded and part.cause != "process_lost" for part in verdicts)
+    if any(part.unseen for part in several):
         assert seen.unseen and seen.verdict is None  # one unseen machine makes the whole unseen
     elif died or fell:  # whatever the state of the others
         assert seen.worker is Presence.ABSENT and (seen.verdict is None or not seen.verdict.succeeded)
     elif seen.verdict is not None and seen.verdict.succeeded:
-        assert len(verdicts) == len(several) and all(one.succeeded for one in verdicts)
+        assert len(verdicts) == len(several) and all(part.succeeded for part in verdicts)
     elif seen.verdict is not None:
-        own = {one.cause for one in verdicts if not one.succeeded} - {"process_lost"}
+        own = {part.cause for part in verdicts if not part.succeeded} - {"process_lost"}
         assert seen.verdict.cause in (own or {"process_lost"})  # the first failure, not its consequences
     elif seen.claim is None:
-        assert any(one.claim is None for one in several)
+        assert any(part.claim is None for part in several)
     elif seen.worker is Presence.ABSENT:
-        assert any(one.worker is Presence.ABSENT and one.verdict is None for one in several)
+        assert any(part.worker is Presence.ABSENT and part.verdict is None for part in several)
     elif seen.worker is Presence.PRESENT:
-        alive = [one.worker is Presence.PRESENT for one in several if one.verdict is None]
+        alive = [part.worker is Presence.PRESENT for part in several if part.verdict is None]
         assert all(alive) and alive

@@ -54,8 +54,8 @@ def machines(control: Control) -> list[Machine]:
 
 def kinds(control: Control, prefix: str) -> list[str]:
     with control.store.snapshot() as session:
-        found = session.scalars(select(Event.kind).where(Event.kind.startswith(prefix)).order_by(Event.seq))
-        return [kind.removeprefix(prefix) for kind in found]
+        kinds = session.scalars(select(Event.kind).where(Event.kind.startswith(prefix)).order_by(Event.seq))
+        return [kind.removeprefix(prefix) for kind in kinds]
 
 
 def finish_first_stage(events: Iterator[StageEvent]) -> None:
@@ -66,7 +66,7 @@ def finish_first_stage(events: Iterator[StageEvent]) -> None:
 
 def start_second_on_same_machine(control: Control, events: Iterator[StageEvent]) -> str:
     """Advance until the second stage runs on the machine of the first; return its run id."""
-    second = next(one.run_id for one in events if isinstance(one, StageStarted) and one.stage == "second")
+    second = next(item.run_id for item in events if isinstance(item, StageStarted) and item.stage == "second")
 
     def running() -> bool:
         control.reconciler.reconcile(second)
@@ -91,16 +91,16 @@ def test_stages_share_a_machine_and_its_cost(
             assert not list((cloud.folder / "machines").glob("*/home/.perilune/attempts/*/1"))
     (machine,) = machines(control)
     assert len(bill(cloud)["costs"]) == 1 and machine.run_id == runs[2]
-    told = [event.kind for event in machine_events(control, machine)]
-    assert told[0] == "machine.requested" and told.count("machine.taken_over") == 2
-    assert [one.machines for one in attempt_uses(control, runs)] == [1, 1, 1]
+    kinds = [event.kind for event in machine_events(control, machine)]
+    assert kinds[0] == "machine.requested" and kinds.count("machine.taken_over") == 2
+    assert [use.machines for use in attempt_uses(control, runs)] == [1, 1, 1]
     for run_id in runs:
         run = control.run(run_id)
         assert verify(control.directory(run), run.bundle_digest) == []
     all_gone(control, cloud)
 
     (machine,) = machines(control)
-    shares = [one.cost for one in attempt_uses(control, runs)]
+    shares = [use.cost for use in attempt_uses(control, runs)]
     assert all(share is not None and share > 0 for share in shares)
     assert sum(filter(None, shares)) == pytest.approx(accrued_cost(machine))
     with control.store.snapshot() as session:
@@ -118,7 +118,7 @@ def test_machine_is_kept_only_while_a_process_can_start_the_next_stage(
     other = drill_control(control.home.root)
     for _ in range(3):
         other.reconciler.reconcile_all(act=False)
-    assert [one.state for one in machines(control)] == ["ready"] and has_starter(control.home, experiment)
+    assert [row.state for row in machines(control)] == ["ready"] and has_starter(control.home, experiment)
 
     events.close()  # type: ignore[attr-defined]  # as when the process ends
     assert not has_starter(control.home, experiment)
@@ -196,7 +196,7 @@ def test_unsuitable_machine_is_not_handed_over(
             else:
                 row.leased = {**row.leased, "seconds": row.leased["seconds"] - 0.6 * LEASE.max_lifetime}
     (second,) = runs_of(events)
-    assert {one.run_id for one in machines(control)} == {machine.run_id, second}
+    assert {row.run_id for row in machines(control)} == {machine.run_id, second}
     all_gone(control, cloud)
 
 
@@ -206,12 +206,12 @@ def test_several_machines_are_handed_over_together(
 ) -> None:
     both = template.model_copy(update={"resources": ResourcesChange(nodes=2)})
     plans = [
-        StagePlan(one.name, both.apply_resources(one.job.model_copy(update={"task": "gang_drill"})), {})
-        for one in (drill_plan("first", steps=1), drill_plan("second", steps=1))
+        StagePlan(plan.name, both.apply_resources(plan.job.model_copy(update={"task": "gang_drill"})), {})
+        for plan in (drill_plan("first", steps=1), drill_plan("second", steps=1))
     ]
     runs = runs_of(go(control, both, *plans))
     assert len(bill(cloud)["costs"]) == 2
-    assert [(one.run_id, one.rank) for one in machines(control)] == [(runs[1], 0), (runs[1], 1)]
+    assert [(machine.run_id, machine.rank) for machine in machines(control)] == [(runs[1], 0), (runs[1], 1)]
     all_gone(control, cloud)
 
 

@@ -19,20 +19,20 @@ from perilune.files import read_json, write_json
 def test_explain_describes_active_run_in_each_state(perilune: Command, control: Control) -> None:
     _, attempt = hanging(control)
     run_id = only_run(control).id
-    told = explain_run(control, run_id)
-    assert told.state == "active" and told.next == "nothing to do: its worker continues by itself"
-    assert "attempt 1 is running" in told.because and told.because[-1].endswith("of 4 steps")
+    answer = explain_run(control, run_id)
+    assert answer.state == "active" and answer.next == "nothing to do: its worker continues by itself"
+    assert "attempt 1 is running" in answer.because and answer.because[-1].endswith("of 4 steps")
     code, out, _ = perilune("explain", "drill")
     assert code == 0 and f"its worker is alive (worker {worker_of(attempt)}," in out and "try" in out
 
     path = attempt / "runtime" / "claim.json"
     claim = read_json(path)
     write_json(path, claim | {"host": "elsewhere"})
-    told = explain_run(control, run_id)
-    assert "is unreachable from here" in told.because[1] and told.next.startswith(
+    answer = explain_run(control, run_id)
+    assert "is unreachable from here" in answer.because[1] and answer.next.startswith(
         "nothing, until it is reachable"
     )
-    assert told.commands == (f"perilune cancel {run_id} --force",)
+    assert answer.commands == (f"perilune cancel {run_id} --force",)
     write_json(path, claim)
 
     request_cancel(control, run_id)
@@ -41,9 +41,9 @@ def test_explain_describes_active_run_in_each_state(perilune: Command, control: 
     wait_for(lambda: "is dead" in " ".join(explain_run(control, run_id).because), "the death")
     assert control.run(run_id).state == "active"  # explaining records nothing
     assert perilune("wait", "drill")[0] == 3
-    told = explain_run(control, run_id)
-    assert told.state == "cancelled" and told.because[-1] == "cancellation was requested"
-    assert told.commands == (f"perilune retry {run_id}",)
+    answer = explain_run(control, run_id)
+    assert answer.state == "cancelled" and answer.because[-1] == "cancellation was requested"
+    assert answer.commands == (f"perilune retry {run_id}",)
 
 
 def test_wait_starts_next_attempt_after_worker_death(perilune: Command, control: Control) -> None:
@@ -63,13 +63,13 @@ def test_explain_and_exit_code_of_wait_report_the_outcome(
 ) -> None:
     carry_out(control, drill_plan(steps=1, fail_at=0 if how else -1, how=how))
     assert perilune("wait", "drill")[0] == code
-    told = explain_run(control, only_run(control).id)
+    answer = explain_run(control, only_run(control).id)
     if kind:
-        assert f"counts as {kind}: at most 0 retries" in " ".join(told.because)
-        assert (told.because[-1] == "its remedy: write another") == (how == "request")
-        assert told.commands[0].startswith("perilune logs")
+        assert f"counts as {kind}: at most 0 retries" in " ".join(answer.because)
+        assert (answer.because[-1] == "its remedy: write another") == (how == "request")
+        assert answer.commands[0].startswith("perilune logs")
     else:
-        assert told.because == ("attempt 1 succeeded", "its artifacts are complete and intact")
+        assert answer.because == ("attempt 1 succeeded", "its artifacts are complete and intact")
         (control.directory(only_run(control)) / "artifacts" / "manifest.json").unlink()
         assert "damaged or missing" in explain_run(control, only_run(control).id).because[-1]
 
@@ -86,12 +86,12 @@ def test_events_prints_all_events_or_those_of_one_run(
 ) -> None:
     carry_out(control, drill_plan("one", steps=1), drill_plan("two", steps=1, fail_at=0, how="request"))
     whole = json.loads(perilune("events", "--json")[1])["events"]
-    assert [one["seq"] for one in whole] == list(range(1, len(whole) + 1))
+    assert [event["seq"] for event in whole] == list(range(1, len(whole) + 1))
     assert {"experiment.created", "run.queued", "start.intended", "run.succeeded"} <= {
         x["kind"] for x in whole
     }
     of_one = json.loads(perilune("events", "one", "--json")[1])["events"]
-    assert of_one == [one for one in whole if one["run_id"] == of_one[0]["run_id"]]
+    assert of_one == [event for event in whole if event["run_id"] == of_one[0]["run_id"]]
     lines = perilune("events", "two", "-n", "2")[1].splitlines()
     assert len(lines) == 2 and "run.failed  cause=request_error" in lines[1]
 

@@ -87,18 +87,18 @@ def test_restored_home_leaves_machines_of_original_alone_until_adoption(
     assert restore(tmp_path / "backup", home).runs == {"01RUN"}
     copy = drill_control(home.root)
     rent_from(home.root, cloud.folder)
-    theirs = Fleet(copy.home, copy.store)
-    reconcile_all(theirs)
-    assert terminate_unrecorded(theirs, grace=0.0) == [] and theirs.machines() == []
+    other = Fleet(copy.home, copy.store)
+    reconcile_all(other)
+    assert terminate_unrecorded(other, grace=0.0) == [] and other.machines() == []
     with pytest.raises(RequestError, match="another home rented this machine"):
-        theirs.request_termination(key, "not ours")
+        other.request_termination(key, "not ours")
     assert panic(home, patience=5.0).ended == ()
-    found = theirs.machine(key)
+    found = other.machine(key)
     assert found is not None and found.state == MachineState.READY and bill(cloud)["alive"] == [key]
     assert adopt(home, copy.store).runs == {"01RUN"}
-    theirs = Fleet(copy.home, copy.store)
-    theirs.request_termination(key, "the original is gone")
-    tend_until(theirs, key, MachineState.GONE)
+    other = Fleet(copy.home, copy.store)
+    other.request_termination(key, "the original is gone")
+    tend_until(other, key, MachineState.GONE)
     assert bill(cloud)["alive"] == []
     copy.store.close()
 
@@ -117,9 +117,9 @@ def test_copy_of_copy_names_both_homes_and_executes_none_of_their_requests(
     )
     back_up(copy.store, first, tmp_path / "second")
     copy.store.close()
-    found = restore(tmp_path / "second", Home(tmp_path / "again"))
+    report = restore(tmp_path / "second", Home(tmp_path / "again"))
     names = tuple((home.root / "cluster").read_text() for home in (first, control.home))
-    assert found.homes == names and found.runs == {attempt.parents[1].name}
+    assert report.homes == names and report.runs == {attempt.parents[1].name}
     os.kill(worker_of(attempt), signal.SIGKILL)
     events.close()  # type: ignore[attr-defined]
 
@@ -161,7 +161,7 @@ def test_killed_restore_leaves_all_or_nothing(control: Control, tmp_path: Path) 
                 assert kinds[-1] == "store.restored" and session.scalar(select(func.count(Event.seq)))
             store.close()
             assert {path.name for path in home.runs.iterdir()} == {
-                one.name for one in control.home.runs.iterdir()
+                path.name for path in control.home.runs.iterdir()
             }
             assert (home.root / "inherited.json").exists()
             home.root.rename(tmp_path / f"whole-{last}")

@@ -49,7 +49,7 @@ def test_export_verifies_and_every_changed_file_is_named(exported: Path, tmp_pat
         (copy / name).chmod(mode)
         return problems(copy)
 
-    assert any("job.json" in one for one in changed("bundle/job.json", b"{}"))
+    assert any("job.json" in problem for problem in changed("bundle/job.json", b"{}"))
     total = "artifacts/data/total.json"
     assert f"{total} is not what was attested" in changed(f"bundle/{total}", b'{\n  "total": 9\n}\n')
     manifest = "bundle/artifacts/manifest.json"
@@ -70,7 +70,7 @@ def test_export_verifies_and_every_changed_file_is_named(exported: Path, tmp_pat
         assert problems(copy) == [f"{name} has another mode: 0755"]
         (copy / "bundle" / name).unlink()
         (copy / "bundle" / name).symlink_to(exported / "bundle" / name)
-        assert any(name in one for one in problems(copy))
+        assert any(name in problem for problem in problems(copy))
     (tmp_path / "copy" / "bundle" / "runtime" / "claim.json").unlink()
     (tmp_path / "copy" / "bundle" / "runtime" / "extra").touch()
     found = problems(tmp_path / "copy")
@@ -86,7 +86,7 @@ def test_export_verifies_and_every_changed_file_is_named(exported: Path, tmp_pat
         for damage in (b"", b"[]", b"{}", b'{"payload": 1}', b"[" * 100_000):
             assert f"{name} is not an envelope" in changed(f"attestations/{name}", damage)
     swapped = (exported / "attestations" / "bundle.json").read_bytes()
-    assert any("attests something else" in one for one in changed("attestations/result.json", swapped))
+    assert any("attests something else" in line for line in changed("attestations/result.json", swapped))
 
 
 def test_statements_of_another_run_or_attempt_are_rejected(
@@ -176,8 +176,8 @@ def test_verify_and_export_commands(perilune: Command, control: Control, tmp_pat
     run = json.loads(perilune("show", "two", "--json")[1])["id"]
     rewrite(control.home.attempt(run, 1) / "artifacts" / "data" / "total.json", b"{}")
     code, out, _ = perilune("verify", "--json")
-    found = json.loads(out)
-    assert code == 1 and not found["whole"] and list(found["problems"]) == [f"two ({run})"]
+    report = json.loads(out)
+    assert code == 1 and not report["whole"] and list(report["problems"]) == [f"two ({run})"]
     assert perilune("verify", "one")[0] == 0
     code, out, _ = perilune("verify", "two")
     assert code == 1 and "artifacts/data/total.json is not what was attested" in out

@@ -112,7 +112,7 @@ def test_run_succeeds_although_every_command_is_killed(cloud: FakeCloud, tmp_pat
     assert (last.returncode, last.stdout) == (0, "no live runs\n"), last.stderr
     control = drill_control(home)
     run = only_run(control)
-    ends = [(one.state, one.cleanup) for one in list_attempts(control, run.id)]
+    ends = [(attempt.state, attempt.cleanup) for attempt in list_attempts(control, run.id)]
     assert run.state == "succeeded" and ends == [("preempted", "done"), ("succeeded", "done")]
     directory = control.directory(run)
     assert verify(directory, run.bundle_digest) == []
@@ -170,7 +170,7 @@ def test_suspended_command_takes_no_result_after_its_machine_is_gone(
     assert stopped.exitcode == 0
     run = only_run(control)
     first, second = list_attempts(control, run.id)
-    assert [(one.state, one.cause) for one in (first, second)] == [
+    assert [(attempt.state, attempt.cause) for attempt in (first, second)] == [
         ("lost", "machine_lost"),
         ("succeeded", ""),
     ]

@@ -80,7 +80,7 @@ def test_invalid_billed_seconds_never_make_cost_negative(
     monkeypatch.setattr(
         FakeCloud,
         "list",
-        lambda self, tag: [replace(one, billed_seconds=billed) for one in real(self, tag)],
+        lambda self, tag: [replace(machine, billed_seconds=billed) for machine in real(self, tag)],
     )
     key = rented(control, fleet)
     tend_until(fleet, key, READY)
@@ -173,9 +173,9 @@ def test_dead_machine_is_gone_after_two_observations(
 ) -> None:
     key = rented(control, fleet)
     machine = tend_until(fleet, key, READY)
-    found = cloud.find(key).machine
-    assert found is not None
-    host = cloud.host(found)
+    alive = cloud.find(key).machine
+    assert alive is not None
+    host = cloud.host(alive)
     cloud.inject(key=key, fault=Fault.HOST_DEATH)
     with pytest.raises(PeriluneError, match="cannot be reached"):
         host.run(["true"])
@@ -209,8 +209,8 @@ def test_unreachable_provider_is_recorded_and_machine_is_kept(
         assert machine is not None and machine.state == READY and machine.unseen_since
     machine = fleet.reconcile(key)
     assert machine is not None and machine.unseen_since is None and bill(cloud)["alive"] == [key]
-    told = [kind for kind in kinds(control) if kind in {"machine.unreachable", "machine.reachable"}]
-    assert told == ["machine.unreachable", "machine.reachable"]
+    changes = [kind for kind in kinds(control) if kind in {"machine.unreachable", "machine.reachable"}]
+    assert changes == ["machine.unreachable", "machine.reachable"]
 
 
 def test_machine_is_terminated_when_its_lease_ends(
@@ -240,8 +240,8 @@ def test_provider_terminates_machine_after_its_maximum_lifetime(
     while bill(cloud)["alive"]:  # the control plane does nothing here
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    found = cloud.find(key).machine
-    assert found is not None and (found.status, found.reason) == (MachineStatus.ENDED, "lifetime")
+    machine = cloud.find(key).machine
+    assert machine is not None and (machine.status, machine.reason) == (MachineStatus.ENDED, "lifetime")
 
 
 def test_home_with_old_database_terminates_unknown_machines(
@@ -280,10 +280,10 @@ def test_panic_terminates_all_machines_without_database(
     cloud.create(other, MachineRequest("small", 60.0))
     control.store.close()
     control.home.database.write_bytes(b"not a database")
-    told: list[str] = []
-    report = panic(Home.open(control.home.root), 30.0, told.append)
+    lines: list[str] = []
+    report = panic(Home.open(control.home.root), 30.0, lines.append)
     assert sorted(report.ended) == sorted(keys) and not report.left and not report.silent
-    assert "cannot be read" in told[0] and len(told) == 3 and bill(cloud)["alive"] == [other]
+    assert "cannot be read" in lines[0] and len(lines) == 3 and bill(cloud)["alive"] == [other]
     control.home.database.unlink()
 
 

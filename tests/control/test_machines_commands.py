@@ -26,8 +26,8 @@ def test_machines_list_show_and_rm(
     assert (code, listed["key"], listed["state"], listed["price"]) == (0, key, "ready", 0.4)
     assert 0 < listed["cost"] < listed["promised"] <= 1.0
     assert key in perilune("machines", "list")[1]
-    shown = perilune("machines", "show", key[-8:])[1]
-    assert "for        attempt 1 of run 01RUN" in shown and "machine.ready" in shown
+    text = perilune("machines", "show", key[-8:])[1]
+    assert "for        attempt 1 of run 01RUN" in text and "machine.ready" in text
 
     code, _, err = perilune("machines", "rm", key)
     assert code == 2 and "perilune cancel 01RUN" in err and bill(cloud)["alive"] == [key]
@@ -48,13 +48,13 @@ def test_machines_not_proven_gone_are_reported_with_their_cost(
     code, _, err = perilune("runs")
     assert code == 0 and f"machine {key} is not proven gone; it has cost" in err
     code, out, _ = perilune("machines", "reap", "--json")
-    assert code == 1 and [one["key"] for one in json.loads(out)["terminating"]] == [key]
+    assert code == 1 and [row["key"] for row in json.loads(out)["terminating"]] == [key]
     costs = json.loads(perilune("cost", "--json")[1])
     assert costs["not_proven_gone"] == costs["alive"] == 1 and costs["per_hour"] == 0.4
     cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
     assert perilune("machines", "reap", "--wait", "20")[:2] == (0, "no machine is left to terminate\n")
-    told = perilune("cost")[1]
-    assert "0 per hour for 0 machines" in told and f"run {'01RUN'}" in told
+    text = perilune("cost")[1]
+    assert "0 per hour for 0 machines" in text and f"run {'01RUN'}" in text
 
 
 def test_reap_terminates_machines_missing_from_record(

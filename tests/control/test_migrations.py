@@ -47,7 +47,7 @@ def test_migration_keeps_all_data_of_old_home(old: Home) -> None:
     assert number(old.database) == LATEST
     assert [row[: len(before["runs"][0])] for row in rows(old.database, "runs")] == before["runs"]
     assert rows(old.database, "attempts") == before["attempts"]
-    assert [(one.name, one.state) for one in stage_statuses(control, latest_experiments(control))] == [
+    assert [(stage.name, stage.state) for stage in stage_statuses(control, latest_experiments(control))] == [
         ("drill", "succeeded"),
         ("drill", "failed"),
     ]

@@ -55,8 +55,8 @@ class Far:
         self.control, self.net, self.workspace = control, net, folder / "workspace"
         python = net.folder.parent / "python" / "bin" / "python"
         site = Site(python=str(python), installed=True, workspace=str(self.workspace))
-        place = SshTarget(**net.settings().model_dump(), site=site)
-        self.template = Template(placement=place, retry=Retry(base=0.01), bring="all")
+        target = SshTarget(**net.settings().model_dump(), site=site)
+        self.template = Template(placement=target, retry=Retry(base=0.01), bring="all")
 
     def submit(self, plan: StagePlan) -> str:
         experiment = begin(self.control, [plan], plan.name)
@@ -76,7 +76,7 @@ class Far:
         return list(follow_run(self.control, run_id, poll=0.05))[-1]
 
     def states(self, run_id: str) -> list[tuple[str, str]]:
-        return [(one.state, one.cause) for one in list_attempts(self.control, run_id)]
+        return [(attempt.state, attempt.cause) for attempt in list_attempts(self.control, run_id)]
 
     def here(self, run_id: str, epoch: int = 1) -> Path:
         return self.control.home.attempt(run_id, epoch)
@@ -162,7 +162,7 @@ def test_attempt_unreachable_for_too_long_stops_and_its_result_is_ignored(
     far.template = far.template.model_copy(update={"limits": bounds})
     ends = far.submit(drill_plan("ends", steps=2, noise=True, gate=str(tmp_path / "gate")))
     hangs = far.hanging("hangs")
-    far.until(ends, lambda one: one.state == "running")
+    far.until(ends, lambda attempt: attempt.state == "running")
     nonce = read_claim(far.there(hangs) / "runtime").nonce  # type: ignore[union-attr]
     net.near.cut()
     (tmp_path / "gate").touch()  # one run ends unobserved, the other hangs

@@ -56,22 +56,22 @@ def recipe(tmp_path: Path) -> Path:
 def processes() -> Iterator[list[subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
     yield started
-    for one in started:
-        one.kill()
-        one.wait()
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def begin(processes: list[subprocess.Popen[str]], *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "perilune.cli.main", *arguments]
-    one = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    processes.append(one)
-    return one
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    processes.append(process)
+    return process
 
 
 def daemon(processes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
-    one = begin(processes, "daemon", "--every", "0.2")
-    assert one.stdout is not None and "watching" in one.stdout.readline()
-    return one
+    process = begin(processes, "daemon", "--every", "0.2")
+    assert process.stdout is not None and "watching" in process.stdout.readline()
+    return process
 
 
 def runs(control: Control) -> list[Run]:
@@ -81,11 +81,11 @@ def runs(control: Control) -> list[Run]:
 
 def kinds(control: Control) -> list[str]:
     with control.store.snapshot() as session:
-        found = session.scalars(select(Event.kind).where(Event.kind.startswith("experiment.")))
-        return [kind.removeprefix("experiment.") for kind in found]
+        kinds = session.scalars(select(Event.kind).where(Event.kind.startswith("experiment.")))
+        return [kind.removeprefix("experiment.") for kind in kinds]
 
 
-@pytest.mark.parametrize("name", [one for one in bundled_recipes() if "/" not in one])
+@pytest.mark.parametrize("name", [name for name in bundled_recipes() if "/" not in name])
 def test_recorded_recipe_plans_the_same_jobs(control: Control, name: str) -> None:
     read = load_recipe(bundled_recipe(name))
     recorded = read_recipe(control, open_experiment(control, read))
@@ -102,11 +102,11 @@ def test_each_later_stage_starts_once_despite_kills_and_concurrent_commands(
 ) -> None:
     first_daemon = daemon(processes)
     out, _ = begin(processes, "run", str(recipe), "--detach", "--json").communicate(timeout=60)
-    told = json.loads(out)
-    assert told["daemon"] and "pid" not in told and told["stage"] == "first"
-    attempt = control.home.attempt(told["run"], 1)
+    started = json.loads(out)
+    assert started["daemon"] and "pid" not in started and started["stage"] == "first"
+    attempt = control.home.attempt(started["run"], 1)
     wait_for((attempt / "runtime" / "claim.json").exists, "the first stage's claim")
-    assert explain_run(control, told["run"]).next.endswith("; then stage second starts")
+    assert explain_run(control, started["run"]).next.endswith("; then stage second starts")
 
     # No process is alive between the first two stages.
     first_daemon.send_signal(signal.SIGKILL)
@@ -202,12 +202,12 @@ def test_blocked_next_stage_is_reported_once_and_starts_when_repaired(
     output = control.directory(control.run(first)) / "artifacts" / "data"
     output.rename(tmp_path / "aside")
     starter = StageStarter(control)
-    ((_, told),) = starter.start_next_stages()
-    assert isinstance(told, PeriluneError) and "produced no data" in str(told)
+    ((_, error),) = starter.start_next_stages()
+    assert isinstance(error, PeriluneError) and "produced no data" in str(error)
     assert list(starter.start_next_stages()) == []  # the second pass
     assert any("produced no data" in fact for fact in explain_run(control, first).because)
     ((_, again),) = StageStarter(control).start_next_stages()  # another process reports it too
-    assert str(again) == str(told)
+    assert str(again) == str(error)
     with monkeypatch.context() as patch:  # another version, or a broken plugin
         patch.setattr(next_stage_module, "read_recipe", lambda *_: {}["stages"])
         ((_, broken),) = StageStarter(control).start_next_stages()

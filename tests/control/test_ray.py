@@ -85,12 +85,12 @@ def create_machines(
     tag = key.removesuffix("-0")
 
     def running() -> list[RentedMachine]:
-        found = list(provider.list(tag))
-        assert all(one.status is not MachineStatus.ENDED for one in found), found
-        return found if all(one.status is MachineStatus.RUNNING for one in found) else []
+        machines = list(provider.list(tag))
+        assert all(machine.status is not MachineStatus.ENDED for machine in machines), machines
+        return machines if all(machine.status is MachineStatus.RUNNING for machine in machines) else []
 
-    found: list[RentedMachine] = until(running, "the start of the machines")
-    return found
+    machines: list[RentedMachine] = until(running, "the start of the machines")
+    return machines
 
 
 def has_ended(provider: RayCluster, key: str) -> str:
@@ -130,9 +130,9 @@ def ask(provider: RayCluster, key: str, *, proven: bool = True, nonce: str = "")
         nonce = nonce or json.loads(hello)["nonce"]
         asked = {"command": ["true"], "nonce": nonce, "proof": token_proof(token, "command", nonce, "true")}
         wire.sendall(json.dumps(asked).encode() + b"\n")
-        kind, said = read_frame(answers) or pytest.fail("no answer")
+        kind, refusal = read_frame(answers) or pytest.fail("no answer")
         assert kind is Kind.ERRORS
-        return said.decode().strip().rpartition("PermissionError: ")[2]
+        return refusal.decode().strip().rpartition("PermissionError: ")[2]
 
 
 def test_host_transfers_command_data_unchanged_and_checks_tokens(
@@ -169,25 +169,25 @@ def test_machines_of_an_attempt_start_and_end_together_without_leftovers(
     again = spread.create(second.key, MachineRequest("small", 600.0, 2))
     assert (again.key, again.status) == (second.key, MachineStatus.RUNNING)
     assert {first.address, second.address} == {HEAD, SECOND}
-    assert [(one.kind, one.price) for one in (first, second)] == [("small", 0.4)] * 2
-    told = RayCluster(provider.settings)  # a client that did not create them
-    assert {one.key for one in told.list("perilune-drills-")} >= {first.key, second.key}
-    homes = [told.host(one).run(["pwd"]).output.decode().strip() for one in (first, second)]
+    assert [(machine.kind, machine.price) for machine in (first, second)] == [("small", 0.4)] * 2
+    client = RayCluster(provider.settings)  # a client that did not create them
+    assert {machine.key for machine in client.list("perilune-drills-")} >= {first.key, second.key}
+    homes = [client.host(machine).run(["pwd"]).output.decode().strip() for machine in (first, second)]
     assert len(set(homes)) == 2 and all(stat.S_IMODE(Path(home).stat().st_mode) == 0o700 for home in homes)
 
     attempt = assigned(tmp_path)
-    placement = on(told.host(second), tmp_path / "python")
+    placement = on(client.host(second), tmp_path / "python")
     stage(placement, attempt, drill_bundle(tmp_path / "bundle", fail_at=1, how="daemon"))
     placement.start(attempt)
     home_has(placement, attempt, "runtime/daemon.pid")
     assert working(attempt)
-    told.terminate(first.key)
-    assert has_ended(told, second.key) == "terminated"
+    client.terminate(first.key)
+    assert has_ended(client, second.key) == "terminated"
     until(lambda: not working(attempt), "the end of the processes there")
-    assert told.find(first.key).presence is Presence.PRESENT  # an ended machine stays listed
-    told.terminate(first.key)
-    told.terminate(new_key())
-    assert told.find(new_key()).presence is Presence.ABSENT
+    assert client.find(first.key).presence is Presence.PRESENT  # an ended machine stays listed
+    client.terminate(first.key)
+    client.terminate(new_key())
+    assert client.find(new_key()).presence is Presence.ABSENT
 
     assert Path(homes[0]).exists()
     (short,) = create_machines(provider, "elsewhere", lifetime=6.0)  # the next machine cleans up
@@ -259,7 +259,7 @@ def test_attempt_on_two_nodes_is_one_job(
     assert isinstance(last, StageFinished), last
     run = only_run(control)
     assert verify(control.directory(run), run.bundle_digest) == []
-    (job,) = (one for one in ray.provider().jobs.list_jobs() if run.id.lower() in one.name)
+    (job,) = (job for job in ray.provider().jobs.list_jobs() if run.id.lower() in job.name)
     assert job.metadata["perilune.nodes"] == "2"
     until(
         lambda: control.reconciler.reconcile_all(act=False) or not rented(control), "the end of every machine"
@@ -267,7 +267,7 @@ def test_attempt_on_two_nodes_is_one_job(
 
 
 def rented(control: Control) -> list[str]:
-    return [one.key for one in control.reconciler.rentals.fleet.machines()]
+    return [machine.key for machine in control.reconciler.rentals.fleet.machines()]
 
 
 def on_nodes(ray: LocalRay, bundle: Path, **changes: object) -> subprocess.Popen[str]:
@@ -285,8 +285,8 @@ def on_nodes(ray: LocalRay, bundle: Path, **changes: object) -> subprocess.Popen
 
 
 def actors() -> list[psutil.Process]:
-    titles = ((one, "".join(one.info["cmdline"] or ())) for one in psutil.process_iter(["cmdline"]))
-    return [one for one, title in titles if title.startswith("ray::_Actor")]
+    titles = ((proc, "".join(proc.info["cmdline"] or ())) for proc in psutil.process_iter(["cmdline"]))
+    return [proc for proc, title in titles if title.startswith("ray::_Actor")]
 
 
 @pytest.mark.thorough
@@ -298,34 +298,34 @@ def test_training_survives_lost_rollout_process(ray: LocalRay, tmp_path: Path) -
     sampling = actors()
     assert len(sampling) == 2
     sampling[0].kill()
-    told, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, told
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
     timings = list(read_json_lines(tmp_path / "ray" / "artifacts" / "timings.jsonl"))
     assert timings[-1]["rollout_processes_lost"] == 1
     expected = run_task(tmp_path / "synchronous", "rl", **SAMPLED)
-    different = [one.path for one in compare_artifacts(expected, tmp_path / "ray")]
+    different = [file.path for file in compare_artifacts(expected, tmp_path / "ray")]
     assert not [path for path in different if "/checkpoints/" in path]
     wait_for(lambda: not actors(), "the end of the actors")
 
 
 @pytest.mark.thorough
 def test_too_few_gpus_for_rollout_processes_are_reported(ray: LocalRay, tmp_path: Path) -> None:
-    told, _ = on_nodes(ray, tmp_path / "bundle", gpus=1).communicate(timeout=300)
-    assert "the Ray cluster has 0 GPUs, and 2 rollout processes need 2" in told
+    output, _ = on_nodes(ray, tmp_path / "bundle", gpus=1).communicate(timeout=300)
+    assert "the Ray cluster has 0 GPUs, and 2 rollout processes need 2" in output
 
 
 def test_killed_node_ends_its_machines_and_their_processes(
     provider: RayCluster, ray: LocalRay, tmp_path: Path
 ) -> None:
-    (one,) = create_machines(provider, "elsewhere")
+    (machine,) = create_machines(provider, "elsewhere")
     attempt = assigned(tmp_path)
-    placement = on(provider.host(one), tmp_path / "python")
+    placement = on(provider.host(machine), tmp_path / "python")
     stage(placement, attempt, drill_bundle(tmp_path / "bundle", fail_at=1, how="daemon"))
     placement.start(attempt)
     home_has(placement, attempt, "runtime/daemon.pid")
     assert look(placement, attempt).worker is Presence.PRESENT and working(attempt)
     ray.kill(SECOND)
-    assert has_ended(provider, one.key).startswith("host failure")
+    assert has_ended(provider, machine.key).startswith("host failure")
     until(lambda: not working(attempt), "the end of the processes there")
     assert placement.observe(attempt).unseen
 
@@ -360,14 +360,14 @@ def test_run_resumes_from_fetched_checkpoint_after_head_restart(
         lambda: control.reconciler.reconcile_all() or attempts()[0].reachability == "unreachable",
         "the unreachable attempt",
     )
-    assert [one.state for one in attempts()] == ["running"]  # its state is unknown
+    assert [attempt.state for attempt in attempts()] == ["running"]  # its state is unknown
     ray.start_head()
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
     assert not working(first)  # it ended without a stop request
-    assert [(one.state, one.cause) for one in attempts()] == [("lost", "machine_lost"), ("succeeded", "")]
+    assert [(row.state, row.cause) for row in attempts()] == [("lost", "machine_lost"), ("succeeded", "")]
     assert verify(control.directory(run), run.bundle_digest) == []
     until(
         lambda: control.reconciler.reconcile_all(act=False) or not rented(control), "the end of every machine"
     )
-    assert all(one.status is MachineStatus.ENDED for one in ray.provider().list("perilune"))
+    assert all(machine.status is MachineStatus.ENDED for machine in ray.provider().list("perilune"))

@@ -42,11 +42,11 @@ def test_rebuild_restores_damaged_or_lost_database(perilune: Command, control: C
     control.store.close()
 
     def runs() -> dict[str, object]:
-        found = json.loads(perilune("runs", "--json")[1])["runs"]
+        rows = json.loads(perilune("runs", "--json")[1])["runs"]
         same = ("stage", "state", "cause", "message")
-        return {run["run_id"]: [run[key] for key in same] for run in found}
+        return {run["run_id"]: [run[key] for key in same] for run in rows}
 
-    told = runs()
+    before = runs()
     for damage in (delete_database, overwrite_pages, replace_by_garbage):
         damage(control.home.database)
         code, out, err = perilune("verify")
@@ -56,7 +56,7 @@ def test_rebuild_restores_damaged_or_lost_database(perilune: Command, control: C
         assert "is kept: " in out and "state.damaged-" in out
         code, out, err = perilune("verify")
         assert code == 0, out + err
-        assert runs() == told
+        assert runs() == before
     reopened = drill_control(control.home.root)
     assert all(isinstance(event, StageReused) for event in carry_out(reopened, one, two))
     assert ProcessIdentity.of(worker) is not None and reopened.reconciler.reconcile(live).state == "active"
@@ -76,6 +76,6 @@ def test_rebuild_recovers_runs_with_unreadable_files(perilune: Command, control:
     delete_database(control.home.database)
     code, out, _ = perilune("rebuild")
     assert code == 0 and "not rebuilt: experiment" in out and "not rebuilt: run stray" in out
-    (found,) = json.loads(perilune("runs", "--json")[1])["runs"]
-    assert (found["run_id"], found["state"]) == (event.run_id, "succeeded")
+    (row,) = json.loads(perilune("runs", "--json")[1])["runs"]
+    assert (row["run_id"], row["state"]) == (event.run_id, "succeeded")
     assert perilune("verify", event.run_id)[0] == 0

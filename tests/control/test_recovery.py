@@ -73,8 +73,8 @@ def test_killed_attempt_resumes_from_its_last_checkpoint(control: Control, victi
     assert (resumed.attempt, resumed.cause) == (2, "killed" if victim == "task" else "runner_died")
     assert isinstance(seen[-1], StageFinished) and seen[-1].summary["began_at"] == 2
     run = only_run(control)
-    assert [one.state for one in attempts(control, run.id)] == ["failed", "succeeded"]
-    assert [one.cleanup for one in attempts(control, run.id)] == ["done", "done"]
+    assert [attempt.state for attempt in attempts(control, run.id)] == ["failed", "succeeded"]
+    assert [attempt.cleanup for attempt in attempts(control, run.id)] == ["done", "done"]
     assert totals(control, run) == [2, 6, 12, 20]  # the same as without the kill
     assert not family(attempt)
 
@@ -139,7 +139,7 @@ def test_infrastructure_retries_are_bounded(tmp_path: Path) -> None:
     control = drill_control(tmp_path / "home", RetryPolicy(infrastructure=1, base=0.01))
     last = carry_out(control, drill_plan(fail_at=1, how="kill"))[-1]
     assert isinstance(last, StageFailed) and last.cause == "killed"
-    assert [one.state for one in attempts(control, last.run_id)] == ["failed", "failed"]
+    assert [attempt.state for attempt in attempts(control, last.run_id)] == ["failed", "failed"]
 
 
 @pytest.mark.thorough
@@ -148,7 +148,7 @@ def test_sigterm_to_worker_counts_as_preemption(control: Control) -> None:
     os.kill(worker_of(attempt), signal.SIGTERM)
     assert isinstance(list(events)[-1], StageFinished)
     run = only_run(control)
-    assert [one.state for one in attempts(control, run.id)] == ["preempted", "succeeded"]
+    assert [attempt.state for attempt in attempts(control, run.id)] == ["preempted", "succeeded"]
     assert totals(control, run) == [2, 6, 12, 20]
 
 
@@ -242,7 +242,7 @@ def test_claim_from_before_a_reboot_counts_as_dead(control: Control) -> None:
     # After the reboot, another process has the worker's process ID: this one.
     path.write_text(json.dumps(read_json(path) | {"pid": os.getpid(), "boot_id": "before"}))
     assert isinstance(list(events)[-1], StageFinished)
-    assert [one.cause for one in attempts(control, only_run(control).id)] == ["runner_died", ""]
+    assert [attempt.cause for attempt in attempts(control, only_run(control).id)] == ["runner_died", ""]
 
 
 @pytest.mark.thorough
@@ -293,7 +293,7 @@ def test_unreachable_run_needs_force_to_cancel_and_stops_when_seen_again(control
     with pytest.raises(RequestError, match="already been cancelled"):
         cancel_run(control, run_id, force=True)
     control.reconciler.reconcile_all()
-    assert family(attempt) and [one.number for one in control.reconciler.unclean_attempts()] == [1]
+    assert family(attempt) and [attempt.number for attempt in control.reconciler.unclean_attempts()] == [1]
 
     write_json(path, claim)  # the attempt becomes visible again
     control.reconciler.reconcile_all(act=False)
@@ -385,9 +385,9 @@ def test_explain_reports_suspended_worker(control: Control) -> None:
     try:
         long_ago = time.time() - 100.0
         os.utime(attempt / "runtime" / "heartbeat.json", (long_ago, long_ago))
-        told = explain_run(control, run.id)
-        assert "continues by itself" not in told.next and "has not reported for 10" in told.because[-1]
-        assert told.commands == (f"perilune cancel {run.id}",)
+        answer = explain_run(control, run.id)
+        assert "continues by itself" not in answer.next and "has not reported for 10" in answer.because[-1]
+        assert answer.commands == (f"perilune cancel {run.id}",)
     finally:
         os.kill(worker, signal.SIGCONT)
     cancel_run(control, run.id)

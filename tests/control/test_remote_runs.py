@@ -67,12 +67,12 @@ class Elsewhere:
 
     def files(self, epoch: int = 1) -> Path:
         """The folder of an attempt's files on the machine."""
-        (found,) = self.workspace.glob(f"*/{epoch}")
-        return found
+        (folder,) = self.workspace.glob(f"*/{epoch}")
+        return folder
 
     def claim(self, epoch: int = 1) -> dict[str, Any]:
-        (found,) = self.workspace.glob(f"*/claim.{epoch}.json")
-        return dict(read_json(found))
+        (claim,) = self.workspace.glob(f"*/claim.{epoch}.json")
+        return dict(read_json(claim))
 
     def working(self, epoch: int = 1) -> list[int]:
         """Live processes of an attempt's task on the machine."""
@@ -124,7 +124,7 @@ def finish(control: Control) -> StageEvent:
 
 
 def states(control: Control) -> list[tuple[str, str]]:
-    return [(one.state, one.cause) for one in list_attempts(control, only_run(control).id)]
+    return [(attempt.state, attempt.cause) for attempt in list_attempts(control, only_run(control).id)]
 
 
 def totals(control: Control) -> list[int]:
@@ -151,7 +151,7 @@ def test_every_verb_survives_cuts_before_and_after_execution(control: Control, b
     }
     run = only_run(control)
     assert verify_run(control) == [] and totals(control) == [2, 6, 12]
-    assert [one.cleanup for one in list_attempts(control, run.id)] == ["done"]
+    assert [attempt.cleanup for attempt in list_attempts(control, run.id)] == ["done"]
     left = sorted(path.name for path in box.workspace.glob("0*/*"))
     assert left == ["claim.1.json", "lock"]  # the fencing files stay
 
@@ -192,8 +192,8 @@ def test_run_survives_broken_link(control: Control, box: Elsewhere, tmp_path: Pa
 
     def unreachable() -> bool:
         control.reconciler.reconcile(run_id)
-        (one,) = list_attempts(control, run_id)
-        return (one.state, one.reachability) == ("running", "unreachable")
+        (attempt,) = list_attempts(control, run_id)
+        return (attempt.state, attempt.reachability) == ("running", "unreachable")
 
     wait_for(unreachable, "the unreachable state")
     box.restore()
@@ -296,11 +296,11 @@ def test_attempt_reports_restart_from_beginning_when_checkpoint_is_lost(
 
     box.host.cut = evict
     run_id = only_run(control).id
-    said = (event for event in follow_run(control, run_id, poll=0.05) if isinstance(event, StageNotice))
+    notices = (event for event in follow_run(control, run_id, poll=0.05) if isinstance(event, StageNotice))
     message = (
         "the attempt starts from the beginning, because the checkpoint of step 2 was only on the machine"
     )
-    assert next(said).message.startswith(message)
+    assert next(notices).message.startswith(message)
     second = control.home.attempt(run_id, 2)
     wait_for(
         lambda: control.reconciler.reconcile(run_id) and has_event(second, "hangs"), "the third step again"
@@ -405,8 +405,8 @@ def test_damaged_bundle_is_not_started(control: Control, box: Elsewhere, how: st
         if box.host.calls[-1] != "receive" or spoilt:
             return data
         spoilt.append(len(data))
-        at = data.rindex(b'[["') + 20  # inside the list of files
-        return data[:at] + (b"" if how == "truncated" else bytes([data[at] ^ 1]) + data[at + 1 :])
+        cut = data.rindex(b'[["') + 20  # inside the list of files
+        return data[:cut] + (b"" if how == "truncated" else bytes([data[cut] ^ 1]) + data[cut + 1 :])
 
     box.host.bend = bend
     assert isinstance(carry_out(control, box, drill_plan(steps=1))[-1], StageFinished)

@@ -23,5 +23,5 @@ class TestRented(PlacementConformance):
             key = rented(control, fleet, number=number, run_id=run_id)
             tend_until(fleet, key, MachineState.READY)
         site = Site(python=str(interpreter(tmp_path / "python", grace=1.0)), installed=True)
-        place = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
-        return control.reconciler.placements.build(Template(placement=place, bring="all"))
+        target = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+        return control.reconciler.placements.build(Template(placement=target, bring="all"))

@@ -45,11 +45,11 @@ def go(control: Control, template: Template, plan: StagePlan) -> Iterator[StageE
 def run_in_state(control: Control, state: str) -> str:
     """Reconcile until the first attempt is in this state; return the run id."""
     deadline = time.monotonic() + PATIENCE
-    while not (found := attempts(control)) or found[0].state != state:
-        assert time.monotonic() < deadline, f"{found and found[0].state} is not {state}"
+    while not (rows := attempts(control)) or rows[0].state != state:
+        assert time.monotonic() < deadline, f"{rows and rows[0].state} is not {state}"
         control.reconciler.reconcile_all()
         time.sleep(0.05)
-    return found[0].run_id
+    return rows[0].run_id
 
 
 def wait_for_progress(events: Iterator[StageEvent]) -> None:
@@ -62,7 +62,7 @@ def attempts(control: Control) -> list[Attempt]:
 
 
 def ends(control: Control) -> list[tuple[str, str]]:
-    return [(one.state, one.cause) for one in attempts(control)]
+    return [(attempt.state, attempt.cause) for attempt in attempts(control)]
 
 
 def observe_now(control: Control) -> Attempt:
@@ -107,7 +107,7 @@ def test_run_waits_for_daily_cap_and_succeeds_despite_failed_cleanup(
     (attempt,) = attempts(control)
     assert (attempt.placement, attempt.state, attempt.message) == ("fake:small", "succeeded", "")
     assert verify(control.directory(run), run.bundle_digest) == []  # collected
-    assert [one.state for one in fleet.machines()] == ["terminating"] and bill(cloud)["alive"]
+    assert [machine.state for machine in fleet.machines()] == ["terminating"] and bill(cloud)["alive"]
     cloud.inject(call="terminate", fault=Fault.ERROR_BEFORE, times=0)
     all_gone(control, cloud)
     assert control.run(run.id).state == "succeeded"
@@ -139,7 +139,7 @@ def test_run_survives_cut_link_and_resumes_after_preemption_notice(
     cloud.inject(key=key, fault=Fault.PREEMPTED, seconds=30.0)
     last = list(events)[-1]
     assert isinstance(last, StageFinished) and last.summary["began_at"] == 2
-    assert [one.state for one in attempts(control)] == ["preempted", "succeeded"]
+    assert [attempt.state for attempt in attempts(control)] == ["preempted", "succeeded"]
     all_gone(control, cloud)
 
     stage = StageView(run.stage, run.task, run.id, "succeeded", control.directory(run))
@@ -147,7 +147,7 @@ def test_run_survives_cut_link_and_resumes_after_preemption_notice(
     first, second = list_placements(view)
     assert (first.placement, first.attempt, first.state) == ("fake:small", 1, "preempted")
     assert (second.attempt, second.state, second.machines) == (2, "succeeded", 1)
-    machines = {one.epoch: one for one in fleet.machines(include_gone=True)}
+    machines = {machine.epoch: machine for machine in fleet.machines(include_gone=True)}
     assert (first.cost, second.cost) == (machines[1].cost, machines[2].cost)
     assert list_facts(view, [], collect_provenance(view, []))[0][:2] == (
         "Cost",
@@ -193,7 +193,7 @@ def test_attempt_is_lost_when_machine_dies_before_collection(
     assert isinstance(list(events)[-1], StageFinished)
     assert ends(control) == [("lost", "machine_lost")] * 2 + [("succeeded", "")]
     *lost, third = attempts(control)
-    assert [one.manifest_digest for one in lost] == [None, None]  # their outcome is unknown
+    assert [attempt.manifest_digest for attempt in lost] == [None, None]  # their outcome is unknown
     assert control.run(run_id).manifest_digest == third.manifest_digest
     all_gone(control, cloud)
 
@@ -255,8 +255,8 @@ def test_unavailable_machine_kind_or_provider_is_reported(
     assert isinstance(last, StageFailed) and last.cause == "host_refused"
     assert "no machine of kind 'huge'" in last.message and not fleet.machines(include_gone=True)
 
-    place = template.placement.model_copy(update={"provider": "nobody"})
-    nobody = template.model_copy(update={"placement": place})
+    target = template.placement.model_copy(update={"provider": "nobody"})
+    nobody = template.model_copy(update={"placement": target})
     last = list(go(control, nobody, drill_plan(steps=1)))[-1]
     assert isinstance(last, StageFailed) and "no provider is called 'nobody'" in last.message
 
@@ -290,7 +290,7 @@ def test_advance_terminates_idle_machines_of_finished_stages(
             update={"idle": 1e-3}
         ).model_dump()
     (second,) = (event.run_id for event in events if isinstance(event, StageFinished))
-    states = {one.run_id: one.state for one in fleet.machines(include_gone=True)}
+    states = {machine.run_id: machine.state for machine in fleet.machines(include_gone=True)}
     assert states[first] == "gone" and second in states
 
 
@@ -312,14 +312,14 @@ def test_panic_stops_renting_until_lifted(
 
     later = drill_control(control.home.root)  # another process, like a restarted daemon
     for _ in range(20):
-        for one in (control, later):
-            one.reconciler.reconcile_all()
+        for each in (control, later):
+            each.reconciler.reconcile_all()
     assert set(bill(cloud)["costs"]) == made and not bill(cloud)["alive"] and not fleet.machines()
     for run_id in started:
         assert not RunState(control.run(run_id).state).is_terminal
-        told = explain_run(control, run_id)
-        assert "`perilune panic` has stopped renting" in " ".join(told.because)
-        assert "perilune panic --lift" in told.commands
+        answer = explain_run(control, run_id)
+        assert "`perilune panic` has stopped renting" in " ".join(answer.because)
+        assert "perilune panic --lift" in answer.commands
         request_cancel(control, run_id) if run_id != started[0] else None
     assert allow_renting(control.home) and not allow_renting(control.home)
     wait_for(lambda: later.reconciler.reconcile_all() and set(bill(cloud)["costs"]) > made, "a new machine")

@@ -31,7 +31,7 @@ def test_runs_are_listed_in_stage_order_and_found_by_id_prefix_or_name(
     code, out, _ = perilune("runs", "--json")
     listed = json.loads(out)["runs"]
     assert code == 0
-    assert [(one["stage"], one["state"], one["attempts"]) for one in listed] == [
+    assert [(row["stage"], row["state"], row["attempts"]) for row in listed] == [
         ("zeta", "succeeded", 1),
         ("alpha", "failed", 1),
     ]
@@ -57,10 +57,10 @@ def test_show_prints_warnings_and_metrics(perilune: Command, control: Control) -
     summary = {**json.loads(path.read_text()), "warnings": ["the reward collapsed"], **trained}
     path.write_text(json.dumps(summary))
     write_manifest(path.parents[1])
-    shown = perilune("show", "one")[1]
-    assert "  warning    the reward collapsed\n" in shown
-    assert "  loss                   2.5 to 0.5 (first to last steps)\n" in shown
-    assert "  held-out accuracy      75.0%\n" in shown
+    text = perilune("show", "one")[1]
+    assert "  warning    the reward collapsed\n" in text
+    assert "  loss                   2.5 to 0.5 (first to last steps)\n" in text
+    assert "  held-out accuracy      75.0%\n" in text
 
 
 def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Path) -> None:
@@ -87,13 +87,13 @@ def test_logs_diff_and_collect(perilune: Command, control: Control, tmp_path: Pa
 
 
 def test_logs_escape_terminal_control_sequences(perilune: Command, control: Control) -> None:
-    said = "\x1b]52;c;cm0=\x07\x1b[2J\x9b2K done\rover"
-    carry_out(control, drill_plan("loud", steps=1, say=said))
+    text = "\x1b]52;c;cm0=\x07\x1b[2J\x9b2K done\rover"
+    carry_out(control, drill_plan("loud", steps=1, say=text))
     code, out, _ = perilune("logs", "loud")
     assert code == 0 and "\\x1b]52;c;cm0=\\x07\\x1b[2J\\x9b2K done\nover" in out
     assert not set("\x1b\x07\x9b\r") & set(out)
     code, out, _ = perilune("logs", "loud", "--json")  # JSON output has the unescaped text
-    assert any(said.partition("\r")[0] in line for line in json.loads(out)["lines"]) and out.isascii()
+    assert any(text.partition("\r")[0] in line for line in json.loads(out)["lines"]) and out.isascii()
 
 
 def test_reproduce_exits_with_0_only_for_identical_results(perilune: Command, control: Control) -> None:
@@ -177,8 +177,8 @@ def test_runs_records_dead_worker_and_starts_no_attempt(perilune: Command, contr
     worker = ProcessIdentity.of(worker_of(attempt))
     assert worker is not None and worker.send(signal.SIGKILL)
     wait_for(lambda: worker.presence() is Presence.ABSENT, "the end of the worker")
-    (one,) = json.loads(perilune("runs", "--json")[1])["runs"]
-    assert (one["state"], one["cause"]) == ("queued", "runner_died")
+    (run,) = json.loads(perilune("runs", "--json")[1])["runs"]
+    assert (run["state"], run["cause"]) == ("queued", "runner_died")
     assert not (attempt.parent / "2").exists()
     assert isinstance(list(events)[-1], StageFinished)
 

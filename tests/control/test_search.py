@@ -37,19 +37,19 @@ def test_search_improves_on_known_curve_and_depends_only_on_arms() -> None:
     ]
 
     def value(settings: Settings) -> float:
-        lr, samples, name = (one.partition("=")[2] for one in settings)
+        lr, samples, name = (setting.partition("=")[2] for setting in settings)
         return -abs(math.log10(float(lr)) + 4) - abs(int(samples) - 8) / 8 - (name == "gspo")
 
     arms: list[Settings] = []
     for _ in range(30):
-        proposed = propose_arm(axes, arms, {one: value(one) for one in arms}, maximize=True)
+        proposed = propose_arm(axes, arms, {arm: value(arm) for arm in arms}, maximize=True)
         assert proposed is not None and proposed not in arms
-        assert proposed == propose_arm(axes, arms, {one: value(one) for one in arms}, maximize=True)
+        assert proposed == propose_arm(axes, arms, {arm: value(arm) for arm in arms}, maximize=True)
         arms.append(proposed)
-    lr, samples, _ = zip(*(one for one in arms), strict=True)
-    assert all(1e-6 <= float(one.partition("=")[2]) <= 1e-2 for one in lr)
-    assert all(2 <= int(one.partition("=")[2]) <= 16 for one in samples)
-    first, last = ([value(one) for one in part] for part in (arms[:5], arms[-5:]))
+    lr, samples, _ = zip(*(arm for arm in arms), strict=True)
+    assert all(1e-6 <= float(setting.partition("=")[2]) <= 1e-2 for setting in lr)
+    assert all(2 <= int(setting.partition("=")[2]) <= 16 for setting in samples)
+    first, last = ([value(arm) for arm in part] for part in (arms[:5], arms[-5:]))
     assert sum(last) > sum(first)  # the first five are random
 
 

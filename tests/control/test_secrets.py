@@ -75,7 +75,7 @@ def places_of(needle: str, root: Path) -> list[str]:
         data = path.read_bytes()
         if path.suffix == ".gz":
             with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-                data = b"".join(tar.extractfile(one).read() for one in tar if one.isfile())  # type: ignore[union-attr]
+                data = b"".join(tar.extractfile(member).read() for member in tar if member.isfile())  # type: ignore[union-attr]
         if path.suffix == ".db":
             with sqlite3.connect(path) as connection:
                 data += "\n".join(connection.iterdump()).encode()
@@ -106,10 +106,10 @@ def test_secret_reaches_task_and_appears_in_no_file_or_process_list(
     pack(control.directory(run), control.home.root / "packed.tar.gz")
     export(control, run, control.home.root / "exported", crate=True)
     back_up(control.store, control.home, control.home.root / "backup", evidence=True)
-    told = "".join(
+    printed = "".join(
         perilune(*words)[1] for words in (("show", "one", "--json"), ("events",), ("secrets", "list"))
     )
-    assert CANARY not in seen + told
+    assert CANARY not in seen + printed
     assert places_of(CANARY, control.home.root) == []
     (control.home.root / "leak.db").unlink(missing_ok=True)
     with tarfile.open(control.home.root / "leak.tar.gz", "w:gz") as tar:
@@ -130,7 +130,7 @@ FORMS = tuple(
         CANARY[::-1],
         CANARY.encode().hex(),
         CANARY.encode().hex().upper(),
-        *(base64.b64encode(b"x" * at + CANARY.encode())[at + 1 : -5] for at in range(3)),
+        *(base64.b64encode(b"x" * start + CANARY.encode())[start + 1 : -5] for start in range(3)),
     )
 )
 
@@ -158,16 +158,16 @@ def test_secret_printed_and_raised_by_task_is_redacted_everywhere(
     *_, last = advance(control, begin(control, [plan]), [plan], poll=0.02)
     assert isinstance(last, StageFailed) and "[JUDGE_KEY]" in last.message
     back_up(control.store, control.home, control.home.root / "backup", evidence=True)
-    told = repr(last)
+    printed = repr(last)
     for words in (
         ("show", "one"), ("show", "one", "--json"), ("explain", "one"), ("events",), ("logs", "one"),
         ("runs",), ("report", "one", "--out", str(control.home.root / "report.html")),
     ):  # fmt: skip
         code, out, err = perilune(*words)
-        told += out + err
+        printed += out + err
         assert code in {0, 1}, (words, err)
     for form in FORMS:
-        assert form not in told
+        assert form not in printed
         assert places_of(form, tmp_path) == []
 
 
@@ -233,7 +233,7 @@ def test_secrets_commands_and_sources(
     code, out, _ = perilune("secrets", "list")
     assert code == 0 and CANARY not in out and "from-elsewhere" not in out
     assert "JUDGE_KEY  keyring perilune  set" in out and "THIRD" in out and "cannot be read" in out
-    assert [one["set"] for one in json.loads(perilune("secrets", "list", "--json")[1])["secrets"]] == [
+    assert [secret["set"] for secret in json.loads(perilune("secrets", "list", "--json")[1])["secrets"]] == [
         True,
         True,
         False,

@@ -132,12 +132,12 @@ def test_lost_attempt_resumes_from_checkpoint_on_its_machine(
     line.restore()
     third = control.home.attempt(run_id, 3)
     wait_for(lambda: observed_state(3) == "succeeded" or has_event(third, "hangs"), "the next attempt")
-    assert [one.state for one in list_attempts(control, run_id)] == ["lost", "lost", "succeeded"]
+    assert [attempt.state for attempt in list_attempts(control, run_id)] == ["lost", "lost", "succeeded"]
     assert control.summary(control.run(run_id))["began_at"] == 2
     whole = carry_out(control, drill_plan(steps=4), name="uninterrupted")[-1]
     assert isinstance(whole, StageFinished)
-    files_of = [read_json(control.directory(control.run(one)) / "artifacts" / "manifest.json")["files"]
-                for one in (run_id, whole.run_id)]  # fmt: skip
+    files_of = [read_json(control.directory(control.run(run)) / "artifacts" / "manifest.json")["files"]
+                for run in (run_id, whole.run_id)]  # fmt: skip
     for name in ("data/total.json", "metrics.jsonl"):
         assert files_of[0][name] == files_of[1][name], name
     wait_for(

@@ -124,8 +124,8 @@ def test_blocked_run_blocks_no_other_run(control: Control) -> None:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
     """For every named point, a home in which a command was killed there, and its exit code."""
     root = tmp_path_factory.mktemp("killed")
-    said, _ = command(root, *POINTS).communicate()
-    return {point: (root / point, status) for point, status in json.loads(said).items()}
+    output, _ = command(root, *POINTS).communicate()
+    return {point: (root / point, status) for point, status in json.loads(output).items()}
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -154,8 +154,8 @@ def test_next_command_recovers_after_kill_at_any_point(
 
 
 def test_reconciler_alone_completes_accepted_run(tmp_path: Path) -> None:
-    said, _ = command(tmp_path, "submit.accepted").communicate()
-    assert json.loads(said) == {"submit.accepted": -9}
+    output, _ = command(tmp_path, "submit.accepted").communicate()
+    assert json.loads(output) == {"submit.accepted": -9}
     control = drill_control(tmp_path / "submit.accepted")
     deadline = time.monotonic() + 60
     while live := control.reconciler.reconcile_all():

@@ -62,7 +62,7 @@ def test_arms_share_equal_stages_and_failed_arm_stops_no_other(
     assert code == 0, err
     plan = json.loads(out)
     assert code == 0 and plan["to_run"] == {"first": 1, "last": 4} and plan["seconds"] is None
-    assert [one["shared"] for one in plan["arms"]] == [0, 1, 1, 1]
+    assert [arm["shared"] for arm in plan["arms"]] == [0, 1, 1, 1]
     assert not runs(control) and not list(control.home.experiments.iterdir())
 
     code, out, err = perilune(*command, "--slots", "2", "--json")
@@ -82,7 +82,7 @@ def test_arms_share_equal_stages_and_failed_arm_stops_no_other(
     plan = json.loads(perilune(*command, "--plan", "--json")[1])
     assert plan["to_run"] == {"last": 1} and plan["seconds"] > 0
     listed = json.loads(perilune("runs", "--json")[1])["runs"]
-    assert ["last.steps=2", "last.fail_at=-1", "seed=0"] in [one["overrides"] for one in listed]
+    assert ["last.steps=2", "last.fail_at=-1", "seed=0"] in [row["overrides"] for row in listed]
     assert "last.steps=2  last.fail_at=-1  seed=0" in perilune("runs")[1]
 
 
@@ -113,11 +113,11 @@ def test_killed_sweep_continues_with_the_same_command(
     code, out, err = perilune(*command)
     assert code == 0, err
     document = json.loads(out)
-    assert [one["figure"]["mean"] for one in document["arms"]] == [3.0, 6.0]  # over seeds 0 and 1
+    assert [arm["figure"]["mean"] for arm in document["arms"]] == [3.0, 6.0]  # over seeds 0 and 1
     assert document["arms"][1]["difference"]["differences"] == [2.0, 4.0]
     assert document["arms"][1]["difference"]["conclusion"] == "too few seeds"
     assert len(runs(control)) == 6 and all(run.current_epoch == 1 for run in runs(control))
-    assert [one.name for one in map(find_sweep, [control] * 2, ["two-1", "two-2"]) if one] == ["two-1"]
+    assert [sweep.name for sweep in map(find_sweep, [control] * 2, ["two-1", "two-2"]) if sweep] == ["two-1"]
     assert perilune("compare", "two-1", "--baseline", "2", "--json")[0] == 0
 
 
@@ -134,11 +134,11 @@ def test_slots_limit_active_arms_and_earlier_arms_finish_first(control: Control,
         states = runner.reconcile()
         most = max(most, sum(run.state == "active" for run in runs(control)))
     assert most == 1 and all(state.succeeded for state in states.values())
-    order = [next(run for run in runs(control) if run.id == one) for one in start_order(control)]
+    order = [next(run for run in runs(control) if run.id == arm) for arm in start_order(control)]
     ends = {
-        one: max(place for place, run in enumerate(order) if run.experiment_id == one) for one in experiments
+        arm: max(rank for rank, run in enumerate(order) if run.experiment_id == arm) for arm in experiments
     }
-    assert sorted(ends, key=lambda one: ends[one]) == experiments
+    assert sorted(ends, key=lambda arm: ends[arm]) == experiments
 
 
 def test_cancel_stops_every_arm(control: Control, tmp_path: Path) -> None:

@@ -111,10 +111,10 @@ def test_each_launcher_works_with_each_placement(
     write(home, f"placement: {where}\n{how}")
     places = Placements(home, Fleet(home, control.store), RetryPolicy())
     template = load_template(home, "box")
-    place = places.build(template)
-    assert place.launcher == launcher
+    placement = places.build(template)
+    assert placement.launcher == launcher
     assert (
-        place.capabilities.is_remote
+        placement.capabilities.is_remote
         == (template.retry_policy().lost_after > 1800)
         == (where + how != "{name: local}")
     )
@@ -144,7 +144,7 @@ def test_templates_commands(perilune: Command, tmp_path: Path) -> None:
     (tmp_path / "home" / "templates" / "box.yaml").write_text("description: far\n" + SSH)
     code, out, _ = perilune("templates", "list", "--json")
     assert code == 0
-    assert [(one["id"], one["placement"]["name"]) for one in json.loads(out)] == [
+    assert [(template["id"], template["placement"]["name"]) for template in json.loads(out)] == [
         ("box", "ssh"),
         ("local", "local"),
     ]

@@ -40,14 +40,14 @@ def legal(table: str) -> set[tuple[str, str]]:
 )
 def test_only_listed_transitions_are_allowed(row: type, states: type, table: str) -> None:
     for before, after in product(states, states):
-        one = row(state=before.value)
+        stored = row(state=before.value)
         if (before.value, after.value) in legal(table):
-            one.state = after.value
-            assert one.state == after.value
+            stored.state = after.value
+            assert stored.state == after.value
         else:
             with pytest.raises(IllegalTransitionError):
-                one.state = after.value
-            assert one.state == before.value
+                stored.state = after.value
+            assert stored.state == before.value
 
 
 def test_terminal_states() -> None:
