@@ -52,11 +52,11 @@ def merged(adapter: Adapter) -> Decoder:
 
 def play(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
     ids = [engine.add(request, stream=False) for request in requests]
-    found: dict[int, tuple[list[int], list[float]]] = {}
+    samples: dict[int, tuple[list[int], list[float]]] = {}
     while engine.unfinished:
         for delta in engine.step():
-            found[delta.request_id] = (delta.token_ids, delta.logprobs)
-    return [found[request_id] for request_id in ids]
+            samples[delta.request_id] = (delta.token_ids, delta.logprobs)
+    return [samples[request_id] for request_id in ids]
 
 
 def request(key: int, adapter: str | None) -> Request:
@@ -82,12 +82,12 @@ def test_engine_applies_each_adapter_only_to_its_own_requests(engine: Engine) ->
         request(4, None),
     ]
     together = play(engine, requests)
-    assert together == [play(engine, [one])[0] for one in requests]  # bitwise equal in any batch
+    assert together == [play(engine, [asked])[0] for asked in requests]  # bitwise equal in any batch
     decoders = {"poet": merged(random_adapter(1)), "clerk": merged(random_adapter(2)), None: make()}
-    for one, (tokens, logprobs) in zip(requests, together, strict=True):
-        (expected,) = Engine(decoders[one.adapter], cache_tokens=2048).score([one.token_ids], [tokens])
+    for asked, (tokens, logprobs) in zip(requests, together, strict=True):
+        (expected,) = Engine(decoders[asked.adapter], cache_tokens=2048).score([asked.token_ids], [tokens])
         np.testing.assert_allclose(logprobs, expected, atol=2e-5)
-        (scored,) = engine.score([one.token_ids], [tokens], adapter=one.adapter)
+        (scored,) = engine.score([asked.token_ids], [tokens], adapter=asked.adapter)
         assert scored.tolist() == logprobs
     assert together[0][1] != engine.score([requests[0].token_ids], [together[0][0]])[0].tolist()
 

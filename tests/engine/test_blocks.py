@@ -25,25 +25,25 @@ def digests(tokens: list[int], root: bytes = b"root") -> list[bytes]:
 def test_random_operations_keep_references_and_free_list_consistent(count: int) -> None:
     rng = random.Random(count)
     pool = BlockPool(count)
-    held: list[Blocks] = []
+    tables: list[Blocks] = []
     for operation in range(50_000):
         kind = rng.random()
         if kind < 0.4 and pool.num_free:
             blocks = pool.allocate(rng.randint(1, min(8, pool.num_free)))
             assert NULL_BLOCK not in blocks
-            held.append(blocks)
-        elif kind < 0.6 and held:
-            blocks = rng.choice(held)
+            tables.append(blocks)
+        elif kind < 0.6 and tables:
+            blocks = rng.choice(tables)
             pool.share(blocks)
-            held.append(blocks)
-        elif held:
-            index = rng.randrange(len(held))
-            held[index], held[-1] = held[-1], held[index]
-            for block in pool.release(held.pop()):
+            tables.append(blocks)
+        elif tables:
+            index = rng.randrange(len(tables))
+            tables[index], tables[-1] = tables[-1], tables[index]
+            for block in pool.release(tables.pop()):
                 pool.free(block)
         if operation % 500 == 0:
             references = np.zeros(count, dtype=np.int64)
-            for blocks in held:
+            for blocks in tables:
                 references[blocks] += 1
             assert np.array_equal(pool.references, references)
             assert sorted(pool._free) == [block for block in range(1, count) if not references[block]]

@@ -28,13 +28,13 @@ def test_gather_returns_stored_keys_and_values_in_order(
     k, v = torch.randn(2, len(tokens), 2, 32)
     cache.store(1, CacheSlots(tables[sequence, position // 16], position % 16, 2), k, v)
     keys, values = cache.gather(1, GatherIndices(tables, 2, 32))
-    at = (sequence * 2)[:, None] + torch.arange(2), position[:, None]
-    for mine, held in ((k, keys[at]), (v, values[at])):
+    index = (sequence * 2)[:, None] + torch.arange(2), position[:, None]
+    for expected, stored in ((k, keys[index]), (v, values[index])):
         if dtype == torch.int8:
-            step = mine.abs().amax(-1, keepdim=True) / 127
-            assert ((held - mine).abs() <= 0.5001 * step).all()
+            step = expected.abs().amax(-1, keepdim=True) / 127
+            assert ((stored - expected).abs() <= 0.5001 * step).all()
         else:
-            assert torch.equal(held, mine.to(dtype))
+            assert torch.equal(stored, expected.to(dtype))
 
 
 def test_copy_moves_blocks_in_all_layers_of_each_pool() -> None:

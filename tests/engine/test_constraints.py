@@ -60,11 +60,11 @@ def request(constraint: Constraint | None, *, seed: int = 0, n: int = 1, **param
 
 def run_requests(engine: Engine, requests: Sequence[Request]) -> dict[tuple[int, int], Delta]:
     """Every sample of every request, keyed by request index and sample index."""
-    places = {engine.add(one, stream=False): place for place, one in enumerate(requests)}
-    found = {}
+    numbers = {engine.add(request, stream=False): number for number, request in enumerate(requests)}
+    samples = {}
     while engine.unfinished:
-        found.update({(places[delta.request_id], delta.sample): delta for delta in engine.step()})
-    return found
+        samples.update({(numbers[delta.request_id], delta.sample): delta for delta in engine.step()})
+    return samples
 
 
 def test_every_sample_of_a_random_model_matches_the_schema() -> None:
@@ -107,8 +107,8 @@ def test_logprobs_are_renormalised_over_allowed_tokens(temperature: float) -> No
 def test_complete_choice_samples_eos_with_probability_1() -> None:
     constraint = constraints().choice(["yes", "no", "don't know"])
     samples = run_requests(Engine(decoder()), [request(constraint, n=32, temperature=1.5)])
-    said = {TOKENIZER.decode(delta.token_ids) for delta in samples.values()}
-    assert said == {"yes", "no", "don't know"}
+    texts = {TOKENIZER.decode(delta.token_ids) for delta in samples.values()}
+    assert texts == {"yes", "no", "don't know"}
     assert all(delta.token_ids[-1] == 1 and delta.logprobs[-1] == 0 for delta in samples.values())
 
 
@@ -117,7 +117,7 @@ def test_greedy_decoding_follows_the_constraint() -> None:
     samples = run_requests(
         Engine(decoder()), [request(constraint, seed=seed, temperature=0) for seed in (1, 2)]
     )
-    first, second = (samples[place, 0].token_ids for place in (0, 1))
+    first, second = (samples[index, 0].token_ids for index in (0, 1))
     assert first == second
     assert re.fullmatch("[01]{12}", TOKENIZER.decode(first))
 
@@ -125,14 +125,14 @@ def test_greedy_decoding_follows_the_constraint() -> None:
 def test_constrained_samples_do_not_depend_on_batch_or_preemption() -> None:
     """A request gives the same samples alone, in a mixed batch, and with preemption in a small cache."""
     made = [constraints().json_schema(PERSON), constraints().regex("[a-z]{40,60}"), None]
-    requests = [request(one, seed=seed, max_tokens=70) for seed in range(4) for one in made]
+    requests = [request(constraint, seed=seed, max_tokens=70) for seed in range(4) for constraint in made]
     together = run_requests(Engine(decoder()), requests)
     crowded = Engine(decoder(), cache_tokens=256)
     preempted = run_requests(crowded, requests)
     assert crowded.counters.preemptions > 0
-    for place, one in enumerate(requests):
-        alone = run_requests(Engine(decoder()), [one])[0, 0]
-        for other in (together[place, 0], preempted[place, 0]):
+    for index, asked in enumerate(requests):
+        alone = run_requests(Engine(decoder()), [asked])[0, 0]
+        for other in (together[index, 0], preempted[index, 0]):
             assert other.token_ids == alone.token_ids
             assert other.finish_reason == alone.finish_reason
             np.testing.assert_allclose(other.logprobs, alone.logprobs, atol=1e-5)
@@ -140,13 +140,13 @@ def test_constrained_samples_do_not_depend_on_batch_or_preemption() -> None:
 
 
 def test_constraint_applies_to_all_samples_of_all_groups() -> None:
-    prompts = [Prompt(TOKENIZER.encode(text), (0, 0, place)) for place, text in enumerate(("a: ", "b: "))]
+    prompts = [Prompt(TOKENIZER.encode(text), (0, 0, index)) for index, text in enumerate(("a: ", "b: "))]
     constraint = constraints().regex("[0-9]{3}")
     groups = Engine(decoder()).sample(prompts, 8, SamplingParams(max_tokens=9), constraint=constraint)
     assert [len(group) for group in groups] == [8, 8]
-    for one in (one for group in groups for one in group):
-        assert one.finish_reason == "stop"
-        assert re.fullmatch("[0-9]{3}", TOKENIZER.decode(one.token_ids))
+    for completion in (completion for group in groups for completion in group):
+        assert completion.finish_reason == "stop"
+        assert re.fullmatch("[0-9]{3}", TOKENIZER.decode(completion.token_ids))
 
 
 def test_constrained_sample_resumes_from_its_tokens() -> None:
@@ -177,17 +177,17 @@ def test_choice_mask_allows_exactly_the_possible_continuations(options: list[str
     """The mask has the next characters of all matching options, and end-of-sequence where an option ends."""
     option = options[choice % len(options)]
     state = constraints().choice(options).start()
-    for place in range(len(option) + 1):
+    for position in range(len(option) + 1):
         mask = np.zeros((1, mask_words(VOCABULARY)), dtype=np.int32)
         state.fill_mask(mask[0])
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-        going_on = [other for other in options if other.startswith(option[:place])]
-        ends = [1] if option[:place] in options else []
-        letters = {TOKENIZER.encode(other[place])[0] for other in going_on if len(other) > place}
+        going_on = [other for other in options if other.startswith(option[:position])]
+        ends = [1] if option[:position] in options else []
+        letters = {TOKENIZER.encode(other[position])[0] for other in going_on if len(other) > position}
         assert allowed == sorted(ends) + sorted(letters)
         assert state.complete == (not letters)
-        if place < len(option):
-            state.advance(TOKENIZER.encode(option[place])[0])
+        if position < len(option):
+            state.advance(TOKENIZER.encode(option[position])[0])
     state.advance(1)
     state.rollback(1 + len(option))
     for token in TOKENIZER.encode(option):
@@ -255,9 +255,9 @@ def test_too_complex_schema_is_rejected_or_fails_its_own_request(
     engine = Engine(decoder(), slots=4)
     neighbour, bad = request(None, n=2, max_tokens=20), request(nested, n=2)
     expected = run_requests(Engine(decoder()), [neighbour])
-    places = {engine.add(neighbour, stream=False): 0, engine.add(bad, stream=False): 1}
-    found = [(places[one.request_id], one) for _ in range(40) for one in engine.step()]
-    assert isinstance(next(one.failure for place, one in found if place == 1), RequestError)
+    numbers = {engine.add(neighbour, stream=False): 0, engine.add(bad, stream=False): 1}
+    deltas = [(numbers[delta.request_id], delta) for _ in range(40) for delta in engine.step()]
+    assert isinstance(next(delta.failure for number, delta in deltas if number == 1), RequestError)
     for index in range(2):
-        said = [one.token_ids for place, one in found if (place, one.sample) == (0, index)]
-        assert said == [expected[0, index].token_ids]
+        ids = [delta.token_ids for number, delta in deltas if (number, delta.sample) == (0, index)]
+        assert ids == [expected[0, index].token_ids]

@@ -59,8 +59,8 @@ def finish(engine: Engine, *ids: int) -> list[Samples]:
 
 
 def run_alone(request: Request) -> Samples:
-    one = engine()
-    return finish(one, one.add(request))[0]
+    llm = engine()
+    return finish(llm, llm.add(request))[0]
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -133,24 +133,24 @@ def test_preemption_does_not_change_samples() -> None:
 @exact
 def test_prefix_cache_hit_does_not_change_samples() -> None:
     request = Request(prompt(70), SamplingParams(20), (3, 0, 0), 3)
-    one = engine()
-    first, *_ = finish(one, one.add(request))
-    assert one.counters.cached_tokens == 0
-    again, *_ = finish(one, one.add(request))
-    assert one.counters.cached_tokens == 64
+    llm = engine()
+    first, *_ = finish(llm, llm.add(request))
+    assert llm.counters.cached_tokens == 0
+    again, *_ = finish(llm, llm.add(request))
+    assert llm.counters.cached_tokens == 64
     assert again == first == run_alone(request)
 
 
 @exact
 @pytest.mark.parametrize("how", ["sample", "in pieces", "whole"])
 def test_prefix_cache_finds_answers_of_earlier_turns(how: str) -> None:
-    one, first = engine(), Request(prompt(20), SamplingParams(30))
+    llm, first = engine(), Request(prompt(20), SamplingParams(30))
     if how == "sample":
-        answer = one.sample([Prompt(first.token_ids, first.key)], 1, first.params)[0][0].token_ids.tolist()
+        answer = llm.sample([Prompt(first.token_ids, first.key)], 1, first.params)[0][0].token_ids.tolist()
     else:
-        (answer, _) = finish(one, one.add(first, stream=how == "in pieces"))[0][0]
+        (answer, _) = finish(llm, llm.add(first, stream=how == "in pieces"))[0][0]
     longer = Request(prompt(20) + answer + [5], SamplingParams(20), (1, 0, 0))
-    deltas = list(one.stream(longer))
+    deltas = list(llm.stream(longer))
     assert deltas[0].cached_tokens == 48
     assert [token for delta in deltas for token in delta.token_ids] == run_alone(longer)[0][0]
 
@@ -168,7 +168,7 @@ def test_penalties_count_tokens_sampled_before_a_resume() -> None:
 def test_chunked_prefill_does_not_change_samples_or_scores() -> None:
     request = Request(prompt(400), SamplingParams(8), n=2)
     whole, pieces = engine(slots=2), engine(slots=2, token_budget=7)
-    expected, found = (finish(one, one.add(request))[0] for one in (whole, pieces))
+    expected, found = (finish(llm, llm.add(request))[0] for llm in (whole, pieces))
     assert pieces.counters.steps > 50 > whole.counters.steps
     assert found == expected
     scored = pieces.score([request.token_ids] * 2, [tokens for tokens, _ in found.values()])
@@ -179,19 +179,19 @@ def test_chunked_prefill_does_not_change_samples_or_scores() -> None:
 @pytest.mark.parametrize("swapped_at", [1, 7, 19])
 def test_weight_update_in_flight_equals_resuming_with_new_weights(swapped_at: int) -> None:
     decoder = make(1)
-    one = Engine(decoder, slots=4, cache_tokens=1024)
+    engine = Engine(decoder, slots=4, cache_tokens=1024)
     request = Request(prompt(21), SamplingParams(20), (5, 6, 7), 2)
-    request_id = one.add(request)
+    request_id = engine.add(request)
     before: Samples = defaultdict(lambda: ([], []))
     for _ in range(swapped_at):
-        for delta in one.step():
+        for delta in engine.step():
             before[delta.sample][0].extend(delta.token_ids)
-    one.update_weights(DECODER.state_dict(), 1)
-    after = finish(one, request_id)[0]
+    engine.update_weights(DECODER.state_dict(), 1)
+    after = finish(engine, request_id)[0]
     for sample in range(2):
-        said = before[sample][0]
+        tokens = before[sample][0]
         anew = Request(
-            request.token_ids + said,
+            request.token_ids + tokens,
             SamplingParams(20 - swapped_at),
             request.key,
             position=swapped_at,
@@ -202,80 +202,80 @@ def test_weight_update_in_flight_equals_resuming_with_new_weights(swapped_at: in
 
 def test_weight_update_without_recompute_feeds_no_prompt_again() -> None:
     decoder = make(1)
-    one = Engine(decoder, slots=4, cache_tokens=1024)
-    one.add(Request(prompt(40), SamplingParams(8), n=2))
+    engine = Engine(decoder, slots=4, cache_tokens=1024)
+    engine.add(Request(prompt(40), SamplingParams(8), n=2))
     for _ in range(3):
-        one.step()
-    fed = one.counters.prompt_tokens
-    one.update_weights(DECODER.state_dict(), 4, recompute=False)
-    versions = [version for delta in one.step() for version in delta.policy_version]
+        engine.step()
+    fed = engine.counters.prompt_tokens
+    engine.update_weights(DECODER.state_dict(), 4, recompute=False)
+    versions = [version for delta in engine.step() for version in delta.policy_version]
     assert versions == [4, 4]
-    assert one.counters.prompt_tokens == fed
-    while one.unfinished:
-        one.step()
-    one.add(Request(prompt(40), SamplingParams(2)))
-    one.step()
-    assert one.counters.cached_tokens == 0  # blocks of the old weights are not reused
+    assert engine.counters.prompt_tokens == fed
+    while engine.unfinished:
+        engine.step()
+    engine.add(Request(prompt(40), SamplingParams(2)))
+    engine.step()
+    assert engine.counters.cached_tokens == 0  # blocks of the old weights are not reused
 
 
 def test_abort_frees_all_blocks_of_a_request() -> None:
-    one = engine(slots=4)
-    ids = [one.add(Request(prompt(30, seed), SamplingParams(40), n=3)) for seed in range(3)]
+    llm = engine(slots=4)
+    ids = [llm.add(Request(prompt(30, seed), SamplingParams(40), n=3)) for seed in range(3)]
     for _ in range(5):
-        one.step()
-    partial = one.abort(ids[0])
+        llm.step()
+    partial = llm.abort(ids[0])
     assert [len(sample.token_ids) for sample in partial] == [5, 5, 5]
     assert {sample.finish_reason for sample in partial} == {"aborted"}
-    assert one.abort(ids[0]) == one.abort(99) == []
+    assert llm.abort(ids[0]) == llm.abort(99) == []
     for request_id in ids[1:]:
-        one.abort(request_id)
-    assert (one.running, one.waiting, one.cache_use, one.unfinished) == (0, 0, 0, False)
-    assert one.step() == []
-    assert not _has_request_state(one)
+        llm.abort(request_id)
+    assert (llm.running, llm.waiting, llm.cache_use, llm.unfinished) == (0, 0, 0, False)
+    assert llm.step() == []
+    assert not _has_request_state(llm)
 
 
 def test_closing_a_stream_aborts_only_its_request() -> None:
-    one = engine()
-    other = one.add(Request(prompt(10), SamplingParams(6), (1, 0, 0)))
-    for delta in one.stream(Request(prompt(8), SamplingParams(30))):
+    llm = engine()
+    other = llm.add(Request(prompt(10), SamplingParams(6), (1, 0, 0)))
+    for delta in llm.stream(Request(prompt(8), SamplingParams(30))):
         assert delta.request_id != other
         break
-    assert one.running == 1
-    assert finish(one, other) == [run_alone(Request(prompt(10), SamplingParams(6), (1, 0, 0)))]
+    assert llm.running == 1
+    assert finish(llm, other) == [run_alone(Request(prompt(10), SamplingParams(6), (1, 0, 0)))]
 
 
 def test_unstreamed_request_returns_whole_samples() -> None:
     request = Request(prompt(10), SamplingParams(12, stop_token_ids=tuple(range(30))), n=4)
-    one = engine()
-    one.add(request, stream=False)
+    llm = engine()
+    llm.add(request, stream=False)
     deltas: list[Delta] = []
-    while one.unfinished:
-        deltas += one.step()
+    while llm.unfinished:
+        deltas += llm.step()
     assert len(deltas) == 4
     assert {delta.sample: (delta.token_ids, delta.logprobs) for delta in deltas} == run_alone(request)
     for delta in deltas:
         assert delta.finish_reason in {"stop", "length"}
-        shown = delta.token_ids[: len(delta.token_ids) - (delta.finish_reason == "stop")]
-        assert delta.text == TOKENIZER.decode(shown)
+        tokens = delta.token_ids[: len(delta.token_ids) - (delta.finish_reason == "stop")]
+        assert delta.text == TOKENIZER.decode(tokens)
 
 
 def test_sample_works_while_requests_are_in_flight() -> None:
     from perilune.engine.request import Prompt
 
-    one = engine()
+    llm = engine()
     request = Request(prompt(10), SamplingParams(20), (1, 0, 0))
-    request_id = one.add(request)
-    groups = one.sample([Prompt(prompt(5), (0, 0, 0))], 2, SamplingParams(5))
+    request_id = llm.add(request)
+    groups = llm.sample([Prompt(prompt(5), (0, 0, 0))], 2, SamplingParams(5))
     assert [len(sample.token_ids) for sample in groups[0]] == [5, 5]
-    assert finish(one, request_id) == [run_alone(request)]
+    assert finish(llm, request_id) == [run_alone(request)]
 
 
 def test_deltas_have_raw_logprobs_and_top_logprobs() -> None:
     params = SamplingParams(10, temperature=0.5, top_k=4, raw_logprobs=True, top_logprobs=2)
-    one = engine()
+    llm = engine()
     request = Request(prompt(10), params)
     tokens, logprobs, raw = [], [], []
-    for delta in one.stream(request):
+    for delta in llm.stream(request):
         tokens += delta.token_ids
         logprobs += delta.logprobs
         assert delta.raw_logprobs is not None
@@ -286,7 +286,7 @@ def test_deltas_have_raw_logprobs_and_top_logprobs() -> None:
             assert best[0][1] >= best[1][1]
             assert best[0][1] >= logprob - 1e-5
             assert dict(best).get(token, logprob) == pytest.approx(logprob, abs=1e-5)
-    (scored,) = one.score([request.token_ids], [tokens])
+    (scored,) = llm.score([request.token_ids], [tokens])
     np.testing.assert_allclose(raw, scored, atol=1e-6)
     assert all(
         a > b for a, b in zip(logprobs, raw, strict=True)
@@ -295,19 +295,19 @@ def test_deltas_have_raw_logprobs_and_top_logprobs() -> None:
 
 def test_engine_works_after_weights_with_nan_are_replaced() -> None:
     decoder = make()
-    one = Engine(decoder, slots=4, cache_tokens=1024)
+    engine = Engine(decoder, slots=4, cache_tokens=1024)
     state = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
-    one.add(Request(prompt(40), SamplingParams(8), n=3))
-    one.step()
+    engine.add(Request(prompt(40), SamplingParams(8), n=3))
+    engine.step()
     with torch.no_grad():
         decoder.model.layers[0].self_attn.v_proj.weight.fill_(torch.nan)
-    one.update_weights(None, 1)
-    (delta,) = one.step()
+    engine.update_weights(None, 1)
+    (delta,) = engine.step()
     assert (delta.finish_reason, "not finite" in str(delta.failure)) == ("aborted", True)
-    assert (one.running, one.cache_use, one.unfinished) == (0, 0, False)
-    one.update_weights(state, 2)
+    assert (engine.running, engine.cache_use, engine.unfinished) == (0, 0, False)
+    engine.update_weights(state, 2)
     request = Request(prompt(30), SamplingParams(8))
-    assert finish(one, one.add(request)) == [run_alone(request)]
+    assert finish(engine, engine.add(request)) == [run_alone(request)]
 
 
 @pytest.mark.parametrize(
@@ -321,10 +321,10 @@ def test_engine_works_after_weights_with_nan_are_replaced() -> None:
     ],
 )
 def test_add_rejects_impossible_requests(request_: Request, message: str) -> None:
-    one = Engine(DECODER, slots=2, cache_tokens=64)
+    engine = Engine(DECODER, slots=2, cache_tokens=64)
     with pytest.raises(RequestError, match=message):
-        one.add(request_)
-    assert not one.unfinished
+        engine.add(request_)
+    assert not engine.unfinished
 
 
 def test_completion_has_raw_logprobs_and_top_logprobs() -> None:
@@ -332,12 +332,12 @@ def test_completion_has_raw_logprobs_and_top_logprobs() -> None:
 
     params = SamplingParams(6, raw_logprobs=True, top_logprobs=1)
     (group,) = engine().sample([Prompt(prompt(5), (0, 0, 0))], 2, params)
-    for one in group:
-        assert isinstance(one, Completion)
-        assert one.raw_logprobs is not None
-        np.testing.assert_allclose(one.raw_logprobs, one.logprobs, atol=1e-6)
-        assert one.top_logprobs is not None
-        assert len(one.top_logprobs) == 6
+    for completion in group:
+        assert isinstance(completion, Completion)
+        assert completion.raw_logprobs is not None
+        np.testing.assert_allclose(completion.raw_logprobs, completion.logprobs, atol=1e-6)
+        assert completion.top_logprobs is not None
+        assert len(completion.top_logprobs) == 6
 
 
 WINDOWS = {
@@ -376,7 +376,7 @@ def test_sliding_window_caching_does_not_change_samples_or_scores(config: Decode
         answers = [tokens for tokens, _ in samples.values()]
         for scoring in (roomy, made(cache_tokens=208, token_budget=48, score_tokens=64, slots=1)):
             scored = scoring.score([prompt(130, seed)] * 2, answers)
-            assert [one.tolist() for one in scored] == [logprobs for _, logprobs in samples.values()]
+            assert [scores.tolist() for scores in scored] == [logprobs for _, logprobs in samples.values()]
         for tokens, logprobs in samples.values():
             assert learner_logprobs(decoder, prompt(130, seed), tokens) == logprobs
 
@@ -395,13 +395,13 @@ def test_score_computes_logits_of_long_answers_in_chunks(monkeypatch: pytest.Mon
     asked = [prompt(40), prompt(5, 1), prompt(9, 2)], [prompt(100, 3), prompt(7, 4), []]
     expected = engine().score(*asked)
     monkeypatch.setattr("perilune.engine.engine.MAX_LOGITS", CONFIG.vocab_size * 12)
-    one = engine()
-    run, rows = one._runner.run, []
-    monkeypatch.setattr(one._runner, "run", lambda batch: rows.append(len(batch.logit_rows)) or run(batch))
-    assert [scores.tolist() for scores in one.score(*asked)] == [scores.tolist() for scores in expected]
+    llm = engine()
+    run, rows = llm._runner.run, []
+    monkeypatch.setattr(llm._runner, "run", lambda batch: rows.append(len(batch.logit_rows)) or run(batch))
+    assert [scores.tolist() for scores in llm.score(*asked)] == [scores.tolist() for scores in expected]
     assert max(rows) <= 12
     assert sum(rows) == 107
-    assert one.cache_use == 0
+    assert llm.cache_use == 0
 
 
 def test_score_rejects_tokens_outside_the_vocabulary() -> None:
@@ -412,16 +412,16 @@ def test_score_rejects_tokens_outside_the_vocabulary() -> None:
 def test_sliding_window_bounds_the_blocks_in_use() -> None:
     decoder = Decoder(WINDOWS["gemma3_text"])
     decoder.initialize(0)
-    one = Engine(decoder, slots=4, cache_tokens=4096)
-    one.add(Request(prompt(130), SamplingParams(350), n=4))
+    engine = Engine(decoder, slots=4, cache_tokens=4096)
+    engine.add(Request(prompt(130), SamplingParams(350), n=4))
     used = []
-    while one.unfinished:
-        one.step()
-        used.append([pool.num_used for pool in one._pools.pools])
+    while engine.unfinished:
+        engine.step()
+        used.append([pool.num_used for pool in engine._pools.pools])
     whole, of_window = np.array(used)[1:].max(axis=0)  # without the first step, which feeds the whole prompt
     assert of_window <= 4 * max_blocks_touched(40)
     assert whole >= 4 * (480 - 130) // 16
-    assert one._runner.cache.keys[0].shape[0] == window_blocks(40, 257, slots=4) < 257 + 40
+    assert engine._runner.cache.keys[0].shape[0] == window_blocks(40, 257, slots=4) < 257 + 40
 
 
 @exact

@@ -39,9 +39,9 @@ def prompts(lengths: Sequence[int], seed: int = 0, step: int = 0) -> list[Prompt
 
 def flat(groups: list[list[Completion]]) -> list[tuple[list[int], list[float], str]]:
     return [
-        (one.token_ids.tolist(), one.logprobs.tolist(), one.finish_reason)
+        (completion.token_ids.tolist(), completion.logprobs.tolist(), completion.finish_reason)
         for group in groups
-        for one in group
+        for completion in group
     ]
 
 
@@ -58,37 +58,37 @@ def test_sample_returns_expected_shapes_dtypes_and_finish_reasons() -> None:
     groups = Engine(DECODER).sample(prompts([3, 9, 1, 5]), 6, params)
     assert [len(group) for group in groups] == [6] * 4
     reasons = set()
-    for one in (one for group in groups for one in group):
-        length = len(one.token_ids)
+    for completion in (completion for group in groups for completion in group):
+        length = len(completion.token_ids)
         assert 1 <= length <= 20
-        assert (one.token_ids.dtype, one.logprobs.dtype) == (np.int32, np.float32)
-        assert one.policy_version.tolist() == [0] * length
-        assert not np.isin(one.token_ids[:-1], STOP).any()
-        stopped = int(one.token_ids[-1]) in STOP
-        assert one.finish_reason == ("stop" if stopped else "length")
+        assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
+        assert completion.policy_version.tolist() == [0] * length
+        assert not np.isin(completion.token_ids[:-1], STOP).any()
+        stopped = int(completion.token_ids[-1]) in STOP
+        assert completion.finish_reason == ("stop" if stopped else "length")
         assert stopped or length == 20
-        reasons.add(one.finish_reason)
+        reasons.add(completion.finish_reason)
     assert reasons == {"stop", "length"}
-    assert len({tuple(one.token_ids) for one in groups[0]}) > 1
+    assert len({tuple(completion.token_ids) for completion in groups[0]}) > 1
 
 
 @pytest.mark.parametrize("more", [{}, {"top_logprobs": 110}, {"temperature": 0.0, "min_p": 0.01}], ids=str)
 def test_limit_tokens_excludes_padding_rows_of_the_embedding(more: dict[str, Any]) -> None:
     params = SamplingParams(**{"max_tokens": 12, "temperature": 9.0} | more)
     asked = prompts([3, 9])
-    assert {int(t) for group in Engine(DECODER).sample(asked, 20, SamplingParams(12, 9.0)) for one in group
-            for t in one.token_ids} & set(range(50, 98))  # fmt: skip
+    assert {int(t) for group in Engine(DECODER).sample(asked, 20, SamplingParams(12, 9.0)) for sample in group
+            for t in sample.token_ids} & set(range(50, 98))  # fmt: skip
     engine = Engine(DECODER)
     engine.limit_tokens(50)
     groups = engine.sample(asked, 20, params)
-    for prompt, (one, *_) in zip(asked, groups, strict=True):
-        ids = torch.tensor([*prompt.token_ids, *one.token_ids])
+    for prompt, (completion, *_) in zip(asked, groups, strict=True):
+        ids = torch.tensor([*prompt.token_ids, *completion.token_ids])
         hidden = DECODER(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
         logits = DECODER.logits(hidden[-13:-1])[:, :50]
         expected = log_distribution(logits, params.temperature)[torch.arange(12), ids[-12:]]
-        assert one.logprobs == pytest.approx(expected.detach().numpy(), abs=1e-5) or "min_p" in more
-    assert all(one.token_ids.max() < 50 for group in groups for one in group)
-    likely = [token for group in groups for one in group for at in one.top_logprobs or () for token, _ in at]
+        assert completion.logprobs == pytest.approx(expected.detach().numpy(), abs=1e-5) or "min_p" in more
+    assert all(completion.token_ids.max() < 50 for group in groups for completion in group)
+    likely = [token for group in groups for c in group for row in c.top_logprobs or () for token, _ in row]
     assert set(likely) <= set(range(50)) and bool(likely) == ("top_logprobs" in more)
 
 
@@ -125,8 +125,8 @@ def test_tokens_equal_those_of_a_loop_without_cache(temperature: float) -> None:
     asked = prompts([4, 11], seed=2**63, step=5)
     groups = Engine(DECODER).sample(asked, 3, params)
     for prompt, group in zip(asked, groups, strict=True):
-        for sample, one in enumerate(group):
-            assert one.token_ids.tolist() == sample_without_cache(prompt, sample, params)
+        for sample, completion in enumerate(group):
+            assert completion.token_ids.tolist() == sample_without_cache(prompt, sample, params)
 
 
 @exact
@@ -183,12 +183,12 @@ def test_logprobs_are_bitwise_equal_to_the_learners(model: str, temperature: flo
     params = SamplingParams(max_tokens=64, temperature=temperature, stop_token_ids=STOP)
     asked = prompts([2, 30, 7])
     groups = Engine(decoder, slots=8).sample(asked, 4, params)
-    samples = [(p, one) for p, group in zip(asked, groups, strict=True) for one in group]
+    samples = [(p, completion) for p, group in zip(asked, groups, strict=True) for completion in group]
     scored = Engine(decoder).score(
-        [p.token_ids for p, _ in samples], [one.token_ids for _, one in samples], temperature
+        [p.token_ids for p, _ in samples], [completion.token_ids for _, completion in samples], temperature
     )
-    for (_, one), again in zip(samples, scored, strict=True):
-        assert np.array_equal(one.logprobs, again)
+    for (_, completion), again in zip(samples, scored, strict=True):
+        assert np.array_equal(completion.logprobs, again)
     # As the learner computes them: prompts and completions packed, the prompt shared, with gradients.
     ids = [torch.tensor(p.token_ids) for p in asked] + [
         torch.from_numpy(o.token_ids).long() for _, o in samples
@@ -199,12 +199,12 @@ def test_logprobs_are_bitwise_equal_to_the_learners(model: str, temperature: flo
     positions = torch.cat([torch.arange(len(x)) + start for x, start in zip(ids, starts, strict=True)])
     hidden = decoder(torch.cat(ids), positions, PackedAttention(cu_seqlens, prefix_of))
     assert hidden.requires_grad
-    for index, (_, one) in enumerate(samples):
-        begin, length = int(cu_seqlens[3 + index]), len(one.token_ids)
+    for index, (_, completion) in enumerate(samples):
+        begin, length = int(cu_seqlens[3 + index]), len(completion.token_ids)
         last = int(cu_seqlens[int(prefix_of[3 + index]) + 1]) - 1
         rows = torch.tensor([last, *range(begin, begin + length - 1)])
         logprobs, _ = token_logprobs(decoder.logits(hidden[rows]), ids[3 + index], temperature)
-        assert np.array_equal(logprobs.detach().numpy(), one.logprobs)
+        assert np.array_equal(logprobs.detach().numpy(), completion.logprobs)
 
 
 @exact
@@ -222,9 +222,9 @@ def test_sampled_and_scored_logprobs_of_long_contexts_are_equal() -> None:
     asked = prompts([180, 700])
     groups = Engine(decoder).sample(asked, 2, SamplingParams(max_tokens=40))
     for prompt, group in zip(asked, groups, strict=True):
-        for one in group:
-            (scored,) = Engine(decoder).score([prompt.token_ids], [one.token_ids])
-            assert np.array_equal(one.logprobs, scored)
+        for completion in group:
+            (scored,) = Engine(decoder).score([prompt.token_ids], [completion.token_ids])
+            assert np.array_equal(completion.logprobs, scored)
 
 
 def test_bfloat16_logprobs_agree_with_scores_within_rounding() -> None:
@@ -232,9 +232,9 @@ def test_bfloat16_logprobs_agree_with_scores_within_rounding() -> None:
     asked = prompts([5, 8])
     groups = Engine(decoder).sample(asked, 4, SamplingParams(max_tokens=20))
     for prompt, group in zip(asked, groups, strict=True):
-        scored = Engine(decoder).score([prompt.token_ids] * 4, [one.token_ids for one in group])
-        for one, again in zip(group, scored, strict=True):
-            np.testing.assert_allclose(one.logprobs, again, atol=0.15)
+        scored = Engine(decoder).score([prompt.token_ids] * 4, [completion.token_ids for completion in group])
+        for completion, again in zip(group, scored, strict=True):
+            np.testing.assert_allclose(completion.logprobs, again, atol=0.15)
 
 
 def test_score_does_not_depend_on_the_batch_size() -> None:
@@ -257,8 +257,8 @@ def test_prompt_logprobs_returns_the_top_tokens_of_each_position() -> None:
     expected = Engine(DECODER).score([text[:1] for text in texts], [text[1:] for text in texts])
     for budget in (4096, 10):  # in one batch and in several batches
         pieces = Engine(DECODER, score_tokens=budget).prompt_logprobs(texts, top=3)
-        found = [one for batch in pieces for one in batch]
-        for text, scores, (logprobs, likely) in zip(texts, expected, found, strict=True):
+        results = [result for batch in pieces for result in batch]
+        for text, scores, (logprobs, likely) in zip(texts, expected, results, strict=True):
             np.testing.assert_allclose(logprobs, scores, atol=1e-6)
             ids = torch.tensor(text)
             hidden = DECODER(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
@@ -300,7 +300,7 @@ def test_policy_version_of_each_token_follows_weight_updates_in_flight() -> None
             engine.update_weights(None, 1)
 
     groups = engine.sample(prompts([4, 4]), 2, SamplingParams(max_tokens=9), progress)
-    assert all(one.policy_version.tolist() == [0] * 4 + [1] * 5 for group in groups for one in group)
+    assert all(sample.policy_version.tolist() == [0] * 4 + [1] * 5 for group in groups for sample in group)
     assert calls[0] == (0, 4)
     assert calls[-1] == (4, 4)
 
@@ -324,7 +324,7 @@ def test_finished_samples_use_no_further_decode_rows(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(engine._runner, "run", count)
     groups = engine.sample(prompts([4] * 8), 8, SamplingParams(50, stop_token_ids=STOP))
-    sampled = sum(len(one.token_ids) for group in groups for one in group)
+    sampled = sum(len(completion.token_ids) for group in groups for completion in group)
     assert sum(rows) == sampled - 64  # every token except the last of a sample is fed once
     assert len(rows) < 64 * 50 / 16
 
@@ -388,6 +388,6 @@ def test_sampled_and_scored_logprobs_agree_on_a_gpu() -> None:
     asked = prompts([5, 8])
     groups = Engine(decoder).sample(asked, 4, SamplingParams(max_tokens=20, stop_token_ids=STOP))
     for prompt, group in zip(asked, groups, strict=True):
-        scored = Engine(decoder).score([prompt.token_ids] * 4, [one.token_ids for one in group])
-        for one, again in zip(group, scored, strict=True):
-            np.testing.assert_allclose(one.logprobs, again, atol=1e-3)
+        scored = Engine(decoder).score([prompt.token_ids] * 4, [completion.token_ids for completion in group])
+        for completion, again in zip(group, scored, strict=True):
+            np.testing.assert_allclose(completion.logprobs, again, atol=1e-3)

@@ -124,13 +124,13 @@ def test_any_sampling_options_are_rejected_or_served_in_isolation(options: dict[
         strange = engine.add(Request([5, 6], SamplingParams(**options), (1, 0, 0)))
     samples, failed = finish(engine)
     assert not failed
-    assert {place: tokens[1:] for place, (tokens, _) in EXPECTED.items()} == {
-        place: said for place, (said, _) in samples[neighbour].items()
+    assert {sample: tokens[1:] for sample, (tokens, _) in EXPECTED.items()} == {
+        sample: tokens for sample, (tokens, _) in samples[neighbour].items()
     }
     if strange is not None:
-        said, logprobs = samples[strange][0]
-        assert 1 <= len(said) <= options["max_tokens"]
-        assert all(0 <= token < V for token in said)
+        tokens, logprobs = samples[strange][0]
+        assert 1 <= len(tokens) <= options["max_tokens"]
+        assert all(0 <= token < V for token in tokens)
         assert all(-np.inf < logprob <= 0 for logprob in logprobs)
 
 
@@ -209,8 +209,8 @@ def test_non_finite_logits_fail_only_their_own_request(options: dict[str, Any]) 
     assert list(failed) == [bad]
     assert "not finite" in str(failed[bad].failure)
     assert samples[late] == EXPECTED
-    assert {place: said for place, (said, _) in samples[early].items()} == {
-        place: said[1:] for place, (said, _) in EXPECTED.items()
+    assert {sample: tokens for sample, (tokens, _) in samples[early].items()} == {
+        sample: tokens[1:] for sample, (tokens, _) in EXPECTED.items()
     }
     assert engine.cache_use == 0
 

@@ -73,11 +73,11 @@ def play(
     engine: Engine, moves: list[tuple[str, int]]
 ) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
     """Tokens and log-probs of every sample after the engine has executed `moves`."""
-    found: dict[tuple[int, int], tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
+    samples: dict[tuple[int, int], tuple[list[int], list[float]]] = defaultdict(lambda: ([], []))
 
     def step() -> None:
         for delta in engine.step():
-            tokens, logprobs = found[delta.request_id, delta.sample]
+            tokens, logprobs = samples[delta.request_id, delta.sample]
             tokens += delta.token_ids
             logprobs += delta.logprobs
 
@@ -95,7 +95,7 @@ def play(
                 step()
     while engine.unfinished:
         step()
-    return dict(found)
+    return dict(samples)
 
 
 moves = st.lists(
@@ -136,9 +136,9 @@ class RecordedGraph:
             if isinstance(out, Tensor) and again.data_ptr() != out.data_ptr():
                 out.copy_(again)
             elif isinstance(out, list | tuple):
-                for held, one in zip(out, again, strict=True):
-                    if held.data_ptr() != one.data_ptr():
-                        held.copy_(one)
+                for target, source in zip(out, again, strict=True):
+                    if target.data_ptr() != source.data_ptr():
+                        target.copy_(source)
 
 
 class Recording(TorchDispatchMode):
@@ -206,25 +206,25 @@ def test_adapters_are_exact_when_replaced_and_after_weight_updates() -> None:
         engine.add(Request(text, SamplingParams(30), key, 2))
         deltas = []
         while engine.unfinished:
-            deltas += [(one.request_id - first, one.sample, one.token_ids) for one in engine.step()]
+            deltas += [(delta.request_id - first, delta.sample, delta.token_ids) for delta in engine.step()]
         return deltas
 
-    found = []
+    deltas = []
     for runner in (TorchRunner, graphed):
         engine = Engine(make(TINY), runner=runner, slots=8, cache_tokens=2048)
         plain = engine.sample([Prompt(text, key)], 2, params)[0]
         for index in range(2):  # the second replaces the first and must not add to it
             engine.add_adapter("own", Adapter(pairs, 1.0 + index))
-        found.append(adapted(engine))
+        deltas.append(adapted(engine))
         again = engine.sample([Prompt(text, key)], 2, params)[0]
-        assert [one.token_ids.tolist() for one in again] == [one.token_ids.tolist() for one in plain]
+        assert [reply.token_ids.tolist() for reply in again] == [reply.token_ids.tolist() for reply in plain]
 
         engine.update_weights(make(TINY, seed=7).state_dict(), 1)  # the weights below the adapters
         fresh = Engine(make(TINY, seed=7), runner=runner, slots=8, cache_tokens=2048)
         fresh.add_adapter("own", Adapter(pairs, 2.0))
-        assert adapted(engine) == adapted(fresh) != found[0]
-    assert found[0] == found[1]
-    by_request = [[tokens for request, _, tokens in found[0] if request == index] for index in (0, 1)]
+        assert adapted(engine) == adapted(fresh) != deltas[0]
+    assert deltas[0] == deltas[1]
+    by_request = [[tokens for request, _, tokens in deltas[0] if request == index] for index in (0, 1)]
     assert by_request[0] != by_request[1][: len(by_request[0])]
 
 

@@ -56,8 +56,8 @@ def converse(one: Engine) -> list[Completion]:
 
 def same(left: list[Completion], right: list[Completion]) -> bool:
     return all(
-        np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
-        for one, other in zip(left, right, strict=True)
+        np.array_equal(a.token_ids, b.token_ids) and np.array_equal(a.logprobs, b.logprobs)
+        for a, b in zip(left, right, strict=True)
     )
 
 
@@ -105,59 +105,59 @@ def test_offloading_restores_routes_with_their_blocks() -> None:
 def test_damaged_offloaded_block_is_recomputed(disk: int) -> None:
     model = decoder("full")
     answers = converse(engine(model, None))
-    one = engine(model, OffloadSettings(0 if disk else 1 << 24, disk, always=True))
-    converse(one)
-    store = one._offload
+    with_store = engine(model, OffloadSettings(0 if disk else 1 << 24, disk, always=True))
+    converse(with_store)
+    store = with_store._offload
     assert store is not None
-    for held in store._stored.values():
-        if held.content is None:
-            held.checksum ^= 1
+    for block in store._stored.values():
+        if block.content is None:
+            block.checksum ^= 1
         else:
-            held.content[3] ^= 1
-    assert same(converse(one), answers)
-    assert one.offloaded.corrupt > 0
+            block.content[3] ^= 1
+    assert same(converse(with_store), answers)
+    assert with_store.offloaded.corrupt > 0
 
 
 def test_full_disk_loses_only_offloaded_blocks(tmp_path: Path) -> None:
     model = decoder("full")
     answers = converse(engine(model, None))
-    one = engine(model, OffloadSettings(0, 1 << 24, tmp_path, always=True))
+    with_store = engine(model, OffloadSettings(0, 1 << 24, tmp_path, always=True))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
-        assert same(converse(one), answers)
+        assert same(converse(with_store), answers)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    store = one._offload
+    store = with_store._offload
     assert store is not None
     assert store.disk_failure
-    assert one.offloaded.disk_failures == 1
+    assert with_store.offloaded.disk_failures == 1
     assert 0 < store.disk_bytes <= 100_000
     assert list(tmp_path.iterdir()) == []  # the file is unlinked while open
 
 
 def test_weight_update_empties_the_offload_store() -> None:
     model = decoder("full")
-    one = engine(model, OffloadSettings(1 << 24, always=True))
-    converse(one)
+    with_store = engine(model, OffloadSettings(1 << 24, always=True))
+    converse(with_store)
     model.initialize(1)
-    one.update_weights(None, 1)
-    store = one._offload
+    with_store.update_weights(None, 1)
+    store = with_store._offload
     assert store is not None
     assert store.memory_bytes == 0
-    assert same(converse(one), converse(engine(model, None)))
+    assert same(converse(with_store), converse(engine(model, None)))
 
 
 def test_blocks_are_recomputed_when_that_is_faster_than_loading() -> None:
     model = decoder("full")
-    one = engine(model, OffloadSettings(1 << 24))
-    store = one._offload
+    with_store = engine(model, OffloadSettings(1 << 24))
+    store = with_store._offload
     assert store is not None
     store.compute_seconds, store.load_seconds = 1e-6, 1.0
     store.record_compute_time = lambda tokens, decodes, seconds: None  # type: ignore[method-assign]
-    converse(one)
-    assert one.offloaded.refused > 0
-    assert one.offloaded.loaded_from_memory == 0
+    converse(with_store)
+    assert with_store.offloaded.refused > 0
+    assert with_store.offloaded.loaded_from_memory == 0
 
 
 def test_offload_rejects_runner_without_paged_cache() -> None:

@@ -67,9 +67,9 @@ def sampled(engine: Engine, temperature: float = 1.0, tokens: int = 40) -> list[
 def gap(completions: list[Completion], judge: Engine) -> float:
     """The largest difference between reported log-probs and those of `judge`, in nats."""
     prompts = [prompt.token_ids for prompt in PROMPTS for _ in range(2)]
-    scores = judge.score(prompts, [list(one.token_ids) for one in completions])
+    scores = judge.score(prompts, [list(completion.token_ids) for completion in completions])
     pairs = zip(scores, completions, strict=True)
-    return float(max(np.abs(score - np.array(one.logprobs)).max() for score, one in pairs))
+    return float(max(np.abs(score - np.array(completion.logprobs)).max() for score, completion in pairs))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -78,7 +78,7 @@ def test_openvino_tokens_and_logprobs_agree_with_native_engine(name: str) -> Non
     other, ours = engine(decoder, OpenVino()), engine(decoder)
     for temperature in (0.0, 1.0):
         found, expected = sampled(other, temperature), sampled(ours, temperature)
-        assert [one.token_ids.tolist() for one in found] == [one.token_ids.tolist() for one in expected]
+        assert [c.token_ids.tolist() for c in found] == [c.token_ids.tolist() for c in expected]
     assert 0 < gap(found, ours) < 1e-4
     assert gap(found, other) < 1e-4  # scoring computes whole sequences at once
     assert other.counters.cached_tokens == 32 + 64  # hits of the second round, in blocks of 32
@@ -100,8 +100,8 @@ def test_openvino_weight_updates_take_effect_without_memory_growth() -> None:
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.zero_()  # training after an update does not change its version
-    assert [one.token_ids.tolist() for one in sampled(other, tokens=4)] == [
-        one.token_ids.tolist() for one in found
+    assert [completion.token_ids.tolist() for completion in sampled(other, tokens=4)] == [
+        completion.token_ids.tolist() for completion in found
     ]
 
 

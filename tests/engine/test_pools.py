@@ -105,8 +105,8 @@ def check(pools: BlockPools, samples: list[tuple[int, Blocks, int]]) -> None:
     for index, pool in enumerate(pools.pools):
         references = np.zeros(pool.count, dtype=np.int64)
         for _, table, _ in samples:
-            held = table[index][table[index] != NULL_BLOCK]
-            references[held] += 1
+            blocks = table[index][table[index] != NULL_BLOCK]
+            references[blocks] += 1
         assert np.array_equal(pool.references, references)
         assert pool.num_used == (references > 0).sum()
         holders = pools.tree._node_of_block[index]

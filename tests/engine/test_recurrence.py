@@ -38,7 +38,7 @@ def prompts(*lengths: int, shared: int = 0) -> list[Prompt]:
 
 def samples(engine: Engine, of: list[Prompt], n: int = 3) -> list[Any]:
     out = engine.sample(of, n, SamplingParams(max_tokens=30))
-    return [(one.token_ids.tolist(), one.logprobs.tolist()) for group in out for one in group]
+    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for group in out for sample in group]
 
 
 def test_chunks_preemption_and_forks_do_not_change_samples(decoder: Decoder) -> None:
@@ -51,9 +51,9 @@ def test_chunks_preemption_and_forks_do_not_change_samples(decoder: Decoder) -> 
 
 def test_recurrent_state_is_reused_at_a_block_boundary(decoder: Decoder) -> None:
     of = prompts(7, 20, shared=70)
-    alone = [samples(Engine(decoder, slots=4), [one], 2) for one in of]
+    alone = [samples(Engine(decoder, slots=4), [prompt], 2) for prompt in of]
     engine = Engine(decoder, slots=4)
-    assert [samples(engine, [one], 2) for one in of] == alone
+    assert [samples(engine, [prompt], 2) for prompt in of] == alone
     assert engine.counters.cached_tokens == 64
     scored = engine.score([of[0].token_ids], [alone[0][0][0]])
     np.testing.assert_array_equal(scored[0], np.array(alone[0][0][1], dtype=np.float32))
@@ -61,11 +61,11 @@ def test_recurrent_state_is_reused_at_a_block_boundary(decoder: Decoder) -> None
 
 def test_evicted_recurrent_state_is_loaded_from_offload_store(decoder: Decoder) -> None:
     of = prompts(40, 41, 42)
-    expected = [samples(Engine(decoder, slots=2), [one], 1) for one in of]
+    expected = [samples(Engine(decoder, slots=2), [prompt], 1) for prompt in of]
     engine = Engine(decoder, slots=2, cache_tokens=128)
     engine.offload(OffloadSettings(1 << 24, always=True))
     for _ in range(2):
-        assert [samples(engine, [one], 1) for one in of] == expected
+        assert [samples(engine, [prompt], 1) for prompt in of] == expected
     assert engine.offloaded.loaded_from_memory
 
 
@@ -117,8 +117,8 @@ def test_packed_scan_equals_the_gated_delta_rule(dtype: torch.dtype, most: float
     )
     torch.testing.assert_close(out, expected, rtol=most, atol=most)
     factors = torch.randn_like(out)
-    ours, theirs = (torch.autograd.grad((y * factors).sum(), inputs) for y in (out, expected))
-    torch.testing.assert_close(ours, theirs, rtol=most, atol=10 * most)
+    grads, wanted = (torch.autograd.grad((y * factors).sum(), inputs) for y in (out, expected))
+    torch.testing.assert_close(grads, wanted, rtol=most, atol=10 * most)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["C", "torch"])
@@ -133,19 +133,19 @@ def test_convolve_equals_causal_conv1d(dtype: torch.dtype) -> None:
     expected = F.silu(F.conv1d(rows, weight[:, None], groups=300))[0].t()
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     factors = torch.randn_like(out)
-    ours, theirs = (torch.autograd.grad((y * factors).sum(), (x, weight)) for y in (out, expected))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    grads, wanted = (torch.autograd.grad((y * factors).sum(), (x, weight)) for y in (out, expected))
+    torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
 def test_shared_prompt_completions_are_bitwise_equal_to_separate_sequences(decoder: Decoder) -> None:
     prompt, answers = torch.randint(98, (37,)), [torch.randint(98, (n,)) for n in (21, 3)]
     tokens = torch.cat([prompt, *answers])
-    at = torch.cat([torch.arange(37), 37 + torch.arange(21), 30 + torch.arange(3)])
+    positions = torch.cat([torch.arange(37), 37 + torch.arange(21), 30 + torch.arange(3)])
     packed = PackedAttention(
         torch.tensor([0, 37, 58, 61]), torch.tensor([-1, 0, 0]), torch.tensor([0, 37, 30])
     )
-    shared = decoder(tokens, at, packed)
+    shared = decoder(tokens, positions, packed)
     for answer, length, rows in zip(answers, (37, 30), (slice(37, 58), slice(58, 61)), strict=True):
         alone = torch.cat([prompt[:length], answer])
         bounds = torch.tensor([0, len(alone)])

@@ -113,11 +113,11 @@ def test_completions_of_vllm_sglang_and_llamacpp_are_read(
     with scripted(owner, reply) as server, RemoteEngine(server.url + "/v1/", token=TOKEN) as engine:
         groups = engine.sample([PROMPT] * 5, n, PLAIN)
     assert [len(group) for group in groups] == [n] * 5
-    for one in (one for group in groups for one in group):
-        assert (one.token_ids.dtype, one.token_ids.tolist()) == (np.int32, [9, 2])
-        assert (one.logprobs.dtype, one.logprobs.tolist()) == (np.float32, [-0.5, -0.25])
-        assert one.policy_version.tolist() == [0, 0]
-        assert (one.finish_reason, one.text) == ("stop", "ab")
+    for completion in (completion for group in groups for completion in group):
+        assert (completion.token_ids.dtype, completion.token_ids.tolist()) == (np.int32, [9, 2])
+        assert (completion.logprobs.dtype, completion.logprobs.tolist()) == (np.float32, [-0.5, -0.25])
+        assert completion.policy_version.tolist() == [0, 0]
+        assert (completion.finish_reason, completion.text) == ("stop", "ab")
     assert {authorization for _, _, authorization in server.asked} == {f"Bearer {TOKEN}"}
 
 
@@ -244,8 +244,8 @@ def test_busy_server_is_retried_after_the_requested_delay(waits: list[float]) ->
         scripted("vllm", lambda body: next(replies, None) or of_vllm(body)) as server,
         RemoteEngine(server.url) as engine,
     ):
-        ((one,),) = engine.sample([PROMPT], 1, PLAIN)
-    assert one.token_ids.tolist() == [9, 2]
+        ((completion,),) = engine.sample([PROMPT], 1, PLAIN)
+    assert completion.token_ids.tolist() == [9, 2]
     assert waits == [7.0, 1.0, 30.0]
 
 

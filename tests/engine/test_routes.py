@@ -83,8 +83,8 @@ def test_sample_has_routes_of_every_token_but_its_last(runner: str) -> None:
     engine = recording_engine(decoder, slots=8, runner=RUNNERS[runner])
     few = prompts(2)
     for prompt, group in zip(few, engine.sample(few, 3, PARAMS), strict=True):
-        for one in group:  # samples 1 and 2 have a copy of the prompt's partial second block
-            check_routes(decoder, prompt, one)
+        for reply in group:  # samples 1 and 2 have a copy of the prompt's partial second block
+            check_routes(decoder, prompt, reply)
 
 
 def test_cached_prefix_keeps_its_routes() -> None:
@@ -92,8 +92,8 @@ def test_cached_prefix_keeps_its_routes() -> None:
     engine = recording_engine(decoder, slots=8)
     (prompt,) = prompts(1, 40)
     for _ in range(2):
-        ((one,),) = engine.sample([prompt], 1, PARAMS)
-        check_routes(decoder, prompt, one)
+        ((reply,),) = engine.sample([prompt], 1, PARAMS)
+        check_routes(decoder, prompt, reply)
     assert engine.counters.cached_tokens == 32
 
 
@@ -101,8 +101,8 @@ def test_preempted_samples_have_all_routes() -> None:
     decoder = make_decoder()
     engine = recording_engine(decoder, slots=6, cache_tokens=160)
     many = prompts(6)
-    for prompt, (one,) in zip(many, engine.sample(many, 1, PARAMS), strict=True):
-        check_routes(decoder, prompt, one)
+    for prompt, (reply,) in zip(many, engine.sample(many, 1, PARAMS), strict=True):
+        check_routes(decoder, prompt, reply)
     assert engine.counters.preemptions
 
 
@@ -111,10 +111,10 @@ def test_routes_use_uint16_with_more_than_255_experts() -> None:
     for runner in (NativeRunner, TorchRunner):
         engine = recording_engine(decoder, slots=4, runner=runner)
         (prompt,) = prompts(1)
-        ((one,),) = engine.sample([prompt], 1, PARAMS)
-        assert one.routed_experts is not None and one.routed_experts.dtype == np.uint16
-        np.testing.assert_array_equal(one.routed_experts, expected_routes(decoder, sequence(prompt, one)))
-        assert not missing_rows(one.routed_experts).any()
+        ((reply,),) = engine.sample([prompt], 1, PARAMS)
+        assert reply.routed_experts is not None and reply.routed_experts.dtype == np.uint16
+        np.testing.assert_array_equal(reply.routed_experts, expected_routes(decoder, sequence(prompt, reply)))
+        assert not missing_rows(reply.routed_experts).any()
 
 
 def test_routes_outside_the_windows_of_all_layers_are_missing() -> None:
@@ -122,11 +122,11 @@ def test_routes_outside_the_windows_of_all_layers_are_missing() -> None:
     # This runner writes padding into the null block.
     engine = recording_engine(decoder, slots=2, runner=TorchRunner)
     (prompt,) = prompts(1, 70)
-    ((one,),) = engine.sample([prompt], 1, PARAMS)
-    assert one.routed_experts is not None
-    expected, missing = expected_routes(decoder, sequence(prompt, one)), missing_rows(one.routed_experts)
+    ((reply,),) = engine.sample([prompt], 1, PARAMS)
+    assert reply.routed_experts is not None
+    expected, missing = expected_routes(decoder, sequence(prompt, reply)), missing_rows(reply.routed_experts)
     assert missing[:48].all() and not missing[-16:].any()
-    np.testing.assert_array_equal(one.routed_experts[~missing], expected[~missing])
+    np.testing.assert_array_equal(reply.routed_experts[~missing], expected[~missing])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -152,8 +152,8 @@ def test_routes_after_a_weight_update_in_flight(recompute: bool) -> None:
 
 
 def test_completions_have_no_routes_without_record_routes() -> None:
-    ((one,),) = Engine(make_decoder(), slots=2).sample(prompts(1), 1, PARAMS)
-    assert one.routed_experts is None
+    ((reply,),) = Engine(make_decoder(), slots=2).sample(prompts(1), 1, PARAMS)
+    assert reply.routed_experts is None
 
 
 def test_record_routes_rejects_dense_models() -> None:

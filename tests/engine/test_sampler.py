@@ -84,15 +84,15 @@ def test_sampled_logprobs_equal_the_definition_of_each_option(
 ) -> None:
     logits = np.random.default_rng(seed).normal(size=(len(chosen), V)).astype(np.float32) * 2
     params = [SamplingParams(9, stop_token_ids=(0, 1), raw_logprobs=True, **its) for its in chosen]
-    found = drawn(logits.copy(), params, tokens)
+    draws = drawn(logits.copy(), params, tokens)
     for index, its in enumerate(params):
         expected = distribution(logits[index], its, tokens)
-        token = found.token_ids[index]
-        assert found.logprobs[index] == pytest.approx(expected[token], abs=1e-4)
+        token = draws.token_ids[index]
+        assert draws.logprobs[index] == pytest.approx(expected[token], abs=1e-4)
         if its.temperature == 0:
             assert expected[token] == expected.max()
         raw = distribution(logits[index], SamplingParams(1))
-        assert found.raw_logprobs[index] == pytest.approx(raw[token], abs=1e-4)
+        assert draws.raw_logprobs[index] == pytest.approx(raw[token], abs=1e-4)
 
 
 def test_options_of_other_rows_do_not_change_a_sample() -> None:
@@ -124,10 +124,10 @@ def test_top_p_works_when_nucleus_exceeds_the_first_candidates(monkeypatch: pyte
     monkeypatch.setattr(sampler, "_NUCLEUS_CANDIDATES", 4)
     logits = np.random.default_rng(1).normal(size=(3, V)) * 0.1
     params = [SamplingParams(9, top_p=p) for p in (0.05, 0.5, 0.9)]
-    found = drawn(logits.copy(), params)
+    draws = drawn(logits.copy(), params)
     for index, its in enumerate(params):
         expected = distribution(logits[index], its)
-        assert found.logprobs[index] == pytest.approx(expected[found.token_ids[index]], abs=1e-4)
+        assert draws.logprobs[index] == pytest.approx(expected[draws.token_ids[index]], abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def test_draw_frequencies_equal_the_probabilities() -> None:
     count = 100_000
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     drawn = draw(probabilities.log().expand(count, -1), uniform)
-    found = torch.bincount(drawn, minlength=5) / count
-    torch.testing.assert_close(found, probabilities, rtol=0, atol=1e-5)
+    frequencies = torch.bincount(drawn, minlength=5) / count
+    torch.testing.assert_close(frequencies, probabilities, rtol=0, atol=1e-5)
 
 
 @given(

@@ -48,7 +48,7 @@ class Life:
             self.stored, *(blocks.tolist() for blocks in copies), strict=True
         ):
             for source, target in zip(sources, targets, strict=True):
-                stored |= {(target, at): stored.get((source, at), -1) for at in range(16)}
+                stored |= {(target, offset): stored.get((source, offset), -1) for offset in range(16)}
         sequences = self.sequences
         for row in step.rows.tolist():
             entry = sequences.entries[row]
@@ -78,8 +78,8 @@ class Life:
                     assert pool.references[block] == 1, "written where others read"
                     stored[block, position % 16] = int(token)
                 for position in range(max(0, first - (window or 10**6) + 1), last + 1):
-                    held = stored[table[position // 16], position % 16]
-                    assert held == self.sequences.tokens[row, position]
+                    value = stored[table[position // 16], position % 16]
+                    assert value == self.sequences.tokens[row, position]
 
     def check(self) -> None:
         """Reference counts match the block tables, and no sample holds more blocks than it needs."""
@@ -89,11 +89,11 @@ class Life:
             for row, entry in enumerate(sequences.entries):
                 if entry is not None:
                     table = sequences.table(row)[index]
-                    held = table[table != NULL_BLOCK]
-                    references[held] += 1
+                    blocks = table[table != NULL_BLOCK]
+                    references[blocks] += 1
                     assert len(table) <= blocks_for(int(sequences.length[row]))
-                    assert window is not None or len(held) == len(table)
-                    assert window is None or row not in decoding or len(held) <= max_blocks_touched(window)
+                    assert window is not None or len(blocks) == len(table)
+                    assert window is None or row not in decoding or len(blocks) <= max_blocks_touched(window)
             assert np.array_equal(pool.references, references)
             assert pool.num_used == (references > 0).sum()
 
@@ -248,8 +248,8 @@ def test_sample_wastes_less_than_one_block(length: int) -> None:
     wasted = []
     for _ in range(60):
         life.step()
-        held = life.sequences.num_blocks * 16
-        wasted.append((held - life.sequences.computed).max())
+        capacity = life.sequences.num_blocks * 16
+        wasted.append((capacity - life.sequences.computed).max())
     assert max(wasted) == 15
 
 
@@ -257,12 +257,12 @@ def test_blocks_outside_the_window_are_freed() -> None:
     life = Life(4, 100, 64, seed=0, windows=(None, 32))
     never_stop_early(life)
     life.add([1] * 150, 4, 200)
-    held = []
+    used = []
     while (step := life.step()) is not None:
         life.check()
         if not step.chunks:
-            held.append([pool.num_used for pool in life.pools.pools])
-    whole, of_window = np.array(held[:-1]).T
+            used.append([pool.num_used for pool in life.pools.pools])
+    whole, of_window = np.array(used[:-1]).T
     # A query sees 32 tokens in at most three blocks, including the one being written.
     assert max(of_window) <= 4 * 3
     assert max(whole) == 9 + 4 * (blocks_for(349) - 9)  # the prompt's full blocks once

@@ -46,10 +46,10 @@ INT8 = SpeculationSettings("draft", tokens=4, adaptive=False)
 def engine(
     speculation: SpeculationSettings | None = ALWAYS, decoder: Decoder = DECODER, **options: Any
 ) -> Engine:
-    one = Engine(decoder, **{"slots": 8, "cache_tokens": 2048, "tokenizer": TOKENIZER, **options})
+    engine = Engine(decoder, **{"slots": 8, "cache_tokens": 2048, "tokenizer": TOKENIZER, **options})
     if speculation is not None:
-        one.speculate(speculation)
-    return one
+        engine.speculate(speculation)
+    return engine
 
 
 def repeating(seed: int, length: int) -> list[int]:
@@ -64,7 +64,7 @@ def finish(
     engine: Engine, requests: list[Request], between: int = 0, *, stream: bool = True
 ) -> dict[tuple[int, int], list[Delta]]:
     """The deltas of every sample; the requests arrive `between` steps apart."""
-    found: dict[tuple[int, int], list[Delta]] = {}
+    samples: dict[tuple[int, int], list[Delta]] = {}
     numbers: dict[int, int] = {}
     waiting = list(enumerate(requests))
     while waiting or engine.unfinished:
@@ -74,8 +74,8 @@ def finish(
         for _ in range(between if waiting else 1):
             for delta in engine.step():
                 number = numbers.get(delta.request_id, 0)
-                found.setdefault((number, delta.sample), []).append(delta)
-    return found
+                samples.setdefault((number, delta.sample), []).append(delta)
+    return samples
 
 
 def facts(deltas: list[Delta]) -> list[Any]:
@@ -186,8 +186,8 @@ def test_speculation_is_exact_with_every_runner_and_cache(name: str) -> None:
     decoder.initialize(0)
     slow, fast, drafted = (engine(None, decoder, cache_tokens=448, runner=runner) for _ in range(3))
     if config.experts is not None:
-        for one in (slow, fast, drafted):
-            one.record_routes()
+        for llm in (slow, fast, drafted):
+            llm.record_routes()
     shared = repeating(0, 100)
     asked = [
         Request(shared + repeating(seed, 20 * seed), SamplingParams(40, 0.5), (seed, 0, 0), 3)
@@ -216,8 +216,8 @@ def test_speculation_is_exact_across_weight_updates(
     slow.add(request)
     for _ in before:
         slow.step()
-    for one in (fast, slow):
-        one.update_weights(make(1).state_dict(), 7, recompute=recompute)
+    for llm in (fast, slow):
+        llm.update_weights(make(1).state_dict(), 7, recompute=recompute)
     accepted = fast.counters.accepted_tokens
     assert facts(finish(fast, [])[0, 0]) == facts(finish(slow, [])[0, 0])
     assert fast.counters.accepted_tokens > accepted or not recompute
@@ -230,8 +230,8 @@ def test_speculation_is_exact_with_adapters() -> None:
     out, inner = DECODER.get_submodule(name).weight.shape
     pair = torch.randn(4, inner, generator=generator), torch.randn(out, 4, generator=generator)
     slow, fast = engine(None), engine(None)
-    for one in (slow, fast):
-        one.add_adapter("poet", Adapter({name: pair}, 0.5))
+    for llm in (slow, fast):
+        llm.add_adapter("poet", Adapter({name: pair}, 0.5))
     asked = [Request(repeating(0, 30), SamplingParams(20, 0.5), n=2, adapter=of) for of in (None, "poet")]
     found = check(slow, fast, asked)
     assert facts(found[0, 0]) != facts(found[1, 0])
@@ -256,43 +256,43 @@ def test_speculation_is_exact_with_constraints_and_resumed_samples() -> None:
 @exact
 def test_draft_model_with_equal_weights_is_always_accepted() -> None:
     """Requires every token of prompts, forks, preempted samples and later turns in the draft's cache."""
-    one = engine(SpeculationSettings("draft", tokens=3, draft=DECODER, adaptive=False), cache_tokens=448)
+    llm = engine(SpeculationSettings("draft", tokens=3, draft=DECODER, adaptive=False), cache_tokens=448)
     for turn in range(2):
         asked = [
             Request(repeating(seed, 50 + 30 * turn), SamplingParams(75), (seed, 0, 0), 2) for seed in range(3)
         ]
-        finish(one, asked)
-    assert one.counters.preemptions > 0
-    assert one.counters.accepted_tokens == one.counters.proposed_tokens > 200
+        finish(llm, asked)
+    assert llm.counters.preemptions > 0
+    assert llm.counters.accepted_tokens == llm.counters.proposed_tokens > 200
 
 
 @exact
 def test_speculation_continues_after_sleep_and_wake_up() -> None:
     request = Request(repeating(0, 30), SamplingParams(30), n=2)
-    one = engine(INT8)
-    one.add(request)
+    llm = engine(INT8)
+    llm.add(request)
     for _ in range(3):
-        one.step()
-    one.sleep()
-    one.wake_up()
-    before = one.counters.accepted_tokens
-    finish(one, [])
-    assert one.counters.accepted_tokens - before > 20
-    assert same(finish(one, [request]), finish(engine(None), [request]))
+        llm.step()
+    llm.sleep()
+    llm.wake_up()
+    before = llm.counters.accepted_tokens
+    finish(llm, [])
+    assert llm.counters.accepted_tokens - before > 20
+    assert same(finish(llm, [request]), finish(engine(None), [request]))
 
 
 @exact
 def test_adaptive_speculation_stops_only_when_drafts_are_rejected() -> None:
-    one = engine(SpeculationSettings("draft", draft=OTHER))
-    finish(one, [Request(repeating(0, 30), SamplingParams(200))])
-    assert one.counters.proposed_tokens < 100
-    one = engine(SpeculationSettings("draft"))
-    finish(one, [Request(repeating(0, 30), SamplingParams(200, 0.3))])
-    assert one.counters.steps < 120
-    assert one.counters.sampled_tokens == 200
-    alone = one.counters.proposed_tokens
-    finish(one, [Request(repeating(0, 30), SamplingParams(25, 0.3), n=8)])
-    assert one.counters.proposed_tokens - alone < alone
+    llm = engine(SpeculationSettings("draft", draft=OTHER))
+    finish(llm, [Request(repeating(0, 30), SamplingParams(200))])
+    assert llm.counters.proposed_tokens < 100
+    llm = engine(SpeculationSettings("draft"))
+    finish(llm, [Request(repeating(0, 30), SamplingParams(200, 0.3))])
+    assert llm.counters.steps < 120
+    assert llm.counters.sampled_tokens == 200
+    alone = llm.counters.proposed_tokens
+    finish(llm, [Request(repeating(0, 30), SamplingParams(25, 0.3), n=8)])
+    assert llm.counters.proposed_tokens - alone < alone
 
 
 def test_look_up_takes_the_longest_match_then_the_latest() -> None:
@@ -311,15 +311,15 @@ def test_draft_token_with_nan_logits_does_not_change_samples() -> None:
     decoder = make(tie_word_embeddings=False)
     with torch.no_grad():
         decoder.model.embed_tokens.weight[9] = torch.nan
-    one = engine(ALWAYS, decoder)
+    llm = engine(ALWAYS, decoder)
     expected = finish(engine(None, decoder), asked)
-    oracle = Oracle(one, expected)
-    one._scheduler.speculation._proposer = oracle  # type: ignore[union-attr]
+    oracle = Oracle(llm, expected)
+    llm._scheduler.speculation._proposer = oracle  # type: ignore[union-attr]
     right = oracle._draft
     oracle._draft = lambda row, count: np.append(right(row, count)[: count - 1], 9)  # type: ignore[method-assign]
-    assert same(finish(one, asked), expected)
+    assert same(finish(llm, asked), expected)
     assert not any(delta.failure for deltas in expected.values() for delta in deltas)
-    assert one.counters.proposed_tokens > 0
+    assert llm.counters.proposed_tokens > 0
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def folder(path: Path, config: Any = TINY, seed: int = 0) -> Path:
 
 def sampled(engine: Engine) -> list[Any]:
     groups = engine.sample(PROMPTS, 2, SamplingParams(12))
-    return [(one.token_ids.tolist(), one.logprobs.tolist()) for group in groups for one in group]
+    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for group in groups for sample in group]
 
 
 def held(decoder: Decoder) -> set[str]:
@@ -92,7 +92,7 @@ def test_embedding_read_from_packed_head_equals_untied_embedding(dtype: torch.dt
     tied, untied = Decoder(TINY), Decoder(TINY.replace(tie_word_embeddings=False))
     tied.initialize(0)
     untied.load_state_dict({**tied.state_dict(), "lm_head.weight": tied.model.embed_tokens.weight})
-    first, second = (sampled(Engine(one.to(dtype), slots=4, cache_tokens=512)) for one in (tied, untied))
+    first, second = (sampled(Engine(model.to(dtype), slots=4, cache_tokens=512)) for model in (tied, untied))
     assert first == second
 
 

@@ -16,7 +16,7 @@ from perilune.models.logprobs import apply_temperature, log_distribution, token_
 PROMPTS = [Prompt([5, 6, 7, last], (1, 2, last)) for last in range(4)]
 TEMPERATURES = [
     *(1e-30, 1e-6, 0.7, 1.0, 1.7, 1e30),
-    *(pytest.param(one, marks=pytest.mark.thorough) for one in (1e-9, 1e-3, 1.1, 3.0)),
+    *(pytest.param(value, marks=pytest.mark.thorough) for value in (1e-9, 1e-3, 1.1, 3.0)),
 ]
 FEW = torch.tensor([[30.0, 29.9, -50.0, 30.0]])
 
@@ -36,19 +36,19 @@ DECODER = make()
 def test_sampled_scored_and_learner_logprobs_are_equal(temperature: float, options: dict[str, Any]) -> None:
     params = SamplingParams(30, temperature=temperature, **options)
     groups = Engine(DECODER).sample(PROMPTS, 3, params)
-    samples = [(p.token_ids, one) for p, group in zip(PROMPTS, groups, strict=True) for one in group]
-    answers = [one.token_ids.tolist() for _, one in samples]
+    samples = [(p.token_ids, sample) for p, group in zip(PROMPTS, groups, strict=True) for sample in group]
+    answers = [sample.token_ids.tolist() for _, sample in samples]
     scored = Engine(DECODER).score([prompt for prompt, _ in samples], answers, temperature)
-    for (prompt, one), answer, again in zip(samples, answers, scored, strict=True):
-        assert (one.logprobs <= 0).all()
+    for (prompt, sample), answer, again in zip(samples, answers, scored, strict=True):
+        assert (sample.logprobs <= 0).all()
         if "repetition_penalty" in options:  # scoring does not apply it
             continue
         ids, targets = torch.tensor(prompt + answer), torch.tensor(answer)
         hidden = DECODER(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
         logits = DECODER.logits(hidden[len(prompt) - 1 : -1])
         learned, _ = token_logprobs(logits, targets, temperature)
-        assert np.array_equal(one.logprobs, again)
-        assert np.array_equal(one.logprobs, learned.detach().numpy())
+        assert np.array_equal(sample.logprobs, again)
+        assert np.array_equal(sample.logprobs, learned.detach().numpy())
         exact = (logits.double() / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
         torch.testing.assert_close(learned.double(), exact, rtol=3e-7, atol=1e-6)
 

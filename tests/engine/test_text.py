@@ -31,15 +31,15 @@ texts = st.text(alphabet="ab é漢🙂", max_size=24)
 
 
 def stream(tokens: list[int], stops: list[str]) -> tuple[TextStream, list[str]]:
-    one = TextStream(TOKENIZER, stops)
+    text_stream = TextStream(TOKENIZER, stops)
     pieces = []
     for token in tokens:
-        one.push(token)
-        if one.stopped:
+        text_stream.push(token)
+        if text_stream.stopped:
             break
-        pieces.append(one.take_text(last=False))
-    one.finish()
-    return one, [*pieces, one.take_text(last=True)]
+        pieces.append(text_stream.take_text(last=False))
+    text_stream.finish()
+    return text_stream, [*pieces, text_stream.take_text(last=True)]
 
 
 def fallback_tokenizer(*steps: decoders.Decoder) -> Tokenizer:
@@ -91,14 +91,14 @@ def tokens_of(kind: str) -> st.SearchStrategy[list[int]]:
 @given(st.data())
 def test_streamed_pieces_of_any_tokens_equal_decoded_text(kind: str, data: st.DataObject) -> None:
     tokenizer, tokens = TOKENIZERS[kind], data.draw(tokens_of(kind))
-    one = TextStream(tokenizer, [])
-    whole, shown = tokenizer.decode(tokens), ""
+    text_stream = TextStream(tokenizer, [])
+    whole, emitted = tokenizer.decode(tokens), ""
     for token in tokens:
-        one.push(token)
-        shown += one.take_text(last=False)
-        assert whole.startswith(shown)
-    one.finish()
-    assert shown + one.take_text(last=True) == one.text == whole
+        text_stream.push(token)
+        emitted += text_stream.take_text(last=False)
+        assert whole.startswith(emitted)
+    text_stream.finish()
+    assert emitted + text_stream.take_text(last=True) == text_stream.text == whole
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -112,11 +112,11 @@ def test_continuing_tokenizer_keeps_the_first_space(kind: str, data: st.DataObje
     text = data.draw(st.text(alphabet=" aé漢b\n", max_size=8))
     tokens = TOKENIZERS[kind].encode(text.replace(" ", "▁"))
     assert tokenizer.decode(tokens) == text
-    one = TextStream(tokenizer, [])
+    text_stream = TextStream(tokenizer, [])
     for token in tokens:
-        one.push(token)
-    one.finish()
-    assert one.text == text
+        text_stream.push(token)
+    text_stream.finish()
+    assert text_stream.text == text
 
 
 def test_text_of_a_word_initial_token_starts_with_a_space() -> None:
@@ -129,67 +129,67 @@ def test_text_of_a_word_initial_token_starts_with_a_space() -> None:
 
 
 def test_stream_emits_characters_once_their_bytes_are_complete() -> None:
-    one = TextStream(TOKENIZER, [])
+    text_stream = TextStream(TOKENIZER, [])
     for character in "é漢🙂\ufffd":
         for token in TOKENIZER.encode(character):
-            one.push(token)
-        assert one.take_text(last=False) == character
+            text_stream.push(token)
+        assert text_stream.take_text(last=False) == character
 
 
 @settings(deadline=None)
 @given(texts, st.lists(st.text(alphabet="ab é漢", min_size=1, max_size=4), max_size=3))
 def test_streamed_pieces_equal_text_before_the_first_stop(text: str, stops: list[str]) -> None:
-    one, pieces = stream(TOKENIZER.encode(text), stops)
+    text_stream, pieces = stream(TOKENIZER.encode(text), stops)
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     if ends:
         # A token may have several characters; the search covers all of them at once.
-        assert one.stopped
+        assert text_stream.stopped
         assert any(text.startswith("".join(pieces) + stop) for stop in stops)
         assert not any(stop in "".join(pieces) for stop in stops)
     else:
-        assert not one.stopped
+        assert not text_stream.stopped
         assert "".join(pieces) == text
-    assert "".join(pieces) == one.text
+    assert "".join(pieces) == text_stream.text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_stream_holds_back_possible_stop_prefixes() -> None:
-    one = TextStream(TOKENIZER, ["abb b"])
-    shown = []
+    text_stream = TextStream(TOKENIZER, ["abb b"])
+    pieces = []
     for token in TOKENIZER.encode("b abb abb b a"):
-        one.push(token)
-        shown.append(one.take_text(last=False))
-        if one.stopped:
+        text_stream.push(token)
+        pieces.append(text_stream.take_text(last=False))
+        if text_stream.stopped:
             break
-    assert one.stopped
-    assert "".join(shown) == one.text == "b abb "
-    assert not "".join(shown[:4]).endswith("ab")
+    assert text_stream.stopped
+    assert "".join(pieces) == text_stream.text == "b abb "
+    assert not "".join(pieces[:4]).endswith("ab")
 
 
 def test_finish_emits_incomplete_bytes_as_replacement_characters() -> None:
     tokens = TOKENIZER.encode("a🙂")[:3]
-    one, pieces = stream(tokens, [])
-    assert "".join(pieces) == one.text == "a\ufffd"
+    text_stream, pieces = stream(tokens, [])
+    assert "".join(pieces) == text_stream.text == "a\ufffd"
     assert stream(TOKENIZER.encode("🙂")[:1] * 9, [])[0].text.count("\ufffd") == 9
 
 
 def test_stop_texts_are_ignored_while_may_stop_is_false() -> None:
-    one = TextStream(TOKENIZER, ["b"])
+    text_stream = TextStream(TOKENIZER, ["b"])
     for token in TOKENIZER.encode("a b"):
-        one.push(token, may_stop=False)
-    assert not one.stopped
-    one.push(TOKENIZER.encode(" ")[0])
-    assert not one.stopped
-    one.push(TOKENIZER.encode("b")[0])
-    assert (one.stopped, one.text) == (True, "a b ")
+        text_stream.push(token, may_stop=False)
+    assert not text_stream.stopped
+    text_stream.push(TOKENIZER.encode(" ")[0])
+    assert not text_stream.stopped
+    text_stream.push(TOKENIZER.encode("b")[0])
+    assert (text_stream.stopped, text_stream.text) == (True, "a b ")
 
 
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
 def test_stream_holds_back_no_text_without_a_possible_stop(stops: list[str]) -> None:
-    one = TextStream(TOKENIZER, stops)
+    text_stream = TextStream(TOKENIZER, stops)
     for token in TOKENIZER.encode("a b"):
-        one.push(token)
-        assert one.take_text(last=False)
+        text_stream.push(token)
+        assert text_stream.take_text(last=False)
 
 
 def test_long_stop_texts_are_fast() -> None:

@@ -113,14 +113,14 @@ def test_transformers_runner_agrees_with_the_decoder(tmp_path: Path) -> None:
     decoder.initialize(0)
     save_checkpoint(tmp_path, decoder, Tokenizer.characters())
     params = SamplingParams(max_tokens=8)
-    theirs, ours = (
+    reference, native = (
         Engine(model, slots=8, runner=runner).sample(PROMPTS, 2, params)
         for model, runner in (
             (load_transformers_model(tmp_path), TransformersRunner),
             (decoder, TorchRunner),
         )
     )
-    for a, b in zip(chain.from_iterable(theirs), chain.from_iterable(ours), strict=True):
+    for a, b in zip(chain.from_iterable(reference), chain.from_iterable(native), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
@@ -231,7 +231,7 @@ def test_sequences_of_different_lengths_share_one_forward_pass(
     """One forward pass per step at any lengths, and the same samples as without padding."""
     params = SamplingParams(max_tokens=12)
     prompts = [Prompt(list(range(5, 5 + length)), (0, length, 0)) for length in (9, 12, 15)]
-    found = []
+    samples = []
     for pads in (True, False):
         runner = TransformersRunner(model, (40,))
         assert runner._supports_padding, "every model of this test can be padded"
@@ -241,10 +241,10 @@ def test_sequences_of_different_lengths_share_one_forward_pass(
         engine = Engine(model, slots=4, cache_tokens=400, runner=TransformersRunner)
         engine._runner._supports_padding = pads  # type: ignore[attr-defined]
         calls.clear()
-        found.append(engine.sample(prompts, 1, params))
+        samples.append(engine.sample(prompts, 1, params))
         assert len([1 for shape in calls if shape[1] == 1]) == (11 if pads else 33)
         monkeypatch.undo()
-    for a, b in zip(chain.from_iterable(found[0]), chain.from_iterable(found[1]), strict=True):
+    for a, b in zip(chain.from_iterable(samples[0]), chain.from_iterable(samples[1]), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
 

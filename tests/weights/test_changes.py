@@ -25,7 +25,7 @@ def test_reversed_update_finds_every_changed_value(tmp_path: Path, lr: float) ->
         WeightWriter(),
         WeightReader(),
     )
-    held = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in parameters.items()}
+    weights = {name: torch.zeros(p.shape, dtype=torch.bfloat16) for name, p in parameters.items()}
     for step in range(4):
         if step:
             for p in parameters.values():
@@ -33,13 +33,13 @@ def test_reversed_update_finds_every_changed_value(tmp_path: Path, lr: float) ->
             parameters["matrix"].grad = parameters["matrix"].grad if step < 3 else None  # type: ignore[assignment]
             optimizer.update(lr)
         rounded = {name: p.detach().bfloat16() for name, p in parameters.items()}
-        for name, one in rounded.items():
-            differ = kept(name, one.reshape(-1))
+        for name, tensor in rounded.items():
+            differ = kept(name, tensor.reshape(-1))
             if step and differ is not None:
-                found = reversed_(name, one.reshape(-1))
+                found = reversed_(name, tensor.reshape(-1))
                 assert np.isin(differ, found).all()
-                assert len(found) <= 1.01 * len(differ) + 0.001 * one.numel() + 250_000 * (step == 1)
+                assert len(found) <= 1.01 * len(differ) + 0.001 * tensor.numel() + 250_000 * (step == 1)
         update = writer.write(tmp_path / "update", rounded, step, reversed_ if step else None)
-        held |= reader.read(update.path, held)
+        weights |= reader.read(update.path, weights)
         reader.commit()
-        assert all(held[name].equal(one) for name, one in rounded.items())
+        assert all(weights[name].equal(tensor) for name, tensor in rounded.items())

@@ -70,7 +70,7 @@ class Pair:
             CopyComparison(),
             WeightReader(),
         )
-        self.held = {name: torch.zeros_like(one) for name, one in state.items()}
+        self.held = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         self.count = 0
         self.send(state)
 
@@ -102,9 +102,9 @@ def test_update_transfers_every_bit(
     pair = Pair(tmp_path_factory.mktemp("pair"), state)
     assert same(pair.held, state)
     for number in range(2):
-        for name, one in state.items():
-            mask = torch.from_numpy(np.asarray(rng.random(one.shape) < share))
-            state[name] = torch.where(mask, random_bits(dtype, one.shape, rng), one)
+        for name, tensor in state.items():
+            mask = torch.from_numpy(np.asarray(rng.random(tensor.shape) < share))
+            state[name] = torch.where(mask, random_bits(dtype, tensor.shape, rng), tensor)
         update = pair.send(dict(state))
         assert same(pair.held, state)
         if share <= 0.05 and not number and dtype != torch.bool:
@@ -117,7 +117,7 @@ def small() -> State:
 
 
 def altered(state: State, *positions: int) -> State:
-    state = {name: one.clone() for name, one in state.items()}
+    state = {name: tensor.clone() for name, tensor in state.items()}
     state["a"][list(positions)] += 4096
     return state
 
@@ -134,7 +134,7 @@ def test_few_changes_take_few_bytes(tmp_path: Path) -> None:
 def test_auto_mode_sends_deltas_of_narrow_tensors_only(tmp_path: Path) -> None:
     state = {"a": torch.zeros(1000).bfloat16(), "b": torch.zeros(1000)}
     pair = Pair(tmp_path, state, "auto")
-    new = {name: one.clone() for name, one in state.items()}
+    new = {name: tensor.clone() for name, tensor in state.items()}
     new["a"][3] = new["b"][3] = 1
     assert pair.send(new).rewritten == {"b"}
     assert same(pair.held, new)
@@ -222,7 +222,7 @@ def test_killed_writer_leaves_only_complete_versions(tmp_path: Path) -> None:
         time.sleep(0.0013 * instant)
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-        reader, held = WeightReader(), {name: torch.zeros_like(one) for name, one in state(0).items()}
+        reader, held = WeightReader(), {name: torch.zeros_like(tensor) for name, tensor in state(0).items()}
         files = sorted(folder.glob("weights-*"))
         for version, path in enumerate(files):
             held |= reader.read(path, held)
@@ -282,8 +282,8 @@ ONE = torch.ones(1).bfloat16()
 )  # fmt: skip
 def test_hostile_file_is_refused(tmp_path: Path, parts: State, error: str) -> None:
     pair = Pair(tmp_path, small())
-    before = {name: one.clone() for name, one in pair.held.items()}
-    kept = {name: tensor_digest(one) for name, one in pair.held.items() if name not in parts}
+    before = {name: tensor.clone() for name, tensor in pair.held.items()}
+    kept = {name: tensor_digest(tensor) for name, tensor in pair.held.items() if name not in parts}
     about = {
         "format": "perilune-weights-1",
         "version": "2",
@@ -326,9 +326,9 @@ def test_weights_in_engine_dtypes_give_the_same_scores() -> None:
     assert engine_dtypes(decoder) == {}
     decoder.set_precision("bfloat16")
     dtypes = engine_dtypes(decoder)
-    assert len(dtypes) == sum(one.ndim > 1 for one in decoder.parameters())
+    assert len(dtypes) == sum(tensor.ndim > 1 for tensor in decoder.parameters())
     before = Engine(decoder, slots=2).score([[1, 2, 3]], [[4, 5, 6, 7]])
     with torch.no_grad():
-        for name, one in decoder.named_parameters():
-            one.copy_(one.to(dtypes.get(name, one.dtype)))
+        for name, tensor in decoder.named_parameters():
+            tensor.copy_(tensor.to(dtypes.get(name, tensor.dtype)))
     assert np.array_equal(before, Engine(decoder, slots=2).score([[1, 2, 3]], [[4, 5, 6, 7]]))
