@@ -73,8 +73,8 @@ def test_evaluation_figures_equal_those_of_an_evaluate_stage(evaluated: Path, tm
                 tmp_path / f"{name}{step}", "evaluate", tasks=6, max_tokens=9, temperature=0.8, **options
             )
             found = summary(apart)
-            bounds = [figures(evaluated, f"eval/{name}/pass@1{one}")[step] for one in ("", "/low", "/high")]
-            assert bounds == [found["pass@1"][one] for one in ("mean", "low", "high")]
+            bounds = [figures(evaluated, f"eval/{name}/pass@1{end}")[step] for end in ("", "/low", "/high")]
+            assert bounds == [found["pass@1"][end] for end in ("mean", "low", "high")]
             values = next(
                 line
                 for line in read_json_lines(evaluated / "artifacts" / "evaluations.jsonl")
@@ -93,14 +93,14 @@ def test_best_checkpoint_is_kept_and_can_be_the_output(tmp_path: Path) -> None:
     chosen = max(curve, key=lambda step: (curve[step], -step))
     assert chosen != 6, "the learning rate must be high enough to ruin the policy"
     for bundle, checkpoint, output in ((last, "best", "last"), (best, "final", "best")):
-        found = summary(bundle)
-        assert found["best"]["figure"] == "eval/heldout/pass@1"
-        assert (found["best"]["step"], found["best"]["checkpoint"]) == (chosen, checkpoint)
-        assert found["best"]["interval"]["mean"] == curve[chosen]
-        assert (found["held_out"]["best"], found["held_out"]["output"]) == (chosen, output)
+        report = summary(bundle)
+        assert report["best"]["figure"] == "eval/heldout/pass@1"
+        assert (report["best"]["step"], report["best"]["checkpoint"]) == (chosen, checkpoint)
+        assert report["best"]["interval"]["mean"] == curve[chosen]
+        assert (report["held_out"]["best"], report["held_out"]["output"]) == (chosen, output)
         state = bundle / "artifacts" / "checkpoints" / f"step-{chosen:06d}" / "weights.safetensors"
         written = load_file(bundle / "artifacts" / "checkpoints" / checkpoint / "model.safetensors")
-        assert all(np.array_equal(written[name], one) for name, one in load_file(state).items())
+        assert all(np.array_equal(written[name], tensor) for name, tensor in load_file(state).items())
     assert weights_of(last, "best") == weights_of(best)
     assert weights_of(last) != weights_of(best)
     assert not (best / "artifacts" / "checkpoints" / "best").exists()
@@ -112,14 +112,14 @@ def test_stop_after_ends_training_without_a_new_best(
     """Equal rewards give no gradient, so no evaluation is better than the first."""
     same = {"environment": {**DIGITS, "equal": 0.0}, "steps": 12, "save_every": 3}
     bundle = run_task(tmp_path / "bundle", "rl", **same, eval={**EVAL, "stop_after": 2})
-    found = summary(bundle)
+    report = summary(bundle)
     assert [line["step"] for line in metrics(bundle)] == [0, 1, 2, 3, 4]
-    assert found["steps"] == 4
-    assert found["held_out"]["stopped"] == (
+    assert report["steps"] == 4
+    assert report["held_out"]["stopped"] == (
         "2 evaluations in a row were not better than that of step 0 by heldout/pass@1"
     )
     assert "step 4: stopped: 2 evaluations in a row" in capsys.readouterr().out
-    assert found["best"]["step"] == 0
+    assert report["best"]["step"] == 0
 
     again = make_bundle(tmp_path / "again", make_job("rl", **same, eval={**EVAL, "stop_after": 2}))
     restore_outputs(bundle / "artifacts", again / "artifacts")
@@ -188,19 +188,19 @@ def test_validation_traces_are_not_trained_on(traces: Path, tmp_path: Path) -> N
     only = {"every": 3, "tasks": 0}
     inputs = {"data": traces}
     bundle = run_task(tmp_path / "bundle", "sft", inputs=inputs, validation=0.3, eval=only, lr=0.02)
-    found = summary(bundle)
-    assert found["traces"] + found["validation_traces"] == 40
+    report = summary(bundle)
+    assert report["traces"] + report["validation_traces"] == 40
     loss = figures(bundle, "eval/data/loss")
     assert list(loss) == [0, 3, 6]
     assert loss[6] < loss[0]
-    assert found["best"]["figure"] == "eval/data/loss"
-    assert found["held_out"]["sets"]["data"]["change"]["high"] < 0
+    assert report["best"]["figure"] == "eval/data/loss"
+    assert report["held_out"]["sets"]["data"]["change"]["high"] < 0
     values = [
         line["loss"]
         for line in read_json_lines(bundle / "artifacts" / "evaluations.jsonl")
         if not line["step"]
     ]
-    assert len(values[0]) == found["validation_traces"]
+    assert len(values[0]) == report["validation_traces"]
     assert np.mean(list(values[0].values())) == pytest.approx(loss[0])
     uniform = np.log(
         load_file(bundle / "artifacts/checkpoints/final/model.safetensors")[

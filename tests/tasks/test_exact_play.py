@@ -20,43 +20,43 @@ TOKENIZER = Tokenizer.characters()
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    made = Decoder(PRESETS["tiny"].replace(eos_token_ids=(TOKENIZER.eos_token_id,)))
-    made.initialize(3)
-    return made
+    decoder = Decoder(PRESETS["tiny"].replace(eos_token_ids=(TOKENIZER.eos_token_id,)))
+    decoder.initialize(3)
+    return decoder
 
 
 def test_decision_contexts_equal_those_of_episodes() -> None:
     assert KUHN is not None
-    for one in KUHN.decisions:
-        move = {"role": "assistant", "content": one.moves[0]}
-        opening = len(one.messages) if len(one.messages) < 4 else len(one.messages) - 2
-        turns = (one.messages[:opening], [*one.messages[opening:], move], {})
+    for decision in KUHN.decisions:
+        move = {"role": "assistant", "content": decision.moves[0]}
+        opening = len(decision.messages) if len(decision.messages) < 4 else len(decision.messages) - 2
+        turns = (decision.messages[:opening], [*decision.messages[opening:], move], {})
         ((prompt, after, _),) = encode_conversations(TOKENIZER, [turns])
-        said = TOKENIZER.encode_completion(one.moves[0])
-        assert tokens_so_far(TOKENIZER, one) + said == prompt + after
-    assert any(len(one.messages) == 4 for one in KUHN.decisions)
+        answer = TOKENIZER.encode_completion(decision.moves[0])
+        assert tokens_so_far(TOKENIZER, decision) + answer == prompt + after
+    assert any(len(decision.messages) == 4 for decision in KUHN.decisions)
 
 
 def test_move_probabilities_equal_engine_scores(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert KUHN is not None
     monkeypatch.setattr(exact_play, "DECISION_BATCH", 5)  # several batches
-    found = move_probabilities(KUHN.decisions, decoder, TOKENIZER, 0.7)
+    policy = move_probabilities(KUHN.decisions, decoder, TOKENIZER, 0.7)
     engine = Engine(decoder, slots=4)
-    for one, chances in zip(KUHN.decisions, found, strict=True):
-        context = tokens_so_far(TOKENIZER, one)
-        answers = TOKENIZER.encode_completions(one.moves)
+    for decision, chances in zip(KUHN.decisions, policy, strict=True):
+        context = tokens_so_far(TOKENIZER, decision)
+        answers = TOKENIZER.encode_completions(decision.moves)
         scores = engine.score([context] * len(answers), answers, 0.7)
         assert chances == pytest.approx([math.exp(score.sum()) for score in scores], rel=1e-4)
 
 
 def test_exact_figures_of_an_untrained_policy(decoder: Decoder) -> None:
     assert KUHN is not None
-    found = exact_figures(KUHN, decoder, TOKENIZER, 1.0)
-    assert found["illegal_mass"] > 0.99 and 0 < found["exploitability"] < 1.5
+    exact = exact_figures(KUHN, decoder, TOKENIZER, 1.0)
+    assert exact["illegal_mass"] > 0.99 and 0 < exact["exploitability"] < 1.5
     even = move_probabilities(KUHN.decisions, decoder, TOKENIZER, 1e6)  # Pass has one character more than Bet
     assert all(chances[1] / chances[0] == pytest.approx(98, rel=0.01) for chances in even)
 
 
 def test_policy_without_legal_moves_loses_every_game(decoder: Decoder) -> None:
     noughts = make_environment({"id": "open_spiel", "game": "tic_tac_toe"})
-    assert all(one.low > 0.99 for one in reply_bounds(noughts, decoder, TOKENIZER, least=0.1))  # type: ignore[arg-type]
+    assert all(reply.low > 0.99 for reply in reply_bounds(noughts, decoder, TOKENIZER, least=0.1))  # type: ignore[arg-type]

@@ -64,25 +64,25 @@ def test_evaluate_excludes_hangs_and_refusals(tmp_path: Path) -> None:
     others = "89abcdef".replace(rare, "")
     environment = {**TOLERANT, "hangs": rare, "refuses": others}
     bundle = run_task(tmp_path / "evaluate", "evaluate", environment=environment, tasks=12, samples=1)
-    rows, told = episodes(bundle), summary(bundle)
+    rows, report = episodes(bundle), summary(bundle)
     hung, refused = rows["task_id"].str[0] == rare, rows["task_id"].str[0].isin(list(others))
     assert 0 < hung.sum() < (hung | refused).sum() < 12
     assert set(rows["failure"][hung]) == {"verifier: no answer within 0.4 s"}
-    assert told["tasks_without_verdict"] == (hung | refused).sum()
-    assert told["tasks"] == 12 - told["tasks_without_verdict"]
-    assert told["failures"] == 2 * told["tasks_without_verdict"]  # one sample and one greedy answer per task
-    judged = {task for task, _, _ in told["correct_per_task"]}
+    assert report["tasks_without_verdict"] == (hung | refused).sum()
+    assert report["tasks"] == 12 - report["tasks_without_verdict"]
+    assert report["failures"] == 2 * report["tasks_without_verdict"]  # a sample and a greedy answer per task
+    judged = {task for task, _, _ in report["correct_per_task"]}
     assert judged == set(rows["task_id"][~(hung | refused)])
 
 
 def test_rejected_traces_are_stored_with_the_reason(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "collect", "collect", environment={**DIGITS, "raises": HALF})
-    told = summary(bundle)
+    report = summary(bundle)
     reason = "verifier: scorer raised ValueError: no idea what this is"
-    assert told["rows"] == 40
-    assert told["reasons"] == {reason: told["rejected"]}
+    assert report["rows"] == 40
+    assert report["reasons"] == {reason: report["rejected"]}
     rejected = list(read_json_lines(bundle / "artifacts" / "traces" / "rejected.jsonl"))
-    assert len(rejected) == told["rejected"] > 0
+    assert len(rejected) == report["rejected"] > 0
     assert {row["reason"] for row in rejected} == {reason}
     kept = {row["task_id"] for row in read_json_lines(bundle / "artifacts" / "traces" / "records.jsonl")}
     assert not kept & {row["task_id"] for row in rejected}

@@ -25,18 +25,18 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_round_learns_new_right_answers_and_raises_pass_rate(turned: Path) -> None:
-    lines, told = metrics(turned), summary(turned)
-    assert [line["step"] for line in lines] == [0, 1, 2] and told["rounds"] == 2
+    lines, report = metrics(turned), summary(turned)
+    assert [line["step"] for line in lines] == [0, 1, 2] and report["rounds"] == 2
     assert lines[-1]["pass_rate"] > lines[0]["pass_rate"]
     assert all(line["pass_rate_low"] <= line["pass_rate"] <= line["pass_rate_high"] for line in lines)
-    assert told["gain"]["mean"] > 1 and told["pass_rates"][0]["mean"] == lines[0]["pass_rate"]
+    assert report["gain"]["mean"] > 1 and report["pass_rates"][0]["mean"] == lines[0]["pass_rate"]
     for number in (1, 2):
         records = read_records(turned / f"artifacts/traces/round-{number:03d}.jsonl")
         assert len(records) == lines[number]["rows"]
-        assert len({one.task_id for one in records}) == len(records)
-        assert all(one.score >= 1 for one in records)
+        assert len({record.task_id for record in records}) == len(records)
+        assert all(record.score >= 1 for record in records)
     first, second = (
-        {one.task_id for one in read_records(turned / f"artifacts/traces/round-00{number}.jsonl")}
+        {record.task_id for record in read_records(turned / f"artifacts/traces/round-00{number}.jsonl")}
         for number in (1, 2)
     )
     assert not first & second
@@ -69,8 +69,8 @@ def test_flywheel_killed_between_rounds_resumes_exactly(
 
 def test_flywheel_stops_when_a_round_shows_no_gain(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "b", "flywheel", environment=ENDS, lr=1e-7, steps=5)
-    told = summary(bundle)
-    assert told["rounds"] < 5 and told["stopped"] == "a round may have gained nothing"
+    report = summary(bundle)
+    assert report["rounds"] < 5 and report["stopped"] == "a round may have gained nothing"
     assert metrics(bundle)[-1]["gain_low"] <= 1
     assert (bundle / WEIGHTS).exists()
 

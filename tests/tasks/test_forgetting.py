@@ -44,19 +44,19 @@ def measured(tmp_path: Path, before: Path, after: Path) -> dict:
 
 
 def test_unchanged_model_shows_no_forgetting(tmp_path: Path, folders: dict[str, Path]) -> None:
-    found = measured(tmp_path, folders["start"], folders["start"])
-    text = found["text"]
+    report = measured(tmp_path, folders["start"], folders["start"])
+    text = report["text"]
     assert text["perplexity"]["before"] == text["perplexity"]["after"]
     assert text["bits_per_byte"]["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
-    (other,) = found["environments"]
+    (other,) = report["environments"]
     assert other["environment"] == "reasoning_gym/spell_backward" and other["tasks"] == 2
     assert other["pass@1"]["change"]["mean"] == 0
-    assert found["kl"]["answers"] == 4 and found["kl"]["per_answer"]["mean"] == 0  # both sides use the engine
-    assert found["warnings"] == []
+    assert report["kl"]["answers"] == 4 and report["kl"]["per_answer"]["mean"] == 0  # both use the engine
+    assert report["warnings"] == []
 
 
 def test_forgetting_figures_match_the_model_logits(tmp_path: Path, folders: dict[str, Path]) -> None:
-    found = measured(tmp_path, folders["start"], folders["noisy"])
+    report = measured(tmp_path, folders["start"], folders["noisy"])
     nats, size = 0.0, 0
     decoder, tokenizer = load_checkpoint(folders["noisy"])
     for text in read_english().split("\n\n")[:2]:
@@ -67,9 +67,9 @@ def test_forgetting_figures_match_the_model_logits(tmp_path: Path, folders: dict
         logprobs = logits.log_softmax(-1)[torch.arange(len(tokens) - 1), tokens[1:]]
         nats -= float(logprobs[CONTEXT_TOKENS - 1 :].sum())
         size += len(tokens) - CONTEXT_TOKENS  # one byte per character
-    assert found["text"]["bits_per_byte"]["after"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
-    assert found["text"]["perplexity"]["after"] == pytest.approx(math.exp(nats / size), rel=1e-4)
-    assert found["kl"]["per_answer"]["mean"] > 0
+    assert report["text"]["bits_per_byte"]["after"] == pytest.approx(nats / math.log(2) / size, rel=1e-4)
+    assert report["text"]["perplexity"]["after"] == pytest.approx(math.exp(nats / size), rel=1e-4)
+    assert report["kl"]["per_answer"]["mean"] > 0
 
 
 def test_rl_measures_forgetting_when_configured(tmp_path: Path, folders: dict[str, Path]) -> None:
@@ -78,8 +78,8 @@ def test_rl_measures_forgetting_when_configured(tmp_path: Path, folders: dict[st
     asked = run_task(
         tmp_path / "a", "rl", inputs={"model": folders["start"]}, forgetting=FEW | {"tasks": 0}, **options
     )
-    found = summary(asked)["forgetting"]
-    assert found["text"]["passages"] == 2 and found["environments"] == [] and "kl" not in found
+    report = summary(asked)["forgetting"]
+    assert report["text"]["passages"] == 2 and report["environments"] == [] and "kl" not in report
     unasked = run_task(tmp_path / "b", "rl", inputs={"model": folders["start"]}, **options)
     assert "forgetting" not in summary(unasked)
 

@@ -58,15 +58,15 @@ def test_adapter_parameters_are_counted(config: DecoderConfig, targets: tuple[st
 def test_narrow_base_takes_the_planned_memory(config: DecoderConfig, kind: BaseKind) -> None:
     decoder = Decoder(config)
     convert_base(decoder, kind)
-    held = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
-    assert 0.97 * held < base_bytes(config, kind) < 1.03 * held
+    size = sum(tensor.nbytes for tensor in (*decoder.parameters(), *decoder.buffers()))
+    assert 0.97 * size < base_bytes(config, kind) < 1.03 * size
 
 
 def learn(folder: Path, options: dict[str, Any], sender: Any) -> None:
     """Train one step and send the growth of this process in bytes."""
     torch.set_num_threads(1)
-    one = torch.ones(1, requires_grad=True)  # loads the modules for recomputation before the measurement
-    checkpoint(torch.sin, one, use_reentrant=False, preserve_rng_state=False).backward()
+    x = torch.ones(1, requires_grad=True)  # loads the modules for recomputation before the measurement
+    checkpoint(torch.sin, x, use_reentrant=False, preserve_rng_state=False).backward()
     start = peak_resident_bytes()
     settings = LearnerSettings.model_validate(options)
     decoder, _ = load_checkpoint(folder, base=settings.lora.base if settings.lora else "float32")
@@ -111,11 +111,11 @@ def test_peak_memory_matches_the_plan_and_its_order(tmp_path: Path) -> None:
             - PROCESS_BYTES
         )
         plans[name] = plan - (CHECKPOINTING_BYTES if "activation_checkpointing" in options else 0)
-    told = {name: (peaks[name] >> 20, plans[name] >> 20) for name in peaks}
+    sizes = {name: (peaks[name] >> 20, plans[name] >> 20) for name in peaks}
     # The kernel drops pages of libraries when memory is short, so a peak may come out 150 MB lower.
-    assert all(0.25 * plans[name] < peak < 1.15 * plans[name] for name, peak in peaks.items()), told
-    assert peaks["both"] < peaks["recomputed"] < peaks["whole"], told
-    assert peaks["both"] < peaks["adapter"] < peaks["whole"], told
+    assert all(0.25 * plans[name] < peak < 1.15 * plans[name] for name, peak in peaks.items()), sizes
+    assert peaks["both"] < peaks["recomputed"] < peaks["whole"], sizes
+    assert peaks["both"] < peaks["adapter"] < peaks["whole"], sizes
 
 
 def test_plan_shows_memory_saved_by_adapter_and_recomputation(tmp_path: Path) -> None:

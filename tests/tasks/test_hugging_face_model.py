@@ -115,9 +115,9 @@ def test_gold_traces_use_the_environments_wording(journey: Journey) -> None:
 def test_sft_evaluate_and_rl_run_on_a_hugging_face_model(journey: Journey, qwen: Path) -> None:
     losses = [line["loss"] for line in metrics(journey.sft)]
     assert losses[-1] < losses[0]
-    told = summary(journey.evaluate)
-    assert told["environment"] == "reasoning_gym/spell_backward"
-    assert told["failures"] == 0
+    report = summary(journey.evaluate)
+    assert report["environment"] == "reasoning_gym/spell_backward"
+    assert report["failures"] == 0
     _, tokenizer = load_checkpoint(qwen)
     row = episodes(journey.evaluate).iloc[0]
     assert tokenizer.encode_prompt(list(row["messages"][:1])) == row["prompt_ids"].tolist()
@@ -138,7 +138,7 @@ def test_samples_end_at_the_tokenizers_end_of_sequence(journey: Journey) -> None
 
 
 def test_transformers_loads_the_result(journey: Journey) -> None:
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(journey.final)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(journey.final)
     tokenizer = transformers.AutoTokenizer.from_pretrained(journey.final)
     decoder, own = load_checkpoint(journey.final)
     messages = [{"role": "user", "content": "Spell this word backward: moon. It's <|im_end|> é"}]
@@ -150,7 +150,7 @@ def test_transformers_loads_the_result(journey: Journey) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == own.decode(ids)
 
     with torch.no_grad():
-        logits = theirs(torch.tensor([ids])).logits[0]
+        logits = reference(torch.tensor([ids])).logits[0]
     logprobs = logits.log_softmax(-1)
     scored = Engine(decoder).score([ids[:1]], [ids[1:]])[0]
     expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -159,7 +159,7 @@ def test_transformers_loads_the_result(journey: Journey) -> None:
     ours = Engine(decoder).sample(
         [Prompt(ids, (0, 0, 0))], 1, SamplingParams(12, 0.0, decoder.config.eos_token_ids)
     )[0][0].token_ids.tolist()  # fmt: skip
-    generated = theirs.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
+    generated = reference.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0, len(ids) :]
     assert generated.tolist() == ours
 
 
@@ -199,8 +199,8 @@ def test_llama_with_character_tokenizer_and_no_chat_template(tmp_path: Path) -> 
         model={"path": str(folder)},
         environment=SUMS,
     )
-    told, rows = summary(bundle), episodes(bundle)
-    assert told["tasks"] == 6
-    assert set(told["strategies"]) <= {"none", "direct", "brief", "scratchpad"}
+    report, rows = summary(bundle), episodes(bundle)
+    assert report["tasks"] == 6
+    assert set(report["strategies"]) <= {"none", "direct", "brief", "scratchpad"}
     assert all(ids[0] == 1 for ids in rows["prompt_ids"])
     assert rows["messages"][0][0]["content"].endswith("=")

@@ -61,20 +61,20 @@ def test_newest_and_best_checkpoints_are_kept(kept: Path) -> None:
     assert best["last"]["mean"] == pytest.approx(means[8])
     assert names(kept) == {"final", "best", "step-000006", f"step-{best['step']:06d}"}
 
-    made = kept / "artifacts" / "checkpoints"
-    state = load_file(made / f"step-{best['step']:06d}" / "weights.safetensors")
-    written = load_file(made / "best" / "model.safetensors")
+    folder = kept / "artifacts" / "checkpoints"
+    state = load_file(folder / f"step-{best['step']:06d}" / "weights.safetensors")
+    written = load_file(folder / "best" / "model.safetensors")
     assert (written["model.norm.weight"] == state["model.norm.weight"]).all()
     assert (
-        written["model.norm.weight"] != load_file(made / "final" / "model.safetensors")["model.norm.weight"]
+        written["model.norm.weight"] != load_file(folder / "final" / "model.safetensors")["model.norm.weight"]
     ).any()
     assert summary(kept)["disk_bytes"] == sum(
-        path.stat().st_size for path in made.rglob("*") if path.is_file()
+        path.stat().st_size for path in folder.rglob("*") if path.is_file()
     )
-    held = [event["disk_bytes"] for event in read_json_lines(kept / "runtime" / "events.jsonl")
+    sizes = [event["disk_bytes"] for event in read_json_lines(kept / "runtime" / "events.jsonl")
             if event["kind"] == "checkpoint"]  # fmt: skip
-    assert len(held) == 3
-    assert held[0] < held[1]
+    assert len(sizes) == 3
+    assert sizes[0] < sizes[1]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +96,11 @@ def test_prune_keeps_the_best_and_last_checkpoints(
 def test_plan_states_the_disk_space_of_checkpoints(kept: Path) -> None:
     options: dict[str, Any] = OPTIONS | {"keep": {"last": 2, "best": "entropy"}}
     line = load_plugin("rl").plan(make_job("rl", **options))["checkpoints"]
-    said = re.fullmatch(
+    match = re.fullmatch(
         r"every 2 steps; the newest 2 and the best by entropy kept, about (\d+) MB at most", line
     )
-    assert said is not None
-    assert summary(kept)["disk_bytes"] <= int(said[1]) * 1e6 <= 2 * summary(kept)["disk_bytes"]
+    assert match is not None
+    assert summary(kept)["disk_bytes"] <= int(match[1]) * 1e6 <= 2 * summary(kept)["disk_bytes"]
 
 
 def test_missing_best_metric_keeps_only_the_newest_checkpoint(tmp_path: Path) -> None:
@@ -147,10 +147,10 @@ def test_damaged_checkpoint_does_not_replace_the_resumable_one(
     bundle = run_task(tmp_path / "1", "rl", **OPTIONS, keep={"last": 4})
     again = make_bundle(tmp_path / "2", make_job("rl", **OPTIONS))
     restore_outputs(bundle / "artifacts", again / "artifacts")
-    made = again / "artifacts" / "checkpoints"
-    shutil.rmtree(made / "final")
-    shutil.rmtree(made / "step-000004")
-    weights = made / "step-000006" / "weights.safetensors"
+    folder = again / "artifacts" / "checkpoints"
+    shutil.rmtree(folder / "final")
+    shutil.rmtree(folder / "step-000004")
+    weights = folder / "step-000006" / "weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     there: list[list[int]] = []
 

@@ -13,7 +13,7 @@ STAGES = [plugin for name in plugin_names() if isinstance(plugin := load_plugin(
 
 
 @pytest.mark.parametrize(
-    "stage", [one for one in STAGES if type(one).execute is Stage.execute], ids=lambda one: one.name
+    "stage", [stage for stage in STAGES if type(stage).execute is Stage.execute], ids=lambda stage: stage.name
 )
 def test_loop_signature_matches_the_spec_of_its_stage(stage: Stage[Any]) -> None:
     hints = get_type_hints(import_module(stage.loop).run)

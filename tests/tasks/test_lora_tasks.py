@@ -119,8 +119,8 @@ def test_later_stages_start_from_the_merged_policy(
 def test_plan_describes_adapter_and_precision() -> None:
     lora = {"rank": 4, "alpha": 8, "base": "int8"}
     job = make_job("rl", lora=lora, precision="bfloat16", activation_checkpointing=True)
-    told = "adapter of rank 4, alpha 8, base in int8, bfloat16 products, layers recomputed"
-    assert load_plugin("rl").plan(job)["learning"] == told
+    line = "adapter of rank 4, alpha 8, base in int8, bfloat16 products, layers recomputed"
+    assert load_plugin("rl").plan(job)["learning"] == line
     assert "learning" not in load_plugin("rl").plan(make_job("rl"))
 
 

@@ -216,13 +216,13 @@ def test_gpu_slots_are_planned_for_the_expected_length(
     assert needed[0] <= MAX_CACHE_BYTES["cuda"] < needed[1]
     size = engine_size(config, 16_384, room)
     blocks = 1 + size["cache_tokens"] // BLOCK
-    held = blocks_bytes(config, blocks, slots, item)
-    assert held <= MAX_CACHE_BYTES["cuda"] < held + blocks_bytes(config, 3, slots, item)
+    used = blocks_bytes(config, blocks, slots, item)
+    assert used <= MAX_CACHE_BYTES["cuda"] < used + blocks_bytes(config, 3, slots, item)
     settings = LearnerSettings(precision=precision)
     plan = plan_stage_memory(config, samples=512, max_tokens=16_384, cache=room, learner=settings)
-    assert plan.slots == slots and plan.persistent["cache"] == held
+    assert plan.slots == slots and plan.persistent["cache"] == used
     few = plan_stage_memory(config, samples=4, max_tokens=256, cache=room, learner=settings)
-    one = cache_bytes(config, 1, config.max_position_embeddings, item)  # room for the longest possible sample
+    one = cache_bytes(config, 1, config.max_position_embeddings, item)  # room for the one possible sample
     assert few.persistent["cache"] == one > cache_bytes(config, 4, 512, item)
 
 
@@ -235,7 +235,7 @@ def test_gpu_engine_stores_matrices_in_the_compute_precision(
     decoder.set_precision("bfloat16")
     copy = decoder.frozen_copy()
     weights = [projection.frozen[0] for projection in copy.projections() if projection.frozen]
-    stored = sum(one.values.nbytes for one in weights if isinstance(one, NarrowWeight))
+    stored = sum(matrix.values.nbytes for matrix in weights if isinstance(matrix, NarrowWeight))
     stored += copy.model.embed_tokens.weight.nbytes
     plan = plan_stage_memory(config, samples=4, max_tokens=64, cache=CacheSettings("cuda", "bfloat16"))
     norms = 2 * (2 * config.num_layers + 1) * config.hidden_size + 4 * config.num_layers * config.head_dim

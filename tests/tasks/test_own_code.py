@@ -80,20 +80,20 @@ def test_evaluate_reports_figures_of_each_mixture_part(tmp_path: Path) -> None:
     bundle = run_task(
         tmp_path, "evaluate", environment={"id": "mixture", "parts": parts}, tasks=9, metrics=OWN
     )
-    found = summary(bundle)
-    by_part = found["by_environment"]
+    report = summary(bundle)
+    by_part = report["by_environment"]
     assert {part: figures["tasks"] for part, figures in by_part.items()} == {
         "letters": 3,
         "ends": 3,
         "talk": 3,
     }
     passes = {part: figures["pass@1"]["mean"] for part, figures in by_part.items()}
-    assert found["pass@1"]["mean"] == pytest.approx(sum(passes.values()) / 3)
-    assert found["own"] == {"episodes": 36.0}
+    assert report["pass@1"]["mean"] == pytest.approx(sum(passes.values()) / 3)
+    assert report["own"] == {"episodes": 36.0}
     line = metrics(bundle)[0]
     assert {part: line[f"environment/{part}/pass@1"]["mean"] for part in parts} == passes
     rates: dict[str, list[float]] = {part: [] for part in parts}
-    for task_id, samples, correct in found["correct_per_task"]:
+    for task_id, samples, correct in report["correct_per_task"]:
         rates[task_id.partition("/")[0]].append(correct / samples)
     assert {part: sum(own) / len(own) for part, own in rates.items()} == pytest.approx(passes)
 

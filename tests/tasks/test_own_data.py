@@ -63,12 +63,12 @@ def test_data_file_is_part_of_the_bundle_digest(tmp_path: Path) -> None:
     assert len(set(digests)) == 2
     bundle = tmp_path / "first"
     assert str(tmp_path) not in (bundle / "job.json").read_text()
-    told = summary(run_in(bundle))
-    assert told["traces"] == 12 and told["data"]["rows"] == 12
+    report = summary(run_in(bundle))
+    assert report["traces"] == 12 and report["data"]["rows"] == 12
     answers = [text["content"] for row in CHATS for text in row["messages"][1::2]]
-    assert told["data"]["learned"] == sum(len(text) + 1 for text in answers)
-    assert describe_data(told).startswith(
-        f"12 rows, {told['data']['tokens']:,} tokens, "
+    assert report["data"]["learned"] == sum(len(text) + 1 for text in answers)
+    assert describe_data(report).startswith(
+        f"12 rows, {report['data']['tokens']:,} tokens, "
     )  # as shown in the report
     assert len(metrics(bundle)) == 2
 
@@ -87,8 +87,8 @@ def test_byte_tokenizer_is_chosen_for_non_ascii_data(tmp_path: Path) -> None:
     decoder, tokenizer = load_checkpoint(bundle / "artifacts/checkpoints/final")
     assert tokenizer.decode(tokenizer.encode("naïve 東京 🙂\n<eos>")) == "naïve 東京 🙂\n<eos>"
     assert decoder.config.vocab_size == tokenizer.vocab_size == model_config(job).vocab_size == 258
-    told = summary(bundle)["data"]
-    assert told["learned"] == 4 * (len(" 東京 🙂".encode()) + 1)
+    report = summary(bundle)["data"]
+    assert report["learned"] == 4 * (len(" 東京 🙂".encode()) + 1)
 
 
 def test_bpe_is_trained_on_the_file_and_saved_in_the_checkpoint(tmp_path: Path) -> None:
@@ -114,18 +114,18 @@ def test_bpe_is_trained_on_the_file_and_saved_in_the_checkpoint(tmp_path: Path) 
         tmp_path / "q.jsonl", [{"prompt": r["prompt"], "answer": r["completion"]} for r in rows]
     )
     environment = {"id": "jsonl", "path": str(questions), "heldout": {"share": 0.5}}
-    told = run_task(
+    evaluated = run_task(
         tmp_path / "e", "evaluate", inputs={"checkpoint": final}, environment=environment, **options
     )
-    assert summary(told)["pass@1"]
+    assert summary(evaluated)["pass@1"]
 
 
 @pytest.mark.parametrize("task", ["preference", "reward_model"])
 def test_preference_tasks_read_pairs_of_a_file(task: str, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "pairs.jsonl", PAIRS)
     options = {"data": "inputs/data", "steps": 2, "batch_size": 4}
-    told = summary(run_task(tmp_path / "run", task, inputs={"data": data}, environment={}, **options))
-    assert told["pairs"] + told["validation_pairs"] == 12 == told["data"]["rows"]
+    report = summary(run_task(tmp_path / "run", task, inputs={"data": data}, environment={}, **options))
+    assert report["pairs"] + report["validation_pairs"] == 12 == report["data"]["rows"]
 
 
 def test_every_file_format_trains_the_same_model(tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_plan_counts_epochs_of_training_rows_only(tmp_path: Path) -> None:
     (stage,) = derive_plans(load_recipe(recipe(tmp_path, "sft", "chats.jsonl"), evaluated))
     reader = tokens.RowReader(Tokenizer.characters(), 512)
     trained = len(Demonstrations([path], reader, seed=0, validation=0.4))
-    said = f"; {12 - trained} of 12 rows held out; {24 / trained:.1f} epochs of the rest"
-    assert 0 < trained < 12 and stage["derived"]["data"].endswith(said)
+    end = f"; {12 - trained} of 12 rows held out; {24 / trained:.1f} epochs of the rest"
+    assert 0 < trained < 12 and stage["derived"]["data"].endswith(end)
     assert "data warning" not in stage["derived"]
 
 
@@ -238,13 +238,13 @@ def test_killed_stage_resumes_on_its_data_file(tmp_path: Path) -> None:
     whole = run_task(tmp_path / "whole", "sft", inputs={"data": data}, **options)
     bundle = make_bundle(tmp_path / "cut", make_job("sft", inputs={"data": data}, **options), {"data": data})
     workspace = Workspace(bundle)
-    told = workspace.progress
+    right = workspace.progress
 
     class Stop(Exception):
         pass
 
     def progress(done: int, total: int, *more: object, **figures: float) -> None:
-        told(done, total)
+        right(done, total)
         if done == 3:
             raise Stop
 

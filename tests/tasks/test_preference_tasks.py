@@ -67,9 +67,9 @@ def test_pairs_hold_a_better_and_a_worse_answer_to_the_same_task(pairs: Path) ->
         assert record.rejected_score == rewards[record.task_id, worse]
         assert record.chosen_score - record.rejected_score >= 0.1
         assert not {better, worse} <= cut
-    told = summary(pairs)
-    assert told["rows"] == len(records) > 0
-    assert told["tasks_without_pair"] == 24 - len({record.task_id for record in records})
+    report = summary(pairs)
+    assert report["rows"] == len(records) > 0
+    assert report["tasks_without_pair"] == 24 - len({record.task_id for record in records})
     assert metrics(pairs)[0]["rows"] == len(records)
 
 
@@ -85,10 +85,10 @@ def test_preference_writes_metrics_and_summary(trained: Path, pairs: Path) -> No
     assert lines[-1]["margin"] > 0
     assert "validation_accuracy" not in lines[0]
     assert 0 <= lines[-1]["validation_accuracy"] <= 1
-    told = summary(trained)
-    assert told["pairs"] + told["validation_pairs"] == summary(pairs)["rows"]
-    assert told["algorithm"] == "dpo"
-    assert told["collapse_step"] is None
+    report = summary(trained)
+    assert report["pairs"] + report["validation_pairs"] == summary(pairs)["rows"]
+    assert report["algorithm"] == "dpo"
+    assert report["collapse_step"] is None
     assert (trained / "artifacts/checkpoints/final/model.safetensors").exists()
 
 
@@ -110,10 +110,10 @@ def test_interrupted_preference_stage_resumes_exactly(trained: Path, tmp_path: P
         pass
 
     workspace = Workspace(bundle)
-    told = workspace.progress
+    right = workspace.progress
 
     def progress(done: int, total: int, *more: object, **figures: float) -> None:
-        told(done, total)
+        right(done, total)
         if done == 3:
             raise Stop
 
@@ -137,7 +137,7 @@ def test_wrong_reference_model_stops_the_run(
     right = preference.add_reference_to_pairs
     other = new_model("tiny", Tokenizer.characters(), seed=99)
     monkeypatch.setattr(
-        preference, "add_reference_to_pairs", lambda found, _, budget: right(found, other, budget)
+        preference, "add_reference_to_pairs", lambda data, _, budget: right(data, other, budget)
     )
     with pytest.raises(WorkFailedError, match="reference differ by"):
         run_task(tmp_path / "b", "preference", inputs={"data": pairs / "artifacts/pairs"})
@@ -163,16 +163,16 @@ def test_chosen_and_rejected_end_with_eos_and_are_never_truncated(pairs: Path) -
     paths = [pairs / "artifacts/pairs"]
     data = PreferenceData.load(paths, RowReader(tokenizer, 1000), 0, validation=0.3)
     texts = {
-        one[0]["content"] for record in read_preferences(*paths) for one in (record.chosen, record.rejected)
+        side[0]["content"] for record in read_preferences(*paths) for side in (record.chosen, record.rejected)
     }
     for chosen, rejected in (*data.train, *data.validation):
-        for one in (chosen, rejected):
-            assert one.token_ids[-1] == tokenizer.eos_token_id
-            assert one.loss_mask.all()
-            assert tokenizer.decode(one.token_ids) in texts
+        for episode in (chosen, rejected):
+            assert episode.token_ids[-1] == tokenizer.eos_token_id
+            assert episode.loss_mask.all()
+            assert tokenizer.decode(episode.token_ids) in texts
         assert chosen.prompt_ids.tolist() == rejected.prompt_ids.tolist()
     assert not {a.task_id for a, _ in data.train} & {a.task_id for a, _ in data.validation}
-    longest = max(len(one.prompt_ids) + len(one.token_ids) for pair in data.train for one in pair)
+    longest = max(len(episode.prompt_ids) + len(episode.token_ids) for pair in data.train for episode in pair)
     with pytest.raises(RequestError, match=r"preferences.jsonl:\d+: the row has \d+ tokens"):
         PreferenceData.load(paths, RowReader(tokenizer, longest - 1), 0, validation=0.0)
 
@@ -202,9 +202,9 @@ def test_damaged_pair_error_names_the_line(
 def test_reward_model_learns_and_continues_with_refresh(pairs: Path, tmp_path: Path) -> None:
     inputs = {"data": pairs / "artifacts/pairs"}
     judge = run_task(tmp_path / "judge", "reward_model", inputs=inputs)
-    told = summary(judge)
-    assert told["accuracy_before"] == 0.0  # a zero head prefers neither answer
-    assert told["last"]["loss"] < told["first"]["loss"]
+    report = summary(judge)
+    assert report["accuracy_before"] == 0.0  # a zero head prefers neither answer
+    assert report["last"]["loss"] < report["first"]["loss"]
     final = judge / "artifacts/checkpoints/final"
     model, _ = load_reward_model(final)
     assert model.score.weight.abs().max() > 0
@@ -213,7 +213,7 @@ def test_reward_model_learns_and_continues_with_refresh(pairs: Path, tmp_path: P
         inputs={**inputs, "refresh": final, "replay": pairs / "artifacts/pairs"},
     )  # fmt: skip
     assert summary(again)["accuracy_before"] > 0.5  # training continues from the refreshed model
-    assert summary(again)["pairs"] == 2 * told["pairs"]
+    assert summary(again)["pairs"] == 2 * report["pairs"]
 
 
 def test_rl_on_a_reward_model_reports_the_verifier_score_as_gold(pairs: Path, tmp_path: Path) -> None:
@@ -221,15 +221,15 @@ def test_rl_on_a_reward_model_reports_the_verifier_score_as_gold(pairs: Path, tm
     inputs = {"reward_model": judge / "artifacts/checkpoints/final"}
     rl_run = run_task(tmp_path / "rl_run", "rl", inputs=inputs, reward_model="judge", environment=ENDS)
     played = episodes(rl_run)
-    for one in played.itertuples():
-        terms, found = figures_of(one.reward_terms), figures_of(one.metrics)
-        assert one.reward == terms["learned"]
-        assert found["gold"] == terms["verifier"]
+    for row in played.itertuples():
+        terms, figures = figures_of(row.reward_terms), figures_of(row.metrics)
+        assert row.reward == terms["learned"]
+        assert figures["gold"] == terms["verifier"]
         assert terms["learned"] != terms["verifier"]
     lines = metrics(rl_run)
     for line in lines:
         of_step = played[played.step == f"step-{line['step']:06d}"]
-        verdicts = [figures_of(one)["gold"] for one in of_step.metrics]
+        verdicts = [figures_of(row)["gold"] for row in of_step.metrics]
         assert line["gold"] == pytest.approx(sum(verdicts) / len(verdicts))
         assert line["pass_rate"] == pytest.approx(sum(v >= 1 for v in verdicts) / len(verdicts))
         assert line["reward"] == pytest.approx(of_step.reward.mean())
@@ -240,9 +240,9 @@ def test_rl_on_a_reward_model_reports_the_verifier_score_as_gold(pairs: Path, tm
     both = run_task(
         tmp_path / "both", "rl", inputs=inputs, reward_model="judge", verifier_weight=2.0, environment=ENDS
     )
-    for one in episodes(both).itertuples():
-        terms = figures_of(one.reward_terms)
-        assert one.reward == pytest.approx(terms["learned"] + 2 * terms["verifier"])
+    for row in episodes(both).itertuples():
+        terms = figures_of(row.reward_terms)
+        assert row.reward == pytest.approx(terms["learned"] + 2 * terms["verifier"])
 
 
 def check_kl_from_start(rl_run: Path, line: dict[str, Any]) -> None:
@@ -252,11 +252,11 @@ def check_kl_from_start(rl_run: Path, line: dict[str, Any]) -> None:
     workspace = Workspace(rl_run)
     start = load_recipe_model(workspace, torch.device("cpu")).decoder
     scores = Engine(start).score(
-        [one.prompt_ids.tolist() for one in played],
-        [one.token_ids.tolist() for one in played],
+        [episode.prompt_ids.tolist() for episode in played],
+        [episode.token_ids.tolist() for episode in played],
         workspace.job.spec["temperature"],
     )
-    by_id = {one.episode_id: score for one, score in zip(played, scores, strict=True)}
+    by_id = {episode.episode_id: score for episode, score in zip(played, scores, strict=True)}
     assert line["kl_start"] == kl_from_start(played, by_id)
 
 
@@ -266,9 +266,9 @@ def test_kl_start_of_a_large_model_uses_every_fourth_group(
     rl_run = run_task(tmp_path / "rl_run", "rl", steps=1, prompts=5)
     (file,) = (rl_run / "artifacts/episodes").glob("step-*.parquet")
     groups: dict[str, list[Episode]] = {}
-    for number, one in enumerate(read_episodes(file)):  # as if sampled by a distant policy
-        far = replace(one, logprobs=one.logprobs * (1 + number / 100), metrics={"gold": 1.0})
-        groups.setdefault(one.group_id, []).append(far)
+    for number, episode in enumerate(read_episodes(file)):  # as if sampled by a distant policy
+        far = replace(episode, logprobs=episode.logprobs * (1 + number / 100), metrics={"gold": 1.0})
+        groups.setdefault(episode.group_id, []).append(far)
     workspace = Workspace(make_bundle(tmp_path / "bundle", make_job("rl")))
     start = load_recipe_model(Workspace(rl_run), torch.device("cpu")).decoder
 
@@ -285,9 +285,9 @@ def test_kl_start_of_a_large_model_uses_every_fourth_group(
 def test_rl_without_reward_model_reports_no_gold(tmp_path: Path) -> None:
     rl_run = run_task(tmp_path / "rl_run", "rl")
     assert "gold" not in metrics(rl_run)[0]
-    told = summary(rl_run)
-    assert "gold" not in told
-    parts = told["length_dynamics"]
+    report = summary(rl_run)
+    assert "gold" not in report
+    parts = report["length_dynamics"]
     assert parts["behaviour"] + parts["composition"] == pytest.approx(parts["after"] - parts["before"])
     assert {row["difficulty"] for row in parts["table"]} <= {"0", "1"}
 

@@ -34,10 +34,10 @@ def spec(**options: Any) -> RLSpec:
 
 @pytest.mark.parametrize("algorithm", KINDS)
 def test_every_algorithm_solves_the_bandit(algorithm: str) -> None:
-    told = solve_bandit(
+    message = solve_bandit(
         spec(algorithm=algorithm, kl=0.05, temperature=0.7, updates_per_batch=2), torch.device("cpu")
     )
-    assert f"{algorithm} solved a bandit in" in told
+    assert f"{algorithm} solved a bandit in" in message
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_solve_bandit_detects_inverted_rewards(monkeypatch: pytest.MonkeyPatch) 
     right = GRPO.weight_group
 
     def turned(self: GRPO, group: Any, context: Any) -> Any:
-        return right(self, [replace(one, reward=-one.reward) for one in group], context)
+        return right(self, [replace(episode, reward=-episode.reward) for episode in group], context)
 
     monkeypatch.setattr(GRPO, "weight_group", turned)
     with pytest.raises(WorkFailedError, match="grpo does not learn: in 40 steps"):

@@ -87,8 +87,8 @@ def test_sum_of_step_rewards_is_independent_of_segments(values: list[float], det
     """The step rewards sum to minus the value of the start, however the answer is segmented."""
 
     def earned(path: list[float]) -> float:
-        one = SimpleNamespace(loss_mask=np.ones(len(path), bool))
-        walk = SegmentedEpisode(Task("", (), {}), one, tuple(range(len(path))), None)
+        episode = SimpleNamespace(loss_mask=np.ones(len(path), bool))
+        walk = SegmentedEpisode(Task("", (), {}), episode, tuple(range(len(path))), None)
         return float(step_rewards(walk, np.array(path)).sum(dtype=np.float64))
 
     longer = [values[0], *([0.9, 0.1] * detours), *values[1:]]
@@ -97,9 +97,9 @@ def test_sum_of_step_rewards_is_independent_of_segments(values: list[float], det
 
 
 def test_step_rewards_are_placed_at_the_last_policy_token() -> None:
-    one = SimpleNamespace(loss_mask=np.array([True, True, False, True, False]))
-    found = step_rewards(SegmentedEpisode(Task("", (), {}), one, (0, 3), None), np.array([0.25, 0.75]))
-    np.testing.assert_array_equal(found, np.array([np.nan, 0.5, np.nan, -0.75, np.nan], np.float32))
+    episode = SimpleNamespace(loss_mask=np.array([True, True, False, True, False]))
+    rewards = step_rewards(SegmentedEpisode(Task("", (), {}), episode, (0, 3), None), np.array([0.25, 0.75]))
+    np.testing.assert_array_equal(rewards, np.array([np.nan, 0.5, np.nan, -0.75, np.nan], np.float32))
 
 
 def test_guessable_answers_get_no_potential() -> None:
@@ -125,37 +125,37 @@ def test_answer_values_come_from_the_sampling_policy(policy) -> None:
     plain = made.rollouts.play(tasks, **how)
     groups = made.play(tasks, **how)
     for task, group, before in zip(tasks, groups, plain, strict=True):
-        for one, other in zip(group, before, strict=True):
-            assert one.messages == other.messages  # the reference answer must not leak into training data
-            np.testing.assert_array_equal(one.token_ids, other.token_ids)
-            np.testing.assert_array_equal(one.prompt_ids, other.prompt_ids)
-            walk = made._segment(task, made.rollouts.environment.reference_answer(task), one)
+        for new, other in zip(group, before, strict=True):
+            assert new.messages == other.messages  # the reference answer must not leak into training data
+            np.testing.assert_array_equal(new.token_ids, other.token_ids)
+            np.testing.assert_array_equal(new.prompt_ids, other.prompt_ids)
+            walk = made._segment(task, made.rollouts.environment.reference_answer(task), new)
             lead, answer = policy.tokenizer.encode(";"), policy.tokenizer.encode(task.data["answer"])
             value = [
                 np.exp(
-                    made.rollouts.engine.score([[*one.prompt_ids, *one.token_ids[:prefix], *lead]], [answer])[
+                    made.rollouts.engine.score([[*new.prompt_ids, *new.token_ids[:prefix], *lead]], [answer])[
                         0
                     ].mean(dtype=np.float64)
                 )
                 for prefix in walk.prefixes
             ]
-            ends = np.flatnonzero(~np.isnan(one.step_rewards))
-            assert ends.tolist() == [*(prefix - 1 for prefix in walk.prefixes[1:]), len(one.token_ids) - 1]
-            np.testing.assert_allclose(one.step_rewards[ends], np.diff([*value, 0.0]), atol=1e-6)
+            ends = np.flatnonzero(~np.isnan(new.step_rewards))
+            assert ends.tolist() == [*(prefix - 1 for prefix in walk.prefixes[1:]), len(new.token_ids) - 1]
+            np.testing.assert_allclose(new.step_rewards[ends], np.diff([*value, 0.0]), atol=1e-6)
     assert how["watch"].process_rewards > 0
 
 
 def test_repeating_the_answer_earns_nothing(policy) -> None:
     made = process(policy, AnswerValues(segments={"separators": ["\n"], "least": 1}))
     tasks, how = tasks_and_options(made, 1)
-    one = made.rollouts.play(tasks, **how)[0][0]
+    original = made.rollouts.play(tasks, **how)[0][0]
     gold = tasks[0].data["answer"]
 
     def prefixes(text: str) -> tuple[int, ...]:
         ids = np.array(policy.tokenizer.encode_completion(text), np.int32)
         blank = np.zeros(len(ids), np.float32)
         written = replace(
-            one, token_ids=ids, logprobs=blank, loss_mask=np.ones(len(ids), bool),
+            original, token_ids=ids, logprobs=blank, loss_mask=np.ones(len(ids), bool),
             policy_version=np.zeros(len(ids), np.int32),
         )  # fmt: skip
         return made._segment(tasks[0], made.rollouts.environment.reference_answer(tasks[0]), written).prefixes
@@ -171,7 +171,7 @@ def test_missing_or_too_long_answers_get_no_step_rewards(policy) -> None:
     silent = {tasks[0].task_id: None, tasks[1].task_id: ReferenceAnswer(";", ("9" * 5000,), (";",))}
     made.rollouts.environment.reference_answer = lambda task: silent[task.task_id]
     groups = made.play(tasks, **how)
-    assert [one.step_rewards for group in groups for one in group] == [None] * 4
+    assert [episode.step_rewards for group in groups for episode in group] == [None] * 4
 
 
 def test_continuations_start_from_the_prefix(policy) -> None:
@@ -202,7 +202,7 @@ def test_continuations_start_from_the_prefix(policy) -> None:
 def test_continuations_use_other_random_numbers_than_episodes(policy) -> None:
     made = process(policy, MonteCarloValues(continuations=2, segments=SHORT))
     tasks, how = tasks_and_options(made, 1)
-    texts = {one.text for one in made.rollouts.play(tasks, **how)[0]}
+    texts = {episode.text for episode in made.rollouts.play(tasks, **how)[0]}
     made.rollouts.scorer.items.clear()
     prompt = np.array(policy.tokenizer.encode_prompt(tasks[0].prompt), np.int32)
     score_continuations(made.rollouts, [Prefix(tasks[0], prompt, prompt[:0])], 2, how["params"], 1)
@@ -237,14 +237,14 @@ def test_prefix_without_a_verdict_has_no_mean() -> None:
     ],
 )
 def test_rl_with_process_rewards(tmp_path, algorithm: str, settings: dict) -> None:
-    made = run_task(
+    bundle = run_task(
         tmp_path / "b", "rl", environment=STATED, algorithm=algorithm, steps=2,
         process_rewards={**settings, "segments": SHORT}, prompts=3, samples=3,
     )  # fmt: skip
-    assert all(line["process/segments"] > 1 for line in metrics(made))
-    table = episodes(made)
+    assert all(line["process/segments"] > 1 for line in metrics(bundle))
+    table = episodes(bundle)
     assert table["step_rewards"].notna().any()
-    timings = list(read_json_lines(made / "artifacts" / "timings.jsonl"))
+    timings = list(read_json_lines(bundle / "artifacts" / "timings.jsonl"))
     assert all(0 < line["process_rewards"] <= line["other"] for line in timings)
 
 
@@ -252,11 +252,11 @@ def test_process_rewards_are_computed_before_the_updates_of_a_batch(tmp_path) ->
     """Process rewards use the sampling weights, however many updates the batch gets."""
     seen = {}
     for updates in (1, 3):
-        made = run_task(
+        bundle = run_task(
             tmp_path / str(updates), "rl", environment=STATED, steps=1, warmup=0, lr=0.1,
             process_rewards={"name": "answer", "segments": SHORT}, updates_per_batch=updates,
         )  # fmt: skip
-        seen[updates] = [row.tolist() for row in episodes(made)["step_rewards"]]
+        seen[updates] = [row.tolist() for row in episodes(bundle)["step_rewards"]]
     np.testing.assert_array_equal(np.concatenate(seen[1]), np.concatenate(seen[3]))
 
 
@@ -278,8 +278,8 @@ def test_inconsistent_process_reward_options_are_refused(fields: dict, said: str
 def test_plan_describes_monte_carlo_process_rewards() -> None:
     job = make_job("rl", environment=STATED, process_rewards={"name": "montecarlo"})
     plan = load_plugin("rl").plan(job)
-    told = "as advantage, at most 24 segments an answer, 9 continuations from the beginning of each"
-    assert plan["process rewards"] == told
+    text = "as advantage, at most 24 segments an answer, 9 continuations from the beginning of each"
+    assert plan["process rewards"] == text
 
 
 def test_bundled_process_rewards_recipe_runs_with_small_settings(tmp_path) -> None:
@@ -291,14 +291,14 @@ def test_bundled_process_rewards_recipe_runs_with_small_settings(tmp_path) -> No
         if stage.task == "calibrate":
             process_rewards = whole["process_rewards"] | {"guessable": 1.0}
             spec = whole | small | {"process_rewards": process_rewards}
-            made = run_task(tmp_path / stage.name, "calibrate", environment=recipe.environment, **spec)
-            assert summary(made)["sentences"]
+            bundle = run_task(tmp_path / stage.name, "calibrate", environment=recipe.environment, **spec)
+            assert summary(bundle)["sentences"]
         if stage.task == "rl":
-            made = run_task(
+            bundle = run_task(
                 tmp_path / stage.name, "rl", environment=recipe.environment,
                 **whole | {"steps": 1, "prompts": 2, "samples": 2, "warmup": 0},
             )  # fmt: skip
-            assert "process/without" in metrics(made)[0]
+            assert "process/without" in metrics(bundle)[0]
 
 
 def test_answer_values_refuse_environments_without_answers(policy) -> None:

@@ -34,10 +34,10 @@ def test_rewritten_conversations_of_a_program_are_trained(tmp_path: Path) -> Non
     assert max(row.get("logprob_gap_max", 0.0) for row in metrics(bundle)) < 1e-5
     played = episodes(bundle)
     agents = played[played.group_id.str.endswith("/agents")]
-    assert any(dict(one)["advantage"] for one in agents.metrics)
-    for one in agents.itertuples():
-        assert [message["role"] for message in one.messages] == ["user", "assistant", "user", "assistant"]
-        assert one.loss_mask.all() and not one.failure
+    assert any(dict(figures)["advantage"] for figures in agents.metrics)
+    for row in agents.itertuples():
+        assert [message["role"] for message in row.messages] == ["user", "assistant", "user", "assistant"]
+        assert row.loss_mask.all() and not row.failure
 
 
 def test_rl_on_an_agent_program_is_deterministic(tmp_path: Path) -> None:
@@ -47,13 +47,13 @@ def test_rl_on_an_agent_program_is_deterministic(tmp_path: Path) -> None:
     assert not compare_artifacts(bundle, again)
     assert max(row["logprob_gap_max"] for row in metrics(bundle) if row["dead_groups"] < 1) < 1e-5
     played = episodes(bundle)
-    figures = [dict(one) for one in played.metrics]
+    figures = [dict(pairs) for pairs in played.metrics]
     assert not played.failure.any()
-    crashed = [one for one in figures if "contained/crash" in one]
-    finished = played[[one["turns"] == 2 and "contained/crash" not in one for one in figures]]
+    crashed = [row for row in figures if "contained/crash" in row]
+    finished = played[[row["turns"] == 2 and "contained/crash" not in row for row in figures]]
     assert crashed and len(finished)
-    one = finished.iloc[0]
-    turns = np.flatnonzero(np.diff(one.loss_mask.astype(int))) + 1
+    row = finished.iloc[0]
+    turns = np.flatnonzero(np.diff(row.loss_mask.astype(int))) + 1
     assert len(turns) == 2  # the program's text between turns is masked
-    assert [message["role"] for message in one.messages] == ["user", "assistant"] * 2
-    assert one.messages[2]["content"] == " again "
+    assert [message["role"] for message in row.messages] == ["user", "assistant"] * 2
+    assert row.messages[2]["content"] == " again "

@@ -19,13 +19,13 @@ def test_evaluate_ends_answers_at_stop_texts(tmp_path) -> None:
     texts = [messages[-1]["content"] for messages in table["messages"]]
     stopped = [text for text, reason in zip(texts, table["finish_reason"], strict=True) if reason == "stop"]
     assert any(text.endswith(("e", " ")) for text in stopped)  # the stop text remains part of the answer
-    assert not any(one in text[:-1] for text in texts for one in ("e", " "))
+    assert not any(end in text[:-1] for text in texts for end in ("e", " "))
     assert [message["role"] for message in table["messages"][0]] == [
         "system", "user", "assistant", "user", "assistant",
     ]  # fmt: skip
-    found = summary(workspace)
-    assert found["format"] == 0.0
-    assert "warnings" not in found  # a new model is not expected to know the format
+    report = summary(workspace)
+    assert report["format"] == 0.0
+    assert "warnings" not in report  # a new model is not expected to know the format
 
 
 def test_evaluate_warns_when_a_trained_model_misses_the_format(tmp_path) -> None:
@@ -41,7 +41,7 @@ def test_evaluate_warns_when_a_trained_model_misses_the_format(tmp_path) -> None
 
 def test_rl_warns_about_the_format_after_its_first_steps(tmp_path) -> None:
     workspace = run_task(tmp_path, "rl", environment=SUMS)
-    assert any("have the form" in one for one in summary(workspace)["warnings"])
+    assert any("have the form" in warning for warning in summary(workspace)["warnings"])
 
 
 def test_collected_traces_have_the_prompt_and_the_format(tmp_path) -> None:
@@ -49,7 +49,7 @@ def test_collected_traces_have_the_prompt_and_the_format(tmp_path) -> None:
     rows = list(read_json_lines(bundle / "artifacts" / "traces" / "records.jsonl"))
     assert len(rows) == 3
     for row in rows:
-        assert [one["role"] for one in row["messages"]] == [
+        assert [message["role"] for message in row["messages"]] == [
             "system",
             "user",
             "assistant",

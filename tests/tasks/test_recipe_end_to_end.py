@@ -155,7 +155,7 @@ def test_rl_metrics(story: Story) -> None:
     assert lines[0]["kl_reference"] == pytest.approx(0.0, abs=1e-6)  # the policy has not moved yet
     assert lines[-1]["kl_reference"] > 1e-6
     last = read_episodes(story.attempts["rl"] / "artifacts" / "episodes" / f"step-{STEPS:06d}.parquet")
-    ratios = [one.logprobs - one.reference_logprobs for one in last if one.reference_logprobs is not None]
+    ratios = [e.logprobs - e.reference_logprobs for e in last if e.reference_logprobs is not None]
     ratio = np.concatenate(ratios).astype(np.float64)
     assert np.mean(np.exp(-ratio) - 1 + ratio) == pytest.approx(lines[-1]["kl_reference"], rel=1e-3)
     assert lines[0]["entropy"] > 0
@@ -167,9 +167,9 @@ def test_sft_metrics(story: Story) -> None:
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert all({"loss", "lr", "grad_norm", "tokens"} <= line.keys() for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
-    told = summary(story.attempts["sft"])
-    assert told["tokens"] == sum(line["tokens"] for line in lines)
-    assert told["last"]["loss"] < told["first"]["loss"]
+    report = summary(story.attempts["sft"])
+    assert report["tokens"] == sum(line["tokens"] for line in lines)
+    assert report["last"]["loss"] < report["first"]["loss"]
 
 
 def test_timings_are_stored_apart_from_metrics(story: Story) -> None:
@@ -181,15 +181,15 @@ def test_timings_are_stored_apart_from_metrics(story: Story) -> None:
 
 
 def test_rl_summary(story: Story) -> None:
-    told = summary(story.attempts["rl"])
-    assert told["algorithm"] == "grpo"
-    assert told["steps"] == STEPS
-    assert told["parameters"] == get_model_card(PRESETS["tiny"]).parameters
-    assert told["logprob_gap_max"] <= 1e-6
-    assert told["seconds"] > 0
+    report = summary(story.attempts["rl"])
+    assert report["algorithm"] == "grpo"
+    assert report["steps"] == STEPS
+    assert report["parameters"] == get_model_card(PRESETS["tiny"]).parameters
+    assert report["logprob_gap_max"] <= 1e-6
+    assert report["seconds"] > 0
     for edge in ("first", "last"):
-        assert told[edge].keys() == {"reward", "pass_rate", "length"}
-    curve = dict(map(tuple, told["implicit_objective"]))
+        assert report[edge].keys() == {"reward", "pass_rate", "length"}
+    curve = dict(map(tuple, report["implicit_objective"]))
     assert curve[0.5] > 0  # GRPO: the group of two right and two wrong answers has the largest weight
     assert curve[0.5] == max(curve.values()) or curve[0.5] == pytest.approx(max(curve.values()), rel=0.2)
 
@@ -223,34 +223,34 @@ def test_advantages_are_stored_and_centred(story: Story) -> None:
 def test_metrics_can_be_recomputed_from_the_episodes(story: Story) -> None:
     """Read with DuckDB, independently of our reader."""
     pattern = story.attempts["rl"] / "artifacts" / "episodes" / "step-*.parquet"
-    found = duckdb.sql(
+    computed = duckdb.sql(
         f"""select episode_id.split('/')[1]::int as step, avg(reward) as reward,
         avg(len(token_ids)) as length, avg(truncated::int) as truncated,
         avg((metrics['strategy/digits'] is not null)::int) as digits
         from '{pattern}' group by step order by step"""
     ).df()
-    told = pd.DataFrame(metrics(story.attempts["rl"]))
+    reported = pd.DataFrame(metrics(story.attempts["rl"]))
     for name in ("reward", "length", "truncated"):
-        assert found[name].to_numpy() == pytest.approx(told[name].to_numpy())
-    assert found["digits"].to_numpy() == pytest.approx(told["strategy/digits"].fillna(0).to_numpy())
+        assert computed[name].to_numpy() == pytest.approx(reported[name].to_numpy())
+    assert computed["digits"].to_numpy() == pytest.approx(reported["strategy/digits"].fillna(0).to_numpy())
 
 
 def test_evaluate_summary(story: Story) -> None:
     for name in ("base", "after"):
-        told = summary(story.attempts[name])
-        assert told["environment"] == "digits"
-        assert (told["tasks"], told["samples"], told["failures"]) == (6, 4, 0)
+        report = summary(story.attempts[name])
+        assert report["environment"] == "digits"
+        assert (report["tasks"], report["samples"], report["failures"]) == (6, 4, 0)
         for measure in ("pass@1", "pass@2", "pass@4", "greedy"):
-            assert 0 <= told[measure]["low"] <= told[measure]["mean"] <= told[measure]["high"] <= 1
-        assert "pass@8" not in told
-        assert told["pass@4"]["mean"] >= told["pass@1"]["mean"]
-        assert [row["difficulty"] for row in told["by_difficulty"]] == [0.0, 1.0]
-        assert sum(row["tasks"] for row in told["by_difficulty"]) == 6
-        assert sum(found["share"] for found in told["strategies"].values()) == pytest.approx(1.0)
-        counted = pd.DataFrame(told["correct_per_task"], columns=["task", "n", "c"])
-        assert (counted["c"] / counted["n"]).mean() == pytest.approx(told["pass@1"]["mean"])
-        assert told["seconds"] > 0
-        assert told["tokens_per_second"] > 0
+            assert 0 <= report[measure]["low"] <= report[measure]["mean"] <= report[measure]["high"] <= 1
+        assert "pass@8" not in report
+        assert report["pass@4"]["mean"] >= report["pass@1"]["mean"]
+        assert [row["difficulty"] for row in report["by_difficulty"]] == [0.0, 1.0]
+        assert sum(row["tasks"] for row in report["by_difficulty"]) == 6
+        assert sum(strategy["share"] for strategy in report["strategies"].values()) == pytest.approx(1.0)
+        counted = pd.DataFrame(report["correct_per_task"], columns=["task", "n", "c"])
+        assert (counted["c"] / counted["n"]).mean() == pytest.approx(report["pass@1"]["mean"])
+        assert report["seconds"] > 0
+        assert report["tokens_per_second"] > 0
     assert (
         summary(story.attempts["after"])["correct_per_task"]
         != summary(story.attempts["base"])["correct_per_task"]
@@ -260,12 +260,12 @@ def test_evaluate_summary(story: Story) -> None:
 def test_evaluate_summary_agrees_with_its_episodes(story: Story) -> None:
     attempt = story.attempts["after"]
     samples, greedy = episodes(attempt), episodes(attempt, "greedy.parquet")
-    told = summary(attempt)
+    report = summary(attempt)
     assert list(samples.groupby("task_id", sort=False).size()) == [4] * 6
     assert len(greedy) == 6
-    assert told["greedy"]["mean"] == pytest.approx((greedy["reward"] >= 1).mean())
+    assert report["greedy"]["mean"] == pytest.approx((greedy["reward"] >= 1).mean())
     right = (samples["reward"] >= 1).groupby(samples["task_id"], sort=False).sum()
-    assert [[task, 4, c] for task, c in right.items()] == told["correct_per_task"]
+    assert [[task, 4, c] for task, c in right.items()] == report["correct_per_task"]
 
 
 def test_held_out_tasks_were_never_trained_on(story: Story) -> None:
@@ -283,8 +283,8 @@ def test_held_out_tasks_were_never_trained_on(story: Story) -> None:
 def test_traces_are_verified_answers(story: Story) -> None:
     folder = story.attempts["traces"] / "artifacts" / "traces"
     rows: list[dict[str, Any]] = list(read_json_lines(folder / "records.jsonl"))
-    told = summary(story.attempts["traces"])
-    assert (told["rows"], told["rejected"], told["sources"]) == (60, 0, {"gold/direct": 60})
+    report = summary(story.attempts["traces"])
+    assert (report["rows"], report["rejected"], report["sources"]) == (60, 0, {"gold/direct": 60})
     assert {row["score"] for row in rows} == {1.0}
     assert all(row["messages"][-1]["content"] == row["messages"][0]["content"][-2::-1] for row in rows)
 

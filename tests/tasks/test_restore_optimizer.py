@@ -45,7 +45,7 @@ def test_every_policy_training_task_has_restore_optimizer() -> None:
 
 def test_bundled_recipes_keep_the_optimizer_that_they_restore() -> None:
     restoring = 0
-    for name in (one for one in bundled_recipes() if "/" not in one):  # other recipes need a downloaded model
+    for name in (n for n in bundled_recipes() if "/" not in n):  # other recipes need a downloaded model
         recipe = load_recipe(bundled_recipe(name))
         for stage in recipe.stages:
             if stage.spec.get("restore_optimizer"):

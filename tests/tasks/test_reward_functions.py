@@ -66,7 +66,7 @@ def section(**rewards: Any) -> dict[str, Any]:
             return one
         return {"weight": 1.0, "format": "messages", "source": FUNCTIONS} | one
 
-    return {**DIGITS, "rewards": {name: term(one) for name, one in rewards.items()}}
+    return {**DIGITS, "rewards": {name: term(value) for name, value in rewards.items()}}
 
 
 def function(name: str, **rest: Any) -> dict[str, Any]:
@@ -97,10 +97,10 @@ def test_reward_is_the_weighted_sum_and_gold_the_verdict() -> None:
 
 
 def test_unlisted_terms_do_not_count() -> None:
-    (found,) = score_texts(section(brevity=function("brevity")), "71")
-    assert isinstance(found, Score)
-    assert found.reward == -0.2
-    assert found.terms["verifier"] == 1.0
+    (score,) = score_texts(section(brevity=function("brevity")), "71")
+    assert isinstance(score, Score)
+    assert score.reward == -0.2
+    assert score.terms["verifier"] == 1.0
     (alone,) = score_texts(section(verifier=1.0), "71")
     assert isinstance(alone, Score)
     assert "gold" not in alone.metrics  # the reward is the verdict
@@ -130,21 +130,21 @@ def test_reward_function_that_returns_none_is_skipped() -> None:
     ],
 )  # fmt: skip
 def test_broken_reward_function_is_a_failure_and_not_zero(name: str, said: str) -> None:
-    (found,) = score_texts(section(verifier=1.0, it=function(name)), "71")
-    assert isinstance(found, Failure)
-    assert said in found.reason
+    (failure,) = score_texts(section(verifier=1.0, it=function(name)), "71")
+    assert isinstance(failure, Failure)
+    assert said in failure.reason
 
 
 def test_reward_function_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET", "12345")
-    (found,) = score_texts(section(it=function("tells_secrets")), "71")
-    assert isinstance(found, Score)
-    assert found.reward == 0.0
+    (score,) = score_texts(section(it=function("tells_secrets")), "71")
+    assert isinstance(score, Score)
+    assert score.reward == 0.0
 
 
 def test_unknown_reward_term_error_lists_the_terms() -> None:
-    (found,) = score_texts(section(raw=1.0), "71")
-    assert found == Failure("verifier", "no reward term 'raw'; there are digits, verifier")
+    (failure,) = score_texts(section(raw=1.0), "71")
+    assert failure == Failure("verifier", "no reward term 'raw'; there are digits, verifier")
 
 
 def test_unloadable_reward_function_is_named() -> None:
@@ -191,9 +191,9 @@ def test_rl_trains_on_the_weighted_reward(tmp_path: Path) -> None:
     line = metrics(bundle)[-1]
     assert line["reward"] == pytest.approx(line["term/verifier"] + 0.1 * line["term/brevity"])
     assert line["gold"] == pytest.approx(line["term/verifier"])
-    for _, one in episodes(bundle).iterrows():
-        terms = figures_of(one["reward_terms"])
-        assert one["reward"] == pytest.approx(terms["verifier"] + 0.1 * terms["brevity"])
+    for _, row in episodes(bundle).iterrows():
+        terms = figures_of(row["reward_terms"])
+        assert row["reward"] == pytest.approx(terms["verifier"] + 0.1 * terms["brevity"])
 
 
 def test_collect_and_evaluate_use_the_verifier_verdict(tmp_path: Path) -> None:
