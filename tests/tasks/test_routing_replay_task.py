@@ -57,23 +57,23 @@ def test_replay_changes_nothing_when_sampler_and_learner_agree(
     mixture: dict[str, Any], replayed: Path, tmp_path: Path
 ) -> None:
     plain = run_task(tmp_path / "plain", "rl", **mixture)
-    differences = {one.path for one in compare_artifacts(plain, replayed)}
+    differences = {change.path for change in compare_artifacts(plain, replayed)}
     assert all(path.startswith(("artifacts/episodes/", "artifacts/metrics.jsonl")) for path in differences)
     for line, before in zip(metrics(replayed), metrics(plain), strict=True):
         routing = {name: line.pop(name) for name in [*line] if name.startswith("routing/")}
         assert routing["routing/missing"] == routing["routing/flipped"] == 0
         assert line == before
-    for one in recorded(replayed):
-        assert one.routed_experts is not None and one.routed_experts.dtype == np.uint8
-        assert one.routed_experts.shape == (len(one.prompt_ids) + len(one.token_ids) - 1, 2, 2)
-    assert all(one.routed_experts is None for one in recorded(plain))
+    for episode in recorded(replayed):
+        assert episode.routed_experts is not None and episode.routed_experts.dtype == np.uint8
+        assert episode.routed_experts.shape == (len(episode.prompt_ids) + len(episode.token_ids) - 1, 2, 2)
+    assert all(episode.routed_experts is None for episode in recorded(plain))
 
 
 @pytest.mark.slow
 def test_rollout_processes_return_routes(mixture: dict[str, Any], replayed: Path, tmp_path: Path) -> None:
     options = {"routing_replay": True, "asynchronous": {"staleness": 0}, **mixture}
     other = run_task(tmp_path / "asynchronous", "rl", **options)
-    differences = {one.path for one in compare_artifacts(replayed, other)}
+    differences = {change.path for change in compare_artifacts(replayed, other)}
     assert differences <= {"artifacts/schedule.jsonl", "artifacts/metrics.jsonl"}
     assert metrics(other)[0]["routing/missing"] == 0
 
@@ -83,10 +83,10 @@ def test_memory_mapped_routes_survive_deletion_of_the_file(replayed: Path, tmp_p
     (path := tmp_path / "group.arrow").write_bytes(episodes_to_bytes(episodes))
     mapped = map_episodes(path)
     path.unlink()
-    for one, again in zip(episodes, mapped, strict=True):
+    for episode, again in zip(episodes, mapped, strict=True):
         assert again.routed_experts is not None and not again.routed_experts.flags.owndata
-        np.testing.assert_array_equal(one.routed_experts, again.routed_experts)
-        np.testing.assert_array_equal(one.token_ids, again.token_ids)
+        np.testing.assert_array_equal(episode.routed_experts, again.routed_experts)
+        np.testing.assert_array_equal(episode.token_ids, again.token_ids)
 
 
 def test_routing_replay_is_refused_for_dense_models() -> None:
@@ -100,11 +100,11 @@ def test_sampler_check_replays_routes(tmp_path: Path) -> None:
     tokenizer, decoder = Tokenizer.characters(), new_model(MIXTURE, Tokenizer.characters(), seed=0)
     engine = Engine(decoder, slots=2)
     engine.record_routes()
-    ((one,),) = engine.sample([Prompt(tokenizer.encode("1+2="), (0, 1, 0))], 1, SamplingParams(12))
+    ((out,),) = engine.sample([Prompt(tokenizer.encode("1+2="), (0, 1, 0))], 1, SamplingParams(12))
     task = Task("task", ({"role": "user", "content": "1+2="},), {})
-    routes = (one.routed_experts + 3) % 8
+    routes = (out.routed_experts + 3) % 8
     episode = replace(
-        Episode.from_completion(task, one, tokenizer), prompt_ids=np.array(tokenizer.encode("1+2="), np.int32)
+        Episode.from_completion(task, out, tokenizer), prompt_ids=np.array(tokenizer.encode("1+2="), np.int32)
     )
     flipped = replace(episode, routed_experts=routes)
     (batch,) = pack_each([flipped], 1000)

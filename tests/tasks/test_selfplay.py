@@ -62,26 +62,26 @@ def played(start: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_selfplay_improves_and_reports_ratings(played: Path) -> None:
-    told, lines = summary(played)["league"], metrics(played)
-    assert [one["step"] for one in told["judgements"]] == [0, 2, 4, 6]
-    first, *_, last = told["judgements"]
+    league, lines = summary(played)["league"], metrics(played)
+    assert [line["step"] for line in league["judgements"]] == [0, 2, 4, 6]
+    first, *_, last = league["judgements"]
     assert last["against/step 0/low"] > 0 and last["against/random/low"] > 0
-    assert last["elo"] > first["elo/high"] - 50 and told["champion"] == 6 and not told["collapsed"]
-    assert told["ratings"]["random"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
-    assert all(one["won"] + one["drawn"] + one["lost"] == 24 for one in told["matches"])
+    assert last["elo"] > first["elo/high"] - 50 and league["champion"] == 6 and not league["collapsed"]
+    assert league["ratings"]["random"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert all(match["won"] + match["drawn"] + match["lost"] == 24 for match in league["matches"])
     assert [line["step"] for line in lines if "elo" in line] == [2, 4, 6]
     assert lines[-1]["elo"] == last["elo"] and {"openings", "illegal", "drawn", "met"} <= lines[0].keys()
     assert {line["met"] for line in lines[:2]} == {0.0}
 
 
 def test_league_members_play_their_share_of_tasks_without_training(played: Path) -> None:
-    found = episodes(played)
-    groups = found.groupby("group_id").size()
+    rows = episodes(played)
+    groups = rows.groupby("group_id").size()
     tasks = {name.removesuffix("/p1") for name in groups.index}
     assert len(tasks) == 36 and set(groups) == {6}
     with_league = 2 * len(tasks) - len(groups)  # only one seat of these tasks has a training group
     assert 8 <= with_league <= 28
-    newest = found.groupby("step")["policy_version"].apply(lambda column: {int(v.max()) for v in column})
+    newest = rows.groupby("step")["policy_version"].apply(lambda column: {int(v.max()) for v in column})
     assert list(newest) == [{version} for version in range(6)]
 
 
@@ -100,11 +100,11 @@ def test_selfplay_trains_turns_without_history(tmp_path: Path) -> None:
         environment=about | {"random_moves": 1},  # so the second player begins
         prompts=8, samples=6, max_tokens=8, train_sub_agents=True, league={"games": 4, "share": 0.0},
     )  # fmt: skip
-    found = episodes(folder)
-    players = {name.partition("/")[2].partition("/")[2] for name in found["group_id"]}
+    rows = episodes(folder)
+    players = {name.partition("/")[2].partition("/")[2] for name in rows["group_id"]}
     assert {"", "agents", "p1", "p1/agents"} <= players
     assert 1 < metrics(folder)[0]["turns"] < 2
-    assert [one["step"] for one in summary(folder)["league"]["judgements"]] == [0, 1]
+    assert [line["step"] for line in summary(folder)["league"]["judgements"]] == [0, 1]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -125,7 +125,7 @@ def test_league_opponents_use_their_frozen_weights(
 
     def watched(self: Engine, *arguments: Any, **more: Any) -> Any:
         if leagues and self is leagues[0].engine:
-            held = {name: one.clone() for name, one in self._source.named_parameters()}
+            held = {name: tensor.clone() for name, tensor in self._source.named_parameters()}
             seen.append((self.version, held))
         return sample(self, *arguments, **more)
 
@@ -138,7 +138,7 @@ def test_league_opponents_use_their_frozen_weights(
     assert all(torch.equal(frozen[0][name], began[name]) for name in began)
     assert {version for version, _ in seen} == {0, 2}
     for version, held in seen:
-        assert all(torch.equal(held[name], one) for name, one in frozen[version].items())
+        assert all(torch.equal(held[name], tensor) for name, tensor in frozen[version].items())
 
 
 @pytest.mark.thorough
@@ -184,9 +184,9 @@ def test_collapsed_policy_is_not_published(start: Path, tmp_path: Path) -> None:
     """A destructive learning rate: the collapse is reported, and the first policy stays champion."""
     harmful = options(lr=0.3, warmup=0, steps=10, keep={"optimizer": True})
     bundle = run_task(tmp_path / "b", "selfplay", inputs={"checkpoint": start}, **harmful)
-    told = summary(bundle)["league"]
-    assert told["champion"] == 0 and told["collapsed"], told["judgements"]
-    assert {one["name"] for one in told["alarms"] if one["kind"] == "collapse"} & {
+    league = summary(bundle)["league"]
+    assert league["champion"] == 0 and league["collapsed"], league["judgements"]
+    assert {alarm["name"] for alarm in league["alarms"] if alarm["kind"] == "collapse"} & {
         "weaker",
         "illegal",
         "unfinished",
@@ -195,18 +195,18 @@ def test_collapsed_policy_is_not_published(start: Path, tmp_path: Path) -> None:
     began = load_file(start / "model.safetensors")
     assert all(torch.equal(published[name], began[name]) for name in began)
     last = load_file(bundle / FINAL / "optimizer/weights.safetensors")
-    assert any(not torch.equal(last[name], one) for name, one in published.items() if name in last)
+    assert any(not torch.equal(last[name], tensor) for name, tensor in published.items() if name in last)
 
 
 def table(*judged: dict[str, Any]) -> Standings:
-    found = Standings({}, ("random",), seed=0)
-    for step, one in enumerate(judged):
+    standings = Standings({}, ("random",), seed=0)
+    for step, scores in enumerate(judged):
         returns = {
-            name: dict(enumerate(values)) for name, values in one.items() if not isinstance(values, float)
+            name: dict(enumerate(values)) for name, values in scores.items() if not isinstance(values, float)
         }
-        exact = {name: value for name, value in one.items() if isinstance(value, float)}
-        found.add(step, {n: {str(k): v for k, v in r.items()} for n, r in returns.items()}, exact)
-    return found
+        exact = {name: value for name, value in scores.items() if isinstance(value, float)}
+        standings.add(step, {n: {str(k): v for k, v in r.items()} for n, r in returns.items()}, exact)
+    return standings
 
 
 EVEN, WON, LOST = [1.0, -1.0] * 20, [1.0] * 30 + [-1.0] * 10, [1.0] * 10 + [-1.0] * 30

@@ -39,7 +39,7 @@ def many_spellings() -> Tokenizer:
     """A tokenizer with tokens for digits and pairs of digits, so that most texts have several encodings."""
     symbols = ["<pad>", "<eos>", *"0123456789 luck[]=?"]
     pairs = [(a, b) for a in "0123456789" for b in "0123456789"]
-    vocabulary = {token: place for place, token in enumerate([*symbols, *(a + b for a, b in pairs)])}
+    vocabulary = {token: index for index, token in enumerate([*symbols, *(a + b for a, b in pairs)])}
     backend = Backend(models.BPE(vocabulary, pairs))
     backend.pre_tokenizer = pre_tokenizers.Sequence([])
     backend.decoder = decoders.Fuse()
@@ -56,9 +56,9 @@ class Recording(Engine):
     log: list[tuple[Prompt, list[Completion]]]
 
     def sample(self, prompts: Any, n: int, params: SamplingParams, on_progress: Any = None) -> Any:
-        found = super().sample(prompts, n, params, on_progress)
-        self.log += zip(prompts, found, strict=True)
-        return found
+        completions = super().sample(prompts, n, params, on_progress)
+        self.log += zip(prompts, completions, strict=True)
+        return completions
 
 
 def engine_of(tokenizer: Tokenizer, seed: int = 0) -> Recording:
@@ -98,79 +98,79 @@ def runs(mask: np.ndarray) -> list[slice]:
 def test_sampled_tokens_are_never_retokenized() -> None:
     engine = engine_of(TOKENIZER)
     groups = play({}, engine=engine)
-    everything = [one for group in groups for one in group]
-    given = [tuple(one.token_ids.tolist()) for _, completions in engine.log for one in completions]
+    everything = [episode for group in groups for episode in group]
+    given = [tuple(answer.token_ids.tolist()) for _, completions in engine.log for answer in completions]
     asked = {tuple(prompt.token_ids) for prompt, _ in engine.log}
     turns, respelt = [], 0
-    for one in everything:
-        for place in runs(one.loss_mask):
-            before = (*one.prompt_ids.tolist(), *one.token_ids[: place.start].tolist())
+    for episode in everything:
+        for span in runs(episode.loss_mask):
+            before = (*episode.prompt_ids.tolist(), *episode.token_ids[: span.start].tolist())
             assert before in asked
-            turn = one.token_ids[place].tolist()
+            turn = episode.token_ids[span].tolist()
             turns.append(tuple(turn))
             respelt += TOKENIZER.encode_completion(TOKENIZER.decode(turn)) != turn
-        assert not one.logprobs[~one.loss_mask].any()
-        assert (one.policy_version[~one.loss_mask] == -1).all()
+        assert not episode.logprobs[~episode.loss_mask].any()
+        assert (episode.policy_version[~episode.loss_mask] == -1).all()
     assert sorted(turns) == sorted(given)
-    assert sum(len(runs(one.loss_mask)) == 3 for one in everything) > 4
+    assert sum(len(runs(episode.loss_mask)) == 3 for episode in everything) > 4
     assert respelt > len(turns) / 2  # so retokenization would show
 
 
 def test_messages_match_the_tokens_of_turns_and_observations() -> None:
-    one = next(one for group in play({}) for one in group if one.metrics["turns"] == 3)
-    turns = runs(one.loss_mask)
-    contents = [message["content"] for message in one.messages]
-    assert [message["role"] for message in one.messages] == [
+    episode = next(episode for group in play({}) for episode in group if episode.metrics["turns"] == 3)
+    turns = runs(episode.loss_mask)
+    contents = [message["content"] for message in episode.messages]
+    assert [message["role"] for message in episode.messages] == [
         "user", "user", "assistant", "tool", "assistant", "tool", "assistant",
     ]  # fmt: skip
-    assert contents[2] == TOKENIZER.decode(one.token_ids[turns[0]].tolist())
+    assert contents[2] == TOKENIZER.decode(episode.token_ids[turns[0]].tolist())
     assert contents[3] == f"[{len(contents[2])}]"
-    between = one.token_ids[turns[0].stop : turns[1].start].tolist()
+    between = episode.token_ids[turns[0].stop : turns[1].start].tolist()
     assert between == TOKENIZER.encode(contents[3])
-    assert one.text == contents[-1] and len(one.opening) == 2
-    assert one.prompt_ids.tolist() == TOKENIZER.encode(contents[0] + contents[1])
+    assert episode.text == contents[-1] and len(episode.opening) == 2
+    assert episode.prompt_ids.tolist() == TOKENIZER.encode(contents[0] + contents[1])
 
 
 def test_logprobs_are_conditioned_on_the_whole_context() -> None:
     engine = engine_of(TOKENIZER)
-    everything = [one for group in play({}, engine=engine) for one in group]
-    scores = engine.score([one.prompt_ids for one in everything], [one.token_ids for one in everything])
-    for one, scored in zip(everything, scores, strict=True):
-        np.testing.assert_allclose(one.logprobs[one.loss_mask], scored[one.loss_mask], atol=1e-4)
+    everything = [episode for group in play({}, engine=engine) for episode in group]
+    scores = engine.score([e.prompt_ids for e in everything], [e.token_ids for e in everything])
+    for episode, scored in zip(everything, scores, strict=True):
+        np.testing.assert_allclose(episode.logprobs[episode.loss_mask], scored[episode.loss_mask], atol=1e-4)
 
 
 def test_recording_top_logprobs_does_not_change_sampling() -> None:
-    plain = [one for group in play({}) for one in group]
-    recorded = [one for group in play({}, params=replace(PARAMS, top_logprobs=4)) for one in group]
+    plain = [episode for group in play({}) for episode in group]
+    recorded = [episode for group in play({}, params=replace(PARAMS, top_logprobs=4)) for episode in group]
     assert plain[0].top_ids is None
     seen = 0
-    for one, other in zip(recorded, plain, strict=True):
-        assert np.array_equal(one.token_ids, other.token_ids) and np.array_equal(one.logprobs, other.logprobs)
-        assert one.top_ids is not None and one.top_logprobs is not None
-        own, observed = one.top_logprobs[one.loss_mask], ~one.loss_mask
+    for new, other in zip(recorded, plain, strict=True):
+        assert np.array_equal(new.token_ids, other.token_ids) and np.array_equal(new.logprobs, other.logprobs)
+        assert new.top_ids is not None and new.top_logprobs is not None
+        own, observed = new.top_logprobs[new.loss_mask], ~new.loss_mask
         assert (np.diff(own, axis=1) <= 0).all() and (own < 0).all()
-        assert (one.top_ids[observed] == -1).all() and not one.top_logprobs[observed].any()
-        found = (one.top_ids == one.token_ids[:, None]) & one.loss_mask[:, None]
-        assert np.array_equal(one.top_logprobs[found], one.logprobs[found.any(1)])
-        seen += int(found.sum())
+        assert (new.top_ids[observed] == -1).all() and not new.top_logprobs[observed].any()
+        chosen = (new.top_ids == new.token_ids[:, None]) & new.loss_mask[:, None]
+        assert np.array_equal(new.top_logprobs[chosen], new.logprobs[chosen.any(1)])
+        seen += int(chosen.sum())
     assert seen > 20
 
 
 def test_episode_depends_only_on_its_index() -> None:
     whole, part = play({}), play({}, count=2, skip=3)
     for group, again in zip(whole[3:5], part, strict=True):
-        for one, other in zip(group, again, strict=True):
-            assert one.episode_id == other.episode_id and one.messages == other.messages
-            assert np.array_equal(one.token_ids, other.token_ids)
-            assert np.array_equal(one.logprobs, other.logprobs)
-    texts = {one.text for group in whole for one in group}
+        for episode, other in zip(group, again, strict=True):
+            assert episode.episode_id == other.episode_id and episode.messages == other.messages
+            assert np.array_equal(episode.token_ids, other.token_ids)
+            assert np.array_equal(episode.logprobs, other.logprobs)
+    texts = {episode.text for group in whole for episode in group}
     assert len(texts) > 12  # turns have independent random numbers
 
 
 def test_no_two_turns_share_random_numbers() -> None:
     engine = engine_of(TOKENIZER)
     play({"players": 2}, engine=engine)
-    drawn = [(prompt.key, sample) for prompt, found in engine.log for sample in range(len(found))]
+    drawn = [(prompt.key, sample) for prompt, answers in engine.log for sample in range(len(answers))]
     assert len(set(drawn)) == len(drawn) > 60
     assert all(0 <= lane < 2**32 for (_, *lanes), _ in drawn for lane in lanes)
 
@@ -179,54 +179,54 @@ def test_score_reproduces_the_reward_from_the_transcript() -> None:
     environment = Talk({})
     tasks = {task.task_id: task for task in islice(environment.tasks("train", 0), 6)}
     for group in play({}):
-        for one in group:
-            actions = [message["content"] for message in one.messages if message["role"] == "assistant"]
-            _, step, index = (0, *map(int, one.group_id.split("/")))
+        for episode in group:
+            actions = [message["content"] for message in episode.messages if message["role"] == "assistant"]
+            _, step, index = (0, *map(int, episode.group_id.split("/")))
             transcript = Transcript(
                 actions[-1],
-                finished=not one.truncated,
+                finished=not episode.truncated,
                 earlier=tuple(actions[:-1]),
-                seed=session_seed((one.seed, step, index)),
+                seed=session_seed((episode.seed, step, index)),
             )
-            assert environment.score(tasks[one.task_id], transcript).reward == one.reward
+            assert environment.score(tasks[episode.task_id], transcript).reward == episode.reward
 
 
 @pytest.mark.parametrize(
     ("bounds", "turns"), [({"max_turns": 2}, 2), ({"max_tokens": 30}, 30), ({"max_tokens": 24}, 1)]
 )
 def test_turn_and_token_limits_truncate_episodes(bounds: dict[str, int], turns: int) -> None:
-    everything = [one for group in play({"episodes": bounds, "turns": 30}) for one in group]
-    assert max(one.metrics["turns"] for one in everything) <= turns
-    assert all(one.truncated and one.reward is not None and not one.failure for one in everything)
+    everything = [episode for group in play({"episodes": bounds, "turns": 30}) for episode in group]
+    assert max(episode.metrics["turns"] for episode in everything) <= turns
+    assert all(e.truncated and e.reward is not None and not e.failure for e in everything)
     longest = bounds.get("max_tokens", 1000)
-    assert max(len(one.token_ids) for one in everything) <= longest + len("[48]")
+    assert max(len(episode.token_ids) for episode in everything) <= longest + len("[48]")
 
 
 def test_truncated_turn_ends_its_episode() -> None:
     for group in play({}):
-        for one in group:
-            *_, last = runs(one.loss_mask)
-            assert one.truncated == (one.token_ids[last][-1] not in ENDS)
-            if one.truncated:
-                assert last.stop == len(one.token_ids)
+        for episode in group:
+            *_, last = runs(episode.loss_mask)
+            assert episode.truncated == (episode.token_ids[last][-1] not in ENDS)
+            if episode.truncated:
+                assert last.stop == len(episode.token_ids)
 
 
 def test_every_player_has_a_separate_episode_and_group() -> None:
     groups = play({"players": 2}, count=3)
     assert [group[0].group_id for group in groups] == ["1/0", "1/0/p1", "1/1", "1/1/p1", "1/2", "1/2/p1"]
     for first, second in zip(groups[::2], groups[1::2], strict=True):
-        of_second = {one.episode_id.rpartition("/")[2]: one for one in second}
-        for one in first:
-            other = of_second.get(one.episode_id.rpartition("/")[2])
+        of_second = {episode.episode_id.rpartition("/")[2]: episode for episode in second}
+        for episode in first:
+            other = of_second.get(episode.episode_id.rpartition("/")[2])
             if other is None:  # the first player's first turn was cut off
-                assert one.truncated and one.metrics["turns"] == 1
+                assert episode.truncated and episode.metrics["turns"] == 1
                 continue
-            assert "luck" in one.messages[1]["content"] and "luck" not in other.messages[1]["content"]
-            said = [message["content"] for message in one.messages if message["role"] == "assistant"]
+            assert "luck" in episode.messages[1]["content"] and "luck" not in other.messages[1]["content"]
+            actions = [message["content"] for message in episode.messages if message["role"] == "assistant"]
             assert (
-                other.messages[1]["content"] == f"[{len(said[0])}]"
+                other.messages[1]["content"] == f"[{len(actions[0])}]"
             )  # sees the length of the first action, not its text
-    assert {one.reward for group in groups for one in group} - {0.0}
+    assert {episode.reward for group in groups for episode in group} - {0.0}
 
 
 ANY = [*"0123456789"]
@@ -247,12 +247,12 @@ ANY = [*"0123456789"]
 def test_environment_failures_are_contained_in_their_episodes(section: dict[str, Any], said: str) -> None:
     section = {"episodes": {"max_failures": 1.0}} | section
     section["episodes"] = {"max_failures": 1.0} | section["episodes"]
-    everything = [one for group in play(section, count=8) for one in group]
-    failed = [one for one in everything if one.failure]
+    everything = [episode for group in play(section, count=8) for episode in group]
+    failed = [episode for episode in everything if episode.failure]
     assert 0 < len(failed) < len(everything) == 32
-    assert all(one.failure.startswith(said) for one in failed)
-    assert all(one.reward is None and not one.reward_terms for one in failed)
-    assert all(one.reward is not None for one in everything if not one.failure)
+    assert all(episode.failure.startswith(said) for episode in failed)
+    assert all(episode.reward is None and not episode.reward_terms for episode in failed)
+    assert all(episode.reward is not None for episode in everything if not episode.failure)
 
 
 def turns_are_retokenized(patch: pytest.MonkeyPatch) -> None:
@@ -269,9 +269,9 @@ def episode_is_retokenized(patch: pytest.MonkeyPatch) -> None:
     right = RolloutWorker._episode
 
     def again(self: RolloutWorker, *args: Any) -> Episode:
-        one = right(self, *args)
-        ids = np.array([*TOKENIZER.encode(TOKENIZER.decode(one.token_ids)), *[1] * 99], np.int32)
-        return replace(one, token_ids=ids[: len(one.token_ids)])
+        episode = right(self, *args)
+        ids = np.array([*TOKENIZER.encode(TOKENIZER.decode(episode.token_ids)), *[1] * 99], np.int32)
+        return replace(episode, token_ids=ids[: len(episode.token_ids)])
 
     patch.setattr(RolloutWorker, "_episode", again)
 
@@ -311,8 +311,8 @@ def test_rl_with_several_turns_players_and_failed_episodes(tmp_path: Path) -> No
 
 def test_evaluate_with_several_turns(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "evaluate", "evaluate", environment=TALK, tasks=4, samples=2, max_tokens=80)
-    told = summary(bundle)
-    assert told["tasks"] == 4 and "strategies" in told
+    report = summary(bundle)
+    assert report["tasks"] == 4 and "strategies" in report
     assert any(len(messages) > 3 for messages in episodes(bundle)["messages"])
 
 
@@ -333,7 +333,7 @@ def test_rejection_sampling_traces_keep_every_turn(tmp_path: Path) -> None:
     bundle = run_task(tmp_path / "own", "rejection_sampling", environment=environment, **options)
     records = list(read_json_lines(bundle / "artifacts" / "traces" / "records.jsonl"))
     roles = [[message["role"] for message in record["messages"]] for record in records]
-    assert roles and all(found == ["user", "user", "assistant", "tool", "assistant"] for found in roles)
+    assert roles and all(names == ["user", "user", "assistant", "tool", "assistant"] for names in roles)
     inputs = {"data": bundle / "artifacts" / "traces"}
     imitated = run_task(
         tmp_path / "sft", "sft", inputs=inputs, environment=environment, steps=2, batch_size=4
@@ -345,9 +345,9 @@ def test_distill_with_several_turns(tmp_path: Path) -> None:
     bundle = run_task(
         tmp_path / "distill", "distill", environment=TALK, steps=2, system="hint", max_tokens=40
     )
-    told = episodes(bundle)
+    rows = episodes(bundle)
     lines = metrics(bundle)
-    assert len(lines) == 2 and told["loss_mask"].map(lambda mask: not all(mask)).any()
+    assert len(lines) == 2 and rows["loss_mask"].map(lambda mask: not all(mask)).any()
 
 
 def test_pairs_refuse_multi_turn_environments(tmp_path: Path) -> None:
@@ -378,8 +378,8 @@ def test_interrupted_rl_with_two_players_resumes_exactly(
 
 def test_calculator_stages_run_with_small_settings(tmp_path: Path) -> None:
     environment = {"id": "calculator"}
-    told = run_task(tmp_path / "collect", "collect", environment=environment, teacher="calculator")
-    traces = told / "artifacts" / "traces"
+    bundle = run_task(tmp_path / "collect", "collect", environment=environment, teacher="calculator")
+    traces = bundle / "artifacts" / "traces"
     sft = run_task(tmp_path / "sft", "sft", inputs={"data": traces}, environment=environment)
     checkpoint = {"checkpoint": sft / "artifacts" / "checkpoints" / "final"}
     trained = run_task(tmp_path / "rl", "rl", inputs=checkpoint, environment=environment, max_tokens=12)

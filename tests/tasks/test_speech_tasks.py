@@ -50,9 +50,9 @@ def test_utterances_are_split_by_text_and_normalized(teacher: Path) -> None:
     train = read_utterances(teacher / UTTERANCES, "train")
     held_out = read_utterances(teacher / UTTERANCES, "heldout")
     assert (len(train), len(held_out)) == (6, 3)
-    assert not {one.text for one in train} & {one.text for one in held_out}
-    assert all(len(one.samples) == FRAME * len(one.text.split()) for one in train)
-    loudest = max(abs(one.samples).max() for one in [*train, *held_out])
+    assert not {spoken.text for spoken in train} & {spoken.text for spoken in held_out}
+    assert all(len(spoken.samples) == FRAME * len(spoken.text.split()) for spoken in train)
+    loudest = max(abs(spoken.samples).max() for spoken in [*train, *held_out])
     assert loudest == pytest.approx(0.7, abs=1e-3)
     with pytest.raises(RequestError, match="utterances"):
         read_utterances(teacher, "train")
@@ -81,7 +81,7 @@ def test_killed_speech_stage_resumes_exactly(
     restore_outputs(broken / "artifacts", again / "artifacts")
     run_in(again)
     events = list(read_json_lines(again / "runtime/events.jsonl"))
-    assert [one["step"] for one in events if one["kind"] == "resumed"] == [2]
+    assert [event["step"] for event in events if event["kind"] == "resumed"] == [2]
     for name in ("artifacts/metrics.jsonl", f"{FINAL}/model.safetensors"):
         assert sha256_file(again / name) == sha256_file(whole / name)
     assert summary(again) == summary(whole)

@@ -58,15 +58,15 @@ def is_complete(one: Episode) -> bool:
 
 def test_critical_steps_match_the_published_formula() -> None:
     groups, tasks = play()
-    whole = [one for group in groups for one in group if is_complete(one)]
+    whole = [episode for group in groups for episode in group if is_complete(episode)]
     assert len(whole) > 8
-    for one in whole:
-        stages = Team.stages(tasks[one.task_id])
-        assert critical_steps(one.spans) == one.metrics["critical_steps"] == longest_path(stages)
+    for episode in whole:
+        stages = Team.stages(tasks[episode.task_id])
+        assert critical_steps(episode.spans) == episode.metrics["critical_steps"] == longest_path(stages)
         turns = sum(turns + nested for stage in stages for turns, nested in stage)
-        assert total_steps(one.spans) == 1 + len(stages) + turns == one.metrics["total_steps"]
-        by_id = {span.span_id: span for span in one.spans}
-        for span in one.spans[1:]:
+        assert total_steps(episode.spans) == 1 + len(stages) + turns == episode.metrics["total_steps"]
+        by_id = {span.span_id: span for span in episode.spans}
+        for span in episode.spans[1:]:
             parent = by_id[span.parent]
             assert parent.begin < span.begin < span.end
             assert span.end <= span.joined or (span.joined == -1 and "." in span.parent)
@@ -88,15 +88,15 @@ def test_episode_is_independent_of_other_episodes() -> None:
     whole, _ = play()
     part, _ = play(2, skip=2)
     for group, again in zip(whole[2:4], part, strict=True):
-        for one, other in zip(group, again, strict=True):
-            assert one.spans == other.spans and one.reward == other.reward
-            assert np.array_equal(one.token_ids, other.token_ids)
+        for episode, other in zip(group, again, strict=True):
+            assert episode.spans == other.spans and episode.reward == other.reward
+            assert np.array_equal(episode.token_ids, other.token_ids)
 
 
 def test_no_two_turns_share_random_numbers() -> None:
     engine = engine_of(TOKENIZER)
     play(engine=engine)
-    drawn = [(prompt.key, sample) for prompt, found in engine.log for sample in range(len(found))]
+    drawn = [(prompt.key, sample) for prompt, answers in engine.log for sample in range(len(answers))]
     assert len(set(drawn)) == len(drawn) > 100
     assert all(0 <= lane < 2**32 for (_, *lanes), _ in drawn for lane in lanes)
 
@@ -119,25 +119,25 @@ def actions_of(one: Episode, task: Task, seed: int) -> list[str]:
 
 def test_score_reproduces_the_reward_from_the_transcript() -> None:
     groups, tasks = play()
-    for one in (one for group in groups for one in group if is_complete(one)):
-        step, index = map(int, one.group_id.split("/"))
-        seed = session_seed((one.seed, step, index))
-        *earlier, last = actions_of(one, tasks[one.task_id], seed)
+    for episode in (e for group in groups for e in group if is_complete(e)):
+        step, index = map(int, episode.group_id.split("/"))
+        seed = session_seed((episode.seed, step, index))
+        *earlier, last = actions_of(episode, tasks[episode.task_id], seed)
         transcript = Transcript(last, earlier=tuple(earlier), seed=seed)
-        assert Team(TEAM).score(tasks[one.task_id], transcript).reward == one.reward
+        assert Team(TEAM).score(tasks[episode.task_id], transcript).reward == episode.reward
 
 
 def test_spans_round_trip_through_parquet(tmp_path: Path) -> None:
     groups, _ = play()
-    everything = [one for group in groups for one in group]
+    everything = [episode for group in groups for episode in group]
     write_episodes(tmp_path / "a.parquet", everything)
-    assert [one.spans for one in read_episodes(tmp_path / "a.parquet")] == [one.spans for one in everything]
+    assert [e.spans for e in read_episodes(tmp_path / "a.parquet")] == [e.spans for e in everything]
 
 
 def test_frozen_policy_samples_the_sub_agents() -> None:
     frozen, policy = engine_of(TOKENIZER, seed=3), engine_of(TOKENIZER)
     groups, _ = play(engine=policy, sub_agents=SubAgents(frozen))
-    spans = [span for group in groups for one in group for span in one.spans[1:]]
+    spans = [span for group in groups for episode in group for span in episode.spans[1:]]
     assert len(frozen.log) == sum(len(span.rounds) for span in spans) > 50
     own = {tuple(prompt.token_ids) for prompt, _ in policy.log}
     assert not own & {tuple(prompt.token_ids) for prompt, _ in frozen.log}
@@ -147,16 +147,16 @@ def test_trained_sub_agents_get_the_reward_of_their_player() -> None:
     groups, _ = play(sub_agents=SubAgents(trained=True))
     for own, parts in zip(groups[::2], groups[1::2], strict=True):
         assert parts[0].group_id == f"{own[0].group_id}/agents"
-        by_sample = {one.episode_id.rpartition("/")[2]: one for one in own}
+        by_sample = {episode.episode_id.rpartition("/")[2]: episode for episode in own}
         spans = {}
-        for one in own:
-            sample = one.episode_id.rpartition("/")[2]
-            spans |= {f"{sample}.{span.span_id[2:]}": span for span in one.spans[1:]}
-        assert {one.episode_id.rpartition("/")[2] for one in parts} == {*spans}
-        for one in parts:
-            name = one.episode_id.rpartition("/")[2]
-            assert one.reward == by_sample[name.partition(".")[0]].reward
-            assert one.messages == spans[name].messages and one.sampled == spans[name].tokens
+        for episode in own:
+            sample = episode.episode_id.rpartition("/")[2]
+            spans |= {f"{sample}.{span.span_id[2:]}": span for span in episode.spans[1:]}
+        assert {episode.episode_id.rpartition("/")[2] for episode in parts} == {*spans}
+        for episode in parts:
+            name = episode.episode_id.rpartition("/")[2]
+            assert episode.reward == by_sample[name.partition(".")[0]].reward
+            assert episode.messages == spans[name].messages and episode.sampled == spans[name].tokens
 
 
 def test_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,15 +164,15 @@ def test_sub_agent_without_room_has_an_empty_action(monkeypatch: pytest.MonkeyPa
         RolloutWorker, "_fits_context", lambda self, trajectory, params: trajectory.name != "part"
     )
     groups, tasks = play(2)
-    whole = [one for group in groups for one in group if is_complete(one)]
+    whole = [episode for group in groups for episode in group if is_complete(episode)]
     assert whole
-    for one in whole:
-        assert not one.failure and not any(span.tokens for span in one.spans[1:])
+    for episode in whole:
+        assert not episode.failure and not any(span.tokens for span in episode.spans[1:])
         share = sum(
-            any(map(str.isdigit, turn["content"])) for turn in one.messages if turn["role"] == "assistant"
+            any(map(str.isdigit, turn["content"])) for turn in episode.messages if turn["role"] == "assistant"
         )
-        stages = Team.stages(tasks[one.task_id])
-        assert one.reward == share / (
+        stages = Team.stages(tasks[episode.task_id])
+        assert episode.reward == share / (
             1 + len(stages) + sum(map(sum, (turns for stage in stages for turns in stage)))
         )
 
@@ -184,9 +184,9 @@ def test_empty_prompts_fail_only_their_episodes() -> None:
     with Scorer(section) as scorer:
         rollouts = RolloutWorker(engine_of(TOKENIZER), TOKENIZER, scorer, environment, 7)
         groups = rollouts.play(tasks, samples=4, params=PARAMS, step=1, watch=Stopwatch())
-    found = [[one for one in group if is_complete(one)] for group in groups]
-    assert all(one.reward == 1 for group in found[::2] for one in group) and any(found[::2])
-    failures = {one.failure for group in groups[1::2] for one in group}
+    complete = [[episode for episode in group if is_complete(episode)] for group in groups]
+    assert all(episode.reward == 1 for group in complete[::2] for episode in group) and any(complete[::2])
+    failures = {episode.failure for group in groups[1::2] for episode in group}
     assert failures == {"environment: the prompt has no tokens"}
 
 
@@ -199,9 +199,9 @@ def test_truncated_turn_ends_the_episode_and_its_sub_agents() -> None:
         groups = rollouts.play(
             tasks, samples=4, params=replace(PARAMS, max_tokens=8), step=1, watch=Stopwatch()
         )
-    cut = [one for group in groups for one in group if one.truncated]
-    assert cut and not any(one.failure for group in groups for one in group)
-    assert all(len(one.spans) == 2 and one.spans[0].rounds == one.spans[1].rounds for one in cut)
+    cut = [episode for group in groups for episode in group if episode.truncated]
+    assert cut and not any(episode.failure for group in groups for episode in group)
+    assert all(len(e.spans) == 2 and e.spans[0].rounds == e.spans[1].rounds for e in cut)
 
 
 def test_record_refuses_episodes_with_sub_agents() -> None:
@@ -221,11 +221,11 @@ def test_record_refuses_episodes_with_sub_agents() -> None:
         checkpoint=None,
     )
     with Replayer(lambda _: TOKENIZER) as replayer:
-        found = record_episodes([one for group in groups for one in group], origin, replayer)
-    own = [one for group in groups for one in group if not one.is_sub_agent]
-    with_agents = sum(bool(one.spans) for one in own)
-    assert len(found.cassettes) == len(own) - with_agents
-    assert sum(found.refused.values()) == with_agents > 0
+        record = record_episodes([episode for group in groups for episode in group], origin, replayer)
+    own = [episode for group in groups for episode in group if not episode.is_sub_agent]
+    with_agents = sum(bool(episode.spans) for episode in own)
+    assert len(record.cassettes) == len(own) - with_agents
+    assert sum(record.refused.values()) == with_agents > 0
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -277,9 +277,9 @@ def test_sub_agent_checkpoint_replaces_the_sub_agent_policy(tmp_path: Path) -> N
     options = {"environment": TEAM, "tasks": 4, "samples": 2, "max_tokens": 80}
     own = run_task(tmp_path / "own", "evaluate", **options)
     frozen = run_task(tmp_path / "frozen", "evaluate", inputs=inputs, sub_agent_checkpoint="first", **options)
-    said = [[span["messages"].tolist() for span in spans[1:]] for spans in episodes(own)["spans"]]
-    other = [[span["messages"].tolist() for span in spans[1:]] for spans in episodes(frozen)["spans"]]
-    assert [len(one) for one in said] != [] and said != other
+    own_texts = [[span["messages"].tolist() for span in spans[1:]] for spans in episodes(own)["spans"]]
+    frozen_texts = [[span["messages"].tolist() for span in spans[1:]] for spans in episodes(frozen)["spans"]]
+    assert [len(texts) for texts in own_texts] != [] and own_texts != frozen_texts
     inputs |= {"checkpoint": inputs["sub_agent_checkpoint"]}
     both = {"checkpoint": "first", "sub_agent_checkpoint": "first"}
     same = run_task(tmp_path / "same", "evaluate", inputs=inputs, **both, **options)

@@ -39,26 +39,26 @@ def perilune(capsys: pytest.CaptureFixture[str]) -> Run:
         capsys.readouterr()
         with pytest.raises(SystemExit) as left:
             main(["traces", *map(str, arguments), "--json"])
-        said = capsys.readouterr()
-        return int(left.value.code or 0), json.loads(said.out) if said.out else said.err
+        output = capsys.readouterr()
+        return int(left.value.code or 0), json.loads(output.out) if output.out else output.err
 
     return run
 
 
 def test_record_and_run_replay_episodes_of_a_stage(attempt: Path, tmp_path: Path, perilune: Run) -> None:
     suite, weights = tmp_path / "suite", attempt / "inputs" / "checkpoint"
-    code, made = perilune("record", attempt, "--out", suite)
-    assert code == 0 and not made["refused"] and len(made["cases"]) == 6 * 4 + 6  # samples and greedy
+    code, recorded = perilune("record", attempt, "--out", suite)
+    assert code == 0 and not recorded["refused"] and len(recorded["cases"]) == 6 * 4 + 6  # samples and greedy
     for mode in ("harness", "rescore"):
         code, report = perilune("run", suite, "--mode", mode)
-        assert (code, report["failed"], report["cases"]) == (0, 0, len(made["cases"]))
+        assert (code, report["failed"], report["cases"]) == (0, 0, len(recorded["cases"]))
     code, report = perilune("run", suite, "--mode", "exact", "--checkpoint", weights)
     assert (code, report["failed"], report["other_weights"]) == (0, 0, 0)
 
     tokenizer = Tokenizer.load(weights)
     save_checkpoint(tmp_path / "other", new_model("tiny", tokenizer, 4), tokenizer)
-    code, said = perilune("run", suite, "--mode", "exact", "--checkpoint", tmp_path / "other")
-    assert code == 2 and "sampled no cassette" in said
+    code, message = perilune("run", suite, "--mode", "exact", "--checkpoint", tmp_path / "other")
+    assert code == 2 and "sampled no cassette" in message
     assert perilune("run", suite, "--mode", "exact")[0] == 2
     assert "the folder holds a suite" in perilune("record", attempt, "--out", suite)[1]
     assert "no episode fulfils" in perilune("record", attempt, "--out", suite, "--where", "reward > 5")[1]
@@ -67,12 +67,12 @@ def test_record_and_run_replay_episodes_of_a_stage(attempt: Path, tmp_path: Path
 def test_suite_fork_and_shrink(attempt: Path, tmp_path: Path, perilune: Run) -> None:
     suite, weights = tmp_path / "suite", attempt / "inputs" / "checkpoint"
     options = ("--where", "truncated", "--each", 6, "--hold-out", 0.5, "--out", suite)
-    _, made = perilune("suite", attempt, *options)
-    causes = [one["cause"] for one in made["cases"]]
-    assert 2 <= len(causes) <= 6 * len(set(causes)) and all("cut off" in one for one in causes)
+    _, report = perilune("suite", attempt, *options)
+    causes = [case["cause"] for case in report["cases"]]
+    assert 2 <= len(causes) <= 6 * len(set(causes)) and all("cut off" in cause for cause in causes)
     parts = [perilune("run", suite, "--part", part)[1]["cases"] for part in ("shown", "held-out", "all")]
     assert parts[0] + parts[1] == parts[2] == len(causes)
-    digest = made["cases"][0]["digest"]
+    digest = report["cases"][0]["digest"]
     code, forked = perilune("fork", suite, digest, "--after", 0, "--checkpoint", weights, "--samples", 8)
     assert code == 0 and len(forked["rewards"]) == 8 and forked["pass_rate"]["mean"] <= 1
     assert "samples none" in perilune("fork", suite, digest, "--after", 99, "--checkpoint", weights)[1]
@@ -97,14 +97,14 @@ def test_run_reports_changes_until_they_are_accepted(attempt: Path, tmp_path: Pa
     ]
     (suite / "suite.json").write_text(json.dumps(index))
     code, report = perilune("run", suite)
-    kinds = {one["kind"] for one in report["results"][0]["differences"]}
+    kinds = {change["kind"] for change in report["results"][0]["differences"]}
     assert (code, report["failed"]) == (1, 1) and {"reward", "turns"} <= kinds
     assert report["reward"]["change"]["mean"] < 0
     code, report = perilune("run", suite, "--accept")
     assert code == 0 and '-   "reward": 0.5' in report["accepted"]
     assert perilune("run", suite)[0] == 0
-    code, said = perilune("run", suite, "--accept", "--mode", "rescore")
-    assert code == 2 and "--mode" in said
+    code, message = perilune("run", suite, "--accept", "--mode", "rescore")
+    assert code == 2 and "--mode" in message
 
 
 def test_gate_fails_for_a_worse_checkpoint(
@@ -113,35 +113,35 @@ def test_gate_fails_for_a_worse_checkpoint(
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
     weights = attempt / "inputs" / "checkpoint"
     perilune("suite", attempt, "--where", "truncated", "--each", 2, "--out", tmp_path / "made")
-    made = Suite(tmp_path / "made")
+    suite = Suite(tmp_path / "made")
     # The recorded verdicts claim that every episode was right, which an untrained model cannot repeat.
     solved = []
-    for case in made.index.cases:
-        cassette = made.cassettes[case.digest]
+    for case in suite.index.cases:
+        cassette = suite.cassettes[case.digest]
         (track,) = cassette.tracks
         right = track.model_copy(update={"verdict": track.verdict.model_copy(update={"reward": 1.0})})
         cassette = cassette.model_copy(update={"tracks": (right,)})
         solved.append((case.model_copy(update={"digest": cassette.digest}), cassette))
-    tokenizers = {one.tokenizer: made.tokenizer(one.tokenizer) for _, one in solved}
+    tokenizers = {cassette.tokenizer: suite.tokenizer(cassette.tokenizer) for _, cassette in solved}
     write_suite(tmp_path / "suite", solved, tokenizers, "")
 
-    code, found = perilune("gate", tmp_path / "suite", weights, "--samples", 2)
+    code, report = perilune("gate", tmp_path / "suite", weights, "--samples", 2)
     tasks = {cassette.task.task_id for _, cassette in solved}
-    assert (code, found["passed"], found["tasks"]) == (1, False, len(tasks))
-    assert (found["then"]["mean"], found["now"]["mean"], found["change"]["mean"]) == (1.0, 0.0, -1.0)
-    code, found = perilune("gate", tmp_path / "suite", weights, "--samples", 2, "--loss", 1)
-    assert (code, found["passed"]) == (0, True)
-    code, found = perilune("gate", tmp_path / "suite", weights, "--samples", 2, "--against", weights)
-    assert (code, found["passed"], found["change"]) == (0, True, {"mean": 0.0, "low": 0.0, "high": 0.0})
+    assert (code, report["passed"], report["tasks"]) == (1, False, len(tasks))
+    assert (report["then"]["mean"], report["now"]["mean"], report["change"]["mean"]) == (1.0, 0.0, -1.0)
+    code, report = perilune("gate", tmp_path / "suite", weights, "--samples", 2, "--loss", 1)
+    assert (code, report["passed"]) == (0, True)
+    code, report = perilune("gate", tmp_path / "suite", weights, "--samples", 2, "--against", weights)
+    assert (code, report["passed"], report["change"]) == (0, True, {"mean": 0.0, "low": 0.0, "high": 0.0})
 
 
 def test_suite_is_an_environment_of_its_recorded_environments(
     attempt: Path, tmp_path: Path, perilune: Run
 ) -> None:
     perilune("suite", attempt, "--each", 1, "--hold-out", 0.5, "--out", tmp_path / "made")
-    made = Suite(tmp_path / "made")
-    case = made.index.cases[0]
-    plain = made.cassettes[case.digest]
+    suite = Suite(tmp_path / "made")
+    case = suite.index.cases[0]
+    plain = suite.cassettes[case.digest]
     mixed = plain.model_copy(
         update={
             "environment": {"id": "mixture", "parts": {"sums": {**plain.environment, "weight": 2.0}}},
@@ -149,11 +149,11 @@ def test_suite_is_an_environment_of_its_recorded_environments(
         }
     )
     other = plain.model_copy(update={"environment": {**plain.environment, "turns": 8}})
-    pairs = [(case.model_copy(update={"digest": one.digest}), one) for one in (plain, mixed, other)]
-    write_suite(tmp_path / "suite", pairs, {plain.tokenizer: made.tokenizer(plain.tokenizer)}, "")
+    pairs = [(case.model_copy(update={"digest": trace.digest}), trace) for trace in (plain, mixed, other)]
+    write_suite(tmp_path / "suite", pairs, {plain.tokenizer: suite.tokenizer(plain.tokenizer)}, "")
     environment: Any = make_environment({"id": "suite", "path": str(tmp_path / "suite")})
     tasks = list(environment.tasks("heldout", 0))
-    assert len(tasks) == len(environment.parts) == 2 and len({one.task_id for one in tasks}) == 2
+    assert len(tasks) == len(environment.parts) == 2 and len({task.task_id for task in tasks}) == 2
     for task in tasks:
         gold = environment.gold(task)
         assert environment.score(task, gold).reward == 1.0

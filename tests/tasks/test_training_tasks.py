@@ -63,7 +63,7 @@ def test_epochs_are_recorded_in_metrics_and_events(tmp_path: Path) -> None:
     size = len(list(Digits(FEW).tasks("train", 1)))
     expected = [(4 * step - 1) // size for step in range(1, 9)]
     assert [line["epoch"] for line in metrics(bundle)] == expected and max(expected) >= 2
-    happened = [one for one in read_json_lines(bundle / "runtime" / "events.jsonl") if one["kind"] == "epoch"]
-    assert Counter((one["epoch"], one["tasks"]) for one in happened) == {
+    happened = [e for e in read_json_lines(bundle / "runtime" / "events.jsonl") if e["kind"] == "epoch"]
+    assert Counter((event["epoch"], event["tasks"]) for event in happened) == {
         (epoch, size): 1 for epoch in range(1, max(expected) + 1)
     }
