@@ -36,12 +36,12 @@ ENVIRONMENTS = Path(__file__).parents[1] / "tasks"
 
 def environment(home: Path) -> dict[str, str]:
     """Environment variables for a command with this home."""
-    found = os.pathsep.join([str(ENVIRONMENTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    paths = os.pathsep.join([str(ENVIRONMENTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     return os.environ | {
         "PERILUNE_HOME": str(home),
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "80",
-        "PYTHONPATH": found,
+        "PYTHONPATH": paths,
         "PATH": os.pathsep.join(
             [str(Path(SCRIPT).parent), os.environ["PATH"]]
         ),  # like an active virtual environment

@@ -73,8 +73,8 @@ def test_audit_uses_rewards_of_the_recipe_and_plan_shows_the_grade(folder, here)
     assert f"not audited: perilune environments audit sums.yaml {' '.join(change)}" in changed.stdout
     hackable = here("environments", "audit", "sums.yaml", *change, *QUICK)
     assert "grade F" in hackable.stdout
-    told = json.loads(here("run", "sums.yaml", "--plan", "--json", *change).stdout)["reward_audits"]
-    assert [one["grade"] for one in told] == ["F"] and "full reward" in told[0]["worst"]
+    audits = json.loads(here("run", "sums.yaml", "--plan", "--json", *change).stdout)["reward_audits"]
+    assert [audit["grade"] for audit in audits] == ["F"] and "full reward" in audits[0]["worst"]
     (folder / "mine.py").write_text(FUNCTIONS.replace("boxes[-1:]", "boxes[:1]"))
     assert "not audited" in here("run", "sums.yaml", "--plan").stdout
     (folder / "mine.py").write_text(FUNCTIONS)

@@ -113,14 +113,14 @@ def test_printed_commands_work_as_printed(perilune, tmp_path: Path, active: bool
         )
         return done.stdout, done.stderr
 
-    shown = "perilune" if active else called
-    assert run(f"{called} shwo")[1] == f"error: unknown command 'shwo'\n  try: {shown} show\n"
-    assert run(f"{called} runs")[0] == f"no runs yet; try: {shown} quickstart\n"
-    assert f"\n  {shown} runs --all\n" in run(f"{called} runs --help")[0]
-    assert run(f"{called} --help")[0].startswith(f"Usage: {shown} [OPTIONS]")
+    program = "perilune" if active else called
+    assert run(f"{called} shwo")[1] == f"error: unknown command 'shwo'\n  try: {program} show\n"
+    assert run(f"{called} runs")[0] == f"no runs yet; try: {program} quickstart\n"
+    assert f"\n  {program} runs --all\n" in run(f"{called} runs --help")[0]
+    assert run(f"{called} --help")[0].startswith(f"Usage: {program} [OPTIONS]")
     # The suggested command runs in the same shell.
     remedy = run(f"{called} show nothing")[1].partition("try: ")[2].strip()
-    assert run(remedy)[0] == f"no runs yet; try: {shown} quickstart\n"
+    assert run(remedy)[0] == f"no runs yet; try: {program} quickstart\n"
     # Other text stays unchanged.
     assert use_program_command("perilune is installed; see perilune.yaml and x/perilune runs") == (
         "perilune is installed; see perilune.yaml and x/perilune runs"

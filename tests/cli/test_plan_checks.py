@@ -48,7 +48,7 @@ PENS = "{id: jsonl, path: pens.jsonl, match: number}"
 
 
 def load_pens_recipe(tmp_path: Path, **changes: Any) -> Recipe:
-    rows = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(60))
+    rows = (f'{{"prompt": "{number}+1=", "answer": {number + 1}}}\n' for number in range(60))
     (tmp_path / "pens.jsonl").write_text("".join(rows))
     options = {"environment": PENS, "rewards": "{}", "device": "cpu", "teacher": "gold", "lr": "0.003"}
     (tmp_path / "pens.yaml").write_text(
@@ -79,9 +79,9 @@ def test_plan_refuses_too_many_tasks_and_unknown_names(
     tmp_path: Path, changes: dict[str, Any], where: str, message: str
 ) -> None:
     recipe = load_pens_recipe(tmp_path, **changes)
-    with pytest.raises(RequestError, match=message) as found:
+    with pytest.raises(RequestError, match=message) as caught:
         derive_plans(recipe, check=True)
-    assert re.match(where, found.value.where)
+    assert re.match(where, caught.value.where)
 
 
 def test_run_checks_held_out_tasks_before_the_first_stage(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_plan_warns_when_scoring_raises(tmp_path: Path) -> None:
     text = 'name: broken\nmodel: {preset: tiny}\nenvironment: {id: "broken.py:Broken"}\nstages:\n'
     (tmp_path / "broken.yaml").write_text(text + "  - {name: rl, task: rl, checkpoint: model, steps: 5}\n")
     (rl,) = derive_plans(load_recipe(tmp_path / "broken.yaml"), check=True)
-    said = "broken.py:Broken fails to score the answer '0' to its first task: scorer raised KeyError"
-    assert rl["derived"]["warning 1"].startswith(said)
+    warning = "broken.py:Broken fails to score the answer '0' to its first task: scorer raised KeyError"
+    assert rl["derived"]["warning 1"].startswith(warning)
 
 
 def test_plan_warns_of_repeated_ids_and_long_prompts(tmp_path: Path) -> None:
@@ -150,12 +150,12 @@ def edit(file: Path, **keys: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (lambda mine: (mine / "model.safetensors").unlink(), "no file model.safetensors"),
-        (lambda mine: os.truncate(mine / "model.safetensors", 100_000), "not a safetensors file"),
-        (lambda mine: (mine / "model.safetensors").rename(mine / "pytorch_model.bin"), "is a pickle"),
-        (lambda mine: edit(mine / "config.json", num_hidden_layers=5), "layers.3.* is missing"),
-        (lambda mine: edit(mine / "config.json", hidden_size=192), "requires .98, 192."),
-        (lambda mine: edit(mine / "config.json", num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+        (lambda path: (path / "model.safetensors").unlink(), "no file model.safetensors"),
+        (lambda path: os.truncate(path / "model.safetensors", 100_000), "not a safetensors file"),
+        (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "is a pickle"),
+        (lambda path: edit(path / "config.json", num_hidden_layers=5), "layers.3.* is missing"),
+        (lambda path: edit(path / "config.json", hidden_size=192), "requires .98, 192."),
+        (lambda path: edit(path / "config.json", num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
     ],
 )
 def test_run_refuses_unusable_weights_before_it_begins(folder: Path, damage: Any, what: str) -> None:

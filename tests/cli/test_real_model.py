@@ -67,7 +67,7 @@ def shallow(smollm: Path, tmp_path: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
     tensors = load_file(smollm / "model.safetensors")
-    kept = {name: one for name, one in tensors.items() if layer_of(name) < LAYERS}
+    kept = {name: tensor for name, tensor in tensors.items() if layer_of(name) < LAYERS}
     save_file(kept, folder / "model.safetensors")
     return folder
 
@@ -99,12 +99,12 @@ def test_pretrained_model_trains_and_exports(shallow: Path, tmp_path: Path) -> N
     (tmp_path / "brevity.py").write_text(BREVITY)
     (tmp_path / "real.yaml").write_text(RECIPE.format(path=shallow))
     run("run", "real.yaml")
-    shown = json.loads(run("show", "real/rl", "--json"))
-    attempt = Path(shown["directory"])
+    document = json.loads(run("show", "real/rl", "--json"))
+    attempt = Path(document["directory"])
     metrics = [json.loads(line) for line in (attempt / "artifacts/metrics.jsonl").read_text().splitlines()]
     assert any(line.get("grad_norm", 0) > 0 for line in metrics)
     inputs = json.loads((attempt / "job.json").read_text())["inputs"]
-    assert all(len(one["digest"]) == 64 for one in inputs)
+    assert all(len(item["digest"]) == 64 for item in inputs)
 
     run("model", "export", "real/rl", "trained", "--type", "f16")
     run("model", "export", "real/rl", "trained.gguf", "--type", "f16")

@@ -64,9 +64,9 @@ def document(tmp_path: Path) -> dict:
 
 
 def test_results_list_evaluations_in_stage_order_with_intervals(document: dict) -> None:
-    assert [one["stage"] for one in document["evaluations"]] == ["base", "after_sft", "after_rl"]
+    assert [entry["stage"] for entry in document["evaluations"]] == ["base", "after_sft", "after_rl"]
     assert document["evaluations"][1]["pass@1"] == {"mean": 0.25, "low": 0.15, "high": 0.35}
-    assert all("correct_per_task" not in one for one in document["evaluations"])
+    assert all("correct_per_task" not in entry for entry in document["evaluations"])
 
 
 def test_change_is_measured_against_the_starting_checkpoint(document: dict) -> None:
@@ -106,9 +106,9 @@ def test_results_report_loss_of_pass_at_8(document: dict, capsys: pytest.Capture
     fell = {"pass@8": {"mean": -0.062, "low": -0.1, "high": -0.02}}
     last = document["evaluations"][-1]
     print_results(document | {"evaluations": [last | {"change": last["change"] | fell}]})
-    shown = " ".join(capsys.readouterr().out.split())
-    said = "rl lost 6.2 points of pass@8 (2.0 to 10.0) against after_sft on the same 4 tasks"
-    assert f"{said}: it solves fewer of them" in shown
+    out = " ".join(capsys.readouterr().out.split())
+    sentence = "rl lost 6.2 points of pass@8 (2.0 to 10.0) against after_sft on the same 4 tasks"
+    assert f"{sentence}: it solves fewer of them" in out
 
 
 def test_results_document_lists_stages_bundles_and_report(document: dict, tmp_path: Path) -> None:
@@ -129,18 +129,18 @@ def test_results_print_warnings_and_share_of_well_formed_answers(
 ) -> None:
     first, *others = document["evaluations"]
     print_results(document | {"evaluations": [first | {"format": 0.125}, *others]})
-    shown = capsys.readouterr().out
-    assert "warning: rl: only 0.0% of answers have the form" in " ".join(shown.split())
-    assert "in the expected form" in shown and "12.5%" in shown
+    out = capsys.readouterr().out
+    assert "warning: rl: only 0.0% of answers have the form" in " ".join(out.split())
+    assert "in the expected form" in out and "12.5%" in out
 
 
 def test_results_print_calibration_sentences(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
     assert document["calibrations"] == []
-    said = ["what segments earn and play: Spearman -0.23 (-0.31 to -0.14)", "do not trust these [rewards]"]
-    print_results(document | {"calibrations": [{"stage": "trust", "sentences": said}]})
+    lines = ["what segments earn and play: Spearman -0.23 (-0.31 to -0.14)", "do not trust these [rewards]"]
+    print_results(document | {"calibrations": [{"stage": "trust", "sentences": lines}]})
     out = capsys.readouterr().out
-    assert f"trust: {said[0]}" in out
-    assert f"trust: {said[1]}" in out
+    assert f"trust: {lines[0]}" in out
+    assert f"trust: {lines[1]}" in out
 
 
 def test_results_tables_match_the_document(document: dict, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,17 +168,17 @@ def test_results_print_losses_of_unevaluated_training(
 ) -> None:
     seen = {"stage": "sft", "first": {"loss": 9.0}, "last": {"loss": 8.0}}
     change = {"first": {"loss": 0.69, "accuracy": 0.5}, "last": {"loss": 0.25, "accuracy": 1.0}}
-    held = {"validation_loss": 0.3, "validation_accuracy": 0.875}
-    pairs = {"stage": "dpo", **change, "validation": held, "validation_pairs": 21}
+    validation = {"validation_loss": 0.3, "validation_accuracy": 0.875}
+    pairs = {"stage": "dpo", **change, "validation": validation, "validation_pairs": 21}
     interval = {"accuracy": {"mean": 0.75, "low": 0.5, "high": 1.0}}
     scores = {"stage": "scores", **change, "validation": interval, "validation_pairs": 8}
     print_results(document | {"training": [seen, pairs, scores, {"stage": "rl", "first": {}, "last": {}}]})
-    shown = " ".join(capsys.readouterr().out.split())
-    said = "loss 0.69 to 0.25, accuracy 50.0% to 100.0% (first to last steps)"
-    assert f"dpo: {said}; on 21 held-out pairs loss 0.3, accuracy 87.5%" in shown
-    assert f"scores: {said}; on 8 held-out pairs accuracy 75.0% (50.0% to 100.0%)" in shown
-    assert "sft: loss" not in shown  # after_sft evaluates it
-    assert "rl: (first" not in shown
+    out = " ".join(capsys.readouterr().out.split())
+    text = "loss 0.69 to 0.25, accuracy 50.0% to 100.0% (first to last steps)"
+    assert f"dpo: {text}; on 21 held-out pairs loss 0.3, accuracy 87.5%" in out
+    assert f"scores: {text}; on 8 held-out pairs accuracy 75.0% (50.0% to 100.0%)" in out
+    assert "sft: loss" not in out  # after_sft evaluates it
+    assert "rl: (first" not in out
 
 
 def test_next_steps_suggest_chat_with_the_last_checkpoint(document: dict, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_next_steps_suggest_chat_with_the_last_checkpoint(document: dict, tmp_pa
     steps = next_steps(document, "perilune run climb.yaml")
     assert "perilune chat climb/sft --plain" in steps
     assert "read the model's answers" in steps
-    supervised = [one for one in document["stages"] if one["task"] == "sft"]
+    supervised = [stage for stage in document["stages"] if stage["task"] == "sft"]
     assert "see the curves" in next_steps(
         document | {"evaluations": [], "stages": supervised}, "perilune run"
     )

@@ -33,12 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def workers(folder: Path) -> list[psutil.Process]:
     """Processes whose command line names `folder`."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if any(str(folder) in part for part in process.cmdline()):
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 class Command:
@@ -76,8 +76,8 @@ def first(folder: Path) -> tuple[dict, str]:
     """JSON document and stderr of the first run of the recipe, by two concurrent processes."""
     processes = [Command(folder, "run", "small.yaml", "--json") for _ in range(2)]
     (out, err), (other, _) = (process.finish() for process in processes)
-    assert [one["run"] for one in json.loads(other)["stages"]] == [
-        one["run"] for one in json.loads(out)["stages"]
+    assert [stage["run"] for stage in json.loads(other)["stages"]] == [
+        stage["run"] for stage in json.loads(out)["stages"]
     ]
     return json.loads(out), err
 
@@ -85,11 +85,11 @@ def first(folder: Path) -> tuple[dict, str]:
 @pytest.mark.thorough
 def test_two_processes_with_one_recipe_share_runs(first: tuple[dict, str], folder: Path) -> None:
     document, _ = first
-    assert [one["state"] for one in document["stages"]] == ["succeeded", "succeeded"]
+    assert [stage["state"] for stage in document["stages"]] == ["succeeded", "succeeded"]
     assert {path.name for path in (folder / "home" / "runs").iterdir()} == {
-        one["run"] for one in document["stages"]
+        stage["run"] for stage in document["stages"]
     }
-    assert all(one["attempts"] == 1 for one in document["stages"])
+    assert all(stage["attempts"] == 1 for stage in document["stages"])
 
 
 def test_run_json_is_the_only_stdout_and_plan_precedes_the_work(first: tuple[dict, str]) -> None:
@@ -158,19 +158,19 @@ def test_run_after_ctrl_c_resumes_from_the_checkpoint(first: tuple[dict, str], f
     Command(folder, "reconcile").finish()
     until(lambda: not workers(folder), 240)
     states = json.loads(Command(folder, "runs", "--json").finish()[0])["runs"]
-    assert [one["state"] for one in states if one["stage"] == "long"] == ["cancelled"]
+    assert [run["state"] for run in states if run["stage"] == "long"] == ["cancelled"]
 
 
 def test_run_detach_continues_in_the_background(first: tuple[dict, str], folder: Path) -> None:
     out, _ = Command(folder, "run", "small.yaml", "--set", "base.tasks=2", "--detach", "--json").finish()
-    told = json.loads(out)
-    assert os.getsid(told["pid"]) == told["pid"]
+    started = json.loads(out)
+    assert os.getsid(started["pid"]) == started["pid"]
     out, _ = Command(folder, "run", "small.yaml", "--set", "base.tasks=2", "--json").finish()
     document = json.loads(out)
-    assert document["experiment"] == told["experiment"]
+    assert document["experiment"] == started["experiment"]
     assert document["evaluations"][0]["tasks"] == 2
-    until(lambda: has_ended(told["pid"]), 240)
-    assert "[base] done" in Path(told["log"]).read_text()
+    until(lambda: has_ended(started["pid"]), 240)
+    assert "[base] done" in Path(started["log"]).read_text()
 
 
 def wait_for_checkpoint(folder: Path, after: Path | None = None) -> Path:

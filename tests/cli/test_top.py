@@ -70,19 +70,19 @@ class Terminal:
 def test_top_shows_log_explains_copies_and_cancels(control: Control) -> None:
     run = start_hanging_run(control)
     terminal = Terminal()
-    terminal.wait_for(lambda shown: run.encode() in shown and b"active" in shown and b"hello there" in shown)
+    terminal.wait_for(lambda data: run.encode() in data and b"active" in data and b"hello there" in data)
     terminal.press("c")
     copied = re.compile(rb"\x1b]52;c;([A-Za-z0-9+/=]+)\x07")
     terminal.wait_for(copied.search)
-    found = copied.search(terminal.shown)
-    assert found and base64.b64decode(found[1]).decode() == run
+    match = copied.search(terminal.shown)
+    assert match and base64.b64decode(match[1]).decode() == run
     terminal.press("e")
-    terminal.wait_for(lambda shown: b"its worker is alive" in shown)
+    terminal.wait_for(lambda data: b"its worker is alive" in data)
     terminal.press("x")
-    terminal.wait_for(lambda shown: b"press x again to cancel one" in shown)
+    terminal.wait_for(lambda data: b"press x again to cancel one" in data)
     assert control.run(run).desired == "succeeded"
     terminal.press("x")
-    terminal.wait_for(lambda shown: b"cancelled" in shown)
+    terminal.wait_for(lambda data: b"cancelled" in data)
     assert terminal.leave() == 0
     assert control.run(run).state == "cancelled"
 

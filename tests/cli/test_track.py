@@ -26,21 +26,21 @@ def from_tensorboard(directory: Path) -> Found:
 
     read = EventAccumulator(str(directory / "adding" / "rl-01RUN"), size_guidance={"scalars": 0})
     read.Reload()
-    return {tag: [(one.step, one.value) for one in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    return {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
 
 
 def records(file: Path) -> Iterator[bytes]:
     """Records of an offline W&B run: LevelDB's log format in 32 KiB blocks, after a 7-byte header."""
-    data, at, whole = file.read_bytes(), 7, b""
+    data, offset, whole = file.read_bytes(), 7, b""
     assert data[:4] == b":W&B"
-    while at + 7 <= len(data):
-        room = 32768 - at % 32768
-        length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+    while offset + 7 <= len(data):
+        room = 32768 - offset % 32768
+        length, kind = struct.unpack("<HB", data[offset + 4 : offset + 7])
         if room < 7 or (length == 0 and kind == 0):
-            at += room
+            offset += room
             continue
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
+        whole += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):  # a complete record or its last part
             yield whole
             whole = b""
@@ -57,13 +57,13 @@ def from_wandb(directory: Path) -> Found:
             break
         assert time.monotonic() < deadline, "wandb did not write the end of the run"
         time.sleep(0.2)
-    found: Found = {}
+    figures: Found = {}
     for record in stored:
         for item in record.history.item:
             name = item.key or item.nested_key[0]
             if not name.startswith("_"):
-                found.setdefault(name, []).append((record.history.step.num, json.loads(item.value_json)))
-    return found
+                figures.setdefault(name, []).append((record.history.step.num, json.loads(item.value_json)))
+    return figures
 
 
 def from_mlflow(directory: Path) -> Found:
@@ -77,7 +77,7 @@ def from_mlflow(directory: Path) -> Found:
     assert run.info.status == "FINISHED"
     return {
         name.replace("_at_", "@"): sorted(
-            (one.step, one.value) for one in client.get_metric_history(run.info.run_id, name)
+            (point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)
         )
         for name in run.data.metrics
     }
@@ -104,11 +104,11 @@ def test_tracker_receives_each_metric_once(
     write_json_lines(tmp_path / "timings.jsonl", [{"step": 2, "learning": 2.0, "tokens_per_second": 9.0}])
     for _ in range(2):  # the second copy replaces the first
         copy_to_tracker(name, tmp_path / "there", tmp_path)
-    found = READERS[name](tmp_path / "there")
-    assert set(found) == {"reward", "pass@1", "timing/learning", "timing/tokens_per_second"}
-    assert [step for step, _ in found["reward"]] == [1, 2, 3, 4]
-    assert [value for _, value in found["reward"]] == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    assert found["timing/learning"] == [(2, 2.0)]
+    metrics = READERS[name](tmp_path / "there")
+    assert set(metrics) == {"reward", "pass@1", "timing/learning", "timing/tokens_per_second"}
+    assert [step for step, _ in metrics["reward"]] == [1, 2, 3, 4]
+    assert [value for _, value in metrics["reward"]] == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert metrics["timing/learning"] == [(2, 2.0)]
 
 
 def test_trail_reads_growing_files_and_follows_the_next_attempt(tmp_path: Path) -> None:
@@ -183,25 +183,25 @@ def test_run_is_tracked_and_failing_tracker_only_warns(tmp_path: Path) -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("warning: tracking with wandb failed at traces") == 1, ran.stderr
-    (stage,) = [one for one in json.loads(ran.stdout)["stages"] if one["name"] == "sft"]
+    (stage,) = [stage for stage in json.loads(ran.stdout)["stages"] if stage["name"] == "sft"]
     bundle = Path(json.loads(ran.stdout)["bundles"]["sft"])
     rows = [json.loads(line) for line in (bundle / "artifacts" / "metrics.jsonl").read_text().splitlines()]
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    there = tmp_path / "home" / "tracking" / "tensorboard" / "small" / f"sft-{stage['run']}"
-    read = EventAccumulator(str(there))
+    folder = tmp_path / "home" / "tracking" / "tensorboard" / "small" / f"sft-{stage['run']}"
+    read = EventAccumulator(str(folder))
     read.Reload()
-    assert [one.value for one in read.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
+    assert [event.value for event in read.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
 
     command = [SCRIPT, "track", "sft", "--to", "mlflow", "--out", "there"]
-    here = environment(tmp_path / "home")
-    copied = subprocess.run(command, cwd=tmp_path, env=here, capture_output=True, text=True, check=True)
+    variables = environment(tmp_path / "home")
+    copied = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
     assert copied.stdout.startswith("sft: 12 steps; MLFLOW_ALLOW_FILE_STORE=true mlflow ui")
     (told_rewards,) = (tmp_path / "there").rglob("params/rewards")
     assert told_rewards.read_text() == "{'mine': 0.5, 'verifier': 1.0}"
-    told = [path.read_text(errors="replace") for path in (tmp_path / "there").rglob("*") if path.is_file()]
-    assert not any("nobody else" in text for text in told)
+    texts = [path.read_text(errors="replace") for path in (tmp_path / "there").rglob("*") if path.is_file()]
+    assert not any("nobody else" in text for text in texts)
 
     key = "0" * 40
     holders = [

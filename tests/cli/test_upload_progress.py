@@ -16,9 +16,9 @@ def test_upload_progress_sums_machines_until_a_task_reports(tmp_path: Path) -> N
         sent = {"done": done, "total": 2000, "unit": "bytes sent", "figures": {}}
         write_json(attempt.with_name(f"2.sent-{node}.json"), sent)
     assert read_progress(attempt) == {"done": 1500, "total": 4000, "unit": "bytes sent", "figures": {}}
-    told = {"done": 1, "total": 3, "unit": "steps", "figures": {}}
-    write_json(attempt / "runtime" / "progress.json", told)
-    assert read_progress(attempt) == told
+    progress = {"done": 1, "total": 3, "unit": "steps", "figures": {}}
+    write_json(attempt / "runtime" / "progress.json", progress)
+    assert read_progress(attempt) == progress
     assert read_progress(tmp_path / "1") is None
 
 

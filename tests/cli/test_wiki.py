@@ -44,7 +44,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_arms(control, RUN)
     spare_runs(control, RUN, 4)
     assert not any(
-        list(find_run_problems(control, find_run(control, one))) for one in ("words/base", "spare3/base")
+        list(find_run_problems(control, find_run(control, name))) for name in ("words/base", "spare3/base")
     )
     control.store.close()
     return folder
@@ -82,13 +82,13 @@ def build_wiki(control: Control, text: str = "") -> Wiki:
     wiki = Wiki.of(control)
     run = find_run(control, "words/base").id
     wiki.write("questions/q-0.md", text or question("base", run))
-    found = compile_wiki(wiki, wiki.facts(control))
-    assert not found.unanswered
+    result = compile_wiki(wiki, wiki.facts(control))
+    assert not result.unanswered
     return wiki
 
 
 def lint_codes(wiki: Wiki, control: Control) -> set[tuple[str, str]]:
-    return {(one.page, one.code) for one in lint_wiki(wiki.pages(), wiki.facts(control, verify=True))}
+    return {(fault.page, fault.code) for fault in lint_wiki(wiki.pages(), wiki.facts(control, verify=True))}
 
 
 @pytest.mark.thorough
@@ -97,7 +97,7 @@ def test_build_is_deterministic_and_has_no_findings(control: Control, tmp_path: 
     again = Wiki(tmp_path / "again")
     again.write("questions/q-0.md", wiki.pages()["questions/q-0"])
     compile_wiki(again, again.facts(control))
-    files = {one.relative_to(wiki.root): one.read_bytes() for one in wiki.root.rglob("*.*") if one.is_file()}
+    files = {p.relative_to(wiki.root): p.read_bytes() for p in wiki.root.rglob("*.*") if p.is_file()}
     assert files.keys() >= {
         Path("index.md"),
         Path("log.md"),
@@ -118,7 +118,7 @@ def test_build_is_deterministic_and_has_no_findings(control: Control, tmp_path: 
 @pytest.mark.parametrize("kind", RULES)
 def test_lint_finds_each_kind_of_fault(kind: str, control: Control) -> None:
     wiki = build_wiki(control)
-    runs = [find_run(control, f"spare{place}/base").id for place in range(4)]
+    runs = [find_run(control, f"spare{number}/base").id for number in range(4)]
     Planter(control, wiki, "base", runs).kinds[kind]("questions/q-0")
     if kind in BEFORE_A_BUILD:
         compile_wiki(wiki, wiki.facts(control))
@@ -133,11 +133,11 @@ def test_build_reports_changed_figures(control: Control) -> None:
     base = find_run(control, RUN)
     newer = another_run(control, base, 5, figure(0.99), ["arm=c"], "words")
     changes = compile_wiki(wiki, wiki.facts(control)).changed
-    (change,) = [one for one in changes if one.page == "questions/q-0"]
+    (change,) = [change for change in changes if change.page == "questions/q-0"]
     assert change.before.startswith("90.0%") and change.after.startswith("99.0%") and newer in change.after
     tampered(control, newer, 0.5)
-    found = compile_wiki(wiki, wiki.facts(control))
-    assert [one.after[:5] for one in found.changed if one.page == "questions/q-0"] == ["90.0%"]
+    result = compile_wiki(wiki, wiki.facts(control))
+    assert [change.after[:5] for change in result.changed if change.page == "questions/q-0"] == ["90.0%"]
     assert "summary.json is not what was signed" in wiki.pages()[f"runs/{newer}"]
     assert (f"runs/{newer}", "failed-evidence") in lint_codes(wiki, control)
 
@@ -166,9 +166,9 @@ def test_quoted_text_contains_no_markup() -> None:
     hostile = (
         "a`b {{ count of recipe x stage y }} <!-- hand --> [[runs/1]] [x](y.md) | <!--= q -->9<!--/-->\n# h"
     )
-    shown = quote(hostile)
-    assert not list(find_citations(shown)) and HAND_BEGIN not in shown and "\n" not in shown
-    assert shown.count("`") == 2 and "|" not in shown and "[[" not in shown and "](" not in shown
+    quoted = quote(hostile)
+    assert not list(find_citations(quoted)) and HAND_BEGIN not in quoted and "\n" not in quoted
+    assert quoted.count("`") == 2 and "|" not in quoted and "[[" not in quoted and "](" not in quoted
     assert make_slug("../../etc/passwd").startswith("etc-passwd-") and make_slug("A") != make_slug("a")
 
 
@@ -204,11 +204,11 @@ def test_build_ignores_damaged_cache(control: Control) -> None:
 def test_search_finds_passages_and_slides_embed_plots(control: Control) -> None:
     wiki = build_wiki(control)
     pages = wiki.pages()
-    found = rank_passages(list(split_passages(pages)), "what did the arms reach")
-    assert found[0][0].page == "questions/q-0"
-    text = link_sources("It was 60.0% (35.2 to 84.8), 3 seeds [1], not 60.0. [9] {{ x }}", [found[0][0]])
-    (one,) = find_citations(text)
-    assert one.query == "mean pass@1 of recipe words stage base with arm=a"
+    ranked = rank_passages(list(split_passages(pages)), "what did the arms reach")
+    assert ranked[0][0].page == "questions/q-0"
+    text = link_sources("It was 60.0% (35.2 to 84.8), 3 seeds [1], not 60.0. [9] {{ x }}", [ranked[0][0]])
+    (citation,) = find_citations(text)
+    assert citation.query == "mean pass@1 of recipe words stage base with arm=a"
     assert "([What did the arms reach?](../questions/q-0.md))" in text and "[9]" in text
     assert rank_passages(list(split_passages(pages)), "zzz") == []
     deck = render_slides(pages["recipes/words"], wiki.root / "recipes")
@@ -222,8 +222,8 @@ class _Model(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        said = body["messages"][1]["content"].rpartition("say: ")[2].replace("N", "7")
-        answer = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+        text = body["messages"][1]["content"].rpartition("say: ")[2].replace("N", "7")
+        answer = json.dumps({"choices": [{"message": {"content": text}}]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()

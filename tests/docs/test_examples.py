@@ -68,8 +68,8 @@ def test_examples_run(page: Path, runner: Runner) -> None:
 
 def attempt(stage: str, environment: dict[str, str]) -> Path:
     command = ["perilune", "show", f"quickstart/{stage}", "--json"]
-    shown = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
-    return Path(json.loads(shown)["directory"])
+    out = subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    return Path(json.loads(out)["directory"])
 
 
 @pytest.mark.usefixtures("experiment")

@@ -9,11 +9,11 @@ PAGES = ("faults.md", "machines.md", "outside-review.md")
 
 def test_tables_name_existing_tests() -> None:
     written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    there = set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
+    tests = set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
     for page in PAGES:
         text = (ROOT / "docs" / "explanation" / page).read_text(encoding="utf-8")
         named = set(re.findall(r"(?:`|::)(test_\w+)(?!\w*\.py)", text))
-        assert named and not named - there, f"{page}: {sorted(named - there)}"
+        assert named and not named - tests, f"{page}: {sorted(named - tests)}"
 
 
 def test_fault_rows_are_numbered() -> None:

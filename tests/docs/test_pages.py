@@ -52,7 +52,7 @@ def test_site_loads_no_external_resources(site: Path) -> None:
         for link in re.findall(r"<link\b[^>]*>", text):
             if re.search(r"rel=\"(?:stylesheet|preconnect|icon)\"", link):
                 loaded += re.findall(r"href=\"([^\"]+)\"", link)
-        assert loaded and not [one for one in loaded if "//" in one], page.name
+        assert loaded and not [url for url in loaded if "//" in url], page.name
 
 
 def test_llms_txt_lists_every_page(site: Path) -> None:

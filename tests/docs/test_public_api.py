@@ -39,13 +39,13 @@ HEAVY = ("torch", "pyarrow", "sqlalchemy", "numpy", "pydantic", "typer")
 def type_checked() -> dict[str, str]:
     """Public names and their modules for type checkers and editors."""
     tree = ast.parse(Path(perilune.__file__).read_text())
-    (block,) = [one for one in tree.body if isinstance(one, ast.If)]
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
     assert isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
     return {
-        alias.name: one.module or ""
-        for one in block.body
-        if isinstance(one, ast.ImportFrom)
-        for alias in one.names
+        alias.name: node.module or ""
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
 
 
@@ -80,14 +80,14 @@ def test_python_reference_lists_public_names() -> None:
 
 def perilune_names(tree: ast.AST) -> Iterator[str]:
     """Names of Perilune that a program uses, dotted if imported from a submodule."""
-    for one in ast.walk(tree):
-        if isinstance(one, ast.Import):
-            yield from (alias.name for alias in one.names if alias.name.startswith("perilune."))
-        elif isinstance(one, ast.ImportFrom) and (one.module or "").partition(".")[0] == "perilune":
-            prefix = (one.module or "").removeprefix("perilune").lstrip(".")
-            yield from (f"{prefix}.{alias.name}".lstrip(".") for alias in one.names)
-        elif isinstance(one, ast.Attribute) and ast.unparse(one.value) == "perilune":
-            yield one.attr
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("perilune."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "perilune":
+            prefix = (node.module or "").removeprefix("perilune").lstrip(".")
+            yield from (f"{prefix}.{alias.name}".lstrip(".") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "perilune":
+            yield node.attr
 
 
 def test_example_uses_public_names_only() -> None:
@@ -107,14 +107,14 @@ def test_episode_from_completion() -> None:
     ((completion,),) = engine.sample([prompt], 1, params)
 
     score = Score(0.5, {"verifier": 0.5}, {"strategy/direct": 1.0})
-    one = perilune.Episode.from_completion(task, completion, tokenizer, score, group_id="4/2", sample=3)
-    assert (one.episode_id, one.group_id, one.task_id) == ("4/2/3", "4/2", task.task_id)
-    assert (one.reward, one.reward_terms, one.failure) == (0.5, {"verifier": 0.5}, "")
-    assert one.metrics["strategy/direct"] == 1.0
-    assert one.prompt_ids.tolist() == tokenizer.encode_prompt(task.prompt)
-    assert one.token_ids is completion.token_ids and one.logprobs is completion.logprobs
-    assert set(one.policy_version) == {7} and one.loss_mask.all()
-    assert one.text == tokenizer.decode(completion.token_ids) and one.opening == task.prompt
+    episode = perilune.Episode.from_completion(task, completion, tokenizer, score, group_id="4/2", sample=3)
+    assert (episode.episode_id, episode.group_id, episode.task_id) == ("4/2/3", "4/2", task.task_id)
+    assert (episode.reward, episode.reward_terms, episode.failure) == (0.5, {"verifier": 0.5}, "")
+    assert episode.metrics["strategy/direct"] == 1.0
+    assert episode.prompt_ids.tolist() == tokenizer.encode_prompt(task.prompt)
+    assert episode.token_ids is completion.token_ids and episode.logprobs is completion.logprobs
+    assert set(episode.policy_version) == {7} and episode.loss_mask.all()
+    assert episode.text == tokenizer.decode(completion.token_ids) and episode.opening == task.prompt
 
     failed = perilune.Episode.from_completion(task, completion, tokenizer, Failure("verifier", "died"))
     assert (failed.reward, failed.failure, failed.group_id) == (None, "verifier: died", task.task_id)
@@ -142,14 +142,14 @@ def test_run_and_evaluate(recipe: Path) -> None:
 
     decoder, _ = perilune.load_model(results["start"].output)
     fresh, _ = perilune.load_model("tiny", seed=3)
-    for mine, theirs in zip(decoder.parameters(), fresh.parameters(), strict=True):
-        assert np.array_equal(mine.detach().numpy(), theirs.detach().numpy())
+    for actual, expected in zip(decoder.parameters(), fresh.parameters(), strict=True):
+        assert np.array_equal(actual.detach().numpy(), expected.detach().numpy())
 
     again = perilune.run(perilune.load_recipe(recipe))
     assert again["start"].run_id == results["start"].run_id  # reused
 
-    found = perilune.evaluate(results["start"].output, SUMS, tasks=3, samples=2, max_tokens=4)
-    assert found["tasks"] == 3 and found["samples"] == 2 and 0 <= found["pass@1"]["mean"] <= 1
+    result = perilune.evaluate(results["start"].output, SUMS, tasks=3, samples=2, max_tokens=4)
+    assert result["tasks"] == 3 and result["samples"] == 2 and 0 <= result["pass@1"]["mean"] <= 1
     with pytest.raises(RequestError, match="stage evaluation"):  # the stage itself raises this
         perilune.evaluate(results["start"].output, SUMS, max_tokens=100_000)
 

@@ -19,25 +19,25 @@ def rows(page: Path) -> list[list[str]]:
 
 def messages() -> str:
     """All string literals of the source; NUL replaces the values of f-strings."""
-    found = []
+    texts = []
     for path in (ROOT / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                found.append(
-                    "".join(str(one.value) if isinstance(one, ast.Constant) else "\0" for one in node.values)
+                texts.append(
+                    "".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values)
                 )
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(found)
+                texts.append(node.value)
+    return "\n".join(texts)
 
 
 def test_troubleshooting_messages_exist_in_the_source() -> None:
     text = messages()
     quoted = [
-        one for row in rows(DOCS / "how-to" / "troubleshooting.md") for one in re.findall("`([^`]+)`", row[0])
+        t for row in rows(DOCS / "how-to" / "troubleshooting.md") for t in re.findall("`([^`]+)`", row[0])
     ]
     assert len(quoted) > 25
-    parts = [part.strip() for one in quoted for part in one.split("…")]
+    parts = [part.strip() for message in quoted for part in message.split("…")]
     assert not [part for part in parts if part and part not in text]
 
 
@@ -57,7 +57,7 @@ def test_sampling_speed_table_matches_the_measurements() -> None:
                 "cores": cores,
                 "workload": "group",
             }
-            (record,) = [one for one in records if wanted.items() <= one.items()]
+            (record,) = [record for record in records if wanted.items() <= record.items()]
             speed = median(record["tokens"] / seconds for seconds in record["seconds"])
             assert abs(float(cell.replace(",", "")) - speed) <= 1, (row, speed)
             checked += 1

@@ -15,15 +15,15 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def entries(docstring: str, section: str) -> set[str]:
     """The names that a section of a docstring describes."""
-    found = re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE)
-    lines = map(ENTRY.match, found[1].splitlines()) if found else ()
+    match = re.search(rf"^{section}:\n((?:    .*\n?|\n)+)", docstring, re.MULTILINE)
+    lines = map(ENTRY.match, match[1].splitlines()) if match else ()
     return {name.lstrip("*") for line in lines if line for name in line[1].split(", ")}
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
     given = function.args
     every = (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg)
-    return {one.arg for one in every if one is not None}
+    return {arg.arg for arg in every if arg is not None}
 
 
 def members(definition: ast.ClassDef) -> set[str]:
@@ -71,7 +71,7 @@ def test_docstrings_describe_what_exists(modules: dict[str, ast.Module]) -> None
     }
     known = classes | set(dir(builtins))
     assert [
-        f"{path}, {one}" for path, module in modules.items() for one in wrong_entries(module, known)
+        f"{path}, {entry}" for path, module in modules.items() for entry in wrong_entries(module, known)
     ] == []
 
 

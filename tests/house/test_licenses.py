@@ -15,28 +15,28 @@ COPYLEFT = re.compile(r"(?<!L)A?GPL|(?<!Lesser )General Public License")
 
 def licenses(requirements):
     """Names and licenses of the installed packages among `requirements` and their dependencies."""
-    found, waiting = {}, [Requirement(one) for one in requirements]
+    installed, waiting = {}, [Requirement(text) for text in requirements]
     while waiting:
         need = waiting.pop()
-        if need.name.lower() in found or (need.marker and not need.marker.evaluate({"extra": ""})):
+        if need.name.lower() in installed or (need.marker and not need.marker.evaluate({"extra": ""})):
             continue
         try:
-            held = distribution(need.name)
+            package = distribution(need.name)
         except PackageNotFoundError:
             continue
-        about = held.metadata
-        said = [about.get("License-Expression"), (about.get("License") or "")[:200]]
-        said += [line for line in about.get_all("Classifier") or () if line.startswith("License ::")]
-        found[need.name.lower()] = " ".join(filter(None, said))
-        waiting += map(Requirement, held.requires or ())
-    return found
+        about = package.metadata
+        parts = [about.get("License-Expression"), (about.get("License") or "")[:200]]
+        parts += [line for line in about.get_all("Classifier") or () if line.startswith("License ::")]
+        installed[need.name.lower()] = " ".join(filter(None, parts))
+        waiting += map(Requirement, package.requires or ())
+    return installed
 
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - {"dev", "docs"}))
 def test_only_gpl_extras_install_gpl_packages(extra):
-    found = licenses(EXTRAS[extra])
-    copyleft = {name: said for name, said in found.items() if COPYLEFT.search(said)}
+    installed = licenses(EXTRAS[extra])
+    copyleft = {name: text for name, text in installed.items() if COPYLEFT.search(text)}
     if extra.endswith("-gpl"):
-        assert copyleft or not found, "no GPL package is left: drop the -gpl suffix"
+        assert copyleft or not installed, "no GPL package is left: drop the -gpl suffix"
     else:
         assert not copyleft

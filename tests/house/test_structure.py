@@ -44,16 +44,16 @@ def modules(root: Path) -> dict[str, Path]:
 def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
     """Modules that a module imports: at its top, in functions, and for type checkers."""
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    found = set()
+    names = set()
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             parent = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*parent, *([node.module] if node.module else [])])
             inner = {f"{base}.{alias.name}" for alias in node.names}
-            found |= inner & known.keys() or {base}
-    return (found & known.keys()) - {name}
+            names |= inner & known.keys() or {base}
+    return (names & known.keys()) - {name}
 
 
 def cycles(edges: Mapping[str, set[str]]) -> list[list[str]]:
@@ -71,9 +71,9 @@ def _reachable(name: str, edges: Mapping[str, set[str]]) -> set[str]:
     seen: set[str] = set()
     open_ = [*edges[name]]
     while open_:
-        if (one := open_.pop()) not in seen:
-            seen.add(one)
-            open_ += edges[one]
+        if (module := open_.pop()) not in seen:
+            seen.add(module)
+            open_ += edges[module]
     return seen
 
 
@@ -81,7 +81,7 @@ def test_modules_have_no_import_cycles() -> None:
     known = modules(SOURCE)
     # `import perilune` loads its public names on first use; no module imports them from there.
     edges = {name: imports(name, path, known) for name, path in known.items() if name != "perilune"}
-    edges = {name: {one for one in found if one != "perilune"} for name, found in edges.items()}
+    edges = {name: {module for module in targets if module != "perilune"} for name, targets in edges.items()}
     assert not cycles(edges)
 
 
@@ -107,8 +107,8 @@ def functions() -> Iterator[tuple[str, Function]]:
 def lines(function: Function) -> int:
     """Lines of a function, without its docstring and without nested functions and classes."""
     body = [*function.body[1:]] if ast.get_docstring(function) is not None else [*function.body]
-    left_out = {place for node in body for inner in _inner(node) for place in _span(inner)}
-    own = {place for node in body for place in _span(node)} - left_out
+    left_out = {line for node in body for inner in _inner(node) for line in _span(inner)}
+    own = {line for node in body for line in _span(node)} - left_out
     signature = function.body[0].lineno - function.lineno
     return signature + len(own)
 
@@ -134,18 +134,18 @@ def is_exempt(place: str, function: Function) -> bool:
 def test_functions_are_short() -> None:
     long = {
         place: count
-        for place, one in functions()
-        if (count := lines(one)) > MOST_LINES and not is_exempt(place, one)
+        for place, function in functions()
+        if (count := lines(function)) > MOST_LINES and not is_exempt(place, function)
     }
     assert not long, f"more than {MOST_LINES} lines: {long}"
 
 
 def test_functions_take_few_parameters() -> None:
     many = {}
-    for place, one in functions():
-        arguments = [*one.args.posonlyargs, *one.args.args, *one.args.kwonlyargs]
+    for place, function in functions():
+        arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
-        if len(names) > MOST_PARAMETERS and not is_exempt(place, one):
+        if len(names) > MOST_PARAMETERS and not is_exempt(place, function):
             many[place] = len(names)
     assert not many, f"more than {MOST_PARAMETERS} parameters: {many}"
 
@@ -154,7 +154,7 @@ def test_annotations_are_postponed_only_where_needed(tmp_path: Path) -> None:
     """Needed for forward references and type-checking imports. Ruff finds them in a copy without it."""
     postponed = set()
     folders = (ROOT / name for name in ("src", "tests", "benchmarks", "examples"))
-    for path in (one for folder in folders for one in folder.rglob("*.py")):
+    for path in (file for folder in folders for file in folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if POSTPONED in text and path not in ON_OLDER_PYTHONS:
             copy = tmp_path / str(path.relative_to(ROOT)).replace("/", ".")
@@ -162,6 +162,6 @@ def test_annotations_are_postponed_only_where_needed(tmp_path: Path) -> None:
             postponed.add(copy)
     options = "--isolated --no-cache --select=F821,TC004 --target-version=py311 --output-format=json"
     command = [sys.executable, "-m", "ruff", "check", *options.split(), str(tmp_path)]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
-    needless = postponed - {Path(one["filename"]) for one in found}
-    assert not needless, f"remove {POSTPONED}" + "\n".join(sorted(one.name for one in needless))
+    findings = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    needless = postponed - {Path(finding["filename"]) for finding in findings}
+    assert not needless, f"remove {POSTPONED}" + "\n".join(sorted(path.name for path in needless))

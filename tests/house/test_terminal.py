@@ -24,9 +24,9 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_printable_escapes_terminal_commands(text: str) -> None:
-    shown = escape_control(text)
-    assert shown != text
-    assert not [one for one in shown if unicodedata.category(one) in {"Cc", "Cf"} and one not in "\n\t"]
+    escaped = escape_control(text)
+    assert escaped != text
+    assert not [char for char in escaped if unicodedata.category(char) in {"Cc", "Cf"} and char not in "\n\t"]
 
 
 def test_printable_keeps_text_readable() -> None:

@@ -40,8 +40,8 @@ class LiveHome:
 
     def steps(self) -> int:
         """Number of steps in the run's metrics.jsonl."""
-        found = next(self.root.glob("runs/*/attempts/1/artifacts/metrics.jsonl"), None)
-        return found.read_bytes().count(b"\n") if found else 0
+        metrics = next(self.root.glob("runs/*/attempts/1/artifacts/metrics.jsonl"), None)
+        return metrics.read_bytes().count(b"\n") if metrics else 0
 
     @property
     def worker(self) -> psutil.Process:
@@ -51,16 +51,16 @@ class LiveHome:
     def kill(self) -> None:
         """Send SIGKILL to the command, the worker and the task."""
         ours = [self.worker, psutil.Process(self.command.pid)]
-        for one in [child for own in ours for child in own.children(recursive=True)] + ours:
+        for process in [child for own in ours for child in own.children(recursive=True)] + ours:
             with suppress(psutil.NoSuchProcess):  # it may have died with its parent
-                one.kill()
+                process.kill()
         self.command.wait()
 
 
 def environment(home: Path) -> dict[str, str]:
     """Environment variables for subprocesses."""
-    found = os.pathsep.join([str(TASKS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
+    paths = os.pathsep.join([str(TASKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PERILUNE_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
 def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> None:
@@ -103,8 +103,8 @@ def pages(home: Path, *options: str, **variables: str) -> Iterator[str]:
     )
     try:
         assert server.stdout is not None
-        said = "".join(iter(server.stdout.readline, "}\n"))
-        yield str(json.loads(said + "}")["url"])
+        text = "".join(iter(server.stdout.readline, "}\n"))
+        yield str(json.loads(text + "}")["url"])
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(20) == 0  # Ctrl-C stops the server cleanly

@@ -135,8 +135,8 @@ def make_episode(
         reward_terms={} if failed else {"correct": float(is_right and not is_cut)},
         failure="verifier: took longer than 2 s" if failed else "",
         metrics={"difficulty": float(asked.carries)} | ({} if failed else {f"strategy/{strategy}": 1.0}),
-        top_ids=np.array([[one, OTHER] for one in ids], np.int32).reshape(-1, 2),
-        top_logprobs=np.log(np.array([[one, 0.125 * one] for one in chances], np.float32)).reshape(-1, 2),
+        top_ids=np.array([[token, OTHER] for token in ids], np.int32).reshape(-1, 2),
+        top_logprobs=np.log(np.array([[p, 0.125 * p] for p in chances], np.float32)).reshape(-1, 2),
         reference_logprobs=logprobs - np.where(np.arange(len(ids)) % 2, 0.5, -0.5).astype(np.float32),
     )
 
@@ -156,7 +156,7 @@ class SyntheticExperiment:
 
     def view(self) -> ExperimentView:
         """The control plane's view of the stages written so far."""
-        lines = [f"  - {{name: {one.name}, task: {one.task}}}" for one in self.stages]
+        lines = [f"  - {{name: {stage.name}, task: {stage.task}}}" for stage in self.stages]
         recipe = "name: synthetic\nseed: 0\nmodel:\n  preset: tiny\nstages:\n" + "\n".join(lines) + "\n"
         return ExperimentView("synthetic", 0, recipe, tuple(self.stages))
 
@@ -205,7 +205,7 @@ class SyntheticExperiment:
             for index, asked in enumerate(problems)
         ]
         folder = root / "artifacts" / "episodes"
-        write_episodes(folder / "step-000000.parquet", [one for group in groups for one in group])
+        write_episodes(folder / "step-000000.parquet", [episode for group in groups for episode in group])
         write_episodes(folder / "greedy.parquet", greedy)
         summary = json.loads(json.dumps(evaluation_summary(ENVIRONMENT_ID, groups, greedy, 0)))
         seconds = {"sampling": 2.2 + self.rng.random(), "scoring": 0.31, "learning": 0.0, "other": 1.1}
@@ -248,7 +248,7 @@ class SyntheticExperiment:
         for step in range(1, (until or steps) + 1):
             skill = AFTER_SFT.towards(AFTER_RL, 1 - math.exp(-5 * step / steps))
             episodes = self._step(root, step, skill, prompts)
-            tokens = sum(len(one.token_ids) for one in episodes)
+            tokens = sum(len(episode.token_ids) for episode in episodes)
             self._figures(root, step, steps, episodes, tokens)
         if until is not None:
             return root
@@ -266,16 +266,16 @@ class SyntheticExperiment:
                 make_episode(self.rng, asked, skill, f"{step}/{index}/{sample}", step - 1, failing=0.003)
                 for sample in range(8)
             ]
-            rewards = np.array([math.nan if one.reward is None else one.reward for one in group])
-            for one, advantage in zip(group, standardised(rewards), strict=True):
+            rewards = np.array([math.nan if episode.reward is None else episode.reward for episode in group])
+            for episode, advantage in zip(group, standardised(rewards), strict=True):
                 known = {} if math.isnan(advantage) else {"advantage": float(advantage)}
-                episodes.append(replace(one, metrics={**one.metrics, **known}))
+                episodes.append(replace(episode, metrics={**episode.metrics, **known}))
         write_episodes(root / "artifacts" / "episodes" / f"step-{step:06d}.parquet", episodes)
         return episodes
 
     def _figures(self, root: Path, step: int, steps: int, episodes: Sequence[Episode], tokens: int) -> None:
         rng = self.rng
-        judged = [one.reward for one in episodes if one.reward is not None]
+        judged = [episode.reward for episode in episodes if episode.reward is not None]
         groups = [episodes[start : start + 8] for start in range(0, len(episodes), 8)]
         rewards = [np.array([math.nan if e.reward is None else e.reward for e in group]) for group in groups]
         line: dict[str, float] = {
@@ -284,9 +284,9 @@ class SyntheticExperiment:
             "reward_std": float(np.std(judged)),
             "groups": len(groups),
             "dead_groups": sum(map(is_dead, rewards)) / len(groups),
-            "failures": sum(bool(one.failure) for one in episodes),
+            "failures": sum(bool(episode.failure) for episode in episodes),
             "length": tokens / len(episodes),
-            "truncated": sum(one.truncated for one in episodes) / len(episodes),
+            "truncated": sum(episode.truncated for episode in episodes) / len(episodes),
             "loss": rng.gauss(0, 0.01),
             "entropy": 0.06 + 0.28 * math.exp(-step / 9) + rng.random() * 0.02,
             "kl_behaviour": rng.gauss(0, 2e-8),
@@ -299,8 +299,8 @@ class SyntheticExperiment:
             "tokens": tokens,
         }
         line["term/correct"] = float(np.mean(judged))
-        for name, found in strategy_figures(episodes).items():
-            line |= {f"strategy/{name}": found["share"], f"accuracy/{name}": found["accuracy"]}
+        for name, figures in strategy_figures(episodes).items():
+            line |= {f"strategy/{name}": figures["share"], f"accuracy/{name}": figures["accuracy"]}
         append_json_line(root / "artifacts" / "metrics.jsonl", {"step": step, **line})
         seconds = {
             "sampling": 0.11 + 0.004 * line["length"] + rng.random() * 0.02,
@@ -343,8 +343,8 @@ class SyntheticExperiment:
     def _end(self, root: Path, seconds: float, state: str, verdict: Mapping[str, Any]) -> None:
         stage = self.stages[-1]
         log = "".join(f"12:00:{line:02d} {stage.name} says line {line}\n" for line in range(8))
-        for kept in ("artifacts/task.log", "runtime/runtime.log"):
-            (root / kept).write_text(log)
+        for path in ("artifacts/task.log", "runtime/runtime.log"):
+            (root / path).write_text(log)
         for second in range(max(2, int(seconds))):
             busy = [self.rng.uniform(80, 99), self.rng.uniform(5, 40)]
             tree = {"processes": 2, "rss": 6.4e8 + 4e6 * min(second, 10), "cpu_percent": busy[0]}

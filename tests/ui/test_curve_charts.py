@@ -13,10 +13,10 @@ def charts_by_key(task: str, **columns: list[float | None]) -> dict[str, CurveCh
 
 
 def test_wildcard_series_excludes_columns_of_other_charts() -> None:
-    found = charts_by_key("rl", term__form=[1.0], term__sum=[0.5], term__learned=[0.1], seat__0__won=[1.0])
-    assert found["terms"].series == [("term/form", "form", 1), ("term/sum", "sum", 2)]
-    assert found["learned"].series == [("term/learned", "learned", 1)]
-    assert found["seats"].series == [("seat/0/won", "player 0", 1)]
+    charts = charts_by_key("rl", term__form=[1.0], term__sum=[0.5], term__learned=[0.1], seat__0__won=[1.0])
+    assert charts["terms"].series == [("term/form", "form", 1), ("term/sum", "sum", 2)]
+    assert charts["learned"].series == [("term/learned", "learned", 1)]
+    assert charts["seats"].series == [("seat/0/won", "player 0", 1)]
 
 
 def test_charts_of_omits_charts_without_columns_or_values() -> None:

@@ -19,7 +19,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from perilune.models.gallery.facts import Entry, describe, shipped
     from perilune.ui.gallery import render_gallery
 
-    entries = [one for one in shipped() if one.name in ("Llama 3.1 8B", "gpt-oss 20B")]
+    entries = [entry for entry in shipped() if entry.name in ("Llama 3.1 8B", "gpt-oss 20B")]
     file = tmp_path_factory.mktemp("gallery") / "gallery.html"
     file.write_text(
         render_gallery([*map(describe, entries), describe(Entry(HOSTILE, HOSTILE, HOSTILE, CONFIG))])

@@ -28,15 +28,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveHome]:
 
 @pytest.fixture(scope="module")
 def url(run: LiveHome) -> Iterator[str]:
-    with pages(run.root) as found:
-        yield found
+    with pages(run.root) as address:
+        yield address
 
 
 def open_page(browser: Any, address: str, wanted: str, width: int = 1280) -> tuple[Any, list[str]]:
     """Open a page; returns it and the list of its console and page errors."""
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="light")
     errors: list[str] = []
-    page.on("console", lambda one: one.type in ("error", "warning") and errors.append(one.text))
+    page.on("console", lambda message: message.type in ("error", "warning") and errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(address)
     page.wait_for_selector(wanted)
@@ -92,13 +92,13 @@ def test_live_page_adds_points_and_survives_death_of_the_run(browser: Any, run: 
     read = page.locator(".detail h3").first.inner_text()
 
     task = run.worker.children(recursive=True)
-    for one in task:
+    for process in task:
         with suppress(psutil.NoSuchProcess):  # some processes are short-lived
-            one.suspend()
+            process.suspend()
     wait_for_verdict(page, "Broken", "Stall")
-    for one in task:
+    for process in task:
         with suppress(psutil.NoSuchProcess):
-            one.resume()
+            process.resume()
     until(page, "!document.querySelector('#verdict').textContent.includes('Stall')")
 
     run.kill()
@@ -106,11 +106,11 @@ def test_live_page_adds_points_and_survives_death_of_the_run(browser: Any, run: 
     assert f"perilune retry {run.attempt.parents[1].name}" in page.locator("#verdict").inner_text()
     assert "left" not in page.locator(".progress").inner_text()  # no forecast for a dead run
     assert page.locator(".detail h3").first.inner_text() == read
-    place = page.evaluate("location.hash")  # read it late, because the URL follows a click with a delay
-    assert place.startswith("#episodes/rl/step%20")
+    fragment = page.evaluate("location.hash")  # read it late, because the URL follows a click with a delay
+    assert fragment.startswith("#episodes/rl/step%20")
 
     page.goto("about:blank")
-    again, more = open_page(browser, f"{url}/experiments/alive{place}", ".detail h3")
+    again, more = open_page(browser, f"{url}/experiments/alive{fragment}", ".detail h3")
     until(again, f"document.querySelector('.detail h3').textContent === {json.dumps(read)}")
     assert again.evaluate(LAST_STEP) == run.steps()  # every written step
     assert errors + more == []
@@ -130,9 +130,9 @@ def test_search_of_all_steps_opens_the_clicked_episode(browser: Any, run: LiveHo
     page.get_by_text("The same task in other steps").click()
     until(page, "document.querySelectorAll('.attempts .cell').length >= 4")
     assert "rl step 1" in page.locator(".attempts .name").all_inner_texts()
-    place = page.evaluate("location.href")
+    address = page.evaluate("location.href")
     page.goto("about:blank")
-    again, more = open_page(browser, place, ".attempts .strip")
+    again, more = open_page(browser, address, ".attempts .strip")
     until(again, "document.querySelector('.list-head').textContent.startsWith('4 episodes')")
     assert again.locator(".detail h3").first.inner_text() == "step 1 · group 2 · sample 3"
     assert errors + more == []
@@ -163,8 +163,8 @@ def test_experiment_list_escapes_hostile_names(browser: Any) -> None:
     health = {"stage": hostile, "state": "active", "status": "broken", "steps": 1, "findings": [finding]}
     stage = {"stage": hostile, "task": hostile, "run": hostile, "state": "active", "progress": None}
     stage |= {"health": health, "pass@1": None, "curve": {"name": hostile, "step": [1, 2], "value": [0, 1]}}
-    one = {"id": "01X", "name": hostile, "submitted": 0.0, "overrides": [hostile], "state": "active"}
-    document = {"home": hostile, "older": 0, "experiments": [one | {"health": health, "stages": [stage]}]}
+    entry = {"id": "01X", "name": hostile, "submitted": 0.0, "overrides": [hostile], "state": "active"}
+    document = {"home": hostile, "older": 0, "experiments": [entry | {"health": health, "stages": [stage]}]}
     page = browser.new_page()
     html = render_page("Perilune", LIST_SCRIPTS, document, live=True)
     page.route("**/*", lambda route: route.fulfill(status=200, content_type="text/html", body=html))

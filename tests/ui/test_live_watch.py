@@ -40,7 +40,7 @@ def test_watch_sends_only_new_lines_and_resumes_from_offsets(tmp_path: Path) -> 
         stream.write('{"step": 5, "rew')  # an incomplete line
     (root / "artifacts" / "episodes" / "step-000004.parquet").write_bytes(b"")
     events = list(reader.poll())
-    assert [one.kind for one in events] == ["steps", "status"]
+    assert [event.kind for event in events] == ["steps", "status"]
     assert events[0].data["metrics"] == [{"step": 4, "reward": 0.5}]
     assert events[0].data["episodes"] == [4]
     with metrics.open("a") as stream:
@@ -67,9 +67,9 @@ def test_watch_reports_failed_stage(tmp_path: Path) -> None:
     reader = Watch(made.view, {})
     poll_events(reader)
     made.fail(root, "no space is left on the disk", 3.0)
-    found = poll_events(reader)
-    assert found["changed"] == {}
-    health = found["status"]["health"][0]
+    events = poll_events(reader)
+    assert events["changed"] == {}
+    health = events["status"]["health"][0]
     assert (health["status"], health["findings"][0]["name"]) == ("broken", "failed")
     assert health["findings"][0]["why"] == "no space is left on the disk"
 
@@ -94,15 +94,15 @@ def test_episode_sets_are_listed_unread_and_read_by_name(tmp_path: Path) -> None
     made.collect(40)
     root = made.rl(steps=3, prompts=2)
     (root / "artifacts" / "episodes" / "step-000009.parquet").write_bytes(b"damaged")
-    sources = [EpisodeSource(one.name, one.task, Attempt(one.attempt_dir)) for one in made.view().stages]
+    sources = [EpisodeSource(s.name, s.task, Attempt(s.attempt_dir)) for s in made.view().stages]
     listed = index_episodes(sources)
-    assert [([one.name for one in stage.sets], stage.steps) for stage in listed.stages] == [
+    assert [([episode_set.name for episode_set in stage.sets], stage.steps) for stage in listed.stages] == [
         (["verified traces"], []),
         ([], [1, 2, 3, 9]),
     ]
-    found = read_set(sources, "rl", "step-000002")
-    assert (found["total"], found["embedded"], len(found["groups"])) == (16, 16, 2)
-    pieces = found["groups"][0]["episodes"][0]["tokens"]
-    assert "".join(found["vocabulary"][one][0] for one in pieces).endswith("<eos>")
+    document = read_set(sources, "rl", "step-000002")
+    assert (document["total"], document["embedded"], len(document["groups"])) == (16, 16, 2)
+    pieces = document["groups"][0]["episodes"][0]["tokens"]
+    assert "".join(document["vocabulary"][piece][0] for piece in pieces).endswith("<eos>")
     assert read_set(sources, "traces", "verified traces")["total"] == 40
     assert read_set(sources, "rl", "step-000009")["groups"] == []

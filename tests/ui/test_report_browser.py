@@ -155,10 +155,10 @@ def test_constant_metric_is_text_instead_of_a_chart(window: Window) -> None:
 
 
 def test_hover_shows_exact_values_and_crosshairs_on_linked_charts(window: Window) -> None:
-    said = window.hover("rl-reward", 0.99)
+    tooltip = window.hover("rl-reward", 0.99)
     rl = "Data.training.find((one) => one.stage === 'rl')"
-    assert "step 12" in said
-    assert window.page.evaluate(f"Format.percent({rl}.columns.reward.at(-1))") in said
+    assert "step 12" in tooltip
+    assert window.page.evaluate(f"Format.percent({rl}.columns.reward.at(-1))") in tooltip
     assert (
         window.page.locator('[data-chart="rl-entropy"] .crosshair').get_attribute("visibility") == "visible"
     )
@@ -249,10 +249,10 @@ def test_episode_detail_shows_tokens_and_the_group(window: Window) -> None:
     assert answer.endswith("<eos>")
     assert answer.removesuffix("<eos>") in written
     tokens.nth(0).hover()
-    said = page.locator(".tooltip").inner_text()
-    assert "log-prob" in said
-    assert '"7"' in said  # the second most likely token
-    assert "weights version 11" in said
+    tooltip = page.locator(".tooltip").inner_text()
+    assert "log-prob" in tooltip
+    assert '"7"' in tooltip  # the second most likely token
+    assert "weights version 11" in tooltip
     assert page.locator(".siblings tbody tr").count() == 8
     page.locator(".siblings tbody button").nth(5).click()
     assert "sample 5" in page.locator(".detail h3").first.inner_text()
@@ -320,7 +320,7 @@ def test_copied_url_restores_the_view(window: Window, browser: Any, report: Path
         line = shown.locator('[data-chart="rl-entropy"] path.line').last
         line.scroll_into_view_if_needed()
         wait_until(shown, "document.querySelector('.detail h3')")
-        texts = [shown.locator(one).first.inner_text() for one in (".list-head", ".detail h3")]
+        texts = [shown.locator(selector).first.inner_text() for selector in (".list-head", ".detail h3")]
         return [
             *values,
             str(line.get_attribute("d")),
@@ -328,12 +328,12 @@ def test_copied_url_restores_the_view(window: Window, browser: Any, report: Path
             str(shown.get_by_label("all steps").is_checked()),
         ]
 
-    mine = view(page)
+    before = view(page)
     again = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
     other = Window(again, report)
     again.goto(page.url)
     again.wait_for_selector(".detail h3")
-    assert view(again) == mine
+    assert view(again) == before
     assert other.errors == []
     again.get_by_label("Horizontal axis").select_option("step")
     again.locator("#nav a").first.click()
@@ -366,8 +366,8 @@ def test_episode_detail_shows_the_same_task_across_steps(browser: Any, tmp_path:
         write_episodes(
             path,
             [
-                replace(one, task_id=PAYLOADS[0], reward=float(place < step)) if place < 8 else one
-                for place, one in enumerate(episodes)
+                replace(episode, task_id=PAYLOADS[0], reward=float(index < step)) if index < 8 else episode
+                for index, episode in enumerate(episodes)
             ],
         )
     page = browser.new_page()
@@ -396,24 +396,24 @@ def test_two_episodes_compare_side_by_side_with_their_own_url(
     page.get_by_label("Stage", exact=True).select_option("rl")
     page.get_by_label("Step", exact=True).fill("3")
     page.locator(".strip").nth(2).locator(".cell").nth(5).click()
-    kept, own = page.locator(".detail h3").first.inner_text(), page.evaluate("location.hash")
+    title, own = page.locator(".detail h3").first.inner_text(), page.evaluate("location.hash")
     page.get_by_role("button", name="Compare").click()
     page.get_by_label("Step", exact=True).fill("1")
     page.locator(".strip").nth(1).locator(".cell").nth(0).click()
     titles = [text for text in page.locator(".detail h3").all_inner_texts() if text.startswith("step")]
-    assert titles[0] == kept
-    assert kept.startswith("step 4 · group")
+    assert titles[0] == title
+    assert title.startswith("step 4 · group")
     (chosen,) = titles[1:]
     assert chosen.startswith("step 2 · group")
-    left, right = (page.locator(".detail > div").nth(place).bounding_box() for place in (0, 1))
+    left, right = (page.locator(".detail > div").nth(column).bounding_box() for column in (0, 1))
     assert left["x"] + left["width"] <= right["x"]
     address = page.evaluate("location.hash")
     assert address.endswith(own.removeprefix("#episodes"))
     again = browser.new_page()
     again.goto(f"{report.as_uri()}{address}")
     again.wait_for_selector(".detail > div h3")
-    found = [text for text in again.locator(".detail h3").all_inner_texts() if text.startswith("step")]
-    assert found == titles
+    texts = [text for text in again.locator(".detail h3").all_inner_texts() if text.startswith("step")]
+    assert texts == titles
     again.close()
     page.get_by_role("button", name="Put away").click()
     assert page.locator(".detail h3").first.inner_text() == chosen
@@ -437,14 +437,14 @@ def test_token_colours_offer_recorded_metrics_and_sub_agents_are_lanes(browser: 
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=1, prompts=2)
     path = root / "artifacts" / "episodes" / "step-000001.parquet"
-    write_episodes(path, [sub_agents(one) for one in read_episodes(path)])
+    write_episodes(path, [sub_agents(episode) for episode in read_episodes(path)])
     page = browser.new_page()
     window = Window(page, build_report(made.view(), tmp_path / "report.html"))
     page.locator(".cell").first.click()
     colour = page.get_by_label("Colour of tokens")
     offered = colour.locator("option").all_inner_texts()
     others = ["step reward", "policy version"]
-    assert [one for one in offered if one != "advantage"] == [
+    assert [option for option in offered if option != "advantage"] == [
         "probability",
         "entropy",
         "KL to the reference",
@@ -468,10 +468,10 @@ def test_token_colours_offer_recorded_metrics_and_sub_agents_are_lanes(browser: 
     first = read_episodes(path)[0]
     shares = [*np.exp(first.top_logprobs[0]).tolist()]
     shares.append(1 - sum(shares))
-    entropy = -sum(one * math.log(one) for one in shares if one > 0)
+    entropy = -sum(share * math.log(share) for share in shares if share > 0)
     page.locator(".tokens .token").first.hover()
-    shown = page.locator(".tooltip-row", has_text="entropy").locator("b").inner_text()
-    assert float(shown.removesuffix(" nats")) == pytest.approx(entropy, abs=0.002)
+    text = page.locator(".tooltip-row", has_text="entropy").locator("b").inner_text()
+    assert float(text.removesuffix(" nats")) == pytest.approx(entropy, abs=0.002)
     assert depth(0) == pytest.approx(min(72, 100 * entropy / 3), abs=0.1)
     colour.select_option("step reward")
     assert [tint(0), tint(1)] == ["var(--c2)", "var(--c3)"]  # negative, then positive step reward
@@ -531,10 +531,10 @@ def test_model_output_is_shown_and_never_executed(browser: Any, tmp_path: Path) 
     root = made.evaluate("base", "model", AFTER_SFT, 6)
     path = root / "artifacts" / "episodes" / "step-000000.parquet"
     episodes = read_episodes(path)
-    for index, one in enumerate(episodes):
+    for index, episode in enumerate(episodes):
         text = PAYLOADS[index % len(PAYLOADS)]
         episodes[index] = replace(
-            one,
+            episode,
             messages=({"role": text, "content": text}, {"role": "assistant", "content": text}),
             task_id=text,
             metrics={f"strategy/{text}": 1.0},
@@ -590,20 +590,20 @@ def test_report_thins_curves_of_thousands_of_points(browser: Any, tmp_path: Path
 def make_comparison(folder: Path) -> Comparison:
     """Two arms with curves and three seeds each; the first arm has a hostile label."""
     arms = []
-    for place, label in enumerate(("<img src=x>", "rl.lr=3e-05")):
+    for index, label in enumerate(("<img src=x>", "rl.lr=3e-05")):
         members = []
         for seed in range(3):
-            attempt = folder / f"{place}-{seed}"
-            rows = [{"step": step, "reward": 0.1 * step + place + 0.01 * seed} for step in range(1, 9)]
+            attempt = folder / f"{index}-{seed}"
+            rows = [{"step": step, "reward": 0.1 * step + index + 0.01 * seed} for step in range(1, 9)]
             write_json_lines(attempt / "artifacts" / "metrics.jsonl", rows)
             stage = StageStatus(
                 "X", "words", "rl", "rl", attempt.name, "succeeded", "", "", 1, attempt, "", "", "", 0.0, 1.0,
                 None, {},
             )  # fmt: skip
-            members.append(Member(attempt.name, seed, (stage,), Interval(0.3 + place / 9, 0.2, 0.5), {}))
-        difference = Difference(compare_over_seeds({"b": [0.1, 0.12, 0.11]})["b"], None, 0) if place else None
+            members.append(Member(attempt.name, seed, (stage,), Interval(0.3 + index / 9, 0.2, 0.5), {}))
+        difference = Difference(compare_over_seeds({"b": [0.1, 0.12, 0.11]})["b"], None, 0) if index else None
         arms.append(
-            Arm(label, {"rl.lr": place}, tuple(members), Interval(0.3 + place / 9, 0.2, 0.5), difference)
+            Arm(label, {"rl.lr": index}, tuple(members), Interval(0.3 + index / 9, 0.2, 0.5), difference)
         )
     return Comparison("words-1", "after.pass@1", ("rl.lr",), tuple(arms), 0)
 

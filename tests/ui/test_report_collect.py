@@ -36,7 +36,7 @@ def test_collect_reports_the_gain_of_a_finished_experiment(experiment: Experimen
     data = collect_report(experiment)
     assert data.experiment.state == "succeeded"
     assert data.notices == []
-    assert [one.label for one in data.evaluations] == ["untrained", "after sft", "after rl"]
+    assert [evaluation.label for evaluation in data.evaluations] == ["untrained", "after sft", "after rl"]
     assert data.climb is not None
     assert (data.climb.before, data.climb.after) == ("after_sft", "after_rl")
     assert data.headline.title.startswith("pass@1 rose from")
@@ -52,18 +52,18 @@ def test_hardest_tasks_show_failure_reason_and_episode_link(experiment: Experime
     data = collect_report(experiment)
     solved = data.evaluations[-1].solved
     rates = sorted(right / n for n, right in solved.values() if right < n)
-    assert [one.right / one.samples for one in data.hardest] == rates[:6]
+    assert [task.right / task.samples for task in data.hardest] == rates[:6]
     attempt = Attempt(experiment.stages[-1].attempt_dir)
     (file,) = attempt.episode_files
     hardest = data.hardest[0]
-    mine = [one for one in attempt.episodes(file) if one.opening[-1]["content"] == hardest.prompt]
-    wrong = [one.text for one in mine if one.reward is not None and one.reward < 1]
-    cut = sum(one.truncated and one.reward == 0 for one in mine)
+    episodes = [e for e in attempt.episodes(file) if e.opening[-1]["content"] == hardest.prompt]
+    wrong = [e.text for e in episodes if e.reward is not None and e.reward < 1]
+    cut = sum(e.truncated and e.reward == 0 for e in episodes)
     assert hardest.times == max(map(wrong.count, wrong)) == wrong.count(hardest.answer)
     assert f"{len(wrong) - cut} wrong" in hardest.why
     stage, part, episode = map(unquote, hardest.link.split("/")[1:])
     assert (stage, part) == ("after_rl", "samples")
-    assert next(one.text for one in mine if one.episode_id == episode) == hardest.answer
+    assert next(e.text for e in episodes if e.episode_id == episode) == hardest.answer
 
 
 def test_headline_reports_a_decrease_as_fell(tmp_path: Path) -> None:
@@ -92,14 +92,14 @@ def test_stages_link_to_their_parent_checkpoint(tmp_path: Path) -> None:
     made.evaluate("after_rl", "rl", AFTER_RL, 30)
     made.evaluate("again", "sft", AFTER_SFT, 30)
     data = collect_report(made.view())
-    assert [(one.name, one.parent, one.uses) for one in data.stages] == [
+    assert [(stage.name, stage.parent, stage.uses) for stage in data.stages] == [
         ("sft", "", []),
         ("after_sft", "sft", []),
         ("rl", "sft", []),
         ("after_rl", "rl", []),
         ("again", "sft", []),
     ]
-    assert [(one.before, one.after) for one in data.comparisons] == [("after_sft", "after_rl")]
+    assert [(pair.before, pair.after) for pair in data.comparisons] == [("after_sft", "after_rl")]
 
 
 def test_headline_claims_no_change_between_equal_policies(tmp_path: Path) -> None:
@@ -119,10 +119,10 @@ def test_collect_shows_finished_steps_of_an_active_run(unfinished: SyntheticExpe
         file.write('{"step": 5, "rew')  # an incomplete line
     data = collect_report(unfinished.view())
     assert data.experiment.state == "active"
-    assert [(one.kind, one.text) for one in data.notices] == [
+    assert [(notice.kind, notice.text) for notice in data.notices] == [
         ("active", "4 of 10 steps were done when this was written.")
     ]
-    rl = next(one for one in data.training if one.stage == "rl")
+    rl = next(training for training in data.training if training.stage == "rl")
     assert rl.columns["step"] == [1, 2, 3, 4]
     assert rl.description == "4 of 10 steps of GRPO."
 
@@ -134,7 +134,7 @@ def test_headline_without_results_says_none_yet(tmp_path: Path) -> None:
     made.begin("base", "evaluate", {"checkpoint": "model"})
     data = collect_report(made.view())
     assert data.headline.title == "No results yet"
-    assert [(one.stage, one.status) for one in data.health] == [("base", "healthy")]
+    assert [(health.stage, health.status) for health in data.health] == [("base", "healthy")]
     made.rl(steps=10, prompts=2, until=4)
     assert "held-out tasks yet" in collect_report(made.view()).headline.paragraphs[0]
 
@@ -143,7 +143,7 @@ def test_evaluation_warning_becomes_a_notice(unfinished: SyntheticExperiment) ->
     root = unfinished.evaluate("before", "sft", AFTER_SFT, 4)
     path = root / "artifacts" / "summary.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "warnings": ["only 1.0% have the form"]}))
-    (notice,) = [one for one in collect_report(unfinished.view()).notices if one.kind == "warning"]
+    (notice,) = [notice for notice in collect_report(unfinished.view()).notices if notice.kind == "warning"]
     assert (notice.title, notice.text) == ("Stage before:", "only 1.0% have the form")
 
 
@@ -177,7 +177,7 @@ def test_collect_skips_damaged_file_and_names_it_in_a_notice(
 ) -> None:
     root = unfinished.rl(steps=3, prompts=2)
     (root / "artifacts" / name).write_bytes(b"PAR1 nonsense\n{}\n")
-    notices = [one for one in collect_report(unfinished.view()).notices if one.kind == "damage"]
+    notices = [notice for notice in collect_report(unfinished.view()).notices if notice.kind == "damage"]
     assert len(notices) == 1
     assert Path(name).name in notices[0].text
 
@@ -185,8 +185,8 @@ def test_collect_skips_damaged_file_and_names_it_in_a_notice(
 def test_view_folder_reads_stages_without_a_control_plane(experiment: ExperimentView) -> None:
     home = experiment.stages[0].attempt_dir.parents[3]  # type: ignore[union-attr]
     view = view_folder(home)
-    assert [(one.name, one.state) for one in view.stages] == [
-        (one.name, "succeeded") for one in experiment.stages
+    assert [(stage.name, stage.state) for stage in view.stages] == [
+        (stage.name, "succeeded") for stage in experiment.stages
     ]
     assert view_folder(experiment.stages[4].attempt_dir).stages[0].name == "rl"  # type: ignore[arg-type]
 
@@ -215,29 +215,29 @@ def test_collect_episodes_selects_whole_groups_deterministically(experiment: Exp
         collect_episodes([EpisodeSource("rl", "rl", Attempt(rl.attempt_dir))], budget=60_000)
         for _ in range(2)
     )
-    sizes = {len(group["episodes"]) for one in small.sampled for group in json.loads(one.json)}
+    sizes = {len(group["episodes"]) for part in small.sampled for group in json.loads(part.json)}
     assert sizes == {8}
-    assert sum(len(one.json) for one in small.sampled) <= 60_000
-    assert 0 < sum(one.embedded for one in small.sampled) < sum(one.total for one in small.sampled)
-    assert [one.json for one in small.sampled] == [one.json for one in again.sampled]
+    assert sum(len(part.json) for part in small.sampled) <= 60_000
+    assert 0 < sum(part.embedded for part in small.sampled) < sum(part.total for part in small.sampled)
+    assert [part.json for part in small.sampled] == [part.json for part in again.sampled]
 
 
 def test_group_over_budget_keeps_text_without_tokens(experiment: ExperimentView) -> None:
     source = EpisodeSource("rl", "rl", Attempt(experiment.stages[4].attempt_dir))
     whole = collect_episodes([source])
-    group = min(len(json.dumps(one, separators=(",", ":"))) for one in json.loads(whole.sampled[0].json))
+    group = min(len(json.dumps(group, separators=(",", ":"))) for group in json.loads(whole.sampled[0].json))
     library = collect_episodes([source], budget=3 * (group - 1))
-    episodes = [e for one in library.sampled for group in json.loads(one.json) for e in group["episodes"]]
-    assert any(one["tokens"] is None for one in episodes)
-    assert all(one["text"] for one in episodes)
-    assert [one.step for one in library.sampled] == [1, 7, 12]
+    episodes = [e for part in library.sampled for group in json.loads(part.json) for e in group["episodes"]]
+    assert any(e["tokens"] is None for e in episodes)
+    assert all(e["text"] for e in episodes)
+    assert [part.step for part in library.sampled] == [1, 7, 12]
     assert library.steps_left_out == 9
 
 
 def test_collected_advantages_match_the_recorded_rewards(experiment: ExperimentView) -> None:
     library = collect_episodes([EpisodeSource("rl", "rl", Attempt(experiment.stages[4].attempt_dir))])
-    for one in library.sampled:
-        for group in json.loads(one.json):
+    for part in library.sampled:
+        for group in json.loads(part.json):
             scored = [e for e in group["episodes"] if e["reward"] is not None]
             rewards = np.array([e["reward"] for e in scored])
             advantages = np.array([e["advantage"] for e in scored])
@@ -253,10 +253,10 @@ def test_training_of_thins_long_curves_and_reports_kept_steps(tmp_path: Path) ->
     root = made.begin("sft", "sft", {"steps": 9000})
     lines = "".join(f'{{"step": {step}, "loss": {1 / step}}}\n' for step in range(1, 9001))
     (root / "artifacts" / "metrics.jsonl").write_text(lines)
-    found = read_training("sft", "sft", "", Attempt(root))
-    assert found is not None
-    assert (found.steps_total, found.steps_kept) == (9000, 2000)
-    assert (found.columns["step"][0], found.columns["step"][-1]) == (1, 9000)
+    training = read_training("sft", "sft", "", Attempt(root))
+    assert training is not None
+    assert (training.steps_total, training.steps_kept) == (9000, 2000)
+    assert (training.columns["step"][0], training.columns["step"][-1]) == (1, 9000)
 
 
 def test_untrained_model_without_vocabulary_still_shows_tokens(tmp_path: Path) -> None:
@@ -268,10 +268,10 @@ def test_untrained_model_without_vocabulary_still_shows_tokens(tmp_path: Path) -
 
 
 def test_hardware_series_leave_a_gap_between_stages(experiment: ExperimentView) -> None:
-    found = collect_hardware([(one.name, Attempt(one.attempt_dir)) for one in experiment.stages])
-    assert found is not None
-    assert [one["key"] for one in found.figures] == ["cpu", "memory"]
-    bands, machine = found.figures[0]["bands"], found.figures[0]["series"][-1]
+    hardware = collect_hardware([(stage.name, Attempt(stage.attempt_dir)) for stage in experiment.stages])
+    assert hardware is not None
+    assert [figure["key"] for figure in hardware.figures] == ["cpu", "memory"]
+    bands, machine = hardware.figures[0]["bands"], hardware.figures[0]["series"][-1]
     seconds = machine["x"]
     assert seconds == sorted(seconds)
     for band, later in pairwise(bands):
@@ -281,10 +281,10 @@ def test_hardware_series_leave_a_gap_between_stages(experiment: ExperimentView) 
 
 def test_headline_states_pass_at_8_before_training(experiment: ExperimentView) -> None:
     data = collect_report(experiment)
-    said = data.headline.paragraphs[1]
+    paragraph = data.headline.paragraphs[1]
     before, after = data.evaluations[1:]
     assert before.measures["pass@8"][0] >= after.measures["pass@1"][0]
-    assert f"pass@8 was {100 * before.measures['pass@8'][0]:.1f}% before training" in said
+    assert f"pass@8 was {100 * before.measures['pass@8'][0]:.1f}% before training" in paragraph
 
 
 def test_run_seconds_sum_earlier_attempts(tmp_path: Path) -> None:
@@ -316,22 +316,22 @@ def test_very_long_answer_is_shortened_and_hides_no_episode(experiment: Experime
     stage = next(stage for stage in experiment.stages if stage.name == "rl")
     attempt = Attempt(stage.attempt_dir)
     first = attempt.episode_files[0]
-    held = attempt.episodes(first)
+    episodes = attempt.episodes(first)
     long = replace(
-        held[1],
-        messages=(*held[1].messages[:-1], {"role": "assistant", "content": "x" * 4_800_000}),
+        episodes[1],
+        messages=(*episodes[1].messages[:-1], {"role": "assistant", "content": "x" * 4_800_000}),
     )
     whole = collect_episodes([EpisodeSource("rl", "rl", attempt)]).stages[0].sets[0]
 
     class WithALongOne(Attempt):
         def episodes(self, path: Path) -> list[Episode]:
-            found = attempt.episodes(path)
-            return [found[0], long, *found[2:]] if path == first else found
+            read = attempt.episodes(path)
+            return [read[0], long, *read[2:]] if path == first else read
 
     library = collect_episodes([EpisodeSource("rl", "rl", WithALongOne(attempt.root))])
-    shown = library.stages[0].sets[0]
-    assert (shown.total, shown.embedded) == (whole.total, whole.embedded) == (len(held), len(held))
-    assert "4,780,000 characters omitted" in shown.json and len(shown.json) < len(whole.json) + 100_000
+    part = library.stages[0].sets[0]
+    assert (part.total, part.embedded) == (whole.total, whole.embedded) == (len(episodes), len(episodes))
+    assert "4,780,000 characters omitted" in part.json and len(part.json) < len(whole.json) + 100_000
 
 
 def test_shortened_omits_the_middle_of_a_text() -> None:

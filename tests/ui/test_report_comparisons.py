@@ -18,14 +18,14 @@ from perilune.ui.headline import write_headline
 
 def evaluation(name: str = "a", **summary: Any) -> Evaluation:
     pass_at_1 = summary.pop("pass_at_1", 0.5)
-    found = read_evaluation(
+    result = read_evaluation(
         name,
         name,
         {"pass@1": {"mean": pass_at_1, "low": 0.0, "high": 1.0}, **summary},
         summary.pop("greedy_by_task", {}),
     )
-    assert found is not None
-    return found
+    assert result is not None
+    return result
 
 
 def evaluation_of_strategies(strategies: dict[str, tuple[float, float | None]]) -> Evaluation:
@@ -37,11 +37,11 @@ def evaluation_of_strategies(strategies: dict[str, tuple[float, float | None]]) 
 def test_decompose_attributes_measured_gain_mostly_to_strategy_choice() -> None:
     before = evaluation_of_strategies({"scratchpad": (0.40, 0.673), "direct": (0.60, 0.008)})
     after = evaluation_of_strategies({"scratchpad": (0.993, 0.800), "direct": (0.007, 0.0)})
-    parts = {one.strategy: one for one in split_by_strategy(before, after)}
+    parts = {part.strategy: part for part in split_by_strategy(before, after)}
     assert parts["scratchpad"].from_share == pytest.approx(0.593 * (0.673 + 0.800) / 2)
     assert parts["scratchpad"].from_accuracy == pytest.approx(0.127 * (0.40 + 0.993) / 2)
     assert parts["direct"].from_share == pytest.approx(-0.593 * 0.004)
-    share = sum(one.from_share for one in parts.values())
+    share = sum(part.from_share for part in parts.values())
     total = after.measures["pass@1"][0] - before.measures["pass@1"][0]
     assert 0.75 < share / total < 0.90
 
@@ -67,7 +67,7 @@ def test_contributions_sum_to_the_difference_and_are_antisymmetric(
     after = evaluation_of_strategies(dict(zip("xyz", zip(s1, a1, strict=True), strict=True)))
     there, back = split_by_strategy(before, after), split_by_strategy(after, before)
     total = after.measures["pass@1"][0] - before.measures["pass@1"][0]
-    assert sum(one.from_share + one.from_accuracy for one in there) == pytest.approx(total, abs=1e-9)
+    assert sum(part.from_share + part.from_accuracy for part in there) == pytest.approx(total, abs=1e-9)
     for forth, reverse in zip(there, back, strict=True):
         assert forth.from_share == pytest.approx(-reverse.from_share)
         assert forth.from_accuracy == pytest.approx(-reverse.from_accuracy)
@@ -76,7 +76,7 @@ def test_contributions_sum_to_the_difference_and_are_antisymmetric(
 def test_new_strategy_contributes_by_share_alone() -> None:
     before = evaluation_of_strategies({"direct": (1.0, 0.2)})
     after = evaluation_of_strategies({"direct": (0.5, 0.2), "scratchpad": (0.5, 0.9)})
-    new = next(one for one in split_by_strategy(before, after) if one.strategy == "scratchpad")
+    new = next(part for part in split_by_strategy(before, after) if part.strategy == "scratchpad")
     assert new.accuracy == (None, 0.9)
     assert (new.from_share, new.from_accuracy) == (pytest.approx(0.45), 0.0)
 
@@ -85,23 +85,23 @@ def test_rare_strategies_merge_into_one_row_and_preserve_sums() -> None:
     before = evaluation_of_strategies({"direct": (0.99, 0.2), "guess": (0.004, 0.5), "quote": (0.006, 0.0)})
     after = evaluation_of_strategies({"direct": (0.988, 0.6), "guess": (0.008, 0.25), "quote": (0.004, 1.0)})
     parts = split_by_strategy(before, after)
-    assert [one.strategy for one in parts] == ["direct", "2 strategies under 1%"]
+    assert [part.strategy for part in parts] == ["direct", "2 strategies under 1%"]
     assert parts[1].share == (pytest.approx(0.01), pytest.approx(0.012))
     assert parts[1].accuracy == (pytest.approx(0.2), pytest.approx(0.5))
     total = after.measures["pass@1"][0] - before.measures["pass@1"][0]
-    assert sum(one.from_share + one.from_accuracy for one in parts) == pytest.approx(total)
+    assert sum(part.from_share + part.from_accuracy for part in parts) == pytest.approx(total)
 
 
 def test_single_rare_strategy_stays_unnamed() -> None:
     before = evaluation_of_strategies({"direct": (1.0, 0.2)})
     after = evaluation_of_strategies({"direct": (0.995, 0.2), "guess": (0.005, 1.0)})
-    assert [one.strategy for one in split_by_strategy(before, after)] == ["direct", "1 strategy under 1%"]
+    assert [part.strategy for part in split_by_strategy(before, after)] == ["direct", "1 strategy under 1%"]
 
 
 def test_answers_without_a_strategy_count_as_unrecognised() -> None:
     before = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 0.5, "accuracy": 0.2}})
     after = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 1.0, "accuracy": 0.3}})
-    rest = next(one for one in split_by_strategy(before, after) if one.strategy == UNRECOGNISED)
+    rest = next(part for part in split_by_strategy(before, after) if part.strategy == UNRECOGNISED)
     assert rest.share == (0.5, 0.0)
     assert rest.accuracy[0] == pytest.approx(0.4)
 
@@ -144,7 +144,7 @@ def test_headline_names_a_measure_that_moved_the_other_way() -> None:
         pass_at_1=0.5,
         **{"pass@8": 0.5, "correct_per_task": [(str(task), 8, 8 * (task % 2)) for task in range(tasks)]},
     )
-    found = write_headline([before, after], compare_evaluations(before, after), None, [])
-    assert found.title == "pass@1 rose from 25.0% to 50.0%; pass@8 fell from 100.0% to 50.0%"
+    headline = write_headline([before, after], compare_evaluations(before, after), None, [])
+    assert headline.title == "pass@1 rose from 25.0% to 50.0%; pass@8 fell from 100.0% to 50.0%"
     lost = "the model can no longer solve tasks that it solved sometimes before"
-    assert f"pass@8 fell from 100.0% to 50.0%: {lost}." in found.paragraphs[1]
+    assert f"pass@8 fell from 100.0% to 50.0%: {lost}." in headline.paragraphs[1]

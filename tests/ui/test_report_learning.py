@@ -20,7 +20,7 @@ def experiment_with_rl(tmp_path: Path, **summary: object) -> SyntheticExperiment
     made.evaluate("before", "sft", AFTER_SFT, 20)
     made.rl(steps=4, prompts=2)
     made.evaluate("after", "rl", AFTER_RL, 20)
-    (stage,) = [one for one in made.view().stages if one.task == "rl"]
+    (stage,) = [stage for stage in made.view().stages if stage.task == "rl"]
     assert stage.attempt_dir is not None
     rewrite(stage.attempt_dir, **summary)
     return made
@@ -30,7 +30,7 @@ def test_curve_description_shows_stop_recommendation_collapse_and_warnings(tmp_p
     gold = {"recommended_stop": 3, "at_recommended_stop": 0.41, "best": 0.5, "best_step": 2, "last": 0.1}
     warnings = ["the reward collapsed by step 4."]
     data = collect_report(experiment_with_rl(tmp_path, gold=gold, collapse_step=2, warnings=warnings).view())
-    (training,) = [one for one in data.training if one.task == "rl"]
+    (training,) = [curve for curve in data.training if curve.task == "rl"]
     assert (
         "recommended to stop at step 3: the gold score was 0.410 there, 0.500 at best (step 2)"
         in training.description
@@ -47,11 +47,11 @@ def test_curve_description_shows_self_play_champion_and_alarms(tmp_path: Path) -
         "step": 3,
         "until": 4,
     }
-    for alarms, said in (([], "No sign of a collapse"), ([alarm], "30% of games ended badly (from step 3)")):
+    for alarms, text in (([], "No sign of a collapse"), ([alarm], "30% of games ended badly (from step 3)")):
         made = experiment_with_rl(tmp_path / str(len(alarms)), league={"champion": 2, "alarms": alarms})
-        (training,) = [one for one in collect_report(made.view()).training if one.task == "rl"]
+        (training,) = [curve for curve in collect_report(made.view()).training if curve.task == "rl"]
         assert "the champion, the policy of step 2." in training.description
-        assert said in training.description
+        assert text in training.description
 
 
 def test_report_includes_length_dynamics(tmp_path: Path) -> None:
@@ -61,9 +61,9 @@ def test_report_includes_length_dynamics(tmp_path: Path) -> None:
         "before": {"count": 2, "length": 9.0, "truncated": 0.0},
         "after": None,
     }
-    found = {"before": 9.0, "after": 12.0, "behaviour": 2.0, "composition": 1.0, "table": [row], "shape": {}}
-    data = collect_report(experiment_with_rl(tmp_path, length_dynamics=found).view())
-    assert [(one.stage, one.found["behaviour"]) for one in data.length_dynamics] == [("rl", 2.0)]
+    change = {"before": 9.0, "after": 12.0, "behaviour": 2.0, "composition": 1.0, "table": [row], "shape": {}}
+    data = collect_report(experiment_with_rl(tmp_path, length_dynamics=change).view())
+    assert [(entry.stage, entry.found["behaviour"]) for entry in data.length_dynamics] == [("rl", 2.0)]
     assert '"composition":1.0' in render_report(data).replace(" ", "")
 
 
@@ -76,22 +76,22 @@ def test_report_includes_calibration(tmp_path: Path) -> None:
         reliability=[{"count": 4, "value": 0.25, "played": 0.5}],
     )
     data = collect_report(made.view())
-    assert [one.stage for one in data.calibrations] == ["rl"]
+    assert [calibration.stage for calibration in data.calibrations] == ["rl"]
     assert "do not trust these" in render_report(data)
 
 
 def test_report_includes_forgetting(tmp_path: Path) -> None:
-    found = {
+    forgetting = {
         "text": {
             "perplexity": {"before": 20.0, "after": 25.0},
             "bits_per_byte": {"before": 1.0, "after": 1.1, "change": {"mean": 0.1, "low": 0.0, "high": 0.2}},
         },
         "warnings": ["the perplexity rose"],
     }
-    data = collect_report(experiment_with_rl(tmp_path, forgetting=found).view())
-    (one,) = data.forgetting
-    assert (one.stage, one.note) == ("rl", "Warning: the perplexity rose.")
-    assert one.rows[0] == ("perplexity of English text", "20.00", "25.00", "+25.0%")
+    data = collect_report(experiment_with_rl(tmp_path, forgetting=forgetting).view())
+    (entry,) = data.forgetting
+    assert (entry.stage, entry.note) == ("rl", "Warning: the perplexity rose.")
+    assert entry.rows[0] == ("perplexity of English text", "20.00", "25.00", "+25.0%")
     assert "Warning: the perplexity rose." in data.training[-1].description
     assert "bits per byte of it" in render_report(data)
 
@@ -114,7 +114,7 @@ def test_training_is_compared_with_its_starting_checkpoint(tmp_path: Path) -> No
     data = collect_report(made.view())
     assert data.climb is not None
     assert (data.climb.before, data.climb.after) == ("of_sft", "of_rl")
-    assert [(one.before, one.after) for one in data.comparisons] == [("of_sft", "of_rl")], (
+    assert [(pair.before, pair.after) for pair in data.comparisons] == [("of_sft", "of_rl")], (
         "compared with a sibling arm"
     )
 
@@ -125,9 +125,9 @@ def test_report_includes_pass_at_1_of_each_environment(tmp_path: Path) -> None:
         "sums": {"tasks": 10, "pass@1": {"mean": 0.75, "low": 0.5, "high": 0.9}},
         "silent": {"tasks": 0},  # no answer was scored
     }
-    stages = {one.name: one.attempt_dir for one in made.view().stages}
+    stages = {stage.name: stage.attempt_dir for stage in made.view().stages}
     assert stages["after"] is not None
     rewrite(stages["after"], by_environment=parts)
     data = collect_report(made.view())
-    assert [one.by_environment for one in data.evaluations] == [{}, {"sums": (0.75, 0.5, 0.9)}]
+    assert [evaluation.by_environment for evaluation in data.evaluations] == [{}, {"sums": (0.75, 0.5, 0.9)}]
     assert '"sums":[0.75,0.5,0.9]' in render_report(data).replace(" ", "")

@@ -99,7 +99,7 @@ def test_report_command_refuses_unknown_experiment(tmp_path: Path, monkeypatch: 
 
 
 def test_front_end_assets_stay_small() -> None:
-    assets = [one.read_bytes() for one in (files("perilune.ui") / "assets").iterdir() if one.is_file()]
+    assets = [file.read_bytes() for file in (files("perilune.ui") / "assets").iterdir() if file.is_file()]
     assert len(assets) > 10
     assert sum(map(len, assets)) < 150_000
-    assert sum(len(gzip.compress(one)) for one in assets) < 53_500
+    assert sum(len(gzip.compress(asset)) for asset in assets) < 53_500

@@ -16,8 +16,8 @@ def test_character_tokens_are_pieces_and_eos_is_special(tmp_path: Path) -> None:
     vocabulary = Vocabulary((tmp_path / "tokenizer.json").read_text())
     pieces = vocabulary.pieces(tokenizer.encode_completion("7+5\n=12"), "7+5\n=12")
     assert pieces is not None
-    shown = [vocabulary.table[piece] for piece in pieces if isinstance(piece, int)]
-    assert shown == [*((text, False) for text in "7+5\n=12"), ("<eos>", True)]
+    entries = [vocabulary.table[piece] for piece in pieces if isinstance(piece, int)]
+    assert entries == [*((text, False) for text in "7+5\n=12"), ("<eos>", True)]
 
 
 @pytest.fixture

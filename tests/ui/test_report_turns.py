@@ -32,17 +32,17 @@ def vocabulary(tmp_path):
 
 
 def test_turns_have_token_ranges(vocabulary):
-    one = episode()
-    turns = list_turns(one)
+    sample = episode()
+    turns = list_turns(sample)
     assert [(turn["role"], turn["text"]) for turn in turns] == [
         ("assistant", "2*3"), ("tool", "=6\n!"), ("assistant", ";6"),
     ]  # fmt: skip
     assert [(turn["start"], turn["end"]) for turn in turns] == [(0, 4), (4, 8), (8, 11)]
-    shown = [
+    texts = [
         piece if isinstance(piece, str) else vocabulary.table[piece][0]
-        for piece in split_pieces(vocabulary, one)
+        for piece in split_pieces(vocabulary, sample)
     ]
-    assert "".join(shown) == "2*3<eos>=6\n!;6<eos>"
+    assert "".join(texts) == "2*3<eos>=6\n!;6<eos>"
 
 
 def test_pieces_are_none_for_foreign_vocabulary(tmp_path):
