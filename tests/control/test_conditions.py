@@ -187,10 +187,10 @@ def ends_attempt(verb: str, error: Exception) -> bool:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> dict[str, Failing]:
     """Failing placements by run id."""
-    found: dict[str, Failing] = {}
+    faults: dict[str, Failing] = {}
     real = Placements.get
-    monkeypatch.setattr(Placements, "get", lambda self, run_id: found.get(run_id) or real(self, run_id))
-    return found
+    monkeypatch.setattr(Placements, "get", lambda self, run_id: faults.get(run_id) or real(self, run_id))
+    return faults
 
 
 def explains(control: Control, run_id: str, words: str) -> bool:
@@ -287,7 +287,7 @@ def test_slow_upload_blocks_nothing_else(
     control: Control, fleet: Fleet, cloud: FakeCloud, faulty: dict[str, Failing]
 ) -> None:
     slow, other = waiting_run(control, "01SLOW"), waiting_run(control, "01THEN")
-    faulty |= {slow: (place := Slow()), other: Failing("", KeyError())}
+    faulty |= {slow: (stuck := Slow()), other: Failing("", KeyError())}
     key = rented(control, fleet)
     tend_until(fleet, key, MachineState.READY)
     with control.store.transaction() as session:
@@ -298,11 +298,11 @@ def test_slow_upload_blocks_nothing_else(
         return control.run(other).state == "failed" and fleet.machine(key).state == "gone"  # type: ignore[union-attr]
 
     wait_for(others_have_ended, "the end of the other run and of the lease")
-    assert place.uploads.is_set() and control.run(slow).state == "active"
+    assert stuck.uploads.is_set() and control.run(slow).state == "active"
     assert key not in bill(cloud)["alive"]
     # This pass finds the run locked by the transfer of an earlier pass.
     control.reconciler.reconcile_all(patience=0.0)
-    place.let_go.set()
+    stuck.let_go.set()
     wait_for(lambda: control.run(slow).state == "failed", "the end of the run")
     assert [run.state for run in control.reconciler.reconcile_all(patience=0.0) if run.id == slow] == [
         "failed"
@@ -315,7 +315,7 @@ def test_watched_upload_keeps_leases(
 ) -> None:
     monkeypatch.setattr(experiments, "LOOK_TIMEOUT_S", 0.1)
     slow = waiting_run(control, "01SLOW")
-    faulty[slow] = place = Slow()
+    faulty[slow] = stuck = Slow()
     key = rented(control, fleet)
     tend_until(fleet, key, MachineState.READY)
     with control.store.transaction() as session:
@@ -326,8 +326,8 @@ def test_watched_upload_keeps_leases(
     write_json(attempts / "1.sent-0.json", {"done": 1, "total": 3, "unit": "bytes sent", "figures": {}})
     watching = in_background(lambda: list(follow_run(control, slow, poll=0.02)))
     wait_for(lambda: fleet.machine(key).state == "gone", "the end of the lease")  # type: ignore[union-attr]
-    assert place.uploads.is_set() and control.run(slow).state == "active"
-    place.let_go.set()
+    assert stuck.uploads.is_set() and control.run(slow).state == "active"
+    stuck.let_go.set()
     first, *_, last = watching.result(PATIENCE)
     assert isinstance(first, StageProgress) and (first.done, first.unit) == (1, "bytes sent")
     assert isinstance(last, StageFailed)

@@ -78,9 +78,9 @@ def an_attempt(control: Control, number: int = 1, run_id: str = "01RUN") -> Atte
 def rented_template(folder: Path, grace: float | None = None) -> Template:
     """A template for small machines that use this Python, installed at `folder`."""
     site = Site(python=str(interpreter(folder, grace=grace)), installed=True)
-    place = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
+    target = RentedTarget(name="rented", provider="fake", kind="small", lease=LEASE, site=site)
     limits = AttemptLimits(on_box_stop_after=60.0)
-    return Template(placement=place, retry=Retry(base=0.01), limits=limits, bring="all")
+    return Template(placement=target, retry=Retry(base=0.01), limits=limits, bring="all")
 
 
 def rented(

@@ -67,8 +67,8 @@ class Program:
     def container(self, *mounts: Path, **settings: object) -> Container:
         """Settings of a container with this interpreter and the drill task."""
         needed = {Path("/usr"), Path(sys.prefix), Path(sys.base_prefix), SOURCE, INSTALLED, *mounts}
-        needed |= {Path(os.path.realpath(one)) for one in needed}
-        own = sorted(str(one) for one in needed if one == Path("/usr") or not one.is_relative_to("/usr"))
+        needed |= {Path(os.path.realpath(path)) for path in needed}
+        own = sorted(str(path) for path in needed if path == Path("/usr") or not path.is_relative_to("/usr"))
         return Container.model_validate(
             {
                 "program": str(self.path),
@@ -104,14 +104,14 @@ def program(folder: Path, name: str, command: str) -> Program:
     fault = f'program="{command}"; [ ! -e "{folder}/faults/$1" ] || . "{folder}/faults/$1"'
     path.write_text(f'#!/bin/sh\n{fault}\nexec {command} "$@"\n')
     (folder / "without-faults").write_text(f'#!/bin/sh\nexec {command} "$@"\n')
-    for one in (path, folder / "without-faults"):
-        one.chmod(0o755)
+    for file in (path, folder / "without-faults"):
+        file.chmod(0o755)
     made = subprocess.run(
         [str(path), "import", "-", "drill"], input=image(), capture_output=True, check=False
     )
     assert made.returncode == 0, made.stderr.decode()
-    found = made.stdout.decode().split()[-1].rpartition(":")[2]
-    return Program(path, f"sha256:{found}")
+    digest = made.stdout.decode().split()[-1].rpartition(":")[2]
+    return Program(path, f"sha256:{digest}")
 
 
 @contextmanager

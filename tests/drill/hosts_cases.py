@@ -71,19 +71,19 @@ def interpreter(folder: Path, grace: float | None = None) -> Path:
 
     With `grace`, its `perilune worker` gives a task this many seconds to stop instead of ten.
     """
-    found = folder / "bin"
-    if found.is_dir():
-        return found / "python"
-    found.mkdir(parents=True)
+    programs = folder / "bin"
+    if programs.is_dir():
+        return programs / "python"
+    programs.mkdir(parents=True)
     paths = f"{INSTALLED}{os.pathsep}{Path(perilune.__path__[0]).parent}"
     run = f"PYTHONPATH={paths} OMP_NUM_THREADS=1 exec {sys.executable}"
     impatient = f'shift; {run} -m perilune.execution.worker --grace {grace} "$@"\n'
     scripts = {"python": f'{run} "$@"\n', "perilune": f'{run} -m perilune.cli.main "$@"\n'}
     for name, text in (scripts if grace is None else scripts | {"perilune": impatient}).items():
-        script = found / name
+        script = programs / name
         script.write_text(f"#!/bin/sh\n{text}")
         script.chmod(0o755)
-    return found / "python"
+    return programs / "python"
 
 
 def nearby(

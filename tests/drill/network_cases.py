@@ -115,7 +115,7 @@ class Server(Machine):
         subprocess.run([*own, program, "-E", str(self._log), "-f", str(config)], check=True)
         wait_for(lambda: self._record_event("Server listening") == 2, "sshd")  # also on the loopback
         children = psutil.Process(self.first).children()
-        (self._sshd,) = (one for one in children if one.name() == "sshd")
+        (self._sshd,) = (child for child in children if child.name() == "sshd")
 
     def connections(self) -> int:
         """The number of accepted connections so far."""

@@ -39,7 +39,7 @@ class LocalRay:
 
     def settings(self, **changes: Any) -> RaySettings:
         """The settings in providers.yaml."""
-        told = {
+        values = {
             "type": "ray",
             "dashboard": f"http://127.0.0.1:{self.dashboard}",
             "gateway": f"127.0.0.1:{self.gateway}",
@@ -53,7 +53,7 @@ class LocalRay:
                 "huge": {"gpus": 1000},
             },
         }
-        return RaySettings.model_validate({**told, **changes})
+        return RaySettings.model_validate({**values, **changes})
 
     def provider(self, **changes: Any) -> RayCluster:
         """The provider for this cluster."""
@@ -114,13 +114,13 @@ class LocalRay:
             f"--dashboard-agent-listen-port={free_ports(1)[0]}",  # nodes must not share a port
         ]
         log = self.folder / f"{node}.log"
-        with log.open("w") as said:
+        with log.open("w") as output:
             starter = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         self._sessions.setdefault(node, []).append(starter.pid)
@@ -147,7 +147,7 @@ def local_ray() -> Iterator[LocalRay]:
 def free_ports(count: int) -> list[int]:
     """Unused loopback ports."""
     with contextlib.ExitStack() as stack:
-        found = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in found:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]

@@ -72,7 +72,7 @@ class FakeSky:
         """Clusters that exist and cost money."""
         self.look()
         with self.state() as known:
-            return [name for name, one in known["clusters"].items() if one["alive"]]
+            return [name for name, cluster in known["clusters"].items() if cluster["alive"]]
 
     def made(self) -> list[str]:
         """All clusters ever created, one entry per creation."""

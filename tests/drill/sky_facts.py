@@ -15,8 +15,8 @@ def shape(calls: list[str]) -> dict[str, Any]:
     """The parameters, statuses and modes of the package."""
     return {
         "calls": {name: list(inspect.signature(getattr(sky, name)).parameters) for name in calls},
-        "statuses": sorted(one.value for one in sky.ClusterStatus),
-        "modes": sorted(one.name for one in sky.StatusRefreshMode),
+        "statuses": sorted(status.value for status in sky.ClusterStatus),
+        "modes": sorted(mode.name for mode in sky.StatusRefreshMode),
         "bound": hasattr(sky.Resources, "max_hourly_cost"),
     }
 
@@ -38,9 +38,9 @@ def more(name: str, errors: list[str]) -> dict[str, Any]:
         "record": list(responses.StatusResponse.model_fields),
         "request": list(payloads.RequestPayload.model_fields),
         "handle": list(inspect.signature(backends.CloudVmRayResourceHandle.__init__).parameters),
-        "active": sorted(one.value for one in requests.RequestStatus.active_statuses()),
-        "names": [constants.REQUEST_NAME_PREFIX + one.value for one in (launch, down)],
-        "errors": [one for one in errors if hasattr(exceptions, one) or hasattr(builtins, one)],
+        "active": sorted(status.value for status in requests.RequestStatus.active_statuses()),
+        "names": [constants.REQUEST_NAME_PREFIX + request.value for request in (launch, down)],
+        "errors": [error for error in errors if hasattr(exceptions, error) or hasattr(builtins, error)],
         "source": inspect.getsource(backend_utils),
         "ssh": cluster_utils.SSHConfigHelper.ssh_cluster_path,
         "on_gcp": common_utils.make_cluster_name_on_cloud(name, 35),

@@ -95,10 +95,10 @@ def make_key(path: Path) -> str:
 
 
 def children(pid: int) -> list[int]:
-    found = subprocess.run(
+    listing = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=False
     )
-    return [int(word) for word in found.stdout.split()]
+    return [int(word) for word in listing.stdout.split()]
 
 
 @contextmanager
@@ -130,9 +130,9 @@ class Line:
     def cut(self) -> None:
         """Drop every connection and let no new one through."""
         self.is_cut = True
-        for one in self._open:
+        for connection in self._open:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
         self._open.clear()
 
     def restore(self) -> None:
@@ -166,6 +166,6 @@ class Line:
                     break
                 sink.sendall(bent)
                 before += len(data)
-        for one in (source, sink):
+        for end in (source, sink):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)

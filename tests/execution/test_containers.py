@@ -90,16 +90,16 @@ def test_container_is_restricted_hides_secrets_and_ends_with_its_worker(
     placement = docker_placement(program, tmp_path, memory="512m", shared_memory="64m")
     attempt = start_hanging_attempt(placement, tmp_path, secrets=("CANARY_TOKEN",), tell="CANARY_TOKEN")
     (container,) = container_ids(program)
-    (found,) = json.loads(program("inspect", container))
+    (details,) = json.loads(program("inspect", container))
     task = working(attempt)[-1]
     environment = Path(f"/proc/{task}/environ").read_bytes().split(b"\0")
     assert f"CANARY_TOKEN={CANARY}".encode() in environment
     status = dict(line.split(":\t", 1) for line in Path(f"/proc/{task}/status").read_text().splitlines())
     assert (int(status["CapBnd"], 16), int(status["CapEff"], 16), status["NoNewPrivs"]) == (0, 0, "1")
-    limits = found["HostConfig"]
+    limits = details["HostConfig"]
     assert limits["ReadonlyRootfs"] and limits["Memory"] == 512 << 20 and limits["PidsLimit"] == 4096
     assert limits["ShmSize"] == 64 << 20
-    written = {mount["Destination"] for mount in found["Mounts"] if mount["RW"]}
+    written = {mount["Destination"] for mount in details["Mounts"] if mount["RW"]}
     workspace = tmp_path / "workspace"
     assert written == {
         str(workspace / "01DRILL" / "1"),

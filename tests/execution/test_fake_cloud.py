@@ -116,8 +116,8 @@ def test_terminate_kills_every_process_of_the_machine(cloud: FakeCloud) -> None:
 
 def host_home(cloud: FakeCloud, name: str) -> Path:
     records = [json.loads(path.read_text()) for path in (cloud.folder / "machines").glob("*/record.json")]
-    (found,) = [record["id"] for record in records if record["key"] == name]
-    return cloud.folder / "machines" / found / "home"
+    (machine,) = [record["id"] for record in records if record["key"] == name]
+    return cloud.folder / "machines" / machine / "home"
 
 
 def test_command_survives_dropped_connection(cloud: FakeCloud) -> None:
@@ -174,8 +174,8 @@ def test_machines_and_records_survive_killed_server(tmp_path: Path) -> None:
         host.run(["true"])
     until((host_home(cloud, key(1)) / "done").exists)
     server = start(tmp_path, Weather())
-    found = cloud.find(key(1)).machine
-    assert found is not None and found.status is MachineStatus.RUNNING
+    machine = cloud.find(key(1)).machine
+    assert machine is not None and machine.status is MachineStatus.RUNNING
     assert host.run(["ls"]).output == b"done\ntmp\n"
     cloud.terminate(key(1))
     stop(server)

@@ -33,8 +33,8 @@ def test_malloc_tunables_reuse_freed_pages() -> None:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, check=True
         )
-        found: list[int] = json.loads(done.stdout)
-        return found
+        pages: list[int] = json.loads(done.stdout)
+        return pages
 
     first, *later = run(MALLOC_TUNABLES)
     assert first >= 32  # 64 MiB in pages of 2 MiB

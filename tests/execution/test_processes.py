@@ -14,9 +14,9 @@ from perilune.execution.ranks import wait_for_end
 
 
 def identity(pid: int) -> ProcessIdentity:
-    found = ProcessIdentity.of(pid)
-    assert found is not None
-    return found
+    identity = ProcessIdentity.of(pid)
+    assert identity is not None
+    return identity
 
 
 def test_running_process_is_present_and_zombie_is_absent() -> None:

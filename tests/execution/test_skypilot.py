@@ -51,9 +51,9 @@ def create_running(cloud: SkyPilot, number: int = 1, **request: Any) -> RentedMa
 
 
 def only_machine(cloud: SkyPilot, status: MachineStatus) -> RentedMachine:
-    (found,) = cloud.list(TAG)
-    assert found.status is status, found
-    return found
+    (machine,) = cloud.list(TAG)
+    assert machine.status is status, machine
+    return machine
 
 
 def until(happened: Callable[[], bool]) -> None:
@@ -79,7 +79,7 @@ def test_machine_lifecycle_from_offer_to_termination(cloud: SkyPilot, sky: FakeS
     }]  # fmt: skip
     assert cloud.create(key(1), WANTED).id == machine.id and sky.made() == [key(1)]
     with sky.provider(tmp_path / "keys") as stranger:  # a client without memory
-        assert [one.kind for one in stranger.list(TAG)] == ["spot"] and not stranger.list("perilune-other")
+        assert [row.kind for row in stranger.list(TAG)] == ["spot"] and not stranger.list("perilune-other")
         assert stranger.create(key(1), WANTED).status is MachineStatus.RUNNING
         stranger.terminate(key(1))
     until(lambda: not sky.alive())
@@ -194,7 +194,7 @@ def test_cluster_status_maps_to_machine_status(
     sky.change(key(1), **befalls)
     assert only_machine(cloud, status).reason == reason
     if befalls["status"] == "STOPPED":  # its disk costs money, and nothing starts it again
-        until(lambda: [one.status for one in cloud.list(TAG)] in ([], [MachineStatus.ENDED]))
+        until(lambda: [machine.status for machine in cloud.list(TAG)] in ([], [MachineStatus.ENDED]))
         assert not sky.alive()
 
 
@@ -237,10 +237,10 @@ def test_failed_termination_raises_and_is_retried(cloud: SkyPilot, sky: FakeSky)
 
 def requests(sky: FakeSky, name: str) -> list[str]:
     with sky.state() as known:
-        due = [one for one in known["requests"] if one["name"] == name and time.time() >= one["due"]]
-    if any(one["status"] == "RUNNING" for one in due):
+        due = [row for row in known["requests"] if row["name"] == name and time.time() >= row["due"]]
+    if any(row["status"] == "RUNNING" for row in due):
         sky.look()
-    return [one["status"] for one in due]
+    return [row["status"] for row in due]
 
 
 def test_machines_of_an_attempt_form_one_cluster(cloud: SkyPilot, sky: FakeSky, tmp_path: Path) -> None:
@@ -250,10 +250,10 @@ def test_machines_of_an_attempt_form_one_cluster(cloud: SkyPilot, sky: FakeSky, 
     for rank in (0, 1):
         assert cloud.create(key(1, rank), wanted).key == key(1, rank)
     machines = cloud.list(TAG)
-    assert [one.key for one in machines] == [key(1), key(1, 1), key(1, 2)] and sky.made() == [key(1)]
-    assert [one.address for one in machines] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
-    assert {(one.id, one.kind, one.price) for one in machines} == {(key(1), "plain", 1.2)}
-    hosts = [cloud.host(one) for one in machines]
+    assert [machine.key for machine in machines] == [key(1), key(1, 1), key(1, 2)] and sky.made() == [key(1)]
+    assert [machine.address for machine in machines] == ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    assert {(machine.id, machine.kind, machine.price) for machine in machines} == {(key(1), "plain", 1.2)}
+    hosts = [cloud.host(machine) for machine in machines]
     assert [host.name for host in hosts] == [f"ssh:{key(1)}{end}" for end in ("", "-worker1", "-worker2")]
     config = str(sky.home / ".sky/generated/ssh" / key(1))
     assert all(isinstance(host, SshHost) and host.settings.config == config for host in hosts)
@@ -279,11 +279,11 @@ def test_list_caches_status_between_polls_and_expires_it(sky: FakeSky, tmp_path:
         sky.weather(before_status=0)
         create_running(cloud, 2)
         cloud.terminate(key(2))
-        assert [one.key for one in cloud.list(TAG)] == [key(1)]
+        assert [machine.key for machine in cloud.list(TAG)] == [key(1)]
 
 
 def test_settings_refuse_invalid_values(sky: FakeSky, tmp_path: Path) -> None:
-    for changes, said in (
+    for changes, message in (
         (
             {"kinds": {"a": {"resources": {"autostop": 10}}}},
             "'autostop' cannot be set here: the lease sets it",
@@ -292,7 +292,7 @@ def test_settings_refuse_invalid_values(sky: FakeSky, tmp_path: Path) -> None:
         ({"kinds": {}}, "at least 1 item"),
         ({"look_seconds": 30}, "visibility_seconds must be at least three times look_seconds"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             sky.provider(tmp_path, **changes)
 
 

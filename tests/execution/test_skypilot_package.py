@@ -92,9 +92,9 @@ def test_machine_kind_is_validated_and_priced_without_a_cloud(cloud: SkyPilot, n
 
 def test_skypilot_parses_launched_task_with_expected_fields_only(cloud: SkyPilot) -> None:
     task = cloud._bridge.ask("check", task=cloud._task("kind-8", 3, minutes=61, price=9.0))["task"]
-    said = task.pop("_user_specified_yaml")
+    text = task.pop("_user_specified_yaml")
     assert {key for key, value in task.items() if value} == {"name", "num_nodes", "resources"}
-    assert (task["name"], task["num_nodes"]) == ("kind-8", 3) == (bridge.kind_of(said), 3)
+    assert (task["name"], task["num_nodes"]) == ("kind-8", 3) == (bridge.kind_of(text), 3)
     understood = task["resources"]
     assert understood["autostop"] == {"idle_minutes": 61, "down": True, "wait_for": "none"}
     assert understood["max_hourly_cost"] == 9.0 and understood["use_spot"] is True

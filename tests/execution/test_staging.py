@@ -276,12 +276,12 @@ def test_machine_downloads_base_model_from_hub(
 
 def frame_boundaries(upload: Upload, sent: bytes) -> list[int]:
     """Offsets at which lines and contents begin and end in `sent`."""
-    ends, at = [0], sent.index(b"\n") + 1
-    while at < len(sent):
-        ends.append(at)
-        end_of_line = sent.index(b"\n", at) + 1
+    ends, start = [0], sent.index(b"\n") + 1
+    while start < len(sent):
+        ends.append(start)
+        end_of_line = sent.index(b"\n", start) + 1
         ends.append(end_of_line)
-        at = end_of_line + json.loads(sent[at:end_of_line])[2]
+        start = end_of_line + json.loads(sent[start:end_of_line])[2]
     return [*ends, len(sent)]
 
 
@@ -289,8 +289,8 @@ def test_upload_resumes_after_interruption_at_any_byte_boundary(box: Box, upload
     everything = {entry.sha256: 0 for entry in upload.entries}
     sent = upload_bytes(upload, everything)
     boundaries = frame_boundaries(upload, sent)
-    middles = [(one + other) // 2 for one, other in pairwise(boundaries)]
-    for cut in sorted({*boundaries, *middles, *(one + 1 for one in boundaries[:-1]), len(sent) - 1}):
+    middles = [(start + end) // 2 for start, end in pairwise(boundaries)]
+    for cut in sorted({*boundaries, *middles, *(end + 1 for end in boundaries[:-1]), len(sent) - 1}):
         shutil.rmtree(box.folder, ignore_errors=True)
         try:
             box.receive(upload, sent[:cut])
@@ -599,8 +599,8 @@ def test_receiver_stops_when_upload_stalls(tmp_path: Path, monkeypatch: pytest.M
                 assert process.stdin is not None and process.stdout is not None
                 process.stdin.write(source.read()[:-100])
                 process.stdin.flush()
-                said = process.stdout.read()  # while stdin stays open
-            return Answer(process.returncode, said, "")
+                output = process.stdout.read()  # while stdin stays open
+            return Answer(process.returncode, output, "")
 
     placement = nearby(tmp_path / "box", Stalling())
     with pytest.raises(HostUnreachableError, match="no data for 1 s"):
@@ -802,7 +802,7 @@ def test_remote_programs_use_python_3_8_and_the_standard_library_only(name: str)
         elif isinstance(node, ast.ImportFrom):
             imported.add(str(node.module))
     ours = {"perilune.bundle.remote.runner", "perilune.bundle.remote.store"}  # sent before the program
-    assert {one.split(".")[0] for one in imported - ours} <= sys.stdlib_module_names
+    assert {module.split(".")[0] for module in imported - ours} <= sys.stdlib_module_names
     newer = {"removeprefix", "removesuffix", "file_digest", "is_relative_to", "hardlink_to", "readlink_to"}
     called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not newer & called
@@ -815,5 +815,5 @@ def test_sender_and_receiver_compute_the_same_tree_digest(tmp_path: Path) -> Non
         path.write_text(name)
         path.chmod(mode)
     entries = [make_entry(tmp_path / name, name, status) for name, status in walk(tmp_path)]
-    files = sorted(receiver.File(one.path, one.size, one.sha256, one.mode) for one in entries)
+    files = sorted(receiver.File(entry.path, entry.size, entry.sha256, entry.mode) for entry in entries)
     assert receiver.entries_digest(files) == entries_digest(entries)

@@ -161,8 +161,8 @@ def test_second_worker_is_refused_while_first_runs(tmp_path: Path) -> None:
     wait_for(lambda: read_claim(bundle / "runtime"), "a claim")
     for epoch in ("1", "2"):
         second = start_worker(bundle, "--epoch", epoch)
-        _, said = second.communicate()
-        assert second.returncode == 2 and f"worker {first.pid} (attempt 1) is running this bundle" in said
+        _, output = second.communicate()
+        assert second.returncode == 2 and f"worker {first.pid} (attempt 1) is running this bundle" in output
     gate.touch()
     assert first.wait() == 0
 
@@ -184,16 +184,16 @@ def test_worker_refuses_old_or_used_epoch_and_newer_one_resumes(tmp_path: Path) 
     first.wait()
     for epoch, words in (("1", "out of date"), ("2", "already been claimed")):
         refused = start_worker(bundle, "--epoch", epoch)
-        _, said = refused.communicate()
-        assert refused.returncode == 2 and words in said
+        _, output = refused.communicate()
+        assert refused.returncode == 2 and words in output
     assert (
         start_worker(bundle).wait() == 0
     )  # started by hand: the next epoch resumes from the last checkpoint
     assert verdict_of(bundle)["epoch"] == 3
     assert read_json(bundle / "artifacts" / "summary.json")["began_at"] == 2
     again = start_worker(bundle)
-    _, said = again.communicate()
-    assert again.returncode == 2 and "has already run to its end (attempt 3)" in said
+    _, output = again.communicate()
+    assert again.returncode == 2 and "has already run to its end (attempt 3)" in output
 
 
 def test_task_dies_with_its_worker(tmp_path: Path) -> None:

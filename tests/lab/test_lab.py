@@ -136,15 +136,13 @@ def test_child_processes_end_with_killed_laboratory(tmp_path: Path) -> None:
         controllers: list[psutil.Process] = []
         until = time.monotonic() + 60
         while not (boxes and controllers) and time.monotonic() < until:  # machines boot in the background
-            mine = [
-                one for one in psutil.process_iter(["cmdline"]) if str(folder) in str(one.info["cmdline"])
-            ]
-            boxes = [one for one in mine if "box.py" in str(one.info["cmdline"])]
-            controllers = [one for one in psutil.Process(lab.pid).children() if "reconcile" in one.cmdline()]
+            family = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in str(p.info["cmdline"])]
+            boxes = [p for p in family if "box.py" in str(p.info["cmdline"])]
+            controllers = [p for p in psutil.Process(lab.pid).children() if "reconcile" in p.cmdline()]
             time.sleep(0.05)
         if not (boxes and controllers):
             lab.kill()  # the end of the block waits for it
         assert boxes and controllers
         lab.kill()
-        _, alive = psutil.wait_procs([*mine, *controllers], timeout=60)
+        _, alive = psutil.wait_procs([*family, *controllers], timeout=60)
         assert alive == []

@@ -45,12 +45,12 @@ def steps_of(mode: Aggregation) -> list[list[PackedBatch]]:
         constant = 8 if mode == "seq-mean-token-sum-norm" else None
         some = [
             replace(
-                one,
+                batch,
                 policy_gradient=aggregate(
-                    one.episodes, one.advantages.astype(float), mode, constant=constant
+                    batch.episodes, batch.advantages.astype(float), mode, constant=constant
                 ),
             )
-            for one in some
+            for batch in some
         ]
         made.append(pack(some, budget))
     return made
@@ -62,8 +62,8 @@ def learn(ranks: Ranks, mode: Aggregation) -> Learned:
     reference = small_decoder(1)
     figures = []
     for batches in steps_of(mode):
-        found = learner.forward_backward(add_reference_logprobs(batches, reference, ranks))
-        figures.append(found | learner.optim_step(1e-2))
+        metrics = learner.forward_backward(add_reference_logprobs(batches, reference, ranks))
+        figures.append(metrics | learner.optim_step(1e-2))
     return figures, state_of(learner)
 
 
@@ -88,39 +88,39 @@ def every_mode(ranks: Ranks) -> dict[str, Learned]:
 
 def test_number_of_processes_changes_no_bit(three: list[Found]) -> None:
     for mode, (figures, state) in every_mode(SINGLE_RANK).items():
-        for found in three:
-            assert found["modes"][mode][0] == figures, mode
+        for result in three:
+            assert result["modes"][mode][0] == figures, mode
             for name, tensor in state.items():
-                assert np.array_equal(found["modes"][mode][1][name], tensor), (mode, name)
+                assert np.array_equal(result["modes"][mode][1][name], tensor), (mode, name)
 
 
 def every_setting(ranks: Ranks) -> dict[str, dict[str, np.ndarray]]:
     """The state after one step with each learner setting."""
-    found = {}
+    states = {}
     for name, section in SETTINGS_OF_A_LEARNER.items():
         decoder = small_decoder()
         adapt(decoder, LearnerSettings.model_validate(section), seed=0)
         learner = Learner(decoder, SETTINGS, ranks=ranks)
         learner.forward_backward(pack(weighted_groups("grpo", random_groups(0, 6)), 14))
         learner.optim_step(1e-2)
-        found[name] = state_of(learner)
-    return found
+        states[name] = state_of(learner)
+    return states
 
 
 def test_lora_bfloat16_and_recomputing_are_bitwise_equal_to_one_process(three: list[Found]) -> None:
     for name, state in every_setting(SINGLE_RANK).items():
-        for found in three:
-            learned = found["settings"][name]
+        for result in three:
+            learned = result["settings"][name]
             assert all(np.array_equal(learned[key], tensor) for key, tensor in state.items()), name
 
 
 def test_sharded_training_matches_one_process_to_rounding(cut: list[Found]) -> None:
     figures, state = learn(SINGLE_RANK, "token-mean")
-    for found in cut:
-        theirs, learned = found["modes"]["token-mean"]
-        for mine, other in zip(figures, theirs, strict=True):
-            assert mine.keys() == other.keys()
-            for name, value in mine.items():
+    for result in cut:
+        others, learned = result["modes"]["token-mean"]
+        for row, other in zip(figures, others, strict=True):
+            assert row.keys() == other.keys()
+            for name, value in row.items():
                 assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
         for name, tensor in state.items():
             assert np.abs(learned[name] - tensor).max() <= TOLERANCE * np.abs(tensor).max(), name
@@ -150,12 +150,12 @@ def save_and_load(ranks: Ranks, folder: Path) -> tuple[list[str], bool, dict[str
 def test_checkpoint_equals_that_of_one_process(three: list[Found], cut: list[Found], tmp_path: Path) -> None:
     names, same, state = save_and_load(SINGLE_RANK, tmp_path)
     assert same
-    for place, found in enumerate((*three, *cut)):
-        theirs, held, learned = found["saved"]
-        assert held
-        assert theirs == names
+    for number, result in enumerate((*three, *cut)):
+        others, equal, learned = result["saved"]
+        assert equal
+        assert others == names
         for key, tensor in state.items():
-            limit = TOLERANCE * np.abs(tensor).max() if place >= len(three) else 0
+            limit = TOLERANCE * np.abs(tensor).max() if number >= len(three) else 0
             assert np.abs(learned[key] - tensor).max() <= limit, key
 
 
@@ -174,7 +174,7 @@ def test_non_finite_gradient_in_one_process_stops_all_with_same_error(
 ) -> None:
     with pytest.raises(WorkFailedError) as alone:
         learn_non_finite(SINGLE_RANK)
-    assert {found["said"] for found in (*three, *cut)} == {str(alone.value)}
+    assert {result["said"] for result in (*three, *cut)} == {str(alone.value)}
 
 
 def shard(ranks: Ranks) -> tuple[bool, int]:
@@ -191,23 +191,23 @@ def shard(ranks: Ranks) -> tuple[bool, int]:
 
 def test_sharding_and_publishing_change_no_bit(cut: list[Found]) -> None:
     whole = sum(parameter.numel() for parameter in small_decoder().parameters())
-    assert [found["sharded"][0] for found in cut] == [True, True]
-    assert sum(found["sharded"][1] for found in cut) == whole
+    assert [result["sharded"][0] for result in cut] == [True, True]
+    assert sum(result["sharded"][1] for result in cut) == whole
 
 
 def all_results(ranks: Ranks, folder: Path) -> Found:
     """All results of one process; a single call, because processes are slow to start."""
-    found: Found = {"saved": save_and_load(ranks, folder)}
+    result: Found = {"saved": save_and_load(ranks, folder)}
     if ranks.sharded:
-        found["modes"] = {"token-mean": learn(ranks, "token-mean")}
-        found["sharded"] = shard(ranks)
+        result["modes"] = {"token-mean": learn(ranks, "token-mean")}
+        result["sharded"] = shard(ranks)
     else:
-        found |= {"modes": every_mode(ranks), "settings": every_setting(ranks)}
+        result |= {"modes": every_mode(ranks), "settings": every_setting(ranks)}
     try:
         learn_non_finite(ranks)
     except WorkFailedError as error:
-        found["said"] = str(error)
-    return found
+        result["said"] = str(error)
+    return result
 
 
 @pytest.fixture(scope="module")

@@ -90,9 +90,9 @@ def test_sharded_stage_matches_one_process_to_rounding(tmp_path: Path) -> None:
     alone = run_in(make_bundle(tmp_path / "alone", job))
     both = in_two(make_bundle(tmp_path / "both", job.model_copy(update={"resources": resources})))
     assert weights(alone) != weights(both)  # otherwise nothing was sharded
-    for mine, other in zip(metrics(alone), metrics(both), strict=True):
-        assert mine.keys() == other.keys()
-        for name, value in mine.items():
+    for row, other in zip(metrics(alone), metrics(both), strict=True):
+        assert row.keys() == other.keys()
+        for name, value in row.items():
             assert other[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 

@@ -46,12 +46,12 @@ except ChildProcessError: pass
 @pytest.fixture(scope="module")
 def places():
     """The folders in which a control group can be. Without control groups the tests xfail with the reason."""
-    with Sandbox(LIMITS) as one:
-        found = one.capabilities()
-    if not found.mechanisms.control_group:
-        pytest.xfail(f"no control group: {found.reasons['control_group']}")
+    with Sandbox(LIMITS) as sandbox:
+        capabilities = sandbox.capabilities()
+    if not capabilities.mechanisms.control_group:
+        pytest.xfail(f"no control group: {capabilities.reasons['control_group']}")
     _, mounted, folder = own_group()
-    return [one for one in (folder, *folder.parents) if one.is_relative_to(mounted)]
+    return [path for path in (folder, *folder.parents) if path.is_relative_to(mounted)]
 
 
 def groups_of(process, places):
@@ -64,41 +64,41 @@ def read_number(folder, *names):
 
 
 def test_control_group_limits_memory_between_two_checks_of_watch(places):
-    with Sandbox(LIMITS) as one:
-        found = one.run(STORM)
-        (group,) = groups_of(one.process_id, places)
+    with Sandbox(LIMITS) as sandbox:
+        result = sandbox.run(STORM)
+        (group,) = groups_of(sandbox.process_id, places)
         limit = read_number(group, "memory.max", "memory.limit_in_bytes")
         assert limit == LIMITS.memory_bytes + LIMITS.scratch_bytes + (16 << 20)
         assert read_number(group, "memory.peak", "memory.max_usage_in_bytes") <= limit
-        assert (found.cause, found.signal) == ("memory", signal.SIGKILL), found
-        assert one.run("print('well')").output == "well\n"
+        assert (result.cause, result.signal) == ("memory", signal.SIGKILL), result
+        assert sandbox.run("print('well')").output == "well\n"
 
 
 def test_control_group_limits_kernel_memory_of_sockets(places):
     limits = replace(LIMITS, memory_bytes=24 << 20, scratch_bytes=1 << 20, open_files=120)
-    with Sandbox(limits) as one:
-        found = one.run(IN_SOCKETS)
-        assert (found.cause, found.signal) == ("memory", signal.SIGKILL), found
-        assert one.run("print('well')").output == "well\n"
-    with Sandbox(limits, without=["control_group"]) as one:
-        assert one.capabilities().walls["memory"] == ("limits", "watch")
-        assert one.run(IN_SOCKETS).succeeded
+    with Sandbox(limits) as sandbox:
+        result = sandbox.run(IN_SOCKETS)
+        assert (result.cause, result.signal) == ("memory", signal.SIGKILL), result
+        assert sandbox.run("print('well')").output == "well\n"
+    with Sandbox(limits, without=["control_group"]) as sandbox:
+        assert sandbox.capabilities().walls["memory"] == ("limits", "watch")
+        assert sandbox.run(IN_SOCKETS).succeeded
 
 
 def test_control_group_is_removed_on_close_or_by_next_sandbox_after_kill(places):
-    with Sandbox(LIMITS) as one:
-        first = one.process_id
+    with Sandbox(LIMITS) as sandbox:
+        first = sandbox.process_id
         (group,) = groups_of(first, places)
         foreign = [group.with_name("perilune-sandbox-1-alive"), group.with_name("somebody-else")]
         try:
             for folder in foreign:
                 folder.mkdir()
             os.kill(first, signal.SIGKILL)
-            one.close()
+            sandbox.close()
             assert group.exists()
-            with Sandbox(LIMITS) as two:
-                assert two.run("print('well')").output == "well\n"
-                second = two.process_id
+            with Sandbox(LIMITS) as later:
+                assert later.run("print('well')").output == "well\n"
+                second = later.process_id
                 assert not group.exists() and groups_of(second, places)
             assert not groups_of(second, places) and all(folder.exists() for folder in foreign)
         finally:
@@ -117,15 +117,15 @@ def test_killing_owner_and_supervisor_leaves_no_process(places):
         supervisor = int(owner.stdout.readline())
         (group,) = groups_of(supervisor, places)
         until = time.monotonic() + 60
-        while len(family := [int(one) for one in (group / "cgroup.procs").read_text().split()]) < 4:
+        while len(family := [int(pid) for pid in (group / "cgroup.procs").read_text().split()]) < 4:
             assert time.monotonic() < until, family  # the supervisor, the launcher, init and the code
             time.sleep(0.05)
         os.kill(supervisor, signal.SIGKILL)
         owner.kill()
     until = time.monotonic() + 10
-    while any(Path(f"/proc/{one}").exists() for one in family):
+    while any(Path(f"/proc/{pid}").exists() for pid in family):
         assert time.monotonic() < until, family
         time.sleep(0.05)
-    with Sandbox(LIMITS) as one:
-        one.run("")
+    with Sandbox(LIMITS) as sandbox:
+        sandbox.run("")
         assert not group.exists()

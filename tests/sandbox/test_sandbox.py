@@ -52,9 +52,9 @@ def sandbox():
 
 def test_run_reads_given_files_and_returns_written_files(sandbox):
     code = "text = open('in/rows.csv').read()\nopen('out.txt', 'w').write(text.upper())\nprint(len(text))"
-    found = sandbox.run(code, {"in/rows.csv": b"a,b\n"})
-    assert (found.succeeded, found.output, found.exit_code) == (True, "4\n", 0)
-    assert found.files == {"in/rows.csv": b"a,b\n", "out.txt": b"A,B\n"}
+    result = sandbox.run(code, {"in/rows.csv": b"a,b\n"})
+    assert (result.succeeded, result.output, result.exit_code) == (True, "4\n", 0)
+    assert result.files == {"in/rows.csv": b"a,b\n", "out.txt": b"A,B\n"}
     assert sandbox.run("import os; print(os.listdir())").output == "[]\n"
 
 
@@ -64,17 +64,17 @@ def test_run_is_main_program_with_only_standard_library(sandbox):
     )
     for package in ("perilune", "numpy", "pytest"):
         assert "ModuleNotFoundError" in sandbox.run(f"import {package}").output
-    found = sandbox.run("def f():\n    raise ValueError('no')\nf()")
-    assert found.output.splitlines()[1:3] == ['  File "main.py", line 3, in <module>', "    f()"]
-    assert (found.cause, found.exit_code) == ("error", 1)
+    result = sandbox.run("def f():\n    raise ValueError('no')\nf()")
+    assert result.output.splitlines()[1:3] == ['  File "main.py", line 3, in <module>', "    f()"]
+    assert (result.cause, result.exit_code) == ("error", 1)
 
 
 def test_random_numbers_and_hashes_are_equal_in_every_run():
     code = "import random, os; print(random.random(), hash('text'), {'a', 'b', 'c'}, sorted(os.environ))"
     outputs = set()
     for _ in range(2):
-        with Sandbox() as one:
-            outputs |= {one.run(code).output, one.run(code).output}
+        with Sandbox() as sandbox:
+            outputs |= {sandbox.run(code).output, sandbox.run(code).output}
     assert len(outputs) == 1
 
 
@@ -98,12 +98,12 @@ def test_random_numbers_and_hashes_are_equal_in_every_run():
 def test_run_ends_with_expected_cause(sandbox, code, cause, output):
     before = {"kept": b"x"}
     began = time.monotonic()
-    found = sandbox.run(code, before)
-    assert found.cause == cause and output in found.output
+    result = sandbox.run(code, before)
+    assert result.cause == cause and output in result.output
     assert time.monotonic() - began < LIMITS.seconds + 50
-    assert len(found.output) <= LIMITS.output_bytes + 100
-    if found.exit_code is None:
-        assert found.files == before
+    assert len(result.output) <= LIMITS.output_bytes + 100
+    if result.exit_code is None:
+        assert result.files == before
     assert not list(descendants(sandbox.process_id))
     assert sandbox.run("print('well')").output == "well\n"  # the next run is not affected
 
@@ -124,18 +124,18 @@ def test_daemon_process_ends_with_run(sandbox):
 def test_run_that_kills_parent_and_closes_output_is_stopped(without):
     """Without namespaces the code reaches its parent. It then keeps running without output."""
     code = "import os, time\nos.kill(os.getppid(), 9)\nos.closerange(0, 3)\ntime.sleep(60)"
-    with Sandbox(LIMITS, without=without, allow_missing=["names"]) as one:
-        found = one.run(code)
-        assert found.cause in ("killed", "timeout") and found.seconds < LIMITS.seconds + 10
-        assert not list(descendants(one.process_id))
-        assert one.run("print('well')").output == "well\n"
+    with Sandbox(LIMITS, without=without, allow_missing=["names"]) as sandbox:
+        result = sandbox.run(code)
+        assert result.cause in ("killed", "timeout") and result.seconds < LIMITS.seconds + 10
+        assert not list(descendants(sandbox.process_id))
+        assert sandbox.run("print('well')").output == "well\n"
 
 
 def test_long_output_keeps_both_ends_and_number_of_bytes_cut(sandbox):
-    found = sandbox.run("for i in range(20_000): print(i)")
-    assert found.succeeded and found.cut > 0
-    assert found.output.startswith("0\n1\n") and found.output.endswith("19998\n19999\n")
-    assert f"[... {found.cut} bytes were cut ...]" in found.output
+    result = sandbox.run("for i in range(20_000): print(i)")
+    assert result.succeeded and result.cut > 0
+    assert result.output.startswith("0\n1\n") and result.output.endswith("19998\n19999\n")
+    assert f"[... {result.cut} bytes were cut ...]" in result.output
 
 
 @pytest.mark.parametrize("size", [0, 1, 49, 50, 51, 99, 100, 101, 150, 1000])
@@ -159,10 +159,10 @@ os.makedirs('a/b'); open('a/b/kept', 'w').write('x')
 os.mkdir('closed'); os.chmod('closed', 0)
 open(b'odd\\xff', 'w').close()
 """
-    with Sandbox(LIMITS, without=["landlock"]) as one:  # Landlock forbids making these files
-        found = one.run(code)
-    assert dict(found.files) == {"a/b/kept": b"x"}, found.output
-    assert set(found.left_out) == {"'endless'", "'fifo'", "'closed'", "'odd\\udcff'"}
+    with Sandbox(LIMITS, without=["landlock"]) as sandbox:  # Landlock forbids making these files
+        result = sandbox.run(code)
+    assert dict(result.files) == {"a/b/kept": b"x"}, result.output
+    assert set(result.left_out) == {"'endless'", "'fifo'", "'closed'", "'odd\\udcff'"}
 
 
 DEEP = "import os\nfor _ in range(1500):\n    os.mkdir('d'); os.chdir('d')"
@@ -203,7 +203,7 @@ def test_program_keeps_folder_until_exit():
     with tempfile.TemporaryFile() as output:
         streams = Streams(program_input, os.dup(output.fileno()))
         code = "import os, sys; sys.stdin.read(); open('x', 'w').close(); print(os.listdir())"
-        programs.start(["python", "-c", code], streams, {}, lambda one: (endings.append(one), ended.set()))
+        programs.start(["python", "-c", code], streams, {}, lambda end: (endings.append(end), ended.set()))
         os.close(ours)
         assert ended.wait(15)
     assert (endings[0].code, endings[0].output) == (0, "['x']\n"), endings
@@ -217,24 +217,24 @@ def test_run_rejects_file_names_outside_folder(sandbox, name):
 
 
 def test_run_fails_on_missing_wall_unless_allowed():
-    with Sandbox(without=["seccomp"]) as one:
-        assert set(one.capabilities().missing) >= {"kernel", "sockets"}
-        assert one.capabilities().reasons["seccomp"] == "switched off"
+    with Sandbox(without=["seccomp"]) as sandbox:
+        assert set(sandbox.capabilities().missing) >= {"kernel", "sockets"}
+        assert sandbox.capabilities().reasons["seccomp"] == "switched off"
         with pytest.raises(RequestError, match=r"lacks walls of the .*kernel.*seccomp: switched off"):
-            one.run("print(1)")
-    with Sandbox(without=["seccomp"], allow_missing=tuple(WALLS)) as one:
-        assert one.run("print(1)").output == "1\n"
+            sandbox.run("print(1)")
+    with Sandbox(without=["seccomp"], allow_missing=tuple(WALLS)) as sandbox:
+        assert sandbox.run("print(1)").output == "1\n"
     with pytest.raises(RequestError, match="no wall 'moat'"):
         Sandbox(allow_missing=["moat"])
 
 
 def test_killed_supervisor_fails_run_and_is_replaced():
-    with Sandbox(LIMITS) as one:
-        one.run("")
-        os.kill(one.process_id, signal.SIGKILL)
+    with Sandbox(LIMITS) as sandbox:
+        sandbox.run("")
+        os.kill(sandbox.process_id, signal.SIGKILL)
         with pytest.raises(SandboxFailedError, match="process"):
-            one.run("print(1)")
-        assert one.run("print(1)").output == "1\n"
+            sandbox.run("print(1)")
+        assert sandbox.run("print(1)").output == "1\n"
 
 
 def test_run_ends_when_owner_is_killed():
@@ -251,7 +251,7 @@ def test_run_ends_when_owner_is_killed():
         assert len(family) == 4
         owner.kill()
     until = time.monotonic() + 10
-    while any(Path(f"/proc/{one}").exists() for one in family) or Path(folder).exists():
+    while any(Path(f"/proc/{pid}").exists() for pid in family) or Path(folder).exists():
         assert time.monotonic() < until, family
         time.sleep(0.05)
 
@@ -276,6 +276,6 @@ def test_channel_removes_folder_of_killed_owner(tmp_path):
     assert first.is_dir()
     last, third = owner()
     assert not first.exists() and second.is_dir() and third.is_dir()
-    for one in (alive, last):
-        one.communicate("")
+    for process in (alive, last):
+        process.communicate("")
     assert not list(tmp_path.iterdir())

@@ -35,7 +35,7 @@ from perilune.sandbox.sandbox import Capabilities
 pytestmark = pytest.mark.usefixtures("walls")
 NOBODY = 1 << 22  # a process without descendants: there can be none of that number
 ALL = Mechanisms(True, True, True, True, landlock=7, seccomp=True, control_group=2)
-QUICK = [one for one in PROBES if one.wall not in ("time", "output")]  # no mechanism enforces these walls
+QUICK = [item for item in PROBES if item.wall not in ("time", "output")]  # no mechanism enforces these walls
 NOTHING = Capabilities(ALL, dict.fromkeys(WALLS, ("pretended",)), {})
 TESTED_SEPARATELY = {
     "read run before",
@@ -49,14 +49,14 @@ if os.geteuid():
 
 
 def describe_findings(audit):
-    return [f"{one.probe}: {one.verdict}: {dict(one.reached)}" for one in audit.findings]
+    return [f"{finding.probe}: {finding.verdict}: {dict(finding.reached)}" for finding in audit.findings]
 
 
 def test_audit_finds_no_breach_on_this_machine():
     audit = audit_sandbox()
     assert not audit.breached, describe_findings(audit)
-    in_a_scorer = [f"scorer: {one.name}" for one in PROBES if one.function in SCORER_PROBES]
-    assert [one.probe for one in audit.findings] == [one.name for one in PROBES] + in_a_scorer
+    in_a_scorer = [f"scorer: {probe.name}" for probe in PROBES if probe.function in SCORER_PROBES]
+    assert [finding.probe for finding in audit.findings] == [probe.name for probe in PROBES] + in_a_scorer
     if os.environ.get("CI"):
         assert not audit.capabilities.missing, audit.capabilities.reasons
     assert json.loads(json.dumps(audit.document()))["walls"].keys() == WALLS.keys()
@@ -68,12 +68,12 @@ def test_audit_finds_no_breach_without_one_mechanism(without):
     assert not audit.breached, describe_findings(audit)
     missing = {"names"} if "namespaces" in without else set()
     assert set(audit.capabilities.missing) == missing
-    assert {one.wall for one in audit.findings if one.verdict != "contained"} == missing
+    assert {row.wall for row in audit.findings if row.verdict != "contained"} == missing
 
 
 def test_audit_without_seccomp_finds_open_kernel_and_sockets():
     audit = audit_sandbox(without=["seccomp"], probes=QUICK)
-    assert {one.wall for one in audit.findings if one.verdict != "contained"} == {"kernel", "sockets"}
+    assert {row.wall for row in audit.findings if row.verdict != "contained"} == {"kernel", "sockets"}
     assert not audit.breached
 
 
@@ -85,34 +85,34 @@ def baits():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "probe", [one for one in PROBES if one.name not in TESTED_SEPARATELY], ids=lambda one: one.name
+    "probe", [probe for probe in PROBES if probe.name not in TESTED_SEPARATELY], ids=lambda probe: probe.name
 )
 def test_probe_succeeds_without_sandbox(probe, baits):
-    found = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
-    assert found.verdict in ("open", "partly"), found.refused
-    assert not found.untried
+    finding = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
+    assert finding.verdict in ("open", "partly"), finding.refused
+    assert not finding.untried
 
 
 def test_daemon_probe_finds_surviving_daemon(baits):
-    (probe,) = (one for one in PROBES if one.name == "escape daemon")
+    (probe,) = (probe for probe in PROBES if probe.name == "escape daemon")
     adopt = ctypes.CDLL(None).prctl
     adopt(36, 1, 0, 0, 0)  # become the parent of orphans, as the supervisor does
     others = {child.pid for child in psutil.Process().children(recursive=True)}  # started by earlier tests
     try:
-        found = run_probe(probe, bare_run, baits, os.getpid(), NOTHING)
+        finding = run_probe(probe, bare_run, baits, os.getpid(), NOTHING)
     finally:
         adopt(36, 0, 0, 0, 0)
-    orphans = set(map(int, re.findall("[0-9]+", " ".join(found.reached.values())))) - others
+    orphans = set(map(int, re.findall("[0-9]+", " ".join(finding.reached.values())))) - others
     orphans -= {baits.facts["victim"]}
     assert orphans
-    for one in orphans:
-        os.waitpid(one, 0)
+    for pid in orphans:
+        os.waitpid(pid, 0)
 
 
 def test_kernel_probe_reaches_system_calls_without_filter(baits):
-    (probe,) = (one for one in PROBES if one.name == "escape kernel")
-    found = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
-    assert {"memfd_create", "keyctl", "kcmp"} & set(found.reached)
+    (probe,) = (probe for probe in PROBES if probe.name == "escape kernel")
+    finding = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
+    assert {"memfd_create", "keyctl", "kcmp"} & set(finding.reached)
 
 
 def test_confined_run_blocks_shared_memory_and_unknown_system_calls():
@@ -132,7 +132,7 @@ def test_confined_run_blocks_shared_memory_and_unknown_system_calls():
 
 
 def test_output_probe_succeeds_without_sandbox(baits):
-    (probe,) = (one for one in PROBES if one.name == "exhaust output")
+    (probe,) = (probe for probe in PROBES if probe.name == "exhaust output")
     assert run_probe(probe, bare_run, baits, os.getpid(), NOTHING).verdict == "open"
 
 
@@ -145,10 +145,10 @@ def test_run_before_probe_finds_leftover_file_and_memory(baits, monkeypatch, tmp
 
 
 def test_privileges_probe_finds_privileges_without_sandbox(baits):
-    (probe,) = (one for one in PROBES if one.name == "escape privileges")
-    found = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
-    assert "setuid programs" in found.reached
-    assert ("capabilities" in found.reached) == (os.geteuid() == 0)
+    (probe,) = (probe for probe in PROBES if probe.name == "escape privileges")
+    finding = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
+    assert "setuid programs" in finding.reached
+    assert ("capabilities" in finding.reached) == (os.geteuid() == 0)
 
 
 def test_probe_code_contains_source_of_function(baits):
@@ -176,9 +176,9 @@ def test_probe_without_attempts_is_untried_and_breaches_audit(baits, how, tmp_pa
     monkeypatch.delitem(sys.modules, "faked", raising=False)
     linecache.clearcache()
     probe = Probe("see", "names", importlib.import_module("faked").attempts)
-    found = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
-    assert (found.verdict, dict(found.refused)) == ("untried", {})
-    assert SandboxAudit({}, NOTHING, [found]).breached
+    finding = run_probe(probe, bare_run, baits, NOBODY, NOTHING)
+    assert (finding.verdict, dict(finding.refused)) == ("untried", {})
+    assert SandboxAudit({}, NOTHING, [finding]).breached
 
 
 def python_for_other_user() -> tuple[str, dict]:

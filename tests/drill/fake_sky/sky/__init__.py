@@ -137,7 +137,7 @@ def write_ssh_config(name: str, nodes: int) -> None:
     way = (FOLDER / "way").read_text()
     names = [name, *(f"{name}-worker{rank}" for rank in range(1, nodes))]
     quiet = "  StrictHostKeyChecking no\n  UserKnownHostsFile=/dev/null\n  GlobalKnownHostsFile=/dev/null\n"
-    (folder / name).write_text("".join(f"Host {one}\n{way}{quiet}\n" for one in names))
+    (folder / name).write_text("".join(f"Host {host}\n{way}{quiet}\n" for host in names))
 
 
 def call(name: str, effect: Any = None) -> Any:
@@ -194,16 +194,16 @@ def status(
     all_users: bool = False,
 ) -> Any:
     def effect(known: Any) -> list[Any]:
-        launching = {one["cluster_name"] for one in known["requests"] if one["status"] == "RUNNING"}
-        for name, one in list(known["clusters"].items()):
+        launching = {row["cluster_name"] for row in known["requests"] if row["status"] == "RUNNING"}
+        for name, cluster in list(known["clusters"].items()):
             if refresh is StatusRefreshMode.NONE or name in launching or known["weather"].get("cloudy"):
                 continue
-            one["updated"] = int(time.time())
-            if not one["alive"]:
+            cluster["updated"] = int(time.time())
+            if not cluster["alive"]:
                 del known["clusters"][name]
         return [
-            described(name, one)
-            for name, one in known["clusters"].items()
+            described(name, cluster)
+            for name, cluster in known["clusters"].items()
             if cluster_names is None or name in cluster_names
         ]
 
@@ -229,10 +229,10 @@ def get(request_id: Any) -> Any:
         return request_id  # already the result of `status` or `api_cancel`
     while True:
         with state() as known:
-            (found,) = [one for one in known["requests"] if one["request_id"] == request_id]
-        if found["status"] == "FAILED":
-            raise ERRORS[found["error"]]()
-        if found["status"] != "RUNNING":
+            (row,) = [row for row in known["requests"] if row["request_id"] == request_id]
+        if row["status"] == "FAILED":
+            raise ERRORS[row["error"]]()
+        if row["status"] != "RUNNING":
             return None
         time.sleep(0.02)
 
@@ -246,9 +246,9 @@ def api_status(
 ) -> list[Any]:
     def effect(known: Any) -> list[Any]:
         return [
-            SimpleNamespace(**one)
-            for one in known["requests"]
-            if (all_status or one["status"] == "RUNNING") and cluster_name in {None, one["cluster_name"]}
+            SimpleNamespace(**row)
+            for row in known["requests"]
+            if (all_status or row["status"] == "RUNNING") and cluster_name in {None, row["cluster_name"]}
         ]
 
     return list(call("api_status", effect))
@@ -256,9 +256,9 @@ def api_status(
 
 def api_cancel(request_ids: list[str] | None = None) -> list[str]:
     def effect(known: Any) -> list[str]:
-        for one in known["requests"]:
-            if one["request_id"] in (request_ids or []) and one["status"] == "RUNNING":
-                one["status"] = "CANCELLED"
+        for row in known["requests"]:
+            if row["request_id"] in (request_ids or []) and row["status"] == "RUNNING":
+                row["status"] = "CANCELLED"
         return list(request_ids or [])
 
     return list(call("api_cancel", effect))
