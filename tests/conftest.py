@@ -68,8 +68,8 @@ def walls() -> None:
     """Require all walls of the sandbox; xfail with the missing ones, because a container may forbid them."""
     from perilune.sandbox import WALLS, Sandbox
 
-    with Sandbox(allow_missing=tuple(WALLS)) as one:
-        found = one.capabilities()
+    with Sandbox(allow_missing=tuple(WALLS)) as sandbox:
+        found = sandbox.capabilities()
     if found.missing:
         pytest.xfail(f"this machine cannot build {', '.join(found.missing)}: {found.reasons}")
 

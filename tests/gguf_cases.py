@@ -143,9 +143,9 @@ def stored(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
         blocks = data.reshape(-1, block)
         # Offsets of the half-precision scales, which random bytes could make infinite.
         places = {"Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}[kind.name]
-        for place in places:
+        for start in places:
             scales = draw.uniform(0.001, 0.01, len(blocks)).astype("<f2")
-            blocks[:, place : place + 2] = scales.view(np.uint8).reshape(-1, 2)
+            blocks[:, start : start + 2] = scales.view(np.uint8).reshape(-1, 2)
         return data
 
 

@@ -59,7 +59,7 @@ def agents(draw):
     messages, count = [{"role": "user", "content": draw(st.text())}], 0
     for _ in range(draw(st.integers(1, 3))):
         calls = draw(st.lists(CALL, min_size=1, max_size=3))
-        ids = [f"call_{count + place}" for place in range(len(calls))]
+        ids = [f"call_{count + index}" for index in range(len(calls))]
         count += len(calls)
         asked = [
             {"id": i, "type": "function", "function": {**c, "arguments": json.dumps(c["arguments"])}}
@@ -75,11 +75,11 @@ def agents(draw):
 
 def sorted_by_call(messages):
     """The messages with results sorted by call, and arguments parsed."""
-    found = [dict(one) for one in messages]
-    for one in found:
-        for call in one.get("tool_calls", ()):
+    copies = [dict(message) for message in messages]
+    for message in copies:
+        for call in message.get("tool_calls", ()):
             call["function"] = {**call["function"], "arguments": json.loads(call["function"]["arguments"])}
-    return sorted(found[:-1], key=lambda m: (m.get("tool_call_id") or "", m["role"])) + found[-1:]
+    return sorted(copies[:-1], key=lambda m: (m.get("tool_call_id") or "", m["role"])) + copies[-1:]
 
 
 @given(agents())

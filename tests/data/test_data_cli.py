@@ -124,7 +124,7 @@ def test_generate_writes_records_and_rejected_candidates_of_teacher(tmp_path):
     records = read_records(tmp_path / "a")
     rejected = (tmp_path / "a" / "rejected.jsonl").read_text().splitlines()
     assert (report["rows"], report["sources"]) == (12, {"open_spiel/random": 12}) and len(records) == 12
-    assert all(one.score == 1.0 for one in records) and len(rejected) == report["rejected"] > 0
+    assert all(record.score == 1.0 for record in records) and len(rejected) == report["rejected"] > 0
     assert json.loads(rejected[0])["reason"] == "score 0 is below 1e-09"
     assert run_generate(tmp_path / "b", *options).exit_code == 0
     assert (tmp_path / "a" / "records.jsonl").read_bytes() == (tmp_path / "b" / "records.jsonl").read_bytes()

@@ -122,7 +122,7 @@ def test_to_table_matches_pyarrow_from_pylist():
         made.validate(full=True)
     for name in numbers:
         found = to_number_arrays(made.column(name).combine_chunks().slice(1))
-        assert [None if one is None else one.tolist() for one in found] == made[name].to_pylist()[1:]
+        assert [None if array is None else array.tolist() for array in found] == made[name].to_pylist()[1:]
     with pytest.raises(OverflowError, match="int32"):
         to_table([{"wide": np.array([2**31])}], pa.schema([("wide", pa.list_(pa.int32()))]))
 
@@ -190,7 +190,7 @@ def test_read_scores_reads_only_needed_columns(tmp_path):
     rows = [episode(0), episode(1, tokens=3, reward=None, failure="verifier: died")]
     write_episodes(tmp_path / "one.parquet", rows)
     found = read_scores(tmp_path / "one.parquet")
-    assert found == [(one.task_id, one.reward, len(one.token_ids)) for one in rows]
+    assert found == [(row.task_id, row.reward, len(row.token_ids)) for row in rows]
     pq.write_table(pa.table({"task_id": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(RequestError, match="no column 'task_id', 'reward' or 'token_ids'"):
         read_scores(tmp_path / "other.parquet")

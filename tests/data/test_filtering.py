@@ -25,12 +25,12 @@ def record(answer, *, prompt="What is it?", task="t", score=1.0):
 
 def run_filter(tmp_path, records, *, evaluation=(), **options):
     write_records(tmp_path / "in.jsonl", records)
-    held = []
+    heldout = []
     if evaluation:
         write_records(tmp_path / "held.jsonl", evaluation)
-        held = [tmp_path / "held.jsonl"]
+        heldout = [tmp_path / "held.jsonl"]
     out = tmp_path / "out"
-    report = filter_files([tmp_path / "in.jsonl"], held, FilterSettings(**options), out)
+    report = filter_files([tmp_path / "in.jsonl"], heldout, FilterSettings(**options), out)
     rejected = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     return read_records(out / "train.jsonl"), {row["line"]: row["reason"] for row in rejected}, report
 
@@ -109,10 +109,10 @@ def test_filter_removes_other_languages(tmp_path):
 def test_validation_split_keeps_tasks_together(tmp_path):
     records = [record(f"answer {index}", task=str(index % 40)) for index in range(200)]
     train, _, report = run_filter(tmp_path, records, validation=0.3, best=None)
-    held = read_records(tmp_path / "out/validation.jsonl")
-    assert {one.task_id for one in train}.isdisjoint(one.task_id for one in held)
-    assert len(train) + len(held) == 200 and 20 < len(held) < 120
-    assert report["validation"] == len(held)
+    validation = read_records(tmp_path / "out/validation.jsonl")
+    assert {row.task_id for row in train}.isdisjoint(row.task_id for row in validation)
+    assert len(train) + len(validation) == 200 and 20 < len(validation) < 120
+    assert report["validation"] == len(validation)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), max_size=30))
@@ -121,13 +121,13 @@ def test_filter_keeps_best_record_per_task_and_accounts_for_every_line(tmp_path_
     records = [record(f"a{answer}", task=str(task), score=float(score)) for answer, task, score in drawn]
     kept, reasons, report = run_filter(tmp_path_factory.mktemp("f"), records, best=1)
     assert len(kept) + len(reasons) == report["read"] == len(records)
-    distinct = {one.digest: one for one in reversed(records)}  # the first of equal conversations
+    distinct = {row.digest: row for row in reversed(records)}  # the first of equal conversations
     best = {}
-    for one in records:
-        held = best.get(one.task_id)
-        if one is distinct[one.digest] and (held is None or one.score > held.score):
-            best[one.task_id] = one
-    assert [one.digest for one in kept] == [one.digest for one in records if best.get(one.task_id) is one]
+    for row in records:
+        known = best.get(row.task_id)
+        if row is distinct[row.digest] and (known is None or row.score > known.score):
+            best[row.task_id] = row
+    assert [row.digest for row in kept] == [row.digest for row in records if best.get(row.task_id) is row]
 
 
 def test_filter_rejects_folder_with_filtered_data(tmp_path):
@@ -168,8 +168,8 @@ def test_filter_command_reports_kept_and_rejected_records(tmp_path):
         app, ["filter", str(tmp_path / "in.jsonl"), "--out", out], catch_exceptions=False
     )
     assert run.exit_code == 0 and "3 records read, 2 kept" in run.output and "duplicate" in run.output
-    shown = CliRunner().invoke(app, ["filter", str(tmp_path / "in.jsonl"), "--out", out + "2", "--json"])
-    assert json.loads(shown.stdout)["rejected"] == {"duplicate": 1}
+    result = CliRunner().invoke(app, ["filter", str(tmp_path / "in.jsonl"), "--out", out + "2", "--json"])
+    assert json.loads(result.stdout)["rejected"] == {"duplicate": 1}
 
 
 @pytest.mark.thorough

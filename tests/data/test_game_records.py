@@ -38,15 +38,15 @@ def collect_games(about, count, seed=0, strategies=None, **options):
     """Records and rejected candidates of the first tasks."""
     environment = make_environment(about)
     teacher = make_teacher("open_spiel", strategies, options)
-    found = verify_candidates(
+    verified = verify_candidates(
         islice(teacher_candidates(teacher, environment, seed), count),
         lambda pairs: [environment.score(task, transcript) for task, transcript in pairs],
         environment=environment.id, seed=seed, converse=partial(replay_agent_conversations, environment),
         provenance=provenance_of(teacher, about, options=options),
     )  # fmt: skip
     kept, rejected = [], []
-    for one in found:
-        (rejected if isinstance(one, Rejected) else kept).append(one)
+    for result in verified:
+        (rejected if isinstance(result, Rejected) else kept).append(result)
     return kept, rejected
 
 
@@ -71,10 +71,10 @@ def test_game_record_contains_messages_that_environment_shows_policy(game, oppon
         session = environment.reset(task, record.seed)
         messages = list(task.prompt)
         for action in record.details["actions"]:
-            found = session.observation
-            assert action in found.legal
-            if opponent == "random" or found.player == seat:
-                messages += [*found.messages, {"role": "assistant", "content": action}]
+            observation = session.observation
+            assert action in observation.legal
+            if opponent == "random" or observation.player == seat:
+                messages += [*observation.messages, {"role": "assistant", "content": action}]
             ended = session.step(action)
         assert ended.done and tuple(messages) == record.messages
         assert ended.rewards[seat if opponent == "self" else 0] == record.score
@@ -95,12 +95,12 @@ def test_game_record_contains_observations_that_teacher_used(game):
         match = Match(environment.game, KeyedRandom(record.seed, record.task_id))
         observed, likely = [], []
         for action in record.details["actions"]:
-            shown, moves = environment.describe(match.state, match.player)
+            text, moves = environment.describe(match.state, match.player)
             if match.player == record.details["seat"]:
-                observed.append(shown)
+                observed.append(text)
                 likely.append(teacher.probabilities(match.state, match.player, 0)[moves[action]])
             match.take(moves[action])
-        assert observed == [one["content"] for one in record.messages[1:] if one["role"] == "user"]
+        assert observed == [turn["content"] for turn in record.messages[1:] if turn["role"] == "user"]
         assert likely == record.details["probabilities"]
 
 
@@ -109,17 +109,17 @@ def test_records_follow_equilibrium_probabilities_unless_greedy():
     about = section("kuhn_poker")
     kept, rejected = collect_games(about, 900, strategies={"teacher": 1.0}, seats="first")
     assert len(kept) == 900 and not rejected and list(deduplicate(kept)) == kept
-    kings = [one for one in kept if one.messages[1]["content"].startswith("your card K")]
-    share = sum(one.messages[2]["content"] == "Bet" for one in kings) / len(kings)
+    kings = [row for row in kept if row.messages[1]["content"].startswith("your card K")]
+    share = sum(row.messages[2]["content"] == "Bet" for row in kings) / len(kings)
     expected = make_game_teacher("cfr", make_environment(about).game).table.row("2")[1]
     assert abs(share - expected) < 4 * (0.25 / len(kings)) ** 0.5 and 0.3 < expected < 0.9
-    for one in kings:
-        assert one.details["probabilities"][0] == pytest.approx(
-            expected if one.messages[2]["content"] == "Bet" else 1 - expected
+    for row in kings:
+        assert row.details["probabilities"][0] == pytest.approx(
+            expected if row.messages[2]["content"] == "Bet" else 1 - expected
         )
     greedy, rejected = collect_games(about, 200, strategies={"teacher": 1.0}, seats="first", greedy=True)
-    likeliest = {one.messages[2]["content"] for one in greedy if "your card K" in one.messages[1]["content"]}
-    assert len(likeliest) == 1 and {one.reason for one in rejected} == {"duplicate"}
+    likeliest = {row.messages[2]["content"] for row in greedy if "your card K" in row.messages[1]["content"]}
+    assert len(likeliest) == 1 and {row.reason for row in rejected} == {"duplicate"}
     few, _ = collect_games(about, 200, strategies={"teacher": 1.0}, repeats=False)
     assert len(few) < 30
 
@@ -150,17 +150,17 @@ def test_keep_and_seats_options_select_games():
     about = section("tic_tac_toe")
     kept, rejected = collect_games(about, 60)
     assert {record.score for record in kept} == {0.0, 1.0} and len(kept) + len(rejected) == 60
-    assert {one.reason for one in rejected} <= {"duplicate"}  # perfect play never loses
+    assert {record.reason for record in rejected} <= {"duplicate"}  # perfect play never loses
     won, rejected = collect_games(about, 60, keep="won")
     assert {record.score for record in won} == {1.0} and "score 0 is below 1e-09" in {
-        one.reason for one in rejected
+        record.reason for record in rejected
     }
     most, _ = collect_games(section("leduc_poker"), 60, keep=2.0)
     every, rejected = collect_games(section("leduc_poker"), 60)
-    assert min(one.score for one in most) >= 2.0 and min(one.score for one in every) < 0
+    assert min(record.score for record in most) >= 2.0 and min(record.score for record in every) < 0
     assert not rejected
-    assert {one.details["seat"] for one in every} == {0, 1}
-    assert {one.details["seat"] for one in collect_games(about, 20, seats="second")[0]} == {1}
+    assert {record.details["seat"] for record in every} == {0, 1}
+    assert {record.details["seat"] for record in collect_games(about, 20, seats="second")[0]} == {1}
 
 
 def test_game_records_depend_only_on_seed():
@@ -169,8 +169,8 @@ def test_game_records_depend_only_on_seed():
     again, _ = collect_games(about, 80, strategies=shares, simulations=4)
     other, _ = collect_games(about, 80, seed=1, strategies=shares, simulations=4)
     assert first == again != other
-    assert {one.source for one in first} == {f"open_spiel/{name}" for name in shares}
-    assert len({one.digest for one in first}) == len(first)
+    assert {record.source for record in first} == {f"open_spiel/{name}" for name in shares}
+    assert len({record.digest for record in first}) == len(first)
 
 
 def test_record_details_round_trip_through_file(tmp_path):
@@ -189,7 +189,7 @@ def test_record_actions_score_as_transcript_of_teacher_seat():
     about = section("tic_tac_toe")
     environment = make_environment(about)
     (record, *_), _ = collect_games(about, 4)
-    (task,) = [one for one in islice(environment.tasks("train", 0), 8) if one.task_id == record.task_id]
+    (task,) = [task for task in islice(environment.tasks("train", 0), 8) if task.task_id == record.task_id]
     *earlier, last = record.details["actions"]
     transcript = Transcript(last, earlier=tuple(earlier), seed=record.seed, player=record.details["seat"])
     assert environment.score(task, transcript).reward == record.score
@@ -223,7 +223,7 @@ def test_gold_teacher_rejects_options():
 
 def test_random_policy_plays_every_legal_move():
     kept, _ = collect_games(section("kuhn_poker"), 200, policy="random")
-    assert len({tuple(one["content"] for one in record.messages) for record in kept}) == 24
+    assert len({tuple(message["content"] for message in record.messages) for record in kept}) == 24
     assert {chance for record in kept for chance in record.details["probabilities"]} == {0.5}
 
 

@@ -175,8 +175,8 @@ def test_generate_command_writes_teacher_records(tmp_path):
     )  # fmt: skip
     assert (report["rows"], report["sources"]) == (9, {"calculator/guess": 9})
     assert len(read_records(out)) == 9
-    shown = run("planning", "--teacher", "planning", "-n", 3, "--split", "heldout", "--out", tmp_path / "b")
-    assert "3 records of planning, 0 rejected" in shown
+    output = run("planning", "--teacher", "planning", "-n", 3, "--split", "heldout", "--out", tmp_path / "b")
+    assert "3 records of planning, 0 rejected" in output
     train = run("planning", "--teacher", "planning", "-n", 3, "--out", tmp_path / "c", "--json")
     assert json.loads(train)["rows"] == 3
     both = [{row.task_id for row in read_records(tmp_path / name)} for name in "bc"]
@@ -220,11 +220,11 @@ def test_generate_with_model_does_not_depend_on_chunk_size(tmp_path, monkeypatch
         "jsonl", "--set", f"path={tmp_path / 'questions.jsonl'}", "--set", "match=contains", "--model",
         tmp_path / "model", "--samples", 3, "--max-tokens", 120, "--temperature", 5, "--tasks", 16, "--json",
     ]  # fmt: skip
-    one = json.loads(run(*extra, "--out", tmp_path / "one"))
+    whole = json.loads(run(*extra, "--out", tmp_path / "one"))
     monkeypatch.setattr(generation, "CHUNK_TASKS", 5)
     other = json.loads(run(*extra, "--out", tmp_path / "other"))
-    assert one == other and one["rows"] + one["rejected"] == 48 and 0 < one["rows"] <= 16
-    assert one["provenance"]["generator"] == "sampled"
+    assert whole == other and whole["rows"] + whole["rejected"] == 48 and 0 < whole["rows"] <= 16
+    assert whole["provenance"]["generator"] == "sampled"
     rows = read_records(tmp_path / "one")
     assert all("." in row.answer and row.source == "sampled/own" for row in rows)
     assert contents(tmp_path / "one") == contents(tmp_path / "other")

@@ -211,15 +211,15 @@ def test_steps_trace_contains_correct_equations_and_answer(prompting, last):
     environment = make_environment(
         {"id": "reasoning_gym", "task": "chain_sum", "config": config, **prompting}
     )
-    for one in step_candidates(environment):
-        *lines, final = one.text.split("\n")
+    for candidate in step_candidates(environment):
+        *lines, final = candidate.text.split("\n")
         for line in lines:
             left, right = line.split(" = ")
             a, sign, b = left.split(" ")
             assert int(a) + int(b) * (1 if sign == "+" else -1) == int(right)
-        assert lines[-1].endswith(f" = {one.task.data['answer']}")
-        assert last.format(one.task.data["answer"]) in final
-        assert environment.score(one.task, one.transcript).reward == 1.0
+        assert lines[-1].endswith(f" = {candidate.task.data['answer']}")
+        assert last.format(candidate.task.data["answer"]) in final
+        assert environment.score(candidate.task, candidate.transcript).reward == 1.0
 
 
 def test_teacher_rejects_strategy_of_other_prompt_setting():

@@ -12,11 +12,11 @@ NOUGHTS = make_environment({"id": "open_spiel", "game": "tic_tac_toe"})
 
 
 def uniform(decisions):
-    return [[1 / len(one.moves)] * len(one.moves) for one in decisions]
+    return [[1 / len(decision.moves)] * len(decision.moves) for decision in decisions]
 
 
 def sometimes_illegal(decisions):
-    return [[0.8 / len(one.moves)] * len(one.moves) for one in decisions]
+    return [[0.8 / len(decision.moves)] * len(decision.moves) for decision in decisions]
 
 
 def minimax_value(state, known):
@@ -32,24 +32,24 @@ def minimax_value(state, known):
 
 def perfect(decisions, known):
     """The first move that keeps the minimax value of the position."""
-    found = []
-    for one in decisions:
-        board = "".join(one.messages[-1]["content"].splitlines()[1:4])
+    policies = []
+    for decision in decisions:
+        board = "".join(decision.messages[-1]["content"].splitlines()[1:4])
         state = NOUGHTS.game.new_initial_state()
         crosses, noughts = ([n for n, mark in enumerate(board) if mark == side] for side in "xo")
-        for place in range(len(crosses) + len(noughts)):
-            state.apply_action((crosses, noughts)[place % 2][place // 2])
-        values = [minimax_value(state.child(action), known) for action in one.actions]
+        for turn in range(len(crosses) + len(noughts)):
+            state.apply_action((crosses, noughts)[turn % 2][turn // 2])
+        values = [minimax_value(state.child(action), known) for action in decision.actions]
         best = max(values) if state.current_player() == 0 else min(values)
-        found.append([float(place == values.index(best)) for place in range(len(values))])
-    return found
+        policies.append([float(move == values.index(best)) for move in range(len(values))])
+    return policies
 
 
 def test_best_responses_sum_to_openspiel_nash_conv():
     exact = [best_response(HEX, seat, uniform, min_reach=0) for seat in (0, 1)]
-    assert all(one.low == one.high for one in exact)
+    assert all(bounds.low == bounds.high for bounds in exact)
     policy = pyspiel.UniformRandomPolicy(HEX.game)
-    assert sum(one.low for one in exact) == pytest.approx(pyspiel.nash_conv(HEX.game, policy))
+    assert sum(bounds.low for bounds in exact) == pytest.approx(pyspiel.nash_conv(HEX.game, policy))
 
 
 def test_best_response_gains_nothing_against_perfect_play():
@@ -62,16 +62,16 @@ def test_bounds_contain_the_exact_value_and_tighten():
     exact = best_response(HEX, 1, uniform, min_reach=0).low
     widths = []
     for least in (0.4, 0.1, 0.01):
-        found = best_response(HEX, 1, uniform, min_reach=least)
-        assert found.low <= exact <= found.high
-        widths.append(found.high - found.low)
+        bounds = best_response(HEX, 1, uniform, min_reach=least)
+        assert bounds.low <= exact <= bounds.high
+        widths.append(bounds.high - bounds.low)
     assert widths[0] > widths[-1] == 0
 
 
 def test_illegal_moves_raise_the_best_response_value():
     least = best_response(HEX, 0, uniform, min_reach=0).low
     assert best_response(HEX, 0, sometimes_illegal, min_reach=0).low > least
-    assert best_response(HEX, 0, lambda asked: [[0.0] * len(one.moves) for one in asked]) == (1.0, 1.0)
+    assert best_response(HEX, 0, lambda asked: [[0.0] * len(node.moves) for node in asked]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("game", ["kuhn_poker", "goofspiel"])

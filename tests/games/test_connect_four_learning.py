@@ -42,9 +42,9 @@ def one_thread() -> None:
 
 def stretch(values: list[float], rewards: list[float], over: list[bool]) -> MoveBatch:
     """A stretch of a single game."""
-    one = (len(rewards), 1)
-    columns, policies = np.zeros(one, np.int64), np.zeros((*one, 7), np.float32)
-    of_moves = (np.array(found, np.float32)[:, None] for found in (values, rewards))
+    shape = (len(rewards), 1)
+    columns, policies = np.zeros(shape, np.int64), np.zeros((*shape, 7), np.float32)
+    of_moves = (np.array(numbers, np.float32)[:, None] for numbers in (values, rewards))
     return MoveBatch(empty_boards(len(rewards)), columns, policies, *of_moves, np.array(over)[:, None])
 
 
@@ -94,8 +94,8 @@ def test_trainer_is_deterministic_across_save_and_resume(tmp_path: Path) -> None
     assert resumed.load_state(tmp_path / "half") == {"step": 2}
     again += [resumed.advance(step / 4) for step in (2, 3)]
     clocks = ("play_seconds", "learn_seconds")
-    assert [{k: v for k, v in one.items() if k not in clocks} for one in again] == [
-        {k: v for k, v in one.items() if k not in clocks} for one in figures
+    assert [{k: v for k, v in row.items() if k not in clocks} for row in again] == [
+        {k: v for k, v in row.items() if k not in clocks} for row in figures
     ]
     ours, theirs = straight.network.state_dict(), resumed.network.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -175,10 +175,10 @@ def test_match_plays_every_opening_from_both_sides() -> None:
     even = play_match(one_ply, one_ply, start)
     assert even.began.sum() == 2000
     assert even.figures()["points"]["mean"] == pytest.approx(0.5, abs=0.03)
-    told = play_match(one_ply, random_player, start).figures()
-    assert told["points"]["low"] > 0.85
-    assert told["won"] + told["drawn"] + told["lost"] == told["games"] == 4000
-    assert told["points beginning"]["mean"] > told["points replying"]["mean"]
+    figures = play_match(one_ply, random_player, start).figures()
+    assert figures["points"]["low"] > 0.85
+    assert figures["won"] + figures["drawn"] + figures["lost"] == figures["games"] == 4000
+    assert figures["points beginning"]["mean"] > figures["points replying"]["mean"]
 
 
 def test_tree_search_plays_forced_moves() -> None:

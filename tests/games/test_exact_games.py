@@ -12,7 +12,7 @@ def game(name, **more):
 
 
 def uniform(exact):
-    return {one.name: [1 / len(one.moves)] * len(one.moves) for one in exact.decisions}
+    return {decision.name: [1 / len(decision.moves)] * len(decision.moves) for decision in exact.decisions}
 
 
 def equilibrium(alpha=0.0):
@@ -25,7 +25,7 @@ def equilibrium(alpha=0.0):
 
 
 def roles_and_contents(messages):
-    return tuple((one["role"], one["content"]) for one in messages)
+    return tuple((message["role"], message["content"]) for message in messages)
 
 
 def test_kuhn_poker_has_its_published_nash_conv():
@@ -42,7 +42,7 @@ def test_kuhn_poker_has_its_published_nash_conv():
 def test_decisions_have_the_conversation_of_a_session():
     environment = make_environment({"id": "open_spiel", "game": "kuhn_poker"})
     known = {
-        roles_and_contents(one.messages): one for one in ExactGame.from_environment(environment).decisions
+        roles_and_contents(node.messages): node for node in ExactGame.from_environment(environment).decisions
     }
     task, seen = next(environment.tasks("train", 0)), set()
     for seed in range(24):
@@ -50,12 +50,12 @@ def test_decisions_have_the_conversation_of_a_session():
             session = environment.reset(task, seed)
             heard = {player: list(task.prompt) for player in (0, 1)}
             for move in moves:
-                one = session.observation
-                heard[one.player] += one.messages
-                decision = known[roles_and_contents(heard[one.player])]
-                assert (decision.player, decision.moves) == (one.player, one.legal)
+                view = session.observation
+                heard[view.player] += view.messages
+                decision = known[roles_and_contents(heard[view.player])]
+                assert (decision.player, decision.moves) == (view.player, view.legal)
                 seen.add(decision.name)
-                heard[one.player].append({"role": "assistant", "content": move})
+                heard[view.player].append({"role": "assistant", "content": move})
                 session.step(move)
     assert len(seen) == 12
 

@@ -53,7 +53,7 @@ def mean_return(game, teachers, games):
 def test_best_teacher_of_each_game_beats_random_play(name):
     game = load(name)
     teacher, chance = (
-        make_game_teacher(one, game, simulations=30) for one in (BEST_TEACHERS[name], "random")
+        make_game_teacher(kind, game, simulations=30) for kind in (BEST_TEACHERS[name], "random")
     )
     games = {"gin_rummy": 8, "othello": 6}.get(name, 40)
     assert mean_return(game, [teacher, chance], games) > 0
@@ -80,7 +80,7 @@ def test_mccfr_approaches_equilibrium_and_depends_on_its_seed():
         solver.run(10_000)
         found.append(solver.exploitability())
     assert found[0] == found[1] != found[2]
-    assert all(0.2 < one < 0.4 for one in found)
+    assert all(0.2 < value < 0.4 for value in found)
 
 
 @pytest.mark.parametrize("name", ["kuhn_poker", "goofspiel", "liars_dice"])
@@ -96,16 +96,16 @@ def test_policy_table_has_the_exploitability_of_its_solver(name):
 def test_cfr_teacher_mixes_moves_and_reports_probabilities():
     game = load("kuhn_poker")
     teacher = make_game_teacher("cfr", game)
-    told = {}
+    actions = {}
     for seed in range(300):
         chance = KeyedRandom(seed, "deal")
         match = Match(game, chance)
         knows = match.state.information_state_string(0)
         move = choose_move(teacher, match, chance)
         assert move.probability == teacher.probabilities(match.state, 0, 0)[move.action]
-        told.setdefault(knows, []).append(move.action)
+        actions.setdefault(knows, []).append(move.action)
         assert choose_move(teacher, match, chance, greedy=True).probability >= 0.5
-    king = told["2"]
+    king = actions["2"]
     expected = teacher.table.row("2")[1]
     assert 0.1 < expected < 0.9 and abs(np.mean(king) - expected) < 4 * math.sqrt(0.25 / len(king))
 
@@ -152,8 +152,8 @@ def test_solutions_are_cached_and_recomputed_when_damaged(home, caplog):
         path.suffix == ".safetensors"
         and make_game_teacher("cfr", load("kuhn_poker")).table.rows() == table.rows()
     )
-    place = kept.index(np.float64(table.row("2")[1]).tobytes())
-    changed = kept[:place] + np.float64(0.5).tobytes() + kept[place + 8 :]
+    start = kept.index(np.float64(table.row("2")[1]).tobytes())
+    changed = kept[:start] + np.float64(0.5).tobytes() + kept[start + 8 :]
     for damaged in (kept[: len(kept) // 2], b"", kept[:-8] + bytes(8), changed):
         path.write_bytes(damaged)
         caplog.clear()

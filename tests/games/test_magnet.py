@@ -44,7 +44,7 @@ class Tabular:
             player, children, row = node
             values = [visit(child, reach * p) for p, child in zip(policy[row], children, strict=True)]
             value = sum((p * v for p, v in zip(policy[row], values, strict=True)), np.zeros(2))
-            gradient[row] += reach * policy[row] * [one[player] - value[player] for one in values]
+            gradient[row] += reach * policy[row] * [child[player] - value[player] for child in values]
             reached[row] += reach
             return value
 

@@ -51,14 +51,14 @@ def test_session_rewards_are_zero_sum_and_match_score(game):
     for task in islice(environment.tasks("train", 1), 3):
         actions, seen = play_out(environment, task)
         rewards = seen[-1].rewards
-        assert sum(rewards) == 0 and all(not one.rewards for one in seen[:-1])
+        assert sum(rewards) == 0 and all(not view.rewards for view in seen[:-1])
         for player in (0, 1):
             score = environment.score(
                 task, Transcript(actions[-1], earlier=tuple(actions[:-1]), player=player)
             )
             assert score.reward == rewards[player]
-        assert all(len(set(one.legal)) == len(one.legal) for one in seen[:-1])
-        assert max(len(one.messages[0]["content"]) for one in seen[:-1]) < 900
+        assert all(len(set(view.legal)) == len(view.legal) for view in seen[:-1])
+        assert max(len(view.messages[0]["content"]) for view in seen[:-1]) < 900
 
 
 def test_observation_lists_moves_and_winner_gets_the_reward():
@@ -75,11 +75,11 @@ def test_later_turns_see_only_the_state_when_history_is_off():
     task, moves = first_task(environment), ("0,0", "1,0", "0,1", "1,1", "0,2")
     _, seen = play_out(environment, task, moves=moves)
     assert task.prompt == () and first_task(whole).prompt
-    assert [one.messages[0]["content"] for one in seen[:2]] == [
+    assert [view.messages[0]["content"] for view in seen[:2]] == [
         "you are x\n...\n...\n...\n",
         "you are o\nx..\n...\n...\n",
     ]
-    own = [(one.player, one.due[0].agent, one.due[0].messages) for one in seen[2:5]]
+    own = [(view.player, view.due[0].agent, view.due[0].messages) for view in seen[2:5]]
     assert [(player, agent) for player, agent, _ in own] == [(0, "0"), (1, "0"), (0, "1")]
     assert own[2][2] == ({"role": "user", "content": "you are x\nxx.\noo.\n...\n"},)
     with_rules = make_environment(section("tic_tac_toe", history=False))
@@ -98,7 +98,7 @@ def test_random_moves_open_with_unfinished_positions():
         assert opened == again
         boards.append(opened.messages[0]["content"].partition("moves")[0])
         players.add(opened.player)
-    assert {9 - one.count(".") for one in boards} == set(range(7)) and players == {0, 1}
+    assert {9 - board.count(".") for board in boards} == set(range(7)) and players == {0, 1}
     actions, seen = play_out(environment, task, seed=3)
     score = environment.score(task, Transcript(actions[-1], earlier=tuple(actions[:-1]), seed=3))
     assert score.reward == seen[-1].rewards[0]
@@ -126,11 +126,11 @@ def test_cards_depend_on_the_seed_and_differ_between_players():
     environment = make_environment(section("kuhn_poker"))
     task = first_task(environment)
     deals = {seed: play_out(environment, task, seed, moves=("Pass", "Pass"))[1] for seed in range(12)}
-    cards = {tuple(one.messages[0]["content"].split()[2] for one in seen[:2]) for seen in deals.values()}
-    assert len(cards) > 3 and all(mine != theirs for mine, theirs in cards)
+    cards = {tuple(view.messages[0]["content"].split()[2] for view in seen[:2]) for seen in deals.values()}
+    assert len(cards) > 3 and all(first != second for first, second in cards)
     for seen in deals.values():
-        mine, theirs = ("JQK".index(one.messages[0]["content"].split()[2]) for one in seen[:2])
-        assert seen[-1].rewards == ((1.0, -1.0) if mine > theirs else (-1.0, 1.0))
+        first, second = ("JQK".index(view.messages[0]["content"].split()[2]) for view in seen[:2])
+        assert seen[-1].rewards == ((1.0, -1.0) if first > second else (-1.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_random_play_never_beats_the_minimax_opponent(tmp_path, monkeypatch):
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path))
     environment = make_environment(section("tic_tac_toe", opponent="minimax"))
     ends = [play_out(environment, task)[1][-1] for task in islice(environment.tasks("heldout", 0), 20)]
-    assert {one.metrics["won"] for one in ends} == {0.0} and min(one.rewards[0] for one in ends) == -1.0
+    assert {end.metrics["won"] for end in ends} == {0.0} and min(end.rewards[0] for end in ends) == -1.0
 
 
 @pytest.mark.parametrize(

@@ -71,12 +71,12 @@ def test_ratings_are_independent_of_sides_and_anchor(won: int, drawn: int, lost:
     if not won + drawn + lost:
         return
     third = Match("c", "a", games(3, 2, 1))
-    one = compute_ratings([Match("a", "b", games(won, drawn, lost)), third], "b", resamples=0)
+    plain = compute_ratings([Match("a", "b", games(won, drawn, lost)), third], "b", resamples=0)
     other = compute_ratings([Match("b", "a", games(lost, drawn, won)), third], "b", resamples=0)
     shifted = compute_ratings([Match("a", "b", games(won, drawn, lost)), third], "a", resamples=0)
     for name in "abc":
-        assert one[name].mean == pytest.approx(other[name].mean, abs=1e-6)
-        assert one[name].mean - one["a"].mean == pytest.approx(shifted[name].mean, abs=1e-6)
+        assert plain[name].mean == pytest.approx(other[name].mean, abs=1e-6)
+        assert plain[name].mean - plain["a"].mean == pytest.approx(shifted[name].mean, abs=1e-6)
 
 
 def test_rating_differences_add_up_along_a_chain() -> None:
@@ -87,14 +87,14 @@ def test_rating_differences_add_up_along_a_chain() -> None:
 
 def test_intervals_have_their_nominal_coverage() -> None:
     rng, truth = np.random.default_rng(0), 150.0
-    held = 0
+    covered = 0
     for seed in range(100):
         wins = rng.random(120) < expected_points(truth)
         found = compute_ratings([Match("a", "b", tuple(wins.astype(float)))], "b", seed=seed, resamples=200)[
             "a"
         ]
-        held += found.low <= truth <= found.high
-    assert 88 <= held <= 99
+        covered += found.low <= truth <= found.high
+    assert 88 <= covered <= 99
 
 
 def test_returns_become_points() -> None:

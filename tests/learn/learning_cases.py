@@ -149,29 +149,29 @@ def plain_loss(
     """The loss of weighted groups from its definition, one episode and one token at a time."""
     total = torch.zeros((), dtype=torch.float64)
     for name in ("policy_gradient", "cross_entropy", "reference_kl", "entropy", "value"):
-        found = [getattr(group, name) for group in groups]
-        components = [one.component if name == "value" and one else one for one in found]
+        parts = [getattr(group, name) for group in groups]
+        components = [part.component if name == "value" and part else part for part in parts]
         denominator = sum(c.denominator for c in components if c is not None)
         for group, component in zip(groups, components, strict=True):
             if component is None:
                 continue
-            for index, (one, weights) in enumerate(zip(group.episodes, component.weights, strict=True)):
+            for index, (answer, weights) in enumerate(zip(group.episodes, component.weights, strict=True)):
                 if not weights.any():
                     continue
-                logprobs, values = plain_logprobs_and_values(decoder, one, critic)
+                logprobs, values = plain_logprobs_and_values(decoder, answer, critic)
                 with torch.no_grad():
-                    theirs = None if reference is None else plain_logprobs(reference, one)
-                old = torch.from_numpy(one.logprobs).double()
+                    theirs = None if reference is None else plain_logprobs(reference, answer)
+                old = torch.from_numpy(answer.logprobs).double()
                 ratios = torch.exp(logprobs - old)
                 if group.surrogate.ratio == "sequence":  # sg[s] * pi / sg[pi], s the geometric mean
-                    mean = (logprobs - old)[torch.from_numpy(one.loss_mask)].mean().detach().exp()
+                    mean = (logprobs - old)[torch.from_numpy(answer.loss_mask)].mean().detach().exp()
                     ratios = mean * torch.exp(logprobs - logprobs.detach())
                 if (
                     group.surrogate.ratio == "sequence-product"
                 ):  # of the answer: each token gets an equal share of the gradient
-                    whole = torch.exp((logprobs - old)[torch.from_numpy(one.loss_mask)].sum())
-                    ratios = (whole / one.loss_mask.sum()).expand(len(logprobs))
-                    ratios = ratios + (whole - whole / one.loss_mask.sum()).detach()
+                    whole = torch.exp((logprobs - old)[torch.from_numpy(answer.loss_mask)].sum())
+                    ratios = (whole / answer.loss_mask.sum()).expand(len(logprobs))
+                    ratios = ratios + (whole - whole / answer.loss_mask.sum()).detach()
                 for t, weight in enumerate(weights.tolist()):
                     lp, ratio = logprobs[t], ratios[t]
                     bounded = ratio.clamp(group.surrogate.low, group.surrogate.high)
@@ -187,7 +187,7 @@ def plain_loss(
                         if group.surrogate.kl == "k3_corrected":
                             loss = loss * torch.exp(lp - old[t])
                     elif name == "entropy":
-                        loss = -weight * plain_entropies(decoder, one)[t]
+                        loss = -weight * plain_entropies(decoder, answer)[t]
                     else:
                         predicted = values[t]
                         before, target = (

@@ -98,8 +98,8 @@ def test_k1_reward_is_rejected_for_algorithms_that_need_unchanged_rewards(
 
 
 def test_off_policy_settings_are_parsed(tmp_path: Path) -> None:
-    said = "off_policy: {proximal: learner, weight: mask, bounds: [0.5, 5], level: sequence-geometric}"
+    text = "off_policy: {proximal: learner, weight: mask, bounds: [0.5, 5], level: sequence-geometric}"
     path = tmp_path / "r.yaml"
-    path.write_text(RECIPE.replace("ALGORITHM", said))
+    path.write_text(RECIPE.replace("ALGORITHM", text))
     found = load_recipe(path).stage("rl").spec["off_policy"]
     assert (found["weight"], found["bounds"], found["level"]) == ("mask", [0.5, 5.0], "sequence-geometric")

@@ -49,7 +49,7 @@ def weight_groups(
 
 def advantages(name: str, *rewards: Sequence[float], **options) -> list[float]:
     groups = [group_of(row, g=g) for g, row in enumerate(rewards)]
-    return np.concatenate([one.advantages for one in weight_groups(name, groups, **options)]).tolist()
+    return np.concatenate([group.advantages for group in weight_groups(name, groups, **options)]).tolist()
 
 
 def test_rloo_worked_example() -> None:
@@ -65,7 +65,7 @@ def test_rloo_worked_example() -> None:
 def test_reinforce_pp_worked_examples() -> None:
     def one_token(name: str) -> list[float]:
         groups = [group_of([1, 0, 0, 0], [1] * 4, g=0), group_of([1, 1, 1, 0], [1] * 4, g=1)]
-        return [float(a) for one in weight_groups(name, groups) for a in one.advantages]
+        return [float(a) for group in weight_groups(name, groups) for a in group.advantages]
 
     assert one_token("reinforce_pp_baseline")[0] == pytest.approx(1.620, abs=5e-4)
     assert one_token("reinforce_pp")[0] == pytest.approx(0.935, abs=5e-4)
@@ -108,14 +108,14 @@ def test_gae_skips_masked_tokens() -> None:
 def test_ppo_whitens_advantages_and_not_returns() -> None:
     groups = [group_of([1.0, 0.0], [3, 2])]
     values = {"0/0/0": np.array([0.5, 0.6, 0.8], np.float32), "0/0/1": np.array([0.1, 0.2], np.float32)}
-    (one,) = algorithm("ppo").weight_groups(groups, StepContext(max_tokens=8, signals={"values": values}))
+    (group,) = algorithm("ppo").weight_groups(groups, StepContext(max_tokens=8, signals={"values": values}))
     raw = [np.array([0.4705, 0.39, 0.2]), np.array([-0.09, -0.2])]
     flat = np.concatenate(raw)
-    for weights, a in zip(one.policy_gradient.weights, raw, strict=True):
+    for weights, a in zip(group.policy_gradient.weights, raw, strict=True):
         np.testing.assert_allclose(weights, (a - flat.mean()) / flat.std(ddof=1), rtol=1e-6)
-    np.testing.assert_allclose(one.value.returns[0], raw[0] + values["0/0/0"], rtol=1e-6)
-    np.testing.assert_allclose(one.value.returns[1], raw[1] + values["0/0/1"], atol=1e-7)
-    assert one.value.component.denominator == 5
+    np.testing.assert_allclose(group.value.returns[0], raw[0] + values["0/0/0"], rtol=1e-6)
+    np.testing.assert_allclose(group.value.returns[1], raw[1] + values["0/0/1"], atol=1e-7)
+    assert group.value.component.denominator == 5
 
 
 def test_dapo_penalises_length_in_the_last_fifth_of_the_budget() -> None:
@@ -191,16 +191,16 @@ def test_pass_at_k_training_worked_example() -> None:
 def test_pass_at_k_training_equals_mean_over_all_groups_of_k() -> None:
     right = [1, 1, 0, 0, 0, 0]
     drawn = list(itertools.combinations(range(6), 3))
-    passed = np.array([max(right[i] for i in one) for one in drawn], float)
+    passed = np.array([max(right[i] for i in subset) for subset in drawn], float)
     z = (passed - passed.mean()) / passed.std()
-    mean = [np.mean([z[j] for j, one in enumerate(drawn) if i in one]) for i in range(6)]
+    mean = [np.mean([z[j] for j, subset in enumerate(drawn) if i in subset]) for i in range(6)]
     assert advantages("pass_at_k_training", right, k=3) == pytest.approx(mean)
 
 
 def test_pass_at_k_training_group_is_dead_when_every_subset_of_k_passes() -> None:
-    (one,) = weight_groups("pass_at_k_training", [group_of([1, 1, 1, 0])], k=2)
-    assert one.dead
-    assert not any(w.any() for w in one.policy_gradient.weights)
+    (group,) = weight_groups("pass_at_k_training", [group_of([1, 1, 1, 0])], k=2)
+    assert group.dead
+    assert not any(w.any() for w in group.policy_gradient.weights)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +240,13 @@ def test_dgpo_worked_example() -> None:
         "deviation": {e.episode_id: d.float().numpy() for e in group},
         "uncertainty": {e.episode_id: h.float().numpy() for e in group},
     }
-    (one,) = algorithm("dgpo").weight_groups([group], StepContext(max_tokens=8, signals=signals))
-    shares = one.policy_gradient.weights[0] / one.advantages[0]
+    (dgpo,) = algorithm("dgpo").weight_groups([group], StepContext(max_tokens=8, signals=signals))
+    shares = dgpo.policy_gradient.weights[0] / dgpo.advantages[0]
     assert shares.tolist() == pytest.approx([0.92974, 1.05523, 1.01502], abs=1e-5)
     assert shares.sum() == pytest.approx(3)  # the total weight of an answer does not change
     assert shares[2] < shares[1]  # the confident deviation ranks below the uncertain one
     every = np.concatenate([shares, shares])
-    assert one.figures == pytest.approx({"dgpo_weight_std": every.std(), "dgpo_weight_max": every.max()})
+    assert dgpo.figures == pytest.approx({"dgpo_weight_std": every.std(), "dgpo_weight_max": every.max()})
 
 
 def test_dgpo_without_deviation_equals_grpo() -> None:
@@ -255,8 +255,8 @@ def test_dgpo_without_deviation_equals_grpo() -> None:
     context = StepContext(max_tokens=8, signals={"deviation": flat, "uncertainty": flat})
     (dgpo,) = algorithm("dgpo").weight_groups([group], context)
     grpo = algorithm("grpo")(group, max_tokens=8)
-    for mine, other in zip(dgpo.policy_gradient.weights, grpo.policy_gradient.weights, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-6)
+    for weights, other in zip(dgpo.policy_gradient.weights, grpo.policy_gradient.weights, strict=True):
+        np.testing.assert_allclose(weights, other, rtol=1e-6)
     assert dgpo.figures["dgpo_weight_std"] == pytest.approx(0, abs=1e-9)
 
 
@@ -292,12 +292,12 @@ def test_every_algorithm_rejects_non_finite_rewards(name: str, bad: float) -> No
 def test_masked_tokens_and_failed_episodes_have_zero_weight(name: str) -> None:
     group = group_of([1, 0, None, 1, 0, 0], [3, 2, 2, 4, 1, 2])
     tool = episode(0.0, tokens=[1, 2, 3], mask=[True, False, True], name="0/0/9")
-    (one,) = weight_groups(name, [[*group, tool]])
-    assert not one.policy_gradient.weights[2].any()
-    assert math.isnan(one.advantages[2])
-    assert one.policy_gradient.weights[6][1] == 0
-    assert one.policy_gradient.weights[6][0] != 0
-    assert all(np.isfinite(w).all() for w in one.policy_gradient.weights)
+    (weighted,) = weight_groups(name, [[*group, tool]])
+    assert not weighted.policy_gradient.weights[2].any()
+    assert math.isnan(weighted.advantages[2])
+    assert weighted.policy_gradient.weights[6][1] == 0
+    assert weighted.policy_gradient.weights[6][0] != 0
+    assert all(np.isfinite(w).all() for w in weighted.policy_gradient.weights)
 
 
 @pytest.mark.parametrize("name", list(RL_ALGORITHMS))
@@ -312,19 +312,19 @@ def test_degenerate_groups_have_zero_weights(name: str, shape: str) -> None:
     }[shape]
     weighted = weight_groups(name, groups)
     check_weights(weighted, centred=False)
-    for one in weighted:
+    for group in weighted:
         if name != "ppo" or shape != "singleton":
-            assert not any(w.any() for w in one.policy_gradient.weights)
-        assert len(one.advantages) == len(one.episodes)
+            assert not any(w.any() for w in group.policy_gradient.weights)
+        assert len(group.advantages) == len(group.episodes)
 
 
 @pytest.mark.parametrize("name", GROUPED)
 @settings(max_examples=20, deadline=None)
 @given(st.floats(0, 5), st.integers(2, 8))
 def test_groups_of_equal_rewards_are_dead(name: str, reward: float, size: int) -> None:
-    (one,) = weight_groups(name, [group_of([reward] * size)])
-    assert one.dead
-    assert not any(w.any() for w in one.policy_gradient.weights)
+    (group,) = weight_groups(name, [group_of([reward] * size)])
+    assert group.dead
+    assert not any(w.any() for w in group.policy_gradient.weights)
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -345,7 +345,7 @@ def test_advantages_rank_right_answers_first_and_are_equal_for_ties(name: str, r
 @settings(max_examples=8, deadline=None)
 def test_weights_do_not_depend_on_order_of_groups_or_episodes(name: str, seed: int, shuffler) -> None:
     groups = [
-        [replace(one, task_id=f"task-{g}") for one in group]
+        [replace(answer, task_id=f"task-{g}") for answer in group]
         for g, group in enumerate(random_groups(seed, groups=3, size=5))
     ]
     order = [(g, i) for g in range(3) for i in range(5)]
@@ -357,8 +357,8 @@ def test_weights_do_not_depend_on_order_of_groups_or_episodes(name: str, seed: i
         found = algorithm(name).weight_groups([[groups[g][i] for g, i in row] for row in chosen], context)
         return {
             pair: weights
-            for row, one in zip(chosen, found, strict=True)
-            for pair, weights in zip(row, one.policy_gradient.weights, strict=True)
+            for row, group in zip(chosen, found, strict=True)
+            for pair, weights in zip(row, group.policy_gradient.weights, strict=True)
         }
 
     plain, mixed = run([[(g, i) for i in range(5)] for g in range(3)]), run(shuffled)

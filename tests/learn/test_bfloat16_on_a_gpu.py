@@ -59,10 +59,10 @@ def sample_groups(engine: Engine) -> list[list[Episode]]:
         [
             Episode(
                 f"1/{i}/{j}", f"1/{i}", f"t{i}", "test", 0, (), np.array(prompt.token_ids, np.int32),
-                one.token_ids, np.ones(len(one.token_ids), np.bool_), one.logprobs, one.policy_version,
-                one.finish_reason, reward=float(j % 2),
+                answer.token_ids, np.ones(len(answer.token_ids), np.bool_), answer.logprobs,
+                answer.policy_version, answer.finish_reason, reward=float(j % 2),
             )
-            for j, one in enumerate(of_prompt)
+            for j, answer in enumerate(of_prompt)
         ]
         for i, (prompt, of_prompt) in enumerate(zip(prompts, answers, strict=True))
     ]  # fmt: skip

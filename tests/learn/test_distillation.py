@@ -162,14 +162,14 @@ def distributions(decoder, prompt, tokens) -> torch.Tensor:
 def reference(student, teacher, episodes, prompts, loss: Distillation, advantages) -> torch.Tensor:
     """The loss of a step from its definition, one token at a time."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
-    for one, prompt, gain in zip(episodes, prompts, advantages, strict=True):
-        p = distributions(student, one.prompt_ids.tolist(), one.token_ids.tolist())
-        q = distributions(teacher, prompt, one.token_ids.tolist()).detach()
-        for t in np.flatnonzero(one.loss_mask):
-            a, b, token = p[t], q[t], int(one.token_ids[t])
+    for answer, prompt, gain in zip(episodes, prompts, advantages, strict=True):
+        p = distributions(student, answer.prompt_ids.tolist(), answer.token_ids.tolist())
+        q = distributions(teacher, prompt, answer.token_ids.tolist()).detach()
+        for t in np.flatnonzero(answer.loss_mask):
+            a, b, token = p[t], q[t], int(answer.token_ids[t])
             if loss.kind == "reverse_kl":
-                advantage = gain - loss.coefficient * (float(one.logprobs[t]) - b[token].item())
-                total = total - torch.exp(a[token] - float(one.logprobs[t])) * advantage
+                advantage = gain - loss.coefficient * (float(answer.logprobs[t]) - b[token].item())
+                total = total - torch.exp(a[token] - float(answer.logprobs[t])) * advantage
             elif loss.kind == "forward_topk":
                 best = b.argsort(descending=True)[: loss.k]
                 total = total + torch.relu((b[best].exp() * (b[best] - a[best])).sum())
@@ -188,15 +188,15 @@ def reference(student, teacher, episodes, prompts, loss: Distillation, advantage
 @pytest.mark.parametrize("kind", ["reverse_kl", "reverse_topk", "forward_topk", "gkd"])
 def test_distillation_step_equals_float64_reference_at_every_token_budget(kind: str) -> None:
     never_began = episode(failure="environment: it did not open", tokens=(), name="0/9/0")
-    episodes = [never_began, *(one for pair in random_pairs(3, 3) for one in pair)]
+    episodes = [never_began, *(answer for pair in random_pairs(3, 3) for answer in pair)]
     hint = [7, 7, 2]
-    prompts = [[*hint, *one.prompt_ids.tolist()] for one in episodes]
+    prompts = [[*hint, *answer.prompt_ids.tolist()] for answer in episodes]
     gains = [0.0, 0.5, -0.5, 0.0, 0.0, 1.0, -1.0]
     loss = Distillation(kind, k=4, beta=0.3)
     exact, teacher = small_decoder(1, torch.float64), small_decoder(2, torch.float64)
     expected = reference(exact, teacher, episodes, prompts, loss, gains)
     expected.backward()
-    tokens = sum(int(one.loss_mask.sum()) for one in episodes)
+    tokens = sum(int(answer.loss_mask.sum()) for answer in episodes)
     for budget in (10_000, 25, 1):
         learner = Learner(small_decoder(1))
         parts = list(split_chunks(episodes, prompts, budget, advantages=gains))
@@ -204,16 +204,16 @@ def test_distillation_step_equals_float64_reference_at_every_token_budget(kind: 
         found = distil(learner, small_decoder(2), iter(parts), loss, tokens)
         assert found["loss"] == pytest.approx(expected.item(), rel=1e-4)
         assert found["tokens"] == tokens
-        for mine, its in zip(learner.decoder.parameters(), exact.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.double(), its.grad, rtol=3e-3, atol=3e-5)
+        for parameter, other in zip(learner.decoder.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.double(), other.grad, rtol=3e-3, atol=3e-5)
 
 
 def test_distillation_from_equal_weights_and_prompt_has_zero_loss() -> None:
     """Fails when teacher and student tokens are misaligned or truncated."""
-    episodes = [one for pair in random_pairs(5, 4) for one in pair]
+    episodes = [answer for pair in random_pairs(5, 4) for answer in pair]
     decoder = small_decoder(4)
-    prompts = [one.prompt_ids.tolist() for one in episodes]
-    tokens = sum(int(one.loss_mask.sum()) for one in episodes)
+    prompts = [answer.prompt_ids.tolist() for answer in episodes]
+    tokens = sum(int(answer.loss_mask.sum()) for answer in episodes)
     found = distil(
         Learner(decoder), decoder, split_chunks(episodes, prompts, 30), Distillation("gkd"), tokens
     )

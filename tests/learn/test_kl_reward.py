@@ -26,13 +26,11 @@ def test_rloo_subtracts_summed_kl_from_rewards_before_baseline(context: StepCont
     groups = random_groups(2)
     theirs = context.signals["reference_logprobs"]
     for group, weighted in zip(groups, weight_groups(algorithm("rloo"), groups, context), strict=True):
-        paid = [
-            one.reward - KL * ((one.logprobs - theirs[one.episode_id]) * one.loss_mask).sum() for one in group
-        ]
+        paid = [e.reward - KL * ((e.logprobs - theirs[e.episode_id]) * e.loss_mask).sum() for e in group]
         expected = [r - (sum(paid) - r) / (len(paid) - 1) for r in paid]
         np.testing.assert_allclose(weighted.advantages, expected, rtol=1e-5, atol=1e-6)
         assert weighted.reference_kl is None  # the KL is not added to the loss again
-        assert [one.reward for one in weighted.episodes] == [one.reward for one in group]
+        assert [e.reward for e in weighted.episodes] == [e.reward for e in group]
         assert weighted.figures["kl_reference"] > 0
 
 
@@ -40,11 +38,11 @@ def test_reinforce_pp_subtracts_kl_from_each_token_reward(context: StepContext) 
     groups = random_groups(2)
     theirs = context.signals["reference_logprobs"]
     returns, masks = [], []
-    for one in (one for group in groups for one in group):
-        earned = -KL * (one.logprobs - theirs[one.episode_id]) * one.loss_mask
-        earned[np.flatnonzero(one.loss_mask)[-1]] += one.reward
-        returns.append(rewards_to_go(earned, one.loss_mask, 1.0))
-        masks.append(one.loss_mask)
+    for answer in (answer for group in groups for answer in group):
+        earned = -KL * (answer.logprobs - theirs[answer.episode_id]) * answer.loss_mask
+        earned[np.flatnonzero(answer.loss_mask)[-1]] += answer.reward
+        returns.append(rewards_to_go(earned, answer.loss_mask, 1.0))
+        masks.append(answer.loss_mask)
     expected = whitened(returns, masks)
     component = [
         w
@@ -57,11 +55,11 @@ def test_reinforce_pp_subtracts_kl_from_each_token_reward(context: StepContext) 
 
 def test_kl_reward_is_zero_when_policy_equals_reference() -> None:
     groups = random_groups(2)
-    own = {one.episode_id: one.logprobs for group in groups for one in group}
+    own = {answer.episode_id: answer.logprobs for group in groups for answer in group}
     groups[0].append(episode(1.0, prompt=groups[0][0].prompt_ids, tokens=(), name="0/0/9"))  # has no signal
     context = StepContext(8, KL, "k1_reward", signals={"reference_logprobs": own})
     with_kl = weight_groups(algorithm("grpo"), groups, context)
     without = algorithm("grpo").weight_groups(groups, StepContext(8))
-    for one, other in zip(with_kl, without, strict=True):
-        np.testing.assert_array_equal(one.advantages, other.advantages)
-        assert one.figures["kl_reference"] == 0
+    for group, other in zip(with_kl, without, strict=True):
+        np.testing.assert_array_equal(group.advantages, other.advantages)
+        assert group.figures["kl_reference"] == 0

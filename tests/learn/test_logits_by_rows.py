@@ -85,7 +85,7 @@ def print_peaks(steps: Sequence[tuple[int, int]]) -> None:
     learner.decoder.initialize(0)
     for rows, logprobs.MAX_LOGITS_PER_CHUNK in steps:
         answers = [episode(tokens=[7] * 64, name=f"0/{i}/0") for i in range(rows // 64)]
-        learner.forward_backward(pack(imitation([[one] for one in answers]), 10**6))
+        learner.forward_backward(pack(imitation([[answer] for answer in answers]), 10**6))
         print(peak_resident_bytes() >> 20)
 
 
@@ -95,10 +95,10 @@ def test_learner_memory_does_not_grow_with_rows_times_vocabulary() -> None:
     # Use 64 MiB of logits at a time: the allocator keeps smaller blocks on the heap after they are freed.
     steps = [(448, 1 << 24), (1088, 1 << 24), (1088, MAX_LOGITS_PER_CHUNK)]
     code = f"import test_logits_by_rows as here; here.print_peaks({steps})"
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=Path(__file__).parent
     )
-    few, many, at_once = map(int, told.stdout.split())
+    few, many, at_once = map(int, result.stdout.split())
     assert many < few + 40  # MiB; without chunks, the logits of 640 more rows take several times 98 MiB
     assert at_once > many + 100
     plan = plan_memory(LARGE_VOCABULARY, learning=(1088, 67)).total >> 20

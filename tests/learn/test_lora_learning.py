@@ -50,10 +50,10 @@ def step(learner: Learner, engine: Engine) -> dict[str, float]:
         [
             Episode(
                 f"1/{i}/{j}", f"1/{i}", f"t{i}", "test", 0, (), np.array(prompt.token_ids, np.int32),
-                one.token_ids, np.ones(len(one.token_ids), np.bool_), one.logprobs, one.policy_version,
-                one.finish_reason, reward=float(j % 2),
+                answer.token_ids, np.ones(len(answer.token_ids), np.bool_), answer.logprobs,
+                answer.policy_version, answer.finish_reason, reward=float(j % 2),
             )
-            for j, one in enumerate(answers)
+            for j, answer in enumerate(answers)
         ]
         for i, (prompt, answers) in enumerate(zip(prompts, sampled, strict=True))
     ]  # fmt: skip

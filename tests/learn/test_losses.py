@@ -179,8 +179,8 @@ def test_rloo_with_sequence_product_ratio_has_the_gradient_of_trl() -> None:
     ]
     new = [torch.tensor(o + rng.normal(0, 0.3, len(o)), requires_grad=True) for o in old]
     terms = []
-    for one, before, advantage in zip(new, old, advantages, strict=True):
-        ratio = torch.exp(one.sum() - before.sum())
+    for now, before, advantage in zip(new, old, advantages, strict=True):
+        ratio = torch.exp(now.sum() - before.sum())
         terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage))
     theirs = torch.autograd.grad(torch.stack(terms).mean(), new)
     assert any(g.any() for g in theirs) and not all(g.any() for g in theirs)  # some are clipped

@@ -183,15 +183,15 @@ def test_decoupled_loss_equals_its_definition() -> None:
     plain = small_decoder(dtype=torch.float64)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for group in weighted:
-        for one, advantage in zip(group.episodes, group.advantages.tolist(), strict=True):
-            old = torch.from_numpy(signals["logprobs"][one.episode_id]).double()
-            mask = torch.from_numpy(one.loss_mask)
-            w = (old - torch.from_numpy(one.logprobs)).exp().clamp(max=1.5)
-            now = plain_logprobs(plain, one)
+        for answer, advantage in zip(group.episodes, group.advantages.tolist(), strict=True):
+            old = torch.from_numpy(signals["logprobs"][answer.episode_id]).double()
+            mask = torch.from_numpy(answer.loss_mask)
+            w = (old - torch.from_numpy(answer.logprobs)).exp().clamp(max=1.5)
+            now = plain_logprobs(plain, answer)
             r = (now - old).exp()
             total = total - (w * torch.minimum(r * advantage, r.clamp(0.8, 1.28) * advantage))[mask].sum()
-            x = now - plain_logprobs(reference, one).detach()
-            corrected_kl = (now - torch.from_numpy(one.logprobs)).exp() * ((-x).exp() - 1 + x)
+            x = now - plain_logprobs(reference, answer).detach()
+            corrected_kl = (now - torch.from_numpy(answer.logprobs)).exp() * ((-x).exp() - 1 + x)
             total = total + 0.1 * corrected_kl[mask].sum()
             tokens += int(mask.sum())
     (total / tokens).backward()
@@ -217,23 +217,23 @@ def test_signals_equal_those_of_each_episode_alone(budget: int) -> None:
     models = SignalModels(decoder, reference, critic)
     found = compute_signals(names, groups, models, token_budget=budget, temperature=0.7)
     for group in groups:
-        for one in group:
-            if one.failure:
-                assert one.episode_id not in found["logprobs"]
+        for answer in group:
+            if answer.failure:
+                assert answer.episode_id not in found["logprobs"]
                 continue
-            mine, values = _distributions(decoder, one, 0.7, critic)
-            theirs, _ = _distributions(reference, one, 0.7, critic)
+            p, values = _distributions(decoder, answer, 0.7, critic)
+            q, _ = _distributions(reference, answer, 0.7, critic)
             expected = {
-                "logprobs": mine.gather(1, torch.from_numpy(one.token_ids.astype(np.int64))[:, None])[:, 0],
+                "logprobs": p.gather(1, torch.from_numpy(answer.token_ids.astype(np.int64))[:, None])[:, 0],
                 "values": values,
-                "deviation": 1 - ((mine + theirs) / 2).exp().sum(1),
-                "uncertainty": -(mine.exp() * mine).sum(1) / math.log(mine.shape[1]),
+                "deviation": 1 - ((p + q) / 2).exp().sum(1),
+                "uncertainty": -(p.exp() * p).sum(1) / math.log(p.shape[1]),
             }
             for name, values in expected.items():
-                shown = found[name][one.episode_id]
-                assert not shown[~one.loss_mask].any()
+                signal = found[name][answer.episode_id]
+                assert not signal[~answer.loss_mask].any()
                 np.testing.assert_allclose(
-                    shown[one.loss_mask], values.detach().numpy()[one.loss_mask], atol=2e-6
+                    signal[answer.loss_mask], values.detach().numpy()[answer.loss_mask], atol=2e-6
                 )
 
 
@@ -254,10 +254,10 @@ def test_ppo_bootstraps_truncated_answers_from_the_value_of_the_last_state() -> 
         {"values", "values_after"}, groups, SignalModels(decoder, critic=critic), token_budget=9
     )
     assert found["values_after"].keys() == {"0/0/1", "0/1/0"}
-    for one in (groups[0][1], groups[1][0]):
-        ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.token_ids]).astype(np.int64))
+    for e in (groups[0][1], groups[1][0]):
+        ids = torch.from_numpy(np.concatenate([e.prompt_ids, e.token_ids]).astype(np.int64))
         states = decoder(ids, torch.arange(len(ids)), PackedAttention(torch.tensor([0, len(ids)])))
-        assert found["values_after"][one.episode_id][-1] == pytest.approx(critic(states)[-1].item(), abs=2e-6)
+        assert found["values_after"][e.episode_id][-1] == pytest.approx(critic(states)[-1].item(), abs=2e-6)
 
     ppo = algorithm("ppo", bootstrap_truncated=True, lam=0.9, gamma=0.8)
     assert ppo.needs == {"values", "values_after"} and algorithm("ppo").needs == {"values"}

@@ -21,7 +21,7 @@ def test_adamw_equals_torch_adamw(weight_decay: float, grad_clip: float) -> None
     torch.manual_seed(0)
     ours = {"matrix": nn.Parameter(torch.randn(5, 3)), "norm": nn.Parameter(torch.randn(4))}
     theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
-    mine = AdamW(ours, beta2=0.98, weight_decay=weight_decay, grad_clip=grad_clip)
+    optimizer = AdamW(ours, beta2=0.98, weight_decay=weight_decay, grad_clip=grad_clip)
     other = torch.optim.AdamW(
         [
             {"params": [theirs["matrix"]], "weight_decay": weight_decay},
@@ -38,7 +38,7 @@ def test_adamw_equals_torch_adamw(weight_decay: float, grad_clip: float) -> None
         for group in other.param_groups:
             group["lr"] = lr
         other.step()
-        assert mine.update(lr) == pytest.approx(norm.item(), rel=1e-5)
+        assert optimizer.update(lr) == pytest.approx(norm.item(), rel=1e-5)
         for name, parameter in ours.items():
             torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-7)
             assert parameter.grad is None

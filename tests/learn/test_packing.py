@@ -123,7 +123,7 @@ def test_single_token_answers_add_no_completion_tokens_to_batch() -> None:
     groups = [algorithm("grpo")(group, max_tokens=4)]
     (batch,) = pack(groups, 100)
     assert len(batch.token_ids) == 3
-    expected = torch.stack([plain_logprobs(small_decoder(), one)[0] for one in group])
+    expected = torch.stack([plain_logprobs(small_decoder(), answer)[0] for answer in group])
     torch.testing.assert_close(token_logprobs(small_decoder(), batch), expected.detach())
 
 
@@ -137,8 +137,8 @@ def test_dead_groups_are_not_packed_but_count_in_the_denominator() -> None:
     decoder = small_decoder(dtype=torch.float64)
     loss = torch.zeros(())
     for group in groups:  # including dead groups, whose advantages are zero
-        for one, weights in zip(group.episodes, group.policy_gradient.weights, strict=True):
-            ratio = torch.exp(plain_logprobs(decoder, one) - torch.from_numpy(one.logprobs))
+        for answer, weights in zip(group.episodes, group.policy_gradient.weights, strict=True):
+            ratio = torch.exp(plain_logprobs(decoder, answer) - torch.from_numpy(answer.logprobs))
             weight = torch.from_numpy(weights)
             loss = loss - torch.min(ratio * weight, ratio.clamp(0.8, 1.28) * weight).sum() / 12
     loss.backward()
@@ -161,9 +161,9 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone() -> None:
     groups = random_weighted("sft", seed=5)
     found = torch.cat([token_logprobs(decoder, batch) for batch in pack(groups, 30)])
     expected = torch.cat([
-        plain_logprobs(decoder, one)[torch.from_numpy(one.loss_mask)]
+        plain_logprobs(decoder, answer)[torch.from_numpy(answer.loss_mask)]
         for group in groups
-        for one in group.episodes
+        for answer in group.episodes
     ])  # fmt: skip
     torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=3e-7)
 
@@ -205,8 +205,8 @@ def test_metrics_report_logprob_gap_and_staleness() -> None:
     groups = random_groups(2)
     exact = [
         [
-            replace(one, logprobs=plain_logprobs(decoder, one).detach().numpy() + np.float32(0.25))
-            for one in group
+            replace(answer, logprobs=plain_logprobs(decoder, answer).detach().numpy() + np.float32(0.25))
+            for answer in group
         ]
         for group in groups
     ]
@@ -232,20 +232,20 @@ def test_round_up_limits_the_number_of_batch_shapes() -> None:
 
 @pytest.mark.parametrize("budget", [15, 40, 10_000])
 def test_padding_tokens_belong_to_no_episode(budget: int) -> None:
-    for one in pack(random_weighted("grpo", seed=8, groups=6), budget):
-        padded = one.padded()
-        real = len(one.token_ids)
+    for plain in pack(random_weighted("grpo", seed=8, groups=6), budget):
+        padded = plain.padded()
+        real = len(plain.token_ids)
         assert len(padded.token_ids) == len(padded.positions) == padded.cu_seqlens[-1] == round_up_rows(real)
         assert len(padded.cu_seqlens) == len(padded.prefix_of) + 1
         assert padded.cu_seqlens.diff().min() >= 0
-        assert padded.token_ids[:real].tolist() == one.token_ids.tolist()
-        own = padded.prefix_of[len(one.prefix_of) :]
+        assert padded.token_ids[:real].tolist() == plain.token_ids.tolist()
+        own = padded.prefix_of[len(plain.prefix_of) :]
         assert (own == -1).all()
         assert (
-            padded.cu_seqlens.diff()[len(one.prefix_of) :] <= 16
+            padded.cu_seqlens.diff()[len(plain.prefix_of) :] <= 16
         ).all()  # padding does not widen any attention block
         assert padded.rows.max() < real
-        assert padded.targets.tolist() == one.targets.tolist()
+        assert padded.targets.tolist() == plain.targets.tolist()
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "ppo"])

@@ -74,11 +74,11 @@ def reference_loss(decoder: nn.Module, pairs: list, kind: str, beta: float, nll:
     total = torch.zeros((), dtype=torch.float64)
     for chosen, rejected in pairs:
         sums, shifts, lengths = [], [], []
-        for one in (chosen, rejected):
-            mask = torch.from_numpy(one.loss_mask)
-            now = plain_logprobs(decoder, one)[mask]
+        for answer in (chosen, rejected):
+            mask = torch.from_numpy(answer.loss_mask)
+            now = plain_logprobs(decoder, answer)[mask]
             sums.append(now.sum())
-            shifts.append(now.sum() - torch.from_numpy(one.logprobs.astype(np.float64))[mask].sum())
+            shifts.append(now.sum() - torch.from_numpy(answer.logprobs.astype(np.float64))[mask].sum())
             lengths.append(int(mask.sum()))
         r = shifts if kind == "dpo" else [shifts[0] / lengths[0], shifts[1] / lengths[1]]
         argument = r[0] - r[1] - dpop * torch.relu(-r[0])  # DPOP, arXiv 2402.13228, eq. 3
@@ -99,8 +99,8 @@ def test_preference_losses_and_gradients_equal_float64_reference(kind: str, extr
         objective = PreferenceObjective(learner.decoder, kind, 0.2, len(pairs), nll=extra, dpop=extra)
         figures = learner.forward_backward_custom(pack_pairs(pairs, budget), objective)
         assert figures["loss"] == pytest.approx(expected.item(), rel=1e-4)
-        for (name, mine), its in zip(learner.decoder.named_parameters(), exact.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad.double(), its.grad, rtol=2e-3, atol=2e-5, msg=name)
+        for (name, weight), other in zip(learner.decoder.named_parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(weight.grad.double(), other.grad, rtol=2e-3, atol=2e-5, msg=name)
         assert objective.figures()["margin"] == pytest.approx(
             PreferenceFigures(exact, pairs, kind).margin, rel=1e-3, abs=1e-5
         )
@@ -119,9 +119,9 @@ class PreferenceFigures:
         margins = []
         for pair in self.pairs:
             shifts = []
-            for one in pair:
-                mask = torch.from_numpy(one.loss_mask)
-                shift = (plain_logprobs(self.decoder, one) - torch.from_numpy(one.logprobs))[mask]
+            for answer in pair:
+                mask = torch.from_numpy(answer.loss_mask)
+                shift = (plain_logprobs(self.decoder, answer) - torch.from_numpy(answer.logprobs))[mask]
                 shifts.append((shift.sum() if self.kind == "dpo" else shift.mean()).item())
             margins.append((1.0 if self.kind == "ipo" else 0.2) * (shifts[0] - shifts[1]))
         return float(np.mean(margins))
@@ -133,9 +133,9 @@ def test_reference_logprobs_are_exact_and_margins_start_at_zero() -> None:
     for budget in (10_000, 1):
         scored = add_reference_to_pairs(pairs, decoder, budget)
         for pair in scored:
-            for one in pair:
-                expected = plain_logprobs(decoder, one).detach().numpy()[one.loss_mask]
-                np.testing.assert_allclose(one.logprobs[one.loss_mask], expected, atol=1e-5)
+            for answer in pair:
+                expected = plain_logprobs(decoder, answer).detach().numpy()[answer.loss_mask]
+                np.testing.assert_allclose(answer.logprobs[answer.loss_mask], expected, atol=1e-5)
     learner = Learner(decoder)
     objective = PreferenceObjective(decoder, "dpo", 0.1, len(pairs))
     learner.forward_backward_custom(pack_pairs(scored, 10_000), objective)

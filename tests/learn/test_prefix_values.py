@@ -33,8 +33,8 @@ def test_packed_prefix_values_equal_those_of_each_prefix_alone(token_budget: int
     decoder = small_decoder()
     probes = [probe(0, [0, 4, 9]), probe(1, [0]), probe(2, [0, 1, 11])]
     found = prefix_values(decoder, probes, token_budget=token_budget)
-    for one, values in zip(probes, found, strict=True):
-        expected = [plain_values(decoder, one, prefix)[0] / len(ANSWER) for prefix in one.prefixes]
+    for item, values in zip(probes, found, strict=True):
+        expected = [plain_values(decoder, item, prefix)[0] / len(ANSWER) for prefix in item.prefixes]
         np.testing.assert_allclose(values, expected, rtol=0, atol=2e-6)
 
 
@@ -74,7 +74,7 @@ def test_repeated_probes_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "_pack", lambda probes, t: asked.extend(probes) or pack(probes, t))
     same, other = probe(0, [0, 4, 9]), probe(0, [0, 4, 10])
     found = prefix_values(decoder, [same, same, other], token_budget=999)
-    assert [list(one.prefixes) for one in asked] == [[0, 4, 9], [10]]
+    assert [list(item.prefixes) for item in asked] == [[0, 4, 9], [10]]
     np.testing.assert_array_equal(found[0], found[1])
     np.testing.assert_array_equal(found[0][:2], found[2][:2])
 

@@ -61,8 +61,8 @@ def test_answer_values_as_bonus_worked_example() -> None:
         [0.5 + z, 0.5 + z, 0.5],
         [-0.5 - z, -0.5, -0.5, -0.5],
     ]  # the last segment gets only the outcome
-    for mine, theirs in zip(weights(found), expected, strict=True):
-        assert mine == pytest.approx(theirs, abs=1e-6)
+    for actual, target in zip(weights(found), expected, strict=True):
+        assert actual == pytest.approx(target, abs=1e-6)
     assert found.advantages is not None and found.advantages.tolist() == [0.5, -0.5]  # of the outcome alone
 
 
@@ -81,7 +81,7 @@ def test_negligible_spread_of_process_rewards_adds_no_bonus() -> None:
 
 
 def test_process_rewards_give_weights_to_dead_groups() -> None:
-    dead = [replace(one, reward=0.0) for one in pair()]
+    dead = [replace(answer, reward=0.0) for answer in pair()]
     assert weighted(dead, None).dead
     for settings in (AnswerValues(), AnswerValues(dead_only=True)):
         found = weighted(dead, settings)
@@ -89,7 +89,7 @@ def test_process_rewards_give_weights_to_dead_groups() -> None:
         assert weights(found)[0][0] > 0 > weights(found)[1][0]
     assert weights(weighted(pair(), AnswerValues(dead_only=True))) == weights(weighted(pair(), None))
     still = [
-        with_steps(one, {len(one.token_ids): -0.5}) for one in dead
+        with_steps(answer, {len(answer.token_ids): -0.5}) for answer in dead
     ]  # only final answers, no reasoning segments
     assert weighted(still, AnswerValues()).dead
 
@@ -102,7 +102,7 @@ def test_episodes_without_process_rewards_keep_their_weights() -> None:
     assert weights(after)[2:] == weights(before)[2:]
     assert not np.any(weights(after)[3])
     assert after.figures["process/without"] == pytest.approx(1 / 3)
-    nobody = weighted([replace(one, step_rewards=None) for one in pair()], AnswerValues())
+    nobody = weighted([replace(answer, step_rewards=None) for answer in pair()], AnswerValues())
     assert weights(nobody) == weights(weighted(pair(), None))
     assert nobody.figures == {"process/without": 1.0}
 
@@ -113,7 +113,7 @@ def test_masked_tokens_get_no_process_reward_weight() -> None:
         for i, (r, m) in enumerate([(1.0, 0.5), (0.0, 0.1)])
     ]
     for settings in (AnswerValues(), MonteCarloValues(), AnswerValues(role="trace")):
-        assert [found[1] for found in weights(weighted(group, settings))] == [0.0, 0.0]
+        assert [row[1] for row in weights(weighted(group, settings))] == [0.0, 0.0]
 
 
 def test_process_rewards_leave_masked_truncated_answers_at_zero() -> None:
@@ -128,7 +128,7 @@ def test_process_rewards_leave_masked_truncated_answers_at_zero() -> None:
 def test_answer_values_add_a_bonus_to_every_group_algorithm(name: str) -> None:
     if name in ("dgpo",):
         signals = {
-            signal: {one.episode_id: np.ones(len(one.token_ids), np.float32) for one in pair()}
+            signal: {answer.episode_id: np.ones(len(answer.token_ids), np.float32) for answer in pair()}
             for signal in ("deviation", "uncertainty")
         }
         context = replace(CONTEXT, signals=signals)

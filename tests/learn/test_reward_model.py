@@ -56,17 +56,17 @@ def test_bradley_terry_worked_example() -> None:
 
 def test_score_is_read_at_the_last_token() -> None:
     model = small_reward_model(0)
-    episodes = [one for pair in random_pairs(1, 4) for one in pair] + [episode(0.0, tokens=())]
-    expected = [plain_score(model, one).item() for one in episodes]
+    episodes = [answer for pair in random_pairs(1, 4) for answer in pair] + [episode(0.0, tokens=())]
+    expected = [plain_score(model, answer).item() for answer in episodes]
     for budget in (10_000, 20, 1):
         assert score(model, episodes, budget).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_score_is_read_at_the_last_token_even_when_masked() -> None:
-    one = episode(0.0, tokens=(4, 5, 6), mask=(True, False, False))
-    assert append_scored_token(one).loss_mask.tolist() == [False, False, False, True]
+    answer = episode(0.0, tokens=(4, 5, 6), mask=(True, False, False))
+    assert append_scored_token(answer).loss_mask.tolist() == [False, False, False, True]
     model = small_reward_model(0)
-    assert score(model, [one], 100)[0] == pytest.approx(plain_score(model, one).item(), abs=1e-5)
+    assert score(model, [answer], 100)[0] == pytest.approx(plain_score(model, answer).item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("budget", [10_000, 15, 1])
@@ -83,8 +83,8 @@ def test_reward_loss_and_gradient_equal_float64_reference(budget: int) -> None:
     objective = RewardObjective(model, len(pairs), centre=0.01)
     figures = learner.forward_backward_custom(pack_pairs(append_scored_tokens(pairs), budget), objective)
     assert figures["loss"] == pytest.approx(expected.item(), rel=1e-4)
-    for (name, mine), its in zip(model.named_parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.double(), its.grad, rtol=3e-3, atol=3e-5, msg=name)
+    for (name, parameter), other in zip(model.named_parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.double(), other.grad, rtol=3e-3, atol=3e-5, msg=name)
     assert model.score.weight.grad.abs().max() > 0
     assert (
         objective.figures(pairs)["accuracy"]
@@ -136,12 +136,12 @@ def test_transformers_loads_reward_model_and_scores_agree(tmp_path: Path) -> Non
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm")
     assert type(theirs).__name__ == "Qwen3ForSequenceClassification"
     ids = [5, 6, 7, 8, 1]
-    one = episode(0.0, prompt=ids[:2], tokens=ids[2:])
+    answer = episode(0.0, prompt=ids[:2], tokens=ids[2:])
     with torch.no_grad():
         expected = theirs(torch.tensor([ids])).logits.item()
     again, _ = load_reward_model(tmp_path / "rm")
-    assert score(again, [one], 100)[0] == pytest.approx(expected, abs=1e-4)
-    assert score(model, [one], 100)[0] == score(again, [one], 100)[0]
+    assert score(again, [answer], 100)[0] == pytest.approx(expected, abs=1e-4)
+    assert score(model, [answer], 100)[0] == score(again, [answer], 100)[0]
 
 
 def test_loading_rejects_reward_model_as_policy_and_policy_as_reward_model(tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ def sampled(decoder: Decoder, texts: Sequence[str] = ("12+7=", "what is 1?")) ->
         [
             Episode(
                 f"1/{i}/{j}", f"1/{i}", f"t{i}", "test", 0, (), np.array(prompt.token_ids, np.int32),
-                one.token_ids, np.ones(len(one.token_ids), np.bool_), one.logprobs, one.policy_version,
-                one.finish_reason, reward=float(j % 2), routed_experts=one.routed_experts,
+                out.token_ids, np.ones(len(out.token_ids), np.bool_), out.logprobs, out.policy_version,
+                out.finish_reason, reward=float(j % 2), routed_experts=out.routed_experts,
             )
-            for j, one in enumerate(group)
+            for j, out in enumerate(group)
         ]
         for i, (prompt, group) in enumerate(zip(prompts, answers, strict=True))
     ]  # fmt: skip
@@ -60,7 +60,7 @@ def packed(groups: list[list[Episode]], token_budget: int = 100_000) -> list[Pac
 
 
 def without_routes(groups: list[list[Episode]]) -> list[list[Episode]]:
-    return [[replace(one, routed_experts=None) for one in group] for group in groups]
+    return [[replace(answer, routed_experts=None) for answer in group] for group in groups]
 
 
 def disturb_routers(decoder: Decoder) -> None:
@@ -140,32 +140,32 @@ def test_replay_after_router_change_narrows_logprob_gap_and_trains_router(recomp
 
 def test_activation_checkpointing_replays_the_same_routes() -> None:
     decoder = make_decoder()
-    batches = packed([[shift_routes(one, 3) for one in group] for group in sampled(decoder)])
+    batches = packed([[shift_routes(answer, 3) for answer in group] for group in sampled(decoder)])
     gradients = []
     for recompute in (False, True):
         decoder.recompute = recompute
         decoder.zero_grad()
         Learner(decoder).forward_backward(batches)
         gradients.append([p.grad.clone() for p in decoder.parameters() if p.grad is not None])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+    assert all(torch.equal(gradient, other) for gradient, other in zip(*gradients, strict=True))
 
 
 def test_missing_routes_fall_back_to_the_router_and_are_counted() -> None:
     decoder = make_decoder()
     groups = sampled(decoder, ["12+7="])
-    fed = sum(len(one.token_ids) - 1 for one in groups[0]) + len(groups[0][0].prompt_ids)
-    wrong = [[shift_routes(one, 3) for one in group] for group in groups]
+    fed = sum(len(answer.token_ids) - 1 for answer in groups[0]) + len(groups[0][0].prompt_ids)
+    wrong = [[shift_routes(answer, 3) for answer in group] for group in groups]
     mark, lost = missing_mark(np.dtype(np.uint8)), 0
-    for one in wrong[0]:
-        assert one.routed_experts is not None
-        one.routed_experts[len(one.prompt_ids) + 2 :] = mark
-        lost += int(missing_rows(one.routed_experts).sum())
+    for answer in wrong[0]:
+        assert answer.routed_experts is not None
+        answer.routed_experts[len(answer.prompt_ids) + 2 :] = mark
+        lost += int(missing_rows(answer.routed_experts).sum())
     figures = Learner(decoder).forward_backward(packed(wrong))
     assert figures["routing/missing"] == pytest.approx(lost / fed)
     assert figures["logprob_gap_max"] > 0
-    for one in wrong[0]:
-        assert one.routed_experts is not None
-        one.routed_experts[:] = mark
+    for answer in wrong[0]:
+        assert answer.routed_experts is not None
+        answer.routed_experts[:] = mark
     decoder.zero_grad()
     figures = Learner(decoder).forward_backward(packed(wrong))
     assert figures["routing/missing"] == 1 and "routing/flipped" not in figures
@@ -184,7 +184,7 @@ def test_shared_prompt_routes_are_replayed_only_when_episodes_agree() -> None:
 
 def test_reference_logprobs_ignore_recorded_routes() -> None:
     reference = make_decoder(4)
-    wrong = [[shift_routes(one, 3) for one in group] for group in sampled(make_decoder())]
+    wrong = [[shift_routes(answer, 3) for answer in group] for group in sampled(make_decoder())]
     (batch,) = packed(wrong)
     batch = replace(batch, reference_kl=torch.ones(len(batch.targets)))
     (with_logprobs,) = add_reference_logprobs([batch], reference)
@@ -196,7 +196,7 @@ def test_reference_logprobs_ignore_recorded_routes() -> None:
 
 def test_routes_to_nonexistent_experts_are_rejected() -> None:
     decoder = make_decoder()
-    (batch,) = packed([[shift_routes(one, 0) for one in group] for group in sampled(decoder)])
+    (batch,) = packed([[shift_routes(answer, 0) for answer in group] for group in sampled(decoder)])
     assert batch.routes is not None
     with pytest.raises((ValueError, RuntimeError), match=r"8 experts|size 8"), torch.no_grad():
         predicting_states(decoder, replace(batch, routes=batch.routes + 8))
@@ -210,8 +210,8 @@ def test_routes_of_three_turns_equal_those_of_one_forward_pass() -> None:
     trajectory.begin([], TOKENIZER.encode("12+7="))
     for turn in range(3):
         context = trajectory.context()
-        ((one,),) = engine.sample([Prompt(context, (0, turn, 0))], 1, SamplingParams(18))
-        trajectory.add_completion(context, one, "")
+        ((completion,),) = engine.sample([Prompt(context, (0, turn, 0))], 1, SamplingParams(18))
+        trajectory.add_completion(context, completion, "")
         trajectory.token_ids += TOKENIZER.encode("no: ")
     assert engine.counters.cached_tokens
     tokens, routes = trajectory.context(), trajectory.routes()
@@ -228,9 +228,9 @@ def test_routes_of_tokens_sampled_by_older_weights_are_missing() -> None:
     trajectory = Trajectory()
     prompt = TOKENIZER.encode("12+7=")
     trajectory.begin([], prompt)
-    ((one,),) = engine.sample([Prompt(prompt, (0, 0, 0))], 1, SamplingParams(9))
+    ((completion,),) = engine.sample([Prompt(prompt, (0, 0, 0))], 1, SamplingParams(9))
     versions = np.array([0] * 4 + [1] * 5, np.int32)
-    trajectory.add_completion(prompt, replace(one, policy_version=versions), "")
+    trajectory.add_completion(prompt, replace(completion, policy_version=versions), "")
     routes = trajectory.routes()
     assert routes is not None
     expected = [False] * (len(prompt) - 1) + [True] * 4 + [False] * 5

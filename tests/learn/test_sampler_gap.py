@@ -49,16 +49,16 @@ def test_engine_and_learner_logprobs_agree_for_each_architecture(
             [
                 Episode(
                     f"1/{i}/{j}", f"1/{i}", f"t{i}", "test", 0, (), np.array(prompt.token_ids, np.int32),
-                    one.token_ids, np.ones(len(one.token_ids), np.bool_), one.logprobs, one.policy_version,
-                    one.finish_reason, reward=float(j % 2),
+                    answer.token_ids, np.ones(len(answer.token_ids), np.bool_), answer.logprobs,
+                    answer.policy_version, answer.finish_reason, reward=float(j % 2),
                 )
-                for j, one in enumerate(answers)
+                for j, answer in enumerate(answers)
             ]
             for i, (prompt, answers) in enumerate(zip(prompts, sampled, strict=True))
         ]  # fmt: skip
         weighted = [algorithm("grpo")(group, max_tokens=30) for group in groups]
         figures = learner.forward_backward(pack(weighted, token_budget, temperature=temperature))
-        assert figures["tokens"] == sum(len(one.token_ids) for group in groups for one in group)
+        assert figures["tokens"] == sum(len(answer.token_ids) for group in groups for answer in group)
         assert figures["logprob_gap_max"] == 0
         assert figures["clip_fraction"] == 0
         assert figures["staleness"] == 0

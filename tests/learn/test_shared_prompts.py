@@ -62,7 +62,7 @@ def test_shared_prompt_states_and_gradients_equal_those_without_sharing(
     groups = random_groups(seed, groups=3, size=size, longest=12)
     directions = torch.Generator().manual_seed(seed)
     shared, alone = [], []
-    by_id = {one.episode_id: one for group in groups for one in group}
+    by_id = {answer.episode_id: answer for group in groups for answer in group}
     for batch in pack(weighted_groups("sft", groups), budget):
         shared.append(predicting_states(decoder, batch))
         alone += [states_alone(decoder, by_id[name]) for name in batch.episode_ids]
@@ -93,8 +93,8 @@ def test_packed_logprobs_are_bitwise_equal_to_each_sequence_alone(
         with_gradient = target_logprobs(decoder, batch, predicting_states(decoder, batch))[0]
         assert torch.equal(with_gradient, torch.cat(together))
         for name, found in zip(batch.episode_ids, together, strict=True):
-            one = next(one for group in groups for one in group if one.episode_id == name)
-            (lonely,) = pack(weighted_groups("sft", [[one]]), 60)
+            answer = next(answer for group in groups for answer in group if answer.episode_id == name)
+            (lonely,) = pack(weighted_groups("sft", [[answer]]), 60)
             assert torch.equal(found, token_logprobs(decoder, lonely))
 
 

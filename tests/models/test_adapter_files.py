@@ -121,9 +121,9 @@ def test_base_can_be_quantised_to_int8_while_loading(base: Path) -> None:
     read, _ = load_checkpoint(base, base="int8")
     narrowed = load_decoder(base)
     convert_base(narrowed, "int8")
-    mine, its = read.state_dict(), narrowed.state_dict()
-    assert mine.keys() == its.keys()
-    assert all(torch.equal(mine[name], tensor) for name, tensor in its.items())
+    state, expected = read.state_dict(), narrowed.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     assert torch.equal(logits(merge_adapter(read)), logits(read))
 
 

@@ -204,9 +204,9 @@ def test_flash_attention_on_a_gpu_is_close_to_float32(window: int | None) -> Non
     expected = out, *torch.autograd.grad(out, wide, grad)
     out = attention.FlashAttention(spans, torch.device("cuda"))(*narrow, window)
     found = out, *torch.autograd.grad(out, narrow, grad.bfloat16())
-    for one, of in zip(found, expected, strict=True):
-        assert one.dtype == torch.bfloat16
-        assert (one.float() - of).norm() < 0.01 * of.norm()
+    for tensor, of in zip(found, expected, strict=True):
+        assert tensor.dtype == torch.bfloat16
+        assert (tensor.float() - of).norm() < 0.01 * of.norm()
 
 
 class Largest(TorchDispatchMode):
@@ -216,8 +216,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
-        self.elements = max([self.elements, *(one.numel() for one in tensors)])
+        tensors = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
+        self.elements = max([self.elements, *(tensor.numel() for tensor in tensors)])
         return out
 
 

@@ -234,7 +234,7 @@ def test_logits_gradients_and_checkpoints_of_family_match_transformers(
 
 
 def norm(gradients: Sequence[Tensor | None]) -> float:
-    return float(sum(one.square().sum() for one in gradients if one is not None)) ** 0.5
+    return float(sum(grad.square().sum() for grad in gradients if grad is not None)) ** 0.5
 
 
 def learner_logits(decoder: Decoder, tokens: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ ACTIVE = {"Qwen3 30B-A3B": (30.5e9, 3.3e9), "DeepSeek V3": (671e9, 37e9), "Mixtr
 
 @functools.cache
 def documents() -> dict[str, dict[str, Any]]:
-    return {one["name"]: one for one in map(describe, shipped())}
+    return {document["name"]: document for document in map(describe, shipped())}
 
 
-@pytest.mark.parametrize("entry", [one for one in shipped() if one.published], ids=lambda one: one.name)
+@pytest.mark.parametrize("entry", [item for item in shipped() if item.published], ids=lambda item: item.name)
 def test_parameters_agree_with_published_numbers(entry: Entry) -> None:
     """Within 1%, or equal after rounding to the published digits ("7B" for 7.3 billion)."""
     text = entry.published["total"]
@@ -53,9 +53,9 @@ def test_gallery_page_is_up_to_date() -> None:
 
 def test_entries_are_unique_and_name_their_source() -> None:
     entries = shipped()
-    assert len({one.name for one in entries}) == len(entries) >= 40
-    assert all(one.source and one.identity.count("/") == 1 for one in entries)
-    assert not any(one["notes"] and "not a family known" in one["notes"][0] for one in documents().values())
+    assert len({entry.name for entry in entries}) == len(entries) >= 40
+    assert all(entry.source and entry.identity.count("/") == 1 for entry in entries)
+    assert not any(row["notes"] and "not a family known" in row["notes"][0] for row in documents().values())
 
 
 def test_cache_bytes_of_full_windowed_and_latent_layers() -> None:
@@ -74,11 +74,11 @@ def test_window_beyond_the_context_is_not_listed_as_swa() -> None:
     assert "SWA" in documents()["Mistral 7B v0.1"]["concepts"]
 
 
-@pytest.mark.parametrize("concept", CONCEPTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("concept", CONCEPTS, ids=lambda item: item.name)
 def test_concept_has_code_only_when_the_decoder_runs_it(concept: Concept) -> None:
-    users = [one for one in documents().values() if concept.name in one["concepts"]]
+    users = [row for row in documents().values() if concept.name in row["concepts"]]
     assert users, "no shipped model shows this concept"
-    assert bool(concept.code) == any(one["runs"]["runs"] == "natively" for one in users)
+    assert bool(concept.code) == any(row["runs"]["runs"] == "natively" for row in users)
 
 
 SMALL = {
@@ -124,7 +124,7 @@ def calls(code: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
     return len(seen)
 
 
-@pytest.mark.parametrize("concept", [one for one in CONCEPTS if one.code], ids=lambda one: one.name)
+@pytest.mark.parametrize("concept", [item for item in CONCEPTS if item.code], ids=lambda item: item.name)
 def test_named_function_computes_the_concept(concept: Concept, monkeypatch: pytest.MonkeyPatch) -> None:
     assert concept.name in describe(Entry("one", "one", "here", WITH[concept.name]))["concepts"]
     assert calls(concept.code, WITH[concept.name], monkeypatch) >= 2
@@ -173,5 +173,5 @@ def test_malformed_gallery_configs_are_rejected(change: dict[str, Any], message:
 
 def test_gallery_configs_have_no_code_or_generation_settings() -> None:
     file = Path(__file__).parents[2] / "src" / "perilune" / "models" / "gallery" / "models.json"
-    keys = {key for one in json.loads(file.read_text())["models"] for key in one["config"]}
+    keys = {key for model in json.loads(file.read_text())["models"] for key in model["config"]}
     assert not keys & {"auto_map", "bos_token_id", "eos_token_id", "vision_config", "transformers_version"}

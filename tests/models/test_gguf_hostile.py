@@ -88,18 +88,18 @@ def replace_bytes(good: Path, path: Path, old: bytes, new: bytes) -> Path:
 def test_invalid_counts_types_and_offsets_are_rejected(good: Path, tmp_path: Path) -> None:
     name = b"output_norm.weight"
     entry = name + struct.pack("<IQ", 1, 512)
-    at = good.read_bytes().index(entry) + len(entry)
-    kind, offset = struct.unpack_from("<IQ", good.read_bytes(), at)
-    place = entry + struct.pack("<IQ", kind, offset)
+    end = good.read_bytes().index(entry) + len(entry)
+    kind, offset = struct.unpack_from("<IQ", good.read_bytes(), end)
+    whole = entry + struct.pack("<IQ", kind, offset)
     out, bad = tmp_path / "out", tmp_path / "bad.gguf"
     assert_rejected(
-        replace_bytes(good, bad, place, entry + struct.pack("<IQ", 999, offset)), out, "quantised as type 999"
+        replace_bytes(good, bad, whole, entry + struct.pack("<IQ", 999, offset)), out, "quantised as type 999"
     )
     assert_rejected(
-        replace_bytes(good, bad, place, entry + struct.pack("<IQ", 34, offset)), out, "quantised as TQ1_0"
+        replace_bytes(good, bad, whole, entry + struct.pack("<IQ", 34, offset)), out, "quantised as TQ1_0"
     )
     assert_rejected(
-        replace_bytes(good, bad, place, entry + struct.pack("<IQ", kind, 2**63)), out, "truncated"
+        replace_bytes(good, bad, whole, entry + struct.pack("<IQ", kind, 2**63)), out, "truncated"
     )
     assert_rejected(replace_bytes(good, bad, entry, name + struct.pack("<IQ", 1, 2**62)), out, "truncated")
     assert_rejected(
@@ -145,8 +145,8 @@ def test_corrupted_header_bytes_raise_only_request_errors(good: Path, tmp_path: 
     refusals = 0
     for _ in range(150):
         changed = bytearray(data)
-        for place in draw.sample(range(header), 2):
-            changed[place] = draw.randrange(256)
+        for index in draw.sample(range(header), 2):
+            changed[index] = draw.randrange(256)
         bad.write_bytes(changed)
         try:
             convert(bad, tmp_path / "out")

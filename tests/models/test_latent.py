@@ -41,9 +41,9 @@ def decoder() -> Decoder:
 def logits_and_gradients(decoder: Decoder) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of two sequences after a shared prompt, and gradients of all parameters."""
     tokens = torch.arange(60) * 7 % 98
-    at = torch.cat([torch.arange(30), 30 + torch.arange(20), 30 + torch.arange(10)])
+    positions = torch.cat([torch.arange(30), 30 + torch.arange(20), 30 + torch.arange(10)])
     attention = PackedAttention(torch.tensor([0, 30, 50, 60]), torch.tensor([-1, 0, 0]))
-    logits = decoder.logits(decoder(tokens, at, attention))
+    logits = decoder.logits(decoder(tokens, positions, attention))
     return logits, list(torch.autograd.grad(logits.logsumexp(-1).sum(), list(decoder.parameters())))
 
 
@@ -53,8 +53,8 @@ def test_absorbed_form_equals_expanded_form(decoder: Decoder) -> None:
     wide = copy.deepcopy(decoder).double()
     expanded, expected = logits_and_gradients(wide)
     torch.testing.assert_close(logits.double(), expanded, rtol=1e-4, atol=1e-5)
-    for one, other in zip(gradients, expected, strict=True):
-        assert (one - other).norm() <= 1e-4 * other.norm() + 1e-5
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert (gradient - other).norm() <= 1e-4 * other.norm() + 1e-5
 
 
 def test_latent_cache_stores_one_vector_per_token(decoder: Decoder) -> None:

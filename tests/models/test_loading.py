@@ -407,11 +407,11 @@ def test_int8_base_loads_one_float32_matrix_at_a_time(folder: Path, monkeypatch:
     whole: list[int] = []
 
     def counted(decoder: Decoder, name: str, kind: Any) -> None:
-        matrices = [one for one in decoder.parameters() if one.dim() == 2 and not one.is_meta]
-        whole.append(sum(one.dtype == torch.float32 for one in matrices))
+        matrices = [matrix for matrix in decoder.parameters() if matrix.dim() == 2 and not matrix.is_meta]
+        whole.append(sum(matrix.dtype == torch.float32 for matrix in matrices))
         convert_matrix(decoder, name, kind)
 
     monkeypatch.setattr(loading, "convert_matrix", counted)
     decoder, _ = load_checkpoint(folder, base="int8")
     assert max(whole) == 1
-    assert not any(one.is_meta for one in decoder.parameters())
+    assert not any(parameter.is_meta for parameter in decoder.parameters())

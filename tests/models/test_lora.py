@@ -101,7 +101,7 @@ def test_new_adapter_equals_base_and_merging_is_bitwise_exact(base: BaseKind) ->
         assert torch.equal(logits(merge_adapter(adapted)), found)
         assert torch.equal(logits(adapted.frozen_copy()), found)
         assert torch.equal(logits(without_adapter(adapted)), start)
-    assert not any(isinstance(one, MergedProjection) for one in merge_adapter(adapted).projections())
+    assert not any(isinstance(layer, MergedProjection) for layer in merge_adapter(adapted).projections())
     learning = logits(adapted)
     assert torch.equal(learning, found)
     assert learning.requires_grad
@@ -110,16 +110,16 @@ def test_new_adapter_equals_base_and_merging_is_bitwise_exact(base: BaseKind) ->
 def test_base_weights_are_shared_and_stored_in_the_requested_dtype() -> None:
     decoder = make(MIXTURE, "int8")
     assert base_kind(decoder) == base_kind(without_adapter(decoder)) == "int8"
-    mine, its = decoder.state_dict(), without_adapter(decoder).state_dict()
-    assert its.keys() == base_state(decoder).keys() < mine.keys()
-    assert all(its[name].data_ptr() == mine[name].data_ptr() for name in its)
-    dtypes = {name.rpartition(".")[0].rpartition(".")[2]: tensor.dtype for name, tensor in its.items()}
+    full, base = decoder.state_dict(), without_adapter(decoder).state_dict()
+    assert base.keys() == base_state(decoder).keys() < full.keys()
+    assert all(base[name].data_ptr() == full[name].data_ptr() for name in base)
+    dtypes = {name.rpartition(".")[0].rpartition(".")[2]: tensor.dtype for name, tensor in base.items()}
     assert dtypes["q_proj"] in (torch.int8, torch.float32)  # the matrix, or its scales
-    assert its["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert base["model.embed_tokens.weight"].dtype == torch.bfloat16
     assert (
-        its["model.layers.0.mlp.gate.weight"].dtype == torch.float32
+        base["model.layers.0.mlp.gate.weight"].dtype == torch.float32
     )  # rounding a router would change the chosen experts
-    assert its["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.int8
+    assert base["model.layers.0.mlp.experts.0.up_proj.weight"].dtype == torch.int8
     assert all(p.dtype == torch.float32 for p in decoder.parameters() if p.requires_grad)
 
 

@@ -99,8 +99,8 @@ def test_narrow_matrices_use_less_memory(kind: NarrowKind, share: float, arithme
     weight = torch.randn(96, 128)
     packed, _ = products.pack_weight(weight, None, kind)
     tensors = packed.tensors if arithmetic == "native" else (packed.values, packed.scales)  # type: ignore[union-attr]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-    assert held <= share * weight.numel() * 4
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+    assert size <= share * weight.numel() * 4
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(torch.bfloat16, None), (torch.float64, "int8")])
@@ -113,13 +113,13 @@ def test_refreeze_updates_weights_in_place(dtype: torch.dtype, kind: NarrowKind 
     anew = decoder.frozen_copy(kind)
 
     def tensors(model: Decoder) -> list[torch.Tensor]:
-        held = [part for one in model.projections() if one.frozen is not None for part in one.frozen]
-        narrow = [part for one in held if isinstance(one, NarrowWeight) for part in (one.values, one.scales)]
+        held = [part for layer in model.projections() if layer.frozen is not None for part in layer.frozen]
+        narrow = [part for w in held if isinstance(w, NarrowWeight) for part in (w.values, w.scales)]
         norms = [
             module.weight for module in model.modules() if isinstance(module, (RMSNorm, torch.nn.Embedding))
         ]
         qk = [block.self_attn.frozen_qk_norm for block in model.model.layers]
-        return [one for one in (*held, *narrow, *norms, *qk) if isinstance(one, torch.Tensor)]
+        return [tensor for tensor in (*held, *narrow, *norms, *qk) if isinstance(tensor, torch.Tensor)]
 
     places = [tensor.data_ptr() for tensor in tensors(frozen)]
     assert any(not torch.equal(*pair) for pair in zip(tensors(frozen), tensors(anew), strict=True))

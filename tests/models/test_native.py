@@ -86,10 +86,10 @@ def test_draw_follows_the_distribution_and_skips_zero_probability() -> None:
 def paged(k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[attention.Cache, list[Tensor]]:
     """An empty cache with enough blocks for `k`."""
     blocks, heads, size = len(k) // 16 + 3, k.shape[1], k.shape[2]
-    held = [torch.zeros(blocks, heads, *shape, dtype=dtype) for shape in ((size, 16), (16, size))]
+    memory = [torch.zeros(blocks, heads, *shape, dtype=dtype) for shape in ((size, 16), (16, size))]
     scales = [torch.zeros(blocks, heads, 16) for _ in range(2)]
-    pointers = [x.data_ptr() for x in (*held, *scales)]
-    return attention.Cache(*pointers, ops.KINDS[dtype], 0), [*held, *scales]
+    pointers = [x.data_ptr() for x in (*memory, *scales)]
+    return attention.Cache(*pointers, ops.KINDS[dtype], 0), [*memory, *scales]
 
 
 @pytest.mark.usefixtures("threads")
@@ -102,7 +102,7 @@ def test_paged_attention_equals_packed_attention(heads: tuple[int, int], size: i
     spans = attention.Spans(torch.tensor([0]), torch.tensor([length]), torch.tensor([-1]))
     whole, _ = attention.attend_packed(q, k, v, spans, scale=size**-0.5, window=window)
     for dtype, tolerance in ((torch.float32, 0.0), (torch.bfloat16, 2e-2), (torch.int8, 4e-2)):
-        cache, held = paged(k, v, dtype)
+        cache, memory = paged(k, v, dtype)
         table = np.array([[3, 1, 5, 2, 4]], dtype=np.int32)
         parts = []
         for start, stop in ((0, 30), (30, 31), (31, 74), (74, 75)):  # in chunks, as in chunked prefill
@@ -122,7 +122,7 @@ def test_paged_attention_equals_packed_attention(heads: tuple[int, int], size: i
                 )
             )
         assert (torch.cat(parts) - whole).abs().max() <= tolerance
-        del held
+        del memory
 
 
 def test_int8_cache_rounding_error_is_at_most_half_a_step() -> None:

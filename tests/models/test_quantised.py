@@ -62,7 +62,7 @@ Tensors = dict[str, Tensor]
 def as_mxfp4(plain: Tensors) -> tuple[Tensors, Tensors]:
     """The state with random MXFP4 experts, and the expected dequantised state."""
     stored, values = dict(plain), dict(plain)
-    for name in [one for one in plain if one.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    for name in [key for key in plain if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         count, inputs, outputs = stored.pop(name).shape
         blocks = torch.randint(0, 256, (count, outputs, inputs // 32, 16), dtype=torch.uint8)
         scales = torch.randint(118, 126, blocks.shape[:3], dtype=torch.uint8)
@@ -157,7 +157,7 @@ def test_fp8_with_one_scale_per_matrix_loads(tmp_path: Path) -> None:
     stored, expected = as_fp8(new_state(QWEN_3))
     stored[QUERIES + "_scale_inv"] = torch.tensor(0.5)
     expected[QUERIES] = stored[QUERIES].float() * 0.5
-    for name in [one for one in stored if one.endswith("_inv") and one != QUERIES + "_scale_inv"]:
+    for name in [key for key in stored if key.endswith("_inv") and key != QUERIES + "_scale_inv"]:
         del stored[name]
         stored[name.removesuffix("_scale_inv")] = expected[name.removesuffix("_scale_inv")]
     check_loads_as(
@@ -172,16 +172,16 @@ def test_multi_token_prediction_layers_are_skipped_with_a_notice(
     tmp_path: Path, raw: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     state = new_state(raw)
-    place = "mtp." if raw is QWEN_NEXT else "model.layers.2."
+    prefix = "mtp." if raw is QWEN_NEXT else "model.layers.2."
     extra = {
-        f"{place}eh_proj.weight": torch.zeros(64, 128).to(torch.float8_e4m3fn),
-        f"{place}eh_proj.weight_scale_inv": torch.ones(4, 8),
-        f"{place}enorm.weight": torch.ones(64),
+        f"{prefix}eh_proj.weight": torch.zeros(64, 128).to(torch.float8_e4m3fn),
+        f"{prefix}eh_proj.weight_scale_inv": torch.ones(4, 8),
+        f"{prefix}enorm.weight": torch.ones(64),
     }
     fp8 = raw | {"quantization_config": FP8}
     check_loads_as(write(tmp_path, fp8, state | extra), state, torch.float32)
-    said = f"{tmp_path}/config.json: skipping 2 tensors for multi-token prediction"
-    assert capsys.readouterr().err.count(said) == 2
+    message = f"{tmp_path}/config.json: skipping 2 tensors for multi-token prediction"
+    assert capsys.readouterr().err.count(message) == 2
     if raw is not QWEN_NEXT:
         write(tmp_path, fp8 | {"num_nextn_predict_layers": 0}, state | extra)
         with pytest.raises(RequestError, match=r"layers\.2\.\w+\.weight is not part of this architecture"):
@@ -211,7 +211,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Tensors], Any], str]] = {
     ),
     "too few experts": (
         GPT_OSS,
-        lambda t: t.update({one: t[one][:2] for one in (f"{EXPERTS}_blocks", f"{EXPERTS}_scales")}),
+        lambda t: t.update({key: t[key][:2] for key in (f"{EXPERTS}_blocks", f"{EXPERTS}_scales")}),
         f"{EXPERTS} has shape [2, 64, 64], but config.json requires [3, 64, 64]",
     ),
     "no scale": (QWEN_3, drop(f"{QUERIES}_scale_inv"), f"{QUERIES}_scale_inv, for {QUERIES}, is missing"),

@@ -98,8 +98,8 @@ def test_prompt_tokens_returns_ids_texts_and_answer_start() -> None:
     )
     assert [token.text for token in tokens if token.special] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert "".join(token.text for token in tokens[start:]) == "<|im_start|>assistant\n"
-    shown = "".join(token.text for token in tokens[:start])
-    assert shown in (
+    opening = "".join(token.text for token in tokens[:start])
+    assert opening in (
         "<|im_start|>user\nä <|im_end|><|im_end|>\n",
         "<|im_start|>user\n\\xc3\\xa4 <|im_end|><|im_end|>\n",
     )

@@ -258,7 +258,7 @@ def test_batch_encoding_equals_single_encoding(texts):
     assert CHARACTERS.encode_batch(texts) == [CHARACTERS.encode(text) for text in texts]
     ids = CHARACTERS.encode_completions(texts)
     assert ids == [CHARACTERS.encode_completion(text) for text in texts]
-    assert [CHARACTERS.decode(one) for one in ids] == texts
+    assert [CHARACTERS.decode(row) for row in ids] == texts
 
 
 @given(st.text(max_size=30))
@@ -422,7 +422,7 @@ def kill_process(tokenizer: Tokenizer) -> None:
         os.kill(process_id(tokenizer), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kill", [lambda one: one.chat_template.interrupt(), kill_process])
+@pytest.mark.parametrize("kill", [lambda tokenizer: tokenizer.chat_template.interrupt(), kill_process])
 def test_killing_the_template_process_fails_only_the_current_prompt(kill):
     tokenizer = chatml()
     before = tokenizer.encode_prompt(HELLO)
@@ -460,10 +460,10 @@ for name, attempt in {
         continue
     os.write(1, name.encode() + b" ")
 """.replace("__FILE__", repr(__file__))
-    found = subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", attempt], capture_output=True, text=True, check=True)
     walls = Sandbox().capabilities().mechanisms
     missing = set() if walls.landlock else {"read", "write"}
-    assert set(found.stdout.split()) <= missing, found
+    assert set(result.stdout.split()) <= missing, result
 
 
 def test_template_variables_must_be_json():

@@ -64,15 +64,15 @@ class Case:
         parts = (self.cache.keys, self.cache.values, self.cache.key_scales, self.cache.value_scales)
         self.cache = LayerCache(*(None if part is None else part.to(DEVICE) for part in parts))
         self.q, self.tables, self.positions = (
-            one.to(DEVICE) for one in (self.q, self.tables, self.positions)
+            tensor.to(DEVICE) for tensor in (self.q, self.tables, self.positions)
         )
 
     def expected(self, window: int | None) -> Tensor:
         """Attention from its definition, in float64."""
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=DEVICE)
         for sequence, length in enumerate(self.lengths):
-            at = torch.arange(max(0, length - window) if window else 0, length, device=DEVICE)
-            blocks, within = self.tables[sequence, at // 16].long(), at % 16
+            positions = torch.arange(max(0, length - window) if window else 0, length, device=DEVICE)
+            blocks, within = self.tables[sequence, positions // 16].long(), positions % 16
             k = self.cache.keys[blocks, :, :, within].double()
             v = self.cache.values[blocks, :, within].double()
             if self.cache.key_scales is not None and self.cache.value_scales is not None:
@@ -126,9 +126,9 @@ def test_attend_rows_do_not_depend_on_other_rows_or_table_width(
     for row, length in enumerate(case.lengths):
         own = case.tables[row : row + 1, : -(-length // 16)]
         table = torch.nn.functional.pad(own, (0, wider))
-        at = slice(row, row + 1)
-        alone = attend(case.q[at], case.cache, table, case.positions[at], window)
-        assert torch.equal(alone, together[at])
+        rows = slice(row, row + 1)
+        alone = attend(case.q[rows], case.cache, table, case.positions[rows], window)
+        assert torch.equal(alone, together[rows])
 
 
 @few
@@ -154,12 +154,12 @@ def test_int8_store_rounding_error_is_at_most_half_a_step(case: Case) -> None:
     assert cache.key_scales is not None and cache.value_scales is not None
     for row, length in enumerate(case.lengths):
         block, within = int(case.tables[row, (length - 1) // 16]), (length - 1) % 16
-        for mine, held, scale in (
+        for exact, stored, scale in (
             (k[row], cache.keys[block, :, :, within], cache.key_scales[block, :, within]),
             (v[row], cache.values[block, :, within], cache.value_scales[block, :, within]),
         ):
-            torch.testing.assert_close(scale, mine.abs().amax(-1).clamp(min=1e-30) / 127)
-            error = (held * scale[:, None] - mine).abs()
+            torch.testing.assert_close(scale, exact.abs().amax(-1).clamp(min=1e-30) / 127)
+            error = (stored * scale[:, None] - exact).abs()
             assert (error <= 0.5001 * scale[:, None]).all()
 
 

@@ -29,8 +29,8 @@ def drawn(*shape: int, dtype: torch.dtype, room: int = 0) -> Tensor:
 
 def check(call: Any, reference: Any, inputs: list[Tensor]) -> None:
     """Compare the result and all gradients of `call` in Triton with `reference` in float64."""
-    ours = [one.detach().requires_grad_() for one in inputs]
-    theirs = [one.detach().double().requires_grad_() for one in inputs]
+    ours = [tensor.detach().requires_grad_() for tensor in inputs]
+    theirs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     with mock.patch.object(kernels, "uses_triton", lambda _: True):
         out = call(*ours)
         expected = reference(*theirs)
@@ -40,19 +40,19 @@ def check(call: Any, reference: Any, inputs: list[Tensor]) -> None:
             assert torch.equal(call(*inputs), out)
             assert torch.equal(call(inputs[0][-1:], *alone(inputs[1:], len(inputs[0]))), out[-1:])
     assert out.dtype == inputs[0].dtype
-    for one, of, like in zip(
+    for tensor, of, like in zip(
         (out, *found),
         (expected, *torch.autograd.grad(expected, theirs, grad.double())),
         (inputs[0], *inputs),
         strict=True,
     ):
-        assert one.dtype == like.dtype and one.shape == of.shape
-        assert (one.double() - of).norm() <= LIMITS[inputs[0].dtype] * of.norm()
+        assert tensor.dtype == like.dtype and tensor.shape == of.shape
+        assert (tensor.double() - of).norm() <= LIMITS[inputs[0].dtype] * of.norm()
 
 
 def alone(inputs: list[Tensor], rows: int) -> list[Tensor]:
     """The last row of each input that has `rows` rows; other inputs unchanged."""
-    return [one[-1:] if len(one) == rows else one for one in inputs]
+    return [tensor[-1:] if len(tensor) == rows else tensor for tensor in inputs]
 
 
 @dtypes
@@ -121,9 +121,9 @@ def test_gated_activations_equal_the_definition(
 def test_gated_activations_propagate_nan(place: int) -> None:
     inputs = [torch.ones(1, 16, device=DEVICE) for _ in range(2)]
     inputs[place][0, 3] = torch.nan
-    inputs = [one.requires_grad_() for one in inputs]
+    inputs = [tensor.requires_grad_() for tensor in inputs]
     with mock.patch.object(kernels, "uses_triton", lambda _: True):
         out = kernels._gated(*inputs, "clamped")
         found = torch.autograd.grad(out.sum(), inputs)
     assert out.isnan().nonzero().tolist() == [[0, 3]]
-    assert any(one[0, 3].isnan() for one in found)
+    assert any(tensor[0, 3].isnan() for tensor in found)

@@ -22,7 +22,7 @@ def check_samples(decoder: Decoder, *runners: Any) -> None:
             engine = Engine(decoder.to(DEVICE), slots=4, cache_tokens=512, token_budget=12, runner=runner)
             prompts = [Prompt(list(range(5, 5 + length)), (0, 0, length)) for length in (3, 26)]
             groups = engine.sample(prompts, 1, SamplingParams(5))
-            found.append([one for group in groups for one in group])
-    for one, other in zip(*found, strict=True):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4 if DEVICE == "cpu" else 5e-3)
+            found.append([sample for group in groups for sample in group])
+    for sample, other in zip(*found, strict=True):
+        assert sample.token_ids.tolist() == other.token_ids.tolist()
+        np.testing.assert_allclose(sample.logprobs, other.logprobs, atol=1e-4 if DEVICE == "cpu" else 5e-3)
