@@ -44,15 +44,15 @@ def measured(tmp_path: Path, before: Path, after: Path) -> dict:
 
 
 def test_unchanged_model_shows_no_forgetting(tmp_path: Path, folders: dict[str, Path]) -> None:
-    report = measured(tmp_path, folders["start"], folders["start"])
-    text = report["text"]
+    stats = measured(tmp_path, folders["start"], folders["start"])
+    text = stats["text"]
     assert text["perplexity"]["before"] == text["perplexity"]["after"]
     assert text["bits_per_byte"]["change"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
-    (other,) = report["environments"]
+    (other,) = stats["environments"]
     assert other["environment"] == "reasoning_gym/spell_backward" and other["tasks"] == 2
     assert other["pass@1"]["change"]["mean"] == 0
-    assert report["kl"]["answers"] == 4 and report["kl"]["per_answer"]["mean"] == 0  # both use the engine
-    assert report["warnings"] == []
+    assert stats["kl"]["answers"] == 4 and stats["kl"]["per_answer"]["mean"] == 0  # both sides use the engine
+    assert stats["warnings"] == []
 
 
 def test_forgetting_figures_match_the_model_logits(tmp_path: Path, folders: dict[str, Path]) -> None:

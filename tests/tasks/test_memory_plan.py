@@ -222,7 +222,7 @@ def test_gpu_slots_are_planned_for_the_expected_length(
     plan = plan_stage_memory(config, samples=512, max_tokens=16_384, cache=room, learner=settings)
     assert plan.slots == slots and plan.persistent["cache"] == used
     few = plan_stage_memory(config, samples=4, max_tokens=256, cache=room, learner=settings)
-    one = cache_bytes(config, 1, config.max_position_embeddings, item)  # room for the one possible sample
+    one = cache_bytes(config, 1, config.max_position_embeddings, item)  # room for the longest possible sample
     assert few.persistent["cache"] == one > cache_bytes(config, 4, 512, item)
 
 
