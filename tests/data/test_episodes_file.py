@@ -121,8 +121,8 @@ def test_to_table_matches_pyarrow_from_pylist():
         assert made.equals(pa.Table.from_pylist(rows[:count], schema=schema))
         made.validate(full=True)
     for name in numbers:
-        found = to_number_arrays(made.column(name).combine_chunks().slice(1))
-        assert [None if array is None else array.tolist() for array in found] == made[name].to_pylist()[1:]
+        arrays = to_number_arrays(made.column(name).combine_chunks().slice(1))
+        assert [None if array is None else array.tolist() for array in arrays] == made[name].to_pylist()[1:]
     with pytest.raises(OverflowError, match="int32"):
         to_table([{"wide": np.array([2**31])}], pa.schema([("wide", pa.list_(pa.int32()))]))
 
@@ -189,8 +189,8 @@ def test_read_episodes_rejects_invalid_files(tmp_path):
 def test_read_scores_reads_only_needed_columns(tmp_path):
     rows = [episode(0), episode(1, tokens=3, reward=None, failure="verifier: died")]
     write_episodes(tmp_path / "one.parquet", rows)
-    found = read_scores(tmp_path / "one.parquet")
-    assert found == [(row.task_id, row.reward, len(row.token_ids)) for row in rows]
+    scores = read_scores(tmp_path / "one.parquet")
+    assert scores == [(row.task_id, row.reward, len(row.token_ids)) for row in rows]
     pq.write_table(pa.table({"task_id": ["a"]}), tmp_path / "other.parquet")
     with pytest.raises(RequestError, match="no column 'task_id', 'reward' or 'token_ids'"):
         read_scores(tmp_path / "other.parquet")

@@ -41,7 +41,7 @@ def test_filter_gives_each_rejected_line_its_reason(tmp_path):
         record("", task="3"), record("x" * 300, task="4"), record("better", task="1", score=2.0),
     ]  # fmt: skip
     kept, reasons, report = run_filter(tmp_path, records, min_score=0.5, max_characters=200)
-    assert [one.messages[-1]["content"] for one in kept] == ["better"]
+    assert [row.messages[-1]["content"] for row in kept] == ["better"]
     assert reasons == {1: "not best", 2: "duplicate", 3: "score", 4: "too short", 5: "too long"}
     assert report["read"] == 6 and report["train"] == 1
     assert sum(report["rejected"].values()) == 5

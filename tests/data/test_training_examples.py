@@ -56,10 +56,10 @@ def test_demonstration_normalizes_tool_calls() -> None:
     as_text = {"id": "a", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
     calls = {"role": "assistant", "content": None, "tool_calls": [as_text]}
     result = {"role": "tool", "content": "4", "tool_call_id": "a"}
-    found = read_demonstration(row(messages=[USER, calls, result, SAID]))
-    assert isinstance(found, Conversation)
+    conversation = read_demonstration(row(messages=[USER, calls, result, SAID]))
+    assert isinstance(conversation, Conversation)
     expected = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", **CALL}]}
-    assert found.turns == (expected, result, SAID)
+    assert conversation.turns == (expected, result, SAID)
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_demonstration_rejects_invalid_rows(value: dict[str, Any], error: str) -
     ],
 )  # fmt: skip
 def test_comparison_reads_each_column_convention(value: dict[str, Any], prompt: Any, answers: Any) -> None:
-    found = read_comparison(row(**value))
+    comparison = read_comparison(row(**value))
     kind = PlainText if isinstance(prompt, str) else Conversation
-    assert (found.chosen, found.rejected) == (kind(prompt, answers[0]), kind(prompt, answers[1]))
+    assert (comparison.chosen, comparison.rejected) == (kind(prompt, answers[0]), kind(prompt, answers[1]))
 
 
 def test_comparisons_with_equal_prompts_share_task_id() -> None:
@@ -158,6 +158,6 @@ def test_demonstration_reads_every_format_of_convert(to: Any, tmp_path: Path) ->
     report = convert_files([tmp_path / "chats.jsonl"], to, tmp_path / "out.jsonl", ImportDefaults(score=1.0))
     assert report["written"] == 1
     (written,) = read_rows(tmp_path / "out.jsonl")
-    found = read_demonstration(written)
-    assert isinstance(found, Conversation)
-    assert found.opening == (USER,) and len(found.turns) == 3 and found.turns[-1] == SAID
+    conversation = read_demonstration(written)
+    assert isinstance(conversation, Conversation)
+    assert conversation.opening == (USER,) and len(conversation.turns) == 3 and conversation.turns[-1] == SAID

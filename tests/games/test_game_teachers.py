@@ -74,13 +74,13 @@ def test_cfr_reaches_published_exploitability_after_100_iterations(name, algorit
 
 
 def test_mccfr_approaches_equilibrium_and_depends_on_its_seed():
-    found = []
+    values = []
     for seed in (1, 1, 2):
         solver = RegretSolver(load("leduc_poker"), "mccfr", seed)
         solver.run(10_000)
-        found.append(solver.exploitability())
-    assert found[0] == found[1] != found[2]
-    assert all(0.2 < value < 0.4 for value in found)
+        values.append(solver.exploitability())
+    assert values[0] == values[1] != values[2]
+    assert all(0.2 < value < 0.4 for value in values)
 
 
 @pytest.mark.parametrize("name", ["kuhn_poker", "goofspiel", "liars_dice"])

@@ -72,11 +72,11 @@ def equilibrium() -> Tabular:
         "0": 0.2, "1": 0.0, "2": 0.6, "0pb": 0.0, "1pb": 0.2 + 1 / 3, "2pb": 1.0,
         "0p": 1 / 3, "1p": 0.0, "2p": 1.0, "0b": 0.0, "1b": 1 / 3, "2b": 1.0,
     }  # fmt: skip
-    found = Tabular()
+    policy = Tabular()
     for name, bet in bets.items():
         mixed = 0.98 * bet + 0.01
-        found.logits[found.rows[name]] = np.log([1 - mixed, mixed])
-    return found
+        policy.logits[policy.rows[name]] = np.log([1 - mixed, mixed])
+    return policy
 
 
 def test_moving_magnet_converges_to_the_equilibrium() -> None:
@@ -88,11 +88,11 @@ def test_moving_magnet_converges_to_the_equilibrium() -> None:
 
 
 def test_training_without_magnet_stays_away_from_the_equilibrium() -> None:
-    played, found = Tabular(), []
+    played, values = Tabular(), []
     for _ in range(8):
         played.train(32, kl=0)
-        found.append(played.exploitability())
-    assert min(found) > 0.05
+        values.append(played.exploitability())
+    assert min(values) > 0.05
 
 
 def test_fixed_magnet_converges_to_another_point() -> None:

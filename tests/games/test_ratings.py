@@ -23,12 +23,12 @@ def games(won: int, drawn: int, lost: int) -> tuple[float, ...]:
 
 
 def test_rating_difference_of_two_players_predicts_their_points() -> None:
-    found = compute_ratings([Match("b", "random", games(30, 4, 6))], "random")
-    assert found["random"] == (0.0, 0.0, 0.0)
+    ratings = compute_ratings([Match("b", "random", games(30, 4, 6))], "random")
+    assert ratings["random"] == (0.0, 0.0, 0.0)
     share = (32 + PRIOR_GAMES / 2) / (40 + PRIOR_GAMES)
-    assert found["b"].mean == pytest.approx(400 * math.log10(share / (1 - share)))
-    assert expected_points(found["b"].mean) == pytest.approx(share)
-    assert found["b"].low < found["b"].mean < found["b"].high
+    assert ratings["b"].mean == pytest.approx(400 * math.log10(share / (1 - share)))
+    assert expected_points(ratings["b"].mean) == pytest.approx(share)
+    assert ratings["b"].low < ratings["b"].mean < ratings["b"].high
 
 
 def test_two_draws_count_as_one_win_and_one_loss() -> None:
@@ -61,9 +61,9 @@ def test_ratings_recover_strengths_from_expected_points(truth: list[float], coun
             if not 0 <= points <= 1:
                 return
             matches.append(Match(names[a], names[b], (points,) * count))
-    found = compute_ratings(matches, names[0], resamples=0)
+    ratings = compute_ratings(matches, names[0], resamples=0)
     for name, value in zip(names, truth, strict=True):
-        assert found[name].mean == pytest.approx(value - truth[0], abs=1e-3)
+        assert ratings[name].mean == pytest.approx(value - truth[0], abs=1e-3)
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12))
@@ -80,9 +80,9 @@ def test_ratings_are_independent_of_sides_and_anchor(won: int, drawn: int, lost:
 
 
 def test_rating_differences_add_up_along_a_chain() -> None:
-    found = compute_ratings([Match("c", "b", games(30, 0, 10)), Match("b", "a", games(30, 0, 10))], "a")
-    assert found["c"].mean == pytest.approx(2 * found["b"].mean)
-    assert found["c"].high - found["c"].low > found["b"].high - found["b"].low
+    ratings = compute_ratings([Match("c", "b", games(30, 0, 10)), Match("b", "a", games(30, 0, 10))], "a")
+    assert ratings["c"].mean == pytest.approx(2 * ratings["b"].mean)
+    assert ratings["c"].high - ratings["c"].low > ratings["b"].high - ratings["b"].low
 
 
 def test_intervals_have_their_nominal_coverage() -> None:

@@ -31,8 +31,8 @@ def test_bare_algorithm_name_selects_default_options(name: str, tmp_path: Path) 
 
 
 def test_given_option_overrides_only_its_default(tmp_path: Path) -> None:
-    found = load(tmp_path / "r.yaml", "algorithm: {name: dr_grpo, clip_high: 0.2}")
-    assert found == algorithm("dr_grpo", clip_high=0.2).model_dump(mode="json")
+    loaded = load(tmp_path / "r.yaml", "algorithm: {name: dr_grpo, clip_high: 0.2}")
+    assert loaded == algorithm("dr_grpo", clip_high=0.2).model_dump(mode="json")
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_off_policy_settings_are_parsed(tmp_path: Path) -> None:
     text = "off_policy: {proximal: learner, weight: mask, bounds: [0.5, 5], level: sequence-geometric}"
     path = tmp_path / "r.yaml"
     path.write_text(RECIPE.replace("ALGORITHM", text))
-    found = load_recipe(path).stage("rl").spec["off_policy"]
-    assert (found["weight"], found["bounds"], found["level"]) == ("mask", [0.5, 5.0], "sequence-geometric")
+    spec = load_recipe(path).stage("rl").spec["off_policy"]
+    assert (spec["weight"], spec["bounds"], spec["level"]) == ("mask", [0.5, 5.0], "sequence-geometric")

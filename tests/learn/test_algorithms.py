@@ -168,13 +168,13 @@ def test_pkpo_worked_example() -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_pkpo_gradient_estimate_of_pass_at_k_is_unbiased(n: int, k: int) -> None:
     """The expectation over all 2^n outcomes of a Bernoulli policy equals d/dp of 1 - (1 - p)^k."""
-    p, found = 0.3, 0.0
+    p, gradient = 0.3, 0.0
     for outcome in itertools.product([0.0, 1.0], repeat=n):
         right = np.array(outcome)
         chance = p ** right.sum() * (1 - p) ** (n - right.sum())
         score = np.where(right == 1, 1 / p, -1 / (1 - p))
-        found += chance * (algorithm("pkpo", k=k).advantages(right) * score).mean()
-    assert found == pytest.approx(k * (1 - p) ** (k - 1))
+        gradient += chance * (algorithm("pkpo", k=k).advantages(right) * score).mean()
+    assert gradient == pytest.approx(k * (1 - p) ** (k - 1))
 
 
 def test_pkpo_with_k_1_equals_rloo() -> None:
@@ -209,8 +209,8 @@ def test_pass_at_k_training_group_is_dead_when_every_subset_of_k_passes() -> Non
 )
 def test_toggle_worked_example(step: int, threshold: float, expected: list[int]) -> None:
     toggle = algorithm("toggle", threshold=threshold)
-    found = toggle.toggle_rewards(np.array([1.0, 1, 1, 0]), np.array([100, 200, 400, 300]), 200, step)
-    assert found.tolist() == expected
+    rewards = toggle.toggle_rewards(np.array([1.0, 1, 1, 0]), np.array([100, 200, 400, 300]), 200, step)
+    assert rewards.tolist() == expected
 
 
 def test_toggle_fixes_budget_at_first_right_answer() -> None:
@@ -354,10 +354,10 @@ def test_weights_do_not_depend_on_order_of_groups_or_episodes(name: str, seed: i
 
     def run(chosen: list[list[tuple[int, int]]]) -> dict[tuple[int, int], np.ndarray]:
         context = StepContext(max_tokens=8, signals=signals)
-        found = algorithm(name).weight_groups([[groups[g][i] for g, i in row] for row in chosen], context)
+        weighted = algorithm(name).weight_groups([[groups[g][i] for g, i in row] for row in chosen], context)
         return {
             pair: weights
-            for row, group in zip(chosen, found, strict=True)
+            for row, group in zip(chosen, weighted, strict=True)
             for pair, weights in zip(row, group.policy_gradient.weights, strict=True)
         }
 

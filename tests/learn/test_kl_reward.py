@@ -17,8 +17,8 @@ def context() -> StepContext:
     """A context for random groups, with reference log-probs."""
     groups = random_groups(2)
     models = SignalModels(small_decoder(), small_decoder(4))
-    found = compute_signals({"reference_logprobs"}, groups, models, token_budget=50)
-    return StepContext(8, KL, "k1_reward", signals={**signals_for(groups), **found})
+    signals = compute_signals({"reference_logprobs"}, groups, models, token_budget=50)
+    return StepContext(8, KL, "k1_reward", signals={**signals_for(groups), **signals})
 
 
 def test_rloo_subtracts_summed_kl_from_rewards_before_baseline(context: StepContext) -> None:

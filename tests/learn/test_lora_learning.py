@@ -31,11 +31,11 @@ TOKENIZER = Tokenizer.characters()
 
 
 def make(seed: int = 3, **settings: Any) -> Decoder:
-    found = LearnerSettings.model_validate(settings)
+    parsed = LearnerSettings.model_validate(settings)
     decoder = new_model("tiny", TOKENIZER, seed=seed)
-    if found.lora is not None:
-        convert_base(decoder, found.lora.base)
-    adapt(decoder, found, seed=0)
+    if parsed.lora is not None:
+        convert_base(decoder, parsed.lora.base)
+    adapt(decoder, parsed, seed=0)
     return decoder
 
 

@@ -22,10 +22,10 @@ CONTEXT = StepContext(max_tokens=8)
 
 def with_steps(one: Episode, ends: dict[int, float]) -> Episode:
     """The episode with step rewards; `ends` maps the end of a segment to its reward."""
-    found = np.full(len(one.token_ids), np.nan, np.float32)
+    rewards = np.full(len(one.token_ids), np.nan, np.float32)
     for end, earned in ends.items():
-        found[end - 1] = earned
-    return replace(one, step_rewards=found)
+        rewards[end - 1] = earned
+    return replace(one, step_rewards=rewards)
 
 
 def pair() -> list[Episode]:
@@ -37,8 +37,8 @@ def pair() -> list[Episode]:
 
 def weighted(group: list[Episode], settings, name: str = "dr_grpo", **options) -> WeightedGroup:
     chosen = algorithm(name, **{"aggregation": "token-mean", **options})
-    (found,) = apply_process_rewards(chosen.weight_groups([group], CONTEXT), chosen, CONTEXT, settings)
-    return found
+    (result,) = apply_process_rewards(chosen.weight_groups([group], CONTEXT), chosen, CONTEXT, settings)
+    return result
 
 
 def weights(group: WeightedGroup) -> list[list[float]]:
@@ -47,29 +47,29 @@ def weights(group: WeightedGroup) -> list[list[float]]:
 
 
 def test_monte_carlo_values_worked_example() -> None:
-    found = weighted(pair(), MonteCarloValues())
-    assert weights(found) == [
+    group = weighted(pair(), MonteCarloValues())
+    assert weights(group) == [
         [0.25, 0.25, 0.25],
         [-0.25, -0.25, -0.25, -0.25],
     ]  # r + V' - V, V = 0 at the end
 
 
 def test_answer_values_as_bonus_worked_example() -> None:
-    found = weighted(pair(), AnswerValues())
+    group = weighted(pair(), AnswerValues())
     z = 0.2 * 0.25 / (np.std([0.25, -0.25], ddof=1) + 1e-4)
     expected = [
         [0.5 + z, 0.5 + z, 0.5],
         [-0.5 - z, -0.5, -0.5, -0.5],
     ]  # the last segment gets only the outcome
-    for actual, target in zip(weights(found), expected, strict=True):
+    for actual, target in zip(weights(group), expected, strict=True):
         assert actual == pytest.approx(target, abs=1e-6)
-    assert found.advantages is not None and found.advantages.tolist() == [0.5, -0.5]  # of the outcome alone
+    assert group.advantages is not None and group.advantages.tolist() == [0.5, -0.5]  # of the outcome alone
 
 
 def test_answer_values_as_trace_worked_example() -> None:
-    found = weighted(pair(), AnswerValues(role="trace"))
+    group = weighted(pair(), AnswerValues(role="trace"))
     # returns: 0.25 + 0.25, 0.25 and -0.25 - 0.25, -0.25
-    assert weights(found) == [[0.125, 0.125, -0.125], [-0.125, 0.125, 0.125, 0.125]]
+    assert weights(group) == [[0.125, 0.125, -0.125], [-0.125, 0.125, 0.125, 0.125]]
 
 
 def test_negligible_spread_of_process_rewards_adds_no_bonus() -> None:
@@ -84,9 +84,9 @@ def test_process_rewards_give_weights_to_dead_groups() -> None:
     dead = [replace(answer, reward=0.0) for answer in pair()]
     assert weighted(dead, None).dead
     for settings in (AnswerValues(), AnswerValues(dead_only=True)):
-        found = weighted(dead, settings)
-        assert not found.dead
-        assert weights(found)[0][0] > 0 > weights(found)[1][0]
+        group = weighted(dead, settings)
+        assert not group.dead
+        assert weights(group)[0][0] > 0 > weights(group)[1][0]
     assert weights(weighted(pair(), AnswerValues(dead_only=True))) == weights(weighted(pair(), None))
     still = [
         with_steps(answer, {len(answer.token_ids): -0.5}) for answer in dead
@@ -166,7 +166,7 @@ def test_process_reward_metrics() -> None:
 
 def test_segments_of_an_episode() -> None:
     assert reward_segments(episode()) is None
-    found = reward_segments(with_steps(episode(tokens=(1, 2, 3, 4)), {1: 0.0, 3: -0.5}))
-    assert found is not None
-    assert found[0] == [1, 4]  # trailing tool tokens belong to the last segment
-    assert found[1].tolist() == [0.0, -0.5]
+    segments = reward_segments(with_steps(episode(tokens=(1, 2, 3, 4)), {1: 0.0, 3: -0.5}))
+    assert segments is not None
+    assert segments[0] == [1, 4]  # trailing tool tokens belong to the last segment
+    assert segments[1].tolist() == [0.0, -0.5]

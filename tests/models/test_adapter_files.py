@@ -47,8 +47,8 @@ def ours(decoder: Decoder) -> torch.Tensor:
 
 @torch.no_grad()
 def theirs(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(IDS[None]).logits[0]
-    return found
+    logits: torch.Tensor = model(IDS[None]).logits[0]
+    return logits
 
 
 def test_peft_loads_our_adapter(base: Path, tmp_path: Path) -> None:

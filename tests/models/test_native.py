@@ -176,9 +176,9 @@ def test_missing_kernels_report_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_
             patch.delenv("CC", raising=False)
             for name, value in environment.items():
                 patch.setenv(name, value)
-            found = build.load_library.__wrapped__(build._KERNELS)
-            assert found.library is None
-            assert reason in found.reason
+            loaded = build.load_library.__wrapped__(build._KERNELS)
+            assert loaded.library is None
+            assert reason in loaded.reason
 
 
 def test_kernel_library_is_built_once_and_rebuilt_when_damaged(

@@ -35,13 +35,13 @@ def check(call: Any, reference: Any, inputs: list[Tensor]) -> None:
         out = call(*ours)
         expected = reference(*theirs)
         grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(out)
-        found = torch.autograd.grad(out, ours, grad)
+        gradients = torch.autograd.grad(out, ours, grad)
         with torch.no_grad():
             assert torch.equal(call(*inputs), out)
             assert torch.equal(call(inputs[0][-1:], *alone(inputs[1:], len(inputs[0]))), out[-1:])
     assert out.dtype == inputs[0].dtype
     for tensor, of, like in zip(
-        (out, *found),
+        (out, *gradients),
         (expected, *torch.autograd.grad(expected, theirs, grad.double())),
         (inputs[0], *inputs),
         strict=True,
@@ -89,10 +89,10 @@ def test_rotate_equals_the_definition(shape: tuple[int, ...], dtype: torch.dtype
     ours = x.detach().requires_grad_()
     with mock.patch.object(kernels, "uses_triton", lambda _: True):
         out = kernels.rotate(ours, cos, sin)
-        (found,) = torch.autograd.grad(out, ours, out.detach())
+        (gradient,) = torch.autograd.grad(out, ours, out.detach())
     assert out.dtype == dtype
     assert (out.double() - reference(x.double())).norm() <= LIMITS[dtype] * x.double().norm()
-    assert (found.double() - x.double()).norm() <= 2 * LIMITS[dtype] * x.double().norm()
+    assert (gradient.double() - x.double()).norm() <= 2 * LIMITS[dtype] * x.double().norm()
 
 
 @dtypes
@@ -124,6 +124,6 @@ def test_gated_activations_propagate_nan(place: int) -> None:
     inputs = [tensor.requires_grad_() for tensor in inputs]
     with mock.patch.object(kernels, "uses_triton", lambda _: True):
         out = kernels._gated(*inputs, "clamped")
-        found = torch.autograd.grad(out.sum(), inputs)
+        gradients = torch.autograd.grad(out.sum(), inputs)
     assert out.isnan().nonzero().tolist() == [[0, 3]]
-    assert any(tensor[0, 3].isnan() for tensor in found)
+    assert any(tensor[0, 3].isnan() for tensor in gradients)
