@@ -34,7 +34,7 @@ def record(arm: str, seed: int, rate: float, seconds: float, length: float = 20.
         **{name: {"mean": rate, "low": rate, "high": rate} for name in ("pass@1", "pass@8", "greedy")},
         "length": length,
         "seconds": 2 * seconds,
-        "correct": "".join(str(round(8 * rate) if place % 2 else 4) for place in range(64)),
+        "correct": "".join(str(round(8 * rate) if index % 2 else 4) for index in range(64)),
         "curve": {
             "episodes": [256] * steps,
             "processor": list(accumulate([seconds / steps] * steps)),
@@ -100,10 +100,10 @@ def test_view_corrects_all_comparisons_together() -> None:
     """An arm that is significant alone is not significant among many comparisons."""
     jitter = (0.0, 0.012, 0.024)
     base = [(0.70, 10.0)] * 3
-    arm = [(0.75 + one, 10.0) for one in jitter]
-    flat = [(0.70 + one, 10.0) for one in (0.01, -0.01, 0.0)]
+    arm = [(0.75 + shift, 10.0) for shift in jitter]
+    flat = [(0.70 + shift, 10.0) for shift in (0.01, -0.01, 0.0)]
     assert "`arm` against `grpo` at equal episodes: higher" in page_of(grpo=base, arm=arm)["about"]
-    others = {f"other{place}": flat for place in range(9)}
+    others = {f"other{n}": flat for n in range(9)}
     page = page_of(grpo=base, arm=arm, **others)
     assert "No difference from `grpo` shown at equal episodes: `arm`, `other0`" in page["about"]
 
@@ -147,7 +147,7 @@ def test_with_best_rate_selects_the_best_learning_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "arm"), [(name, arm) for name, one in SETTINGS.items() for arm in one["arms"]]
+    ("setting", "arm"), [(name, arm) for name, setting in SETTINGS.items() for arm in setting["arms"]]
 )
 def test_every_arm_is_a_valid_recipe(setting: str, arm: str) -> None:
     keys = SETTINGS[setting]["arms"][arm]

@@ -61,9 +61,9 @@ def test_engines_do_the_same_work(smoke: dict[str, Any]) -> None:
 
 @pytest.mark.thorough
 def test_view_shows_every_record(smoke: dict[str, Any]) -> None:
-    shown = view(smoke)
-    assert [row["engine"] for row in shown["ragged"]["one core"]] == ["perilune", "transformers"]
-    assert "times as fast as `generate` of transformers" in shown["about"]
+    page = view(smoke)
+    assert [row["engine"] for row in page["ragged"]["one core"]] == ["perilune", "transformers"]
+    assert "times as fast as `generate` of transformers" in page["about"]
 
 
 def test_floor_counts_flops_and_reads() -> None:
@@ -145,8 +145,8 @@ def test_contestant_records_why_its_engine_failed(tmp_path: Path, monkeypatch: p
 
 def test_agreement_stops_at_the_first_different_token() -> None:
     reference = {"tokens": [[1, 2, 3], [4, 5, 6]], "logprobs": [[-1.0] * 3, [-1.0] * 3]}
-    mine = {"tokens": [[1, 2, 3], [4, 9, 6]], "logprobs": [[-1.0, -1.5, -1.0], [-1.25, -8.0, -8.0]]}
-    assert agreement(mine, reference) == {"tokens": 4 / 6, "logprob_difference": 0.5}
+    sample = {"tokens": [[1, 2, 3], [4, 9, 6]], "logprobs": [[-1.0, -1.5, -1.0], [-1.25, -8.0, -8.0]]}
+    assert agreement(sample, reference) == {"tokens": 4 / 6, "logprob_difference": 0.5}
 
 
 def record(engine: str, seconds: list[float], **changes: Any) -> dict[str, Any]:
@@ -181,8 +181,8 @@ def test_store_merges_runs(tmp_path: Path) -> None:
     later = record("perilune", [1.5], measured_at="2026-01-02T00:00:00+00:00")
     Store(path, []).keep(later)
     records = json.loads(path.read_text())["records"]
-    assert [(one["engine"], one["seconds"]) for one in records] == [("openvino", [1.0]), ("perilune", [1.5])]
-    assert [one["command"] for one in records] == [
+    assert [(row["engine"], row["seconds"]) for row in records] == [("openvino", [1.0]), ("perilune", [1.5])]
+    assert [row["command"] for row in records] == [
         "python -m benchmarks.rollout --engines openvino",
         "python -m benchmarks.rollout",
     ]
@@ -218,8 +218,8 @@ def test_view_shows_wrong_and_failed_records_without_comparing() -> None:
     failed = {**record("llama.cpp", []), "failed": "out of memory"}
     del failed["faults"]
     wrong = record("openvino", [0.1], faults=["samples that are the same"])
-    shown = view(document(record("perilune", [1.0]), record("transformers", [2.0]), wrong, failed))
-    rows = {row["engine"]: row for row in shown["group"]["one core"]}
+    page = view(document(record("perilune", [1.0]), record("transformers", [2.0]), wrong, failed))
+    rows = {row["engine"]: row for row in page["group"]["one core"]}
     assert rows["llama.cpp"]["KV cache"] == "failed: out of memory"
     assert rows["openvino"]["wrong"] == "samples that are the same"
-    assert "2.00 times" in shown["about"] and "fastest other engine" not in shown["about"]
+    assert "2.00 times" in page["about"] and "fastest other engine" not in page["about"]

@@ -96,7 +96,7 @@ def test_freeze_takes_outputs_of_other_stages_as_inputs(tmp_path: Path) -> None:
     (tmp_path / "output" / "rows.jsonl").write_text("{}")
     given = [word for field in consumed for word in ("--input", f"{field}={tmp_path / 'output'}")]
     assert call("freeze", RECIPE, "--stage", stage, "--out", tmp_path / "b", *given)[0] == 0
-    assert {one.name for one in read_job(tmp_path / "b").inputs} == set(consumed)
+    assert {item.name for item in read_job(tmp_path / "b").inputs} == set(consumed)
     with pytest.raises(RequestError, match="which data consumes, is missing"):
         call("freeze", RECIPE, "--stage", stage, "--out", tmp_path / "c")
     with pytest.raises(RequestError, match="consumes no such field"):

@@ -94,8 +94,8 @@ def test_compare_finds_any_changed_or_missing_result_file(name: str, make_run: C
     (difference,) = compare_artifacts(a, b)
     assert (difference.path, difference.kind) == (f"artifacts/{name}", "changed")
     (b / "artifacts" / name).unlink()
-    assert [one.kind for one in compare_artifacts(a, b)] == ["missing"]
-    assert [one.kind for one in compare_artifacts(b, a)] == ["extra"]
+    assert [difference.kind for difference in compare_artifacts(a, b)] == ["missing"]
+    assert [difference.kind for difference in compare_artifacts(b, a)] == ["extra"]
 
 
 def test_compare_names_first_differing_step_and_key_with_both_values(
@@ -125,7 +125,7 @@ def test_compare_reports_equal_values_written_in_different_bytes(make_run: Calla
     a, b = make_run("a"), make_run("b")
     text = (b / "artifacts" / "metrics.jsonl").read_text()
     (b / "artifacts" / "metrics.jsonl").write_text(text.replace(": ", ":"))
-    assert [one.path for one in compare_artifacts(a, b)] == ["artifacts/metrics.jsonl"]
+    assert [difference.path for difference in compare_artifacts(a, b)] == ["artifacts/metrics.jsonl"]
 
 
 def test_compare_names_changed_key_of_summary(make_run: Callable[[str], Path]) -> None:

@@ -154,7 +154,7 @@ def test_freeze_does_not_overwrite_other_file_or_bundle(
 def test_freeze_rejects_input_whose_digest_differs_from_job(
     job: Job, inputs: dict[str, Path], tmp_path: Path
 ) -> None:
-    references = tuple(one.model_copy(update={"digest": tree_digest(inputs[one.name])}) for one in job.inputs)
+    references = tuple(ref.model_copy(update={"digest": tree_digest(inputs[ref.name])}) for ref in job.inputs)
     promised = job.model_copy(update={"inputs": references})
     assert freeze(promised, inputs, tmp_path / "b") == freeze(job, inputs, tmp_path / "c")
     (inputs["checkpoint"] / "config.json").write_text("{}")

@@ -45,7 +45,7 @@ def test_sampler_measures_plausible_values(tmp_path: Path) -> None:
     assert 0 < row["memory_used"] < row["memory_total"]
     assert len(row["load"]) == 3
     assert row["disk_free"] > 0
-    assert max(one["tree"]["cpu_percent"] for one in read_rows(tmp_path / "h.jsonl")) > 10
+    assert max(row["tree"]["cpu_percent"] for row in read_rows(tmp_path / "h.jsonl")) > 10
 
 
 def test_sampler_counts_child_processes_until_exit(tmp_path: Path) -> None:

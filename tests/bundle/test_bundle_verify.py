@@ -113,8 +113,8 @@ def test_verify_reports_renamed_file_under_both_names(pristine: Path, data: st.D
     suffix = data.draw(st.text("abc.é ", min_size=1, max_size=8))
     with copied(pristine) as bundle:
         (bundle / name).rename(bundle / f"{name}{suffix}")
-        found = {(difference.path, difference.kind) for difference in verify(bundle)}
-        assert found == {(name, "missing"), (f"{name}{suffix}", "extra")}
+        differences = {(difference.path, difference.kind) for difference in verify(bundle)}
+        assert differences == {(name, "missing"), (f"{name}{suffix}", "extra")}
 
 
 @MANY
@@ -212,7 +212,7 @@ def test_verify_reports_listed_path_outside_bundle_as_missing(bundle: Path) -> N
     secret = {"path": "../../etc/passwd", "size": 1, "sha256": "0", "mode": "0444"}
     document = {"schema_version": 1, "digest": sha256_bytes(canonical_json([secret])), "files": [secret]}
     rewrite(bundle / BUNDLE_FILE, canonical_json(document) + b"\n")
-    assert ("../../etc/passwd", "missing") in {(one.path, one.kind) for one in verify(bundle)}
+    assert ("../../etc/passwd", "missing") in {(diff.path, diff.kind) for diff in verify(bundle)}
 
 
 def write_artifacts(bundle: Path) -> None:

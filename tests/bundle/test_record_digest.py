@@ -53,18 +53,18 @@ def install(wheel: Path, prefix: Path, *options: str) -> Path:
 
 
 def installed(folder: Path) -> Distribution:
-    (found,) = distributions(path=[str(folder)], name="swapped")
-    return found
+    (distribution,) = distributions(path=[str(folder)], name="swapped")
+    return distribution
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two installations of a wheel with different options, and one of another wheel of the same version."""
     root = tmp_path_factory.mktemp("swapped")
-    one, other = make_wheel(root / "1", "x = 1\n"), make_wheel(root / "2", "x = 2\n")
+    first, other = make_wheel(root / "1", "x = 1\n"), make_wheel(root / "2", "x = 2\n")
     return [
-        install(one, root / "a"),
-        install(one, root / "longer prefix", "--no-compile"),
+        install(first, root / "a"),
+        install(first, root / "longer prefix", "--no-compile"),
         install(other, root / "c"),
     ]
 

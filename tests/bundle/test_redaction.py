@@ -27,7 +27,7 @@ def base64_of(encode: Callable[[bytes], bytes], offset: int) -> Callable[[str], 
 
 
 def wrapped(text: str, width: int, end: str) -> str:
-    return end.join(text[at : at + width] for at in range(0, len(text), width))
+    return end.join(text[start : start + width] for start in range(0, len(text), width))
 
 
 ENCODINGS: dict[str, Callable[[str], str]] = {
@@ -100,11 +100,11 @@ def test_stream_redacts_chunks_as_redact_does_whole_text(data: st.DataObject) ->
         ["abcab-secret", "abca", "%41", "\\u0061", "\\", "&amp;", "\n", " x", "%", "&", '"']
     )
     text = "".join(data.draw(st.lists(parts, max_size=20))).encode()
-    stream, pieces, at = RedactedStream(redactor), [], 0
-    while at < len(text):
+    stream, pieces, start = RedactedStream(redactor), [], 0
+    while start < len(text):
         size = data.draw(st.integers(1, 7))
-        pieces.append(stream.feed(text[at : at + size]))
-        at += size
+        pieces.append(stream.feed(text[start : start + size]))
+        start += size
     assert b"".join([*pieces, stream.close()]) == redactor.redact(text)
 
 
@@ -112,7 +112,7 @@ def test_redactor_leaves_text_without_values_unchanged() -> None:
     redactor = redactor_for(**{f"KEY{number}": value for number, value in enumerate(VALUES)})
     noise = random.Random(0).randbytes(1 << 18)
     stream = RedactedStream(redactor)
-    pieces = [stream.feed(noise[at : at + 1000]) for at in range(0, len(noise), 1000)]
+    pieces = [stream.feed(noise[start : start + 1000]) for start in range(0, len(noise), 1000)]
     assert b"".join([*pieces, stream.close()]) == noise
     line = b"step 3, 45% done, loss 0.25 \\ C:\\new &c.\n"
     assert redactor.redact(line) == line

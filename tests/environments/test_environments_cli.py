@@ -75,9 +75,9 @@ def test_show_and_sample_accept_names_of_games():
 
 
 def test_show_prints_fields_and_settings_with_defaults():
-    shown = json.loads(run("show", "reasoning_gym/chain_sum", "--json"))
-    assert shown["config"]["max_digits"] == 4
-    assert shown["fields"]["threshold"]["default"] == 1.0 and shown["fields"]["task"]["required"]
+    document = json.loads(run("show", "reasoning_gym/chain_sum", "--json"))
+    assert document["config"]["max_digits"] == 4
+    assert document["fields"]["threshold"]["default"] == 1.0 and document["fields"]["task"]["required"]
     assert "config.max_digits: 4" in run("show", "reasoning_gym/chain_sum")
     assert json.loads(run("show", "reasoning_gym", "--json"))["config"] == {}
 
@@ -97,9 +97,9 @@ def test_show_and_sample_work_for_environment_in_local_file(
 ) -> None:
     (tmp_path / "echo.py").write_text(ECHO)
     monkeypatch.chdir(tmp_path)
-    shown = run("show", "echo.py:Echo")
-    assert 'environment: {"id": "echo.py:Echo"}' in shown and "how many" in shown
-    assert "def score" not in shown and "tasks:" not in shown
+    text = run("show", "echo.py:Echo")
+    assert 'environment: {"id": "echo.py:Echo"}' in text and "how many" in text
+    assert "def score" not in text and "tasks:" not in text
     assert "  heldout tasks: 1\n" in run("show", "echo.py:Echo", "--set", "numbers=2", "--count")
     counted = json.loads(run("show", "calculator", "--count", "--json"))["tasks"]
     assert counted["train"] == MAX_COUNTED_TASKS
@@ -151,7 +151,7 @@ def test_sample_prints_prompt_as_tokens_of_model(tmp_path):
     assert task["assistant_turn"] == len(task["tokens"])
     assert task["answer"].startswith("\\boxed{") and task["score"] == 1.0
     Tokenizer.characters().with_chat_template(TEMPLATE, where="test").save(tmp_path)
-    shown = run("sample", "calculator", "-n", "1", "--model", str(tmp_path))
-    assert "a system prompt becomes a turn of its own" in shown
-    assert "the assistant's turn begins at token" in shown
-    assert shown.count(":␣") == 0 and "\\n" in shown
+    text = run("sample", "calculator", "-n", "1", "--model", str(tmp_path))
+    assert "a system prompt becomes a turn of its own" in text
+    assert "the assistant's turn begins at token" in text
+    assert text.count(":␣") == 0 and "\\n" in text

@@ -43,8 +43,8 @@ def test_illegal_moves_earn_less_than_legal_moves(game):
 def test_blackjack_cards_depend_on_seed():
     environment = make_environment(section("Blackjack-v1"))
     task = next(environment.tasks("train", 0))
-    shown = [environment.reset(task, seed).observation.messages[0]["content"] for seed in (0, 0, 1, 2, 3)]
-    assert shown[0] == shown[1] and len(set(shown)) > 2 and shown[0].startswith("you have ")
+    texts = [environment.reset(task, seed).observation.messages[0]["content"] for seed in (0, 0, 1, 2, 3)]
+    assert texts[0] == texts[1] and len(set(texts)) > 2 and texts[0].startswith("you have ")
 
 
 def test_gymnasium_rejects_unknown_setting():

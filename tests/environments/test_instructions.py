@@ -94,8 +94,8 @@ def test_constraint_check_matches_labels_and_second_opinion(kind, params, good, 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_language_check_distinguishes_languages(language: str) -> None:
-    for place, (other, lines) in enumerate(LANGUAGES.items()):
-        word = TOPICS["bees"][place]
+    for index, (other, lines) in enumerate(LANGUAGES.items()):
+        word = TOPICS["bees"][index]
         text = " ".join(line.format(topic=word) for line in lines)
         asked = {"language": language, "word": word}
         assert KINDS["language"].is_satisfied(text, asked) == (other == language), text
@@ -152,12 +152,12 @@ def test_every_request_has_correct_answer_and_splits_are_disjoint() -> None:
         assert 1 <= len(task.data["asked"]) <= 3
     assert {kind for task in train for kind in task.data["asked"]} == set(KINDS)
     asked = [
-        {repr((one.data["topic"], sorted(one.data["asked"].items()))) for one in part}
+        {repr((task.data["topic"], sorted(task.data["asked"].items()))) for task in part}
         for part in (train, heldout)
     ]
     assert not asked[0] & asked[1]
-    assert [one.task_id for one in islice(environment.tasks("train", 3), 50)] == [
-        one.task_id for one in train[:50]
+    assert [task.task_id for task in islice(environment.tasks("train", 3), 50)] == [
+        task.task_id for task in train[:50]
     ]
 
 
@@ -167,9 +167,9 @@ def test_score_matches_second_opinion_for_changed_answers() -> None:
     for task in islice(environment.tasks("train", 5), 150):
         text = environment.gold(task).text
         for _ in range(4):
-            place = draw.randrange(len(text))
+            index = draw.randrange(len(text))
             changed = (
-                text[:place] + draw.choice(["", " ", ".", ",", "\n", "A", "- ", "<<"]) + text[place + 1 :]
+                text[:index] + draw.choice(["", " ", ".", ",", "\n", "A", "- ", "<<"]) + text[index + 1 :]
             )
             right = environment.is_right(task, Transcript(changed))
             assert (environment.score(task, Transcript(changed)).reward == 1.0) == right, (
@@ -180,7 +180,7 @@ def test_score_matches_second_opinion_for_changed_answers() -> None:
 
 def test_partial_and_kinds_settings() -> None:
     partial = make_environment({"id": "instructions", "partial": True, "kinds": ["no_commas", "lowercase"]})
-    task = next(one for one in partial.tasks("train", 0) if len(one.data["asked"]) == 2)
+    task = next(task for task in partial.tasks("train", 0) if len(task.data["asked"]) == 2)
     topic = task.data["topic"]
     outcome = partial.score(task, Transcript(f"Quiet mornings suit {topic} and me."))
     assert outcome.reward == 0.5

@@ -40,9 +40,9 @@ def section(tmp_path):
 
 
 def test_jsonl_environment_passes_conformance(section):
-    found = check_environment(section, tasks=2)
-    assert not found.findings
-    assert found.checked["the gold answer is accepted"] == 2
+    report = check_environment(section, tasks=2)
+    assert not report.findings
+    assert report.checked["the gold answer is accepted"] == 2
 
 
 def test_path_is_relative_to_working_directory(section, tmp_path, monkeypatch):
@@ -126,9 +126,9 @@ def test_index_takes_less_than_100_bytes_per_row(tmp_path):
     environment = make_environment(section)
     tasks = environment.tasks("train", 0)
     next(tasks)
-    held = tracemalloc.get_traced_memory()[0] / len(many)
+    size = tracemalloc.get_traced_memory()[0] / len(many)
     tracemalloc.stop()
-    assert held < 100  # bytes; the rows themselves have 2 kB each
+    assert size < 100  # bytes; the rows themselves have 2 kB each
     assert len({task.task_id for task in tasks}) + 1 == environment.settings()["train"]
 
 
@@ -229,8 +229,8 @@ def test_unreadable_and_empty_files_are_rejected(tmp_path):
     ],
 )  # fmt: skip
 def test_match_rules_compare_answers(match, answer, right, wrong):
-    assert [matches(match, one, answer) for one in right] == [True] * len(right)
-    assert [matches(match, one, answer) for one in wrong] == [False] * len(wrong)
+    assert [matches(match, text, answer) for text in right] == [True] * len(right)
+    assert [matches(match, text, answer) for text in wrong] == [False] * len(wrong)
     assert find_last_number("0" * 200) is None
 
 

@@ -38,7 +38,7 @@ def play(
     seen = []
     for action in actions:
         (turn,) = session.observation.due
-        seen.append((turn.agent, [one["content"] for one in turn.messages]))
+        seen.append((turn.agent, [message["content"] for message in turn.messages]))
         session.step(action)
     end = session.observation
     session.close()
@@ -108,11 +108,11 @@ def test_each_action_has_loss_weight_in_one_context_only(rule: str) -> None:
     environment = ManagedContext(Echo(), ContextSettings(rule=rule, above=60, last=1))  # type: ignore[arg-type]
     actions = ["a", "b", "c", "d", "done"]
     transcript = Transcript(actions[-1], earlier=tuple(actions[:-1]))
-    found = replay_agent_conversations(environment, next(environment.tasks("train", 0)), transcript)
-    assert len(found) > 1
-    replies = [one for messages in found.values() for one in messages if one["role"] == "assistant"]
-    assert [one["content"] for one in replies if one.get("weight", 1)] == actions
-    assert rule == "fold" or any(one.get("weight") == 0 for one in replies)
+    agents = replay_agent_conversations(environment, next(environment.tasks("train", 0)), transcript)
+    assert len(agents) > 1
+    replies = [turn for messages in agents.values() for turn in messages if turn["role"] == "assistant"]
+    assert [reply["content"] for reply in replies if reply.get("weight", 1)] == actions
+    assert rule == "fold" or any(reply.get("weight") == 0 for reply in replies)
 
 
 @pytest.mark.parametrize(

@@ -80,9 +80,9 @@ def test_each_episode_has_own_server_and_crash_gives_reward_0(tmp_path: Path) ->
     assert (text(first), text(second)) == ("a,b", "c")
     spec["tasks"]["match"] = "exact"
     crashed, hung, good = play(spec, [call("crash")], [call("hang")], [call("note", text="x"), "no"])
-    for one in (crashed, hung):
-        assert isinstance(one.result, Observation) and one.result.done and one.result.rewards == (0.0,)
-        assert one.result.metrics == {"contained/tools": 1.0}
+    for dead in (crashed, hung):
+        assert isinstance(dead.result, Observation) and dead.result.done and dead.result.rewards == (0.0,)
+        assert dead.result.metrics == {"contained/tools": 1.0}
     assert isinstance(good.result, Observation) and good.result.metrics == {"calls": 1.0}
     (failed,) = play(spec | {"on_crash": "fail"}, [call("crash")])
     assert failed.result == Failure("environment", "the server ended")

@@ -124,7 +124,7 @@ def test_finite_part_repeats_no_task_within_epoch() -> None:
     ids = [task.task_id for task in islice(environment.tasks("train", 0), 120)]
     guesses = [name for name in ids if name.startswith("guess/")][:40]
     epochs = [guesses[start : start + 10] for start in range(0, 40, 10)]
-    assert all(len(set(epoch)) == 10 for epoch in epochs) and len({tuple(one) for one in epochs}) == 4
+    assert all(len(set(epoch)) == 10 for epoch in epochs) and len({tuple(epoch) for epoch in epochs}) == 4
     sums = [name for name in ids if name.startswith("sums/")]
     assert len(set(sums)) == len(sums)
 
@@ -180,7 +180,7 @@ def test_each_part_uses_own_prompting_and_rewards() -> None:
     assert scored.reward == 2.5 and scored.metrics["gold"] == 1.0
     with Scorer(section) as scorer:
         outcomes = scorer.score([(task, environment.gold(task)) for task in tasks.values()])
-    assert {name: one.reward for name, one in zip(tasks, outcomes, strict=True)} == {
+    assert {name: outcome.reward for name, outcome in zip(tasks, outcomes, strict=True)} == {
         "sums": 2.5,
         "letters": 1.0,
     }
@@ -198,7 +198,7 @@ def test_part_inherits_prompting_and_rewards_of_mixture() -> None:
     assert parts["a"]["rewards"] == parts["b"]["rewards"] == section["rewards"] and "weight" not in parts["a"]
     tasks = list(islice(make_environment(section).tasks("train", 0), 8))
     with Scorer(section) as scorer:  # the function is loaded in the confined process, for each part
-        assert {one.reward for one in scorer.score([(task, Transcript("x")) for task in tasks])} == {0.5}
+        assert {score.reward for score in scorer.score([(task, Transcript("x")) for task in tasks])} == {0.5}
 
 
 def test_file_fields_include_files_of_parts(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_episode_ends_at_max_turns_and_on_truncated_action():
     wrong = "0" if secret(3) != "0" else "1"
     session = environment.reset(TASK, 3)
     *going, last = [session.step(wrong) for _ in range(4)]
-    assert not any(one.done for one in going)
+    assert not any(step.done for step in going)
     assert last.done and last.truncated and last.rewards == (-0.1,) and not last.messages
     with pytest.raises(ValueError, match="is done"):
         session.step(wrong)

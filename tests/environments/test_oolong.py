@@ -288,7 +288,7 @@ def script(task, strategy):
 def test_teacher_notes_cover_relevant_lines():
     records = ["c3du", "c3he", "d1du", "e3fe"]
     lines = [Record(301, 3, 0, 0), Record(302, 3, 1, 0), Record(401, 1, 0, 0), Record(501, 3, 0, 1)]
-    assert [compact.render_line(one) for one in lines] == records
+    assert [compact.render_line(line) for line in lines] == records
     for asked, notes in (
         (Question("count", 0), "ABAA"),
         (Question("most", user=3), "ABA"),
@@ -303,8 +303,8 @@ def test_teacher_notes_cover_relevant_lines():
 
 @pytest.mark.parametrize("style", STYLES)
 def test_oolong_passes_conformance(style):
-    found = check_environment({"id": "oolong", "style": style}, tasks=2)
-    assert not found.findings, found.findings
+    report = check_environment({"id": "oolong", "style": style}, tasks=2)
+    assert not report.findings, report.findings
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -318,11 +318,11 @@ def test_audit_finds_loose_scorer_that_rewards_naming_all_labels():
     loose = {"function": "contains_answer.py:contains_answer", "source": LOOSE.read_text(), "format": "text"}
     section = {"id": "oolong", "lengths": [16], "kinds": ["counting"], "rewards": {"paid": loose}}
     audit = audit_reward(section, tasks=6, search_budget=0)
-    (shown,) = [one for one in audit.findings if one.probe == "all answers"]
-    assert (shown.grade, shown.example.verdict) == ("F", 1.0)
-    named = shown.example.transcript.text
-    assert sum(label in named for label in LABELS) >= 4 and shown.example.task.data["answer"] in named
-    assert score_answer(shown.example.task.data, named) == 0.0
+    (finding,) = [finding for finding in audit.findings if finding.probe == "all answers"]
+    assert (finding.grade, finding.example.verdict) == ("F", 1.0)
+    named = finding.example.transcript.text
+    assert sum(label in named for label in LABELS) >= 4 and finding.example.task.data["answer"] in named
+    assert score_answer(finding.example.task.data, named) == 0.0
     page = (ROOT / "docs" / "how-to" / "oolong.md").read_text()
     assert LOOSE.read_text().partition("\n\n\n")[2] in page
 

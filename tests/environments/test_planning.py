@@ -95,12 +95,12 @@ def test_verifier_and_solvers_match_brute_force_over_plans(made, poorer, more):
         assert is_valid_plan(trip.to_json(), "compact", text) == accepted
         if accepted:
             good.append(total_interest(trip, plan))
-    for found in (solve_by_sets(trip), solve_by_cpsat(trip, 1.0)):
-        if found is None:
+    for result in (solve_by_sets(trip), solve_by_cpsat(trip, 1.0)):
+        if result is None:
             assert not good
         else:
-            assert not broken_terms(trip, found.plan)
-            assert found.is_proven and max(good) == found.interest == total_interest(trip, found.plan)
+            assert not broken_terms(trip, result.plan)
+            assert result.is_proven and max(good) == result.interest == total_interest(trip, result.plan)
 
 
 @pytest.mark.thorough
@@ -146,9 +146,9 @@ def test_both_solvers_respect_every_constraint(trip, places, best):
     tight = replace(Trip(1, 12, 12, 1, made), **trip)
     good = [total_interest(tight, plan) for plan in every_plan(tight) if not broken_terms(tight, plan)]
     assert max(good, default=None) == best
-    for found in (solve_by_sets(tight), solve_by_cpsat(tight, 1.0)):
-        assert (found and found.interest) == best
-        assert found is None or (found.is_proven and not broken_terms(tight, found.plan))
+    for solution in (solve_by_sets(tight), solve_by_cpsat(tight, 1.0)):
+        assert (solution and solution.interest) == best
+        assert solution is None or (solution.is_proven and not broken_terms(tight, solution.plan))
 
 
 TRIP = Trip(
@@ -198,7 +198,7 @@ def test_tightened_trip_breaks_only_tightened_term(made):
     trip, plan = made
     last = plan[-1]
     place = trip.find_place(last.name)
-    others = tuple(one for one in trip.places if one is not place)
+    others = tuple(other for other in trip.places if other is not place)
     end = last.start + place.stay
 
     def with_place(**changes):
@@ -273,8 +273,8 @@ def test_compact_prompt_working_and_plan():
 )
 def test_planning_passes_conformance_and_audit(name, style):
     section = {"id": name, "style": style, **HARD}
-    found = check_environment(section, tasks=2)
-    assert not found.findings, found.findings
+    report = check_environment(section, tasks=2)
+    assert not report.findings, report.findings
     audit = audit_reward(section, tasks=3, search_budget=72)
     assert audit.grade == "A", audit.findings
     assert audit.searched and not audit.unjudged
@@ -361,7 +361,7 @@ def test_repair_names_broken_terms_until_proposal_works():
     (right,) = environment.gold(task).actions
     session = environment.reset(task, 0)
     reply = session.step("nothing")
-    assert [dict(one) for one in reply.messages] == [{"role": "tool", "content": f"?{','.join(TERMS)}\n"}]
+    assert [dict(turn) for turn in reply.messages] == [{"role": "tool", "content": f"?{','.join(TERMS)}\n"}]
     assert "visits" in session.step(";").messages[0]["content"]
     end = session.step(right)
     assert end.done and end.rewards == (1.0,) and end.metrics["proposals"] == 3.0

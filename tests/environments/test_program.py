@@ -48,8 +48,8 @@ def play(spec: dict[str, Any], *replies: str, count: int = 1) -> list[RemoteSess
         sessions = Sessions(scorer.processes, environment)
         opened = sessions.open([(task, 5) for task in chosen])
         for reply in replies:
-            going = [one for one in opened if isinstance(one.result, Observation) and not one.result.done]
-            sessions.step([(one, [reply], True) for one in going])
+            going = [run for run in opened if isinstance(run.result, Observation) and not run.result.done]
+            sessions.step([(run, [reply], True) for run in going])
         sessions.close(opened)
     return opened
 
@@ -91,8 +91,8 @@ def test_failed_program_gets_reward_0_and_does_not_affect_others(tasks: Path, mo
     broken, *others = play(spec, "a", "b", count=3)
     assert isinstance(broken.result, Observation)
     assert broken.result.rewards == (0.0,) and broken.result.metrics == {f"contained/{cause}": 1.0}
-    for one in others:
-        assert isinstance(one.result, Observation) and one.result.done and not one.result.metrics
+    for other in others:
+        assert isinstance(other.result, Observation) and other.result.done and not other.result.metrics
     assert (
         "sleep 61.25" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
     )
@@ -124,31 +124,31 @@ def test_edited_history_starts_new_conversation(tasks: Path) -> None:
     environment = make_environment(section(tasks, "edit"))
     task = next(environment.tasks("train", 0))
     session = environment.reset(task, 0)
-    said = [("user", "something else"), ("assistant", " first"), ("user", " again ")]
-    messages = tuple({"role": role, "content": content} for role, content in said)
+    turns = [("user", "something else"), ("assistant", " first"), ("user", " again ")]
+    messages = tuple({"role": role, "content": content} for role, content in turns)
     assert [*session.step(" first").due] == [AgentTurn("0", messages, "conversation")]
     assert session.step(task.data["data"]["answer"]).rewards == (1.0,)
     environment.close()
-    (one,) = play(section(tasks, "edit", branches=False), "first")
-    assert isinstance(one.result, Failure) and "changed earlier messages" in one.result.reason
+    (edited,) = play(section(tasks, "edit", branches=False), "first")
+    assert isinstance(edited.result, Failure) and "changed earlier messages" in edited.result.reason
 
 
 def test_parallel_calls_give_same_turns_in_any_order() -> None:
     def call(*contents: str) -> Call:
         roles = ["user", "assistant"] * len(contents)
-        said = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
-        return Call(read_request(request(messages=said)))
+        messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+        return Call(read_request(request(messages=messages)))
 
     calls = [call("c"), call("a", "b", "more"), call("c")]
-    found = []
+    turns = []
     for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
         conversations = Conversations(branches=True)
         ((first, opening, turn),) = conversations.match_calls([call("a")])
         first.extend(ChatAnswer(opening.request, 0, " b\n"))
         assert turn == AgentTurn("", ({"role": "user", "content": "a"},), "conversation")
-        found.append([turn for _, _, turn in conversations.match_calls([calls[place] for place in order])])
-    assert found[0] == found[1] == found[2]
-    assert [(turn.agent, turn.messages[0]["content"]) for turn in found[0]] == [
+        turns.append([turn for _, _, turn in conversations.match_calls([calls[index] for index in order])])
+    assert turns[0] == turns[1] == turns[2]
+    assert [(turn.agent, turn.messages[0]["content"]) for turn in turns[0]] == [
         ("", "more"),
         ("0", "c"),
         ("1", "c"),
@@ -156,8 +156,8 @@ def test_parallel_calls_give_same_turns_in_any_order() -> None:
 
 
 def test_stop_texts_of_program_must_be_in_recipe(tasks: Path) -> None:
-    (one,) = play(section(tasks, "stop"))
-    assert isinstance(one.result, Failure) and "add it to environment.stop" in one.result.reason
+    (session,) = play(section(tasks, "stop"))
+    assert isinstance(session.result, Failure) and "add it to environment.stop" in session.result.reason
     spec = section(tasks, "stop", stop=("##",), answer="reply")
     environment = make_environment(spec)
     task = next(environment.tasks("train", 0))
@@ -183,7 +183,7 @@ def test_program_reaches_only_gateway(tasks: Path, monkeypatch: pytest.MonkeyPat
         )
         environment = make_environment(spec, checked=False)
         every = [*environment.tasks("train", 0), *environment.tasks("heldout", 0)]
-        task = next(one for one in every if one.data["prompt"][0]["content"] == "p")
+        task = next(task for task in every if task.data["prompt"][0]["content"] == "p")
         session = environment.reset(task, 0)
         session.step("a")
         assert session.step("b").rewards == (1.0,)
@@ -237,7 +237,7 @@ def test_openai_client_calls_tools_and_sends_calls_back() -> None:
     ]
     client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
     seen = calls[1].request.messages
-    assert [one.role for one in seen] == ["system", "user", "assistant", "tool"]
+    assert [message.role for message in seen] == ["system", "user", "assistant", "tool"]
     assert (
         seen[2]
         == ChatAnswer(
@@ -249,9 +249,9 @@ def test_openai_client_calls_tools_and_sends_calls_back() -> None:
     pieces = list(
         client.chat.completions.create(model="m", messages=messages, stream=True, stream_options=options)
     )
-    assert "".join(one.choices[0].delta.content or "" for one in pieces if one.choices) == "three"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == "three"
     assert pieces[-1].usage.total_tokens == 0
-    assert [one.id for one in client.models.list()] == ["policy"]
+    assert [model.id for model in client.models.list()] == ["policy"]
     gateway.close_session(key)
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="m", messages=messages)

@@ -47,15 +47,15 @@ def test_prompt_contains_system_examples_and_question() -> None:
     assert question == {"role": "user", "content": f"{own}\n\n{ask}"}
     examples = list(islice(plain.tasks("train", 0), 2))
     expected = []
-    for one in examples:
+    for example in examples:
         expected += [
-            {"role": "user", "content": f"{one.prompt[0]['content']}\n\n{ask}"},
-            {"role": "assistant", "content": f"<answer>{plain.gold(one).text}</answer>"},
+            {"role": "user", "content": f"{example.prompt[0]['content']}\n\n{ask}"},
+            {"role": "assistant", "content": f"<answer>{plain.gold(example).text}</answer>"},
         ]
     assert shots == expected
-    trained = [one.task_id for one in islice(environment.tasks("train", 0), 30)]
-    assert not {one.task_id for one in examples} & set(trained)
-    assert trained == [one.task_id for one in islice(plain.tasks("train", 0), 2, 32)]
+    trained = [task.task_id for task in islice(environment.tasks("train", 0), 30)]
+    assert not {example.task_id for example in examples} & set(trained)
+    assert trained == [task.task_id for task in islice(plain.tasks("train", 0), 2, 32)]
 
 
 def test_instruct_and_system_as_settings_place_instruction_and_system() -> None:
@@ -77,7 +77,7 @@ def test_instruct_and_system_as_settings_place_instruction_and_system() -> None:
     )
     shot = {"question": "1 + 1?", "answer": "1 + 1 = 2, so \\boxed{2}"}
     prompt = first_task(make_prompted(**ask, system="Add.", system_as="user", few_shot=[shot])).prompt
-    assert [one["content"] for one in prompt] == [
+    assert [message["content"] for message in prompt] == [
         "Add.\n\n1 + 1?\n\nBox it.",
         "1 + 1 = 2, so \\boxed{2}",
         f"{own}\n\nBox it.",
@@ -150,8 +150,8 @@ def test_every_action_of_multi_turn_episode_is_parsed() -> None:
     assert all(action.startswith("<answer>") for action in gold.actions)
     outcome = environment.score(task, gold)
     assert (outcome.reward, outcome.terms["format"]) == (1.0, 1.0)
-    shown = [one["content"] for one in replay_conversation(environment, task, gold)[-3:]]
-    assert shown[1].startswith("=")  # the result of the operation in the tags
+    texts = [message["content"] for message in replay_conversation(environment, task, gold)[-3:]]
+    assert texts[1].startswith("=")  # the result of the operation in the tags
     unmarked = environment.score(task, Transcript(gold.text, earlier=("hm", *gold.earlier)))
     assert unmarked.terms["format"] == pytest.approx(len(gold.actions) / (len(gold.actions) + 1))
 

@@ -33,7 +33,7 @@ def test_families_has_more_than_100_names():
     assert len(ReasoningGymEnvironment.families()) > 100
 
 
-@pytest.mark.parametrize("family", [one for one in ReasoningGymEnvironment.families() if one not in SLOW])
+@pytest.mark.parametrize("family", [name for name in ReasoningGymEnvironment.families() if name not in SLOW])
 def test_family_tasks_are_reproducible_and_scored_correctly(family):
     environment = make_environment(gym(family, config=SMALL.get(family, {})))
     tasks = list(islice(environment.tasks("train", 0), TASKS))

@@ -53,17 +53,17 @@ def test_splits_share_no_question_for_any_seed_and_operand_order(addition):
     def operands(task):
         return tuple(sorted(prompt(task).removesuffix("=").split("+")))
 
-    held = {operands(task) for seed in (0, 1) for task in take(addition, 2000, "heldout", seed)}
+    heldout = {operands(task) for seed in (0, 1) for task in take(addition, 2000, "heldout", seed)}
     train = {operands(task) for seed in (0, 5) for task in take(addition, 6000, "train", seed)}
-    assert not held & train
+    assert not heldout & train
     assert len(train) > 10_000
 
 
 def test_one_tenth_of_tasks_is_held_out(addition):
     stream = addition.tasks("train", 0)
     ids = [task.task_id for task in islice(stream, 9000)]
-    held = take(addition, 1000, "heldout")
-    assert len(set(ids) | {task.task_id for task in held}) == 10_000
+    tasks = take(addition, 1000, "heldout")
+    assert len(set(ids) | {task.task_id for task in tasks}) == 10_000
     small = make_environment(gym("chain_sum", config={"max_terms": 2, "max_digits": 1}))
     train, heldout = list(small.tasks("train", 0)), list(small.tasks("heldout", 0))
     assert len(train) + len(heldout) == 200  # every sum and difference of two digits, then the end
@@ -242,8 +242,8 @@ def test_scoring_is_repeatable_and_does_not_change_task(addition):
 def test_session_ends_after_one_answer(addition, sum_task):
     session = addition.reset(sum_task, seed=0)
     assert session.observation == Observation()
-    found = session.step(";615")
-    assert found.done and found.rewards == (1.0,) and found.terms == {"raw": 1.0, "well_formed": 1.0}
+    end = session.step(";615")
+    assert end.done and end.rewards == (1.0,) and end.terms == {"raw": 1.0, "well_formed": 1.0}
     with pytest.raises(ValueError, match="is done"):
         session.step(";615")
 

@@ -82,12 +82,12 @@ def test_each_teacher_strategy_is_correct_for_every_kind_of_question() -> None:
     kinds = ["counting", "user", "temporal", "pairs"]
     environment = make_environment({**COMPACT, "tasks": {**TASKS, "kinds": kinds, "users": 5}})
     teacher = make_teacher("recursive", {"lines": 1.0})
-    found = set()
+    seen = set()
     for task in islice(environment.tasks("train", 1), 40):
         asked = task.data["task"]["question"]
-        if (kind := (asked["find"], asked["relation"] if "pairs" in asked["find"] else "")) in found:
+        if (kind := (asked["find"], asked["relation"] if "pairs" in asked["find"] else "")) in seen:
             continue
-        found.add(kind)
+        seen.add(kind)
         for strategy in ("lines", "whole", "guess"):
             *earlier, last = teacher.script(task, strategy, KeyedRandom(0, task.task_id))  # type: ignore[attr-defined]
             outcome = environment.score(task, Transcript(last, earlier=tuple(earlier)))
@@ -97,7 +97,7 @@ def test_each_teacher_strategy_is_correct_for_every_kind_of_question() -> None:
                 strategy != "guess"
             )
     environment.close()
-    assert len({find for find, _ in found}) >= 7
+    assert len({find for find, _ in seen}) >= 7
 
 
 def test_ask_all_runs_sub_agents_in_parallel_and_returns_answers_in_order(environment: Any) -> None:
@@ -133,9 +133,9 @@ def test_variables_persist_and_earlier_blocks_print_nothing_again(deep: Any) -> 
 def test_errors_are_shown_and_killed_blocks_change_no_variables(deep: Any) -> None:
     own = [fenced("n = 5\nprint(m)"), fenced("n = 6\nwhile True: pass"), "no code"]
     _, seen, *_ = play(deep, first_task(deep), [*own[:2], fenced("print(n)")])
-    shown = [text for _, text in seen]
-    assert "NameError: name 'm' is not defined" in shown[1] and 'File "block 1", line 2' in shown[1]
-    assert "inside" not in shown[1] and shown[2].startswith("[ended: timeout")
+    texts = [text for _, text in seen]
+    assert "NameError: name 'm' is not defined" in texts[1] and 'File "block 1", line 2' in texts[1]
+    assert "inside" not in texts[1] and texts[2].startswith("[ended: timeout")
     end, seen, *_ = play(deep, first_task(deep), [fenced("n = 6"), own[2], fenced("print(n)")])
     assert seen[2][1] == "error: neither a call nor an <answer>\n" and end.truncated
 
@@ -246,12 +246,12 @@ def test_ask_tool_shows_answers_in_context() -> None:
 
 def test_traces_contain_record_for_each_distinct_sub_agent_conversation() -> None:
     teacher = make_teacher("recursive", {"lines": 1.0})
-    found = collect_traces(COMPACT, teacher, 6, 0, extra={})
-    own = [one for one in found.kept if not one.is_sub_agent]
-    asked = [one for one in found.kept if one.is_sub_agent]
-    assert len(own) == 6 and len({one.digest for one in found.kept}) == len(found.kept)
-    assert 60 < len(asked) <= 96 and all(len(one.messages) == 2 for one in asked)
-    assert all(re.fullmatch("[A-F]", one.answer) and len(one.prompt) == 4 for one in asked)
+    traces = collect_traces(COMPACT, teacher, 6, 0, extra={})
+    own = [record for record in traces.kept if not record.is_sub_agent]
+    asked = [record for record in traces.kept if record.is_sub_agent]
+    assert len(own) == 6 and len({record.digest for record in traces.kept}) == len(traces.kept)
+    assert 60 < len(asked) <= 96 and all(len(record.messages) == 2 for record in asked)
+    assert all(re.fullmatch("[A-F]", record.answer) and len(record.prompt) == 4 for record in asked)
 
 
 def test_contexts_may_come_from_column_of_jsonl_file(tmp_path: Path) -> None:

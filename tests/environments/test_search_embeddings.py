@@ -79,9 +79,9 @@ def test_rerank_orders_by_similarity_and_embeds_each_text_once(
 def test_recorded_embeddings_need_no_server(server: Any, tmp_path: Path) -> None:
     record = tmp_path / "record.jsonl"
     texts = ["star moon", "star", "none"]
-    found = Embeddings(spec(server, record=record)).similarities("moon", texts)
-    assert found == pytest.approx([0.5**0.5, 0.0, 0.0], abs=1e-5)
-    assert Embeddings(spec(server, record=record)).similarities("moon", texts) == found
+    scores = Embeddings(spec(server, record=record)).similarities("moon", texts)
+    assert scores == pytest.approx([0.5**0.5, 0.0, 0.0], abs=1e-5)
+    assert Embeddings(spec(server, record=record)).similarities("moon", texts) == scores
     assert len(server.seen) == 1 and len(record.read_text().splitlines()) == 4
     Embeddings(spec(server, record=record).model_copy(update={"model": "other"})).similarities("moon", texts)
     assert len(server.seen) == 2

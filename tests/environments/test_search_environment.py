@@ -44,9 +44,9 @@ def documents(*texts: str) -> list[dict[str, str]]:
 def own(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A section with a user's corpus and questions."""
     folder: Path = tmp_path_factory.mktemp("corpus")
-    (folder / "planets.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PLANETS))
+    (folder / "planets.jsonl").write_text("".join(json.dumps(planet) + "\n" for planet in PLANETS))
     rows = [{"prompt": f"What is a moon of Mars? {n}", "answer": "Phobos"} for n in range(20)]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = {"id": "jsonl", "path": str(folder / "questions.jsonl")}
     return {"id": "search", "corpus": str(folder / "planets.jsonl"), "tasks": tasks}
 
@@ -60,7 +60,7 @@ def play(section: dict[str, Any], actions: Sequence[str]) -> tuple[Score, list[s
     seen = replay_conversation(environment, task, transcript)[len(task.prompt) :]
     environment.close()
     assert isinstance(score, Score)
-    return score, [one["content"] for one in seen if one["role"] == "tool"]
+    return score, [message["content"] for message in seen if message["role"] == "tool"]
 
 
 def fenced(code: str) -> str:
@@ -73,33 +73,33 @@ def call(name: str, **arguments: Any) -> str:
 
 def test_search_ranks_rare_words_first_and_breaks_ties_by_document_order() -> None:
     index = Index(documents("a b", "a c", "a b", "d"))
-    assert [one["id"] for one in index.search("a b", 9)] == ["d1", "d3", "d2"]
+    assert [document["id"] for document in index.search("a b", 9)] == ["d1", "d3", "d2"]
     assert index.search("B", 1) == [index.search("b", 1)[0]] and index.search("nothing", 5) == []
     assert Index(documents("...", "?")).search("a", 3) == []
 
 
 def test_equal_corpora_share_index() -> None:
-    one, other = (Corpus(tuple(documents("a", "b"))) for _ in range(2))
-    assert get_index(one) is get_index(other) is not get_index(Corpus(tuple(documents("a"))))
+    first, other = (Corpus(tuple(documents("a", "b"))) for _ in range(2))
+    assert get_index(first) is get_index(other) is not get_index(Corpus(tuple(documents("a"))))
 
 
 def test_filter_dedup_and_extract_functions() -> None:
-    found = documents("Kova has its seat in Lumi.", "kova has its SEAT in lumi", "Bela is led by Rita.")
-    assert functions.filter(found, "seat LUMI") == found[:2] and functions.filter(found, "sea") == []
-    assert functions.dedup(found) == [found[0], found[2]]
+    hits = documents("Kova has its seat in Lumi.", "kova has its SEAT in lumi", "Bela is led by Rita.")
+    assert functions.filter(hits, "seat LUMI") == hits[:2] and functions.filter(hits, "sea") == []
+    assert functions.dedup(hits) == [hits[0], hits[2]]
     assert functions.dedup(documents("a bc", "ab c")) == documents("a bc", "ab c")
-    assert functions.extract(found, "seat in {}.") == ["Lumi"]
-    assert functions.extract(found, "SEAT in {}") == ["Lumi", "lumi"]
-    assert functions.extract(found, "{} is led") == ["Bela"] and functions.extract(found, "x {}") == []
+    assert functions.extract(hits, "seat in {}.") == ["Lumi"]
+    assert functions.extract(hits, "SEAT in {}") == ["Lumi", "lumi"]
+    assert functions.extract(hits, "{} is led") == ["Bela"] and functions.extract(hits, "x {}") == []
     for wrong in ("no place", "{} {}"):
         with pytest.raises(ValueError, match="needs one"):
-            functions.extract(found, wrong)
+            functions.extract(hits, wrong)
 
 
 def test_rerank_keeps_documents_without_match() -> None:
     stack = SearchStack(Index(documents("a")), 5, 5)
     given = documents("x", "y z", "z")
-    assert [one["id"] for one in stack.call("rerank", [given, "z"], {})] == ["d3", "d2", "d1"]
+    assert [document["id"] for document in stack.call("rerank", [given, "z"], {})] == ["d3", "d2", "d1"]
     assert stack.call("rerank", [given], {"query": "y", "k": 1}) == [given[1]]
 
 
@@ -153,7 +153,7 @@ def test_search_teacher_is_correct_for_every_kind_of_question(mode: str) -> None
 def test_answers_match_scan_of_all_documents() -> None:
     environment: Any = make_environment(FACTS)
     for task in islice(environment.tasks("heldout", 3), 60):
-        texts = {one["text"] for one in environment.corpus(task).documents}
+        texts = {document["text"] for document in environment.corpus(task).documents}
         name, goods = task.data["question"]["name"], task.data["question"]["goods"]
         in_city = {text.split()[0] for text in texts if text.endswith(f" c {name}")}
         match task.data["question"]["kind"]:
@@ -166,14 +166,14 @@ def test_answers_match_scan_of_all_documents() -> None:
             case "count":
                 assert task.data["answer"] == str(len(in_city))
             case "join":
-                assert task.data["answer"] == str(sum(f"{one} s {goods}" in texts for one in in_city))
+                assert task.data["answer"] == str(sum(f"{company} s {goods}" in texts for company in in_city))
 
 
 def test_splits_share_no_corpus_and_tasks_are_finite() -> None:
     environment: Any = make_environment({**FACTS, "companies": 4, "corpora": 1})
     train, heldout = (list(environment.tasks(split, 0)) for split in ("train", "heldout"))
-    assert 0 < len(train) < 50 and len({one.task_id for one in train}) == len(train)
-    assert not {one.data["world"] for one in train} & {one.data["world"] for one in heldout}
+    assert 0 < len(train) < 50 and len({task.task_id for task in train}) == len(train)
+    assert not {task.data["world"] for task in train} & {task.data["world"] for task in heldout}
 
 
 def test_context_contains_results_of_calls_but_not_of_code(own: dict[str, Any]) -> None:
@@ -245,8 +245,8 @@ def test_episode_without_answer_earns_0_and_keeps_metrics() -> None:
     [FACTS, {**FACTS, "style": "natural"}, COMPACT, {**COMPACT, "prompt": "natural", "mode": "calls"}],
 )
 def test_search_environments_pass_conformance(section: dict[str, Any]) -> None:
-    found = check_environment(section, tasks=1)
-    assert not found.findings, found.findings
+    report = check_environment(section, tasks=1)
+    assert not report.findings, report.findings
 
 
 @pytest.mark.parametrize("style", ["natural", "compact"])

@@ -56,9 +56,9 @@ def test_same_seed_gives_same_game(game):
     texts = [
         KeyedRandom(0, game).choice(("[1]", "[0]", "[up]", "[1 2]", "hello"), turn) for turn in range(30)
     ]
-    one, same, other = (play_to_end(environment, texts, seed) for seed in (3, 3, 4))
-    assert one == same and (one != other or game == "Nim-v0")  # Nim has no random numbers
-    assert one[-1].done and len(one[-1].rewards) in (0, environment.players)
+    first, same, other = (play_to_end(environment, texts, seed) for seed in (3, 3, 4))
+    assert first == same and (first != other or game == "Nim-v0")  # Nim has no random numbers
+    assert first[-1].done and len(first[-1].rewards) in (0, environment.players)
 
 
 def test_each_player_of_tic_tac_toe_gets_own_messages_and_reward():
@@ -67,8 +67,8 @@ def test_each_player_of_tic_tac_toe_gets_own_messages_and_reward():
     task = next(environment.tasks("train", 0))
     moves = ("[0]", "[3]", "[1]", "[4]", "[2]")
     seen = play(environment, moves, task)
-    assert [one.player for one in seen[:-1]] == [0, 1, 0, 1, 0]
-    first, second, third = (one.messages[0]["content"] for one in seen[:3])
+    assert [observation.player for observation in seen[:-1]] == [0, 1, 0, 1, 0]
+    first, second, third = (observation.messages[0]["content"] for observation in seen[:3])
     assert first.startswith("You are Player 0") and second.startswith("You are Player 1")
     assert "[Player 0] [0]\n" in second and "[Player 1] [3]\n" in third and "[0]\n" not in third
     assert seen[-1].done and seen[-1].rewards == (1.0, -1.0) and seen[-1].metrics == {"illegal": 0.0}
@@ -89,10 +89,10 @@ def test_cards_depend_only_on_seed():
     task = next(environment.tasks("train", 0))
     before = random.getstate(), np.random.get_state()[1].tolist()
     moves = ("[check]", "[check]") * 2
-    one = play(environment, moves, task, seed=4)
+    game = play(environment, moves, task, seed=4)
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
     session, other = environment.reset(task, 4), environment.reset(task, 5)
-    for move, expected in zip(moves, one[1:], strict=True):  # play another game between the moves
+    for move, expected in zip(moves, game[1:], strict=True):  # play another game between the moves
         random.random()
         other.step(move)
         assert session.step(move) == expected

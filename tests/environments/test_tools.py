@@ -25,11 +25,11 @@ def tools():
 
 @pytest.fixture(scope="module")
 def by_family(tools):
-    found = {}
+    tasks = {}
     for task in tools.tasks("train", 0):
-        found.setdefault(task.data["family"], task)
-        if len(found) == len(FAMILIES):
-            return found
+        tasks.setdefault(task.data["family"], task)
+        if len(tasks) == len(FAMILIES):
+            return tasks
     raise AssertionError
 
 
@@ -183,9 +183,9 @@ def test_stopped_code_is_shown_and_counted_in_metrics(tools, by_family):
     task = by_family["figure"]
     code = ["while True: pass", "x = bytearray(10**10)", "for i in range(10_000): print('line', i)"]
     replies = [
-        one["content"]
-        for one in replay_conversation(tools, task, transcript(task, *code))
-        if one["role"] == "tool"
+        message["content"]
+        for message in replay_conversation(tools, task, transcript(task, *code))
+        if message["role"] == "tool"
     ]
     assert replies[0] == "[ended: timeout]\n" and replies[1].endswith("MemoryError\n[ended: memory]\n")
     assert "bytes were cut" in replies[2] and len(replies[2]) < 2100
@@ -198,8 +198,8 @@ def test_stopped_code_is_shown_and_counted_in_metrics(tools, by_family):
 def test_score_reports_replay_with_different_output(tools, by_family):
     task = by_family["figure"]
     steady, unsteady = (transcript(task, code) for code in ("print(1)", "import os; print(os.urandom(8))"))
-    for one, differs in ((steady, 0.0), (unsteady, 1.0)):
-        kept = Transcript(one.text, earlier=one.earlier, messages=replay_conversation(tools, task, one))
+    for run, differs in ((steady, 0.0), (unsteady, 1.0)):
+        kept = Transcript(run.text, earlier=run.earlier, messages=replay_conversation(tools, task, run))
         score = tools.score(task, kept)
         assert (score.reward, score.metrics["replay_differs"]) == (1.0, differs)
     twice = make_environment({"id": "tools", "sandbox": {"twice": True}})
@@ -217,9 +217,9 @@ def test_sandbox_error_is_failure_with_sandbox_boundary(tools, by_family, monkey
 
     monkeypatch.setitem(mechanisms.WALLS, "moat", ("keeps all out", ("water",)))
     dry = make_environment({"id": "tools"})
-    found = dry.score(task, transcript(task, "print(1)"))
+    failure = dry.score(task, transcript(task, "print(1)"))
     dry.close()
-    assert isinstance(found, Failure) and found.boundary == "sandbox" and "lacks walls" in found.reason
+    assert isinstance(failure, Failure) and failure.boundary == "sandbox" and "lacks walls" in failure.reason
 
 
 @pytest.mark.parametrize(
@@ -267,6 +267,6 @@ def test_tools_teacher_writes_correct_episodes():
 
 def test_tools_teacher_does_not_guess_files(by_family):
     teacher = make_teacher("tools", {"guess": 1.0})
-    found = {one.task.data["family"]: one.source for one in teacher.candidates(by_family.values(), 0)}
+    sources = {item.task.data["family"]: item.source for item in teacher.candidates(by_family.values(), 0)}
     solved = {"clean", "transform", "repair"}
-    assert found == {name: f"tools/{'solve' if name in solved else 'guess'}" for name in by_family}
+    assert sources == {name: f"tools/{'solve' if name in solved else 'guess'}" for name in by_family}

@@ -42,8 +42,8 @@ def test_confined_session_matches_local_session():
         for action in ("0", "4", "8"):
             sessions.step([(live, [action], True)])
             assert replace(live.result, info={}) == session.step(action)  # without the checksum
-        (found,) = scorer.score([(task, Transcript("8", earlier=("0", "4"), seed=3))])
-    assert found == environment.score(task, Transcript("8", earlier=("0", "4"), seed=3))
+        (score,) = scorer.score([(task, Transcript("8", earlier=("0", "4"), seed=3))])
+    assert score == environment.score(task, Transcript("8", earlier=("0", "4"), seed=3))
 
 
 def test_episode_depends_on_seed():
@@ -83,9 +83,9 @@ def test_interleaved_sessions_are_independent():
 def test_taskset_uses_rewards_and_metrics_of_task():
     _, task, session = open_session("taskset_reverse")
     assert task.prompt[0] == {"role": "system", "content": "Reverse it."}
-    found = session.step(task.prompt[1]["content"][::-1])
-    assert found.done and found.rewards == (1.0,) and found.terms == {"right": 2.0}
-    assert found.metrics == {"letters": float(len(task.prompt[1]["content"]))}
+    end = session.step(task.prompt[1]["content"][::-1])
+    assert end.done and end.rewards == (1.0,) and end.terms == {"right": 2.0}
+    assert end.metrics == {"letters": float(len(task.prompt[1]["content"]))}
 
 
 def test_v1_environment_runs_turn_by_turn():
@@ -103,9 +103,9 @@ def test_v1_environment_runs_turn_by_turn():
 
 def test_exception_in_reward_is_verifier_failure():
     environment, task, _ = open_session("taskset_reverse", config={"task": {"broken": True}})
-    found = environment.score(task, Transcript("1"))
-    assert isinstance(found, Failure) and found.boundary == "verifier"
-    assert "no key for the judge" in found.reason
+    failure = environment.score(task, Transcript("1"))
+    assert isinstance(failure, Failure) and failure.boundary == "verifier"
+    assert "no key for the judge" in failure.reason
 
 
 @pytest.mark.parametrize(

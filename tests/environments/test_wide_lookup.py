@@ -153,13 +153,13 @@ def test_last_turn_ends_episode():
 def test_wide_lookup_teacher_finds_all_values(strategy, steps):
     environment = make_environment(section(critical_budget=steps))
     teacher = make_teacher("wide_lookup", {strategy: 1.0})
-    for one in islice(teacher.candidates(environment.tasks("train", 0), 0), 8):
-        score = environment.score(one.task, one.transcript)
+    for item in islice(teacher.candidates(environment.tasks("train", 0), 0), 8):
+        score = environment.score(item.task, item.transcript)
         assert score.reward == 1.0 and score.metrics["critical_steps"] == steps
         if strategy == "parallel":
-            shown = replay_conversation(environment, one.task, one.transcript)
+            seen = replay_conversation(environment, item.task, item.transcript)
             assert not any(
-                shard in turn["content"] for turn in shown for shard in one.task.data["shards"].values()
+                shard in turn["content"] for turn in seen for shard in item.task.data["shards"].values()
             )
 
 
@@ -170,7 +170,7 @@ def test_single_key_task_equals_prompt_of_sub_agent():
     (turn,) = session.step(f"+{key}\n*").due
     assert turn.messages == task.prompt
     teacher = make_teacher("wide_lookup", {"parallel": 1.0})
-    ((read, note),) = [one.transcript.actions for one in teacher.candidates([task], 0)]
+    ((read, note),) = [item.transcript.actions for item in teacher.candidates([task], 0)]
     assert (read, note) == (f"?{key}", f"{key}{task.data['values'][key]}\n.")
 
 
@@ -231,7 +231,7 @@ def test_notes_last_reads_only_last_action() -> None:
 def test_wide_lookup_teacher_is_correct_with_managed_context(rule: str, strategy: str) -> None:
     environment = make_environment(section(notes="last", context={"rule": rule, "above": 30, "last": 1}))
     teacher = make_teacher("wide_lookup", {strategy: 1.0}, {})
-    for one in teacher.candidates(list(islice(environment.tasks("train", 0), 3)), 0):
-        outcome = environment.score(one.task, Transcript(one.text, earlier=one.earlier))
+    for item in teacher.candidates(list(islice(environment.tasks("train", 0), 3)), 0):
+        outcome = environment.score(item.task, Transcript(item.text, earlier=item.earlier))
         assert outcome.reward == 1 and outcome.metrics["contexts"] > 1
-        assert ("<fold>" in "".join(one.earlier)) == (rule == "policy")
+        assert ("<fold>" in "".join(item.earlier)) == (rule == "policy")

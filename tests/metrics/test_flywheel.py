@@ -56,9 +56,9 @@ def test_gain_interval_refuses_different_tasks_and_single_rounds() -> None:
 
 
 def test_likelihood_ratio_of_a_verifier() -> None:
-    found = likelihood_ratio(900, 1000, 300, 1000)
-    assert found.mean == pytest.approx(3, rel=0.01) and found.low < 3 < found.high
-    assert likelihood_ratio(90, 100, 30, 100).low < found.low
+    ratio = likelihood_ratio(900, 1000, 300, 1000)
+    assert ratio.mean == pytest.approx(3, rel=0.01) and ratio.low < 3 < ratio.high
+    assert likelihood_ratio(90, 100, 30, 100).low < ratio.low
     perfect = likelihood_ratio(50, 50, 0, 200)
     assert math.isfinite(perfect.high) and perfect.low > 10
     with pytest.raises(RequestError, match="right and wrong"):

@@ -41,8 +41,8 @@ def test_healthy_runs_raise_no_alarm_at_any_step(run: Mapping[str, Any]) -> None
     metrics, timings = evidence(run)
     assert len(RUNS) == 20
     # An alarm lasts two steps beyond its cause, so checking every second step finds each alarm.
-    for step, one in verdicts(metrics, timings, range(2, len(metrics) + 1, 2)):
-        assert one.status == "healthy", (step, one.line)
+    for step, verdict in verdicts(metrics, timings, range(2, len(metrics) + 1, 2)):
+        assert verdict.status == "healthy", (step, verdict.line)
 
 
 def dead(row: Row, time: Row) -> None:
@@ -114,28 +114,28 @@ def test_injected_faults_are_named_within_two_steps(planted: str, onset: int) ->
         assert first.findings[0].since == onset
         assert first.status == status
         assert step - onset < WITHIN
-        assert [at for at, _ in named] == [*range(step, onset + 6)]  # it stays named while it lasts
+        assert [number for number, _ in named] == [*range(step, onset + 6)]  # it stays named while it lasts
 
 
 def test_recorded_run_with_low_token_limit_is_named_at_step_two() -> None:
     metrics, timings = evidence(json.loads((HERE / "sick_run.json").read_text()))
-    found = dict(verdicts(metrics, timings, (1, 2, 20, 57)))
-    assert found[1].status == "healthy"
-    assert {one.name: one.since for one in found[2].findings} == {"truncation": 1, "dead groups": 1}
-    assert [one.name for one in found[20].findings] == [
+    health = dict(verdicts(metrics, timings, (1, 2, 20, 57)))
+    assert health[1].status == "healthy"
+    assert {item.name: item.since for item in health[2].findings} == {"truncation": 1, "dead groups": 1}
+    assert [item.name for item in health[20].findings] == [
         "dead groups"
     ]  # the policy has learned to answer briefly
-    assert "almost no answer is right" in found[57].line
+    assert "almost no answer is right" in health[57].line
 
 
 def test_status_recovers_two_steps_after_the_fault_ends() -> None:
     metrics, timings = evidence(RUNS[0])
     for row in metrics[20:30]:
         truncated(row, {})
-    found = dict(verdicts(metrics, timings, (30, 31, 32)))
-    assert found[30].line.startswith("watch: truncation since step 21: the token limit cuts off 30%")
-    assert found[31].status == "watch"  # a single good step may be chance
-    assert found[32].status == "healthy"
+    health = dict(verdicts(metrics, timings, (30, 31, 32)))
+    assert health[30].line.startswith("watch: truncation since step 21: the token limit cuts off 30%")
+    assert health[31].status == "watch"  # a single good step may be chance
+    assert health[32].status == "healthy"
 
 
 @pytest.mark.parametrize(
@@ -160,9 +160,9 @@ def test_solved_tasks_do_not_count_as_dead_groups() -> None:
 def test_reward_hack_is_named_before_most_of_the_overoptimised_run_has_passed() -> None:
     curves = json.loads((RESULTS / "overoptimisation.json").read_text())["curves"]
     assert sorted(map(len, curves.values())) == [3, 3]
-    for one in (run for runs in curves.values() for run in runs):
-        gold, rows = one["gold"], []
-        for step, (reward, score) in enumerate(zip(one["reward"], gold, strict=True), 1):
+    for curve in (run for runs in curves.values() for run in runs):
+        gold, rows = curve["gold"], []
+        for step, (reward, score) in enumerate(zip(curve["reward"], gold, strict=True), 1):
             rows.append({"step": step, "reward": reward, "gold": score})
             health = assess_health(Evidence(Series(rows)))
             if health.status != "healthy":
@@ -188,10 +188,10 @@ def test_findings_are_listed_by_severity() -> None:
         truncated(row, time)
         gap(row, time)
     document = assess_health(Evidence(Series(metrics), Series(timings), samples=8)).document()
-    assert [one["name"] for one in document["findings"]] == ["log-prob gap", "truncation"]
+    assert [finding["name"] for finding in document["findings"]] == ["log-prob gap", "truncation"]
     assert document["status"] == "broken"
     assert document["line"].startswith("broken: log-prob gap since step 31")
-    assert all(one["remedy"] for one in document["findings"])
+    assert all(finding["remedy"] for finding in document["findings"])
 
 
 def test_shifted_flags_jumps_and_follows_drift() -> None:

@@ -20,12 +20,12 @@ FIGURE = "eval/heldout/pass@1"
 
 
 def line(step: int, held: float | None = None, train: float | None = None, **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"step": step, **more}
+    row: dict[str, Any] = {"step": step, **more}
     if held is not None:
-        found |= {FIGURE: held, f"{FIGURE}/low": held - 0.1, f"{FIGURE}/high": held + 0.1}
+        row |= {FIGURE: held, f"{FIGURE}/low": held - 0.1, f"{FIGURE}/high": held + 0.1}
     if train is not None:
-        found |= {"pass_rate": train, "groups": 32}
-    return found
+        row |= {"pass_rate": train, "groups": 32}
+    return row
 
 
 def test_best_evaluation_is_the_earliest_among_ties() -> None:
@@ -66,12 +66,12 @@ def test_gap_warning_needs_two_evaluations_with_disjoint_intervals(
     held: tuple[float, ...], train: tuple[float, ...], warns: bool
 ) -> None:
     lines = [line(0, held[0])]
-    for place, (one, rate) in enumerate(zip(held[1:], train, strict=True), 1):
-        lines += [line(2 * place - 1, train=rate), line(2 * place, one, rate)]
-    found = gap_warning(lines, FIGURE, 64)
-    assert bool(found) == warns
+    for number, (score, rate) in enumerate(zip(held[1:], train, strict=True), 1):
+        lines += [line(2 * number - 1, train=rate), line(2 * number, score, rate)]
+    warning = gap_warning(lines, FIGURE, 64)
+    assert bool(warning) == warns
     if warns:
-        assert "training passes 84.0% (73.1% to 91.0%) and held-out tasks 0.0% (0.0% to 5.7%)" in found
+        assert "training passes 84.0% (73.1% to 91.0%) and held-out tasks 0.0% (0.0% to 5.7%)" in warning
 
 
 def test_change_since_pairs_values_by_task() -> None:
@@ -95,7 +95,7 @@ def test_long_curves_keep_first_best_and_last_rows() -> None:
     def rate(mean: float) -> dict[str, float]:
         return {"mean": mean, "low": mean, "high": mean}
 
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "figure": FIGURE,
         "best": 37,
         "output": "best",
@@ -114,13 +114,13 @@ def test_long_curves_keep_first_best_and_last_rows() -> None:
         },
         "stopped": "no gain",
     }
-    head, *rows = curve_rows(found)
+    head, *rows = curve_rows(document)
     assert head == ["step", "training", "heldout pass@1", "data loss"]
     assert [row[0] for row in rows if row[0] in ("0", "37 (best)", "100")] == ["0", "37 (best)", "100"]
     assert len(rows) == 13
     assert rows[-1][1:] == ["50.0% (50.0 to 50.0)", "100.0% (100.0 to 100.0)", "2 (2 to 2)"]
     assert rows[0][1] == ""
-    assert curve_notes(found) == [
+    assert curve_notes(document) == [
         "heldout: pass@1 changed by +50.0 points since the start (+25.0 to +75.0, paired)",
         "output: the best checkpoint, of step 37",
         "stopped early: no gain",

@@ -68,9 +68,9 @@ def test_verdict_names_the_cause_of_failure() -> None:
 
 
 def test_live_group_share_has_an_interval() -> None:
-    found = assess_learnability(summary([LIVE] * 16 + [DEAD] * 48))
-    assert found.live is not None and found.live.mean == 0.25
-    assert 0.15 < found.live.low < 0.17 and 0.36 < found.live.high < 0.38  # Wilson, 16 of 64
-    assert found.pass_at_1.mean == pytest.approx(16 / 512)
-    assert found.pass_at_k is not None and found.pass_at_k.mean == 0.25
+    result = assess_learnability(summary([LIVE] * 16 + [DEAD] * 48))
+    assert result.live is not None and result.live.mean == 0.25
+    assert 0.15 < result.live.low < 0.17 and 0.36 < result.live.high < 0.38  # Wilson, 16 of 64
+    assert result.pass_at_1.mean == pytest.approx(16 / 512)
+    assert result.pass_at_k is not None and result.pass_at_k.mean == 0.25
     assert "live_groups" not in summary([[1.0], [0.0]])  # a group of one sample cannot be live

@@ -26,7 +26,7 @@ BINS = st.dictionaries(
 def answer(
     length: int, difficulty: float | None = None, reward: float | None = 1.0, **more: object
 ) -> Episode:
-    one = Episode(
+    episode = Episode(
         episode_id="0/0/0", group_id="0/0", task_id="t", environment="e", seed=0,
         messages=({"role": "assistant", "content": "x"},),
         prompt_ids=np.zeros(1, np.int32), token_ids=np.zeros(length, np.int32),
@@ -35,7 +35,7 @@ def answer(
         metrics={} if difficulty is None else {"difficulty": difficulty},
         failure="" if reward is not None else "verifier: no",
     )  # fmt: skip
-    return dataclasses.replace(one, **more)
+    return dataclasses.replace(episode, **more)
 
 
 @given(BINS, BINS)
@@ -69,8 +69,8 @@ def test_length_bins_group_by_difficulty() -> None:
 def test_table_groups_lengths_by_difficulty_and_correctness() -> None:
     before = [answer(4, 2.0), answer(9, 2.0, 0.0, finish_reason="length"), answer(7, 10.0, None)]
     after = [answer(6, 2.0), answer(8, 10.0, 0.5, metrics={"difficulty": 10.0, "gold": 1.0})]
-    found = length_dynamics(before, after)
-    assert found["table"] == [
+    change = length_dynamics(before, after)
+    assert change["table"] == [
         {
             "difficulty": "2", "correct": False,
             "before": {"count": 1, "length": 9.0, "truncated": 1.0}, "after": None,
@@ -85,8 +85,8 @@ def test_table_groups_lengths_by_difficulty_and_correctness() -> None:
             "after": {"count": 1, "length": 8.0, "truncated": 0.0},
         },
     ]  # fmt: skip
-    assert found["behaviour"] + found["composition"] == pytest.approx(found["after"] - found["before"])
-    assert found["shape"]["before"]["stopped"] == pytest.approx(2 / 3)
+    assert change["behaviour"] + change["composition"] == pytest.approx(change["after"] - change["before"])
+    assert change["shape"]["before"]["stopped"] == pytest.approx(2 / 3)
 
 
 def test_is_repetitive_checks_long_tails_only() -> None:
@@ -98,8 +98,8 @@ def test_is_repetitive_checks_long_tails_only() -> None:
 
 
 def test_surprisal_is_averaged_per_fifth_of_the_answer() -> None:
-    one = answer(10, logprobs=np.repeat([-1.0, -2.0, -3.0, -4.0, -5.0], 2).astype(np.float32))
-    assert surprisal_by_fifth([one]) == [1.0, 2.0, 3.0, 4.0, 5.0]
-    masked = dataclasses.replace(one, loss_mask=np.arange(10) < 2)
+    episode = answer(10, logprobs=np.repeat([-1.0, -2.0, -3.0, -4.0, -5.0], 2).astype(np.float32))
+    assert surprisal_by_fifth([episode]) == [1.0, 2.0, 3.0, 4.0, 5.0]
+    masked = dataclasses.replace(episode, loss_mask=np.arange(10) < 2)
     assert surprisal_by_fifth([masked]) == [1.0, None, None, None, None]
     assert all(value is None or math.isfinite(value) for value in surprisal_by_fifth([answer(1)]))

@@ -24,7 +24,7 @@ def test_evaluations_are_compared_with_their_parent_checkpoint() -> None:
 
 
 def test_nearest_evaluated_ancestor_replaces_an_unevaluated_parent() -> None:
-    without = {name: one for name, one in EVALUATIONS.items() if name != "of_second"}
+    without = {name: value for name, value in EVALUATIONS.items() if name != "of_second"}
     assert find_parent_evaluation("of_deep", CHECKPOINTS, EVALUATIONS) == "of_second"
     assert find_parent_evaluation("of_deep", CHECKPOINTS, without) == "of_sft"
 

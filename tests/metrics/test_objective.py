@@ -65,5 +65,5 @@ def test_algorithms_without_group_comparison_have_no_objective() -> None:
     ("K", "row"), [(8, [0.077, 0.337, 0.570, 0.942, 0.992]), (16, [0.149, 0.560, 0.815, 0.997, 1.0])]
 )
 def test_live_group_probability(K: int, row: list[float]) -> None:
-    found = [live_group_probability(p, K) for p in (0.01, 0.05, 0.1, 0.3, 0.5)]
-    assert found == pytest.approx(row, abs=6e-4)
+    probabilities = [live_group_probability(p, K) for p in (0.01, 0.05, 0.1, 0.3, 0.5)]
+    assert probabilities == pytest.approx(row, abs=6e-4)

@@ -69,19 +69,19 @@ def test_rl_law_is_fitted_to_distances_above_one() -> None:
 def test_slope_matches_ordinary_least_squares() -> None:
     rng = np.random.default_rng(0)
     y = 0.03 * np.arange(25) + rng.normal(0, 0.1, 25)
-    found = fit_slope(y.tolist())
+    slope = fit_slope(y.tolist())
     coefficients, covariance = np.polyfit(np.arange(25), y, 1, cov=True)
-    assert found.value == pytest.approx(coefficients[0])
+    assert slope.value == pytest.approx(coefficients[0])
     # polyfit divides by n - 2 as well; 2.0687 is the quantile for 23 degrees of freedom
-    assert found.value - found.low == pytest.approx(2.068658 * math.sqrt(covariance[0, 0]))
+    assert slope.value - slope.low == pytest.approx(2.068658 * math.sqrt(covariance[0, 0]))
     with pytest.raises(RequestError):
         fit_slope([1.0, 2.0])
 
 
 def follow(gold: list[float], kl: list[float]) -> OveroptimisationWatch:
     watch = OveroptimisationWatch()
-    for step, (one, distance) in enumerate(zip(gold, kl, strict=True), start=1):
-        watch.observe(step, distance, one)
+    for step, (score, distance) in enumerate(zip(gold, kl, strict=True), start=1):
+        watch.observe(step, distance, score)
     return watch
 
 

@@ -32,10 +32,10 @@ def test_pass_at_k_draws_without_replacement() -> None:
     with_replacement = 1 - (1 - 3 / 10) ** 5
     assert with_replacement == pytest.approx(0.832, abs=5e-4)
     groups = [[answer(float(i < 3), f"{g}/{i}") for i in range(10)] for g in range(2)]
-    found = evaluation_summary("e", groups, [], seed=0)
-    assert found["pass@4"]["mean"] == pytest.approx(1 - math.comb(7, 4) / math.comb(10, 4))
+    summary = evaluation_summary("e", groups, [], seed=0)
+    assert summary["pass@4"]["mean"] == pytest.approx(1 - math.comb(7, 4) / math.comb(10, 4))
     assert (
-        found["pass@4"]["low"] == found["pass@4"]["high"]
+        summary["pass@4"]["low"] == summary["pass@4"]["high"]
     )  # both tasks are alike and only tasks are resampled
 
 

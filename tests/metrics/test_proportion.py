@@ -13,9 +13,9 @@ from perilune.metrics.proportion import pass_rate_interval, wilson_interval
 )
 def test_wilson_matches_figures_of_newcombe(successes: int, trials: int, low: float, high: float) -> None:
     """Newcombe, "Two-sided confidence intervals for the single proportion" (1998), table I, method 3."""
-    found = wilson_interval(successes, trials)
-    assert found.mean == successes / trials
-    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+    interval = wilson_interval(successes, trials)
+    assert interval.mean == successes / trials
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=5e-5)
 
 
 def test_wilson_refuses_zero_trials() -> None:

@@ -19,9 +19,9 @@ def test_spearman_matches_hand_computed_values() -> None:
 def test_spearman_depends_on_the_order_alone(values: list[int], seed: int) -> None:
     a = np.array(values, float)
     b = np.random.default_rng(seed).normal(size=len(a))
-    found = spearman(a, b)
-    assert spearman(np.exp(a / 10), b) == pytest.approx(found)
-    assert spearman(-a, b) == pytest.approx(-found)
+    correlation = spearman(a, b)
+    assert spearman(np.exp(a / 10), b) == pytest.approx(correlation)
+    assert spearman(-a, b) == pytest.approx(-correlation)
     assert spearman(a, a**3) == pytest.approx(1.0)
 
 
@@ -30,10 +30,10 @@ def test_interval_resamples_problems_and_not_pairs() -> None:
     rng = np.random.default_rng(0)
     few = [(x, x + rng.normal(size=3)) for x in rng.normal(size=(12, 3))]
     many = [(np.tile(a, 100), np.tile(b, 100)) for a, b in few]
-    one, other = (spearman_over_problems(pairs, seed=1, resamples=300) for pairs in (few, many))
-    assert one is not None and other is not None
-    assert one.low < one.mean < one.high
-    assert (other.high - other.low) == pytest.approx(one.high - one.low, rel=0.1)
+    first, other = (spearman_over_problems(pairs, seed=1, resamples=300) for pairs in (few, many))
+    assert first is not None and other is not None
+    assert first.low < first.mean < first.high
+    assert (other.high - other.low) == pytest.approx(first.high - first.low, rel=0.1)
 
 
 def test_correlation_is_none_without_variation() -> None:

@@ -28,9 +28,9 @@ def test_game_figures() -> None:
         episode("3/1/p1", "y", 0.0, illegal=0.0, turns=2.0),
         episode("3/2", "c", None),
     ]
-    found = game_figures(games)
-    assert [one.player for one in games] == [0, 1, 0, 1, 0]
-    assert found == {
+    figures = game_figures(games)
+    assert [game.player for game in games] == [0, 1, 0, 1, 0]
+    assert figures == {
         "illegal": 0.5, "turns": 2.0, "unfinished": 0.0, "drawn": 0.5, "openings": pytest.approx(2.0),
         "seat/0/reward": 0.5, "seat/0/won": 0.5, "seat/1/reward": -0.5, "seat/1/won": 0.0,
     }  # fmt: skip
@@ -59,8 +59,8 @@ def test_alarms_require_a_sign_to_persist(sick: dict[str, float], name: str, is_
     lines = [dict(HEALTHY) for _ in range(20)]
     assert find_alarms(lines) == []
     assert find_alarms([*lines, {**HEALTHY, **sick}]) == []
-    (found,) = find_alarms([*lines, *[{**HEALTHY, **sick}] * 8])
-    assert (found.name, found.is_collapse) == (name, is_collapse) and found.message
+    (alarm,) = find_alarms([*lines, *[{**HEALTHY, **sick}] * 8])
+    assert (alarm.name, alarm.is_collapse) == (name, is_collapse) and alarm.message
     assert find_alarms([*lines, *[{**HEALTHY, **sick}] * 8, *[HEALTHY] * 8]) == []
 
 
@@ -70,8 +70,8 @@ def test_illegal_move_alarm_is_relative_to_the_start() -> None:
 
 
 def test_weaker_play_than_at_the_start_is_a_collapse_at_once() -> None:
-    (found,) = find_alarms([HEALTHY], weaker=["minimax"])
-    assert found.is_collapse and "minimax" in found.message
+    (alarm,) = find_alarms([HEALTHY], weaker=["minimax"])
+    assert alarm.is_collapse and "minimax" in alarm.message
 
 
 def test_openings_alarm_is_relative_to_the_start() -> None:

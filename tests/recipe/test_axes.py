@@ -27,7 +27,7 @@ def test_parse_axis_values_round_trip_through_yaml(option: str, values: tuple[st
     axis = parse_axis(option)
     assert axis.values == values and axis.bounds is None
     written = parse_yaml(f"[{option.partition('=')[2]}]", "").value
-    distinct = [value for place, value in enumerate(written) if value not in written[:place]]
+    distinct = [value for index, value in enumerate(written) if value not in written[:index]]
     assert [parse_yaml(value, "").value for value in values] == distinct
 
 
@@ -43,9 +43,9 @@ def test_parse_axis_values_round_trip_through_yaml(option: str, values: tuple[st
     ],
 )
 def test_parse_axis_error_names_the_option(option: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message) as found:
+    with pytest.raises(RequestError, match=message) as caught:
         parse_axis(option)
-    assert found.value.where == f"--set {option}"
+    assert caught.value.where == f"--set {option}"
 
 
 def test_grid_lists_every_combination_in_order() -> None:
@@ -57,9 +57,9 @@ def test_grid_lists_every_combination_in_order() -> None:
         ("rl.lr=3e-05", "rl.samples=8"),
     ]
     assert grid_arms([]) == [()]
-    with pytest.raises(RequestError, match=r"rl\.lr has a range") as found:
+    with pytest.raises(RequestError, match=r"rl\.lr has a range") as caught:
         grid_arms([parse_axis("rl.lr=1e-6..1e-4")])
-    assert "--random" in found.value.remedy
+    assert "--random" in caught.value.remedy
 
 
 def test_draw_is_log_uniform_and_longer_draws_share_a_prefix() -> None:
@@ -71,8 +71,8 @@ def test_draw_is_log_uniform_and_longer_draws_share_a_prefix() -> None:
     assert min(rates) >= 1e-6 and max(rates) <= 1e-4
     below = sum(rate < 1e-5 for rate in rates) / len(rates)  # half of them: 1e-5 is the middle on a log scale
     assert abs(below - 0.5) < 5 * math.sqrt(0.25 / len(rates))
-    assert {one[1] for one in arms} == {f"rl.steps={count}" for count in range(5, 10)}
-    assert {one[2] for one in arms} == {"rl.algorithm=grpo", "rl.algorithm=gspo"}
+    assert {arm[1] for arm in arms} == {f"rl.steps={count}" for count in range(5, 10)}
+    assert {arm[2] for arm in arms} == {"rl.algorithm=grpo", "rl.algorithm=gspo"}
 
 
 def test_range_from_zero_is_drawn_uniformly() -> None:

@@ -27,7 +27,7 @@ stages:
 def loaded(tmp_path: Path, sets: str) -> Job:
     for name in ("pens", "more"):
         (tmp_path / f"{name}.jsonl").write_text(
-            "".join(f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(40))
+            "".join(f'{{"prompt": "{n}+1=", "answer": {n + 1}}}\n' for n in range(40))
         )
     (tmp_path / "pens.yaml").write_text(RECIPE.format(sets=sets))
     recipe = load_recipe(tmp_path / "pens.yaml")
@@ -35,16 +35,16 @@ def loaded(tmp_path: Path, sets: str) -> Job:
 
 
 def sets_of(job: Job) -> dict[str, Any]:
-    found: dict[str, Any] = get_field(job.spec, "eval.sets")
-    return found
+    sets: dict[str, Any] = get_field(job.spec, "eval.sets")
+    return sets
 
 
 def test_evaluation_set_overrides_the_recipe_environment(tmp_path: Path) -> None:
     job = loaded(tmp_path, "{more: {path: more.jsonl}, other: {id: calculator, digits: 1}}")
-    found = sets_of(job)
-    assert found["more"] == job.environment | {"path": str(tmp_path / "more.jsonl")}
-    assert (found["other"]["id"], found["other"]["digits"]) == ("calculator", 1)
-    assert "path" not in found["other"]
+    sets = sets_of(job)
+    assert sets["more"] == job.environment | {"path": str(tmp_path / "more.jsonl")}
+    assert (sets["other"]["id"], sets["other"]["digits"]) == ("calculator", 1)
+    assert "path" not in sets["other"]
 
 
 def test_files_of_evaluation_sets_are_frozen_into_the_bundle(tmp_path: Path) -> None:
@@ -52,10 +52,10 @@ def test_files_of_evaluation_sets_are_frozen_into_the_bundle(tmp_path: Path) -> 
     name = "spec.eval.sets.more.path"
     assert files[name] == tmp_path / "more.jsonl"
     assert sets_of(job)["more"]["path"] == f"inputs/{name}"
-    assert {one.name for one in job.inputs if one.kind == "tasks"} == {"environment.path", name}
-    at = job.at(tmp_path / "bundle")
-    assert sets_of(at)["more"]["path"] == str(tmp_path / "bundle" / "inputs" / name)
-    assert at.environment["path"] == str(tmp_path / "bundle" / "inputs" / "environment.path")
+    assert {item.name for item in job.inputs if item.kind == "tasks"} == {"environment.path", name}
+    moved = job.at(tmp_path / "bundle")
+    assert sets_of(moved)["more"]["path"] == str(tmp_path / "bundle" / "inputs" / name)
+    assert moved.environment["path"] == str(tmp_path / "bundle" / "inputs" / "environment.path")
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,6 @@ def test_files_of_evaluation_sets_are_frozen_into_the_bundle(tmp_path: Path) -> 
     ],
 )
 def test_invalid_evaluation_set_error_names_the_line(tmp_path: Path, sets: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message) as found:
+    with pytest.raises(RequestError, match=message) as caught:
         loaded(tmp_path, sets)
-    assert "pens.yaml:9" in str(found.value)
+    assert "pens.yaml:9" in str(caught.value)

@@ -245,10 +245,10 @@ def test_invalid_recipe_error_names_line_problem_and_remedy(write, change: tuple
     assert DINNER.count(old) == 1
     with pytest.raises(RequestError) as caught:
         load_recipe(write(DINNER.replace(old, new)))
-    where, *said = BAD[change]
+    where, *parts = BAD[change]
     message = str(caught.value)
     assert where in message.splitlines()[0]
-    for part in said:
+    for part in parts:
         assert part in message
 
 

@@ -45,10 +45,10 @@ def user_keys() -> list[str]:
     all_keys = {f"{section}/{key.name}" for section, key in own}
     return [
         key
-        for section, one in own
-        if (key := f"{section}/{one.name}") not in holders
+        for section, field in own
+        if (key := f"{section}/{field.name}") not in holders
         and not any(
-            f"{section}/{one.name[: end.start()]}" in all_keys for end in re.finditer(r"\.", one.name)
+            f"{section}/{field.name[: end.start()]}" in all_keys for end in re.finditer(r"\.", field.name)
         )
     ]
 
@@ -59,7 +59,7 @@ def test_number_of_recipe_keys_is_bounded() -> None:
     for name in plugin_names():
         for field in load_plugin(name).spec.model_fields:
             key = f"task: {name}/{field}"  # a section counts by each of its keys
-            assert any(found == key or found.startswith(f"{key}.") for found in keys)
+            assert any(other == key or other.startswith(f"{key}.") for other in keys)
     assert "environment: reasoning_gym/task" in keys
     assert "recipe/seed" in keys
     assert "recipe/stages" not in keys  # only contains other keys
@@ -93,7 +93,7 @@ def schema() -> Any:
     return kind(document)
 
 
-@pytest.mark.parametrize("name", [one for one in bundled_recipes() if "/" not in one])
+@pytest.mark.parametrize("name", [name for name in bundled_recipes() if "/" not in name])
 def test_bundled_recipes_match_the_json_schema(name: str, schema: Any) -> None:
     path = bundled_recipe(name)
     recipe = load_recipe(path)

@@ -29,15 +29,15 @@ def sections(recipe):
 
 
 def test_stage_environment_overrides_fields_of_the_recipe(tmp_path):
-    found = sections(loaded(tmp_path, "{opponent: mcts, simulations: 7}"))
-    assert (found["before"]["opponent"], found["after"]["opponent"]) == ("self", "mcts")
-    assert found["after"] == found["before"] | {"opponent": "mcts", "simulations": 7}
-    assert found["after"]["list_moves"] is False
+    environments = sections(loaded(tmp_path, "{opponent: mcts, simulations: 7}"))
+    assert (environments["before"]["opponent"], environments["after"]["opponent"]) == ("self", "mcts")
+    assert environments["after"] == environments["before"] | {"opponent": "mcts", "simulations": 7}
+    assert environments["after"]["list_moves"] is False
 
 
 def test_stage_environment_with_another_id_inherits_no_fields(tmp_path):
-    found = sections(loaded(tmp_path, "{id: calculator, digits: 1}"))
-    assert found["after"]["digits"] == 1 and "game" not in found["after"]
+    environments = sections(loaded(tmp_path, "{id: calculator, digits: 1}"))
+    assert environments["after"]["digits"] == 1 and "game" not in environments["after"]
 
 
 def test_override_changes_the_environment_of_a_stage(tmp_path):

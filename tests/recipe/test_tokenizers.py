@@ -142,8 +142,8 @@ def test_plan_refuses_a_model_whose_tokenizer_lacks_characters(tmp_path: Path) -
 def test_first_turn_of_a_multi_turn_environment_is_checked(tmp_path: Path) -> None:
     (tmp_path / "guess.py").write_text(SEVERAL_TURNS)
     recipe = loaded(tmp_path, ROWS, environment="{id: 'guess.py:Guess'}")
-    found = find_foreign_character(recipe) or ""
-    assert "no token for '→' in guess, training task 1, message of the user" in found
+    message = find_foreign_character(recipe) or ""
+    assert "no token for '→' in guess, training task 1, message of the user" in message
 
 
 def test_plan_checks_more_tasks_than_loading(tmp_path: Path) -> None:

@@ -99,15 +99,15 @@ class Served:
     def metrics(self) -> dict[str, float]:
         with self.http() as http:
             page = http.get("/metrics").text
-        found = re.findall(r"^(perilune_\S+) ([\d.e+-]+)$", page, re.MULTILINE)
-        return {name.removeprefix("perilune_"): float(value) for name, value in found}
+        samples = re.findall(r"^(perilune_\S+) ([\d.e+-]+)$", page, re.MULTILINE)
+        return {name.removeprefix("perilune_"): float(value) for name, value in samples}
 
     def at_rest(self, seconds: float = 60) -> dict[str, float]:
         """Wait until the server is idle and return its metrics; fail if a resource is never released."""
         deadline = time.monotonic() + seconds
         while True:
             metrics = self.metrics()
-            held = {
+            counts = {
                 name: metrics[name]
                 for name in (
                     "samples_open",
@@ -117,9 +117,9 @@ class Served:
                     "cache_use",
                 )
             }
-            if not any(held.values()):
+            if not any(counts.values()):
                 return metrics
-            assert time.monotonic() < deadline, held
+            assert time.monotonic() < deadline, counts
             time.sleep(0.05)
 
 
@@ -135,13 +135,13 @@ def served(checkpoint: Path, *options: str, token: str = "", **environment: str)
         assert process.stderr is not None
         written = None
         try:
-            said, found = [], None
-            while found is None:
-                said.append(process.stderr.readline())
-                assert said[-1], "".join(said)
-                found = re.search(r"(\S+) answers at (http://\S+)", said[-1])
+            lines, match = [], None
+            while match is None:
+                lines.append(process.stderr.readline())
+                assert lines[-1], "".join(lines)
+                match = re.search(r"(\S+) answers at (http://\S+)", lines[-1])
             written = threads.submit(process.stderr.read)  # a full pipe would stop the server
-            yield Served(process, found[2], found[1], token, said)
+            yield Served(process, match[2], match[1], token, lines)
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

@@ -116,10 +116,10 @@ def test_server_separates_reasoning_and_holds_the_final_message_to_a_schema(tmp_
     with served(tmp_path / "m", "--slots", "8") as server, server.client() as client:
         bias = {str(tokenizer._backend.token_to_id("<|end|>")): 6}  # keeps reasoning short
         choices = client.chat.completions.create(**asked, max_tokens=800, logit_bias=bias).choices
-        complete = [one for one in choices if one.finish_reason == "stop"]
+        complete = [choice for choice in choices if choice.finish_reason == "stop"]
         assert len(complete) > 4
-        assert {json.loads(one.message.content or "")["a"] for one in complete} <= {1, 2}
-        assert any(getattr(one.message, "reasoning_content", None) for one in complete)
+        assert {json.loads(choice.message.content or "")["a"] for choice in complete} <= {1, 2}
+        assert any(getattr(choice.message, "reasoning_content", None) for choice in complete)
         with pytest.raises(openai.BadRequestError, match="openai cannot be constrained"):
             client.chat.completions.create(
                 model="m", messages=asked["messages"], tools=tools, tool_choice="required"

@@ -19,8 +19,8 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-    with served(folder, "--stall", "2", "--max-connections", str(MOST), "--max-body", "0.1") as one:
-        yield one
+    with served(folder, "--stall", "2", "--max-connections", str(MOST), "--max-body", "0.1") as server:
+        yield server
 
 
 def connect(server: Served) -> socket.socket:
@@ -88,7 +88,7 @@ def test_trickling_head_times_out(server: Served) -> None:
     with connect(server) as client:
         client.sendall(ASK + ASK[:-2])
         assert answer(client)[0] == 200
-        assert is_closed_meanwhile(client, [b"X-%d: 1\r\n" % place for place in range(90)])
+        assert is_closed_meanwhile(client, [b"X-%d: 1\r\n" % i for i in range(90)])
 
 
 @pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere", b"/health"])
@@ -108,7 +108,7 @@ def test_incomplete_body_gets_an_error_and_closes_the_connection(
 
 @pytest.mark.parametrize(
     "head",
-    [b"".join(b"X-%d: 1\r\n" % place for place in range(10_000)), b"X: " + b"x" * 200_000, b"X: 1\r\n" * 101],
+    [b"".join(b"X-%d: 1\r\n" % i for i in range(10_000)), b"X: " + b"x" * 200_000, b"X: 1\r\n" * 101],
     ids=["many headers", "a long header", "some headers"],
 )
 def test_server_refuses_large_heads(server: Served, head: bytes) -> None:
@@ -153,10 +153,10 @@ def test_incomplete_requests_do_not_block_complete_ones(server: Served) -> None:
     with ExitStack() as stack, connect(server) as working:
         working.sendall(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         clients = []
-        for place in range(3 * MOST):
+        for number in range(3 * MOST):
             clients.append(stack.enter_context(connect(server)))
-            clients[-1].sendall(halves[place % 3])
-            if place % 6 == 5:
+            clients[-1].sendall(halves[number % 3])
+            if number % 6 == 5:
                 with server.http() as http:
                     assert http.get("/health").json() == {"status": "ok"}
         assert len(psutil.Process(server.process.pid).net_connections("tcp")) <= MOST + 8

@@ -75,7 +75,7 @@ def test_service_samples_tokenizer_tokens_only_and_marks_continued_texts(tmp_pat
     service, _ = _make_service(Settings(tmp_path / "m", name="m"), print)
     engine: Any = service.thread._engine
     (group,) = engine.sample([Prompt([5], (0, 0, 0))], 20, SamplingParams(20, temperature=30.0))
-    assert max(one.token_ids.max() for one in group) == 97
+    assert max(sample.token_ids.max() for sample in group) == 97
 
     chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "1"}]}
     opened = {"add_generation_prompt": False, "continue_final_message": True}
@@ -96,19 +96,19 @@ def test_continued_text_keeps_leading_space(stream: bool) -> None:
     for continues, text in ((False, " " * 3), (True, " " * 4)):
         params = SamplingParams(4, logit_bias=likely)
         engine.add(Request([5], params, continues_text=continues), stream=stream)
-        found = ""
+        streamed = ""
         while engine.unfinished:
-            found += "".join(delta.text for delta in engine.step())
-        assert found == text
+            streamed += "".join(delta.text for delta in engine.step())
+        assert streamed == text
 
 
 def test_usage_counts_cached_tokens_of_all_prompts() -> None:
     engine = Engine(DECODER, slots=4, cache_tokens=1024)
     first, second = (5, *range(10, 42)), (6, *range(10, 58))
-    engine.sample([Prompt(list(one), (0, 0, 0)) for one in (first, second)], 1, SamplingParams(1))
+    engine.sample([Prompt(list(ids), (0, 0, 0)) for ids in (first, second)], 1, SamplingParams(1))
 
     async def ask_again(thread: EngineThread) -> None:
-        stream = await thread.submit([ask(2, n=2, prompt=one) for one in (first, second)], per_token=False)
+        stream = await thread.submit([ask(2, n=2, prompt=ids) for ids in (first, second)], per_token=False)
         answer: Any = None
         exchange = Exchange(stream, answer, Metrics(), 0.0)
         assert len(await exchange._collect()) == 4
@@ -119,7 +119,7 @@ def test_usage_counts_cached_tokens_of_all_prompts() -> None:
 
 def expected(request: Request) -> list[tuple[list[int], list[float]]]:
     group = Engine(DECODER).sample([Prompt(request.token_ids, request.key)], request.n, request.params)[0]
-    return [(one.token_ids.tolist(), one.logprobs.tolist()) for one in group]
+    return [(sample.token_ids.tolist(), sample.logprobs.tolist()) for sample in group]
 
 
 @pytest.mark.parametrize("per_token", [True, False])
@@ -128,8 +128,8 @@ def test_choice_numbers_continue_across_requests(per_token: bool) -> None:
 
     async def work(thread: EngineThread) -> None:
         whole = await read(await thread.submit(requests, per_token=per_token))
-        found = [(whole[choice].token_ids, whole[choice].logprobs) for choice in sorted(whole)]
-        assert found == expected(requests[0]) + expected(requests[1])
+        sampled = [(whole[choice].token_ids, whole[choice].logprobs) for choice in sorted(whole)]
+        assert sampled == expected(requests[0]) + expected(requests[1])
         assert {whole[choice].finish_reason for choice in whole} == {"length"}
         assert thread.num_open_samples == 0
 
@@ -239,7 +239,7 @@ def test_failed_step_fails_running_requests_and_spares_later_ones(faulty: tuple[
         assert thread.num_open_samples == 0
         again = ask(20, seed=5, n=2)
         whole = await read(await thread.submit([again], per_token=True))
-        assert [(whole[place].token_ids, whole[place].logprobs) for place in (0, 1)] == expected(again)
+        assert [(whole[choice].token_ids, whole[choice].logprobs) for choice in (0, 1)] == expected(again)
 
     assert run_beside_engine(engine, work).failure is None
     assert len(restarts) == 1
@@ -248,20 +248,20 @@ def test_failed_step_fails_running_requests_and_spares_later_ones(faulty: tuple[
 def test_permanent_engine_failure_reaches_callback_and_all_requests(faulty: tuple[Engine, Faulty]) -> None:
     engine, runner = faulty
     runner.failures = 2  # the restart fails too
-    told: list[BaseException] = []
+    failures: list[BaseException] = []
 
     async def work(thread: EngineThread) -> None:
-        thread.on_failure = told.append
+        thread.on_failure = failures.append
         with pytest.raises(WorkFailedError, match="the engine failed"):
             await read(await thread.submit([ask(5)], per_token=True))
-        while not told:
+        while not failures:
             await asyncio.sleep(0.01)
         with pytest.raises(WorkFailedError, match="has failed"):
             await thread.submit([ask(5)], per_token=True)
         assert thread.num_open_samples == 0
 
     thread = run_beside_engine(engine, work)
-    assert told == [thread.failure]
+    assert failures == [thread.failure]
     assert isinstance(thread.failure, MemoryError)
 
 

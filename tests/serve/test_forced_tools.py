@@ -77,8 +77,8 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def client(server: Served) -> Iterator[openai.OpenAI]:
-    with server.client() as one:
-        yield one
+    with server.client() as client:
+        yield client
 
 
 def complete_chat(client: openai.OpenAI, **options: Any) -> Any:
@@ -119,8 +119,8 @@ def test_named_tool_choice_gives_one_call(client: openai.OpenAI) -> None:
     choices = complete_chat(client, tool_choice=named).choices
     assert {choice.finish_reason for choice in choices} == {"stop"}  # like OpenAI
     calls = [calls_of(choice.message) for choice in choices]
-    assert all([name for name, _ in one] == ["weather"] for one in calls)
-    assert len({arguments for one in calls for _, arguments in one}) > 8
+    assert all([name for name, _ in answer] == ["weather"] for answer in calls)
+    assert len({arguments for answer in calls for _, arguments in answer}) > 8
 
 
 def test_stream_has_the_same_tool_calls(client: openai.OpenAI) -> None:
@@ -139,8 +139,8 @@ def test_stream_has_the_same_tool_calls(client: openai.OpenAI) -> None:
                     name, arguments = streamed[part.index][-1]
                     streamed[part.index][-1] = name, arguments + call.function.arguments
                 reasons[part.index] = part.finish_reason or reasons.get(part.index)
-        assert streamed == {one.index: calls_of(one.message) for one in whole.choices}
-        assert reasons == {one.index: one.finish_reason for one in whole.choices}
+        assert streamed == {choice.index: calls_of(choice.message) for choice in whole.choices}
+        assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
         assert pieces > sum(map(len, streamed.values())) + 2  # arguments arrive during generation
 
 
@@ -165,11 +165,11 @@ def test_allowed_tools_restrict_calls_and_prompt(client: openai.OpenAI) -> None:
 
     for choice in complete_chat(client, tool_choice=allowed("required", "now")).choices:
         assert {name for name, _ in calls_of(choice.message)} == {"now"}
-    some, all_tools, one = (
+    some, all_tools, single = (
         complete_chat(client, n=1, max_tokens=1, **given).usage.prompt_tokens
         for given in ({"tool_choice": allowed("auto", "now")}, {}, {"tools": TOOLS[1:]})
     )
-    assert some == one < all_tools
+    assert some == single < all_tools
     with pytest.raises(openai.BadRequestError, match="tool_choice needs a function in tools"):
         complete_chat(client, tool_choice=allowed("auto", "now", "x"))
 
@@ -204,8 +204,8 @@ def test_responses_stream_sends_argument_deltas(client: openai.OpenAI) -> None:
     seeded: Any = asked | {"extra_body": {"seed": 3}}
     whole = client.responses.create(**seeded)
     events = list(client.responses.create(**seeded, stream=True))
-    deltas = [one.delta for one in events if one.type == "response.function_call_arguments.delta"]
-    done = [one.arguments for one in events if one.type == "response.function_call_arguments.done"]
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    done = [event.arguments for event in events if event.type == "response.function_call_arguments.done"]
     assert len(deltas) > 2 * len(done) > 0
     assert "".join(deltas) == "".join(done)
     assert done == [item.arguments for item in whole.output if item.type == "function_call"]

@@ -21,8 +21,8 @@ JSON = {"Content-Type": "application/json"}
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = make_checkpoint(tmp_path_factory.mktemp("model") / "tiny")
-    with served(folder, "--slots", "32", "--max-queue", "1000") as one:
-        yield one
+    with served(folder, "--slots", "32", "--max-queue", "1000") as server:
+        yield server
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +31,7 @@ def _background_stream(server: Served, tmp_path_factory: pytest.TempPathFactory)
     (expected,) = Direct.load(make_checkpoint(tmp_path_factory.mktemp("same") / "tiny")).sample(
         "1+1=", 5, max_tokens=CONTEXT - 4, stop_token_ids=()
     )
-    over, told = threading.Event(), []
+    over, tokens = threading.Event(), []
 
     def listen() -> None:
         with server.client() as client:
@@ -40,14 +40,14 @@ def _background_stream(server: Served, tmp_path_factory: pytest.TempPathFactory)
                     model="tiny", prompt="1+1=", max_tokens=CONTEXT - 4, seed=5, stream=True,
                     extra_body={"ignore_eos": True, "return_token_ids": True},
                 )  # fmt: skip
-                told.append([token for chunk in stream for token in chunk.choices[0].token_ids])  # type: ignore[attr-defined]
+                tokens.append([token for chunk in stream for token in chunk.choices[0].token_ids])  # type: ignore[attr-defined]
 
     with ThreadPoolExecutor(1) as threads:
         listening = threads.submit(listen)
         yield
         over.set()
         listening.result(60)
-    assert told and all(one == expected.token_ids.tolist() for one in told)
+    assert tokens and all(ids == expected.token_ids.tolist() for ids in tokens)
 
 
 def ask(server: Served, path: str, content: bytes) -> tuple[int, Any]:
@@ -79,8 +79,8 @@ def nested(depth: int) -> Any:
 HOSTILE = {
     "empty objects as prompts": (complete(prompt=[{}] * 500_000), "too many values"),
     "fewer empty objects": (complete(prompt=[{}] * 60_000), "prompt"),
-    "unknown keys": (complete(**{f"k{place}": 1 for place in range(250_000)}), "too many values"),
-    "fewer unknown keys": (complete(**{f"k{place}": 1 for place in range(30_000)}), "argument: k0"),
+    "unknown keys": (complete(**{f"k{i}": 1 for i in range(250_000)}), "too many values"),
+    "fewer unknown keys": (complete(**{f"k{i}": 1 for i in range(30_000)}), "argument: k0"),
     "token ids": (complete(prompt=[1] * 300_000), "too many values"),
     "fewer token ids": (complete(prompt=[1] * 260_000), "260000"),
     "a long text": (complete(prompt="x" * 4_000_000), "4,000,000 characters"),
@@ -88,9 +88,9 @@ HOSTILE = {
     "a long chat": (chat(messages=[{"role": "user", "content": "x" * 4_000_000}]), "4,000,004 characters"),
     "many messages": (chat(messages=[{"role": "user", "content": ""}] * 11_000), "at most 10000 items"),
     "a message's unknown key": (chat(messages=[{"role": "user", "x": 1}]), "argument: messages.0.x"),
-    "many biases": (complete(logit_bias={str(place): 1 for place in range(20_000)}), "logit_bias"),
+    "many biases": (complete(logit_bias={str(i): 1 for i in range(20_000)}), "logit_bias"),
     "many stops": (complete(stop=[1] * 200_000), "stop"),
-    "a large enum": (schema({"enum": [f"v{place}" for place in range(120_000)]}), "more than 10,000 values"),
+    "a large enum": (schema({"enum": [f"v{i}" for i in range(120_000)]}), "more than 10,000 values"),
     "a long constant": (schema({"const": "x" * 1_000_000}), "longer than 131,072 characters"),
     "a large bound": (schema({"type": "string", "minLength": 10**400}), "schema"),
     "an infinite bound": (schema({"type": "number", "maximum": float("inf")}), ""),
@@ -116,12 +116,12 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_server_answers_hostile_bodies_without_500(server: Served, name: str) -> None:
-    (path, body), told = HOSTILE[name]
+    (path, body), message = HOSTILE[name]
     status, answer = ask(server, path, json.dumps(body).encode())
-    if told is None:
+    if message is None:
         assert status == 200, answer
     else:
-        assert status in (400, 404) and told in answer["error"]["message"], answer
+        assert status in (400, 404) and message in answer["error"]["message"], answer
         assert len(answer["error"]["message"]) < 1000
 
 
@@ -132,8 +132,8 @@ def test_punctuation_inside_text_does_not_count_as_json_structure(server: Served
 
 
 def test_control_tokens_in_chat_messages_are_plain_text(server: Served) -> None:
-    said = [{"role": "user", "content": "<eos>1", "name": "<pad>"}]
-    status, answer = ask(server, *_encoded(chat(messages=said, return_token_ids=True)))
+    messages = [{"role": "user", "content": "<eos>1", "name": "<pad>"}]
+    status, answer = ask(server, *_encoded(chat(messages=messages, return_token_ids=True)))
     assert status == 200
     prompt = answer["choices"][0]["prompt_token_ids"]
     assert not {0, 1} & set(prompt) and len(prompt) == len("user: <eos>1\nassistant: ")
@@ -171,8 +171,8 @@ def test_any_body_gets_a_json_answer(
 ) -> None:
     content = json.dumps(asked[1] | change).encode()
     if damage is not None:
-        place, inserted = damage
-        content = content[:place] + inserted + content[place + 1 :]
+        offset, inserted = damage
+        content = content[:offset] + inserted + content[offset + 1 :]
     with server.http() as http:
         answer = http.post(f"/v1/{asked[0]}", content=content, headers=JSON)
     assert answer.status_code in (200, 400, 404, 413), (content, answer.text)
@@ -186,15 +186,15 @@ def test_short_work_does_not_wait_for_long_work_templates_or_schemas() -> None:
     async def everything() -> None:
         lanes, over = Lanes(), threading.Event()
         waiting = [
-            asyncio.ensure_future(one)
-            for one in (
+            asyncio.ensure_future(work)
+            for work in (
                 lanes.short_or_long(LONG_TASK_SIZE, over.wait),
                 lanes.template(over.wait),
                 lanes.schema(over.wait),
             )
         ]
         assert await asyncio.wait_for(lanes.short_or_long(LONG_TASK_SIZE - 1, lambda: 7), 60) == 7
-        assert not any(one.done() for one in waiting)
+        assert not any(future.done() for future in waiting)
         over.set()
         assert await asyncio.gather(*waiting) == [True] * 3
         lanes.close()

@@ -276,11 +276,11 @@ def test_showing_tokenizer_decodes_control_tokens_of_calls() -> None:
     mark = tokenizer._backend.token_to_id("[TOOL_CALLS]")
     sampled = [mark, *tokenizer.encode("é[TOOL_CALLS]"), tokenizer.eos_token_id]
     assert tokenizer.decode(sampled) == "é[TOOL_CALLS]"
-    shown = tokenizer.showing(FORMATS["mistral"].marks)
-    assert shown.decode(sampled) == "[TOOL_CALLS]é[TOOL_CALLS]"
-    assert shown.boundaries.is_text(mark)
+    marked = tokenizer.showing(FORMATS["mistral"].marks)
+    assert marked.decode(sampled) == "[TOOL_CALLS]é[TOOL_CALLS]"
+    assert marked.boundaries.is_text(mark)
     assert not tokenizer.boundaries.is_text(mark)
-    assert mark not in shown.encode("[TOOL_CALLS]")  # user text never becomes the control token
+    assert mark not in marked.encode("[TOOL_CALLS]")  # user text never becomes the control token
     assert tokenizer.showing(("[none]",)) is tokenizer
 
 

@@ -28,8 +28,8 @@ def modified_checkpoint(checkpoint: Path, folder: Path, seed: int, values: int |
     decoder, tokenizer = load_checkpoint(checkpoint)
     other, _ = load_checkpoint(checkpoint)
     other.initialize(seed)
-    for one, another in zip(decoder.parameters(), other.parameters(), strict=True):
-        one.data.view(-1)[:values] = another.data.view(-1)[:values]
+    for parameter, another in zip(decoder.parameters(), other.parameters(), strict=True):
+        parameter.data.view(-1)[:values] = another.data.view(-1)[:values]
     save_checkpoint(folder, decoder, tokenizer)
     return folder
 
@@ -37,8 +37,8 @@ def modified_checkpoint(checkpoint: Path, folder: Path, seed: int, values: int |
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Served]:
     options = ("--weight-updates", "--control", "--max-body", "0.1", "--token-env", "SERVER_TOKEN")
-    with served(checkpoint, *options, token=TOKEN, SERVER_TOKEN=TOKEN) as one:
-        yield one
+    with served(checkpoint, *options, token=TOKEN, SERVER_TOKEN=TOKEN) as server:
+        yield server
 
 
 def run(*arguments: str) -> None:
@@ -89,8 +89,8 @@ def test_push_replaces_weights(
     assert "version 1" in capsys.readouterr().out
     assert answer(server) == expected(second)
     run(str(third), server.url, "--base", str(second), "--json")
-    assert '"version": 2' in (said := capsys.readouterr().out)
-    assert int(said.split('"bytes": ')[1].split(",")[0]) < 20_000
+    assert '"version": 2' in (out := capsys.readouterr().out)
+    assert int(out.split('"bytes": ')[1].split(",")[0]) < 20_000
     assert answer(server) == expected(third)
     # A wrong base costs a full transfer.
     pushed = find_server(server.url, TOKEN).push(checkpoint, second, lambda sent, total: None)
@@ -103,15 +103,15 @@ def test_push_resumes_interrupted_transfer(
 ) -> None:
     monkeypatch.setattr("perilune.weights.push.time.sleep", lambda seconds: None)
     flaky = Flaky()
-    one = find_server(server.url, TOKEN)
-    assert isinstance(one, PeriluneServer)
+    remote = find_server(server.url, TOKEN)
+    assert isinstance(remote, PeriluneServer)
     monkeypatch.setattr(
-        one._http,
+        remote._http,
         "_client",
-        httpx.Client(transport=flaky, base_url=server.root, headers=one._http._client.headers),
+        httpx.Client(transport=flaky, base_url=server.root, headers=remote._http._client.headers),
     )
     second = modified_checkpoint(checkpoint, tmp_path / "second", 9)
-    pushed = one.push(second, None, lambda sent, total: None)
+    pushed = remote.push(second, None, lambda sent, total: None)
     assert flaky.count > 10
     assert flaky.bytes == pushed.bytes  # no byte was sent again
     assert answer(server) == expected(second)
@@ -220,9 +220,9 @@ class VLLM(httpx.MockTransport):
 def vllm(monkeypatch: pytest.MonkeyPatch, fake: VLLM) -> VLLMServer:
     client = httpx.Client
     monkeypatch.setattr(push.httpx, "Client", lambda **options: client(transport=fake, **options))
-    found = find_server("http://vllm:8000/v1", None)
-    assert isinstance(found, VLLMServer)
-    return found
+    server = find_server("http://vllm:8000/v1", None)
+    assert isinstance(server, VLLMServer)
+    return server
 
 
 def test_vllm_push_loads_folder_while_paused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

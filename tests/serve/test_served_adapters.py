@@ -45,7 +45,7 @@ def client(folders: tuple[Path, Path]) -> Iterator[TestClient]:
 
 def test_adapters_are_listed_as_models(client: TestClient) -> None:
     listed = client.get("/v1/models").json()["data"]
-    assert [(one["id"], one["parent"]) for one in listed] == [("base", None), ("poet", "base")]
+    assert [(card["id"], card["parent"]) for card in listed] == [("base", None), ("poet", "base")]
 
 
 def test_each_model_name_answers_with_its_own_weights(client: TestClient, folders: tuple[Path, Path]) -> None:
@@ -67,7 +67,7 @@ def test_each_model_name_answers_with_its_own_weights(client: TestClient, folder
     assert answers["base"] != answers["poet"]
     params = SamplingParams(12, stop_token_ids=(tokenizer.eos_token_id,))
     direct = engine.sample([Prompt(prompt, (3, 0, 0))], 2, params)[0]
-    assert answers["base"] == [one.token_ids.tolist() for one in direct]
+    assert answers["base"] == [sample.token_ids.tolist() for sample in direct]
 
 
 def test_server_refuses_unknown_model_name(client: TestClient) -> None:

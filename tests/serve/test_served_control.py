@@ -118,7 +118,7 @@ def test_adapter_loads_replaces_and_unloads(http: httpx.Client, server: Served, 
         return answer(http, model)["choices"][0]["token_ids"]
 
     base, poet, critic = (tokens_of(root, name) for name in (None, "poet", "critic"))
-    assert len({tuple(one) for one in (base, poet, critic)}) == 3
+    assert len({tuple(tokens) for tokens in (base, poet, critic)}) == 3
     assert sampled("base") == base
     assert load(http, "own", "poet").text == "Success: LoRA adapter 'own' added successfully."
     cards = {card["id"]: card for card in http.get("/v1/models").json()["data"]}
@@ -144,15 +144,15 @@ def test_running_request_keeps_its_adapter(http: httpx.Client) -> None:
     assert load(http, "kept", "poet").status_code == 200
     expected = answer(http, "kept", **options)["choices"][0]["token_ids"]
     body = {"model": "kept", "prompt": PROMPT, "seed": 3, "return_token_ids": True, "stream": True}
-    found: list[int] = []
+    tokens: list[int] = []
     with http.stream("POST", "/v1/completions", json=body | options) as stream:
         for line in stream.iter_lines():
             if line.startswith("data: {"):
-                if not found:
+                if not tokens:
                     assert load(http, "kept", "critic", load_inplace=True).status_code == 200
                     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "kept"}).status_code == 200
-                found += json.loads(line[6:])["choices"][0]["token_ids"]
-    assert found == expected
+                tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+    assert tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -240,15 +240,15 @@ def test_pause_mode_keeps_or_aborts_running_requests(http: httpx.Client) -> None
     body = {"model": "base", "prompt": PROMPT, "seed": 3, "return_token_ids": True, "stream": True}
 
     def interrupted(*calls: str) -> tuple[list[int], dict[str, Any]]:
-        found, error, waiting = [], {}, list(calls)
+        tokens, error, waiting = [], {}, list(calls)
         with http.stream("POST", "/v1/completions", json=body | options) as stream:
             for line in stream.iter_lines():
                 while waiting:
                     assert http.post(waiting.pop(0)).status_code == 200
                 document = json.loads(line[6:]) if line.startswith("data: {") else {}
-                found += document["choices"][0]["token_ids"] if "choices" in document else []
+                tokens += document["choices"][0]["token_ids"] if "choices" in document else []
                 error = document.get("error", error)
-        return found, error
+        return tokens, error
 
     assert interrupted("/pause?mode=keep", "/resume") == (expected, {})
     assert interrupted("/pause?mode=keep", "/pause?mode=wait", "/resume") == (expected, {})
@@ -257,9 +257,9 @@ def test_pause_mode_keeps_or_aborts_running_requests(http: httpx.Client) -> None
         expected,
         {},
     )
-    found, error = interrupted("/pause", "/resume")
-    assert found == expected[: len(found)]
-    assert len(found) < len(expected)
+    tokens, error = interrupted("/pause", "/resume")
+    assert tokens == expected[: len(tokens)]
+    assert len(tokens) < len(expected)
     assert error["message"] == "the server was paused"
 
 
@@ -329,8 +329,8 @@ def test_cross_site_request_cannot_pause_the_server(http: httpx.Client) -> None:
 def vectors(server: Served, texts: Any, model: str = "base", **options: Any) -> NDArray[np.float32]:
     with server.client() as client:
         answer = client.embeddings.create(model=model, input=texts, **options)
-    assert [one.index for one in answer.data] == list(range(len(answer.data)))
-    return np.array([one.embedding for one in answer.data], dtype=np.float32)
+    assert [item.index for item in answer.data] == list(range(len(answer.data)))
+    return np.array([item.embedding for item in answer.data], dtype=np.float32)
 
 
 def learner_states(decoder: Decoder, tokens: list[int]) -> NDArray[np.float32]:
@@ -344,22 +344,22 @@ def test_embeddings_are_pooled_hidden_states(server: Served, root: Path) -> None
     decoder, tokenizer = load_checkpoint(root / "base")
     texts = ["1", "12+34=46", "7" * 200, "9+9=" * 30]
     tokens = [tokenizer.encode(text) for text in texts]
-    hidden = [learner_states(decoder, one) for one in tokens]
-    means = np.stack([one.mean(0) / np.linalg.norm(one.mean(0)) for one in hidden])
-    found = vectors(server, texts)  # the client asks for base64
-    np.testing.assert_allclose(found, means, atol=2e-6)
-    assert np.array_equal(vectors(server, texts, encoding_format="float"), found)
-    assert np.array_equal(vectors(server, tokens), found)
-    assert np.array_equal(vectors(server, "12+34=46"), found[1:2])  # independent of the batch
+    hidden = [learner_states(decoder, ids) for ids in tokens]
+    means = np.stack([states.mean(0) / np.linalg.norm(states.mean(0)) for states in hidden])
+    pooled = vectors(server, texts)  # the client asks for base64
+    np.testing.assert_allclose(pooled, means, atol=2e-6)
+    assert np.array_equal(vectors(server, texts, encoding_format="float"), pooled)
+    assert np.array_equal(vectors(server, tokens), pooled)
+    assert np.array_equal(vectors(server, "12+34=46"), pooled[1:2])  # independent of the batch
     short = vectors(server, texts, dimensions=8)
     np.testing.assert_allclose(short, means[:, :8] / np.linalg.norm(means[:, :8], axis=1)[:, None], atol=5e-6)
     # The last token, and an adapter.
     for options in ({}, {"runner": TorchRunner}):
         engine = Engine(decoder, tokenizer=tokenizer, **options)  # type: ignore[arg-type]
         engine.add_adapter("poet", Adapter.load(root / "adapters" / "poet"))
-        (last,) = (one for piece in engine.embed([tokens[1]], "last") for one in piece)
+        (last,) = (vector for piece in engine.embed([tokens[1]], "last") for vector in piece)
         np.testing.assert_allclose(last, hidden[1][-1] / np.linalg.norm(hidden[1][-1]), atol=2e-6)
-        (adapted,) = (one for piece in engine.embed([tokens[1]], "last", "poet") for one in piece)
+        (adapted,) = (vector for piece in engine.embed([tokens[1]], "last", "poet") for vector in piece)
         assert np.abs(adapted - last).max() > 1e-3
 
 
@@ -367,7 +367,7 @@ def test_long_text_is_embedded_in_pieces_between_steps(root: Path, monkeypatch: 
     decoder, tokenizer = load_checkpoint(root / "base")
     engine = Engine(decoder, tokenizer=tokenizer)
     text = tokenizer.encode("12+34=" * 30)
-    (whole,) = (one for piece in engine.embed([text], "mean") for one in piece)
+    (whole,) = (vector for piece in engine.embed([text], "mean") for vector in piece)
     expected = engine.sample([Prompt(text[:20], (1, 0, 0))], 1, SamplingParams(30))[0][0].token_ids.tolist()
     monkeypatch.setattr("perilune.engine.embedding._CHUNK_TOKENS", 50)
     engine.add(Request(text[:20], SamplingParams(30), (1, 0, 0)))
@@ -379,7 +379,7 @@ def test_long_text_is_embedded_in_pieces_between_steps(root: Path, monkeypatch: 
     while engine.unfinished:
         sampled += [token for delta in engine.step() for token in delta.token_ids]
     assert sampled == expected
-    (again,) = (one for piece in engine.embed([text], "mean") for one in piece)
+    (again,) = (vector for piece in engine.embed([text], "mean") for vector in piece)
     np.testing.assert_allclose(again, whole, atol=1e-6)
 
 
@@ -417,7 +417,7 @@ def test_each_request_has_a_request_id_and_a_span(http: httpx.Client, root: Path
             time.sleep(0.01)
         (line,) = lines(name)
         span = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
-        values = {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
+        values = {item["key"]: next(iter(item["value"].values())) for item in span["attributes"]}
         return answer, span, values
 
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -462,11 +462,11 @@ def test_sleeping_engine_frees_memory_and_accepts_weights(root: Path) -> None:
     prompt = [Prompt(tokenizer.encode("1+1="), (0, 0, 0))]
     before = engine.sample(prompt, 1, SamplingParams(4))[0][0].token_ids.tolist()
     cache: Any = engine._runner.cache
-    held = [weakref.ref(one) for one in (engine._runner, *cache._parts, *cache.keys, *cache.values)]
+    refs = [weakref.ref(part) for part in (engine._runner, *cache._parts, *cache.keys, *cache.values)]
     del cache
     engine.sleep()
     gc.collect()
-    assert not any(one() is not None for one in held)
+    assert not any(ref() is not None for ref in refs)
     with pytest.raises(RequestError, match="the engine sleeps"):
         engine.sample(prompt, 1, SamplingParams(4))
     state = {name: tensor * 0 for name, tensor in decoder.state_dict().items()}

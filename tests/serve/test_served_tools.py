@@ -50,8 +50,8 @@ def tokens(*messages: tuple[str, str]) -> list[int]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A model that reasons and calls the tool it is given, then answers 5 to the tool's result."""
-    told = describe_tools([ADD])
-    asked = ("system", told), ("user", "2+3?")
+    system = describe_tools([ADD])
+    asked = ("system", system), ("user", "2+3?")
     texts = [
         (tokens(*asked), f"<think>sum</think>\nI add.\n{CALL}"),
         (tokens(*asked, ("assistant", f"I add.\n{CALL}"), ("tool", "5")), "It is 5."),
@@ -91,8 +91,8 @@ def train_checkpoint(folder: Path, pairs: list[tuple[list[int], list[int]]]) -> 
 
 @pytest.fixture
 def client(server: Served) -> Iterator[openai.OpenAI]:
-    with server.client() as one:
-        yield one
+    with server.client() as client:
+        yield client
 
 
 def test_chat_calls_tool_and_answers_its_result(client: openai.OpenAI) -> None:
@@ -139,9 +139,9 @@ def test_reasoning_precedes_constrained_answer(client: openai.OpenAI) -> None:
     assert choice.message.reasoning_content == "sum"  # type: ignore[attr-defined]
     assert [call.function.name for call in choice.message.tool_calls or ()] == ["add"]  # type: ignore[union-attr]
     form: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [5, "It"]}}}
-    said = client.chat.completions.create(messages=ASKED, response_format=form, **options).choices[0].message
-    assert said.reasoning_content == "sum"  # type: ignore[attr-defined]
-    assert json.loads(said.content or "") in {5, "It"}
+    reply = client.chat.completions.create(messages=ASKED, response_format=form, **options).choices[0].message
+    assert reply.reasoning_content == "sum"  # type: ignore[attr-defined]
+    assert json.loads(reply.content or "") in {5, "It"}
     text = client.completions.create(
         model="tools", prompt="2+3", max_tokens=200, extra_body={"response_format": form}
     )
@@ -179,11 +179,11 @@ def test_continue_final_message_resumes_the_last_message(client: openai.OpenAI) 
 
 
 def test_tool_call_without_tools_is_text(client: openai.OpenAI) -> None:
-    told: Any = {"role": "system", "content": describe_tools([ADD])}
+    system: Any = {"role": "system", "content": describe_tools([ADD])}
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         (choice,) = client.chat.completions.create(
             model="tools",
-            messages=[told, *ASKED],
+            messages=[system, *ASKED],
             temperature=0,
             max_tokens=120,
             **more,  # type: ignore[arg-type]
@@ -195,10 +195,10 @@ def test_tool_call_without_tools_is_text(client: openai.OpenAI) -> None:
 def test_tokenize_and_detokenize_prompts_and_conversations(server: Served) -> None:
     with server.http() as http:
         asked = {"messages": ASKED, "tools": TOOLS}
-        found = http.post("/tokenize", json=asked).json()
-        assert found["tokens"] == tokens(("system", describe_tools([ADD])), ("user", "2+3?"))
-        assert found["count"] == len(found["tokens"])
-        assert found["max_model_len"] > 0
+        encoded = http.post("/tokenize", json=asked).json()
+        assert encoded["tokens"] == tokens(("system", describe_tools([ADD])), ("user", "2+3?"))
+        assert encoded["count"] == len(encoded["tokens"])
+        assert encoded["max_model_len"] > 0
         plain = http.post("/tokenize", json={"prompt": "abc"}).json()["tokens"]
         assert http.post("/detokenize", json={"tokens": plain}).json() == {"prompt": "abc"}
 
@@ -291,11 +291,11 @@ def test_prompt_options_reach_the_template(tmp_path: Path, options: dict[str, An
     service, _ = _make_service(Settings(tmp_path / "m", name="m"), print)
     app = make_app(service, token=None, bodies=BodyLimits(1 << 20), routers=[text_routes(service)])
     with TestClient(app, base_url="http://127.0.0.1") as http:
-        found = http.post("/tokenize", json={"messages": ASKED, **options}).json()
+        encoded = http.post("/tokenize", json={"messages": ASKED, **options}).json()
         body = {"model": "m", "messages": ASKED, "max_tokens": 1, "return_token_ids": True, **options}
         answer = http.post("/v1/chat/completions", json=body).json()
-    assert TOKENIZER.decode(found["tokens"]) == prompt
-    assert answer["choices"][0]["prompt_token_ids"] == found["tokens"]
+    assert TOKENIZER.decode(encoded["tokens"]) == prompt
+    assert answer["choices"][0]["prompt_token_ids"] == encoded["tokens"]
 
 
 # -- responses -------------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def test_response_calls_tool_and_continues_conversation(client: openai.OpenAI) -
     last = client.responses.create(previous_response_id=first.id, input=[result], **RESPONSE)
     assert outputs(last) == [("message", "It is 5.")]
     # The same conversation sent at once: output items are valid input items.
-    items: Any = [{"role": "user", "content": "2+3?"}, *(one.model_dump() for one in first.output), result]
+    items: Any = [{"role": "user", "content": "2+3?"}, *(item.model_dump() for item in first.output), result]
     assert outputs(client.responses.create(input=items, **RESPONSE)) == [("message", "It is 5.")]
     assert client.responses.retrieve(first.id).output_text == "I add."
     client.responses.delete(first.id)
@@ -350,7 +350,7 @@ def test_streamed_response_sends_events_of_each_item(client: openai.OpenAI) -> N
     raw = list(client.responses.create(input="2+3?", stream=True, **RESPONSE))
     assert [event.sequence_number for event in raw] == list(range(len(raw)))
     kinds = [event.type.removeprefix("response.") for event in raw]
-    once = [kind for place, kind in enumerate(kinds) if not place or kinds[place - 1] != kind]
+    once = [kind for index, kind in enumerate(kinds) if not index or kinds[index - 1] != kind]
     text = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
     assert once == [
         "created",
@@ -383,17 +383,17 @@ def test_response_applies_instructions_and_token_limit(client: openai.OpenAI, se
     assert (short.status, short.output[-1].status) == ("incomplete", "incomplete")
     assert short.incomplete_details is not None
     assert short.incomplete_details.reason == "max_output_tokens"
-    told = describe_tools([ADD])
-    said = client.responses.create(
-        model="tools", input="2+3?", instructions=told, temperature=0, max_output_tokens=120
+    instructions = describe_tools([ADD])
+    answer = client.responses.create(
+        model="tools", input="2+3?", instructions=instructions, temperature=0, max_output_tokens=120
     )
-    assert said.output_text == f"I add.\n{CALL}"  # without tools a call is text
-    assert said.instructions == told
+    assert answer.output_text == f"I add.\n{CALL}"  # without tools a call is text
+    assert answer.instructions == instructions
     again = client.responses.create(
-        model="tools", input="2+3?", previous_response_id=said.id, max_output_tokens=1
+        model="tools", input="2+3?", previous_response_id=answer.id, max_output_tokens=1
     )
     with server.http() as http:
-        earlier = [*ASKED, {"role": "assistant", "content": said.output_text}, *ASKED]
+        earlier = [*ASKED, {"role": "assistant", "content": answer.output_text}, *ASKED]
         prompt = http.post("/tokenize", json={"messages": earlier}).json()["count"]
     assert again.usage is not None
     assert again.usage.input_tokens == prompt  # the instructions are not repeated
@@ -462,7 +462,7 @@ def test_failed_response_ends_with_failed_event() -> None:
         {}, streams=True, keep=print, token_formatter=None, parts=None, new_id=str, count=len
     )
     events = answer.error_event(StoppedError("the server was paused")).decode().split("\n\n")
-    assert [one.partition("\n")[0] for one in events] == [
+    assert [event.partition("\n")[0] for event in events] == [
         "event: response.created",
         "event: response.in_progress",
         "event: response.failed",

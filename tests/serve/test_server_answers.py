@@ -37,8 +37,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(checkpoint: Path) -> Iterator[Served]:
     with served(
         checkpoint, "--slots", str(SLOTS), "--max-queue", "1000", "--max-body", "0.25", "--stall", "2"
-    ) as one:
-        yield one
+    ) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def direct(checkpoint: Path) -> Direct:
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[openai.OpenAI]:
-    with server.client() as one:
-        yield one
+    with server.client() as client:
+        yield client
 
 
 def test_models_route_lists_the_model(client: openai.OpenAI) -> None:
@@ -68,25 +68,25 @@ def test_completion_matches_engine_samples(client: openai.OpenAI, direct: Direct
     )  # fmt: skip
     expected = direct.sample("12+34=", 7, 3, max_tokens=20, temperature=0.8, top_logprobs=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    for choice, one in zip(answer.choices, expected, strict=True):
-        assert choice.text == direct.text(one)
-        assert choice.token_ids == one.token_ids.tolist()  # type: ignore[attr-defined]
-        assert choice.finish_reason == one.finish_reason
+    for choice, own in zip(answer.choices, expected, strict=True):
+        assert choice.text == direct.text(own)
+        assert choice.token_ids == own.token_ids.tolist()  # type: ignore[attr-defined]
+        assert choice.finish_reason == own.finish_reason
         assert choice.logprobs is not None
-        assert np.array_equal(np.float32(choice.logprobs.token_logprobs), one.logprobs)  # to the last bit
-        assert choice.logprobs.tokens == [direct.tokenizer.token_text(int(token)) for token in one.token_ids]
+        assert np.array_equal(np.float32(choice.logprobs.token_logprobs), own.logprobs)  # to the last bit
+        assert choice.logprobs.tokens == [direct.tokenizer.token_text(int(token)) for token in own.token_ids]
         assert choice.logprobs.text_offset == [
-            len(direct.tokenizer.decode(one.token_ids[:place])) for place in range(len(one.token_ids))
+            len(direct.tokenizer.decode(own.token_ids[:end])) for end in range(len(own.token_ids))
         ]
         for row, likely, token in zip(
-            choice.logprobs.top_logprobs or [], one.top_logprobs or [], one.token_ids, strict=True
+            choice.logprobs.top_logprobs or [], own.top_logprobs or [], own.token_ids, strict=True
         ):
             wanted = {direct.tokenizer.token_text(id): logprob for id, logprob in likely}
             assert {text: row[text] for text in wanted} == pytest.approx(wanted, abs=1e-6)
             assert direct.tokenizer.token_text(int(token)) in row
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 6
-    assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+    assert answer.usage.completion_tokens == sum(len(sample.token_ids) for sample in expected)
 
 
 def test_echo_returns_prompt_logprobs(client: openai.OpenAI, direct: Direct) -> None:
@@ -98,17 +98,17 @@ def test_echo_returns_prompt_logprobs(client: openai.OpenAI, direct: Direct) -> 
         answer = client.completions.create(
             model="tiny", prompt=prompt, max_tokens=1, n=2, logprobs=1, echo=True, seed=7
         )
-        for place, (text, logprobs) in enumerate(zip(texts, scored, strict=True)):
-            for choice in answer.choices[2 * place : 2 * place + 2]:
-                found = choice.logprobs
-                assert choice.text.startswith(text) and found is not None
-                assert found.text_offset == list(range(len(text) + 1))
-                assert found.tokens is not None and "".join(found.tokens[:-1]) == text
-                assert found.token_logprobs is not None and found.top_logprobs is not None
-                assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
-                assert np.array_equal(np.float32(found.token_logprobs[1:-1]), logprobs)  # to the last bit
+        for index, (text, logprobs) in enumerate(zip(texts, scored, strict=True)):
+            for choice in answer.choices[2 * index : 2 * index + 2]:
+                report = choice.logprobs
+                assert choice.text.startswith(text) and report is not None
+                assert report.text_offset == list(range(len(text) + 1))
+                assert report.tokens is not None and "".join(report.tokens[:-1]) == text
+                assert report.token_logprobs is not None and report.top_logprobs is not None
+                assert report.token_logprobs[0] is None and report.top_logprobs[0] is None
+                assert np.array_equal(np.float32(report.token_logprobs[1:-1]), logprobs)  # to the last bit
                 for row, token, logprob in zip(
-                    found.top_logprobs[1:], found.tokens[1:], found.token_logprobs[1:], strict=True
+                    report.top_logprobs[1:], report.tokens[1:], report.token_logprobs[1:], strict=True
                 ):
                     assert row[token] == logprob and max(row.values()) >= logprob
     alone = client.completions.create(model="tiny", prompt="9", max_tokens=1, logprobs=0, echo=True)
@@ -129,7 +129,7 @@ def test_completion_accepts_several_prompts_as_text_or_tokens(client: openai.Ope
     assert len(spoken) == 4
     assert texts([direct.tokenizer.encode("1+1="), direct.tokenizer.encode("2+2=")]) == spoken
     first, second = spoken[:2], spoken[2:]
-    assert first == [direct.text(one) for one in direct.sample("1+1=", 5, 2, max_tokens=6)]
+    assert first == [direct.text(sample) for sample in direct.sample("1+1=", 5, 2, max_tokens=6)]
     assert second != first  # the prompts of one request draw different numbers
 
 
@@ -139,13 +139,13 @@ def test_chat_applies_the_template(client: openai.OpenAI, direct: Direct) -> Non
         model="tiny", messages=question, max_completion_tokens=12, seed=3, logprobs=True, top_logprobs=1,
         extra_body={"chat_template_kwargs": {"shout": 1}},
     )  # fmt: skip
-    (one,) = direct.sample("user: 1+1=\nLOUD assistant: ", 3, max_tokens=12, top_logprobs=1)
+    (sample,) = direct.sample("user: 1+1=\nLOUD assistant: ", 3, max_tokens=12, top_logprobs=1)
     (choice,) = answer.choices
-    assert choice.message.content == direct.text(one)
+    assert choice.message.content == direct.text(sample)
     assert choice.logprobs is not None
     rows = choice.logprobs.content or []
-    assert [row.logprob for row in rows] == one.logprobs.tolist()
-    for row, likely in zip(rows, one.top_logprobs or [], strict=True):
+    assert [row.logprob for row in rows] == sample.logprobs.tolist()
+    for row, likely in zip(rows, sample.top_logprobs or [], strict=True):
         assert row.bytes == list(row.token.encode())
         assert [(top.token, top.logprob) for top in row.top_logprobs] == [
             (direct.tokenizer.token_text(id), logprob) for id, logprob in likely
@@ -172,10 +172,10 @@ def test_stream_matches_engine_samples(client: openai.OpenAI, direct: Direct) ->
                 logprobs[choice.index] += [row.logprob for row in choice.logprobs.content or []]
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
-    assert texts == [direct.text(one) for one in expected]
-    assert logprobs == [one.logprobs.tolist() for one in expected]
-    assert reasons == {index: one.finish_reason for index, one in enumerate(expected)}
-    assert usage is not None and usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+    assert texts == [direct.text(sample) for sample in expected]
+    assert logprobs == [sample.logprobs.tolist() for sample in expected]
+    assert reasons == {index: sample.finish_reason for index, sample in enumerate(expected)}
+    assert usage is not None and usage.completion_tokens == sum(len(sample.token_ids) for sample in expected)
 
 
 def test_stop_string_ends_text_before_the_match(client: openai.OpenAI, direct: Direct) -> None:
@@ -203,9 +203,9 @@ def test_sampling_options_reach_the_sampler(client: openai.OpenAI, direct: Direc
     made = client.completions.create(
         model="tiny", prompt="abc", max_tokens=30, seed=4, logprobs=0, **penalties
     )
-    (one,) = direct.sample("abc", 4, max_tokens=30, **penalties)
-    assert made.choices[0].text == direct.text(one)
-    assert made.choices[0].logprobs.token_logprobs == pytest.approx(one.logprobs.tolist())
+    (sample,) = direct.sample("abc", 4, max_tokens=30, **penalties)
+    assert made.choices[0].text == direct.text(sample)
+    assert made.choices[0].logprobs.token_logprobs == pytest.approx(sample.logprobs.tolist())
     seedless = {
         client.completions.create(model="tiny", prompt="a", max_tokens=16).choices[0].text for _ in range(4)
     }
@@ -252,7 +252,7 @@ def test_structured_outputs_constrain_answers(
 ) -> None:
     extra = {"structured_outputs": asked}
     text = client.completions.create(model="tiny", prompt="1", max_tokens=40, n=4, extra_body=extra)
-    assert all(re.fullmatch(pattern, one.text) for one in text.choices)
+    assert all(re.fullmatch(pattern, choice.text) for choice in text.choices)
     chat = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=40, extra_body=extra
     )
@@ -406,12 +406,12 @@ def test_load_of_mixed_clients_leaks_nothing_and_answers_correctly(server: Serve
     body = {"model": "tiny", "prompt": "left", "max_tokens": 240, "ignore_eos": True}
 
     async def read(client: openai.AsyncOpenAI, text: str, seed: int) -> str:
-        said = ""
+        answer = ""
         async for chunk in await client.completions.create(
             model="tiny", prompt=text, max_tokens=24, seed=seed, stream=True
         ):
-            said += chunk.choices[0].text
-        return said
+            answer += chunk.choices[0].text
+        return answer
 
     async def read_slowly(text: str, seed: int) -> str:
         """Read from the socket in small pieces, long after the server has sent everything."""
@@ -458,15 +458,15 @@ def test_load_of_mixed_clients_leaks_nothing_and_answers_correctly(server: Serve
             server.async_client() as client,
             httpx.AsyncClient(base_url=server.root, timeout=120) as http,
         ):
-            readers = asyncio.gather(*(read(client, *one) for one in asked))
-            slow_readers = asyncio.gather(*(read_slowly(*one) for one in slow))
+            readers = asyncio.gather(*(read(client, *pair) for pair in asked))
+            slow_readers = asyncio.gather(*(read_slowly(*pair) for pair in slow))
             refused = asyncio.gather(*(nonsense(http, content) for content in bad))
-            await asyncio.gather(*(send_and_disconnect(place) for place in range(60)))
+            await asyncio.gather(*(send_and_disconnect(number) for number in range(60)))
             return await readers, await slow_readers, await refused
 
     read_texts, slow_texts, statuses = asyncio.run(everything())
-    assert read_texts == [one for (one,) in expected[: len(asked)]]
-    assert slow_texts == [one for (one,) in expected[len(asked) :]]
+    assert read_texts == [text for (text,) in expected[: len(asked)]]
+    assert slow_texts == [text for (text,) in expected[len(asked) :]]
     assert statuses == [400, 400, 413, 400] * 10
     after = server.at_rest()
     # On a busy machine many answers finish before the server notices the disconnect.
@@ -488,28 +488,28 @@ def test_server_drops_client_that_stops_reading(server: Served) -> None:
         reader.settimeout(30)
         assert reader.recv(12) == b"HTTP/1.1 200"
         assert server.at_rest()["stalls_total"] == before + 1
-        mine = reader.getsockname()
+        address = reader.getsockname()
         connections = psutil.Process(server.process.pid).net_connections()
-        assert not [one for one in connections if one.raddr and tuple(one.raddr) == mine]
+        assert not [peer for peer in connections if peer.raddr and tuple(peer.raddr) == address]
 
 
 def test_remote_engine_gives_the_same_samples(server: Served, direct: Direct) -> None:
     prompts = [Prompt(direct.tokenizer.encode(f"{i}*{i}="), (9, 4, i)) for i in range(12)]
     params = SamplingParams(max_tokens=12, temperature=0.7, top_p=0.9, stop_token_ids=(1, 5))
     local = Engine(direct.decoder).sample(prompts, 3, params)
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     with RemoteEngine(server.url) as engine:
         assert (engine.model, engine.server) == ("tiny", "perilune")
-        remote = engine.sample(prompts, 3, params, lambda done, total: told.append((done, total)))
-    assert told == [(3 * i, 36) for i in range(1, 13)]
-    for mine, theirs in zip(local, remote, strict=True):
-        for one, other in zip(mine, theirs, strict=True):
-            assert one.token_ids.tolist() == other.token_ids.tolist()
-            assert np.array_equal(one.logprobs, other.logprobs)
-            assert one.policy_version.tolist() == other.policy_version.tolist()
-            assert one.finish_reason == other.finish_reason
-            ended = one.finish_reason == "stop"
-            assert other.text == direct.tokenizer.decode(one.token_ids[:-1] if ended else one.token_ids)
+        remote = engine.sample(prompts, 3, params, lambda done, total: progress.append((done, total)))
+    assert progress == [(3 * i, 36) for i in range(1, 13)]
+    for group, others in zip(local, remote, strict=True):
+        for own, other in zip(group, others, strict=True):
+            assert own.token_ids.tolist() == other.token_ids.tolist()
+            assert np.array_equal(own.logprobs, other.logprobs)
+            assert own.policy_version.tolist() == other.policy_version.tolist()
+            assert own.finish_reason == other.finish_reason
+            ended = own.finish_reason == "stop"
+            assert other.text == direct.tokenizer.decode(own.token_ids[:-1] if ended else own.token_ids)
 
 
 SUMS = {
@@ -549,11 +549,11 @@ def test_evaluation_through_server_makes_the_same_episodes(
 ) -> None:
     monkeypatch.setenv("SERVER_TOKEN", "not-asked-for-here")
     there = {"url": server.url, "model": "tiny", "token": "SERVER_TOKEN"}
-    local, mine = evaluate(tmp_path / "local", checkpoint)
-    remote, theirs = evaluate(tmp_path / "remote", checkpoint, engine=there)
+    local, frame = evaluate(tmp_path / "local", checkpoint)
+    remote, remote_frame = evaluate(tmp_path / "remote", checkpoint, engine=there)
     assert remote["server"] == {"url": server.root, "model": "tiny", "kind": "perilune"}
-    assert len(mine) == 4 * 4
-    pd.testing.assert_frame_equal(mine, theirs)
+    assert len(frame) == 4 * 4
+    pd.testing.assert_frame_equal(frame, remote_frame)
     timed = {"seconds", "tokens_per_second", "memory", "server"}
     assert {k: v for k, v in local.items() if k not in timed} == {
         k: v for k, v in remote.items() if k not in timed
@@ -561,14 +561,14 @@ def test_evaluation_through_server_makes_the_same_episodes(
 
 
 def test_evaluation_refuses_invalid_server_settings_early(checkpoint: Path, tmp_path: Path) -> None:
-    for place, (engine, told) in enumerate(
+    for index, (engine, message) in enumerate(
         [
             ({"url": "nowhere"}, "not the URL"),
             ({"url": "http://a/v1", "token": "OTHER"}, "secrets: \\[OTHER\\]"),
         ]
     ):
-        with pytest.raises(RequestError, match=told):
-            evaluate(tmp_path / str(place), checkpoint, engine=engine)
+        with pytest.raises(RequestError, match=message):
+            evaluate(tmp_path / str(index), checkpoint, engine=engine)
 
 
 def test_offloaded_blocks_restore_conversations(checkpoint: Path) -> None:

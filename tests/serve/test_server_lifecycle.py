@@ -40,8 +40,8 @@ def small_server(checkpoint: Path, *options: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Served]:
-    with small_server(checkpoint) as one:
-        yield one
+    with small_server(checkpoint) as server:
+        yield server
 
 
 def text_of(stream: Any) -> str:
@@ -120,9 +120,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_serve_refuses_public_host_without_token(
     checkpoint: Path, host: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = refusal(capsys, str(checkpoint), "--host", host)
-    assert "without a token" in told
-    assert "--token-env" in told
+    message = refusal(capsys, str(checkpoint), "--host", host)
+    assert "without a token" in message
+    assert "--token-env" in message
 
 
 def test_serve_refuses_unset_and_short_tokens(
@@ -130,9 +130,9 @@ def test_serve_refuses_unset_and_short_tokens(
 ) -> None:
     assert "NO_SUCH_TOKEN is not set" in refusal(capsys, str(checkpoint), "--token-env", "NO_SUCH_TOKEN")
     monkeypatch.setenv("SHORT", "hunter2")
-    told = refusal(capsys, str(checkpoint), "--token-env", "SHORT", "--host", "0.0.0.0")
-    assert "SHORT has 7 characters" in told
-    assert "hunter2" not in told
+    message = refusal(capsys, str(checkpoint), "--token-env", "SHORT", "--host", "0.0.0.0")
+    assert "SHORT has 7 characters" in message
+    assert "hunter2" not in message
 
 
 def test_serve_refuses_invalid_arguments(

@@ -37,8 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Served]:
-    with served(folder) as one:
-        yield one
+    with served(folder) as server:
+        yield server
 
 
 def body(text: str, **more: object) -> dict[str, object]:
@@ -47,7 +47,7 @@ def body(text: str, **more: object) -> dict[str, object]:
 
 def test_speech_streams_match_the_model(server: Served, folder: Path) -> None:
     speaker = Speaker(load_speech_model(folder))
-    said = [speaker.say([Utterance(text, "ada")], seed=3)[0] for text in TEXTS]
+    expected = [speaker.say([Utterance(text, "ada")], seed=3)[0] for text in TEXTS]
 
     def ask(text: str) -> tuple[int, bytes]:
         with server.http() as http, http.stream("POST", "/v1/audio/speech", json=body(text)) as answer:
@@ -58,7 +58,7 @@ def test_speech_streams_match_the_model(server: Served, folder: Path) -> None:
 
     with ThreadPoolExecutor(len(TEXTS)) as threads:
         answers = list(threads.map(ask, TEXTS))
-    for (pieces, data), samples in zip(answers, said, strict=True):
+    for (pieces, data), samples in zip(answers, expected, strict=True):
         assert np.array_equal(np.frombuffer(data, "<i2"), (samples * 32767).round().astype("<i2"))
         assert pieces > 1
     metrics = server.metrics()

@@ -45,8 +45,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Served]:
-    with served(checkpoint) as one:
-        yield one
+    with served(checkpoint) as server:
+        yield server
 
 
 def streamed(server: Served, seed: int) -> tuple[list[int], list[float]]:
@@ -72,11 +72,11 @@ def test_extreme_parameters_do_not_disturb_other_streams(server: Served, checkpo
             body = {"model": server.name, "prompt": "a", "max_tokens": 4, "seed": 0, **change}
             answer = http.post("/v1/completions", json=body)
             assert answer.status_code == status, (change, answer.text)
-        found = [stream.result() for stream in streams]
+        results = [stream.result() for stream in streams]
     wanted = Direct.load(checkpoint).sample_all([("go on: ", seed) for seed in range(4)], max_tokens=200)
-    for (tokens, logprobs), (one,) in zip(found, wanted, strict=True):
-        assert tokens == one.token_ids.tolist()
-        assert logprobs == pytest.approx(one.logprobs.tolist(), abs=0 if ops.is_available() else 1e-5)
+    for (tokens, logprobs), (sample,) in zip(results, wanted, strict=True):
+        assert tokens == sample.token_ids.tolist()
+        assert logprobs == pytest.approx(sample.logprobs.tolist(), abs=0 if ops.is_available() else 1e-5)
     assert server.metrics()["engine_restarts_total"] == 0
 
 

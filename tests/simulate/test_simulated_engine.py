@@ -21,13 +21,13 @@ def requests(seed: int, count: int, *, longest: int = 60, most: int = 30) -> lis
     """Prompts and completions of various lengths, some in groups, some with a common prefix."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(1, 90, size=40).tolist()
-    found = []
+    requests = []
     for number in range(count):
         own = rng.integers(1, 90, size=int(rng.integers(3, longest))).tolist()
         params = SamplingParams(int(rng.integers(2, most)), stop_token_ids=(1, 2, 3))
         prompt = shared + own if number % 4 == 0 else own
-        found.append(Request(prompt, params, (seed, 0, number), (1, 1, 4)[number % 3]))
-    return found
+        requests.append(Request(prompt, params, (seed, 0, number), (1, 1, 4)[number % 3]))
+    return requests
 
 
 def decoder_of(config: DecoderConfig) -> Decoder:
@@ -37,18 +37,18 @@ def decoder_of(config: DecoderConfig) -> Decoder:
 
 
 def drained(engine: Engine) -> list[Delta]:
-    found = []
+    deltas = []
     while engine.unfinished:
-        found += engine.step()
-    return found
+        deltas += engine.step()
+    return deltas
 
 
 def traces(decoder: Decoder, asked: list[Request]) -> dict[tuple[int, int], np.ndarray]:
     """The tokens sampled by the real engine, which do not depend on the batch."""
     engine = Engine(decoder, slots=64)
-    for one in asked:
-        engine.add(one, stream=False)
-    return {(one.request_id, one.sample): np.array(one.token_ids, np.int32) for one in drained(engine)}
+    for request in asked:
+        engine.add(request, stream=False)
+    return {(part.request_id, part.sample): np.array(part.token_ids, np.int32) for part in drained(engine)}
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_simulated_steps_equal_those_of_the_real_engine(config: DecoderConfig, s
 
     log = StepLog()
     simulated = SimulatedEngine(SimulatedModel.from_config(config), COST, **{**SMALL, **size}, log=log)
-    for number, one in enumerate(asked):
-        simulated.submit(one.token_ids, [known[number, sample] for sample in range(one.n)])
+    for number, request in enumerate(asked):
+        simulated.submit(request.token_ids, [known[number, sample] for sample in range(request.n)])
     ended = drained(simulated)
 
     assert log.works == real.log.works
@@ -88,18 +88,18 @@ def test_second_turn_hits_the_prefix_cache_like_the_real_engine() -> None:
     first = Request(list(range(1, 41)), SamplingParams(30), (0, 0, 0), 2)
     real = RecordedEngine(decoder, **SMALL)
     real.add(first, stream=False)
-    turns = {one.sample: one.token_ids for one in drained(real)}
+    turns = {delta.sample: delta.token_ids for delta in drained(real)}
     context = [first.token_ids + turns[sample] + [5, 6, 7] for sample in range(2)]
-    for number, one in enumerate(context):
-        real.add(Request(one, SamplingParams(4), (0, 1, number)), stream=False)
+    for number, tokens in enumerate(context):
+        real.add(Request(tokens, SamplingParams(4), (0, 1, number)), stream=False)
     second = drained(real)
 
     log = StepLog()
     simulated = SimulatedEngine(SimulatedModel.from_config(FULL), COST, **SMALL, log=log)
     simulated.submit(first.token_ids, [np.array(turns[sample]) for sample in range(2)])
     drained(simulated)
-    for one, delta in zip(context, second, strict=True):
-        simulated.submit(one, [np.array(delta.token_ids)])
+    for tokens, delta in zip(context, second, strict=True):
+        simulated.submit(tokens, [np.array(delta.token_ids)])
     drained(simulated)
     assert log.sequence == real.log.sequence
     assert simulated.counters.cached_tokens == real.counters.cached_tokens > 0
@@ -134,13 +134,13 @@ def test_fit_recovers_the_costs_behind_measured_times() -> None:
         for prefill in (0, 5, 90, 400)
     ]
     seconds = [COST.step_seconds(work) * rng.uniform(0.99, 1.01) for work in works]
-    found = fit_step_cost(works, seconds)
-    errors = [abs(found.step_seconds(work) / one - 1) for work, one in zip(works, seconds, strict=True)]
+    cost = fit_step_cost(works, seconds)
+    errors = [abs(cost.step_seconds(work) / time - 1) for work, time in zip(works, seconds, strict=True)]
     assert max(errors) < 0.03
-    assert min(found.seconds.values()) >= 0
+    assert min(cost.seconds.values()) >= 0
 
 
 def test_coefficients_are_not_negative() -> None:
     features = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
-    found = fit_relative(features, np.array([3.0, 2.0, 1.0]))  # decreasing, unlike any cost
-    assert found[1] == 0 and found[0] == pytest.approx((1 / 3 + 1 / 2 + 1) / (1 / 9 + 1 / 4 + 1))
+    fitted = fit_relative(features, np.array([3.0, 2.0, 1.0]))  # decreasing, unlike any cost
+    assert fitted[1] == 0 and fitted[0] == pytest.approx((1 / 3 + 1 / 2 + 1) / (1 / 9 + 1 / 4 + 1))

@@ -76,7 +76,7 @@ def sum_of(steps: list[dict[str, float]]) -> float:
 
 def test_rollouts_run_ahead_at_most_by_the_staleness() -> None:
     results = {count: simulate_run(scenario(ahead(count), wait=0.2)) for count in (0, 1, 2)}
-    means = [sum(age * count for age, count in one.ages.items()) / one.tokens for one in results.values()]
+    means = [sum(age * count for age, count in run.ages.items()) / run.tokens for run in results.values()]
     assert means[0] == 0 < means[1] < means[2] <= 2
     assert results[0].seconds > results[1].seconds > results[2].seconds
     tokens = {result.tokens for result in results.values()}
@@ -95,7 +95,7 @@ def test_recorded_groups_are_reused_or_drawn_from_nearby_steps(tmp_path: Path) -
     lengths = RecordedLengths.from_folder(tmp_path, 0, "recorded")
     assert lengths is not None
     (first, *_), drawn = lengths.groups(2, 2, 2), lengths.groups(9, 5, 3)
-    assert [[len(turn.sampled) for turn in one] for one in first.episodes] == [[2, 1], [2, 1]]
+    assert [[len(turn.sampled) for turn in turns] for turns in first.episodes] == [[2, 1], [2, 1]]
     assert [len(turn.observed) for turn in first.episodes[0]] == [0, 3]
     assert (first.sampled, first.fed, first.live) == (6, 2 + 2 * 6, True)
     assert len(drawn) == 5 and all(len(group.episodes) == 3 for group in drawn)
@@ -130,10 +130,10 @@ def recorded(step: int, task: int) -> Episode:
 def test_chrome_trace_has_every_span() -> None:
     result = simulate_run(scenario(ahead(1)))
     events = chrome_trace([("rl", result)])["traceEvents"]
-    complete = [one for one in events if one["ph"] == "X"]
+    complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == len(result.spans) > 10
-    assert {one["args"]["name"] for one in events if one["ph"] == "M"} == {"rl", "learner", "worker"}
-    assert max(one["ts"] + one["dur"] for one in complete) <= 1e6 * result.seconds + 1
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"rl", "learner", "worker"}
+    assert max(event["ts"] + event["dur"] for event in complete) <= 1e6 * result.seconds + 1
 
 
 def test_machine_descriptions_are_parsed_or_refused() -> None:
@@ -192,7 +192,7 @@ stages:
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("PERILUNE_HOME", str(tmp_path / "home"))
-    rows = (f'{{"prompt": "{one}+1=", "answer": {one + 1}}}\n' for one in range(60))
+    rows = (f'{{"prompt": "{n}+1=", "answer": {n + 1}}}\n' for n in range(60))
     (tmp_path / "sums.jsonl").write_text("".join(rows))
     (tmp_path / "sums.yaml").write_text(RECIPE)
     return str(tmp_path / "sums.yaml")

@@ -22,24 +22,24 @@ ONE = parse_machines("1xL4")
 
 
 def by_number(served: Sequence[Served]) -> dict[int, Served]:
-    return {one.arrival.number: one for one in served}
+    return {request.arrival.number: request for request in served}
 
 
 def test_single_request_takes_the_sum_of_its_steps() -> None:
     fleet = serve(ONE, MODEL, [Arrival(0, 2.0, 100, 3)])
-    (one,) = fleet.served
+    (request,) = fleet.served
     steps = ComputedSteps(ONE, MODEL)
     prefill = steps.step_seconds(StepWork(0, 0.0, 0.0, 1, 100, 100 * 101 / 2))
     decode = sum(steps.step_seconds(StepWork(1, float(keys))) for keys in (101, 102))
-    assert one.ttft == pytest.approx(prefill)
-    assert one.end - one.first == pytest.approx(decode)
+    assert request.ttft == pytest.approx(prefill)
+    assert request.end - request.first == pytest.approx(decode)
     assert fleet.busy == pytest.approx(prefill + decode)
     assert fleet.steps == 3
 
 
 def test_requests_with_common_prefix_share_blocks() -> None:
     shared = [Arrival(number, 10.0 * number, 1100, 2, (7, 8)) for number in range(3)]
-    apart = [replace(one, hashes=(2 * one.number, 2 * one.number + 1)) for one in shared]
+    apart = [replace(arrival, hashes=(2 * arrival.number, 2 * arrival.number + 1)) for arrival in shared]
     assert serve(ONE, MODEL, apart).cached == 0
     assert serve(ONE, MODEL, shared).cached == 2 * 1024  # two blocks of 512 tokens, computed once
 
@@ -48,11 +48,11 @@ def test_disaggregated_prefill_includes_the_transfer() -> None:
     arrivals = poisson_requests(20, 3, 300, 40, seed=0)
     together = by_number(serve(parse_machines("2xL4"), MODEL, arrivals).served)
     apart = by_number(serve(parse_machines("2xL4"), MODEL, arrivals, prefill=1).served)
-    assert apart.keys() == together.keys() == {one.number for one in arrivals}
-    assert all(one.first > one.arrival.time for one in apart.values())
-    for one in apart.values():
-        if one.arrival.output > 1:
-            assert one.end > one.first + transfer_seconds(MODEL, one.arrival.prompt)
+    assert apart.keys() == together.keys() == {arrival.number for arrival in arrivals}
+    assert all(request.first > request.arrival.time for request in apart.values())
+    for request in apart.values():
+        if request.arrival.output > 1:
+            assert request.end > request.first + transfer_seconds(MODEL, request.arrival.prompt)
     with pytest.raises(RequestError, match="leave none to decode"):
         serve(ONE, MODEL, arrivals, prefill=1)
 
@@ -65,14 +65,14 @@ def test_autoscaler_follows_the_request_rate_and_saves_cost() -> None:
     assert (scaled.peak, scaled.last) == (4, 1)  # four requests a second, then few
     third = scaled.replica_of.index(2)  # due to more than 2 requests per second over a minute
     assert 120 + 28 <= (quiet + busy)[third] - settings.startup <= 120 + 30
-    again = assign_replicas(settings, [*busy, *[1000 + one for one in busy]], max_replicas=8)
+    again = assign_replicas(settings, [*busy, *[1000 + time for time in busy]], max_replicas=8)
     assert again.replica_of[-1] > 4  # a new one
 
     arrivals = poisson_requests(2, 30, 100, 20, seed=1)
     machines = parse_machines("4xL4@3.6")
-    always, scaling = (serve(machines, MODEL, arrivals, autoscaling=one) for one in (None, settings))
+    always, scaling = (serve(machines, MODEL, arrivals, autoscaling=option) for option in (None, settings))
     limits = {"ttft": 1.0, "tpot": 1.0}
-    paid, saved = (summarize_fleet(one, machines, **limits) for one in (always, scaling))
+    paid, saved = (summarize_fleet(fleet, machines, **limits) for fleet in (always, scaling))
     assert saved["requests"] == paid["requests"] and saved["cost"] < 0.8 * paid["cost"]
     assert saved["replicas_mean"] < 4 and saved["latency_mean"] >= paid["latency_mean"]
     with pytest.raises(RequestError, match="does not describe an autoscaler"):
@@ -85,11 +85,11 @@ def test_figures_report_latency_goodput_and_cost() -> None:
     served = [Served(Arrival(0, 0.0, 5, 11), 1.0, 2.0), Served(Arrival(1, 1.0, 5, 1), 4.0, 4.0)]
     machines = parse_machines("2xL4@3.6")
     fleet = replace_served(serve(machines, MODEL, [Arrival(0, 0.0, 5, 1)]), served)
-    found = summarize_fleet(fleet, machines, ttft=2.0, tpot=0.2)
-    assert (found["ttft_mean"], found["tpot_mean"], found["latency_mean"]) == (2.0, 0.1, 2.5)
-    assert (found["goodput"], found["good_share"]) == (0.25, 0.5)  # the second request waited for 3 s
-    assert found["tokens_per_second"] == 3.0
-    assert found["cost"] == pytest.approx(2 * 3.6 * 4 / 3600)
+    figures = summarize_fleet(fleet, machines, ttft=2.0, tpot=0.2)
+    assert (figures["ttft_mean"], figures["tpot_mean"], figures["latency_mean"]) == (2.0, 0.1, 2.5)
+    assert (figures["goodput"], figures["good_share"]) == (0.25, 0.5)  # the second request waited for 3 s
+    assert figures["tokens_per_second"] == 3.0
+    assert figures["cost"] == pytest.approx(2 * 3.6 * 4 / 3600)
 
 
 def replace_served(fleet, served):  # type: ignore[no-untyped-def]

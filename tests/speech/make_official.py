@@ -107,13 +107,13 @@ def prompt(model: Qwen3TTSForConditionalGeneration, whole: bool, speaker: str | 
 
 @torch.no_grad()
 def outputs(model: Qwen3TTSForConditionalGeneration, codec: Qwen3TTSTokenizerV2Decoder) -> dict:
-    found = {}
+    tensors = {}
     codes = torch.randint(0, CODES, (2, GROUPS, FRAMES))
-    found |= {"codes": codes.transpose(1, 2), "samples": codec(codes)[:, 0]}
+    tensors |= {"codes": codes.transpose(1, 2), "samples": codec(codes)[:, 0]}
     for name, (whole, speaker, language) in CASES.items():
         seen = prompt(model, whole, speaker, language)
-        found[f"{name}.inputs"] = seen["inputs_embeds"][0]
-        found[f"{name}.trailing"] = seen["trailing_text_hidden"][0]
+        tensors[f"{name}.inputs"] = seen["inputs_embeds"][0]
+        tensors[f"{name}.trailing"] = seen["trailing_text_hidden"][0]
         spoken, _ = model.generate(
             [torch.tensor([TEXT])],
             languages=[language],
@@ -123,13 +123,13 @@ def outputs(model: Qwen3TTSForConditionalGeneration, codec: Qwen3TTSTokenizerV2D
             subtalker_dosample=False,
             max_new_tokens=FRAMES + 1,
         )
-        found[f"{name}.codes"] = spoken[0]
+        tensors[f"{name}.codes"] = spoken[0]
     hidden, frames = torch.randn(5, 32), torch.randint(0, CODES, (5, GROUPS))
-    found |= {"hidden": hidden, "frames": frames}
-    found["predictor_logits"] = model.talker.forward_sub_talker_finetune(frames, hidden)[0]
+    tensors |= {"hidden": hidden, "frames": frames}
+    tensors["predictor_logits"] = model.talker.forward_sub_talker_finetune(frames, hidden)[0]
     inputs = torch.randn(1, 20, 32)
     last = model.talker.model(inputs_embeds=inputs).last_hidden_state
-    return found | {"inputs": inputs[0], "talker_logits": model.talker.codec_head(last)[0, -2:]}
+    return tensors | {"inputs": inputs[0], "talker_logits": model.talker.codec_head(last)[0, -2:]}
 
 
 def main() -> None:
@@ -161,8 +161,8 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     config.save_pretrained(FOLDER)
     whole.save_pretrained(FOLDER / "speech_tokenizer")
-    found = outputs(model, codec)
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, FOLDER / "expected.safetensors")
+    arrays = outputs(model, codec)
+    save_file({name: tensor.contiguous() for name, tensor in arrays.items()}, FOLDER / "expected.safetensors")
 
 
 if __name__ == "__main__":

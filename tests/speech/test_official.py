@@ -103,6 +103,6 @@ def test_pipeline_samples_the_codes_of_the_official_package(
     model: SpeechModel, expected: dict[str, torch.Tensor]
 ) -> None:
     greedy = SpeechSampling(temperature=0, rest_temperature=0, max_frames=12)
-    said = Speaker(SpeechModel(model.talker, model.codec, model.tokenizer, greedy)).say(list(CASES.values()))
-    for case, samples in zip(CASES, said, strict=True):
+    audio = Speaker(SpeechModel(model.talker, model.codec, model.tokenizer, greedy)).say(list(CASES.values()))
+    for case, samples in zip(CASES, audio, strict=True):
         assert_close(samples[None], model.codec(expected[f"{case}.codes"][None]), 1e-5)

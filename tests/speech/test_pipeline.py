@@ -60,9 +60,9 @@ def reference_speech(model: SpeechModel, utterance: Utterance, frames: int) -> n
 def test_pipeline_output_equals_uncached_reference(model: SpeechModel) -> None:
     greedy = SpeechSampling(temperature=0, rest_temperature=0, repetition_penalty=1, max_frames=FRAMES)
     alone = SpeechModel(model.talker, model.codec, model.tokenizer, greedy)
-    said = Speaker(alone).say(UTTERANCES)
-    assert len({one.tobytes() for one in said}) == len(said)
-    for utterance, samples in zip(UTTERANCES, said, strict=True):
+    speech = Speaker(alone).say(UTTERANCES)
+    assert len({samples.tobytes() for samples in speech}) == len(speech)
+    for utterance, samples in zip(UTTERANCES, speech, strict=True):
         expected = reference_speech(model, utterance, FRAMES)
         assert samples.shape == expected.shape
         np.testing.assert_allclose(samples, expected, atol=1e-4)
@@ -126,7 +126,7 @@ def test_slow_stages_are_counted_as_underruns(model: SpeechModel) -> None:
 
 def test_abort_frees_all_resources_of_an_utterance(model: SpeechModel) -> None:
     speaker = Speaker(model)
-    ids = [speaker.pipeline.add(speaker.request(one, seed=i)) for i, one in enumerate(UTTERANCES)]
+    ids = [speaker.pipeline.add(speaker.request(utterance, seed=i)) for i, utterance in enumerate(UTTERANCES)]
     for _ in range(12):
         speaker.pipeline.step()
     for request_id in ids:
@@ -139,18 +139,18 @@ def test_abort_frees_all_resources_of_an_utterance(model: SpeechModel) -> None:
 def test_failed_utterance_does_not_affect_others(model: SpeechModel) -> None:
     speaker = Speaker(model)
     expected = speaker.say(UTTERANCES[1:2], seed=1)[0]
-    requests = [speaker.request(one, seed=i) for i, one in enumerate(UTTERANCES[:2])]
+    requests = [speaker.request(utterance, seed=i) for i, utterance in enumerate(UTTERANCES[:2])]
     assert isinstance(requests[0].inputs, FrameInputs)
     with torch.inference_mode():
         requests[0].inputs.rows(0, 1).fill_(torch.nan)
     ids = [speaker.pipeline.add(request) for request in requests]
-    found: dict[int, list[SpeechDelta]] = {request_id: [] for request_id in ids}
+    deltas: dict[int, list[SpeechDelta]] = {request_id: [] for request_id in ids}
     while speaker.pipeline.unfinished:
         for delta in speaker.pipeline.step():
-            found[delta.request_id].append(delta)  # type: ignore[arg-type]
-    assert [delta.failure is not None for delta in found[ids[0]]] == [True]
-    said = np.concatenate([part for delta in found[ids[1]] for part in delta.audio])
-    assert np.array_equal(said, expected)
+            deltas[delta.request_id].append(delta)  # type: ignore[arg-type]
+    assert [delta.failure is not None for delta in deltas[ids[0]]] == [True]
+    speech = np.concatenate([part for delta in deltas[ids[1]] for part in delta.audio])
+    assert np.array_equal(speech, expected)
 
 
 def test_restart_drops_unfinished_utterances(model: SpeechModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_codec_learns_a_tone() -> None:
     pitch = torch.arange(12 * frame) / 16000 * 2 * torch.pi * 220
     tone = pitch.sin() * 0.3
     codec.fit_encoder(tone, torch.Generator().manual_seed(0))
-    trained = [one for one in codec.parameters() if one.requires_grad]
+    trained = [parameter for parameter in codec.parameters() if parameter.requires_grad]
     optimizer, losses = torch.optim.Adam(trained, 1e-2), []
     for _ in range(6):
         optimizer.zero_grad()

@@ -42,7 +42,7 @@ def listed(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def attributes(span: dict[str, Any]) -> dict[str, Any]:
-    return {one["key"]: next(iter(one["value"].values())) for one in span["attributes"]}
+    return {item["key"]: next(iter(item["value"].values())) for item in span["attributes"]}
 
 
 def test_opentelemetry_protobuf_parses_the_request() -> None:
@@ -58,22 +58,22 @@ def test_opentelemetry_protobuf_parses_the_request() -> None:
 
     read = json_format.ParseDict(json.loads(text, object_hook=in_base64), service.ExportTraceServiceRequest())
     spans = read.resource_spans[0].scope_spans[0].spans
-    assert len(spans) == 7 + 3 and len({one.trace_id for one in spans}) == 1
-    assert all(len(one.trace_id) == 16 and len(one.span_id) == 8 for one in spans)
+    assert len(spans) == 7 + 3 and len({span.trace_id for span in spans}) == 1
+    assert all(len(span.trace_id) == 16 and len(span.span_id) == 8 for span in spans)
     assert spans[0].start_time_unix_nano == 7 and spans[0].end_time_unix_nano == 7 + 3 * 10**9
     assert spans[7].status.code == spans[7].status.STATUS_CODE_ERROR and spans[7].status.message == "model: x"
 
 
 def test_turns_belong_to_agents_and_link_to_joined_sub_agents() -> None:
     spans = listed(trace_request([episode(agents())], 0, texts=False))
-    by_id = {one["spanId"]: one for one in spans}
+    by_id = {span["spanId"]: span for span in spans}
     assert len(by_id) == len(spans)
-    (root,) = (one for one in spans if "parentSpanId" not in one)
+    (root,) = (span for span in spans if "parentSpanId" not in span)
     assert root["name"] == "invoke_agent agent" and attributes(root)["perilune.reward"] == 1.0
-    asked = [one for one in spans if one["name"] == "invoke_agent ask"]
-    assert [one["parentSpanId"] for one in asked] == [root["spanId"]] * 2
-    chats = [one for one in spans if one["name"] == "chat"]
-    assert [by_id[one["parentSpanId"]]["name"] for one in chats] == [
+    asked = [span for span in spans if span["name"] == "invoke_agent ask"]
+    assert [span["parentSpanId"] for span in asked] == [root["spanId"]] * 2
+    chats = [span for span in spans if span["name"] == "chat"]
+    assert [by_id[span["parentSpanId"]]["name"] for span in chats] == [
         "invoke_agent agent", "invoke_agent agent", "invoke_agent ask", "invoke_agent ask",
     ]  # fmt: skip
     assert [[link["spanId"] for link in one["links"]] for one in chats] == [[], [asked[0]["spanId"]], [], []]
@@ -83,14 +83,14 @@ def test_turns_belong_to_agents_and_link_to_joined_sub_agents() -> None:
 
 def test_texts_are_included_on_request() -> None:
     spans = listed(trace_request([episode(agents())], 0, texts=True))
-    (said,) = json.loads(attributes(spans[-1])["gen_ai.output.messages"])
-    assert said == {"role": "assistant", "parts": [{"type": "text", "content": "B"}]}
+    (message,) = json.loads(attributes(spans[-1])["gen_ai.output.messages"])
+    assert message == {"role": "assistant", "parts": [{"type": "text", "content": "B"}]}
     assert "line" in attributes(spans[-2])["gen_ai.input.messages"]
 
 
 def test_episode_without_sub_agents_has_one_span_per_turn() -> None:
     spans = listed(trace_request([episode()], 0, texts=False))
-    assert [one["name"] for one in spans] == ["invoke_agent agent", "chat", "chat"]
+    assert [span["name"] for span in spans] == ["invoke_agent agent", "chat", "chat"]
     assert attributes(spans[0])["gen_ai.usage.output_tokens"] == "3"
     assert attributes(spans[0])["gen_ai.usage.input_tokens"] == "4"
 

@@ -35,17 +35,17 @@ def found(
     cassettes: list[Cassette], play: Callable[[list[Cassette]], list[Replay]] = replay
 ) -> list[list[Difference]]:
     return [
-        again.differences(tuple(map(make_expectation, one.tracks)))
-        for one, again in zip(cassettes, play(cassettes), strict=True)
+        again.differences(tuple(map(make_expectation, cassette.tracks)))
+        for cassette, again in zip(cassettes, play(cassettes), strict=True)
     ]
 
 
 def kinds(differences: list[list[Difference]]) -> set[str]:
-    return {one.kind for part in differences for one in part}
+    return {difference.kind for part in differences for difference in part}
 
 
 def test_cassettes_record_turns_rewards_and_causes(tapes: list[Cassette]) -> None:
-    assert [one.tracks[0].verdict.reward for one in tapes] == [1.0, 0.0, 0.0, 1.0]
+    assert [tape.tracks[0].verdict.reward for tape in tapes] == [1.0, 0.0, 0.0, 1.0]
     right, _, malformed, guess = tapes
     assert [turn.messages for turn in right.tracks[0].turns][-1] == ()
     assert right.tracks[0].turns[0].messages[0]["content"].startswith("=")
@@ -67,8 +67,8 @@ def test_changed_cassette_shows_differences(tapes: list[Cassette]) -> None:
         other = track.model_copy(update={"verdict": track.verdict.model_copy(update=verdict)})
         return one.model_copy(update={"tracks": (other,)})
 
-    one = changed(tapes[0], reward=0.5, terms={"right": 1.0})
-    assert kinds(found([one])) == {"reward", "term"} == kinds(found([one], rescore))
+    tape = changed(tapes[0], reward=0.5, terms={"right": 1.0})
+    assert kinds(found([tape])) == {"reward", "term"} == kinds(found([tape], rescore))
     assert kinds(found([changed(tapes[0], finish_reason="length")])) == {"finish"}
     assert kinds(found([changed(tapes[0], metrics={})])) == {"metric"}
     shorter = tapes[0].tracks[0].model_copy(update={"turns": tapes[0].tracks[0].turns[:-1]})
@@ -100,12 +100,12 @@ def test_changed_harness_shows_differences(tapes: list[Cassette]) -> None:
 def test_clusters_group_by_cause_and_choose_keeps_the_smallest(tapes: list[Cassette]) -> None:
     many = calculations(12)
     groups = cluster_cassettes(many)
-    assert [len(one) for one in groups.values()] == [3, 3, 3, 3]
-    assert len({describe_cause(one) for one in many}) == 4
+    assert [len(group) for group in groups.values()] == [3, 3, 3, 3]
+    assert len({describe_cause(tape) for tape in many}) == 4
     kept = choose_cassettes(groups, 1)
-    for name, (one,) in kept.items():
-        assert one.tokens == min(other.tokens for other in groups[name])
-    assert sum(len(one) for one in choose_cassettes(groups, 2).values()) == 8
+    for name, (tape,) in kept.items():
+        assert tape.tokens == min(other.tokens for other in groups[name])
+    assert sum(len(group) for group in choose_cassettes(groups, 2).values()) == 8
     share = sum(is_held_out(f"{number:064x}", 0.5) for number in range(400))
     assert 150 < share < 250 and not is_held_out(NAME, 0.0) and is_held_out(NAME, 1.0)
 
@@ -119,11 +119,11 @@ def test_suite_reports_failures_and_accepts_changes(tapes: list[Cassette], tmp_p
     with mock.patch.object(Tokenizer, "encode", lambda self, text: [*encode(self, text), 9]):
         report = run_suite(suite)
         assert len(report.failed) == 3  # the guessed answer has no observation
-        diff = suite.accept({one.case.digest: one.replay.expectations() for one in report.failed})
+        diff = suite.accept({failure.case.digest: failure.replay.expectations() for failure in report.failed})
         assert diff.count("@@") >= 3
         assert not run_suite(Suite(suite.root)).failed
     assert len(run_suite(Suite(suite.root)).failed) == 3
-    back = {one.case.digest: one.replay.expectations() for one in run_suite(suite).failed}
+    back = {failure.case.digest: failure.replay.expectations() for failure in run_suite(suite).failed}
     suite.accept(back)
     assert all(case.accepted is None for case in Suite(suite.root).index.cases)
 

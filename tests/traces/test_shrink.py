@@ -22,7 +22,7 @@ from perilune.traces.shrink import Shrinker, has_same_cause, minimize
 @pytest.mark.parametrize("needed", [(), (3,), (0, 19), (4, 5, 6), (1, 7, 8, 18)])
 def test_delta_debugging_keeps_exactly_the_needed_elements(needed: tuple[int, ...]) -> None:
     def first(candidates: Sequence[Sequence[int]]) -> int | None:
-        hits = [place for place, one in enumerate(candidates) if set(needed) <= set(one)]
+        hits = [index for index, candidate in enumerate(candidates) if set(needed) <= set(candidate)]
         return hits[0] if hits else None
 
     assert minimize(range(20), first) == list(needed)
@@ -39,7 +39,7 @@ def test_shrunk_cassette_is_minimal_with_the_same_cause() -> None:
         assert never.shrink(tape) == tape
     assert describe_cause(small) == describe_cause(tape) == "calculator, right 0, well_formed 0"
     assert small.tokens < 0.3 * tape.tokens and small.shrunk_from == tape.digest
-    assert [one.text for one in small.actions()] == ["", ";0007"] or len(small.order) == 2
+    assert [action.text for action in small.actions()] == ["", ";0007"] or len(small.order) == 2
     (again,) = replay([small])
     assert not again.differences(tuple(map(make_expectation, small.tracks)))
 
@@ -71,7 +71,7 @@ def test_differs_from_compares_with_another_installation() -> None:
         changed = played(tapes)
     fails = differs_in_installation(python, tokenizer_of, frozenset({"reward"}))
     assert fails(changed) == [False, True] and fails([]) == []
-    known = {one.digest: {"reward", "term"} for one in changed}
+    known = {tape.digest: {"reward", "term"} for tape in changed}
     with mock.patch("perilune.traces.baseline.run_in_installation", return_value=known):
         assert differs_in_installation(python, tokenizer_of, frozenset({"observation"}))(changed) == [
             False,

@@ -32,7 +32,7 @@ def tasks(section: dict[str, Any], count: int) -> list[Task]:
 
 def draft(section: dict[str, Any], task: Task, index: int, actions: Sequence[str]) -> Cassette:
     """A cassette of these actions that has not been played yet."""
-    turns = [Turn(tokens=TOKENIZER.encode_completion(one), text=one, finished=True) for one in actions]
+    turns = [Turn(tokens=TOKENIZER.encode_completion(text), text=text, finished=True) for text in actions]
     return Cassette(
         source=Source(run="r", stage="s", file="f", episode_id=f"1/{index}/0"),
         environment=section,
@@ -54,8 +54,8 @@ def replay(cassettes: Sequence[Cassette]) -> list[Replay]:
 def played(drafts: Sequence[Cassette]) -> list[Cassette]:
     """The cassettes as played by the current harness."""
     replays = replay(drafts)
-    assert not any(one.error for one in replays), replays
-    return [apply_replay(one, replay) for one, replay in zip(drafts, replays, strict=True)]
+    assert not any(replay.error for replay in replays), replays
+    return [apply_replay(cassette, replay) for cassette, replay in zip(drafts, replays, strict=True)]
 
 
 def calculations(count: int = 4) -> list[Cassette]:
@@ -70,5 +70,5 @@ def calculations(count: int = 4) -> list[Cassette]:
 
 def suite_of(cassettes: Sequence[Cassette], folder: Path) -> Suite:
     """A suite on disk of these cassettes."""
-    pairs = [(Case(digest=one.digest, cause=describe_cause(one)), one) for one in cassettes]
+    pairs = [(Case(digest=tape.digest, cause=describe_cause(tape)), tape) for tape in cassettes]
     return write_suite(folder / "suite", pairs, {NAME: TOKENIZER}, "")

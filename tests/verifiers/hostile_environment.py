@@ -161,14 +161,14 @@ class HostileEnvironment:
         if "disarm" in argument:
             frame, hooks = sys._getframe(), []
             while frame is not None:
-                hooks += [one for one in frame.f_locals.values() if type(one).__name__ == "Confinement"]
+                hooks += [value for value in frame.f_locals.values() if type(value).__name__ == "Confinement"]
                 frame = frame.f_back
             for hook in hooks:
                 hook.armed = False
             assert hooks
-        found = {}
-        exec(argument.replace("disarm", ""), {"LIBC": LIBC, "scorer": self}, found)
-        return Failure("sandbox", str(found.get("said")))
+        scope = {}
+        exec(argument.replace("disarm", ""), {"LIBC": LIBC, "scorer": self}, scope)
+        return Failure("sandbox", str(scope.get("said")))
 
     def environment(self, argument):
         return Failure("sandbox", os.environ.get(argument, "absent"))

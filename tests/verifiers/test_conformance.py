@@ -29,9 +29,9 @@ def broken(name):
     ids=lambda section: "-".join(map(str, section.values())),
 )
 def test_check_environment_passes_correct_environments(section):
-    found = check_environment(section, tasks=2)
-    assert found.findings == []
-    assert len(found.checked) >= CHECKS - 1
+    report = check_environment(section, tasks=2)
+    assert report.findings == []
+    assert len(report.checked) >= CHECKS - 1
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_check_environment_passes_correct_environments(section):
     ],
 )
 def test_check_environment_finds_each_broken_rule_and_no_other(name, checks):
-    found = check_environment(broken(name), tasks=1, limits=ScorerLimits(item_seconds=2.0))
-    assert {one.check for one in found.findings} == checks
+    report = check_environment(broken(name), tasks=1, limits=ScorerLimits(item_seconds=2.0))
+    assert {finding.check for finding in report.findings} == checks
 
 
 def test_check_environment_plays_a_task_until_its_first_failure():
-    found = check_environment(broken("Raising"), tasks=2)
-    assert found.checked["nothing fails"] == len(found.findings) == 2
+    report = check_environment(broken("Raising"), tasks=2)
+    assert report.checked["nothing fails"] == len(report.findings) == 2
 
 
 def test_task_rejects_text_as_prompt_and_number_as_id():

@@ -66,11 +66,11 @@ def test_audit_finds_and_grades_each_fault(scorer, grade, probe, what):
 
 def test_audit_finds_answer_in_feedback():
     audit = run_audit("tells_after_a_try", tasks=2, search_budget=0)
-    (shown,) = [one for one in audit.findings if one.probe == "answer in the feedback"]
-    assert (audit.grade, shown.tasks, shown.example.verdict) == ("F", 2, 1.0)
-    assert shown.example.transcript.actions == ("0", shown.example.task.data["answer"])
+    (finding,) = [finding for finding in audit.findings if finding.probe == "answer in the feedback"]
+    assert (audit.grade, finding.tasks, finding.example.verdict) == ("F", 2, 1.0)
+    assert finding.example.transcript.actions == ("0", finding.example.task.data["answer"])
     sound = run_audit("lets_try_again", tasks=2, search_budget=0)
-    assert "answer in the feedback" not in {one.probe for one in sound.findings}, findings_of(sound)
+    assert "answer in the feedback" not in {finding.probe for finding in sound.findings}, findings_of(sound)
 
 
 def test_default_settings_raise_grade_of_hackable_scorer_to_a():
@@ -92,7 +92,7 @@ def test_default_settings_raise_grade_of_hackable_scorer_to_a():
 def test_default_settings_give_no_reward_for_known_exploits(family, wrong):
     section = {"id": "reasoning_gym", "task": family}
     shipped = make_environment(section | {"strict": False, "threshold": None})
-    task = next(one for one in shipped.tasks("train", 0) if one.data["answer"] not in ("0", "1"))
+    task = next(task for task in shipped.tasks("train", 0) if task.data["answer"] not in ("0", "1"))
     wrong = wrong.format(gold=task.data["answer"])
     assert shipped.score(task, Transcript(wrong)).reward == pytest.approx(1.0)
     guarded = make_environment(section)

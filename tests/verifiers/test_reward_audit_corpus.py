@@ -20,7 +20,7 @@ def run_audit(scorer, *, opinion=False, search=24):
 
 
 def findings_of(audit):
-    return [(one.grade, one.probe, one.what, one.example.transcript.text[:80]) for one in audit.findings]
+    return [(hit.grade, hit.probe, hit.what, hit.example.transcript.text[:80]) for hit in audit.findings]
 
 
 @pytest.mark.thorough
@@ -31,9 +31,9 @@ def test_audit_finds_hackable_scorer_with_stated_answers_only(scorer):
     if scorer in NO_KNOWLEDGE_NEEDED:
         assert audit.grade == "F", findings_of(audit)
     if scorer in NAMED:
-        named = [one for one in audit.findings if one.probe == NAMED[scorer]]
+        named = [finding for finding in audit.findings if finding.probe == NAMED[scorer]]
         assert named, findings_of(audit)
-        assert any(one.example.verdict or one.probe == "order" for one in named)
+        assert any(finding.example.verdict or finding.probe == "order" for finding in named)
 
 
 @pytest.mark.thorough
@@ -55,10 +55,10 @@ def test_audit_finds_hackable_scorer_with_second_opinion(scorer):
 )
 def test_audit_finds_reward_for_naming_all_answers(scorer, probe):
     audit = run_audit(scorer, search=0)
-    (shown,) = [one for one in audit.findings if one.probe == probe]
-    assert (shown.grade, shown.tasks, shown.example.verdict) == ("F", 3, 1.0)
+    (finding,) = [finding for finding in audit.findings if finding.probe == probe]
+    assert (finding.grade, finding.tasks, finding.example.verdict) == ("F", 3, 1.0)
     closed = SEASONS if "label" in scorer else ("yes", "no")
-    assert all(answer in shown.example.transcript.text for answer in closed)
+    assert all(answer in finding.example.transcript.text for answer in closed)
 
 
 def test_audit_search_finds_scorer_that_no_probe_finds():
@@ -81,9 +81,9 @@ def test_audit_misses_faults_that_stated_answers_cannot_show(scorer):
 
 
 def test_audit_reduces_example_to_single_marker():
-    (shown,) = [one for one in run_audit("verdict marker").findings if one.probe == "markers"]
-    assert shown.example.transcript.text.startswith("VERDICT: CORRECT")
-    assert "\n" not in shown.example.transcript.text and shown.example.verdict == 1.0
+    (finding,) = [finding for finding in run_audit("verdict marker").findings if finding.probe == "markers"]
+    assert finding.example.transcript.text.startswith("VERDICT: CORRECT")
+    assert "\n" not in finding.example.transcript.text and finding.example.verdict == 1.0
 
 
 def test_audit_detects_answer_form():

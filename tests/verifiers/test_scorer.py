@@ -191,7 +191,7 @@ def test_kernel_blocks_code_that_disarms_audit_hook(shared, name, tmp_path):
 def test_answer_that_patches_scorer_does_not_affect_later_batches():
     with Scorer(SPEC, LIMITS) as scorer:
         score_texts(scorer, "poison 1")
-        assert [one.reward for one in score_texts(scorer, "answer wrong", "answer right")] == [0.0, 1.0]
+        assert [score.reward for score in score_texts(scorer, "answer wrong", "answer right")] == [0.0, 1.0]
         assert not scorer.processes[0].isolates_answers
 
 
@@ -203,9 +203,9 @@ def test_answer_that_patches_scorer_is_detected_within_batch(own, caplog):
             outcomes = score_texts(scorer, *batch)
             if scorer.processes[0].isolates_answers:
                 break
-        assert [one.reward for one in outcomes] == [float(own), *[0.0] * 7]
+        assert [outcome.reward for outcome in outcomes] == [float(own), *[0.0] * 7]
         assert "every answer is scored in its own process" in caplog.text
-        assert [one.reward for one in score_texts(scorer, *batch, "answer right")] == [
+        assert [score.reward for score in score_texts(scorer, *batch, "answer right")] == [
             float(own),
             *[0.0] * 7,
             1.0,

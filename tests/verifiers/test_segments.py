@@ -19,9 +19,9 @@ def characters(text: str) -> list[bytes]:
 
 def cut_at(text: str, stop: int | None = None, logprobs: list[float] | None = None, **options) -> list[int]:
     pieces = characters(text)
-    found = np.zeros(len(pieces), np.float32) if logprobs is None else np.array(logprobs, np.float32)
+    array = np.zeros(len(pieces), np.float32) if logprobs is None else np.array(logprobs, np.float32)
     return segment_boundaries(
-        pieces, found, len(pieces) if stop is None else stop, SegmentSettings(**options)
+        pieces, array, len(pieces) if stop is None else stop, SegmentSettings(**options)
     )
 
 
@@ -40,10 +40,10 @@ def test_text_cut_ends_segments_after_separators() -> None:
 
 def test_token_with_separator_inside_is_not_split() -> None:
     pieces = [b"one", b"\n\nt", b"wo"]
-    found = segment_boundaries(
+    ends = segment_boundaries(
         pieces, np.zeros(3, np.float32), 3, SegmentSettings(separators=["\n\n"], least=1)
     )
-    assert found == [2]
+    assert ends == [2]
 
 
 def test_cut_by_length_and_by_surprise() -> None:
@@ -115,11 +115,11 @@ def test_boundaries_are_sorted_and_keep_minimum_distance(
     pieces = characters(text)
     stop = end_of_reasoning(pieces, [";"], ["1"])
     logprobs = np.random.default_rng(seed).normal(size=len(pieces)).astype(np.float32)
-    found = segment_boundaries(pieces, logprobs, stop, SegmentSettings(cut=cut, least=least, most=most))
-    assert found == sorted(set(found))
-    assert all(0 < place <= stop and place < len(pieces) for place in found)
-    assert len(found) < most
+    ends = segment_boundaries(pieces, logprobs, stop, SegmentSettings(cut=cut, least=least, most=most))
+    assert ends == sorted(set(ends))
+    assert all(0 < end <= stop and end < len(pieces) for end in ends)
+    assert len(ends) < most
     if 0 < stop < len(pieces):
-        assert found[-1] == stop
-    inner = [0, *(place for place in found if place != stop), stop]
+        assert ends[-1] == stop
+    inner = [0, *(end for end in ends if end != stop), stop]
     assert len(inner) == 2 or min(np.diff(inner)) >= least

@@ -31,12 +31,12 @@ def scorer():
 def test_remote_session_matches_local_session(scorer):
     sessions = Sessions(scorer.processes, ECHO)
     (live,) = sessions.open([(TASKS[0], 5)])
-    mine = ECHO.reset(TASKS[0], 5)
-    assert result_of(live) == mine.observation
+    local = ECHO.reset(TASKS[0], 5)
+    assert result_of(live) == local.observation
     tally = EpisodeTotals(1)
     for action in ("a", "é\n", "end"):
         sessions.step([(live, [action], True)])
-        assert result_of(live) == mine.step(action)
+        assert result_of(live) == local.step(action)
         tally.add(live.result)
     assert live.result.done
     sessions.close([live])
