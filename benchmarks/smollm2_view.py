@@ -18,7 +18,7 @@ ABOUT = (
     "The recipes in `recipes/smollm2/` train SmolLM2-135M-Instruct (135 million parameters) on two CPU cores "
     "and evaluate it on held-out tasks. `instructions` and `preference` start from the same model and are "
     "evaluated on the same requests. Intervals are 95% bootstrap intervals over the tasks of one seed. Other "
-    "programs used the machines too, and stages of seed 1 and 2 of `preference` were suspended meanwhile, so "
+    "programs used the machines too, and some stages of seeds 1 and 2 were suspended meanwhile, so "
     f"the seconds are upper bounds. {SEEDS_ARE_THE_UNIT}"
 )
 

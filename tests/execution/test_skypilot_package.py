@@ -123,24 +123,25 @@ def test_fake_sky_matches_calls_and_fields_of_skypilot(python: Path, tmp_path: P
 
 
 def fields_read_by_bridge() -> tuple[set[str], set[str], set[str]]:
-    """The fields that the bridge reads from a cluster, a request and a handle."""
-    reads: dict[str, set[str]] = {"one": set(), "handle": set()}
+    """The fields that the bridge reads from a cluster's record, a request and a handle."""
+    records: set[str] = set()
+    handles: set[str] = set()
     attributes: set[str] = set()
     for node in ast.walk(ast.parse(Path(bridge.__file__).read_text())):
         match node:
-            case ast.Subscript(value=ast.Name("one"), slice=ast.Constant(value=str() as name)):
-                reads["one"].add(name)
+            case ast.Subscript(value=ast.Name("record"), slice=ast.Constant(value=str() as name)):
+                records.add(name)
             case ast.Call(
-                func=ast.Attribute(value=ast.Name("one"), attr="get"), args=[ast.Constant(name), *_]
+                func=ast.Attribute(value=ast.Name("record"), attr="get"), args=[ast.Constant(name), *_]
             ):
-                reads["one"].add(name)
+                records.add(name)
             case ast.Call(func=ast.Name("getattr"), args=[ast.Name("handle"), ast.Constant(name), *_]):
-                reads["handle"].add(name)
-            case ast.Attribute(value=ast.Name("one"), attr=name):
+                handles.add(name)
+            case ast.Attribute(value=ast.Name(), attr=name):
                 attributes.add(name)
-    request = attributes & {"name", "status", "cluster_name", "request_id", "created_at"}
-    assert len(reads["one"]) >= 8 and len(reads["handle"]) == 3 and len(request) == 5
-    return reads["one"], request, reads["handle"]
+    requests = attributes & {"name", "status", "cluster_name", "request_id", "created_at"}
+    assert len(records) >= 8 and len(handles) == 3 and len(requests) == 5
+    return records, requests, handles
 
 
 def facts(python: Path, *told: Any) -> Any:

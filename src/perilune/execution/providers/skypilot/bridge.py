@@ -196,24 +196,24 @@ class Clusters:
         )
         return [row for rows in kinds.values() for row in rows if wanted.region in {None, row.region}]
 
-    def _described(self, one: Any) -> dict[str, Any]:
-        handle = one["handle"]
+    def _described(self, record: Any) -> dict[str, Any]:
+        handle = record["handle"]
         ips = getattr(handle, "stable_internal_external_ips", None) or []
         resources = getattr(handle, "launched_resources", None)
         return {
-            "cluster": one["name"],
-            "status": one["status"].value,
-            "ever_up": bool(one["cluster_ever_up"]),
-            "why": one.get("init_status_reason") or "",
-            "updated": one["status_updated_at"] or 0,
-            "launched": one["launched_at"] or 0,
-            "minutes": one["autostop"],
-            "kind": kind_of(one.get("last_creation_yaml") or ""),
+            "cluster": record["name"],
+            "status": record["status"].value,
+            "ever_up": bool(record["cluster_ever_up"]),
+            "why": record.get("init_status_reason") or "",
+            "updated": record["status_updated_at"] or 0,
+            "launched": record["launched_at"] or 0,
+            "minutes": record["autostop"],
+            "kind": kind_of(record.get("last_creation_yaml") or ""),
             "nodes": getattr(handle, "launched_nodes", None) or 1,
             "addresses": [inner for inner, _ in ips],
             "spot": bool(getattr(resources, "use_spot", False)),
             "price": hourly_price(resources),
-            "ssh": ssh_config(one["name"]),
+            "ssh": ssh_config(record["name"]),
         }
 
     def _is_known(self, cluster: str) -> bool:
