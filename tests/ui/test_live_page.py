@@ -130,6 +130,7 @@ def test_search_of_all_steps_opens_the_clicked_episode(browser: Any, run: LiveHo
     page.get_by_text("The same task in other steps").click()
     until(page, "document.querySelectorAll('.attempts .cell').length >= 4")
     assert "rl step 1" in page.locator(".attempts .name").all_inner_texts()
+    until(page, "location.search.includes('task=open')")  # the page delays writes to its address
     address = page.evaluate("location.href")
     page.goto("about:blank")
     again, more = open_page(browser, address, ".attempts .strip")
