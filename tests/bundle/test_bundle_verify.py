@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perilune.bundle.attested import REMOVED, read_unverified_removals
 from perilune.bundle.digest import BUNDLE_FILE, bundle_digest, frozen_entries, recorded_digest
 from perilune.bundle.inspection import inspect, read_job
 from perilune.bundle.manifest import write_manifest
@@ -152,6 +153,8 @@ def test_verify_reads_no_pipe(bundle: Path, name: str) -> None:
     assert first_difference(bundle) == (name, "type")
     os.mkfifo(bundle / "runtime" / "result.json")
     assert first_difference(bundle) == (name, "type")
+    os.mkfifo(bundle / REMOVED)
+    assert read_unverified_removals(bundle) == frozenset()
 
 
 def test_digest_excludes_artifacts_and_runtime(bundle: Path) -> None:

@@ -1,6 +1,7 @@
 """The event stream of the live page, without a browser."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ def test_appended_skips_hostile_and_damaged_lines(tmp_path: Path) -> None:
     assert read_appended(path, CHUNK_BYTES)[0] == [{"step": 3}]
     path.write_bytes(b'{"step": 9}\n')
     assert read_appended(path, 10_000)[0] == [{"step": 9}]  # the file was replaced
+    os.mkfifo(tmp_path / "pipe")
+    assert read_appended(tmp_path / "pipe", 7) == ([], 7)
     assert read_appended(tmp_path / "missing", 7) == ([], 7)
 
 

@@ -31,7 +31,8 @@ from perilune.bundle.statements import (
     format_mode,
 )
 from perilune.bundle.verify import manifest_hashes, verify
-from perilune.files import sha256_file
+from perilune.errors import RequestError
+from perilune.files import read_regular, sha256_file
 
 REMOVED = "runtime/removed.json"  # in the folder of an attempt
 BUNDLE_STATEMENT, RESULT_STATEMENT = "bundle.json", "result.json"
@@ -153,10 +154,10 @@ def _require_fields(envelope: Path) -> Iterator[None]:
 def read_unverified_removals(bundle: Path) -> frozenset[str]:
     """Read the removed artifacts without checking the signature; empty when the file is unreadable."""
     try:
-        payload = json.loads((bundle / REMOVED).read_bytes())["payload"]
+        payload = json.loads(read_regular(bundle / REMOVED))["payload"]
         subjects = json.loads(base64.b64decode(payload, validate=True))["subject"]
         return frozenset(str(subject["name"]) for subject in subjects)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, RequestError, ValueError, TypeError, KeyError, RecursionError):
         return frozenset()
 
 

@@ -21,7 +21,6 @@ T = TypeVar("T")
 Columns = dict[str, list[Any]]
 
 LOG_TAIL_LINES = 30
-MAX_INTEGER_BITS = 1023  # of an integer that has a float
 LOG_TAIL_CHARACTERS = 6000
 
 
@@ -205,7 +204,7 @@ class Attempt:
 def without_huge_integers(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with None for each integer beyond the range of floats, which charts cannot show."""
     return {
-        name: None if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS else value
+        name: None if type(value) is int and finite_number(value) is None else value
         for name, value in row.items()
     }
 

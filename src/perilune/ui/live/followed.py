@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from perilune.errors import RequestError
+from perilune.files import open_regular
 from perilune.ui.attempt import Attempt, without_huge_integers
 from perilune.ui.health import StageHealth, assess_stages
 from perilune.ui.view import StageView
@@ -71,11 +73,11 @@ def read_appended(path: Path, offset: int, until: int | None = None) -> tuple[li
     shorter one is read from its start.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             size = stream.seek(0, 2)
             stream.seek(offset if offset <= size else (offset := 0))
             data = stream.read(CHUNK_BYTES if until is None else min(CHUNK_BYTES, max(0, until - offset)))
-    except OSError:
+    except (OSError, RequestError):
         return [], offset
     end = data.rfind(b"\n") + 1
     if end == 0:
