@@ -23,6 +23,7 @@ from perilune.control.machines.rented import RentedPlacement
 from perilune.control.queries.lookup import list_attempts
 from perilune.control.record.faults import MACHINE_POINTS, POINTS, REMOTE_POINTS
 from perilune.control.record.store import Event, Machine, Operation, Run, verify_events
+from perilune.control.record.transitions import RunState
 from perilune.control.runs import endings, reconcile
 from perilune.control.runs.experiments import Control, StagePlan, advance
 from perilune.execution.placements import Capabilities
@@ -39,8 +40,9 @@ SECOND = Path("artifacts", "checkpoints", "step-000002")
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, seconds in (
-        (machine_planner, "LEAST_GAP", 0.05), (machine_planner, "ASK_GAP", 0.2),
-        (listings, "LOOK_SECONDS", 0.0), (machines, "ASK_SECONDS", 0.05), (reconcile, "LONGEST_WAIT", 0.2),
+        (machine_planner, "CONFIRM_INTERVAL_S", 0.05), (machine_planner, "CREATE_INTERVAL_S", 0.2),
+        (listings, "LISTING_TTL_S", 0.0), (machines, "TERMINATE_INTERVAL_S", 0.05),
+        (reconcile, "MAX_PAUSE_S", 0.2),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, seconds)
     monkeypatch.setattr(RentedPlacement, "capabilities", Capabilities(is_remote=True, look_interval_s=0.05))
@@ -49,9 +51,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def idle(control: Control) -> bool:
     """Reconcile once; return whether nothing is left to do."""
-    live = control.reconciler.reconcile_all()
+    runs = control.reconciler.reconcile_all()  # with those that have ended since the last pass
     return (
-        not live
+        all(RunState(run.state).is_terminal for run in runs)
         and not control.reconciler.unclean_attempts()
         and not control.reconciler.rentals.fleet.machines()
     )
