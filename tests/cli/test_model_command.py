@@ -126,6 +126,11 @@ def test_model_fetch_reports_unreachable_hub_and_unknown_name(here, monkeypatch:
     assert unknown.returncode == 2 and "try: smollm2-135m, or OWNER/NAME" in unknown.stderr
 
 
+def test_chat_with_packaged_model_that_is_not_fetched_names_fetch_command(here) -> None:
+    done = here("chat", "smollm2-135m")
+    assert done.returncode == 2 and "perilune model fetch smollm2-135m" in done.stderr
+
+
 def test_model_export_writes_files_and_refuses_invalid_targets(here, tmp_path: Path) -> None:
     write_gguf(tmp_path / "small.gguf")
     assert here("model", "export", "small.gguf", "out.gguf", "--type", "q8_0").returncode == 0

