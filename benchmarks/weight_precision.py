@@ -39,7 +39,7 @@ RECIPE = HERE / "cold_start.yaml"
 TASKS, SAMPLES, MAX_TOKENS = 256, 16, 64
 KINDS = ("bfloat16", "int8")
 ABOUT = (
-    "The page compares a trained tiny model with weights in bfloat16 or int8 with the same model in float32. "
+    "A trained tiny model has its weights in bfloat16 or int8, and is compared with itself in float32. "
     "On answers sampled in float32, the table shows KL(float32 || narrow) and the error of the sampled "
     "token's log-prob, in nats. The last columns compare pass rates on the same tasks, with an interval "
     "for the difference."

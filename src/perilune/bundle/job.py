@@ -26,7 +26,7 @@ OutputKind = Literal[
 """The kind of the output of a stage."""
 
 Preset = Literal["tiny", "small", "base", "medium", "large"]
-PRESET = "built-in architecture with random weights: 0.3, 0.7, 3, 10 or 30 million parameters"
+PRESET = "built-in architecture with random weights: 0.3, 0.7, 2.8, 9.3 or 28 million parameters"
 
 
 class InputReference(Frozen):

@@ -109,7 +109,7 @@ class Template(Frozen):
         " weights), or all (also those to resume from, with the optimizer's moments); by default all from a"
         " rented machine and final from any other",
     )
-    slots: int | None = Field(None, ge=1, description="most runs at this placement at once; others wait")
+    slots: int | None = Field(None, ge=1, description="maximum runs at this placement at once; others wait")
     price: float | None = Field(
         None,
         ge=0,

@@ -52,7 +52,7 @@ class JudgeSpec(Frozen):
     )
     best: float = Field(10.0, gt=0, description="the highest grade, which has reward 1; 0 has reward 0")
     max_tokens: int = Field(64, ge=1, description="maximum tokens of the judge's reply")
-    concurrency: int = Field(16, ge=1, le=256, description="most requests at once")
+    concurrency: int = Field(16, ge=1, le=256, description="maximum concurrent requests")
 
     @field_validator("grade")
     @classmethod

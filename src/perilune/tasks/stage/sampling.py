@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class SamplingSpec(ModelDefaults):
     """Fields of every stage that samples answers."""
 
-    max_tokens: int = Field(64, ge=1, description="most tokens of an answer")
+    max_tokens: int = Field(64, ge=1, description="maximum tokens of an answer")
     temperature: float = Field(1.0, gt=0, description="sampling temperature; log-probs use it too")
 
     def params(self, stop_token_ids: tuple[int, ...], *, greedy: bool = False) -> SamplingParams:
@@ -67,7 +67,7 @@ class ServerSpec(Frozen):
         description="log-probs that the server reports: of the model, after temperature, or after all"
         " processing; by default inferred from the kind of server",
     )
-    concurrency: int = Field(32, ge=1, le=1024, description="most concurrent requests")
+    concurrency: int = Field(32, ge=1, le=1024, description="maximum concurrent requests")
 
 
 class OpenVinoSpec(Frozen):
