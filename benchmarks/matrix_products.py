@@ -31,7 +31,8 @@ ROUNDS, SECONDS = 15, 0.05
 ABOUT = (
     "The page compares the matrix products of Perilune's C kernels with torch, in float32 on one thread. "
     "The kernels give a row the same bits in every batch. With bfloat16 and int8, the weights are stored "
-    "in fewer bits. Speeds are in GFLOP/s of CPU time, medians of 15 rounds. Each round measures all products in turn."
+    "in fewer bits. Speeds are in GFLOP/s of CPU time, medians of 15 rounds. Each round measures all "
+    "products in turn."
 )
 
 

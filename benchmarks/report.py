@@ -14,6 +14,7 @@ folder of the pages.
 
 import argparse
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +46,17 @@ VIEWS = {
     "smollm2": smollm2_view,
     "staleness": staleness_view,
 }
-ACRONYMS = {"dpo": "DPO", "gkd": "GKD", "ipo": "IPO", "kl": "KL", "rl": "RL", "sft": "SFT"}
+ACRONYMS = {"dpo": "DPO", "gkd": "GKD", "ipo": "IPO", "rl": "RL", "sft": "SFT"}
+SPELLINGS = {  # of words in keys
+    "cpu": "CPU",
+    "gflops": "GFLOP/s",
+    "gib": "GiB",
+    "gpu": "GPU",
+    "kl": "KL",
+    "logprob": "log-prob",
+    "mib": "MiB",
+    "processor seconds": "CPU seconds",
+}
 MOST_ROWS = 40  # rows of a table that a page shows
 MOST_REPEATS = 20  # a longer list of numbers is a curve
 PERCENT = (  # words of columns that hold shares
@@ -303,7 +314,8 @@ def capital(text: str) -> str:
 
 def words(key: str) -> str:
     """A key as words."""
-    return key.replace("_", " ")
+    pattern = rf"\b({'|'.join(SPELLINGS)})\b"
+    return re.sub(pattern, lambda found: SPELLINGS[found[0]], key.replace("_", " "))
 
 
 def main() -> int:
