@@ -73,7 +73,8 @@ def calibration(**seconds: float) -> Calibration:
     pairs = {kind: tuple(seconds.get(name, 1e-12) for name in (kind, token)) for kind, token in kinds.items()}
     stages = dict.fromkeys(("collect", "sft", "rl", "evaluate"), seconds.get("start", 0.0))
     overhead = Overhead(stages, seconds.get("step", 0.0), seconds.get("turn", 0.0), {"sft": 300 << 20}, 9.0)
-    return Calibration("1", tuple(Speed(size, **pairs) for size in (1_000, 1_000_000)), overhead, 0.0)
+    speeds = tuple(Speed(size, **pairs) for size in (1_000, 1_000_000))
+    return Calibration("1", speeds, dict.fromkeys(kinds, 0.5), overhead, 0.0)
 
 
 def load_pens_recipe(folder: Path) -> Recipe:
@@ -107,10 +108,11 @@ def test_line_fits_two_sizes() -> None:
 
 def test_calibration_interpolates_sizes_by_power_law() -> None:
     speeds = tuple(Speed(size, (1.0, size), (2.0, 2.0), (1.0, 1.0)) for size in (100, 10_000))
-    fitted = Calibration("1", speeds, Overhead({}, 0.0, 0.0, {}, 0.0), 0.0)
+    fitted = Calibration("1", speeds, {"update": 0.5}, Overhead({}, 0.0, 0.0, {}, 0.0), 0.0)
     assert fitted.seconds("decode", 1_000) == pytest.approx((1.0, 1_000.0))
     assert fitted.seconds("decode", 1_000_000) == pytest.approx((1.0, 1_000_000.0))
     assert fitted.seconds("update", 12_345) == pytest.approx((2.0, 2.0))
+    assert fitted.seconds("update", 12_345, "bfloat16") == pytest.approx((1.0, 1.0))
 
 
 def test_estimate_has_a_range_when_lengths_may_change(
@@ -155,6 +157,11 @@ def test_estimate_uses_lengths_of_own_data_files(tmp_path: Path, monkeypatch: py
     reference = 40 * (2.75 + 10 + 20) / 3  # a forward pass over all pairs
     assert estimates["dpo"].seconds == pytest.approx(10 * 2 * (2.75 + 10 + 20) + reference, abs=0.1)
     assert estimates["sft"].basis == "rows of rows.jsonl"
+
+    rounded = OWN.replace("batch_size: 2}", "batch_size: 2, precision: bfloat16}", 1)
+    (tmp_path / "own.yaml").write_text(rounded)
+    narrow = estimate(control, load_recipe(tmp_path / "own.yaml"), {})
+    assert narrow["sft"].seconds == pytest.approx(estimates["sft"].seconds / 2, abs=0.1)
 
 
 def test_lengths_of_rows_count_equal_prompts_once() -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from perilune.data.episode import Episode
     from perilune.models.config.decoder_config import DecoderConfig
     from perilune.models.decoder import Decoder
+    from perilune.models.narrow import Precision
 
 CALIBRATION_FILE = "calibration.json"  # file in the home
 DECODE_ROWS = (8, 128)  # sequences of the measured decode steps
@@ -115,21 +116,24 @@ class Calibration:
 
     Attributes:
         speeds: of models of growing size.
+        bfloat16: time with bfloat16 products relative to float32, by field of `Speed`.
         measured: time of the measurement, in seconds since 1970.
     """
 
     device: str
     speeds: tuple[Speed, ...]
+    bfloat16: Mapping[str, float]
     overhead: Overhead
     measured: float
 
-    def seconds(self, kind: str, parameters: int) -> tuple[float, float]:
+    def seconds(self, kind: str, parameters: int, precision: Precision = "float32") -> tuple[float, float]:
         """Interpolate the times of `kind` (a field of `Speed`) with power laws through the nearest sizes."""
         ordered = sorted(self.speeds, key=lambda speed: abs(math.log(speed.parameters / parameters)))[:2]
         low, high = sorted(ordered, key=lambda speed: speed.parameters)
         share = math.log(parameters / low.parameters) / math.log(high.parameters / low.parameters)
+        factor = self.bfloat16[kind] if precision == "bfloat16" else 1.0
         constant, token = (
-            float(small * (large / small) ** share)
+            factor * float(small * (large / small) ** share)
             for small, large in zip(getattr(low, kind), getattr(high, kind), strict=True)
         )
         return constant, token
@@ -140,8 +144,8 @@ def calibrate_devices(devices: Sequence[str], seconds: float) -> list[Calibratio
     overhead, calibrations = measure_overhead(), []
     for device in devices:
         with device_clock(device) as clock:
-            speeds = measure_speeds(device, seconds / len(devices), clock)
-        calibrations.append(Calibration(device, speeds, overhead, time.time()))
+            speeds, bfloat16 = measure_speeds(device, seconds / len(devices), clock)
+        calibrations.append(Calibration(device, speeds, bfloat16, overhead, time.time()))
     return calibrations
 
 
@@ -160,8 +164,10 @@ def device_clock(device: str) -> Iterator[Callable[[], float]]:
         torch.set_num_threads(before)
 
 
-def measure_speeds(device: str, seconds: float, clock: Callable[[], float]) -> tuple[Speed, ...]:
-    """Return the speeds of models of three sizes."""
+def measure_speeds(
+    device: str, seconds: float, clock: Callable[[], float]
+) -> tuple[tuple[Speed, ...], dict[str, float]]:
+    """Return the speeds of models of three sizes, and the relative times of the last with bfloat16."""
     from perilune.models.checkpoints.loading import new_model
     from perilune.models.text.tokenizer import Tokenizer
 
@@ -177,7 +183,18 @@ def measure_speeds(device: str, seconds: float, clock: Callable[[], float]) -> t
         reinforce = _fit_line(UPDATE_TOKENS, partial(_rl_seconds, model, share, clock))
         parameters = sum(parameter.numel() for parameter in model.parameters())
         speeds.append(Speed(parameters, decode, update, reinforce))
-    return tuple(speeds)
+    return tuple(speeds), _bfloat16_times(models[len(speeds) - 1], share, clock, speeds[-1])
+
+
+def _bfloat16_times(
+    model: Decoder, seconds: float, clock: Callable[[], float], speed: Speed
+) -> dict[str, float]:
+    """Return the times of large steps with bfloat16 products, relative to those of `speed` in float32."""
+    model.set_precision("bfloat16")
+    (_, rows), (_, tokens) = DECODE_ROWS, UPDATE_TOKENS
+    decode = _decode_seconds(model, seconds, clock, rows) / (speed.decode[0] + rows * speed.decode[1])
+    update = _update_seconds(model, seconds, clock, tokens) / (speed.update[0] + tokens * speed.update[1])
+    return {"decode": decode, "update": update, "reinforce": update}
 
 
 def _model_configs() -> list[DecoderConfig]:
@@ -363,6 +380,7 @@ def load_calibration(home: Path, device: str) -> Calibration | None:
     try:
         kinds = ("decode", "update", "reinforce")
         speeds = [Speed(row["parameters"], *(tuple(row[kind]) for kind in kinds)) for row in saved["speeds"]]
-        return Calibration(device, tuple(speeds), Overhead(**saved["overhead"]), saved["measured"])
+        overhead = Overhead(**saved["overhead"])
+        return Calibration(device, tuple(speeds), saved["bfloat16"], overhead, saved["measured"])
     except (TypeError, KeyError):  # none, or written by an earlier version
         return None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from perilune.cli.train.trial import Trial
     from perilune.cli.train.work import Work
     from perilune.control.runs.experiments import Control
+    from perilune.models.narrow import Precision
     from perilune.models.text.tokenizer import Tokenizer
     from perilune.recipe.schema import Recipe
 
@@ -102,7 +103,8 @@ def estimate(control: Control, recipe: Recipe, trial_cache: TrialCache) -> dict[
     for stage in recipe.stages:
         if stage.name in expected:
             job, trial = build_job(recipe, stage), trials.get(stage.name)
-            times = _unit_seconds(calibration, parameters, trial, expected[stage.name])
+            precision = job.spec.get("precision", "float32")
+            times = _unit_seconds(calibration, parameters, precision, trial, expected[stage.name])
             stage_estimate = _estimate_stage(job, expected[stage.name], times, calibration.overhead)
             if stage_estimate is not None:
                 estimates[stage.name] = stage_estimate
@@ -133,13 +135,17 @@ def run_trials(recipe: Recipe, tokenizer: Tokenizer, trial_cache: TrialCache) ->
 
 
 def _unit_seconds(
-    calibration: Calibration, parameters: int, trial: Trial | None, expected: ExpectedLengths
+    calibration: Calibration,
+    parameters: int,
+    precision: Precision,
+    trial: Trial | None,
+    expected: ExpectedLengths,
 ) -> Mapping[str, float]:
     """Return the seconds of each unit of work."""
     overhead = calibration.overhead
     times = {"turn": overhead.turn, "step": overhead.step, "row": expected.low.reading}
     for step, token in (("decode", "sampled"), ("update", "learned"), ("reinforce", "reinforced")):
-        times[step], times[token] = calibration.seconds(step, parameters)
+        times[step], times[token] = calibration.seconds(step, parameters, precision)
     times["forward"] = FORWARD_SHARE * times["learned"]
     if trial is None:
         return times | dict.fromkeys(("task", "episode", "trace", "scorer"), 0.0)

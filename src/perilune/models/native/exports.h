@@ -95,6 +95,15 @@ void perilune_pack(
 
 int64_t perilune_has_tiles(void) { return has_tiles(); }
 
+int64_t perilune_has_bfloat16(void)
+{
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return has_tiles();
+#endif
+}
+
 struct linear {
     const float *x;
     const struct weight *weight;

@@ -68,6 +68,7 @@ _P, _I, _F = c_void_p, c_int64, c_float
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "pack": (_P, _I, _I, _I, _I, _I, _P, _P, _I),
     "has_tiles": (),
+    "has_bfloat16": (),
     "linear": (_P, _I, _I, POINTER(Weight), _P, _P, _I),
     "linear_across": (_P, _I, _I, POINTER(Weight), _P, _P, _I),
     "rms_norm": (_P, _I, _I, _P, _I, _F, _P, _P, _I),
@@ -195,6 +196,12 @@ def linear(x: Tensor, weight: PackedWeight) -> Tensor:
 def has_tiles() -> bool:
     """Return whether the processor multiplies bfloat16 tiles (Intel AMX), 8 times as fast as float32."""
     return is_available() and bool(kernel("has_tiles")())
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Return whether the processor has instructions for bfloat16 products: AVX512-BF16 or AMX."""
+    return is_available() and bool(kernel("has_bfloat16")())
 
 
 def gradients_of_linear(

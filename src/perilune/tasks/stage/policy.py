@@ -17,7 +17,7 @@ from perilune.models.checkpoints.loading import load_checkpoint, new_model
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.decoder import Decoder
 from perilune.models.native.build import missing_kernels_message, native
-from perilune.models.native.ops import has_tiles
+from perilune.models.native.ops import has_bfloat16
 from perilune.models.text.template_facts import with_recipe_template
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.new_tokenizer import is_trained, new_tokenizer
@@ -109,9 +109,9 @@ def load_policy(
         policy = load_recipe_model(workspace, device, base)
     if settings is not None:
         adapt(policy.decoder, settings, workspace.job.seed)
-        if settings.precision == "bfloat16" and device.type == "cpu" and not has_tiles():
+        if settings.precision == "bfloat16" and device.type == "cpu" and not has_bfloat16():
             workspace.log(
-                "precision: bfloat16 is not faster here: this processor has no bfloat16 matrix unit (AMX)"
+                "precision: bfloat16 is not faster here: the processor has neither AVX512-BF16 nor AMX"
             )
     return policy
 
