@@ -19,7 +19,10 @@ from typing import Any
 from perilune.recipe.load import bundled_recipe
 from recipe_runs import document, options, run_recipe, write
 
-RECIPES = ("arithmetic", "instructions", "preference")
+RECIPES = (
+    *("arithmetic", "calculator", "families", "flywheel"),
+    *("instructions", "lora", "preference", "system_prompt"),
+)
 
 
 def main() -> None:
@@ -39,6 +42,8 @@ def figures(stage: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of an evaluation or a training stage that the page shows."""
     summary = stage["summary"]
     row = {key: summary[key] for key in ("pass@1", "greedy", "length") if key in summary}
+    if parts := summary.get("by_environment"):
+        row["parts"] = {name: part["pass@1"] for name, part in parts.items()}
     row["seconds"] = round(summary["seconds"])
     if "forgetting" in summary:
         text = summary["forgetting"]["text"]["perplexity"]

@@ -1,75 +1,113 @@
 """Result page of the recipes for SmolLM2-135M-Instruct."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from recipe_runs import SEEDS_ARE_THE_UNIT, describe_differences, described
+from recipe_runs import describe_differences, described
 
 Run = Mapping[str, Any]
+Arm = tuple[str, str]  # a recipe, and a stage or STAGE/PART
 
-COMPARED = (  # (recipe, stage) against (recipe, stage)
-    (("arithmetic", "after_sft"), ("arithmetic", "before")),
-    (("arithmetic", "after_rl"), ("arithmetic", "after_sft")),
-    (("instructions", "after_rl"), ("instructions", "before")),
-    (("preference", "after_dpo"), ("preference", "before")),
-    (("preference", "after_dpo"), ("instructions", "after_rl")),
-)
+COMPARED: Mapping[str, Sequence[tuple[Arm, Arm]]] = {  # by environment: an arm, and what it is compared with
+    "sums": (
+        (("arithmetic", "after_sft"), ("arithmetic", "before")),
+        (("arithmetic", "after_rl"), ("arithmetic", "after_sft")),
+    ),
+    "requests": (
+        (("instructions", "after_rl"), ("instructions", "before")),
+        (("lora", "after_rl"), ("lora", "before")),
+        (("preference", "after_dpo"), ("preference", "before")),
+        (("flywheel", "after_flywheel"), ("flywheel", "before")),
+        (("lora", "after_rl"), ("instructions", "after_rl")),
+        (("preference", "after_dpo"), ("instructions", "after_rl")),
+        (("flywheel", "after_flywheel"), ("instructions", "after_rl")),
+    ),
+    "families": tuple(
+        (("families", f"after_rl/{part}"), ("families", f"after_sft/{part}"))
+        for part in ("letters", "divisors", "relatives")
+    ),
+    "calculator": ((("calculator", "after_rl"), ("calculator", "after_sft")),),
+    "system prompt": (
+        (("system_prompt", "told"), ("system_prompt", "untold")),
+        (("system_prompt", "after_on_policy"), ("system_prompt", "untold")),
+        (("system_prompt", "after_off_policy"), ("system_prompt", "untold")),
+    ),
+}
 ABOUT = (
     "The recipes in `recipes/smollm2/` train SmolLM2-135M-Instruct (135 million parameters) on two CPU cores "
-    "and evaluate it on held-out tasks. `instructions` and `preference` start from the same model and are "
-    "evaluated on the same requests. Intervals are 95% bootstrap intervals over the tasks of one seed. Other "
-    "programs used the machines too, and some stages of seeds 1 and 2 were suspended meanwhile, so "
-    f"the seconds are upper bounds. {SEEDS_ARE_THE_UNIT}"
+    "and evaluate it on held-out tasks. `instructions`, `lora`, `preference` and `flywheel` start from the "
+    "same model and are evaluated on the same requests. Intervals in the tables are 95% bootstrap intervals "
+    "over the tasks of one seed. Other programs used the machines too, so the seconds are upper bounds. "
+    "Differences over paired seeds are tested with Student's t test. Holm's correction of p covers the "
+    "comparisons in one environment. Intervals are not corrected. The page claims a difference if the "
+    "corrected p is below 0.05."
 )
 
 
 def view(document: Mapping[str, Any]) -> dict[str, Any]:
     """Tables of evaluations, of differences over seeds, and of training costs."""
     runs: Sequence[Run] = document["runs"]
-    by_key = {(run["recipe"], run["seed"]): run["stages"] for run in runs}
-
-    def rate(recipe: str, seed: int, stage: str) -> float:
-        return float(by_key[recipe, seed][stage]["pass@1"]["mean"])
-
-    differences = {}
-    for (recipe, stage), (other, reference) in COMPARED:
-        seeds = sorted(seed for name, seed in by_key if name == recipe and (other, seed) in by_key)
-        if seeds:
-            differences[f"`{recipe}/{stage}` against `{other}/{reference}`"] = [
-                by_key[recipe, seed][stage]["pass@1"]["mean"]
-                - by_key[other, seed][reference]["pass@1"]["mean"]
-                for seed in seeds
+    rates = {
+        ((run["recipe"], stage), run["seed"]): float(figures["pass@1"]["mean"])
+        for run in runs
+        for stage, figures in _evaluations(run)
+    }
+    findings, rows = [], []
+    for pairs in COMPARED.values():
+        differences = {
+            f"`{'/'.join(arm)}` against `{'/'.join(other)}`": [
+                rates[arm, seed] - rates[other, seed]
+                for own, seed in sorted(rates)
+                if own == arm and (other, seed) in rates
             ]
-    findings, rows = describe_differences(differences)
+            for arm, other in pairs
+        }
+        sentences, tests = describe_differences(
+            {name: values for name, values in differences.items() if values}
+        )
+        findings += sentences
+        rows += tests
     all_seeds = " ".join(map(str, sorted({run["seed"] for run in runs})))
     return {
         "title": "Recipes for SmolLM2-135M",
         "about": described(ABOUT, findings),
         "command": f"python benchmarks/smollm2.py --seeds {all_seeds}",
         "evaluations": [
-            _labels(run, name)
-            | {"pass@1": row["pass@1"], "greedy": row["greedy"], "tokens per answer": row["length"]["mean"]}
+            _labels(run, stage)
+            | {
+                "pass@1": figures["pass@1"],
+                "greedy": figures.get("greedy"),
+                "tokens per answer": figures["length"]["mean"] if "length" in figures else None,
+            }
             for run in runs
-            for name, row in run["stages"].items()
-            if "pass@1" in row
+            for stage, figures in _evaluations(run)
         ],
         "differences": [{key: row[key] for key in ("comparison", "by seed", "conclusion")} for row in rows],
         "training": [
-            _labels(run, name)
+            _labels(run, stage)
             | {
-                "seconds": row["seconds"],
-                "peak GiB": row["peak GiB"],
-                "perplexity of English before": row["perplexity of English"][0],
-                "after": row["perplexity of English"][1],
-                "KL to the start, nats per answer": row["KL to the start, nats per answer"],
+                "seconds": figures["seconds"],
+                "peak GiB": figures["peak GiB"],
+                "perplexity of English before": figures["perplexity of English"][0],
+                "after": figures["perplexity of English"][1],
+                "KL to the start, nats per answer": figures["KL to the start, nats per answer"],
             }
             for run in runs
-            for name, row in run["stages"].items()
-            if "peak GiB" in row
+            for stage, figures in run["stages"].items()
+            if "peak GiB" in figures
         ],
         "versions": runs[-1]["versions"],
         "processor": ", ".join(sorted({run["processor"] for run in runs})),
     }
+
+
+def _evaluations(run: Run) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The figures of each evaluation, and those of each part of a mixture as STAGE/PART."""
+    for stage, figures in run["stages"].items():
+        if "pass@1" in figures:
+            yield stage, figures
+        for part, rate in figures.get("parts", {}).items():
+            yield f"{stage}/{part}", {"pass@1": rate}
 
 
 def _labels(run: Run, stage: str) -> dict[str, Any]:
