@@ -29,16 +29,17 @@ def make_report(after: float, low: float, fall: float) -> dict[str, Any]:
 
 
 def test_significant_perplexity_rise_is_a_warning() -> None:
-    (line,) = forgetting_warnings(make_report(23.0, low=0.05, fall=0.1))
+    (line,) = forgetting_warnings(make_report(23.0, low=0.05, fall=0.1), "kl")
     assert line.startswith("the perplexity of English text rose by 15%, from 20.0 to 23.0")
-    assert forgetting_warnings(make_report(21.9, low=0.05, fall=0.1)) == []  # less than a tenth
+    assert line.endswith("or set kl")
+    assert forgetting_warnings(make_report(21.9, low=0.05, fall=0.1), "kl") == []  # less than a tenth
     assert (
-        forgetting_warnings(make_report(23.0, low=-0.05, fall=0.1)) == []
+        forgetting_warnings(make_report(23.0, low=-0.05, fall=0.1), "kl") == []
     )  # some passages rose, others fell
 
 
 def test_significant_fall_in_another_environment_is_a_warning() -> None:
-    assert forgetting_warnings(make_report(20.0, low=0.0, fall=-0.1)) == [
+    assert forgetting_warnings(make_report(20.0, low=0.0, fall=-0.1), "kl") == [
         "pass@1 of other fell by 20.0 points"
     ]
 

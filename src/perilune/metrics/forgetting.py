@@ -53,15 +53,19 @@ def forgetting_rows(found: Mapping[str, Any]) -> list[ForgettingRow]:
     return rows
 
 
-def forgetting_warnings(found: Mapping[str, Any]) -> list[str]:
-    """Describe clear losses: falls of pass@1, and a perplexity that rose by more than `PERPLEXITY_RISE`."""
+def forgetting_warnings(found: Mapping[str, Any], key: str) -> list[str]:
+    """Describe clear losses: falls of pass@1, and a perplexity that rose by more than `PERPLEXITY_RISE`.
+
+    Args:
+        key: of the stage, which keeps a model closer to its start.
+    """
     lines = []
     if text := found.get("text"):
         before, after = text["perplexity"]["before"], text["perplexity"]["after"]
         if after > (1 + PERPLEXITY_RISE) * before and text["bits_per_byte"]["change"]["low"] > 0:
             lines.append(
                 f"the perplexity of English text rose by {after / before - 1:.0%}, from {before:.1f} to"
-                f" {after:.1f}; lower lr, train fewer steps, or set kl"
+                f" {after:.1f}; lower lr, train fewer steps, or set {key}"
             )
     lines += [
         f"pass@1 of {entry['environment']} fell by {-100 * entry['pass@1']['change']['mean']:.1f} points"

@@ -102,7 +102,8 @@ def measure_forgetting(
     figures["environments"] = [_environment_figures(name, earlier, later, seed) for name in later.passes]
     if answers:
         figures["kl"] = _kl_figures(answers, start.engine, seed)
-    figures["warnings"] = forgetting_warnings(figures)
+    key = "kl" if "kl" in workspace.job.spec else "lora"
+    figures["warnings"] = forgetting_warnings(figures, key)
     for row in forgetting_rows(figures):
         workspace.log(
             f"forgetting: {row.measure}: {row.before} before, {row.after} after {row.change}".rstrip()
