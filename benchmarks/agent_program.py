@@ -42,7 +42,7 @@ words. The tasks are products of two-digit numbers.
 
 SFT trains a tiny model on traces. In 30% of them Python computes the product (`final_answer(37*48)`). The
 other 70% state the product (`final_answer(1776)`), and a model this small cannot learn to multiply. RL then
-runs the program for each episode, with 12 steps of 8 groups with 8 episodes. *First replies that compute* is
+takes 12 steps of 8 groups with 8 episodes, and runs the program in each. *First replies that compute* is
 the share of episodes whose first reply lets Python compute the product. pass@1 is on 64 held-out tasks with 2
 episodes each.
 

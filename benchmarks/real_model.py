@@ -241,7 +241,7 @@ def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
         for part in ("total", "sampling", "learning", "other")
     }
     totals = [step["seconds"]["total"] for step in steps]
-    figures["least_seconds"], figures["most_seconds"] = round(min(totals), 2), round(max(totals), 2)
+    figures |= {"fastest_step_seconds": round(min(totals), 2), "slowest_step_seconds": round(max(totals), 2)}
     processor = [step["processor_seconds"]["total"] for step in steps]
     figures["processor_seconds"] = round(statistics.median(processor), 2)
     figures["tokens"] = statistics.median(step["tokens"] for step in steps)

@@ -49,6 +49,7 @@ VIEWS = {
 ACRONYMS = {"dpo": "DPO", "gkd": "GKD", "ipo": "IPO", "rl": "RL", "sft": "SFT"}
 SPELLINGS = {  # of words in keys
     "cpu": "CPU",
+    "gb": "GB",
     "gflops": "GFLOP/s",
     "gib": "GiB",
     "gpu": "GPU",

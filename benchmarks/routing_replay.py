@@ -141,7 +141,7 @@ def main() -> None:
 
 
 ABOUT = f"""\
-A Qwen3-MoE of 1 million parameters (4 layers, 16 experts, 2 for each token), trained on worked additions.
+The model is a Qwen3-MoE of 1 million parameters (4 layers, 16 experts, 2 per token), trained on additions.
 With routing replay the learner uses the experts that the engine chose. The page compares sampler and learner
 with and without it. They differ because the engine keeps weights in float32, bfloat16 or int8, or because the
 learner has made two updates since sampling.

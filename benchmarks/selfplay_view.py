@@ -43,7 +43,7 @@ from all matches of a run, with the random player at 0. *Illegal mass* is the pr
 other games ran on an AMD EPYC.
 
 Exploitability is the mean return, over both seats, of the best response to the policy's move probabilities.
-It is computed exactly, and 0 in an equilibrium. A policy that moves at random has 0.458 in Kuhn poker and
+It is computed exactly. It is 0 in an equilibrium. A policy that moves at random has 0.458 in Kuhn poker and
 2.374 in Leduc poker. A policy that always bets has 0.333 in Kuhn poker.
 
 For tic-tac-toe a search of the game tree gives bounds on the return of the best response. It leaves out lines

@@ -57,10 +57,10 @@ The lengths of the answers are an input. Each simulation gets the lengths of its
 *error before any run* uses the lengths of the demonstrations. *Age* is the number of updates between sampling
 an answer and training on it.
 
-The *spread* is the range of repeated real runs around their median. An error within the spread counts as a
-tie. The workloads are not strictly held out. After a first comparison with them, we added three cases to
-the calibration: requests without a group, steps that mix prefill with decoding, and keys that a group
-shares."""
+The *spread* is the range of repeated real runs around their median. An error within the spread does not
+show a difference. The workloads are not strictly held out. After a first comparison with them, we added
+three cases to the calibration: requests without a group, steps that mix prefill with decoding, and keys
+that a group shares."""
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,9 @@ def step_times(model: Any) -> list[dict[str, Any]]:
         runner = NativeRunner(model, (64,), kind)
         seconds = {rows: min(_seconds(runner, rows) for _ in range(4)) for rows in ROWS}
         row: dict[str, Any] = {"weights": kind}
-        row |= {f"{rows} tokens, ms": round(1e3 * taken, 1) for rows, taken in seconds.items()}
+        row |= {
+            f"{rows} token{'s' * (rows > 1)}, ms": round(1e3 * taken, 1) for rows, taken in seconds.items()
+        }
         row["a draft token costs"] = f"{100 * (seconds[8] - seconds[1]) / 7 / seconds[1]:.1f}%"
         rows.append(row)
     return rows
