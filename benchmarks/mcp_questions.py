@@ -385,8 +385,8 @@ def main() -> None:
         "eight real experiments. One of them had failed, and one had been killed with SIGKILL. An answer is "
         "right if it agrees with the files of the bundles. Costs are those of a fake cloud. The script fixes "
         "which tools answer which question. The result shows that the tools suffice and give the right "
-        "numbers. It does not show that a language model would choose these tools. `bytes` is the size of "
-        "the results of the tools.",
+        "numbers. It does not show that a language model would choose these tools. The answer `True` means "
+        "that the tool gave the recorded reason or signal. `bytes` is the size of the results of the tools.",
         "command": "python benchmarks/mcp_questions.py",
         "questions": [
             {**row, "answer": str(row["answer"]), "expected": str(row["expected"])} for row in rows

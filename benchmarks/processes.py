@@ -68,9 +68,8 @@ def main() -> None:
                 runs[name].append({"load average before": round(load, 1), **seconds(bundle)})
     document = {
         "title": "Two threads in one process or two processes",
-        "about": "The table shows the time of one step of the quickstart's `rl` stage: with two threads in"
-        " one process, and "
-        "with one thread in each of two processes.",
+        "about": "The table shows the time of a step of the quickstart's `rl` stage, with one or two threads"
+        " in one process, and with one thread in each of two processes. Other programs kept the cores busy.",
         "command": shlex.join(["python", "benchmarks/processes.py", *sys.argv[1:]]),
         "processor": describe_machine()["processor"]["model"],
         "all settings gave the same metrics": len(figures) == 1,

@@ -24,6 +24,7 @@ from typing import Any
 from comparison.view import view as algorithms_view
 from connect_four_view import view as connect_four_view
 from measured_views import generate_view, quickstart_view, trl_view
+from outcomes import OUTCOMES
 from recursion_view import view as recursion_view
 from rollout.view import view as rollout_view
 from selfplay_view import view as selfplay_view
@@ -84,6 +85,8 @@ def pages() -> dict[str, str]:
     for path in sorted(RESULTS.glob("*.json")):
         document = json.loads(path.read_text(encoding="utf-8"))
         document = VIEWS.get(path.stem, dict)(document)
+        if path.stem in OUTCOMES:
+            document["about"] += f"\n\n**Result.** {OUTCOMES[path.stem](document)}"
         files |= document.pop("charts", {})
         files[f"{path.stem}.md"] = page(path, document)
         listing.append(f"* [{title(path, document)}]({path.stem}.md)")

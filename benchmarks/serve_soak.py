@@ -273,7 +273,8 @@ def figures(given: argparse.Namespace, tally: Tally, supervisor: Supervisor, spe
         "about": f"{given.clients} clients send requests to `perilune serve` for {given.seconds:.0f} seconds."
         " After a third of the time, a step of the engine raises an error. After two thirds, the server gets"
         f" SIGKILL and is started again. Of {sum(tally.outcomes.values()):,} requests, {hung} hung and"
-        f" {unclear} failed without a clear error. The row `verdict` shows two more results: whether equal"
+        f" {unclear} failed without a clear error. Connections fail while the server is down, and requests"
+        " get status 429 while its queue is full. The row `verdict` shows two more results: whether equal"
         f" requests got equal answers, and whether memory grew by at most {GROWTH:.0%}.",
         "command": f"python benchmarks/serve_soak.py --seconds {given.seconds:.0f} --clients {given.clients}",
         "verdict": {
