@@ -2,11 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# torch is taken first and bounded, so that pip picks the small CPU build where one is offered.
+# torch is installed first, with an upper bound, so that pip picks the small CPU build if there is one.
 TORCH ?= torch>=2.6,<2.14
 # Test processes: two more than cores, because tests wait for processes; six at most.
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 4 ] && n=4; echo $$((n + 2)))
-# Nothing is compiled ahead: of what is installed most is never imported, and what is, is compiled then.
+# pip compiles no bytecode: most modules are never imported, and Python compiles the others at first import.
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-input --retries 5 --timeout 60
 
 # Tests start hundreds of processes that import torch: without bytecode each would compile it anew.
@@ -15,38 +15,38 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test thorough coverage gpu lint types layers docs results wheel clean
 
-help: ## list what can be made
+help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1: /p' $(MAKEFILE_LIST) | column -t -s: 2>/dev/null || true
 
-quickstart: $(VENV)/.installed ## install, then the whole story on this machine
+quickstart: $(VENV)/.installed ## install Perilune, then train and evaluate a tiny model
 	$(BIN)/perilune quickstart
 
 RUN_TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-test: $(VENV)/.installed-dev lint types layers ## install what is needed and run every check
+test: $(VENV)/.installed-dev lint types layers ## install the test dependencies, then run lint, types, layers and tests
 	$(RUN_TESTS) -m "not thorough" $(PYTEST)
 
-thorough: $(VENV)/.installed-dev ## before a release: the costly tests that `make test` leaves out
+thorough: $(VENV)/.installed-dev ## the costly tests that make test leaves out, for a release
 	$(RUN_TESTS) -m thorough
 
-coverage: ## all tests, and which lines they do not reach; takes half as long again
+coverage: ## make test, with a list of the lines that no test reaches; takes 50% longer
 	$(MAKE) test PYTEST="--cov --cov-report=term:skip-covered"
 
-gpu: $(VENV)/.installed-dev ## on a CUDA machine: the tests that wait for one, then the benchmarks
+gpu: $(VENV)/.installed-dev ## the GPU tests, then the benchmarks, on a CUDA machine
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python benchmarks/passes_cuda.py
 	$(BIN)/python benchmarks/grpo_cuda.py
 	$(BIN)/python benchmarks/rollout_cuda.py
 	$(BIN)/python benchmarks/report.py
 
-lint: $(VENV)/.installed-dev ## formatting and rules
+lint: $(VENV)/.installed-dev ## check formatting and lint rules
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: $(VENV)/.installed-dev ## strict typing
+types: $(VENV)/.installed-dev ## check types, strictly
 	$(BIN)/mypy
 
-layers: $(VENV)/.installed-dev ## which package may import which
+layers: $(VENV)/.installed-dev ## check which package imports which
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.installed-docs ## the documentation as a site; warnings are errors
@@ -55,7 +55,7 @@ docs: $(VENV)/.installed-docs ## the documentation as a site; warnings are error
 results: $(VENV)/.installed-dev ## docs/results from benchmarks/results
 	$(BIN)/python benchmarks/report.py
 
-wheel: $(VENV)/.installed-dev ## build the wheel into dist/ and prove that it works outside the checkout
+wheel: $(VENV)/.installed-dev ## build the wheel into dist/ and test it outside the checkout
 	VENV=$(VENV) bash .ci/wheel
 
 $(VENV)/bin/python:
@@ -73,7 +73,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --no-deps --upgrade --target $(VENV)/skypilot -r tests/execution/skypilot.txt
 	@touch $@
 
-# Only what the documentation needs: neither torch nor Perilune, whose source is read and not run.
+# The documentation needs neither torch nor Perilune: mkdocs reads the source and does not run it.
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(PIP) $$($(BIN)/python -c "import tomllib; \
 	  print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")

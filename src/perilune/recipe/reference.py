@@ -172,7 +172,7 @@ def _format_type(schema: dict[str, Any]) -> str:
         kind = f"list of {_format_type(schema['items'])}"
     signs = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
     limits = [
-        f"{sign} {schema[word]:g}" for word, sign in signs.items() if _is_explicit_limit(schema.get(word))
+        f"{sign} {schema[word]:.10g}" for word, sign in signs.items() if _is_explicit_limit(schema.get(word))
     ]
     return f"{kind} {', '.join(limits)}".strip()
 
