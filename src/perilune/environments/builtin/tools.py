@@ -82,7 +82,7 @@ class ToolsSpec(Frozen):
         "all", description="the task family"
     )
     prompt: Literal["natural", "compact"] = Field(
-        "natural", description="compact: a few characters, for tiny models; only the family figure"
+        "natural", description="compact: a few characters, for tiny models; needs `task: figure`"
     )
     turns: int = Field(6, ge=1, le=32, description="maximum turns of an episode")
     sandbox: SandboxSpec = Field(default_factory=SandboxSpec, description="limits of the policy's code")
