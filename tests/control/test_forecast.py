@@ -51,6 +51,7 @@ def test_dry_run_forecasts_stages_and_costs_and_changes_nothing(
     templates = control.home.root / "templates"
     templates.mkdir()
     box = {"placement": {"name": "ssh", "host": "nowhere.invalid"}, "slots": 1}
+    box["limits"] = {"on_box_stop_after": 1200}
     rented = {"placement": {"name": "rented", "provider": "fake", "kind": "small", "lease": LEASE}}
     for name, document in (("box", box), ("cloud", rented)):
         (templates / f"{name}.yaml").write_text(yaml.safe_dump(document))
@@ -92,6 +93,7 @@ def test_dry_run_forecasts_stages_and_costs_and_changes_nothing(
     assert code == 0 and "unknown: " in text and "MISSING: not set" in text
     code, there, _ = perilune("run", "three.yaml", "--plan", "--template", "box")
     assert "those to resume from stay on the machine" in there and ahead.bring == ""
+    assert "stops itself without contact for 20:00" in there and "lost if unreachable for 21:10" in there
     assert code == 0 and "ssh nowhere.invalid" in there and "0 of 1 slots are taken: starts at once" in there
     assert "the-value-of-it" not in out + text + there
     assert max(map(len, there.splitlines())) <= 100

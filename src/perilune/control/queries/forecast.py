@@ -150,6 +150,8 @@ def _effective_limits(template: Template) -> dict[str, Any]:
     limits = template.limits.model_dump()
     if isinstance(template.placement, RentedTarget):
         limits["max_lifetime"] = min(limits["max_lifetime"], template.placement.lease.max_lifetime)
+    if template.limits.on_box_stop_after is not None:
+        limits["lost_after"] = template.limits.given_up_after
     return limits
 
 
