@@ -151,7 +151,16 @@ BAD = {  # (old text, new text): place, parts of the message
     ("heat: 1e-1", "haet: 0.1"): (":11:", "stages.bread.haet is not a known key", "'heat'"),
     ("heat: 1e-1", "heat: 1.5"): (":11:", "stages.bread.heat is 1.5", "less than or equal to 1"),
     ("heat: 1e-1", "heat: warm"): (":11:", 'stages.bread.heat is "warm"', "valid number"),
-    ("heat: 1e-1", "minutes: '5'"): (":11:", 'stages.bread.minutes is "5"', "valid integer"),
+    ("heat: 1e-1", "minutes: '5'"): (":11:", 'minutes is "5"', "valid integer", "try: minutes: 5"),
+    ("heat: 1e-1", "minutes: 1e1"): (":11:", "minutes is 10.0", "valid integer", "try: minutes: 10"),
+    ("heat: 1e-1", "heat: off"): (":11:", 'heat is "off"', "valid number", "try: heat: 0"),
+    ("heat: 1e-1", "heat: '1e-1'"): (":11:", 'heat is "1e-1"', "valid number", "try: heat: 0.1"),
+    ("heat: 1e-1", "tags: Plain"): (":11:", 'tags is "Plain"', "should be a list", 'try: tags: ["Plain"]'),
+    ("heat: 1e-1", "style: FANCY"): (":11:", 'style is "FANCY"', 'try: style: "fancy"'),
+    ("model: {preset: tiny}", "model: tiny"): (":3:", "a section of keys", "try: model: {preset: tiny}"),
+    ("model: {preset: tiny}", "model:"): (":1:", "model is missing"),
+    ("{id: kitchen}", "kitchen"): (":4:", "must be a section", "try: environment: {id: kitchen}"),
+    ("seed: 3", "seed:\t3\n\tx: 1"): ("not valid YAML: a tab", "try: indent with spaces"),
     ("heat: 1e-1", "minutes: true"): (":11:", "stages.bread.minutes is true", "valid integer"),
     ("heat: 1e-1", "style: gaudy"): (":11:", 'stages.bread.style is "gaudy"', "'plain' or 'fancy'"),
     ("heat: 1e-1", "heat: .nan"): (":11:", "stages.2.heat", "not a finite number"),
@@ -264,7 +273,9 @@ def test_invalid_recipe_error_names_line_problem_and_remedy(write, change: tuple
         ("bread=2", "bread is a stage; set one of its keys, such as bread.heat"),
         ("bread", "KEY=VALUE"),
         ("=1", "KEY=VALUE"),
-        ("seed.x=1", "seed is not a section"),
+        ("seed.x=1", "seed is 5, not a section"),
+        ("bread.heat.x=1", "bread.heat is 0.1, not a section"),
+        ("BREAD.heat=1", "try: 'bread'"),
         ("stages.bread.tags.0=x", "tags.0"),
         ("cake.flour=egg", "'egg' makes a dataset"),
     ],
@@ -273,6 +284,28 @@ def test_invalid_override_is_named(dinner: Path, override: str, said: str) -> No
     with pytest.raises(RequestError) as caught:
         load_recipe(dinner, ["seed=5", override])
     assert str(caught.value).startswith(f"--set {override}: ")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sft.forgetting=off", 'is "off" but should be a section of keys or false\n  try: forgetting: false'),
+        ("sft.forgetting=true", "is true but should be a section of keys or false\n  try: forgetting: {}"),
+        ("sft.keep={optimizer: yes}", 'is "yes" but should be true or false\n  try: optimizer: true'),
+        ("rl.algorithm={name: grpo, dual_clip: no}", "try: dual_clip: null"),
+        (
+            "rl.algorithm={clip_low: 0.3}",
+            "algorithm.name is missing\n  try: one of: grpo, dr_grpo,",
+        ),
+        ("rl.algorithm.clip_low=0.3", "try: --set 'rl.algorithm={name: grpo, clip_low: 0.3}'"),
+        ("environment.config.max_terms=two", "'max_terms' is 'two' but should be a number"),
+        ("rl.checkpoint=after_sft", "'after_sft' makes an evaluation"),
+    ],
+)
+def test_error_suggests_the_value_that_the_user_means(override: str, said: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        load_recipe("quickstart", [override])
     assert said in str(caught.value)
 
 

@@ -1,10 +1,11 @@
 """Validation errors in the words of the recipe, with the key and a remedy."""
 
+import copy
 import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -17,7 +18,10 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _MAX_LISTED_NAMES = 16  # names that an error lists next to the closest one
 
+_BUT = " but "  # between the value and what it should be
+
 _YAML_TERMS = {  # pydantic speaks of JSON
+    "should be a valid boolean": "should be true or false",
     "should be an object": "should be a section of keys",
     "should be a valid dictionary": "should be a section of keys",
     "should be a valid array": "should be a list",
@@ -53,7 +57,7 @@ def suggest_name(name: str, valid: Iterable[str]) -> str:
     if not meant and name in ALIASES:
         elsewhere = " or ".join(f"'{key}'" for key in ALIASES[name])
         return f"{elsewhere}, which belongs in another section; here one of: {', '.join(names)}"
-    close = [meant] if meant else difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = [meant] if meant else difflib.get_close_matches(name.strip().lower(), names, n=1, cutoff=0.6)
     choices = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
     if close:
         return f"'{close[0]}'; {choices}" if len(names) <= _MAX_LISTED_NAMES else f"'{close[0]}'"
@@ -87,7 +91,63 @@ def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> Mode
         errors = [dict(detail) for detail in error.errors(include_url=False)]
     details = [detail for detail in errors if not _is_wrong_alternative(detail, value)] or errors
     details.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelt key is also a missing key
-    raise ProblemsError([_problem(model, detail, value, path, label) for detail in details])
+    problems: dict[KeyPath, Problem] = {}
+    for detail in details:
+        problem = _problem(model, detail, value, path, label)
+        earlier = problems.get(problem.path)
+        if earlier and earlier.what.rpartition(_BUT)[0] == problem.what.rpartition(_BUT)[0] != "":
+            what = f"{earlier.what} or {problem.what.rpartition(_BUT)[2].removeprefix('should be ')}"
+            problem = replace(earlier, what=what)  # alternatives of a union, which failed at the same value
+        problems[problem.path] = problem
+    raise ProblemsError([_add_remedy(problem, model, value, path) for problem in problems.values()])
+
+
+def _add_remedy(problem: Problem, model: type[BaseModel], value: Any, path: KeyPath) -> Problem:
+    """Return `problem` with the value that the user probably means as its remedy, if that value is valid."""
+    inside = problem.path[len(path) :]
+    if problem.remedy or problem.missing or not inside:
+        return problem
+    changed = copy.deepcopy(value)
+    section = changed
+    for part in inside[:-1]:
+        section = section[part]
+    for meant in _meanings(section[inside[-1]]):
+        section[inside[-1]] = meant
+        try:
+            model.model_validate_json(json.dumps(changed), strict=True)
+        except ValidationError as error:
+            if any(
+                _written_path(dict(detail), changed)[: len(inside)] == inside for detail in error.errors()
+            ):
+                continue
+        text = json.dumps(meant, ensure_ascii=False)
+        if isinstance(meant, dict):
+            text = "{" + ", ".join(f"{key}: {name}" for key, name in meant.items()) + "}"
+        return replace(problem, remedy=f"{inside[-1]}: {text}" if isinstance(inside[-1], str) else text)
+    return problem
+
+
+def _meanings(given: Any) -> list[Any]:
+    """Return values of other types that the user may mean by `given`, the likeliest first."""
+    if isinstance(given, str):
+        word = given.strip().lower()
+        meanings: list[Any] = []
+        if word in ("off", "no", "false", "n", "none", "null"):
+            meanings = [False, 0, None]
+        elif word in ("on", "yes", "true", "y"):
+            meanings = [True, {}]
+        try:
+            number = float(word)
+            meanings += [int(number), number] if number.is_integer() else [number]
+        except (ValueError, OverflowError):
+            pass
+        sections = [{key: given} for key in ("name", "preset", "path")]
+        return [*meanings, *([word] if word != given else []), [given], *sections]
+    if isinstance(given, bool):
+        return [{}, str(given).lower()] if given else [0, None, "false"]
+    if isinstance(given, float) and given.is_integer():
+        return [int(given)]
+    return [str(given)] if isinstance(given, int | float) else []
 
 
 def _is_wrong_alternative(detail: Mapping[str, Any], value: Any) -> bool:
@@ -120,12 +180,16 @@ def _problem(
     key = ".".join(str(part) for part in ([label] if label else []) + list(location))
     full = (*path, *location)
     if detail["type"] == "extra_forbidden":
-        valid = _find_owner(model, detail["loc"]).model_fields
+        valid = _find_owners(model, detail["loc"])[0].model_fields
         return Problem(full, f"{key} is not a known key", suggest_name(str(location[-1]), valid))
     if detail["type"] == "missing":
         return Problem(full, f"{key} is missing", missing=True)
     if detail["type"] == "union_tag_not_found":
-        return Problem(full, f"{key}.{detail['ctx']['discriminator'].strip(chr(39))} is missing")
+        names = [
+            name for kind in _find_owners(model, (*detail["loc"], "")) for name in _selecting_names(kind)
+        ]
+        missing = detail["ctx"]["discriminator"].strip("'")
+        return Problem(full, f"{key}.{missing} is missing", f"one of: {', '.join(dict.fromkeys(names))}")
     if detail["type"] == "union_tag_invalid":
         tag = detail["ctx"]["tag"]
         names = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
@@ -135,7 +199,7 @@ def _problem(
 
 def _value_problem(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    message = _YAML_TERMS.get(message, message)
+    message = _YAML_TERMS.get(message, message).replace("be False", "be false")
     if detail["type"] == "too_short":
         message = (
             "is empty" if not detail["input"] else f"needs at least {detail['ctx']['min_length']} entries"
@@ -149,11 +213,11 @@ def _value_problem(detail: dict[str, Any], key: str, full: KeyPath) -> Problem:
         longest = int(name[1]) + 1
         message = f"must begin with a letter and have at most {longest} letters, digits, _ and -"
         remedy = re.sub(r"[^A-Za-z0-9_-]+", "-", given).lstrip("_-0123456789")[:longest].rstrip("_-")
-    return Problem(full, f"{key} is {text} but {message}", remedy)
+    return Problem(full, f"{key} is {text}{_BUT}{message}", remedy)
 
 
-def _find_owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:
-    """Return the model whose fields do not include the last part of pydantic's location."""
+def _find_owners(model: type[BaseModel], location: KeyPath) -> list[type[BaseModel]]:
+    """Return the models that the section around the last part of pydantic's location may be."""
     kinds = [model]
     for part in location[:-1]:
         named = [kind for kind in kinds if part in (*_selecting_names(kind), kind.__name__)]
@@ -161,7 +225,7 @@ def _find_owner(model: type[BaseModel], location: KeyPath) -> type[BaseModel]:
             kinds = named
         elif part in kinds[0].model_fields:
             kinds = _models_in(kinds[0].model_fields[str(part)].annotation) or kinds
-    return kinds[0]
+    return kinds
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:

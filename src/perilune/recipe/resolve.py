@@ -154,7 +154,11 @@ def _validate_environment(
 ) -> dict[str, Any]:
     """Validate a section with the environment's model, then by constructing the environment."""
     if not isinstance(value, dict):
-        raise ProblemsError([Problem(where, f"{label} must be a section with keys")])
+        remedy = f"{label}: {{id: reasoning_gym, task: chain_sum}}"
+        if isinstance(value, str) and value:
+            keys = dict(zip(("id", "task"), value.split("/", 1), strict=False))
+            remedy = f"{label}: {{{', '.join(f'{key}: {text}' for key, text in keys.items())}}}"
+        raise ProblemsError([Problem(where, f"{label} must be a section with keys", remedy)])
     registry = import_environment_registry()
     if is_file_reference(value.get("id")) and registry.SOURCE not in value:
         key = (*where, "id")
@@ -211,7 +215,8 @@ def _validate_stages(
     value: Any, base: Callable[[KeyPath], Path], environment: Callable[[], Any]
 ) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise ProblemsError([Problem(("stages",), "stages must be a list")])
+        remedy = "begin each stage with '- name: NAME'"
+        raise ProblemsError([Problem(("stages",), "stages must be a list", remedy)])
     problems: list[Problem] = []
     stages: list[Stage] = []
     positions: dict[str, int] = {}
@@ -337,7 +342,7 @@ _KIND_NAMES = {
 
 def describe_kind(kind: str) -> str:
     """Return an output kind in words: "a dataset", "preference pairs"."""
-    return _KIND_NAMES.get(kind, f"a {kind}")
+    return _KIND_NAMES.get(kind, f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}")
 
 
 def _sort_stages(stages: list[Stage], positions: dict[str, int]) -> list[Stage]:

@@ -139,7 +139,8 @@ class Recipe(Frozen):
     def _has_model_and_environment(self) -> Recipe:
         tasks = {stage.task for stage in self.stages} & set(plugin_names())
         for name, is_used in (("model", uses_model), ("environment", uses_environment)):
-            if name not in self.model_fields_set and any(is_used(load_plugin(task)) for task in tasks):
+            is_missing = name not in self.model_fields_set or getattr(self, name) is None
+            if is_missing and any(is_used(load_plugin(task)) for task in tasks):
                 raise ValueError(f"{name} is missing")
         return self
 

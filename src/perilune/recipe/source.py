@@ -4,6 +4,7 @@ Accepts only what JSON can express: mappings with text keys, lists, text, number
 Words such as `yes` and `no` are text. Aliases and tags are refused, so a small file stays a small document.
 """
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -46,7 +47,14 @@ class Document:
             section = walk[-1]
             container: type[Any] = list if isinstance(key, int) else dict
             if not isinstance(section, container):
-                raise RequestError(f"{dotted(path[:depth])} is not a section with keys", where=location)
+                named, remedy = dotted(path[:depth]), ""
+                written = json.dumps(section, ensure_ascii=False)
+                if depth > 2 and path[0] == "stages":
+                    named = dotted((self.value["stages"][path[1]]["name"], *path[2:depth]))
+                    if isinstance(section, str):
+                        remedy = f"--set '{named}={{name: {section}, {key}: {json.dumps(value)}}}'"
+                what = f"{named} is {written}, not a section with keys"
+                raise RequestError(what, where=location, remedy=remedy)
             if container is dict and key not in section:
                 section[key] = {}
                 self.locations[path[: depth + 1]] = location
@@ -76,7 +84,10 @@ def parse_yaml(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
-        raise RequestError(f"not valid YAML: {error.problem or error.context}", where=where) from None
+        problem = error.problem or error.context or ""
+        if r"'\t'" in problem:
+            raise RequestError("not valid YAML: a tab", where=where, remedy="indent with spaces") from None
+        raise RequestError(f"not valid YAML: {problem}", where=where) from None
     except yaml.YAMLError as error:
         raise RequestError(f"not valid YAML: {error}", where=name) from None
     except RecursionError:
@@ -90,7 +101,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", mark)
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (*name) are not supported; write the value", mark
+            )
         return super().compose_node(parent, index)
 
 

@@ -320,6 +320,18 @@ def _create_dataset(spec: ReasoningGymSpec, seed: int) -> Any:
                 config.validate()
             return dataset_class(config=config)
     except (AssertionError, TypeError, ValueError, KeyError) as error:
+        if isinstance(error, TypeError):
+            _require_types_of_defaults(config_class, spec.config)
         raise RequestError(
             f"invalid settings for '{spec.task}': {error}", where="environment.config"
         ) from None
+
+
+def _require_types_of_defaults(config_class: type, config: Mapping[str, Any]) -> None:
+    """Raise the error of the first setting whose default has another type."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config_class)}
+    for name, given in config.items():
+        default = defaults[name]
+        if isinstance(default, int | float) and not isinstance(given, int | float):
+            what = f"'{name}' is {given!r} but should be a number, as its default {default!r} is"
+            raise RequestError(what, where=f"environment.config.{name}") from None
