@@ -34,6 +34,10 @@ class RequestError(PeriluneError, ValueError):
     exit_code = 2
 
 
+class UnknownNameError(RequestError):
+    """No run or experiment has the name."""
+
+
 class WorkFailedError(PeriluneError, RuntimeError):
     """The request is valid, but the work failed. Exit code 1."""
 

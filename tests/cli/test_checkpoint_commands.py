@@ -75,7 +75,11 @@ def test_probe_evaluates_each_environment_and_reuses_results(perilune, here, mod
     ("arguments", "said"),
     [
         (("eval", "./none", *CALCULATOR), "no file or folder"),
-        (("eval", "none", *CALCULATOR), "no run is called 'none'"),
+        (
+            ("eval", "none", *CALCULATOR),
+            "no run is called 'none', and there is no folder",
+        ),
+        (("eval", "models/none", *CALCULATOR), "and there is no folder or fetched model models/none"),
         (("eval", "MODEL", "--environment", "calculatr"), "calculatr"),
         (("eval", "MODEL", *CALCULATOR, "--set", "speed=2"), "speed"),
         (("eval", "MODEL", *CALCULATOR, "--tasks", "0"), "--tasks"),
@@ -87,6 +91,11 @@ def test_eval_refuses_invalid_arguments(here, model: Path, arguments, said: str)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_eval_refuses_a_file_that_is_no_model(here, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    assert "model.safetensors: is not a model" in here("eval", "model.safetensors", *CALCULATOR).stderr
 
 
 def run_chat(tmp_path: Path, said: str, *arguments: str) -> subprocess.CompletedProcess[str]:

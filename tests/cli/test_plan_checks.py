@@ -153,6 +153,8 @@ def edit(file: Path, **keys: Any) -> None:
         (lambda path: (path / "model.safetensors").unlink(), "no file model.safetensors"),
         (lambda path: os.truncate(path / "model.safetensors", 100_000), "not a safetensors file"),
         (lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "is a pickle"),
+        (lambda path: (path / "tokenizer.json").unlink(), "no tokenizer.json"),
+        (lambda path: (path / "tokenizer.json").write_text("{"), "not a tokenizer"),
         (lambda path: edit(path / "config.json", num_hidden_layers=5), "layers.3.* is missing"),
         (lambda path: edit(path / "config.json", hidden_size=192), "requires .98, 192."),
         (lambda path: edit(path / "config.json", num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_origin, get_type_
 import typer
 
 from perilune.cli.output import echo
-from perilune.errors import PeriluneError, RequestError
+from perilune.errors import PeriluneError, RequestError, UnknownNameError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -205,7 +205,12 @@ def find_checkpoint(checkpoint: str) -> Path:
     from perilune.control.runs.experiments import Control
 
     control = Control()
-    run = find_run(control, checkpoint)
+    try:
+        run = find_run(control, checkpoint)
+    except UnknownNameError as error:
+        resolve_model_folder(path)  # refuses a file
+        what = f"{error.what}, and there is no folder or fetched model {checkpoint}"
+        raise RequestError(what, remedy=error.remedy) from None
     plugin = load_plugin(run.task)
     if plugin.produces != "checkpoint":
         raise RequestError(f"a run of {run.task} makes no checkpoint", where=checkpoint)

@@ -29,7 +29,12 @@ def evaluate(
     *,
     environment: Annotated[
         str,
-        typer.Option(metavar="ID", help="An environment, with its family: reasoning_gym/chain_sum."),
+        typer.Option(
+            "--environment",
+            "-e",
+            metavar="ID",
+            help="An environment, with its family: reasoning_gym/chain_sum.",
+        ),
     ],
     settings: EnvironmentFields = [],  # noqa: B006  # typer reads the default and never changes it
     tasks: Annotated[int, typer.Option(min=1, help="Number of held-out tasks.")] = 128,

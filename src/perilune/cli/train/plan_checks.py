@@ -61,18 +61,19 @@ def _require_tokens(lacking: str | None) -> None:
 
 @cache
 def check_weights(path: str) -> None:
-    """Compare the weight files of a pretrained model with its config.json, from their headers.
+    """Compare a pretrained model's tokenizer and the headers of its weight files with its config.json.
 
     Raises:
         RequestError: naming the file that is missing or broken, or the tensor that does not fit. A model that
             transformers computes is checked when it is loaded.
     """
-    from perilune.models.checkpoints.loading import check_headers
+    from perilune.models.checkpoints.loading import check_headers, load_tokenizer
     from perilune.models.config.reader import UnsupportedModelError
     from perilune.models.decoder import Decoder
 
     with suppress(UnsupportedModelError):
         check_headers(Decoder, Path(path))
+        load_tokenizer(Path(path))
 
 
 def check_heldout(job: Job) -> None:

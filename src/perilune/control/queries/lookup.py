@@ -13,7 +13,7 @@ from perilune.control.machines.budget import MachineUse, machine_uses
 from perilune.control.record.store import Attempt, EarlierUse, Event, Experiment, Machine, Run, Stage
 from perilune.control.record.transitions import Cleanup, Reachability, RunState
 from perilune.control.runs.experiments import OVERRIDES_FILE, Control
-from perilune.errors import RequestError
+from perilune.errors import RequestError, UnknownNameError
 from perilune.execution.launchers.docker import read_container
 from perilune.files import read_json, sha256_file
 
@@ -403,7 +403,7 @@ def _columns(row: Run | Attempt) -> dict[str, Any]:
 
 def _require_single(fitting: list[NamedRow], reference: str, kind: str) -> NamedRow:
     if not fitting or not reference:  # every id begins with an empty prefix
-        raise RequestError(f"no {kind} is called '{reference}'", remedy="perilune runs")
+        raise UnknownNameError(f"no {kind} is called '{reference}'", remedy="perilune runs")
     if len(fitting) > 1:
         raise RequestError(
             f"'{reference}' matches {len(fitting)} {kind}s", remedy=", ".join(row.id for row in fitting[:4])
