@@ -123,3 +123,8 @@ def test_boundaries_are_sorted_and_keep_minimum_distance(
         assert ends[-1] == stop
     inner = [0, *(end for end in ends if end != stop), stop]
     assert len(inner) == 2 or min(np.diff(inner)) >= least
+
+
+def test_an_empty_separator_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 character"):
+        SegmentSettings(separators=[""])

@@ -8,7 +8,7 @@ copying. The last segment extends from there to the end.
 import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +30,9 @@ class SegmentSettings(Frozen):
         "text",
         description="text: after separators; length: every `least` tokens; surprise: before unlikely tokens",
     )
-    separators: list[str] = Field(["\n"], min_length=1, description="texts that end a segment")
+    separators: list[Annotated[str, Field(min_length=1)]] = Field(
+        ["\n"], min_length=1, description="texts that end a segment"
+    )
     least: int = Field(4, ge=1, description="minimum tokens of a segment; with cut: length, the exact number")
     most: int = Field(24, ge=2, description="maximum segments of an answer")
 
