@@ -299,6 +299,7 @@ def test_invalid_override_is_named(dinner: Path, override: str, said: str) -> No
             "algorithm.name is missing\n  try: one of: grpo, dr_grpo,",
         ),
         ("rl.algorithm.clip_low=0.3", "try: --set 'rl.algorithm={name: grpo, clip_low: 0.3}'"),
+        ("environment.prompting={few_shot: [{question: a}]}", "few_shot.0.answer is missing"),
         ("environment.config.max_terms=two", "'max_terms' is 'two' but should be a number"),
         ("rl.checkpoint=after_sft", "'after_sft' makes an evaluation"),
     ],

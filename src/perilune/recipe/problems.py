@@ -151,10 +151,10 @@ def _meanings(given: Any) -> list[Any]:
 
 
 def _is_wrong_alternative(detail: Mapping[str, Any], value: Any) -> bool:
-    """Return whether the error only says that a section is not another type that its key also allows."""
+    """Return whether the error only says that a section or list is not another type that its key allows."""
     *_, last = detail["loc"] or ("",)
     return (
-        isinstance(detail["input"], dict)
+        isinstance(detail["input"], dict | list)
         and detail["type"].endswith("_type")
         and last not in _written_path(detail, value)
     )

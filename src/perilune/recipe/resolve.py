@@ -156,8 +156,8 @@ def _validate_environment(
     if not isinstance(value, dict):
         remedy = f"{label}: {{id: reasoning_gym, task: chain_sum}}"
         if isinstance(value, str) and value:
-            keys = dict(zip(("id", "task"), value.split("/", 1), strict=False))
-            remedy = f"{label}: {{{', '.join(f'{key}: {text}' for key, text in keys.items())}}}"
+            parts = zip(("id", "task"), value.split("/", 1), strict=False)
+            remedy = f"{label}: {{{', '.join(f'{key}: {text}' for key, text in parts)}}}"
         raise ProblemsError([Problem(where, f"{label} must be a section with keys", remedy)])
     registry = import_environment_registry()
     if is_file_reference(value.get("id")) and registry.SOURCE not in value:
