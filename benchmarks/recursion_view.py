@@ -15,9 +15,9 @@ evaluated on longer contexts. A line has five characters, and the model's contex
 * `direct` reads all lines and takes notes.
 
 The table shows the accuracy of greedy and of sampled answers to 64 held-out questions. In both cases
-sub-agents decode in the same way. The program generalises to longer contexts, because code counts 2,000
-answers as well as 32. The model only learned to write this code and to read one line. A tiny model does not
-show that a language model finds such programs without demonstrations.
+sub-agents decode in the same way. With greedy decoding, `counting` generalises to longer contexts, because
+code counts 2,000 answers as well as 32. `pairs` does not. The model only learned to write this code and to
+read one line. A tiny model does not show that a language model finds such programs without demonstrations.
 """
 
 
