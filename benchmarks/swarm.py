@@ -148,24 +148,24 @@ def findings(of: Any, compared: Mapping[str, SeedComparison]) -> list[str]:
     rate, cured = of(PARALLEL, "finished while paid"), of(PARL, "finished while paid")
     steps, accuracy, tokens = (compared[name] for name in ("critical steps", "accuracy", "total tokens"))
     return [
-        f"Serial collapse: with performance alone, at most {max(share):.0%} of the episodes spawn. Expected:"
-        f" below 10% in every seed ({_said(max(share) < 0.1)}).",
+        f"Serial collapse: with performance alone, at most {max(share):.0%} of the episodes spawn. We"
+        f" expected: below 10% in every seed ({_said(max(share) < 0.1)}).",
         f"Spurious parallelism: with parallel and without finish, an episode spawned {fmean(spawned):.1f}"
         f" sub-agents in steps {PAID[0]} to {PAID[-1]}, and {fmean(rate):.0%} of them finished. With finish,"
-        f" {fmean(cured):.0%} finished. Expected: more than {2 * KEYS} sub-agents, and a lower share, in"
+        f" {fmean(cured):.0%} finished. We expected: more than {2 * KEYS} sub-agents, and a lower share, in"
         f" every one of {len(rate)} seeds ({_said(min(spawned) > 2 * KEYS and max(rate) < min(cured))}).",
         f"Critical steps with all terms and the budget: changed by {steps.mean:+.0%} (95% interval"
-        f" {steps.low:+.0%} to {steps.high:+.0%}). Expected: 40% fewer ({_said(steps.high <= -0.4)}).",
+        f" {steps.low:+.0%} to {steps.high:+.0%}). We expected: 40% fewer ({_said(steps.high <= -0.4)}).",
         f"Accuracy with all terms and the budget: changed by {100 * accuracy.mean:+.1f} points"
-        f" ({100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f}). Expected: not lower by more than"
+        f" ({100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f}). We expected: not lower by more than"
         f" {100 * MARGIN:.0f} points ({_said(accuracy.low >= -MARGIN)}).",
         f"Total tokens: changed by {tokens.mean:+.0%} ({tokens.low:+.0%} to {tokens.high:+.0%}). The single"
-        " agent may use as many tokens, and ended earlier.",
+        " agent could use as many tokens, but it ends earlier.",
     ]
 
 
 def _said(holds: bool) -> str:
-    return "shown" if holds else "not shown"
+    return "the seeds show this" if holds else "the seeds do not show this"
 
 
 if __name__ == "__main__":
