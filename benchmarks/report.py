@@ -129,8 +129,8 @@ def section(values: Mapping[str, Any], level: int) -> list[str]:
     lines = []
     facts = {key: value for key, value in values.items() if is_fact(value)}
     for key, value in values.items():
-        if key not in facts:
-            lines += [f"{'#' * min(level, 5)} {capital(words(key))}", "", *compound(value, level)]
+        if key not in facts and (inner := compound(value, level)):
+            lines += [f"{'#' * min(level, 5)} {capital(words(key))}", "", *inner]
     if facts and lines and level == 2:
         lines += ["## Setting", ""]
     return lines + (
@@ -163,14 +163,14 @@ def flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_table(rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()) -> list[str]:
-    """One row per object, one column per key, after a line that says what the brackets mean."""
+    """One row per object, one column per key, after a line that says what the brackets mean; no curves."""
     columns = [
         key
         for key in dict.fromkeys(key for row in rows for key in row)
         if not all(is_curve(row.get(key)) for row in rows)
     ]
     if not columns:
-        return ["The curves are in the JSON file.", ""]
+        return []
     in_points = any(key.startswith(POINTS[0]) for key in columns)
     scales = {key: scale(key, [row.get(key) for row in rows], in_points) for key in columns}
     header = [
