@@ -77,7 +77,7 @@ class Reader:
             list[str], Field(min_length=1, description="Experiments or sweeps: names, or starts of ids.")
         ],
         metric: Annotated[
-            str, Field(description="STAGE.FIGURE. Default: pass@1 of the last evaluation.")
+            str, Field(description="STAGE.METRIC. Default: pass@1 of the last evaluation.")
         ] = "",
         baseline: Annotated[int, Field(ge=1, description="Number of the arm to compare with.")] = 1,
     ) -> dict[str, Any]:

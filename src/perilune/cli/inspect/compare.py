@@ -31,7 +31,7 @@ def compare(
     ],
     metric: Annotated[
         str | None,
-        typer.Option(metavar="STAGE.FIGURE", help="Final figure. Default: pass@1 of the last evaluation."),
+        typer.Option(metavar="STAGE.METRIC", help="Final metric. Default: pass@1 of the last evaluation."),
     ] = None,
     baseline: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of the arm to compare the others with.")

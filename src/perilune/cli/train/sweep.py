@@ -93,7 +93,7 @@ def sweep(
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(metavar="STAGE.FIGURE", help="Final figure. Default: pass@1 of the last evaluation."),
+        typer.Option(metavar="STAGE.METRIC", help="Final metric. Default: pass@1 of the last evaluation."),
     ] = None,
     slots: Annotated[
         int | None,

@@ -154,7 +154,7 @@ def compare_experiments(
     metric = metric or next((item.metric for item in sweeps if item.metric), None) or _default_metric(stages)
     known = dict.fromkeys(status.name for statuses in stages.values() for status in statuses)
     if (stage := metric.partition(".")[0]) not in known:
-        remedy = f"STAGE.FIGURE with one of the stages {', '.join(known)}"
+        remedy = f"STAGE.METRIC with one of the stages {', '.join(known)}"
         raise RequestError(f"no stage is called '{stage}'", where=f"--metric {metric}", remedy=remedy)
     arms = _keep_differing_settings(_group_arms(documents, stages, metric))
     if not 0 <= baseline < len(arms):

@@ -44,7 +44,7 @@ class EvaluationSettings(Frozen):
     best: str | None = Field(
         None,
         pattern=r"^[A-Za-z][\w-]*/(pass@1|reward|loss|accuracy)$",
-        description="figure of the best checkpoint: SET/pass@1, SET/reward, data/loss or data/accuracy;"
+        description="metric of the best checkpoint: SET/pass@1, SET/reward, data/loss or data/accuracy;"
         " default: heldout/pass@1, or data/loss without tasks",
     )
     output: Literal["last", "best"] = Field(
