@@ -13,9 +13,9 @@ def render_markdown() -> str:
     lines = [
         "# Command line",
         "",
-        "Every listing has `--json`. Exit codes: 0 done, 1 the work failed, 2 the request was wrong.",
-        "Perilune keeps its state in `$PERILUNE_HOME` (default `~/.perilune`). The option `--debug`, at any",
-        "place, shows the traceback of an error.",
+        "Every listing has `--json`. Exit codes: 0 means done, 1 that the work failed, 2 that the request",
+        "was wrong. Perilune keeps its state in `$PERILUNE_HOME` (default `~/.perilune`). The option",
+        "`--debug`, at any place, shows the traceback of an error.",
         "",
         "<!-- Written by `python -m perilune.cli.reference`; a test keeps it in step. -->",
     ]
