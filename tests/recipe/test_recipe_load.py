@@ -300,6 +300,7 @@ def test_invalid_override_is_named(dinner: Path, override: str, said: str) -> No
         ),
         ("rl.algorithm.clip_low=0.3", "try: --set 'rl.algorithm={name: grpo, clip_low: 0.3}'"),
         ("environment.prompting={few_shot: [{question: a}]}", "few_shot.0.answer is missing"),
+        ("environment.max_digits=2", "try: config: {max_digits: ...}, if it is a setting of the task;"),
         ("environment.config.max_terms=two", "'max_terms' is 'two' but should be a number"),
         ("rl.checkpoint=after_sft", "'after_sft' makes an evaluation"),
     ],

@@ -61,6 +61,8 @@ def suggest_name(name: str, valid: Iterable[str]) -> str:
     choices = f"one of: {', '.join(names)}" if names else "remove it; no names are possible here"
     if close:
         return f"'{close[0]}'; {choices}" if len(names) <= _MAX_LISTED_NAMES else f"'{close[0]}'"
+    if "config" in names:
+        return f"config: {{{name}: ...}}, if it is a setting of the task; else {choices}"
     return choices
 
 

@@ -395,11 +395,11 @@ def _request_error(error: ValidationError, model: type[BaseModel], prefix: str =
     key = prefix + ".".join(map(str, first["loc"]))
     where = f"environment.{key}" if key else "environment"
     if first["type"] == "extra_forbidden":
-        return RequestError(
-            f"no field '{key}'",
-            where=where,
-            remedy=did_you_mean(key.removeprefix(prefix), model.model_fields),
-        )
+        name = key.removeprefix(prefix)
+        remedy = did_you_mean(name, model.model_fields)
+        if remedy.startswith("one of") and "config" in model.model_fields:
+            remedy = f"config.{name}, if it is a setting of the task; else {remedy}"
+        return RequestError(f"no field '{key}'", where=where, remedy=remedy)
     if first["type"] == "missing":
         return RequestError(
             f"the field '{key}' is missing", where=where, remedy=_describe_field(model, first["loc"])
