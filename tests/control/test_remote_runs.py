@@ -270,6 +270,20 @@ def test_abandoned_attempt_is_ended_and_resumed(control: Control, box: Elsewhere
     assert not list(box.workspace.glob(f"{again}/*/artifacts/checkpoints/.*"))
 
 
+def test_follow_run_reports_that_the_machine_is_unreachable_and_reachable_again(
+    control: Control, box: Elsewhere
+) -> None:
+    hanging(control, box)
+    run_id = only_run(control).id
+    notices = (event for event in follow_run(control, run_id, poll=0.05) if isinstance(event, StageNotice))
+    box.cut()
+    assert next(notices).message == "its machine is unreachable: the line is cut"
+    box.restore()
+    control.reconciler.reset_backoff(run_id)
+    assert next(notices).message == "reachable again"
+    assert cancel_run(control, run_id).state == "cancelled"
+
+
 def verify_run(control: Control) -> list[Difference]:
     run = only_run(control)
     return verify(

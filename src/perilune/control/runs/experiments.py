@@ -23,8 +23,8 @@ from perilune.control.evidence.attempt_evidence import find_evidence_problem
 from perilune.control.evidence.attestation import removed_artifacts
 from perilune.control.record.home import Home, announce_starter
 from perilune.control.record.ids import new_ulid
-from perilune.control.record.store import Attempt, Experiment, Run, Stage, Store, record_event
-from perilune.control.record.transitions import AttemptState, RunState
+from perilune.control.record.store import Attempt, Event, Experiment, Run, Stage, Store, record_event
+from perilune.control.record.transitions import AttemptState, Reachability, RunState
 from perilune.control.runs.current_submission import complete_submission, find_run_of_stage
 from perilune.control.runs.planner import RetryPolicy
 from perilune.control.runs.progress import (
@@ -51,6 +51,7 @@ from perilune.recipe.staging import stage_files
 
 POLL_INTERVAL_S = 0.2
 LOOK_TIMEOUT_S = 1.0  # seconds for one look at a run, after which other machines are looked at
+_UNREACHABLE = "its machine is unreachable"
 OVERRIDES_FILE = "overrides.json"  # in an experiment's directory: the overrides that it was created with
 
 
@@ -274,7 +275,10 @@ def follow_run(
                     name, run_id, run.current_epoch, *_attempt_outcome(control, run_id, attempt)
                 )
             attempt = run.current_epoch
-        if (message := _attempt_message(control, run)) not in {"", last_message}:
+        message = _attempt_message(control, run)
+        if message.startswith(_UNREACHABLE) < last_message.startswith(_UNREACHABLE):
+            message = message or "reachable again"
+        if message not in {"", last_message}:
             last_message = message
             yield StageNotice(name, run_id, attempt, message)
         progress = read_progress(directory)
@@ -304,10 +308,19 @@ def _final_event(control: Control, run: Run, stage: str) -> StageEvent:
 
 
 def _attempt_message(control: Control, run: Run) -> str:
-    """Return the message of the live attempt of a run, or ""."""
+    """Return the message of the live attempt of a run or why it is unreachable, or ""."""
     with control.store.snapshot() as session:
         row = session.get(Attempt, (run.id, run.current_epoch))
-        return "" if row is None or AttemptState(row.state).is_terminal else row.message
+        if row is None or AttemptState(row.state).is_terminal:
+            return ""
+        if row.reachability != Reachability.UNREACHABLE:
+            return row.message
+        found = select(Event).where(
+            Event.run_id == run.id, Event.kind == f"attempt.{Reachability.UNREACHABLE}"
+        )
+        event = session.scalars(found.order_by(Event.seq.desc()).limit(1)).first()
+        why = str(event.detail.get("why", "")) if event else ""
+        return f"{_UNREACHABLE}: {why}" if why else _UNREACHABLE
 
 
 def _attempt_outcome(control: Control, run_id: str, attempt: int) -> tuple[str, str]:
