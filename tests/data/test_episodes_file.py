@@ -136,6 +136,7 @@ from pathlib import Path
 from perilune.data.episodes_file import episodes_from_bytes, read_episodes, write_episodes
 write_episodes(Path("b"), read_episodes(Path("a")))
 episodes_from_bytes(Path("stream").read_bytes())
+assert read_episodes(Path("a"), {read_episodes(Path("a"))[0].task_id})
 assert "pandas" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from perilune.data.arrow import to_number_arrays, to_table
+from perilune.data.arrow import select_rows, to_number_arrays, to_table
 from perilune.data.episode import Episode
 from perilune.data.spans import Span
 from perilune.errors import RequestError
@@ -143,7 +143,7 @@ def read_episodes(path: Path, tasks: Collection[str] | None = None) -> list[Epis
     """
     table = read_columns(path)
     if tasks is not None and "task_id" in table.column_names:
-        table = table.filter([task_id in tasks for task_id in table["task_id"].to_pylist()])
+        table = select_rows(table, [task_id in tasks for task_id in table["task_id"].to_pylist()])
     for name in ("spans", "top_ids", "top_logprobs", "reference_logprobs"):
         if name not in table.column_names:  # a file of an earlier version
             column = episode_schema().field(name)
