@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from email import message_from_string
 from functools import cache
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, entry_points
 from pathlib import Path
@@ -35,7 +36,7 @@ def requirements_lock(task: str) -> str:
         if (_normalize(name), extras) in visited:
             continue
         visited.add((_normalize(name), extras))
-        locked[_normalize(name)] = _version_and_digest(_find_distribution(name))
+        locked[_normalize(name)] = _version_and_digest(name)
         waiting += _requirements(name, extras)
     del locked[_normalize(NAME)]
     return "".join(f"{name}=={version}\n" for name, version in sorted(locked.items()))
@@ -82,9 +83,23 @@ def editable_root(installed: Distribution) -> Path | None:
     return Path(str(origin["url"]).removeprefix("file://"))
 
 
-def _version_and_digest(installed: Distribution) -> str:
+@cache
+def read_metadata(installed: Distribution) -> tuple[str, str, list[str]]:
+    """Return the name, the version and the requirements of a distribution.
+
+    `Distribution` parses METADATA at every access, with the description, which is nearly all of it.
+    """
+    text = installed.read_text("METADATA")
+    if text is None:  # an egg
+        return installed.name, installed.version, installed.requires or []
+    fields = message_from_string(text.partition("\n\n")[0])
+    return fields["Name"], fields["Version"], fields.get_all("Requires-Dist", [])
+
+
+def _version_and_digest(name: str) -> str:
+    installed = _find_distribution(name)
     digest = record_digest(installed)
-    return installed.version + (f"  # record sha256:{digest}" if digest else "")
+    return read_metadata(installed)[1] + (f"  # record sha256:{digest}" if digest else "")
 
 
 def _plugin_owners(task: str) -> list[str]:
@@ -109,7 +124,7 @@ def _requirements(name: str, extras: frozenset[str]) -> list[tuple[str, frozense
     from packaging.requirements import Requirement
 
     needs = []
-    for text in _find_distribution(name).requires or []:
+    for text in read_metadata(_find_distribution(name))[2]:
         need = Requirement(text)
         holds = need.marker is None or any(
             need.marker.evaluate({"extra": extra}) for extra in (extras or {""})

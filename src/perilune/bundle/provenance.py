@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import perilune
-from perilune.bundle.lock import editable_root, record_digest
+from perilune.bundle.lock import editable_root, read_metadata, record_digest
 from perilune.bundle.machine import describe_machine
 from perilune.bundle.secret_sources import register_secrets
 from perilune.bundle.wheel import differing_files
@@ -136,9 +136,10 @@ def _ownership(name: str, file: Path) -> dict[str, Any]:
         editable = editable_root(installed)
         home = editable or Path(str(installed.locate_file("")))
         if _is_inside(file, home):
+            distribution, version, _ = read_metadata(installed)
             return {
-                "distribution": installed.name,
-                "version": installed.version,
+                "distribution": distribution,
+                "version": version,
                 "editable": editable is not None,
                 "record": record_digest(installed),
             }
