@@ -25,27 +25,25 @@ ROW_STRIDES = {"q_stride", "x_stride", "gate_stride", "up_stride", "angle_stride
 POINTER = {"float32": "*fp32", "bfloat16": "*bf16", "int8": "*i8"}
 
 
-def run_cases(file: str, **environment: str) -> None:
-    """Run a file of cases; TRITON_INTERPRET=1 selects the interpreter."""
-    cases = Path(__file__).parent / file
+def run_cases(**environment: str) -> None:
+    """Run the files of cases; TRITON_INTERPRET=1 selects the interpreter."""
+    cases = [str(Path(__file__).parent / file) for file in CASES]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV_"))}
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases],
         env=inherited | environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-5000:] + ran.stderr
 
 
-@pytest.mark.parametrize("file", CASES)
-def test_triton_kernels_are_correct_in_the_interpreter(file: str) -> None:
-    run_cases(file, TRITON_INTERPRET="1")
+def test_triton_kernels_are_correct_in_the_interpreter() -> None:
+    run_cases(TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("file", CASES)
-def test_triton_kernels_are_correct_on_a_gpu(file: str) -> None:
-    run_cases(file, TRITON_INTERPRET="0")
+def test_triton_kernels_are_correct_on_a_gpu() -> None:
+    run_cases(TRITON_INTERPRET="0")
 
 
 def compiled(kernel: Any, architecture: int, pointers: dict[str, str], constants: dict[str, Any]) -> Any:
