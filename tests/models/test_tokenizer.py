@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, proc
 from tokenizers import Tokenizer as Backend
 
 from perilune.errors import RequestError
+from perilune.models.text import chat_template
 from perilune.models.text.tokenizer import PRINTABLE_ASCII, Tokenizer
 from perilune.models.text.turns import render_continued
 from perilune.sandbox import Sandbox
@@ -380,7 +381,9 @@ def test_missing_tokenizer_is_rejected(tmp_path):
     ],
     ids=lambda template: template[:40],
 )
-def test_hostile_or_failing_template_raises_request_error(tmp_path, template):
+def test_hostile_or_failing_template_raises_request_error(tmp_path, template, monkeypatch):
+    if "99999" in template:  # the only one that no other limit ends
+        monkeypatch.setattr(chat_template, "_RENDER_SECONDS", 0.5)
     CHARACTERS.save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer.load(tmp_path)
