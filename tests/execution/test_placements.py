@@ -95,6 +95,16 @@ def test_full_remote_disk_raises_disk_full_error(tmp_path: Path) -> None:
     assert find_cause(full.value) is Cause.DISK_FULL
 
 
+def test_workspace_that_cannot_be_made_is_refused_and_needs_no_cleanup(tmp_path: Path) -> None:
+    (tmp_path / "box").mkdir()
+    (tmp_path / "box" / "workspace").write_text("a file")
+    placement = nearby(tmp_path / "box", NearbyHost(["env"]))
+    with pytest.raises(RequestError, match=r"the workspace cannot be written .*Not a directory") as refused:
+        stage(placement, assigned(tmp_path), drill_bundle(tmp_path / "bundle"))
+    assert "placement.site.workspace" in refused.value.remedy
+    placement.remove(assigned(tmp_path))
+
+
 def test_missing_remote_python_is_refused_instead_of_unreachable(tmp_path: Path) -> None:
     site = Site(python=str(tmp_path / "nowhere"), workspace=str(tmp_path))
     host = NearbyHost(["env"])

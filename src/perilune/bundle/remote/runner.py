@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from typing import Any, BinaryIO
 
 REFUSED = 3  # exit code of a rejected request
+UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)  # of a folder that cannot be made
 BLOCK, PIECE, TAIL = 1 << 20, 1 << 16, 1 << 12  # bytes
 POLL_INTERVAL_S = 0.1  # seconds
 EXIT_MARGIN_S = 15.0  # seconds after its grace period in which a stopping worker hashes its artifacts
@@ -219,6 +220,8 @@ def remove(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """Delete the attempt's files. Its claim stays, so that no older attempt can start."""
     import shutil
 
+    if not attempt.run.exists():
+        return {"removed": True}
     with attempt.lock():
         claim = attempt.claim()
         if claim is not None and is_running(attempt, claim) is not False:
@@ -840,9 +843,15 @@ def main(*others: Callable[[Attempt, argparse.Namespace], dict[str, Any]]) -> in
     except RefusedError as error:
         answer, code = {"refused": str(error), "kind": error.kind}, REFUSED
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            answer, code = {"refused": f"its disk is full ({error})", "kind": "disk_full"}, REFUSED
+        elif options.verb == "receive" and error.errno in UNWRITABLE:
+            answer, code = (
+                {"refused": f"the workspace cannot be written ({error})", "kind": "workspace"},
+                REFUSED,
+            )
+        else:
             raise
-        answer, code = {"refused": f"its disk is full ({error})", "kind": "disk_full"}, REFUSED
     if answer is not None:
         print(json.dumps(answer), flush=True)
     return code

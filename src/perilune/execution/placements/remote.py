@@ -387,6 +387,9 @@ class RemotePlacement:
             error = RequestError(what, where=self.name, remedy=remedy)
             error.__cause__ = OSError(28, what)
             return error
+        if kind == "workspace":
+            remedy = "set placement.site.workspace to a folder that you may write there"
+            return RequestError(what, where=self.name, remedy=remedy)
         kinds = {"superseded": _SupersededError, "stalled": HostUnreachableError}
         return kinds.get(str(kind), WorkFailedError)(f"{self.name}: {what}")
 
