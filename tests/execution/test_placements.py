@@ -102,6 +102,7 @@ def test_workspace_that_cannot_be_made_is_refused_and_needs_no_cleanup(tmp_path:
     with pytest.raises(RequestError, match=r"the workspace cannot be written .*Not a directory") as refused:
         stage(placement, assigned(tmp_path), drill_bundle(tmp_path / "bundle"))
     assert "placement.site.workspace" in refused.value.remedy
+    assert placement.stop(assigned(tmp_path))
     placement.remove(assigned(tmp_path))
 
 

@@ -209,10 +209,15 @@ def look(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
 
 def stop(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     """End the attempt. An unclaimed attempt is claimed, so that no worker can start it later."""
-    with attempt.lock():
-        if attempt.claim() is None:
-            attempt.write_claim(os.getpid())
+    try:
+        with attempt.lock():
+            if attempt.claim() is None:
+                attempt.write_claim(os.getpid())
+                return {"stopped": has_no_container(attempt)}
+    except OSError as error:
+        if error.errno in UNWRITABLE and not attempt.run.exists():  # it never had files that could start
             return {"stopped": has_no_container(attempt)}
+        raise
     return {"stopped": end(attempt, options.grace)}
 
 
