@@ -284,6 +284,16 @@ def test_follow_run_reports_that_the_machine_is_unreachable_and_reachable_again(
     assert cancel_run(control, run_id).state == "cancelled"
 
 
+def test_run_fails_at_once_if_the_workspace_cannot_be_written(control: Control, box: Elsewhere) -> None:
+    box.workspace.parent.mkdir(exist_ok=True)
+    box.workspace.write_text("a file")
+    plan = drill_plan(steps=1)
+    last = list(advance(control, begin(control, [plan]), [plan], template=box.template, poll=0.05))[-1]
+    assert isinstance(last, StageFailed) and "the workspace cannot be written" in last.message
+    (attempt,) = list_attempts(control, last.run_id)
+    assert (attempt.state, attempt.cleanup) == ("failed", "done")
+
+
 def verify_run(control: Control) -> list[Difference]:
     run = only_run(control)
     return verify(

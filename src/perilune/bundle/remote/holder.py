@@ -40,6 +40,8 @@ def hold(attempt: Attempt, options: argparse.Namespace) -> dict[str, Any]:
     An attempt that succeeded needs this only if it was lost (`--lost`), so that its result does not count.
     The list is written before the first file moves, so a second call completes a call that was killed.
     """
+    if not attempt.run.exists():
+        return {"held": None}
     with attempt.lock():
         claim = attempt.claim()
         if claim is not None and is_running(attempt, claim) is not False:
