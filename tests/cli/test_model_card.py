@@ -56,9 +56,9 @@ def test_model_card_text(perilune, config) -> None:
     ]
 
 
-def test_model_card_json_matches_the_card(perilune, config) -> None:
+def test_model_card_json_matches_the_card(here, config) -> None:
     folder = config(WINDOWS).parent
-    done = perilune("model", "card", str(folder), "--context=200", "--batch=2", "--dtype=float32", "--json")
+    done = here("model", "card", str(folder), "--context=200", "--batch=2", "--dtype=float32", "--json")
     document, card = json.loads(done.stdout), model_card(WINDOWS)
     assert document["parameters"] == card.parameters
     assert document["dtype"] == "float32"
@@ -76,9 +76,9 @@ def test_model_card_json_matches_the_card(perilune, config) -> None:
     ]
 
 
-def test_model_card_plots_cache_curve_as_text_and_svg(perilune, config, tmp_path: Path) -> None:
+def test_model_card_plots_cache_curve_as_text_and_svg(here, config, tmp_path: Path) -> None:
     drawing = tmp_path / "curve.svg"
-    done = perilune("model", "card", str(config(WINDOWS)), "--context", "4096", "--svg", str(drawing))
+    done = here("model", "card", str(config(WINDOWS)), "--context", "4096", "--svg", str(drawing))
     assert "(cache/token) ^" in done.stdout
     assert f"wrote {drawing}" in done.stderr
     root = ET.fromstring(drawing.read_text())
@@ -96,19 +96,17 @@ def test_model_card_plots_cache_curve_as_text_and_svg(perilune, config, tmp_path
         (("nowhere/to-be-found",), "no model nowhere/to-be-found is fetched or in the Hugging Face cache"),
     ],
 )
-def test_model_card_refuses_invalid_arguments(
-    perilune, config, arguments: tuple[str, ...], message: str
-) -> None:
+def test_model_card_refuses_invalid_arguments(here, config, arguments: tuple[str, ...], message: str) -> None:
     file = str(config(QWEN3_0_6B))
-    done = perilune("model", "card", *(part.format(config=file) for part in arguments))
+    done = here("model", "card", *(part.format(config=file) for part in arguments))
     assert done.returncode == 2
     assert message in done.stderr
 
 
-def test_model_card_refuses_invalid_config(perilune, tmp_path: Path) -> None:
+def test_model_card_refuses_invalid_config(here, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "\\u001b[31mred", "hidden_size": 4}')
-    done = perilune("model", "card", str(file))
+    done = here("model", "card", str(file))
     assert done.returncode == 2
     assert f"{file}:num_attention_heads" in done.stderr
     assert "\x1b" not in done.stdout + done.stderr

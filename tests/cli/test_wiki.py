@@ -233,20 +233,25 @@ class _Model(BaseHTTPRequestHandler):
         pass
 
 
-def test_wiki_commands(folder: Path) -> None:
-    document = json.loads(command(folder, "wiki", "build", "--json"))
+def test_wiki_commands(folder: Path, here) -> None:
+    def run(*words: str, code: int = 0) -> str:
+        done = here(*words)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done.stdout + (done.stderr if code else "")
+
+    document = json.loads(run("wiki", "build", "--json"))
     assert document["pages"] == document["written"] > 10
-    assert "0 findings" in command(folder, "wiki", "lint")
-    assert "recipes/words.md" in command(folder, "wiki", "search", "recipe words")
-    assert "there is no page 'recipes/word'" in command(folder, "wiki", "slides", "recipes/word", code=2)
+    assert "0 findings" in run("wiki", "lint")
+    assert "recipes/words.md" in run("wiki", "search", "recipe words")
+    assert "there is no page 'recipes/word'" in run("wiki", "slides", "recipes/word", code=2)
     server = HTTPServer(("127.0.0.1", 0), _Model)
     Thread(target=server.serve_forever, daemon=True).start()
     ask = ("wiki", "ask", "--url", f"http://127.0.0.1:{server.server_port}", "--file")
     asked = "recipe words stage base; say: "
-    assert "no passage contains: 77.7" in command(folder, *ask, f"{asked}it was NN.N [1]", code=1)
-    assert "filed as questions/" in command(folder, *ask, f"{asked}it was 90.0% (85.0 to 95.0) [1]")
+    assert "no passage contains: 77.7" in run(*ask, f"{asked}it was NN.N [1]", code=1)
+    assert "filed as questions/" in run(*ask, f"{asked}it was 90.0% (85.0 to 95.0) [1]")
     server.shutdown()
-    command(folder, "wiki", "build")
-    assert "0 findings" in command(folder, "wiki", "lint")
+    run("wiki", "build")
+    assert "0 findings" in run("wiki", "lint")
     (filed,) = (folder / "home" / "wiki" / "questions").glob("*.md")
     assert "of run" in filed.read_text()
