@@ -11,15 +11,16 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import report  # noqa: E402
-import rollout_cuda  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def own_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_cuda, "CACHE", tmp_path)
+    monkeypatch.setattr("rollout_cuda.CACHE", tmp_path)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    import rollout_cuda  # imports transformers, so not when the tests are collected
+
     monkeypatch.setattr(sys, "argv", ["rollout_cuda.py", *options])
     return rollout_cuda.main()
 

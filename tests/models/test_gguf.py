@@ -8,7 +8,6 @@ import pytest
 import torch
 from gguf import MODEL_ARCH, get_tensor_name_map
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
 from gguf_cases import TEXTS, transformers_tokenizer, transformers_weights, write_gguf
 from perilune import load_model
@@ -59,6 +58,8 @@ def test_weights_of_every_type_equal_those_of_transformers(tmp_path: Path, kind:
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_converted_weights_and_config_equal_those_of_transformers(tmp_path: Path, architecture: str) -> None:
+    from transformers import AutoConfig
+
     path = write_gguf(tmp_path / "model.gguf", architecture)
     convert(path, tmp_path / "out")
     assert_same_weights(tmp_path / "out", path)

@@ -1,4 +1,7 @@
-"""Loading MXFP4 and FP8 checkpoints, against the dequantisation of transformers."""
+"""Loading MXFP4 and FP8 checkpoints, against the dequantisation of transformers.
+
+Importing that takes two seconds, so collecting these tests must not do it.
+"""
 
 import json
 from collections.abc import Callable
@@ -9,8 +12,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from perilune.errors import RequestError
 from perilune.models.checkpoints.loading import load_decoder, save_checkpoint
@@ -61,6 +62,8 @@ Tensors = dict[str, Tensor]
 
 def as_mxfp4(plain: Tensors) -> tuple[Tensors, Tensors]:
     """The state with random MXFP4 experts, and the expected dequantised state."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     stored, values = dict(plain), dict(plain)
     for name in [key for key in plain if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         count, inputs, outputs = stored.pop(name).shape
@@ -73,6 +76,8 @@ def as_mxfp4(plain: Tensors) -> tuple[Tensors, Tensors]:
 
 def as_fp8(plain: Tensors, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
     """The state with linear maps in FP8 blocks of 16 x 16, and the expected dequantised state."""
+    from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+
     stored, values = dict(plain), dict(plain)
     for name, tensor in plain.items():
         if tensor.dim() == 2 and ".layers." in name and not name.endswith(".gate.weight"):
@@ -116,6 +121,8 @@ def check_loads_as(folder: Path, expected: Tensors, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_mxfp4_value_and_scale_is_decoded(dtype: torch.dtype) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(2, 255, 16, 16)
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(2, 255, 16)  # 255 means NaN
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
@@ -124,6 +131,8 @@ def test_every_mxfp4_value_and_scale_is_decoded(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_fp8_value_is_decoded(dtype: torch.dtype) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16).repeat(4, 2)
     scales = torch.rand(8, 8).to(dtype)
     expected = Fp8Dequantize(None)._dequantize_one(values, scales, dtype)
