@@ -19,8 +19,6 @@ from perilune.environments.core.registry import make_environment
 from perilune.files import read_json_lines
 from perilune.models.checkpoints.loading import load_checkpoint
 
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
-
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -54,6 +52,8 @@ def sizes(**others: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model whose end-of-sequence token differs from the token that ends a chat turn."""
+    import transformers
+
     folder = tmp_path_factory.mktemp("qwen")
     tasks = islice(make_environment(WORDS).tasks("train", 0), 50)
     texts = [task.prompt[0]["content"] for task in tasks]
@@ -138,6 +138,8 @@ def test_samples_end_at_the_tokenizers_end_of_sequence(journey: Journey) -> None
 
 
 def test_transformers_loads_the_result(journey: Journey) -> None:
+    import transformers
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(journey.final)
     tokenizer = transformers.AutoTokenizer.from_pretrained(journey.final)
     decoder, own = load_checkpoint(journey.final)
@@ -180,6 +182,8 @@ def test_recipe_chat_template_replaces_that_of_the_model(qwen: Path, tmp_path: P
 
 def test_llama_with_character_tokenizer_and_no_chat_template(tmp_path: Path) -> None:
     """Also covers an untied output head, compact prompts, and the environment's own scorer."""
+    import transformers
+
     folder = tmp_path / "llama"
     alphabet = ["<pad>", "<s>", "</s>", *map(chr, range(32, 127))]
     backend = tokenizers.Tokenizer(models.WordLevel({token: i for i, token in enumerate(alphabet)}))
