@@ -58,6 +58,7 @@ SSH = "placement:\n  name: ssh\n  host: box\n"
         ("placement:\n  name: ssh\n  host: -oProxyCommand=id\n", 3, "placement.host"),
         ("placement:\n  name: moon\n", 1, "no placement 'moon'"),
         ("limits:\n  on_box_stop_after: 100\n  lost_after: 100\n", 1, "lost_after must be at least 170"),
+        ("description: x\nlimits: {max_lifetime: 25}\n", 2, "limits are for other machines and containers"),
         (SSH + "  site:\n    environment:\n      HF_TOKEN: x\n", 5, "HF_TOKEN looks like a credential"),
         ("retry: {user: -1}\n", 1, "retry.user is -1"),
         ("placement: [\n", 2, "not valid YAML"),

@@ -249,9 +249,13 @@ def refresh_host_key(home: Home, template: Template) -> Template:
 def _validate(document: Document) -> Template:
     value = document.value if document.value is not None else {}
     try:
-        return validate(Template, value, (), "")
+        template = validate(Template, value, (), "")
     except ProblemsError as error:
         raise_first(error.problems, document.locate)
+    if not template.is_remote and template.limits != AttemptLimits():
+        what = "limits are for other machines and containers; a process on this machine has none"
+        raise RequestError(what, where=document.locate(("limits",)), remedy="remove limits")
+    return template
 
 
 def _apply_override(document: Document, change: str, allowed: Sequence[str], name: str) -> None:
