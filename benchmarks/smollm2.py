@@ -49,7 +49,8 @@ def figures(stage: Mapping[str, Any]) -> dict[str, Any]:
         text = summary["forgetting"]["text"]["perplexity"]
         row["perplexity of English"] = [text["before"], text["after"]]
         row["KL to the start, nats per answer"] = summary["forgetting"]["kl"]["per_answer"]["mean"]
-        row["peak GiB"] = round(summary["memory"]["peak_bytes"] / 2**30, 1)
+        if "memory" in summary:
+            row["peak GiB"] = round(summary["memory"]["peak_bytes"] / 2**30, 1)
     return row
 
 

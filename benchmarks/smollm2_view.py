@@ -87,14 +87,14 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             _labels(run, stage)
             | {
                 "seconds": figures["seconds"],
-                "peak GiB": figures["peak GiB"],
+                "peak GiB": figures.get("peak GiB"),
                 "perplexity of English before": figures["perplexity of English"][0],
                 "after": figures["perplexity of English"][1],
                 "KL to the start, nats per answer": figures["KL to the start, nats per answer"],
             }
             for run in runs
             for stage, figures in run["stages"].items()
-            if "peak GiB" in figures
+            if "perplexity of English" in figures
         ],
         "versions": runs[-1]["versions"],
         "processor": ", ".join(sorted({run["processor"] for run in runs})),
