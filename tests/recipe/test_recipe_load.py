@@ -390,3 +390,9 @@ def test_load_recipe_imports_no_heavy_packages() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_error_suggests_no_infinite_number() -> None:
+    with pytest.raises(RequestError, match='is "inf" but should be a valid number') as caught:
+        load_recipe("quickstart", ["sft.lr=inf"])
+    assert not caught.value.remedy

@@ -1,8 +1,10 @@
 """Validation errors in the words of the recipe, with the key and a remedy."""
 
+import contextlib
 import copy
 import difflib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -138,11 +140,10 @@ def _meanings(given: Any) -> list[Any]:
             meanings = [False, 0, None]
         elif word in ("on", "yes", "true", "y"):
             meanings = [True, {}]
-        try:
+        with contextlib.suppress(ValueError):
             number = float(word)
-            meanings += [int(number), number] if number.is_integer() else [number]
-        except (ValueError, OverflowError):
-            pass
+            if math.isfinite(number):
+                meanings += [int(number), number] if number.is_integer() else [number]
         sections = [{key: given} for key in ("name", "preset", "path")]
         return [*meanings, *([word] if word != given else []), [given], *sections]
     if isinstance(given, bool):
