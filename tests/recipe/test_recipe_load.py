@@ -303,6 +303,7 @@ def test_invalid_override_is_named(dinner: Path, override: str, said: str) -> No
         ("environment.max_digits=2", "try: config: {max_digits: ...}, if it is a setting of the task;"),
         ("environment.config.max_terms=two", "'max_terms' is 'two' but should be a number"),
         ("rl.checkpoint=after_sft", "'after_sft' makes an evaluation"),
+        ("rl.verifier_weight=1", "verifier_weight needs reward_model"),
     ],
 )
 def test_error_suggests_the_value_that_the_user_means(override: str, said: str) -> None:

@@ -93,6 +93,8 @@ def test_gkd_mixes_on_policy_and_trace_steps(tmp_path: Path) -> None:
         {"data": "traces", "on_policy": 0.5, "loss": "reverse_kl"},
         {"task_reward": 1.0, "loss": "gkd"},
         {"task_reward": 1.0, "samples": 1},
+        {"beta": 0.9},
+        {"coefficient": 2.0, "loss": "gkd"},
     ],
 )
 def test_inconsistent_distill_options_are_refused(wrong: dict[str, object]) -> None:

@@ -53,6 +53,9 @@ class DistillSpec(EvaluatedSpec, LearnerSettings, SamplingSpec, ForgettingSpec):
             )
         if self.task_reward and (self.loss != "reverse_kl" or self.samples < 2):
             raise ValueError("task_reward needs loss: reverse_kl, and at least 2 samples to compare")
+        for name, loss in (("beta", "gkd"), ("coefficient", "reverse_kl")):
+            if self.loss != loss and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} needs loss: {loss}")
         return self
 
     def memory_plan(self, config: DecoderConfig, device: str) -> StageMemory:

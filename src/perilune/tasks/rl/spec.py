@@ -137,6 +137,14 @@ class RLSpec(EvaluatedSpec, AlgorithmSettings, LearnerSettings, RecordingSpec, F
         return self
 
     @model_validator(mode="after")
+    def _check_verifier_weight(self) -> RLSpec:
+        if self.verifier_weight and self.reward_model is None:
+            raise ValueError(
+                "verifier_weight needs reward_model: without one, the verifier's score is the reward"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_sub_agents(self) -> RLSpec:
         conflicts = {
             "sub_agent_checkpoint": self.sub_agent_checkpoint is not None,
