@@ -268,7 +268,7 @@ def test_score_returns_reward_terms_and_strategy(addition, sum_task):
         ),
         (gym("chain_sum", config={"seed": 2}), "environment.config.seed", ""),
         (gym("chain_sum", config={"max_digits": 0}), "environment.config", ""),
-        (gym("chain_sum", config={"max_digits": "many"}), "environment.config", ""),
+        (gym("chain_sum", config={"max_digits": "many"}), "environment.config.max_digits", ""),
         (gym("chain_sum", threshold=2), "environment.threshold", ""),
         (gym("chain_sum", promt="compact"), "environment.promt", "did you mean 'prompt'?"),
         ({"id": "reasoning_gym"}, "environment.task", ""),
