@@ -4,8 +4,8 @@
     python benchmarks/smollm2.py --recipes instructions preference --seeds 0 1 2
 
 Runs the bundled recipes of smollm2/ in PERILUNE_HOME, where finished stages do not run again. Adds the
-results to results/smollm2.json, where they replace those of the same recipe and seed. A recipe takes about
-ten minutes on two cores.
+results to results/smollm2.json, where they replace those of the same recipe and seed. A recipe takes
+ten minutes to an hour on two cores.
 """
 
 import json

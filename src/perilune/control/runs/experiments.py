@@ -276,8 +276,8 @@ def follow_run(
                 )
             attempt = run.current_epoch
         message = _attempt_message(control, run)
-        if message.startswith(_UNREACHABLE) < last_message.startswith(_UNREACHABLE):
-            message = message or "reachable again"
+        if not message and last_message.startswith(_UNREACHABLE):
+            message = "reachable again"
         if message not in {"", last_message}:
             last_message = message
             yield StageNotice(name, run_id, attempt, message)
