@@ -148,7 +148,7 @@ def test_experiment_list_filters_by_name_and_comparison_page_opens(
     assert page.locator("a.experiment").count() == 1
     page.get_by_label("Search", exact=True).fill("nothing")
     assert page.locator("a.experiment").count() == 0
-    assert page.url.endswith("/?q=nothing")
+    until(page, "location.search === '?q=nothing'")
     identity = httpx.get(f"{url}/experiments.json").json()["experiments"][0]["id"]
     page.goto(f"{url}/compare/{identity},{identity}")
     page.wait_for_selector("#arms table")

@@ -267,7 +267,7 @@ def test_matrix_shows_every_sample_of_a_step_and_opens_episodes(window: Window) 
     page.locator(".strip").nth(2).locator(".cell").nth(5).click()
     assert "group 2 · sample 5" in page.locator(".detail h3").first.inner_text()
     assert page.locator(".cell[aria-current]").count() == 1
-    assert page.evaluate("location.hash") == "#episodes/rl/step%204/4%2F2%2F5"
+    wait_until(page, "location.hash === '#episodes/rl/step%204/4%2F2%2F5'")  # written with a delay
     page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
     assert "group 2 · sample 6" in page.locator(".detail h3").first.inner_text()
@@ -396,6 +396,7 @@ def test_two_episodes_compare_side_by_side_with_their_own_url(
     page.get_by_label("Stage", exact=True).select_option("rl")
     page.get_by_label("Step", exact=True).fill("3")
     page.locator(".strip").nth(2).locator(".cell").nth(5).click()
+    wait_until(page, "location.hash === '#episodes/rl/step%204/4%2F2%2F5'")
     title, own = page.locator(".detail h3").first.inner_text(), page.evaluate("location.hash")
     page.get_by_role("button", name="Compare").click()
     page.get_by_label("Step", exact=True).fill("1")
@@ -407,6 +408,7 @@ def test_two_episodes_compare_side_by_side_with_their_own_url(
     assert chosen.startswith("step 2 · group")
     left, right = (page.locator(".detail > div").nth(column).bounding_box() for column in (0, 1))
     assert left["x"] + left["width"] <= right["x"]
+    wait_until(page, "location.hash.startsWith('#episodes/rl/step%202/2%2F1%2F0/')")
     address = page.evaluate("location.hash")
     assert address.endswith(own.removeprefix("#episodes"))
     again = browser.new_page()
