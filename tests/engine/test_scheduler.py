@@ -1,6 +1,7 @@
 """The scheduler with a simulated model: no leaked blocks, no starved requests, scheduling order."""
 
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -98,16 +99,12 @@ class Life:
             assert pool.num_used == (references > 0).sum()
 
 
-@pytest.mark.parametrize("windows", [(None,), (20,), (None, 20)])
-@pytest.mark.parametrize(("rows", "blocks", "budget"), [(4, 12, 16), (12, 30, 40), (16, 200, 64)])
-def test_random_requests_leak_no_block_and_all_finish(
-    rows: int, blocks: int, budget: int, windows: tuple[int | None, ...]
-) -> None:
-    life = Life(rows, blocks, budget, seed=rows, windows=windows)
+def random_turns(life: Life, blocks: int) -> Iterator[Step | None]:
+    """Add, remove and step at random; yield the step of each turn."""
     rng = life.rng
     prefixes = [[rng.randrange(50) for _ in range(40)] for _ in range(3)]
     for turn in range(1200):
-        kind = rng.random()
+        kind, step = rng.random(), None
         if kind < 0.25 and len(life.scheduler.waiting) < 5:
             prompt = rng.choice(prefixes)[: rng.randint(1, 40)] + [
                 rng.randrange(50) for _ in range(rng.randint(0, 9))
@@ -124,7 +121,35 @@ def test_random_requests_leak_no_block_and_all_finish(
         elif kind < 0.30:
             life.pools.free_temporary(life.scheduler.allocate_temporarily(rng.randint(1, blocks)))
         else:
-            life.step()
+            step = life.step()
+        yield step
+
+
+@pytest.mark.parametrize(
+    ("rows", "blocks", "budget", "windows"),
+    [(12, 30, 40, (None,)), (6, 20, 200, (None,)), (4, 12, 16, (None, 20))],
+)
+def test_refused_samples_are_tried_again_as_soon_as_they_fit(
+    rows: int, blocks: int, budget: int, windows: tuple[int | None, ...]
+) -> None:
+    def steps(always: bool) -> list[tuple[int, list[int], list[tuple[int, int]]] | None]:
+        life, found = Life(rows, blocks, budget, seed=2, windows=windows), []
+        for step in random_turns(life, blocks):
+            found.append(step and (step.batch.decodes, step.rows.tolist(), step.chunks))
+            if always:
+                life.scheduler._refused_with = ()
+        return found
+
+    assert steps(always=False) == steps(always=True)
+
+
+@pytest.mark.parametrize("windows", [(None,), (20,), (None, 20)])
+@pytest.mark.parametrize(("rows", "blocks", "budget"), [(4, 12, 16), (12, 30, 40), (16, 200, 64)])
+def test_random_requests_leak_no_block_and_all_finish(
+    rows: int, blocks: int, budget: int, windows: tuple[int | None, ...]
+) -> None:
+    life = Life(rows, blocks, budget, seed=rows, windows=windows)
+    for _ in random_turns(life, blocks):
         life.check()
     counters = life.scheduler.counters
     assert counters.cached_tokens > 0

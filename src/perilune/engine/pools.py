@@ -51,9 +51,14 @@ class BlockPools:
         self.insert, self.clear = tree.insert, tree.clear
 
     @property
+    def available(self) -> tuple[int, ...]:
+        """Number of blocks of each pool that `allocate` can return."""
+        return tuple(pool.num_available for pool in self.pools)
+
+    @property
     def num_available(self) -> int:
         """Number of columns that `allocate` can return."""
-        return min(pool.num_available for pool in self.pools)
+        return min(self.available)
 
     @property
     def used_share(self) -> float:

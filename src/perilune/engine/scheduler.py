@@ -64,6 +64,9 @@ class Scheduler:
         self._followers: dict[int, list[int]] = {}  # samples that wait for the prompt of another row
         self._free_rows = list(range(len(sequences.entries) - 1, -1, -1))
         self._steps_since_refill = 0
+        # Blocks that were available when the next sample had no room. It is not tried again until more are
+        # available, a sample stops, or the prefix cache grows.
+        self._refused_with: tuple[int, ...] = ()
 
     # -- requests ----------------------------------------------------------------------------------------
 
@@ -82,6 +85,7 @@ class Scheduler:
 
     def remove(self, entry: Entry) -> None:
         """Remove a request in any state."""
+        self._refused_with = ()
         if entry in self.waiting:
             self.waiting.remove(entry)
         for row in self.rows_of(entry):
@@ -198,6 +202,8 @@ class Scheduler:
         A new request gets a row for each sample, as far as rows are free. The first computes the prompt, and
         the others wait for it.
         """
+        if self._refused_with and not any(map(int.__gt__, self.pools.available, self._refused_with)):
+            return None
         if self.preempted:
             row = self.preempted[0]
             if not self._has_room(row, 0):
@@ -244,8 +250,11 @@ class Scheduler:
             return True
         length = int(self.sequences.length[row])
         spare = followers + len(self.decoding) // _RESERVE_DIVISOR
-        # The last token is always computed.
-        return self.pools.has_room(self._block_digests(row, length - 1), length + 1, self.token_budget, spare)
+        digests = self._block_digests(row, length - 1)  # the last token is always computed
+        if self.pools.has_room(digests, length + 1, self.token_budget, spare):
+            return True
+        self._refused_with = self.pools.available
+        return False
 
     def _start_prefill(self, row: int) -> None:
         """Start the prefill of a sample after its cached prefix."""
@@ -403,6 +412,7 @@ class Scheduler:
 
     def _cache_blocks(self, row: int) -> None:
         """Add the full blocks of `row` to the prefix cache."""
+        self._refused_with = ()
         if self.sequences.stale[row]:
             return
         digests = self._block_digests(row, int(self.sequences.computed[row]))
@@ -431,6 +441,7 @@ class Scheduler:
         self.preempted = sorted([*self.preempted, row], key=self.sequences.arrival.__getitem__)
 
     def _stop_running(self, row: int) -> None:
+        self._refused_with = ()
         if row in self.prefilling:
             self.prefilling.remove(row)
         else:
