@@ -23,6 +23,7 @@ import torch
 from perilune.engine.engine import Engine
 from perilune.engine.request import Request, SamplingParams
 from perilune.files import read_json_lines
+from perilune.metrics.training import STEP_PARTS
 from perilune.models.config.decoder_config import PRESETS
 from perilune.models.decoder import Decoder
 from perilune.recipe.load import bundled_recipe
@@ -382,6 +383,10 @@ def stage_row(
         )
         return 100 * (predicted_sum / measured_sum - 1)
 
+    def rest(seconds: float, rows: Sequence[dict[str, Any]]) -> float:
+        """Seconds outside the steps: the beginning and the end of the stage."""
+        return seconds - sum(row.get(part, 0.0) for row in rows for part in STEP_PARTS)
+
     row = {
         "recipe": f"{name}/{stage['name']}",
         "steps": len(lines),
@@ -390,6 +395,8 @@ def stage_row(
         "error, %": 100 * (predicted["seconds"] / stage["seconds"] - 1),
         "error of sampling, %": error("sampling"),
         "error of learning, %": error("learning"),
+        "beginning and end, measured seconds": rest(stage["seconds"], lines),
+        "beginning and end, predicted seconds": rest(predicted["seconds"], predicted["steps"]),
         "mean age, measured, updates": fmean(line["staleness"] for line in metrics),
         "mean age, predicted, updates": predicted["mean_age"],
         "seconds of the command": elapsed,

@@ -89,6 +89,14 @@ def test_processes_on_one_core_are_slower() -> None:
     assert shared.seconds - 2 > 1.5 * (alone.seconds - 2)  # without startup times
 
 
+def test_rollouts_begin_after_the_environment_processes_have_started() -> None:
+    at_once = scenario(replace(ahead(0), cores=2))
+    environment = replace(at_once.environment, start=0.5)
+    delayed = simulate_run(replace(at_once, environment=environment))
+    later = delayed.steps[0]["sampling"] - simulate_run(at_once).steps[0]["sampling"]
+    assert later == pytest.approx(0.5 * 63 / 2)  # of 64 processes, the first is part of the stage's start
+
+
 def test_recorded_groups_are_reused_or_drawn_from_nearby_steps(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_episodes(tmp_path / f"step-{step:06d}.parquet", [recorded(step, task) for task in range(4)])

@@ -44,7 +44,7 @@ class AsynchronousRun(Simulation):
         begin = self.result.start = self.times.start
         self.now = begin + self.evaluate(0, begin)
         for worker in self.workers:
-            self.schedule(begin + self.times.start, worker.start)
+            self.schedule(begin + self.times.start + self._environments_start(), worker.start)
         self._begin_step(1)
         while self._events and not self._done:
             self.now, _, action = heapq.heappop(self._events)
@@ -54,6 +54,11 @@ class AsynchronousRun(Simulation):
         self.result.seconds = self.now
         self.result.add_engine_counts([worker.engine for worker in self.workers])
         return self.result
+
+    def _environments_start(self) -> float:
+        """Return the seconds until all environment processes have started. `times.start` includes one."""
+        processes = self._settings.environments
+        return self.environment.start * (processes - 1) / (self.plan.cores or processes)
 
     def schedule(self, when: float, action: Callable[[], None]) -> None:
         """Call `action` at the time `when`."""

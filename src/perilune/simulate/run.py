@@ -53,12 +53,14 @@ class EnvironmentTimes:
         episode: processor time to play and score an episode.
         wait: mean seconds that each answer waits, for example for a tool.
         spread: sigma of the lognormal distribution of the wait.
+        start: processor time until one of its processes has started.
     """
 
     task: float = 0.0
     episode: float = 0.0
     wait: float = 0.0
     spread: float = 0.0
+    start: float = 0.0
 
     def answer_wait(self, group: GroupShape, sample: int, turn: int, rng: np.random.Generator) -> float:
         """Return the seconds that an answer waits: as recorded, at the end of the episode, or drawn."""

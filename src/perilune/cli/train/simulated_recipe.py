@@ -189,7 +189,7 @@ class _Simulator:
             return EnvironmentTimes(0.0, 0.0, self.options.wait, self.options.wait_spread)
         base = 0.0 if self.calibrated is None else self.calibrated.times.episode
         seconds = max(0.0, trial.episode - base)
-        return EnvironmentTimes(trial.task, seconds, self.options.wait, self.options.wait_spread)
+        return EnvironmentTimes(trial.task, seconds, self.options.wait, self.options.wait_spread, trial.start)
 
     def _lengths(self, stage: Stage, job: Job) -> Lengths:
         """Return the lengths of recorded episodes if there are any, else those that `run --plan` assumes."""
