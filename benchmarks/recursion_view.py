@@ -9,15 +9,21 @@ ABOUT = """\
 A tiny model is trained from scratch on contexts of 8 to 32 lines of [`oolong`](../how-to/oolong.md), and then
 evaluated on longer contexts. A line has five characters, and the model's context window has 4,096 tokens.
 
-* `counting` sees the number of lines, two lines and the question. It writes code that asks the model itself
-  about each line.
-* `pairs` does the same for questions about pairs of lines.
-* `direct` reads all lines and takes notes.
+* `counting` sees the number of lines, the first two lines and the question. It writes code that asks the model
+  itself about each line and counts the answers.
+* `pairs` does the same for questions about pairs of users.
+* `direct` has all lines in its prompt and writes notes before the answer.
+* `without asks` writes code that cannot ask the model.
+* `without code` asks the model about eight lines at a time. The model's answers enter the context.
 
-The table shows the accuracy of greedy and of sampled answers to 64 held-out questions. In both cases
-sub-agents decode in the same way. With greedy decoding, `counting` generalises to longer contexts, because
-code counts 2,000 answers as well as 32. `pairs` does not. The model only learned to write this code and to
-read one line. A tiny model does not show that a language model finds such programs without demonstrations.
+The table shows the accuracy on held-out questions with greedy decoding and with sampling. The model that the
+code asks decodes in the same way. Rows marked *after SFT* are before RL, and all others are after RL. Rows
+without a range come from one seed. *Asked twice or more* is the share of sampled episodes in which the model
+was asked more than once.
+
+With greedy decoding, `counting` generalizes to longer contexts, because the code counts 2,000 answers as
+reliably as 32. `pairs` does not generalize. The model only learned to write this code and to read one line.
+The results do not show that a language model finds such programs without demonstrations.
 """
 
 
@@ -34,7 +40,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
             "lines": lines,
             "greedy": _by_seed(figures, "greedy"),
             "sampled": _by_seed(figures, "sampled"),
-            "asks about lines": [row.get("strategies", {}).get("many asks", 0.0) for row in figures],
+            "asked twice or more": [row.get("strategies", {}).get("many asks", 0.0) for row in figures],
             "questions": figures[0]["tasks"],
         }
         for (arm, lines), figures in places.items()
@@ -42,7 +48,7 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in document.items() if key != "records"}
     findings, compared = describe_differences(_differences(records))
     return {
-        "title": "Long contexts explored with code and asks",
+        "title": "Exploring long contexts with code that asks the model",
         "about": described(f"{ABOUT}{SEEDS_ARE_THE_UNIT}", findings),
         "comparison": compared,
         "accuracy": rows,
