@@ -5,7 +5,7 @@
 The page compares teachers for games: how exploitable they are, and how well they play. Exploitability is
 NashConv / 2: the mean return, over the two seats, of a best response to the average policy. It is 0 in an
 equilibrium. The column *known* gives the exploitability that other measurements found for OpenSpiel's
-solvers. `cfr` is counterfactual regret minimisation, `mccfr` is the same with sampled games, and `mcts` is
+solvers. `cfr` is counterfactual regret minimization, `mccfr` is the same with sampled games, and `mcts` is
 tree search with the given number of simulations. A match consists of pairs of games with the same random
 numbers and swapped seats. A draw is half a point. Shares of points have Wilson's 95% intervals, and mean
 returns have bootstrap intervals over pairs. Times are from one core that was shared with other work.

@@ -159,7 +159,7 @@ def about(rows: list[dict[str, Any]]) -> str:
         f"OpenVINO and Perilune's own kernels sample from SmolLM2-135M in turns: {TOKENS} tokens after a "
         f"prompt of {PROMPT} tokens, greedily, on one thread. In CPU time, OpenVINO is "
         f"{outcome}. We compare CPU time, because other programs used the machine too. A cell with several "
-        "numbers has one number per round. In the rows `int8`, each engine quantises weights and KV cache in "
+        "numbers has one number per round. In the rows `int8`, each engine quantizes weights and KV cache in "
         "its own format. For the row `training`, OpenVINO "
         "samples in the rl stage of a shortened quickstart."
     )

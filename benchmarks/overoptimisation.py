@@ -56,7 +56,7 @@ def main() -> None:
     provenance = document("overoptimisation.py", command, began)
     provenance["minutes"] = round(provenance["minutes"] + previous.get("minutes", 0), 1)
     result = {
-        "title": "Reward over-optimisation, and when to stop",
+        "title": "Reward over-optimization, and when to stop",
         "about": described(ABOUT, findings("hacked reward", hacked) + findings("reward model", learned)),
         "hacked_reward": [{"seed": seed, **told(lines)} for seed, lines in hacked.items()],
         "reward_model": [{"seed": seed, **told(lines)} for seed, lines in learned.items()],
@@ -90,7 +90,7 @@ ABOUT = """\
 GRPO trains the tiny model on three-digit sums with two proxy rewards: a reward that can be hacked, and a
 reward model. The verifier's score is the gold score. It is logged, and training does not use it.
 
-* `recommended stop` is the step at which the over-optimisation watch recommended stopping, during the run.
+* `recommended stop` is the step at which the over-optimization watch recommended stopping, during the run.
 * `gold best` is the best gold score of the run, which is known only afterwards.
 
 Gold scores are means over five steps, and one step has 256 answers. We chose the window of the watch after
@@ -137,7 +137,7 @@ def of_judges(stages: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def findings(name: str, climbs: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Sentences that summarise the tables."""
+    """Sentences that summarize the tables."""
     sentences = []
     outcomes = [told(lines) for lines in climbs.values()]
     fell = [outcome for outcome in outcomes if outcome["last_gold"] < 0.8 * outcome["gold_best"]]

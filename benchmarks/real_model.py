@@ -233,7 +233,7 @@ def worker(python: str, arguments: list[str], threads: int) -> Any:
     return json.loads(output.splitlines()[-1])
 
 
-def summarise(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the steps of all runs but the first of each."""
     steps = [step for run in runs for step in run["steps"][1:] or run["steps"]]
     figures: dict[str, Any] = {
@@ -269,7 +269,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 arguments += ["--steps", str(options.steps), "--micro-batch", str(options.micro_batch)]
                 runs.setdefault("trl", []).append(worker(interpreter, arguments, options.threads))
             for name, done in runs.items():
-                print(number, name, summarise(done[-1:]), file=sys.stderr, flush=True)
+                print(number, name, summarize(done[-1:]), file=sys.stderr, flush=True)
     rates = worker(sys.executable, ["--worker", "rates", "--threads", str(options.threads)], options.threads)
     return report(options, runs, rates)
 
@@ -282,7 +282,7 @@ def report(
 
     from perilune.bundle.machine import describe_machine
 
-    arms = {name: summarise(done) for name, done in runs.items()}
+    arms = {name: summarize(done) for name, done in runs.items()}
     for precision in options.precisions:
         steps = [step for run in runs[precision] for step in run["steps"][1:] or run["steps"]]
         floors = floor_seconds(options.model, steps, rates[precision])

@@ -9,8 +9,8 @@ ABOUT = """\
 A tiny model is trained from scratch on contexts of 8 to 32 lines of [`oolong`](../how-to/oolong.md), and then
 evaluated on longer contexts. A line has five characters, and the model's context window has 4,096 tokens.
 
-* `counting` sees the number of lines, the first two lines and the question. It writes code that asks the model
-  itself about each line and counts the answers.
+* `counting` sees the number of lines, the first two lines and the question. It writes code that asks the
+  model itself about each line and counts the answers.
 * `pairs` does the same for questions about pairs of users.
 * `direct` has all lines in its prompt and writes notes before the answer.
 * `without asks` writes code that cannot ask the model.

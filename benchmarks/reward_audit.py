@@ -41,7 +41,7 @@ ABOUT = (
     "the same answer.\n\n"
     "An output counts as wrong if it cannot be right for any task, or if a second checker rejects it. "
     "This checker shares no code with the scorer. The audit skips truncated answers, because a shipped "
-    "scorer cannot recognise them.\n\n"
+    "scorer cannot recognize them.\n\n"
     f"In {len(UNRELIABLE_FAMILIES)} families the audit found the full reward for wrong answers. In these "
     "families a recipe now gives no reward to an answer that the second checker rejects. Their grade A means "
     "that recipes apply this rule. It does not mean that the checker is right."

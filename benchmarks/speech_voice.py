@@ -1,4 +1,4 @@
-"""Measure the word error rate of a recogniser on a small voice trained in minutes.
+"""Measure the word error rate of a recognizer on a small voice trained in minutes.
 
     python benchmarks/speech_voice.py --seeds 0
 
@@ -18,12 +18,12 @@ from recipe_runs import described, document, for_seeds, options, run_recipe, wri
 ABOUT = """\
 The teacher espeak-ng speaks digits in a synthetic voice. Perilune fits a codec to 600 of its utterances. It
 then trains a small talker with a code predictor, in the layout of Qwen3-TTS, to predict the codec's codes for
-a text. The recogniser pocketsphinx, which was trained on neither voice, transcribes 60 held-out texts. Its
+a text. The recognizer pocketsphinx, which was trained on neither voice, transcribes 60 held-out texts. Its
 grammar allows the ten digits in any order.
 
 Each row of the table gives the word error rate of one speaker, with a 95% interval over resampled
-utterances. The row `teacher` is the recogniser's error on espeak-ng itself. The row `codec` adds the loss
-of encoding and decoding, and the row `voice` adds the errors of the talker. We chose the recogniser's word
+utterances. The row `teacher` is the recognizer's error on espeak-ng itself. The row `codec` adds the loss
+of encoding and decoding, and the row `voice` adds the errors of the talker. We chose the recognizer's word
 insertion penalty and the teacher's voice and speed on other speech of the teacher."""
 SPEAKERS = ("teacher", "codec", "voice")
 

@@ -95,7 +95,7 @@ class Training:
             for weight in self.decoder.parameters():
                 weight.copy_(weight.bfloat16())
                 if start == "trained":
-                    # Half of the distance to the neighbours, 2^-8 of the power of two below the value.
+                    # Half of the distance to the neighbors, 2^-8 of the power of two below the value.
                     _, exponent = torch.frexp(weight)
                     half = torch.ldexp(torch.ones_like(weight), exponent - 9)
                     weight.add_((torch.rand(weight.shape, generator=self._random) * 2 - 1) * 0.999 * half)

@@ -160,7 +160,7 @@ class ReferenceDecoder:
         return y, pullback
 
     def _prepare(self, head: Matrix, norm: str) -> tuple[Matrix, Pullback]:
-        """A head's queries or keys: normalised (only in Qwen3, to bound the scores), then rotated."""
+        """A head's queries or keys: normalized (only in Qwen3, to bound the scores), then rotated."""
         back_norm: Pullback = _identity
         if self.config.family.qk_norm:
             head, back_norm = self._rms_norm(head, norm)

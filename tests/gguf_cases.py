@@ -123,8 +123,8 @@ def write_gguf(
         if tensor.ndim == 1:
             writer.add_tensor(name, tensor)
         else:
-            quantised = GGMLQuantizationType[kind]
-            writer.add_tensor(name, stored(tensor, quantised), raw_dtype=quantised)
+            quantized = GGMLQuantizationType[kind]
+            writer.add_tensor(name, stored(tensor, quantized), raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -133,7 +133,7 @@ def write_gguf(
 
 
 def stored(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """The tensor in a type of GGUF; random blocks where the `gguf` package cannot quantise."""
+    """The tensor in a type of GGUF; random blocks where the `gguf` package cannot quantize."""
     try:
         return quantize(tensor, kind)
     except NotImplementedError:

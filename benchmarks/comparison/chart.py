@@ -1,4 +1,4 @@
-"""Small panels of curves as SVG, legible on light and dark pages: one per arm, over the first arm in grey."""
+"""Small panels of curves as SVG, legible on light and dark pages: one per arm, over the first arm in gray."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -18,7 +18,7 @@ Curve = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def panels(
     curves: Mapping[str, Curve], x: str, y: str, told: str = "line: mean of seeds, band: least to most"
 ) -> str:
-    """A panel for each curve after the first, which every panel shows in grey. y goes from 0 to 1."""
+    """A panel for each curve after the first, which every panel shows in gray. y goes from 0 to 1."""
     (first, behind), *rest = curves.items()
     end = _round_up(max(float(curve[0][-1]) for curve in curves.values()))
     columns = min(COLUMNS, max(1, len(rest)))
@@ -37,7 +37,7 @@ def panels(
             *_drawn(curve, end, OTHER),
             "</g>",
         ]
-    label = f"{y} against {x}; {told}; grey: {first}"
+    label = f"{y} against {x}; {told}; gray: {first}"
     parts.append(f'<text x="{width / 2:g}" y="{height - 8}" text-anchor="middle">{escape(label)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
@@ -57,12 +57,12 @@ def _axes(title: str, end: float) -> list[str]:
     return lines
 
 
-def _drawn(curve: Curve, end: float, colour: str) -> list[str]:
+def _drawn(curve: Curve, end: float, color: str) -> list[str]:
     x, mean, low, high = curve
     band = _points(x, high, end) + _points(x[::-1], low[::-1], end)
     return [
-        f'<path d="M{"L".join(band)}Z" fill="{colour}" fill-opacity=".18"/>',
-        f'<path d="M{"L".join(_points(x, mean, end))}" fill="none" stroke="{colour}" stroke-width="1.6"/>',
+        f'<path d="M{"L".join(band)}Z" fill="{color}" fill-opacity=".18"/>',
+        f'<path d="M{"L".join(_points(x, mean, end))}" fill="none" stroke="{color}" stroke-width="1.6"/>',
     ]
 
 

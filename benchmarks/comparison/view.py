@@ -67,7 +67,7 @@ that is not shown.
 
 Differences are tested with a paired t test over seeds. Holm's correction covers all comparisons of this page.
 Intervals are not corrected. We write "higher" or "lower" if the corrected p is below 0.05, and "no difference
-shown" otherwise. In the charts the line is the mean over seeds, the band is the range, and grey is the
+shown" otherwise. In the charts the line is the mean over seeds, the band is the range, and gray is the
 reference arm."""
 
 

@@ -76,7 +76,7 @@ def test_redactor_replaces_encoded_values_for_every_chunk_boundary(encoding: str
         whole = redactor.redact(text)
         assert whole.startswith(b"before it") and whole.endswith(b"after it\n") and b"[KEY]" in whole
         left = whole.replace(b"[KEY]", b"").removeprefix(b"before it:").removesuffix(b":after it\n").strip()
-        assert len(left) <= 9, (value, whole)  # quotes, and Base64 characters shared with neighbouring bytes
+        assert len(left) <= 9, (value, whole)  # quotes, and Base64 characters shared with neighboring bytes
         for cut in range(1, len(text), 5):
             stream = RedactedStream(redactor)
             assert stream.feed(text[:cut]) + stream.feed(text[cut:]) + stream.close() == whole

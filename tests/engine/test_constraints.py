@@ -1,4 +1,4 @@
-"""Constrained output: samples match the constraint; log-probs are normalised over the allowed tokens."""
+"""Constrained output: samples match the constraint; log-probs are normalized over the allowed tokens."""
 
 import json
 import re
@@ -84,7 +84,7 @@ def test_every_sample_of_a_random_model_matches_the_schema() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_logprobs_are_renormalised_over_allowed_tokens(temperature: float) -> None:
+def test_logprobs_are_renormalized_over_allowed_tokens(temperature: float) -> None:
     constraint = constraints().regex(r"[a-f]{2,9}(-\d)?")
     samples = run_requests(Engine(decoder()), [request(constraint, n=8, temperature=temperature)])
     prompt = TOKENIZER.encode("say it: ")
@@ -253,9 +253,9 @@ def test_too_complex_schema_is_rejected_or_fails_its_own_request(
         constraints().json_schema(fields)
     nested = constraints().json_schema({"type": "array", "minItems": 2, "items": fields})
     engine = Engine(decoder(), slots=4)
-    neighbour, bad = request(None, n=2, max_tokens=20), request(nested, n=2)
-    expected = run_requests(Engine(decoder()), [neighbour])
-    numbers = {engine.add(neighbour, stream=False): 0, engine.add(bad, stream=False): 1}
+    neighbor, bad = request(None, n=2, max_tokens=20), request(nested, n=2)
+    expected = run_requests(Engine(decoder()), [neighbor])
+    numbers = {engine.add(neighbor, stream=False): 0, engine.add(bad, stream=False): 1}
     deltas = [(numbers[delta.request_id], delta) for _ in range(40) for delta in engine.step()]
     assert isinstance(next(delta.failure for number, delta in deltas if number == 1), RequestError)
     for index in range(2):

@@ -34,7 +34,7 @@ def make() -> Decoder:
 
 
 DECODER = make()
-NEIGHBOUR = Request([5, 6, 7], SamplingParams(12, top_k=20), (7, 0, 0), n=2)
+NEIGHBOR = Request([5, 6, 7], SamplingParams(12, top_k=20), (7, 0, 0), n=2)
 
 
 class Panic(BaseException):
@@ -93,7 +93,7 @@ def run_alone(request: Request) -> Samples:
     return samples
 
 
-EXPECTED = run_alone(NEIGHBOUR)
+EXPECTED = run_alone(NEIGHBOR)
 numbers = st.one_of(
     st.sampled_from([0.0, 1e-45, 1e-38, 1e-30, 1e-9, 1e-6, 0.5, 1.0, 1.5, 2.0, 100.0, 1e30, 1e38, 1e300]),
     st.floats(allow_nan=True, allow_infinity=True),
@@ -117,7 +117,7 @@ tokens = st.lists(integers, max_size=3).map(tuple) | st.just(tuple(range(V)))
 )  # fmt: skip
 def test_any_sampling_options_are_rejected_or_served_in_isolation(options: dict[str, Any]) -> None:
     engine = Engine(DECODER, slots=4)
-    neighbour = engine.add(NEIGHBOUR)
+    neighbor = engine.add(NEIGHBOR)
     engine.step()
     strange = None
     with suppress(RequestError):
@@ -125,7 +125,7 @@ def test_any_sampling_options_are_rejected_or_served_in_isolation(options: dict[
     samples, failed = finish(engine)
     assert not failed
     assert {sample: tokens[1:] for sample, (tokens, _) in EXPECTED.items()} == {
-        sample: tokens for sample, (tokens, _) in samples[neighbour].items()
+        sample: tokens for sample, (tokens, _) in samples[neighbor].items()
     }
     if strange is not None:
         tokens, logprobs = samples[strange][0]
@@ -167,9 +167,9 @@ class Broken:
 def test_failing_constraint_fails_only_its_own_request(where: str, error: BaseException) -> None:
     engine = Engine(DECODER, slots=8)
     bad = engine.add(Request([5], SamplingParams(9), n=3, constraint=Broken(where, error)))
-    neighbour = engine.add(NEIGHBOUR)
+    neighbor = engine.add(NEIGHBOR)
     samples, failed = finish(engine)
-    assert samples[neighbour] == EXPECTED
+    assert samples[neighbor] == EXPECTED
     assert list(failed) == [bad]
     wanted = error if isinstance(error, RequestError | WorkFailedError) else None
     assert failed[bad].finish_reason == "aborted"
@@ -190,21 +190,21 @@ def test_failing_detokenizer_fails_only_its_own_request(stream: bool) -> None:
 
     tokenizer = Undecodable(Tokenizer.characters()._backend, {"eos_token": "<eos>"})
     engine = Engine(DECODER, tokenizer=tokenizer)
-    neighbour = Request([5, 6, 7], SamplingParams(24), (7, 0, 0))
-    bad = engine.add(neighbour, stream=stream)
+    neighbor = Request([5, 6, 7], SamplingParams(24), (7, 0, 0))
+    bad = engine.add(neighbor, stream=stream)
     # sample() returns no text unless asked, so it does not decode.
-    completion = engine.sample([Prompt(neighbour.token_ids, neighbour.key)], 1, neighbour.params)[0][0]
-    assert completion.token_ids.tolist() == run_alone(neighbour)[0][0]
+    completion = engine.sample([Prompt(neighbor.token_ids, neighbor.key)], 1, neighbor.params)[0][0]
+    assert completion.token_ids.tolist() == run_alone(neighbor)[0][0]
     assert list(finish(engine)[1]) == [bad]
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 20}])
 def test_non_finite_logits_fail_only_their_own_request(options: dict[str, Any]) -> None:
     engine, _ = faulty_engine()
-    early = engine.add(NEIGHBOUR)
+    early = engine.add(NEIGHBOR)
     engine.step()
     bad = engine.add(Request([5, POISON], SamplingParams(9, **options), n=2))
-    late = engine.add(NEIGHBOUR)
+    late = engine.add(NEIGHBOR)
     samples, failed = finish(engine)
     assert list(failed) == [bad]
     assert "not finite" in str(failed[bad].failure)
@@ -217,7 +217,7 @@ def test_non_finite_logits_fail_only_their_own_request(options: dict[str, Any]) 
 
 def test_restart_after_a_failed_step_works_once_the_runner_recovers() -> None:
     engine, runner = faulty_engine()
-    engine.add(NEIGHBOUR)
+    engine.add(NEIGHBOR)
     engine.step()
     runner.broken = True
     with pytest.raises(MemoryError):
@@ -227,5 +227,5 @@ def test_restart_after_a_failed_step_works_once_the_runner_recovers() -> None:
         engine.restart()
     runner.broken = False
     engine.restart()
-    engine.add(NEIGHBOUR)
+    engine.add(NEIGHBOR)
     assert list(finish(engine)[0].values()) == [EXPECTED]

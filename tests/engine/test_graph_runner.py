@@ -28,7 +28,7 @@ from perilune.models.native import ops
 
 TINY = PRESETS["tiny"].replace(initializer_range=0.15, num_layers=2, max_position_embeddings=512)
 GEMMA = TINY.replace(architecture="gemma3_text", windows=(20, None), num_heads=4, num_kv_heads=2)
-EXPERTS = TINY.replace(architecture="qwen3_moe", experts=Experts(4, 2, 32, normalised=True))
+EXPERTS = TINY.replace(architecture="qwen3_moe", experts=Experts(4, 2, 32, normalized=True))
 
 
 @pytest.fixture(scope="module", autouse=True)

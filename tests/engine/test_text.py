@@ -1,4 +1,4 @@
-"""Streaming detokenisation: whole characters, and no part of a stop text, at any token boundary."""
+"""Streaming detokenization: whole characters, and no part of a stop text, at any token boundary."""
 
 import copy
 import time

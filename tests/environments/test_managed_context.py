@@ -75,7 +75,7 @@ def test_drop_output_keeps_context_with_nothing_to_drop() -> None:
     assert [agent for agent, _ in seen] == ["", "", ""]
 
 
-def test_summarise_asks_in_old_context_and_continues_in_new_one() -> None:
+def test_summarize_asks_in_old_context_and_continues_in_new_one() -> None:
     settings = {"rule": "summarise", "above": 60, "last": 0, "ask": "sum up"}
     end, seen, reward = play(settings, ["a", "b", "c", "saw c", "done"])
     assert seen[3] == ("", [out("c"), "sum up"])

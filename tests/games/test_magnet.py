@@ -96,7 +96,7 @@ def test_training_without_magnet_stays_away_from_the_equilibrium() -> None:
 
 
 def test_fixed_magnet_converges_to_another_point() -> None:
-    """The regularised game shares the equilibrium of the game only if the magnet is an equilibrium."""
+    """The regularized game shares the equilibrium of the game only if the magnet is an equilibrium."""
     played = Tabular()
     played.train(256, kl=0.2)
     assert 0.03 < played.exploitability() < 0.06

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from learning_cases import episode, weighted_groups
 
 from perilune.errors import RequestError, WorkFailedError
-from perilune.learn.advantages import DEAD_STD, centred, is_dead, standardised
+from perilune.learn.advantages import DEAD_STD, centred, is_dead, standardized
 from perilune.learn.algorithms import ALGORITHMS, algorithm
 from perilune.learn.weights import Aggregation, aggregate
 
@@ -18,29 +18,29 @@ COMPARING = ("grpo", "dr_grpo")
 
 def test_group_advantages_worked_example() -> None:
     r = np.array([1.0, 0, 0, 0])
-    assert standardised(r, epsilon=0) == pytest.approx([1.5, -0.5, -0.5, -0.5])
+    assert standardized(r, epsilon=0) == pytest.approx([1.5, -0.5, -0.5, -0.5])
     assert centred(r) == pytest.approx([0.75, -0.25, -0.25, -0.25])
 
 
-def test_standardised_advantages_are_zero_for_negligible_reward_spread() -> None:
+def test_standardized_advantages_are_zero_for_negligible_reward_spread() -> None:
     r = np.array([1.0] * 7 + [0.999])
     std = r.std(ddof=1)
     assert (r[-1] - r.mean()) / (std + 1e-6) == pytest.approx(-2.47, abs=5e-3)  # without the threshold
     assert (r[-1] - r.mean()) / (std + 1e-4) == pytest.approx(-1.93, abs=5e-3)
-    assert standardised(r).tolist() == [0.0] * 8
+    assert standardized(r).tolist() == [0.0] * 8
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=12))
 def test_advantages_are_finite_and_sum_to_zero(values: list[float]) -> None:
     r = np.array(values)
-    for advantages in (centred(r), standardised(r)):
+    for advantages in (centred(r), standardized(r)):
         assert np.isfinite(advantages).all()
         assert abs(advantages.sum()) < 1e-6
         ordered = advantages[np.argsort(r, kind="stable")]
         assert (np.diff(ordered) >= -1e-12).all()
-    assert np.abs(standardised(r)).max() <= math.sqrt(len(r))
+    assert np.abs(standardized(r)).max() <= math.sqrt(len(r))
     for tied in np.unique(r):
-        assert len(np.unique(standardised(r)[r == tied])) == 1
+        assert len(np.unique(standardized(r)[r == tied])) == 1
 
 
 @given(st.floats(-5, 5), st.integers(1, 8))

@@ -15,7 +15,7 @@ from learning_cases import episode, random_groups, signals_for
 from perilune.data.episode import Episode
 from perilune.errors import WorkFailedError
 from perilune.learn import losses
-from perilune.learn.advantages import generalised_advantages, leave_one_out, rewards_to_go, whitened
+from perilune.learn.advantages import generalized_advantages, leave_one_out, rewards_to_go, whitened
 from perilune.learn.algorithms import RL_ALGORITHMS, StepContext, algorithm
 from perilune.learn.algorithms.pass_at_k import sample_worth
 from perilune.learn.checks import check_weights
@@ -91,14 +91,14 @@ def test_reinforce_pp_works_with_one_sample_per_prompt() -> None:
 
 
 def test_gae_worked_example() -> None:
-    found = generalised_advantages(
+    found = generalized_advantages(
         np.array([0.0, 0, 1]), np.array([0.5, 0.6, 0.8]), np.ones(3, bool), gamma=1.0, lam=0.95
     )
     assert found == pytest.approx([0.4705, 0.39, 0.2])
 
 
 def test_gae_skips_masked_tokens() -> None:
-    inner = generalised_advantages(
+    inner = generalized_advantages(
         np.array([0.0, 7, 0, 1]), np.array([0.5, 9, 0.6, 0.8]), np.array([True, False, True, True]),
         gamma=1.0, lam=0.95,
     )  # fmt: skip
@@ -118,7 +118,7 @@ def test_ppo_whitens_advantages_and_not_returns() -> None:
     assert group.value.component.denominator == 5
 
 
-def test_dapo_penalises_length_in_the_last_fifth_of_the_budget() -> None:
+def test_dapo_penalizes_length_in_the_last_fifth_of_the_budget() -> None:
     lengths = np.array([16384.0, 18432, 20480])
     assert algorithm("dapo").overlong(lengths, 20480).tolist() == pytest.approx([0, -0.5, -1])
     assert algorithm("dapo", overlong_buffer=0.0).overlong(lengths, 20480).tolist() == [0, 0, 0]

@@ -26,7 +26,7 @@ CONFIGS = {
     "dense": DENSE,
     "with biases": DENSE.replace(architecture="qwen2"),
     "windows": DENSE.replace(architecture="gemma3_text", windows=(20, None, None)),
-    "experts": DENSE.replace(architecture="qwen3_moe", experts=Experts(4, 2, 64, normalised=True)),
+    "experts": DENSE.replace(architecture="qwen3_moe", experts=Experts(4, 2, 64, normalized=True)),
     "latent attention": DENSE.replace(
         architecture="deepseek_v3", num_kv_heads=4, head_dim=24, latent=Latent(40, 8, 16, 12, 20)
     ),

@@ -17,7 +17,7 @@ from perilune.learn.distillation import (
     diagnostics,
     distil,
     forward_topk,
-    generalised_jsd,
+    generalized_jsd,
     reverse_topk,
     split_chunks,
     token_losses,
@@ -63,19 +63,19 @@ def test_forward_topk_is_clamped_at_zero() -> None:
 @pytest.mark.parametrize(("beta", "expected"), [(0.001, 0.000184), (0.0, 0.18379)])
 def test_gkd_is_forward_kl_at_beta_0_and_reverse_kl_at_beta_1(beta: float, expected: float) -> None:
     q, p = (torch.tensor([[a, 1 - a]], dtype=torch.float64).log() for a in (0.7, 0.4))
-    assert generalised_jsd(p, q, beta).item() == pytest.approx(expected, abs=5e-7 if beta else 5e-6)
+    assert generalized_jsd(p, q, beta).item() == pytest.approx(expected, abs=5e-7 if beta else 5e-6)
     reverse = 0.4 * math.log(0.4 / 0.7) + 0.6 * math.log(0.6 / 0.3)
-    assert generalised_jsd(p, q, 1.0).item() == pytest.approx(reverse)
+    assert generalized_jsd(p, q, 1.0).item() == pytest.approx(reverse)
     half = sum(
         0.5 * a * math.log(a / m) + 0.5 * b * math.log(b / m)
         for a, b, m in ((0.7, 0.4, 0.55), (0.3, 0.6, 0.45))
     )
-    assert generalised_jsd(p, q, 0.5).item() == pytest.approx(half)
+    assert generalized_jsd(p, q, 0.5).item() == pytest.approx(half)
 
 
 def test_gkd_rejects_beta_above_1() -> None:
     with pytest.raises(RequestError, match="beta"):
-        generalised_jsd(P, Q, 1.5)
+        generalized_jsd(P, Q, 1.5)
 
 
 def test_overlap_advantage_is_negative_kl_over_shared_top_tokens() -> None:
@@ -111,11 +111,11 @@ def test_diagnostics_and_losses_are_zero_for_equal_policies(seed: int, k: int) -
         "reverse_kl",
     ):
         assert found[name].item() == pytest.approx(0, abs=1e-12)
-    for loss in (forward_topk(p, p, k), reverse_topk(p, p, k), generalised_jsd(p, p, 0.5)):
+    for loss in (forward_topk(p, p, k), reverse_topk(p, p, k), generalized_jsd(p, p, 0.5)):
         assert loss.abs().max().item() == pytest.approx(0, abs=1e-12)
 
 
-def test_reverse_topk_renormalises_student_and_teacher() -> None:
+def test_reverse_topk_renormalizes_student_and_teacher() -> None:
     logits = P.clone().requires_grad_()
     value = reverse_topk(logits.log_softmax(-1), Q, 3)
     a = np.array([0.6, 0.3, 0.05]) / 0.95

@@ -106,7 +106,7 @@ def test_default_lora_targets_are_the_linear_maps_of_the_model() -> None:
     config = DecoderConfig(
         "gpt_oss", vocab_size=98, hidden_size=32, intermediate_size=8, num_layers=1, num_heads=2,
         num_kv_heads=1, head_dim=16, tie_word_embeddings=False, attention_bias=True,
-        experts=Experts(count=2, per_token=1, intermediate_size=8, normalised=True),
+        experts=Experts(count=2, per_token=1, intermediate_size=8, normalized=True),
     )  # fmt: skip
     decoder = Decoder(config)
     adapt(decoder, LearnerSettings.model_validate({"lora": {"rank": 2}}), seed=0)

@@ -99,17 +99,17 @@ def test_replay_on_equal_weights_is_bitwise_identical(token_budget: int) -> None
 
 
 @pytest.mark.usefixtures("arithmetic")
-@pytest.mark.parametrize("normalised", [False, True])
-def test_route_computes_router_weights_for_given_experts(normalised: bool) -> None:
+@pytest.mark.parametrize("normalized", [False, True])
+def test_route_computes_router_weights_for_given_experts(normalized: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(9, 20, generator=generator, requires_grad=True)
     given = torch.stack([torch.randperm(20, generator=generator)[:4] for _ in range(9)])
     given[3] = -1
-    weights, chosen = route(logits, 4, normalised, given)
+    weights, chosen = route(logits, 4, normalized, given)
     exact = logits.detach().double().requires_grad_()
     used = torch.where(given < 0, exact.topk(4, dim=-1).indices, given)
     expected = exact.softmax(-1).gather(1, used)
-    if normalised:
+    if normalized:
         expected = expected / expected.sum(-1, keepdim=True)
     assert torch.equal(chosen, used)
     torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)

@@ -157,7 +157,7 @@ def test_solved_tasks_do_not_count_as_dead_groups() -> None:
     assert Series([{"step": 1, "reward": 10**400}]).column("reward") == [None]
 
 
-def test_reward_hack_is_named_before_most_of_the_overoptimised_run_has_passed() -> None:
+def test_reward_hack_is_named_before_most_of_the_overoptimized_run_has_passed() -> None:
     curves = json.loads((RESULTS / "overoptimisation.json").read_text())["curves"]
     assert sorted(map(len, curves.values())) == [3, 3]
     for curve in (run for runs in curves.values() for run in runs):

@@ -1,4 +1,4 @@
-"""Scaling laws of over-optimisation, their fit, and the watch that raises the alarm."""
+"""Scaling laws of over-optimization, their fit, and the watch that raises the alarm."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with ChatML control tokens, in which a text has many tokenisations."""
+"""A byte-level BPE tokenizer with ChatML control tokens, in which a text has many tokenizations."""
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers

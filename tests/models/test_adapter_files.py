@@ -64,15 +64,15 @@ def test_peft_loads_our_adapter(base: Path, tmp_path: Path) -> None:
     assert (found - start).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("rank_stabilised", [False, True])
-def test_adapter_of_peft_loads_merges_and_attaches(base: Path, tmp_path: Path, rank_stabilised: bool) -> None:
+@pytest.mark.parametrize("rank_stabilized", [False, True])
+def test_adapter_of_peft_loads_merges_and_attaches(base: Path, tmp_path: Path, rank_stabilized: bool) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     config = LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM",
-        init_lora_weights=False, use_rslora=rank_stabilised,
+        init_lora_weights=False, use_rslora=rank_stabilized,
     )  # fmt: skip
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     model.save_pretrained(tmp_path)
@@ -117,7 +117,7 @@ def test_policy_with_bfloat16_products_is_saved_in_bfloat16_without_loss(
         assert torch.equal(logits(again), logits(decoder))
 
 
-def test_base_can_be_quantised_to_int8_while_loading(base: Path) -> None:
+def test_base_can_be_quantized_to_int8_while_loading(base: Path) -> None:
     read, _ = load_checkpoint(base, base="int8")
     narrowed = load_decoder(base)
     convert_base(narrowed, "int8")

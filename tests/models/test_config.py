@@ -95,7 +95,7 @@ def experts(draw: st.DrawFn, layers: int, options: frozenset[str]) -> Experts:
         count=count,
         per_token=draw(st.integers(1, count // groups * kept)),
         intermediate_size=inner,
-        normalised=draw(st.booleans()) if "norm_topk_prob" in options else True,
+        normalized=draw(st.booleans()) if "norm_topk_prob" in options else True,
         dense_layers=tuple(sorted(dense)),
         shared_size=shared if options & {"n_shared_experts", "shared_expert_intermediate_size"} else 0,
         groups=groups,

@@ -24,20 +24,20 @@ SHAPES = [(1, 1), (4, 2), (17, 17), (40, 3), (128, 8)]
 
 
 @pytest.mark.usefixtures("arithmetic", "threads")
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(("experts", "per_token"), SHAPES)
 def test_routes_are_exact_and_independent_of_other_rows(
-    experts: int, per_token: int, normalised: bool
+    experts: int, per_token: int, normalized: bool
 ) -> None:
     logits = torch.randn(150, experts, generator=torch.Generator().manual_seed(0)) * 3
-    weights, chosen = route(logits, per_token, normalised)
+    weights, chosen = route(logits, per_token, normalized)
     expected, indices = logits.double().softmax(-1).topk(per_token, dim=-1)
-    if normalised:
+    if normalized:
         expected = expected / expected.sum(-1, keepdim=True)
     torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
     assert torch.equal(chosen, indices)
     for some in (slice(0, 1), slice(20, 50), slice(85, 150)):
-        for part, whole in zip(route(logits[some], per_token, normalised), (weights, chosen), strict=True):
+        for part, whole in zip(route(logits[some], per_token, normalized), (weights, chosen), strict=True):
             assert torch.equal(part, whole[some])
 
 
@@ -53,16 +53,16 @@ def test_lower_index_wins_among_equally_probable_experts() -> None:
 
 
 @pytest.mark.usefixtures("arithmetic")
-@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(("experts", "per_token"), SHAPES)
-def test_routing_gradient_equals_float64_reference(experts: int, per_token: int, normalised: bool) -> None:
+def test_routing_gradient_equals_float64_reference(experts: int, per_token: int, normalized: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(9, experts, generator=generator, requires_grad=True)
     factors = torch.randn(9, per_token, generator=generator)
-    (route(logits, per_token, normalised)[0] * factors).sum().backward()
+    (route(logits, per_token, normalized)[0] * factors).sum().backward()
     exact = logits.detach().double().requires_grad_()
     weights = exact.softmax(-1).topk(per_token, dim=-1).values
-    if normalised:
+    if normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     (weights * factors).sum().backward()
     assert logits.grad is not None and exact.grad is not None
@@ -75,7 +75,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 MIXTURES = {
     "one": Experts(1, 1, 24),
-    "all": Experts(20, 20, 40, normalised=False),
+    "all": Experts(20, 20, 40, normalized=False),
     "some dense": Experts(4, 2, 48, dense_layers=(1,)),
     "wide": Experts(5, 3, 100),  # wider than a dense layer
     "mostly idle": Experts(128, 8, 32),

@@ -152,7 +152,7 @@ def test_support_describes_how_a_config_would_load(config: dict[str, Any], runs:
     found = support(config)
     assert found["runs"] == runs
     assert reason in found["reason"]
-    assert found["quantised"] == ("quantization_config" in config and config != WITHOUT | FP8)
+    assert found["quantized"] == ("quantization_config" in config and config != WITHOUT | FP8)
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,10 @@ def test_invalid_counts_types_and_offsets_are_rejected(good: Path, tmp_path: Pat
     whole = entry + struct.pack("<IQ", kind, offset)
     out, bad = tmp_path / "out", tmp_path / "bad.gguf"
     assert_rejected(
-        replace_bytes(good, bad, whole, entry + struct.pack("<IQ", 999, offset)), out, "quantised as type 999"
+        replace_bytes(good, bad, whole, entry + struct.pack("<IQ", 999, offset)), out, "quantized as type 999"
     )
     assert_rejected(
-        replace_bytes(good, bad, whole, entry + struct.pack("<IQ", 34, offset)), out, "quantised as TQ1_0"
+        replace_bytes(good, bad, whole, entry + struct.pack("<IQ", 34, offset)), out, "quantized as TQ1_0"
     )
     assert_rejected(
         replace_bytes(good, bad, whole, entry + struct.pack("<IQ", kind, 2**63)), out, "truncated"

@@ -1,4 +1,4 @@
-"""Tokenisation of dataset rows: chat templates, loss masks, long rows, preference pairs and warnings."""
+"""Tokenization of dataset rows: chat templates, loss masks, long rows, preference pairs and warnings."""
 
 import json
 from pathlib import Path

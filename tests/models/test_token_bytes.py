@@ -96,5 +96,5 @@ def test_context_dependent_decoders_are_rejected(decoder: decoders.Decoder | Non
     backend = tokenizers.Tokenizer(models.WordLevel({"a": 0}))
     if decoder is not None:
         backend.decoder = decoder
-    with pytest.raises(RequestError, match=f"{found}.*depends on its neighbours"):
+    with pytest.raises(RequestError, match=f"{found}.*depends on its neighbors"):
         token_bytes(backend)

@@ -21,7 +21,7 @@ said = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(words, said), min_size=1, max_size=3))
 def test_turn_by_turn_tokens_equal_the_whole_conversation(turns):
-    """If answers are tokenised canonically, appending turns equals encoding the whole conversation."""
+    """If answers are tokenized canonically, appending turns equals encoding the whole conversation."""
     ids = CHAT.encode_prompt(OPENING)
     messages = list(OPENING)
     for answer, others in turns:

@@ -273,7 +273,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": [98]}, 400, "the vocabulary has no token 98"),
     ({"prompt": 1}, 400, "prompt"),
     ({"prompt": None}, 400, "prompt is missing"),
-    ({"tempreature": 1}, 400, "unrecognised argument: tempreature"),
+    ({"tempreature": 1}, 400, "unrecognized argument: tempreature"),
     ({"temperature": -1}, 400, "temperature"),
     ({"n": 0}, 400, "n:"),
     ({"n": 100, "prompt": ["a", "b", "c"]}, 400, "at most 256 choices"),
@@ -302,7 +302,7 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"structured_outputs": {"choice": ["a"]}, "response_format": {"type": "text"}}, 400, "only one"),
     ({"seed": 1, "key": [0, 0, 0]}, 400, "give only one"),
     ({"top_p": float("nan")}, 400, "top_p"),
-    ({"\ud800": 1}, 400, "unrecognised argument: ?"),
+    ({"\ud800": 1}, 400, "unrecognized argument: ?"),
 ]  # fmt: skip
 
 

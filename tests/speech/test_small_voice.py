@@ -1,4 +1,4 @@
-"""A small voice: the spectral vocoder, the fitted codec, the espeak teacher, and the recogniser."""
+"""A small voice: the spectral vocoder, the fitted codec, the espeak teacher, and the recognizer."""
 
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from perilune.speech.codec import CodecDecoder
 from perilune.speech.codec_encoder import MELS, CodecEncoder, encode, log_mel
 from perilune.speech.config import CodecConfig
 from perilune.speech.quantizer import quantize
-from perilune.speech.recogniser import Recogniser, count_word_errors
+from perilune.speech.recognizer import Recognizer, count_word_errors
 from perilune.speech.spectral import OVERLAP, SpectralVocoder
 from perilune.speech.streaming import CodecState
 from perilune.tasks.speech.codebooks import fit_codebooks
@@ -155,7 +155,7 @@ def test_draw_texts_splits_are_disjoint_and_seeded() -> None:
 @pytest.mark.parametrize("text", ["", "a; rm", "[[h@l'oU]]", "<speak>", "x\n", "é", "a" * 501])
 def test_espeak_refuses_markup_and_control_characters(text: str) -> None:
     with pytest.raises(RequestError, match="cannot say"):
-        espeak.synthesise_text(text, voice="en-us", speed=150, sample_rate=16000)
+        espeak.synthesize_text(text, voice="en-us", speed=150, sample_rate=16000)
 
 
 def test_espeak_runs_the_program_and_names_missing_parts(
@@ -163,16 +163,16 @@ def test_espeak_runs_the_program_and_names_missing_parts(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RequestError, match="not installed"):
-        espeak.synthesise_text("one", voice="en-us", speed=150, sample_rate=16000)
+        espeak.synthesize_text("one", voice="en-us", speed=150, sample_rate=16000)
     tones(tmp_path)
-    heard = espeak.synthesise_text("one two", voice="en-us", speed=150, sample_rate=16000)
+    heard = espeak.synthesize_text("one two", voice="en-us", speed=150, sample_rate=16000)
     assert len(heard) == 16000 and heard.dtype == np.float32
     pitch = np.abs(np.fft.rfft(heard[:8000])).argmax() * 2  # bins of half a second
     assert pitch == 300  # the tone for "one", resampled
     with pytest.raises(RequestError, match="name of a voice"):
-        espeak.synthesise_text("one", voice="../x", speed=150, sample_rate=16000)
+        espeak.synthesize_text("one", voice="../x", speed=150, sample_rate=16000)
     with pytest.raises(RequestError, match="no such voice"):
-        espeak.synthesise_text("one", voice="xx", speed=150, sample_rate=16000)
+        espeak.synthesize_text("one", voice="xx", speed=150, sample_rate=16000)
 
 
 PROGRAM = """#!{python} -IS
@@ -197,9 +197,9 @@ def tones(folder: Path) -> None:
     program.chmod(0o755)
 
 
-def test_recogniser_outputs_its_words_and_refuses_unknown_words() -> None:
-    listener = Recogniser(["one", "two"])
+def test_recognizer_outputs_its_words_and_refuses_unknown_words() -> None:
+    listener = Recognizer(["one", "two"])
     assert set(listener.hear(noise(8000).numpy()).split()) <= {"one", "two"}
     assert listener.hear(np.zeros(0, np.float32)) == listener.hear(np.zeros(0, np.float32))
     with pytest.raises(RequestError, match="qwertz"):
-        Recogniser(["one", "qwertz"])
+        Recognizer(["one", "qwertz"])

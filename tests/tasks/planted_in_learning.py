@@ -118,7 +118,7 @@ def reference_is_trained(patch: Patch) -> None:
 
 def group_baseline_forgotten(patch: Patch) -> None:
     """Rewards are used as advantages."""
-    patch.setattr("perilune.learn.algorithms.group_relative.standardised", lambda scores: scores)
+    patch.setattr("perilune.learn.algorithms.group_relative.standardized", lambda scores: scores)
 
 
 def micro_batch_twice(patch: Patch) -> None:
@@ -286,16 +286,16 @@ def rewards_in_another_order(patch: Patch) -> None:
 
 
 def advantages_have_the_wrong_sign(patch: Patch) -> None:
-    right = group_relative.standardised
-    patch.setattr(group_relative, "standardised", lambda scores: -right(scores))
+    right = group_relative.standardized
+    patch.setattr(group_relative, "standardized", lambda scores: -right(scores))
 
 
 def baseline_of_the_batch(patch: Patch) -> None:
-    """Rewards are standardised over all groups."""
+    """Rewards are standardized over all groups."""
 
     def weight_groups(self: GRPO, groups: Any, context: Any) -> Any:
         scores = [group_relative.rewards(group) for group in groups]
-        white = iter(group_relative.standardised(np.concatenate(scores)))
+        white = iter(group_relative.standardized(np.concatenate(scores)))
         patched = [np.array([next(white) for _ in values]) for values in scores]
         # centred in its group again, so that only the scale comes from the batch
         return [

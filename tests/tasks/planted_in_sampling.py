@@ -114,7 +114,7 @@ def end_of_sequence_masked(patch: Patch) -> None:
     change_episodes(patch, masked)
 
 
-def turns_tokenised_again(patch: Patch) -> None:
+def turns_tokenized_again(patch: Patch) -> None:
     """The tokens are retokenized from the text, which has no end-of-sequence token."""
 
     def again(self: RolloutWorker, one: Episode) -> Episode:
@@ -146,7 +146,7 @@ def _next(items: Any) -> Any:
     return zip(items, [*items[1:], *items[:1]], strict=True)
 
 
-def rewards_of_neighbours(patch: Patch) -> None:
+def rewards_of_neighbors(patch: Patch) -> None:
     """Each episode has the reward of the next episode in its group."""
     right = RolloutWorker._group
 
@@ -164,7 +164,7 @@ def rewards_of_neighbours(patch: Patch) -> None:
     patch.setattr(RolloutWorker, "_group", group)
 
 
-def verdicts_of_neighbours(patch: Patch) -> None:
+def verdicts_of_neighbors(patch: Patch) -> None:
     """The verifier's results return in another order."""
     right = Sessions.step
 
@@ -177,7 +177,7 @@ def verdicts_of_neighbours(patch: Patch) -> None:
     patch.setattr(Sessions, "step", step)
 
 
-def texts_of_neighbours(patch: Patch) -> None:
+def texts_of_neighbors(patch: Patch) -> None:
     """The verifier is given the text of the next answer."""
     right = Sessions.step
 

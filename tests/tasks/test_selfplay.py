@@ -240,7 +240,7 @@ def test_gate_reports_reasons_to_reject(first: dict[str, Any], then: dict[str, A
     assert table(first, then).reasons_to_reject(1, 0) == why
 
 
-def test_prioritised_choice_prefers_hard_opponents(played: Path) -> None:
+def test_prioritized_choice_prefers_hard_opponents(played: Path) -> None:
     chosen = {choice: drawn(choice) for choice in ("uniform", "prioritised")}
     assert 60 < chosen["uniform"].count(0) < 140
     assert chosen["prioritised"].count(0) > 170

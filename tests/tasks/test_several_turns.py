@@ -283,8 +283,8 @@ def observations_are_learned(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (turns_are_retokenized, "continued other tokens: was its text tokenised again"),
-        (episode_is_retokenized, "was its text tokenised again"),
+        (turns_are_retokenized, "continued other tokens: was its text tokenized again"),
+        (episode_is_retokenized, "was its text tokenized again"),
         (observations_are_learned, r"a loss mask with token \d+, which the policy did not choose"),
     ],
 )

@@ -30,7 +30,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return (torch.randn(FRAME * len(text.split()), generator=drawn) * 0.1).numpy()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("perilune.tasks.speech.utterances.synthesise_text", noise)
+        patch.setattr("perilune.tasks.speech.utterances.synthesize_text", noise)
         return run_task(tmp_path_factory.mktemp("teacher") / "b", "utterances")
 
 

@@ -25,7 +25,7 @@ from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.data.records import TraceRecord, write_records
 from perilune.files import append_json_line, write_json
-from perilune.learn.advantages import is_dead, standardised
+from perilune.learn.advantages import is_dead, standardized
 from perilune.learn.objective import objective_curve
 from perilune.models.text.tokenizer import Tokenizer
 from perilune.tasks.stage.outcomes import evaluation_summary, strategy_figures
@@ -267,7 +267,7 @@ class SyntheticExperiment:
                 for sample in range(8)
             ]
             rewards = np.array([math.nan if episode.reward is None else episode.reward for episode in group])
-            for episode, advantage in zip(group, standardised(rewards), strict=True):
+            for episode, advantage in zip(group, standardized(rewards), strict=True):
                 known = {} if math.isnan(advantage) else {"advantage": float(advantage)}
                 episodes.append(replace(episode, metrics={**episode.metrics, **known}))
         write_episodes(root / "artifacts" / "episodes" / f"step-{step:06d}.parquet", episodes)

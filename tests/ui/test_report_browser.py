@@ -435,7 +435,7 @@ def sub_agents(episode: Episode) -> Episode:
     return replace(episode, spans=spans, policy_version=versions, step_rewards=rewards)
 
 
-def test_token_colours_offer_recorded_metrics_and_sub_agents_are_lanes(browser: Any, tmp_path: Path) -> None:
+def test_token_colors_offer_recorded_metrics_and_sub_agents_are_lanes(browser: Any, tmp_path: Path) -> None:
     made = SyntheticExperiment(tmp_path)
     root = made.rl(steps=1, prompts=2)
     path = root / "artifacts" / "episodes" / "step-000001.parquet"
@@ -443,8 +443,8 @@ def test_token_colours_offer_recorded_metrics_and_sub_agents_are_lanes(browser: 
     page = browser.new_page()
     window = Window(page, build_report(made.view(), tmp_path / "report.html"))
     page.locator(".cell").first.click()
-    colour = page.get_by_label("Colour of tokens")
-    offered = colour.locator("option").all_inner_texts()
+    color = page.get_by_label("Color of tokens")
+    offered = color.locator("option").all_inner_texts()
     others = ["step reward", "policy version"]
     assert [option for option in offered if option != "advantage"] == [
         "probability",
@@ -461,12 +461,12 @@ def test_token_colours_offer_recorded_metrics_and_sub_agents_are_lanes(browser: 
         token = page.locator(".tokens .token").nth(place)
         return float(str(token.evaluate("(one) => one.style.getPropertyValue('--depth')")).rstrip("%"))
 
-    colour.select_option("KL to the reference")
+    color.select_option("KL to the reference")
     assert [tint(0), tint(1)] == [
         "var(--c2)",
         "var(--c3)",
     ]  # less and more likely than under the reference model
-    colour.select_option("entropy")
+    color.select_option("entropy")
     first = read_episodes(path)[0]
     shares = [*np.exp(first.top_logprobs[0]).tolist()]
     shares.append(1 - sum(shares))
@@ -475,12 +475,12 @@ def test_token_colours_offer_recorded_metrics_and_sub_agents_are_lanes(browser: 
     text = page.locator(".tooltip-row", has_text="entropy").locator("b").inner_text()
     assert float(text.removesuffix(" nats")) == pytest.approx(entropy, abs=0.002)
     assert depth(0) == pytest.approx(min(72, 100 * entropy / 3), abs=0.1)
-    colour.select_option("step reward")
+    color.select_option("step reward")
     assert [tint(0), tint(1)] == ["var(--c2)", "var(--c3)"]  # negative, then positive step reward
-    colour.select_option("policy version")
+    color.select_option("policy version")
     assert [tint(0), tint(1)] == ["var(--c3)", "var(--c4)"]
     page.locator(".cell").nth(1).click()
-    assert colour.input_value() == "policy version"  # the choice stays
+    assert color.input_value() == "policy version"  # the choice stays
 
     assert page.locator(".lanes h4").inner_text() == "5 turns in 4 critical steps"
     assert window.count('[data-chart="spans"] rect.mark') == 5 + 1  # five turns and one wait

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perilune.ui.comparisons import (
-    UNRECOGNISED,
+    UNRECOGNIZED,
     Evaluation,
     compare_evaluations,
     read_evaluation,
@@ -98,10 +98,10 @@ def test_single_rare_strategy_stays_unnamed() -> None:
     assert [part.strategy for part in split_by_strategy(before, after)] == ["direct", "1 strategy under 1%"]
 
 
-def test_answers_without_a_strategy_count_as_unrecognised() -> None:
+def test_answers_without_a_strategy_count_as_unrecognized() -> None:
     before = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 0.5, "accuracy": 0.2}})
     after = evaluation(pass_at_1=0.3, strategies={"direct": {"share": 1.0, "accuracy": 0.3}})
-    rest = next(part for part in split_by_strategy(before, after) if part.strategy == UNRECOGNISED)
+    rest = next(part for part in split_by_strategy(before, after) if part.strategy == UNRECOGNIZED)
     assert rest.share == (0.5, 0.0)
     assert rest.accuracy[0] == pytest.approx(0.4)
 

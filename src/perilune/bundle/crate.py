@@ -43,7 +43,7 @@ def describe(folder: Path) -> None:
     crate.name = f"Run {metadata['invocationId']}"
     crate.description = f"{title}. Check it with `perilune verify`."
     crate.datePublished = datetime.fromisoformat(metadata["finishedOn"])
-    crate.license = "No licence is stated; ask the provider of this crate."
+    crate.license = "No license is stated; ask the provider of this crate."
     crate.root_dataset["conformsTo"] = crate.add(
         ContextEntity(
             crate, PROFILE, {"@type": "CreativeWork", "name": "Process Run Crate", "version": "0.5"}

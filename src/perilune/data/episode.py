@@ -71,7 +71,7 @@ class Episode:
         finish_reason: "stop" (end-of-sequence or stop token), "length" (a limit on tokens or turns) or
             "aborted".
         failure: "" or "boundary: reason", boundary in {environment, verifier, model, sandbox}.
-        metrics: further figures; "strategy/NAME": 1.0 marks the strategy that the environment recognised.
+        metrics: further figures; "strategy/NAME": 1.0 marks the strategy that the environment recognized.
         routed_experts: uint8 or uint16 [P + T - 1, layers, experts per token], the experts that computed the
             prompt and all tokens but the last (`perilune.data.routes`); None if they were not recorded.
         spans: of the player and its sub-agents; empty if it had none.

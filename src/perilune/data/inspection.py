@@ -33,10 +33,10 @@ def inspect_files(paths: Sequence[Path], *, languages: bool = False) -> dict[str
         rows: Sequence[Episode | TraceRecord]
         if path.suffix == ".parquet":
             episodes = rows = read_episodes(path)
-            figures = _summarise_episodes(episodes)
+            figures = _summarize_episodes(episodes)
         else:
             records = rows = read_records(path)
-            figures = _summarise_records(records)
+            figures = _summarize_records(records)
         if languages:
             figures["languages"] = _count_values(detect_language(_answer(row)) for row in rows)
         files.append({"file": str(path)} | figures | {"histograms": _histograms(rows)})
@@ -45,7 +45,7 @@ def inspect_files(paths: Sequence[Path], *, languages: bool = False) -> dict[str
     return {"files": files, "shared_tasks": shared}
 
 
-def _summarise_records(records: Sequence[TraceRecord]) -> dict[str, Any]:
+def _summarize_records(records: Sequence[TraceRecord]) -> dict[str, Any]:
     repeated = Counter(record.digest for record in records)
     return {
         "kind": "records",
@@ -63,7 +63,7 @@ def _summarise_records(records: Sequence[TraceRecord]) -> dict[str, Any]:
     }
 
 
-def _summarise_episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
+def _summarize_episodes(episodes: Sequence[Episode]) -> dict[str, Any]:
     strategies = (name for episode in episodes for name in episode.metrics if name.startswith("strategy/"))
     return {
         "kind": "episodes",

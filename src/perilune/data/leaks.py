@@ -28,9 +28,9 @@ def find_leak(
         prompt: what the trained model will see; text that it shares with the hint is not a leak.
         ngram: number of consecutive characters that counts as copied.
     """
-    body, known, secret = (_normalise(part) for part in (text, prompt, hint))
+    body, known, secret = (_normalize(part) for part in (text, prompt, hint))
     for phrase in phrases:
-        if (plain := _normalise(phrase)) in body and plain not in known:
+        if (plain := _normalize(phrase)) in body and plain not in known:
             return f"mentions its instructions: {phrase!r}"
     for start in range(len(secret) - ngram + 1):
         part = secret[start : start + ngram]
@@ -39,5 +39,5 @@ def find_leak(
     return None
 
 
-def _normalise(text: str) -> str:
+def _normalize(text: str) -> str:
     return re.sub(r"\s+", "", text).casefold()

@@ -98,7 +98,7 @@ class Constraints:
         stop_token_ids: tokens that end a sample; by default the tokenizer's end-of-sequence token.
 
     Raises:
-        RequestError: when llguidance is not installed, or the text of a token depends on its neighbours.
+        RequestError: when llguidance is not installed, or the text of a token depends on its neighbors.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ def compute_embeddings(
     pooling: Pooling,
     adapter: int,
 ) -> Iterator[list[NDArray[np.float32]]]:
-    """Yield the embeddings float32[d] of tokenised texts in order, normalized to unit length.
+    """Yield the embeddings float32[d] of tokenized texts in order, normalized to unit length.
 
     Each iteration computes at most `_CHUNK_TOKENS` tokens and returns the embeddings that it completes.
 

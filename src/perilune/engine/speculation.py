@@ -102,7 +102,7 @@ class Speculation:
 
         Reading the weights takes as long as computing R tokens, so a step of B samples takes B + R units of
         time. One more draft token for each sample adds B units and the time to draft them. The result
-        maximises the expected tokens per unit of time.
+        maximizes the expected tokens per unit of time.
         """
         sequences, batch = self._sequences, len(rows)
         room: Tokens = np.minimum(sequences.limit[rows] - sequences.length[rows] - 1, self._settings.tokens)

@@ -144,8 +144,8 @@ def required_logprobs(params: SamplingParams) -> LogprobStage:
     """Return the earliest stage whose log-probs are under the distribution drawn from."""
     if params.top_k or params.top_p < 1 or params.min_p > 0:
         return "processed"
-    penalised = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    changed = penalised or params.logit_bias or params.min_tokens
+    penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    changed = penalized or params.logit_bias or params.min_tokens
     return "tempered" if changed or params.temperature not in (0.0, 1.0) else "raw"
 
 

@@ -128,7 +128,7 @@ _TEXTS = {
         _board_view("xo"),
     ),
     "clobber": GameText(
-        "Clobber. Move a piece onto a neighbouring piece of the other player, which is removed; who cannot"
+        "Clobber. Move a piece onto a neighboring piece of the other player, which is removed; who cannot"
         " move loses. A move is from and to: a1a2.",
         _board_view("ox"),
     ),

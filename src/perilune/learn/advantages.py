@@ -39,7 +39,7 @@ def centred(rewards: Rewards) -> Rewards:
     return np.asarray(rewards - np.nanmean(rewards))
 
 
-def standardised(rewards: Rewards, epsilon: float = STD_EPSILON) -> Rewards:
+def standardized(rewards: Rewards, epsilon: float = STD_EPSILON) -> Rewards:
     """Return (r - mean) / (std + epsilon), std with ddof=1 as in verl and TRL."""
     return np.asarray(centred(rewards) / (spread(rewards) + epsilon))
 
@@ -83,7 +83,7 @@ def rewards_to_go(rewards: Tokens, mask: NDArray[np.bool_], gamma: float) -> Tok
     return returns
 
 
-def generalised_advantages(
+def generalized_advantages(
     rewards: Tokens, values: Tokens, mask: NDArray[np.bool_], *, gamma: float, lam: float, after: float = 0.0
 ) -> Tokens:
     """Compute GAE (arXiv 1506.02438): A_t = d_t + gamma lam A_{t+1}, d_t = r_t + gamma V_{t+1} - V_t.

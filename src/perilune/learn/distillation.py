@@ -3,8 +3,8 @@
 p is the student, q the teacher, both after the student's tokens; M tokens, V vocabulary.
 
     reverse_kl    policy gradient with A_t = -coefficient * stop_gradient(log p - log q) at the sampled token
-    reverse_topk  KL(p' || q') on the k likeliest tokens of p, both renormalised on them (arXiv 2604.13016)
-    forward_topk  sum over the k likeliest tokens of q of q (log q - log p), not renormalised (verl)
+    reverse_topk  KL(p' || q') on the k likeliest tokens of p, both renormalized on them (arXiv 2604.13016)
+    forward_topk  sum over the k likeliest tokens of q of q (log q - log p), not renormalized (verl)
     gkd           beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; beta 0 is KL(q || p) and
                   beta 1 KL(p || q), which the formula does not cover (arXiv 2306.13649, eq. 2)
 
@@ -151,7 +151,7 @@ def token_losses(  # noqa: PLR0917
     if loss.kind == "reverse_topk":
         return reverse_topk(p, q, loss.k)
     if loss.kind == "gkd":
-        return generalised_jsd(p, q, loss.beta)
+        return generalized_jsd(p, q, loss.beta)
     gain = advantages - loss.coefficient * (old_logprobs - gather_logprobs(q, targets))
     ratio = (gather_logprobs(p, targets) - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return -ratio * gain.detach()
@@ -164,13 +164,13 @@ def forward_topk(p: Tensor, q: Tensor, k: int) -> Tensor:
 
 
 def reverse_topk(p: Tensor, q: Tensor, k: int) -> Tensor:
-    """Return KL(p' || q') in nats, float[M], with both renormalised on the k likeliest tokens of p."""
+    """Return KL(p' || q') in nats, float[M], with both renormalized on the k likeliest tokens of p."""
     best, indices = p.topk(min(k, p.shape[-1]), dim=-1)
     a, b = best.log_softmax(-1), q.gather(-1, indices).log_softmax(-1)
     return (a.exp() * (a - b)).sum(-1)
 
 
-def generalised_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
+def generalized_jsd(p: Tensor, q: Tensor, beta: float) -> Tensor:
     """Return the divergence of GKD in nats, float[M].
 
     Raises:
@@ -191,11 +191,11 @@ def diagnostics(p: Tensor, q: Tensor, targets: Tensor, k: int) -> dict[str, Tens
     With S_p and S_q the k likeliest tokens of each, and O their intersection:
 
     * overlap_ratio |O| / k; overlap_mass_student, _teacher: mass of p and of q on O, of the full vocabulary
-    * overlap_advantage: over tokens with O not empty, sum over O of p'(log q' - log p') / |O|, renormalised
+    * overlap_advantage: over tokens with O not empty, sum over O of p'(log q' - log p') / |O|, renormalized
       on O; equals -KL(p' || q') / |O| <= 0 (arXiv 2604.13016, eq. 7). Its size depends on k.
     * overlap_advantage_verl: verl's quantity of the same name, mean over O of -q (log q - log p); any sign
     * topk_mass_student, _teacher: mass of p and of q on S_q
-    * entropy_gap: |H(q) - H(p)|; entropy_gap_topk: the same of each renormalised on its own k tokens
+    * entropy_gap: |H(q) - H(p)|; entropy_gap_topk: the same of each renormalized on its own k tokens
     * entropy of p; reverse_kl: log p - log q of the sampled token
     """
     k = min(k, p.shape[-1])

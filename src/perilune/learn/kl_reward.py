@@ -27,14 +27,14 @@ def weight_groups(algorithm: Algorithm, groups: Sequence[Group], context: StepCo
     """
     if not context.kl or context.kl_estimator != "k1_reward":
         return algorithm.weight_groups(groups, context)
-    penalised = [[_penalise(e, algorithm.takes_step_rewards, context) for e in group] for group in groups]
+    penalized = [[_penalize(e, algorithm.takes_step_rewards, context) for e in group] for group in groups]
     return [
         replace(
             weighted,
             episodes=tuple(group),
             figures={**weighted.figures, "kl_reference": _mean_k3(group, context)},
         )
-        for group, weighted in zip(groups, algorithm.weight_groups(penalised, context), strict=True)
+        for group, weighted in zip(groups, algorithm.weight_groups(penalized, context), strict=True)
     ]
 
 
@@ -44,7 +44,7 @@ def _k1(episode: Episode, context: StepContext) -> np.ndarray:
     return np.where(episode.loss_mask, episode.logprobs - reference, 0.0)
 
 
-def _penalise(episode: Episode, per_token: bool, context: StepContext) -> Episode:
+def _penalize(episode: Episode, per_token: bool, context: StepContext) -> Episode:
     if episode.failure or episode.reward is None:
         return episode
     cost = context.kl * _k1(episode, context)

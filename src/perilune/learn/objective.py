@@ -7,8 +7,8 @@ E[grad log pi | success] = grad p / p and E[grad log pi | failure] = -grad p / (
     w(p) = sum over s of Binomial(K - 1, p)(s) * (A+(s + 1) - A-(s)).
 
 The advantages come from the algorithm itself, so the curve includes the effects of group size and dead
-groups. It assumes equal response lengths. For large K, w is 1 for Dr. GRPO (which maximises p) and 1 / sqrt(p
-(1 - p)) for GRPO (which maximises 2 arcsin sqrt p).
+groups. It assumes equal response lengths. For large K, w is 1 for Dr. GRPO (which maximizes p) and 1 / sqrt(p
+(1 - p)) for GRPO (which maximizes 2 arcsin sqrt p).
 """
 
 import math

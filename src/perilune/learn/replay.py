@@ -74,7 +74,7 @@ class RouteReplay:
         """Count routes. Activation checkpointing calls this again for each layer in the backward pass."""
         count, per_token = len(self._routes), chosen.shape[-1]
         used = chosen[:count].sort(-1).values
-        own_choice = route(logits[:count], per_token, normalised=False)[1].sort(-1).values
+        own_choice = route(logits[:count], per_token, normalized=False)[1].sort(-1).values
         self._flipped |= (used != own_choice).any(-1)
         uses = torch.bincount(used.flatten(), minlength=logits.shape[-1])
         self._loads[layer] = uses / max(used.numel(), 1)

@@ -79,7 +79,7 @@ def length_dynamics(before: Sequence[Episode], after: Sequence[Episode]) -> dict
         -log p in nats by fifth of the answer, an estimate of the entropy).
     """
     split = decompose_length(length_bins(before), length_bins(after))
-    cells = [_summarise_answers(before), _summarise_answers(after)]
+    cells = [_summarize_answers(before), _summarize_answers(after)]
     keys = sorted(cells[0].keys() | cells[1].keys(), key=lambda key: (_sort_key(key[0]), key[1]))
     return {
         "before": split.before,
@@ -124,7 +124,7 @@ def _mean_length(bins: Mapping[str, Bin]) -> float:
     return math.fsum(item.count * item.length for item in bins.values()) / total if total else 0.0
 
 
-def _summarise_answers(episodes: Sequence[Episode]) -> dict[tuple[str, bool], dict[str, float]]:
+def _summarize_answers(episodes: Sequence[Episode]) -> dict[tuple[str, bool], dict[str, float]]:
     groups: dict[tuple[str, bool], list[Episode]] = defaultdict(list)
     for episode in episodes:
         if episode.reward is not None:

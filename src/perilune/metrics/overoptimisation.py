@@ -1,6 +1,6 @@
 """Detects overoptimisation: the gold score as a function of the distance from the initial policy.
 
-A policy that is optimised for a proxy moves a distance d = sqrt(KL(policy || initial)) and gains a gold score
+A policy that is optimized for a proxy moves a distance d = sqrt(KL(policy || initial)) and gains a gold score
 R that is not trained on. Gao et al. (arXiv 2210.10760) found for best-of-n and for reinforcement learning
 
     best of n   R(d) = d (alpha - beta d)        peak at d* = alpha / (2 beta),        R* = alpha^2 / (4 beta)

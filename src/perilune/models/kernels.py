@@ -81,10 +81,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
     if kernels := _kernels_for(x, x.shape[-1]):
         return kernels.rms_norm(x, weight, eps)[0]  # type: ignore[no-any-return]
-    return _normalised(x, eps)[0].mul_(weight)
+    return _normalized(x, eps)[0].mul_(weight)
 
 
-def _normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = scale.square_().mul_(1 / size).add_(eps).rsqrt_()
@@ -103,9 +103,9 @@ class _RMSNorm(torch.autograd.Function):
             out, scale = kernels.rms_norm(x, weight, eps)
             ctx.save_for_backward(x, scale, weight)
             return out  # type: ignore[no-any-return]
-        normalised, scale = _normalised(x, eps)
-        ctx.save_for_backward(normalised, scale, weight)
-        return normalised * weight
+        normalized, scale = _normalized(x, eps)
+        ctx.save_for_backward(normalized, scale, weight)
+        return normalized * weight
 
     @staticmethod
     @once_differentiable
@@ -113,11 +113,11 @@ class _RMSNorm(torch.autograd.Function):
         x, scale, weight = ctx.saved_tensors
         if kernels := _kernels_for(grad, grad.shape[-1]):
             return *kernels.rms_norm_backward(grad, x, weight, scale), None
-        normalised = x
-        product = normalised * grad
+        normalized = x
+        product = normalized * grad
         grad_weight = product.sum(tuple(range(grad.dim() - weight.dim())))
         mean = product.mul_(weight).mean(-1, keepdim=True)
-        grad_x = (grad * weight).addcmul_(normalised, mean, value=-1).mul_(scale)
+        grad_x = (grad * weight).addcmul_(normalized, mean, value=-1).mul_(scale)
         return grad_x, grad_weight, None
 
 
@@ -259,14 +259,14 @@ def _clamped_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 
 def route(
-    logits: Tensor, per_token: int, normalised: bool, forced: Tensor | None = None
+    logits: Tensor, per_token: int, normalized: bool, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Choose the K most probable experts of each token; on ties the lower index.
 
     Args:
         logits: float[N, E].
         per_token: K.
-        normalised: scale the weights of each token to sum to one.
+        normalized: scale the weights of each token to sum to one.
         forced: int64[N, K], experts to take instead, in that order; in rows of -1 `logits` decide.
 
     Returns:
@@ -274,15 +274,15 @@ def route(
     """
     if is_native(logits):
         if torch.is_grad_enabled() and logits.requires_grad:
-            return _Route.apply(logits, per_token, normalised, forced)  # type: ignore[no-any-return,no-untyped-call]
-        return ops.route(logits, per_token, normalised, forced)
+            return _Route.apply(logits, per_token, normalized, forced)  # type: ignore[no-any-return,no-untyped-call]
+        return ops.route(logits, per_token, normalized, forced)
     probabilities = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     ordered, indices = probabilities.sort(dim=-1, descending=True, stable=True)
     weights, indices = ordered[:, :per_token], indices[:, :per_token]
     if forced is not None:
         indices = torch.where(forced < 0, indices, forced)
         weights = probabilities.gather(-1, indices)
-    if normalised:
+    if normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, indices
 
@@ -290,16 +290,16 @@ def route(
 class _Route(torch.autograd.Function):
     """w = softmax(x) of the chosen, dx = p (g - sum(g p)) with g = dw at the chosen and 0 elsewhere.
 
-    Normalised, w is the softmax of the chosen logits alone.
+    Normalized, w is the softmax of the chosen logits alone.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, per_token: int, normalised: bool, forced: Tensor | None
+        ctx: Any, logits: Tensor, per_token: int, normalized: bool, forced: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        weights, chosen = ops.route(logits, per_token, normalised, forced)
+        weights, chosen = ops.route(logits, per_token, normalized, forced)
         ctx.save_for_backward(logits, weights, chosen)
-        ctx.normalised = normalised
+        ctx.normalized = normalized
         ctx.mark_non_differentiable(chosen)
         return weights, chosen
 
@@ -308,7 +308,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits, weights, chosen = ctx.saved_tensors
         dot = (grad * weights).sum(-1, keepdim=True)
-        if ctx.normalised:
+        if ctx.normalized:
             grad_logits = torch.zeros_like(logits).scatter_(-1, chosen, weights * (grad - dot))
             return grad_logits, None, None, None
         spread = torch.zeros_like(logits).scatter_(-1, chosen, grad)
@@ -326,7 +326,7 @@ def route_by_sigmoid(
         forced: as for `route`.
 
     Returns:
-        As `route`: weights, which sum to `experts.scale` if normalised, and indices.
+        As `route`: weights, which sum to `experts.scale` if normalized, and indices.
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = sigmoid(logits)
@@ -335,7 +335,7 @@ def route_by_sigmoid(
         if forced is not None:
             indices = torch.where(forced < 0, indices, forced)
     weights = scores.gather(-1, indices)
-    if experts.normalised:
+    if experts.normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return (weights if experts.scale == 1 else weights * experts.scale), indices
 

@@ -24,7 +24,7 @@ class Freezable(Protocol):
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation with a learned weight (Zhang & Sennrich 2019).
+    """Root mean square normalization with a learned weight (Zhang & Sennrich 2019).
 
     Args:
         offset: the factor is 1 + weight.
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.factor(), self.eps)
 
     def factor(self) -> Tensor:
-        """Return the factor float[size] of the normalised input."""
+        """Return the factor float[size] of the normalized input."""
         return 1 + self.weight if self.offset else self.weight
 
     def freeze(self, source: RMSNorm) -> None:

@@ -15,7 +15,7 @@ _local = threading.local()
 
 
 def scratch_buffer(purpose: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an uninitialised tensor. This thread's next buffer for `purpose` uses the same memory."""
+    """Return an uninitialized tensor. This thread's next buffer for `purpose` uses the same memory."""
     buffers: dict[tuple[str, torch.device], Tensor] = _local.__dict__.setdefault("buffers", {})
     size = math.prod(shape) * dtype.itemsize
     buffer = buffers.get((purpose, device))

@@ -19,7 +19,7 @@ from perilune.files import read_json
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.checkpoints.stored import open_checkpoint
 from perilune.models.checkpoints.tensors import StoredTensor, read_tensor_headers
-from perilune.models.config.quantisation import read_quantisation
+from perilune.models.config.quantization import read_quantization
 from perilune.models.config.reader import Reader, UnsupportedModelError
 from perilune.models.decoder import Decoder
 from perilune.models.text.tokenizer import Tokenizer
@@ -214,12 +214,12 @@ def _check_loadable(raw: Any, folder: CheckpointFolder) -> None:
     where = str(folder.path / "config.json")
     if not isinstance(raw, Mapping) or not isinstance(raw.get("model_type"), str):
         raise RequestError("has no model_type", where=where)
-    quantisation = read_quantisation(Reader(raw, where))
-    if quantisation is not None:
+    quantization = read_quantization(Reader(raw, where))
+    if quantization is not None:
         raise RequestError(
-            f"the weights are in {quantisation.method}, which Perilune reads only for its own decoder",
+            f"the weights are in {quantization.method}, which Perilune reads only for its own decoder",
             where=f"{where}:quantization_config",
-            remedy="use the unquantised checkpoint",
+            remedy="use the unquantized checkpoint",
         )
     if (folder.path / "adapter_config.json").exists():
         raise RequestError(

@@ -66,9 +66,9 @@ def _check_tokens(episode: Episode, trajectory: Trajectory) -> None:
         part = slice(turn.start, turn.start + len(completion.token_ids))
         sampled[part] = True
         if not np.array_equal(sequence[: len(episode.prompt_ids) + turn.start], turn.context):
-            raise _error(episode, "has a turn that continued other tokens: was its text tokenised again?")
+            raise _error(episode, "has a turn that continued other tokens: was its text tokenized again?")
         if not np.array_equal(episode.token_ids[part], completion.token_ids):
-            raise _error(episode, "has other tokens than were sampled: was its text tokenised again?")
+            raise _error(episode, "has other tokens than were sampled: was its text tokenized again?")
         if not np.array_equal(episode.logprobs[part], completion.logprobs, equal_nan=True):
             raise _error(episode, "has other log-probs than its tokens were sampled with")
         if not np.array_equal(episode.policy_version[part], completion.policy_version):

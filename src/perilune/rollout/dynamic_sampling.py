@@ -1,7 +1,7 @@
 """Dynamic sampling: new tasks replace dead groups, whose rewards are all equal (DAPO, arXiv 2503.14476).
 
 The policy then learns neither from the hardest nor from the easiest tasks, so pass rates cover all groups.
-Groups keep the order of their tasks: the order of completion would favour short answers.
+Groups keep the order of their tasks: the order of completion would favor short answers.
 """
 
 from collections.abc import Callable

@@ -99,7 +99,7 @@ def _error_path(error: Any, document: Any) -> list[str]:
 
 
 def _unknown_argument(argument: str) -> str:
-    return f"unrecognised argument: {shorten(argument)}"
+    return f"unrecognized argument: {shorten(argument)}"
 
 
 def check_values(document: Any, max_values: int, max_depth: int) -> None:

@@ -225,7 +225,7 @@ class ResponseAnswer:
         }
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        """Add a serialised event. Serialising cannot wait, because its items change later."""
+        """Add a serialized event. Serializing cannot wait, because its items change later."""
         if self._streams:
             document = {"type": kind, "sequence_number": self._sequence, **fields}
             self._events += f"event: {kind}\ndata: {encode_json(document)}\n\n".encode()

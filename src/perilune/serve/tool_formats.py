@@ -17,7 +17,7 @@
                   <|message|>{"a": 1}<|call|>
 
 The names are those of vLLM's tool parsers. In `deepseek_v3`, `deepseek_v31` and `kimi_k2`, another pair of
-marks surrounds all calls of an answer. In `llama3_json` and `pythonic`, a call is recognised only at the
+marks surrounds all calls of an answer. In `llama3_json` and `pythonic`, a call is recognized only at the
 beginning of the content. The arguments of a call become canonical JSON. A malformed call is content.
 """
 

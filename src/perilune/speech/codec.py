@@ -214,10 +214,10 @@ class CodecDecoder(nn.Module):
 
     def forward(self, codes: Tensor, state: CodecState | None = None) -> Tensor:
         """Samples float[B, T * frame] of int64[B, T, Q] codes. `state` advances by T frames."""
-        return self.synthesise(self.quantizer(codes), state)
+        return self.synthesize(self.quantizer(codes), state)
 
-    def synthesise(self, latents: Tensor, state: CodecState | None = None) -> Tensor:
-        """Samples float[B, T * frame] of dequantised codes float[B, T, codebook_dim]."""
+    def synthesize(self, latents: Tensor, state: CodecState | None = None) -> Tensor:
+        """Samples float[B, T * frame] of dequantized codes float[B, T, codebook_dim]."""
         state = state or CodecState.start(len(latents), latents.device)
         x: Tensor = self.decoder[-1](self.features(latents, state), state)
         state.frames = state.frames + latents.shape[1]

@@ -2,7 +2,7 @@
 
 It is not trained with gradients: it projects log-mel spectrograms onto their principal components, and
 k-means computes the codebooks. Both take seconds. For comparison, a convolutional encoder that was trained
-with its codebooks for 45 s on one core used 9 of 128 codes of the first codebook, and a recogniser understood
+with its codebooks for 45 s on one core used 9 of 128 codes of the first codebook, and a recognizer understood
 no words.
 """
 

@@ -27,8 +27,8 @@ def require_espeak() -> None:
         )
 
 
-def synthesise_text(text: str, *, voice: str, speed: int, sample_rate: int) -> Samples:
-    """Synthesise `text` as float32[N] in [-1, 1]. Equal arguments give equal samples.
+def synthesize_text(text: str, *, voice: str, speed: int, sample_rate: int) -> Samples:
+    """Synthesize `text` as float32[N] in [-1, 1]. Equal arguments give equal samples.
 
     Args:
         voice: a voice and a variant, such as "en-us+klatt".

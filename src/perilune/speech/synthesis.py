@@ -97,7 +97,7 @@ class Speaker:
         return [np.concatenate([np.zeros(0, np.float32), *parts[request_id]]) for request_id in ids]
 
     def warm_up(self) -> None:
-        """Speak a word, so that the first request does not wait for lazy initialisation."""
+        """Speak a word, so that the first request does not wait for lazy initialization."""
         for word in ("a", "1"):
             with suppress(RequestError):  # the vocabulary may lack these characters
                 self.say([Utterance(word)])

@@ -21,7 +21,7 @@ _MAX_CHARACTERS = 160  # characters of a value in a difference
 
 
 class Expectation(Frozen):
-    """The recorded behaviour that a replay of one player must repeat.
+    """The recorded behavior that a replay of one player must repeat.
 
     Attributes:
         texts: SHA-256 of each turn's text, which shows a tokenizer that decodes differently.

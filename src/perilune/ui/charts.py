@@ -23,7 +23,7 @@ EQUAL_REWARD_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class CurveChart:
-    """One chart. `series` has (column, name in the legend, colour); charts.yaml explains the other fields."""
+    """One chart. `series` has (column, name in the legend, color); charts.yaml explains the other fields."""
 
     key: str
     title: str
@@ -62,8 +62,8 @@ def select_charts(task: str, columns: Columns) -> list[CurveChart]:
 
 def _select_series(declared: Mapping[str, list[Any]], present: Collection[str]) -> list[tuple[str, str, int]]:
     return [
-        (column, name.replace("*", star), colours[index % len(colours)])
-        for pattern, (name, *colours) in declared.items()
+        (column, name.replace("*", star), colors[index % len(colors)])
+        for pattern, (name, *colors) in declared.items()
         for index, (column, star) in enumerate(_match_columns(pattern, present))
     ]
 

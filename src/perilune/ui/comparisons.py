@@ -8,7 +8,7 @@ from typing import Any
 from perilune.metrics.bootstrap import Interval, paired_difference
 from perilune.metrics.pass_at_k import pass_at_k
 
-UNRECOGNISED = "unrecognised"
+UNRECOGNIZED = "unrecognized"
 UNTRAINED = "untrained"  # label of a model with random weights
 MIN_SHARED_TASK_SHARE = 0.9  # share of the larger evaluation's tasks that a paired difference needs
 RARE_STRATEGY_SHARE = 0.01  # strategies with a smaller share of the answers are shown together
@@ -165,7 +165,7 @@ def split_by_strategy(before: Evaluation, after: Evaluation) -> tuple[Contributi
     where means are over before and after, so the split is symmetric. A strategy that one side never chose has
     no accuracy there; it gets the accuracy of the other side, so its whole contribution is choice.
     """
-    sides = [_with_unrecognised(evaluation) for evaluation in (before, after)]
+    sides = [_with_unrecognized(evaluation) for evaluation in (before, after)]
     if not any(sides):
         return ()
     contributions = []
@@ -206,13 +206,13 @@ def _merge_rare(contributions: Sequence[Contribution]) -> tuple[Contribution, ..
     return (*(contribution for contribution in contributions if contribution not in rare), together)
 
 
-def _with_unrecognised(evaluation: Evaluation) -> dict[str, tuple[float, float | None]]:
-    """Return the strategies and an unrecognised rest: shares then sum to 1, and contributions to pass@1."""
+def _with_unrecognized(evaluation: Evaluation) -> dict[str, tuple[float, float | None]]:
+    """Return the strategies and an unrecognized rest: shares then sum to 1, and contributions to pass@1."""
     if not evaluation.strategies:
         return {}
     parts = dict(evaluation.strategies)
     share = 1.0 - sum(part for part, _ in parts.values())
     if share > ROUNDING_SHARE:
         rest = evaluation.measures["pass@1"][0] - sum(part * (right or 0.0) for part, right in parts.values())
-        parts[UNRECOGNISED] = (share, min(1.0, max(0.0, rest / share)))
+        parts[UNRECOGNIZED] = (share, min(1.0, max(0.0, rest / share)))
     return parts

@@ -94,7 +94,7 @@ def _evaluation_charts(
 
 
 def _colors(count: int) -> list[int]:
-    """Return colours of evaluations: the last stands out, then the second to last."""
+    """Return colors of evaluations: the last stands out, then the second to last."""
     return [7] * (count - 2) + [2, 1][-count:]
 
 

@@ -35,7 +35,7 @@ def list_figures(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the figures of a model as (name, text)."""
     runs, published = model["runs"], model["published"]
     support = runs["runs"] + (
-        ", unquantised (the published weights are quantised)" if runs["quantised"] else ""
+        ", unquantized (the published weights are quantized)" if runs["quantized"] else ""
     )
     active = f", {published['active']} active" if published.get("active") else ""
     return [

@@ -26,13 +26,13 @@ ALGORITHM_NAMES = {
     "toggle": "Toggle",
     "sft": "supervised fine-tuning",
     "dpo": "DPO",
-    "dpo_norm": "length-normalised DPO",
+    "dpo_norm": "length-normalized DPO",
     "ipo": "IPO",
-    "bradley_terry": "Bradley-Terry reward modelling",
+    "bradley_terry": "Bradley-Terry reward modeling",
     "reverse_kl": "on-policy distillation (reverse KL)",
     "reverse_topk": "on-policy distillation (top-k reverse KL)",
     "forward_topk": "on-policy distillation (top-k forward KL)",
-    "gkd": "generalised knowledge distillation",
+    "gkd": "generalized knowledge distillation",
 }
 
 
@@ -169,7 +169,7 @@ def _effect_totals(climb: Comparison) -> tuple[float, float] | None:
 def _explain_split(climb: Comparison) -> str:
     parts = _effect_totals(climb)
     if parts is None:
-        return "The environment recognised only one strategy, so the whole change is accuracy within it."
+        return "The environment recognized only one strategy, so the whole change is accuracy within it."
     share, accuracy = parts
     change = climb.accuracy[1] - climb.accuracy[0]
     text = (

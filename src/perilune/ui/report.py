@@ -161,7 +161,7 @@ def _episode_blocks(library: EpisodeLibrary) -> tuple[dict[str, Any], list[str]]
 def _episodes_lead(library: EpisodeLibrary) -> str:
     if any(stage.steps or any(episode_set.name for episode_set in stage.sets) for stage in library.stages):
         return (
-            "Prompts, answers and rewards, read from the files of the runs. The darker the colour of a "
+            "Prompts, answers and rewards, read from the files of the runs. The darker the color of a "
             "token, the lower its probability under the policy."
         )
     embedded = sum(episode_set.embedded for episode_set in library.sampled)
@@ -175,6 +175,6 @@ def _episodes_lead(library: EpisodeLibrary) -> str:
     if library.steps_left_out:
         included += f" {library.steps_left_out:,} steps are omitted."
     return (
-        f"Prompts, answers and rewards. {included} The darker the colour of a token, the lower its "
+        f"Prompts, answers and rewards. {included} The darker the color of a token, the lower its "
         "probability under the policy."
     )

@@ -1,4 +1,4 @@
-"""Weight synchronisation: from a learner to rollout processes, and from a checkpoint to a server."""
+"""Weight synchronization: from a learner to rollout processes, and from a checkpoint to a server."""
 
 from typing import Literal
 

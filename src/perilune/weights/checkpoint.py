@@ -9,7 +9,7 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.models.checkpoints.folder import CheckpointFolder
-from perilune.models.checkpoints.quantised import unquantised_tensors
+from perilune.models.checkpoints.quantized import unquantized_tensors
 from perilune.models.checkpoints.tensors import read_tensors
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -24,7 +24,7 @@ def load_tensors(folder: Path, wanted: Mapping[str, Mapping[str, Any]]) -> dict[
     Raises:
         RequestError: when the checkpoint lacks a tensor of the server, or has one of another shape.
     """
-    stored = unquantised_tensors(CheckpointFolder(folder))
+    stored = unquantized_tensors(CheckpointFolder(folder))
     for name, form in wanted.items():
         if name not in stored or list(stored[name].shape) != form["shape"]:
             raise RequestError(

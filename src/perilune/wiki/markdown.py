@@ -40,10 +40,10 @@ class Citation:
 def quote(text: str) -> str:
     """Return untrusted text as inline code without links, citations, regions and borders of tables."""
     flat = " ".join(escape_control(text).split())[:MAX_QUOTED_CHARACTERS]
-    return f"`{neutralise(flat).replace('`', chr(39)).replace('|', '¦')}`" if flat else ""
+    return f"`{neutralize(flat).replace('`', chr(39)).replace('|', '¦')}`" if flat else ""
 
 
-def neutralise(text: str) -> str:
+def neutralize(text: str) -> str:
     """Return untrusted text without comments, citations and links."""
     for special in ("<!--", "-->", "{{", "[[", "]("):
         text = text.replace(special, f"{special[0]} {special[1:]}")

@@ -11,7 +11,7 @@ from perilune.servers import JsonClient, ServerError
 from perilune.wiki.build import Wiki
 from perilune.wiki.markdown import (
     find_citations,
-    neutralise,
+    neutralize,
     render_citation,
     strip_comments,
     strip_front_matter,
@@ -116,7 +116,7 @@ def link_sources(reply: str, found: Sequence[Passage]) -> str:
         for citation in find_citations(passage.raw):
             queries.setdefault(citation.shown or "", citation.query)
     values = "|".join(re.escape(value) for value in sorted(filter(None, queries), key=len, reverse=True))
-    text = neutralise(reply)
+    text = neutralize(reply)
     if values:
         pattern = rf"(?<![\w.+-])(?:{values})(?![\w%]|\.\d)"
         text = re.sub(pattern, lambda match: render_citation(queries[match[0]], match[0]), text)

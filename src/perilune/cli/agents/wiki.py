@@ -137,7 +137,7 @@ def ask(
     """
     from perilune.servers import JsonClient, require_httpx
     from perilune.wiki import search as searching
-    from perilune.wiki.markdown import make_slug, neutralise
+    from perilune.wiki.markdown import make_slug, neutralize
 
     folder = _open_wiki(wiki)[1]
     passages = [passage for passage, _ in searching.search_wiki(folder, question)]
@@ -171,7 +171,7 @@ def ask(
     if file and passages:
         if (folder.root / f"{path}.md").exists():
             raise RequestError("this question has a page", where=f"{path}.md", remedy="edit it, or delete it")
-        folder.write(f"{path}.md", f"# {neutralise(question)}\n\n{body}\n")
+        folder.write(f"{path}.md", f"# {neutralize(question)}\n\n{body}\n")
         echo(f"filed as {path}.md; `perilune wiki build` fills it in")
 
 

@@ -28,7 +28,7 @@ def curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def curve_svg(curve: Sequence[Mapping[str, Any]], title: str) -> str:
-    """Return the plot as an SVG of 640 x 360 that takes its colours from the page around it."""
+    """Return the plot as an SVG of 640 x 360 that takes its colors from the page around it."""
     left, top, right, bottom = 80, 40, 620, 310
     points = [(math.log2(point["tokens"]), math.log2(point["cache_bytes_per_token"])) for point in curve]
     low, high = _bounds([y for _, y in points])

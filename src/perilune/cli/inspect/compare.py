@@ -146,7 +146,7 @@ def _curves(found: Comparison) -> list[str]:
 
 
 def _format_bars(values: Sequence[float], low: float, high: float) -> str:
-    """Return the values as one line of block characters; neighbours are averaged to fit."""
+    """Return the values as one line of block characters; neighbors are averaged to fit."""
     width = min(CURVE_WIDTH, len(values))
     cuts = [round(index * len(values) / width) for index in range(width + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]

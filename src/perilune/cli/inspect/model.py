@@ -62,7 +62,7 @@ def fetch(
     license_name = model.source.get("license")
     echo(f"{model.name}: {'already fetched, ' if stored else ''}{format_size(model.bytes)} in {model.folder}")
     if license_name:
-        echo(f"  licence: {license_name}, see {model.folder / 'LICENSE'}")
+        echo(f"  license: {license_name}, see {model.folder / 'LICENSE'}")
     echo(f"  in a recipe: model: {{path: {model.name}}}")
     echo(f"  to talk to it: perilune chat {model.name}")
 

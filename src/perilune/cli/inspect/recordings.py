@@ -35,10 +35,10 @@ class RecordedEpisodes:
 
 
 def record_targets(targets: Sequence[str], where: str, most: int) -> RecordedEpisodes:
-    """Record the episodes that fulfil `where`, at most `most` of each file, evenly spaced.
+    """Record the episodes that fulfill `where`, at most `most` of each file, evenly spaced.
 
     Raises:
-        RequestError: when a target does not exist, or has no episodes that fulfil the condition.
+        RequestError: when a target does not exist, or has no episodes that fulfill the condition.
     """
     condition, recorded, count = parse_where(where), RecordedEpisodes(), 0
     with Replayer(recorded.tokenizers.__getitem__) as replayer:
@@ -62,10 +62,10 @@ def record_targets(targets: Sequence[str], where: str, most: int) -> RecordedEpi
 
 
 def fitting_episodes(targets: Sequence[str], where: str) -> Iterator[tuple[Path, list[Episode]]]:
-    """Yield the episodes that fulfil `where`, by file.
+    """Yield the episodes that fulfill `where`, by file.
 
     Raises:
-        RequestError: when a target does not exist, or has no episodes that fulfil the condition.
+        RequestError: when a target does not exist, or has no episodes that fulfill the condition.
     """
     condition, count = parse_where(where), 0
     for _, _, files in _stages(targets):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONFIRM_SECONDS = 3.0  # seconds within which a second x confirms
 LOG_LINES = 12  # last lines of the log
-STATE_COLOURS = {
+STATE_COLORS = {
     "active": "cyan",
     "succeeded": "green",
     "failed": "red",
@@ -113,7 +113,7 @@ class Screen(App[None]):
 
     def _cells(self, row: LiveStage) -> list[Text]:
         cells = [Text(escape_control(cell)) for cell in row.cells()]
-        cells[2].stylize(STATE_COLOURS.get(row.status.state, ""))
+        cells[2].stylize(STATE_COLORS.get(row.status.state, ""))
         return cells
 
     @property

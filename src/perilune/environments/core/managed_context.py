@@ -43,7 +43,7 @@ class ContextSettings(Frozen):
 
     rule: Literal["drop_output", "fold", "summarise", "policy"] = Field(
         description="drop_output: earlier messages of the environment become '[dropped]'; fold: earlier"
-        " turns are left out; summarise: the policy summarises them; policy: <fold>text</fold> in an action"
+        " turns are left out; summarise: the policy summarizes them; policy: <fold>text</fold> in an action"
         " replaces all turns so far by the text"
     )
     above: int = Field(

@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from perilune.data.episode import Episode
-from perilune.learn.advantages import Tokens, standardised
+from perilune.learn.advantages import Tokens, standardized
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, Signal, StepContext
 from perilune.learn.weights import WeightedGroup, rewards
 
@@ -35,7 +35,7 @@ class DGPO(ClippedPolicyGradient):
 
     def weight_group(self, group: Group, context: StepContext) -> WeightedGroup:
         scores = rewards(group)
-        advantages = standardised(scores)
+        advantages = standardized(scores)
         weights = [
             self.token_weights(episode, context) if advantage and not np.isnan(advantage) else np.zeros(0)
             for episode, advantage in zip(group, advantages, strict=True)

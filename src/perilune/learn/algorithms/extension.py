@@ -34,7 +34,7 @@ class OrExtension:
         self._names = names
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        write = core_schema.wrap_serializer_function_ser_schema(_serialise)
+        write = core_schema.wrap_serializer_function_ser_schema(_serialize)
         return core_schema.no_info_wrap_validator_function(self._read, handler(source), serialization=write)
 
     def __get_pydantic_json_schema__(
@@ -87,7 +87,7 @@ def _load(name: str, source: str | None) -> type[Algorithm]:
     return loaded
 
 
-def _serialise(value: Any, handler: Callable[[Any], Any]) -> Any:
+def _serialize(value: Any, handler: Callable[[Any], Any]) -> Any:
     if type(value) not in _LOADED:
         return handler(value)
     name, source = _LOADED[type(value)]

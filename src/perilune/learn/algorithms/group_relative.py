@@ -8,7 +8,7 @@ import numpy as np
 from pydantic import Field
 
 from perilune.errors import WorkFailedError
-from perilune.learn.advantages import Rewards, centred, is_dead, leave_one_out, standardised
+from perilune.learn.advantages import Rewards, centred, is_dead, leave_one_out, standardized
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, PolicyGradient, StepContext
 from perilune.learn.weights import Aggregation, Surrogate, WeightedGroup, rewards
 
@@ -35,7 +35,7 @@ class GRPO(GroupRelative, ClippedPolicyGradient):
     name: Literal["grpo"] = Field("grpo", description="name of the algorithm")
 
     def advantages(self, scores: Rewards) -> Rewards:
-        return standardised(scores)
+        return standardized(scores)
 
 
 class DrGRPO(GroupRelative, ClippedPolicyGradient):
@@ -120,7 +120,7 @@ class GSPO(GroupRelative, ClippedPolicyGradient):
         return replace(super().surrogate, ratio="sequence")
 
     def advantages(self, scores: Rewards) -> Rewards:
-        return standardised(scores)
+        return standardized(scores)
 
 
 class CISPO(GroupRelative):
@@ -140,7 +140,7 @@ class CISPO(GroupRelative):
         return Surrogate(clip="weight", low=self.ratio_min, high=self.ratio_max)
 
     def advantages(self, scores: Rewards) -> Rewards:
-        return standardised(scores)
+        return standardized(scores)
 
 
 class DAPO(ClippedPolicyGradient):
@@ -153,7 +153,7 @@ class DAPO(ClippedPolicyGradient):
     name: Literal["dapo"] = Field("dapo", description="name of the algorithm")
     max_refills: int = Field(10, ge=0, description="how many times dead groups are replaced by new tasks")
     overlong_buffer: float = Field(
-        0.2, ge=0, lt=1, description="final share of max_tokens in which length is penalised; 0 is off"
+        0.2, ge=0, lt=1, description="final share of max_tokens in which length is penalized; 0 is off"
     )
     overlong_penalty: float = Field(1.0, ge=0, description="penalty of an answer of max_tokens tokens")
 
@@ -165,8 +165,8 @@ class DAPO(ClippedPolicyGradient):
         scores = rewards(group)
         lengths = np.array([episode.loss_mask.sum() for episode in group], np.float64)
         shaped = scores + self.overlong(lengths, context.max_tokens)
-        # Standardising a group that differs in the penalty alone would blow the penalty up.
-        advantages = np.where(np.isnan(scores), np.nan, 0.0) if is_dead(scores) else standardised(shaped)
+        # Standardizing a group that differs in the penalty alone would blow the penalty up.
+        advantages = np.where(np.isnan(scores), np.nan, 0.0) if is_dead(scores) else standardized(shaped)
         return self.weight_tokens(group, scores, advantages, context)
 
     def overlong(self, lengths: np.ndarray, max_tokens: int) -> np.ndarray:

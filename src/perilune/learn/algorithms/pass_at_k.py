@@ -1,4 +1,4 @@
-"""Algorithms that optimise pass@k: the probability that at least one of k answers is right."""
+"""Algorithms that optimize pass@k: the probability that at least one of k answers is right."""
 
 from math import comb, sqrt
 from typing import ClassVar, Literal
@@ -57,7 +57,7 @@ class PassAtKTraining(ClippedPolicyGradient):
     """A+ = (1 - R) / sd;  A- = (1 - R - C(wrong - 1, k - 1) / C(n - 1, k - 1)) / sd; their sum is 0.
 
     arXiv 2508.10751. An answer's advantage is its mean over all groups of k that can be drawn from n samples.
-    A drawn group is right when it contains a right answer. Its reward is standardised over all C(n, k)
+    A drawn group is right when it contains a right answer. Its reward is standardized over all C(n, k)
     groups, whose mean is R and whose standard deviation is sd = sqrt(R (1 - R)).
     """
 

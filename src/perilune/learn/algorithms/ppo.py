@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from perilune.learn.advantages import generalised_advantages, token_rewards, whitened
+from perilune.learn.advantages import generalized_advantages, token_rewards, whitened
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, Signal, StepContext
 from perilune.learn.weights import ValueTargets, WeightedGroup, rewards
 
@@ -53,7 +53,7 @@ class PPO(ClippedPolicyGradient):
         raw = []
         for e, v, m in zip(episodes, values, masks, strict=True):
             earned, after = token_rewards(e, e.reward or 0.0), context.value_after(e)
-            raw.append(generalised_advantages(earned, v, m, gamma=self.gamma, lam=self.lam, after=after))
+            raw.append(generalized_advantages(earned, v, m, gamma=self.gamma, lam=self.lam, after=after))
         advantages = whitened(raw, masks)
         weighted: list[WeightedGroup] = []
         start = 0

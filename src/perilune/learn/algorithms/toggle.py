@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from perilune.learn.advantages import Rewards, standardised
+from perilune.learn.advantages import Rewards, standardized
 from perilune.learn.algorithms.base import ClippedPolicyGradient, Group, StepContext
 from perilune.learn.weights import WeightedGroup, rewards
 
@@ -40,7 +40,7 @@ class Toggle(ClippedPolicyGradient):
             budgets.setdefault(group[0].task_id, float(np.percentile(correct, self.percentile)))
         budget = budgets.get(group[0].task_id, np.inf) if group else np.inf
         scores = self.toggle_rewards(scores, lengths, budget, context.step)
-        return self.weight_tokens(group, scores, standardised(scores), context)
+        return self.weight_tokens(group, scores, standardized(scores), context)
 
     def toggle_rewards(self, scores: Rewards, lengths: np.ndarray, budget: float, step: int) -> Rewards:
         """Return the rewards in the phase of `step`. The budget of an unsolved task is infinite."""

@@ -103,7 +103,7 @@ def find_truncation(run: Evidence) -> Iterator[Finding]:
             "watch",
             since,
             f"the token limit cuts off {_latest(values):.0%} of the answers",
-            "raise max_tokens, or penalise length with a reward term",
+            "raise max_tokens, or penalize length with a reward term",
         )
 
 

@@ -38,7 +38,7 @@ def model_card(raw: Mapping[str, Any], *, where: str = "config.json") -> ModelCa
     if kind not in FAMILIES:
         notes.append(f"{kind} is not a family known here: read like Llama, so that figures are estimates")
     if outer.get("quantization_config") is not None:
-        notes.append("the checkpoint is quantised; bytes are those of the requested dtype")
+        notes.append("the checkpoint is quantized; bytes are those of the requested dtype")
     return _ModelReader(raw, where, FAMILIES.get(kind, Family())).card(kind, tuple(notes))
 
 

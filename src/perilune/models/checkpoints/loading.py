@@ -18,7 +18,7 @@ from perilune.errors import RequestError
 from perilune.files import fsync_directory, write_json
 from perilune.models.adapters.lora import BaseKind, base_kinds, convert_matrix, install_merged_projections
 from perilune.models.checkpoints.folder import WEIGHTS, CheckpointFolder
-from perilune.models.checkpoints.quantised import unquantised_tensors
+from perilune.models.checkpoints.quantized import unquantized_tensors
 from perilune.models.checkpoints.tensors import StoredTensor, read_tensors
 from perilune.models.config.decoder_config import PRESETS, DecoderConfig
 from perilune.models.config.reader import Reader
@@ -188,7 +188,7 @@ def check_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dict[
     """
     folder = CheckpointFolder(Path(path))
     config, read = _read_config(folder)
-    stored = _drop_mtp(unquantised_tensors(folder), config, read)
+    stored = _drop_mtp(unquantized_tensors(folder), config, read)
     _check_counts(config, stored, path)
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in kind(config).state_dict().items()}
@@ -197,7 +197,7 @@ def check_headers(kind: type[Decoder], path: Path) -> tuple[DecoderConfig, dict[
 
 
 def _empty_decoder(config: DecoderConfig) -> Decoder:
-    """Return a float32 decoder with uninitialised parameters."""
+    """Return a float32 decoder with uninitialized parameters."""
     with torch.device("meta"):
         decoder = Decoder(config)
     # Not `to_empty`: on meta tensors it imports much of torch's compiler.
@@ -272,7 +272,7 @@ def _check_shapes(
             raise RequestError(f"tensor {name} is not part of this architecture", where=str(tensor.file))
         if tensor.dtype not in _DTYPES:
             what = f"tensor {name} is {tensor.dtype}, not one of {', '.join(_DTYPES)}"
-            raise RequestError(what, where=str(tensor.file), remedy="use the unquantised checkpoint")
+            raise RequestError(what, where=str(tensor.file), remedy="use the unquantized checkpoint")
 
 
 def _missing_tensor(name: str, stored: Iterable[str], path: Path) -> RequestError:

@@ -24,7 +24,7 @@ from perilune.models.config.layer_kinds import (
     read_windows,
 )
 from perilune.models.config.multipliers import Multipliers
-from perilune.models.config.quantisation import read_quantisation
+from perilune.models.config.quantization import read_quantization
 from perilune.models.config.reader import Reader
 from perilune.models.config.rope import Rope, read_ropes, scaling_to_hf
 
@@ -46,7 +46,7 @@ class DecoderConfig:
             has a window.
         query_pre_attn_scalar: attention scores are divided by its square root; None means the head size.
         attention_bias: the q, k and v projections have biases, and in most families the o projection.
-        use_qk_norm: queries and keys are normalised, in a family whose models differ in that.
+        use_qk_norm: queries and keys are normalized, in a family whose models differ in that.
         mlp_bias: the feed-forward projections have biases.
         logit_softcap: bound c on logits, which become c tanh(logits / c).
         score_softcap: the same on attention scores.
@@ -382,7 +382,7 @@ _SIZES = (
 _BIAS_KEYS = frozenset({"attention_bias", "qkv_bias"})
 
 _EXPERT_OPTIONS = {
-    "normalised": {"norm_topk_prob"},
+    "normalized": {"norm_topk_prob"},
     "dense_layers": {"mlp_only_layers", "first_k_dense_replace"},
     "shared_size": {"shared_expert_intermediate_size", "n_shared_experts"},
     "groups": {"n_group"},
@@ -429,7 +429,7 @@ def _activation(family: Family) -> str:
 def _reject_unimplemented(read: Reader, family: Family) -> None:
     activation = _activation(family)
     read.reject(_activation_key(family), activation, f"only {activation} is implemented")
-    read_quantisation(read)  # refuses other methods
+    read_quantization(read)  # refuses other methods
     if "attn_logit_softcapping" not in family.options:
         read.reject("attn_logit_softcapping", None, "soft-capped scores are not implemented in this family")
     read.reject("swiglu_alpha", 1.702, "the implemented value is 1.702")

@@ -43,7 +43,7 @@ Architecture = Literal[
 _WINDOW_OFF = {"use_sliding_window": False, "sliding_window": 4096}
 _TIED = {"tie_word_embeddings": True}
 _EXPERTS = frozenset({"num_experts", "num_experts_per_tok", "moe_intermediate_size"})
-_NORMALISED_EXPERTS = _EXPERTS | {"norm_topk_prob"}
+_NORMALIZED_EXPERTS = _EXPERTS | {"norm_topk_prob"}
 _SOME_SPARSE = frozenset({"decoder_sparse_step", "mlp_only_layers"})
 _LINEAR_SIZES = {
     "linear_conv_kernel_dim": 4,
@@ -117,7 +117,7 @@ _QWEN_3_5_MOE = replace(
 _QWEN_NEXT = replace(
     _QWEN_3_5_MOE,
     hf_class="Qwen3NextForCausalLM",
-    own_options=_QWEN_3_5_MOE.own_options | _NORMALISED_EXPERTS | _SOME_SPARSE,
+    own_options=_QWEN_3_5_MOE.own_options | _NORMALIZED_EXPERTS | _SOME_SPARSE,
     linear_grouped=True,
     modules={
         "shared_experts": "shared_expert",
@@ -214,7 +214,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "qwen2_moe": Family(
             "Qwen2MoeForCausalLM",
-            own_options=_NORMALISED_EXPERTS | _SOME_SPARSE | {"shared_expert_intermediate_size"},
+            own_options=_NORMALIZED_EXPERTS | _SOME_SPARSE | {"shared_expert_intermediate_size"},
             qkv_bias="qkv_bias",
             out_bias=False,
             windows="listed",
@@ -233,7 +233,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "qwen3_moe": replace(
             _QWEN_3,
             hf_class="Qwen3MoeForCausalLM",
-            own_options=_NORMALISED_EXPERTS | _SOME_SPARSE,
+            own_options=_NORMALIZED_EXPERTS | _SOME_SPARSE,
             windows="all",
             defaults=_WINDOW_OFF,
         ),
@@ -290,7 +290,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "olmoe": Family(
             "OlmoeForCausalLM",
-            own_options=_NORMALISED_EXPERTS,
+            own_options=_NORMALIZED_EXPERTS,
             qk_norm="full",
             names={"moe_intermediate_size": "intermediate_size"},
             defaults={"num_experts": 64, "rms_norm_eps": 1e-5},

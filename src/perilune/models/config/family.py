@@ -19,13 +19,13 @@ class Family:
             inputs and adds one to the second.
         norm_offset: a norm weight w multiplies by 1 + w, so that zero is neutral.
         scaled_embeddings: embeddings are multiplied by sqrt(hidden_size).
-        pre_norm: the input of attention and feed-forward is normalised.
-        post_norm: the output of attention and feed-forward is normalised before it is added.
+        pre_norm: the input of attention and feed-forward is normalized.
+        post_norm: the output of attention and feed-forward is normalized before it is added.
         parallel: attention and feed-forward share one norm and run side by side.
         norm_vectors: learned vectors per norm: 1, 2 with a bias, or 0.
         qkv_bias, out_bias, mlp_bias: biases of the attention inputs, attention output and feed-forward.
         matrices: matrices of a feed-forward network; 3 when it has a gate.
-        qk_norm: queries and keys are normalised before rotation: "head" by head, over the "full" width of all
+        qk_norm: queries and keys are normalized before rotation: "head" by head, over the "full" width of all
             heads, or head by head when the key of this name is true.
         output_gate: the attention output is gated by as many numbers as there are queries.
         sinks: each head learns a logit for attending to nothing: in all layers, or in those with a window.

@@ -27,7 +27,7 @@ class Experts:
         count: experts of a layer.
         per_token: experts that compute each token.
         intermediate_size: inner width of one expert.
-        normalised: whether the weights of a token's experts are scaled to sum to one.
+        normalized: whether the weights of a token's experts are scaled to sum to one.
         dense_layers: layers that have a plain feed-forward network instead.
         shared_size: inner width of the network that computes every token beside its experts; 0 for none.
         groups: groups of equally many experts. A token's experts are in `groups_per_token` of them, those
@@ -38,7 +38,7 @@ class Experts:
     count: int
     per_token: int
     intermediate_size: int
-    normalised: bool = True
+    normalized: bool = True
     dense_layers: tuple[int, ...] = ()
     shared_size: int = 0
     groups: int = 1
@@ -64,7 +64,7 @@ class Experts:
             "num_experts": self.count,
             "num_experts_per_tok": self.per_token,
             "moe_intermediate_size": self.intermediate_size,
-            "norm_topk_prob": self.normalised,
+            "norm_topk_prob": self.normalized,
             "decoder_sparse_step": 1,
             "mlp_only_layers": list(self.dense_layers),
             "first_k_dense_replace": len(self.dense_layers),
@@ -86,7 +86,7 @@ class Latent:
         rotary_size: size of the rotary part of a query, and of the rotary key that all heads share.
         key_size, value_size: of one head, without the rotary part.
         query_rank: size of the vector from which queries are projected; None when it is the input.
-        interleaved: rotations turn pairs of neighbours instead of pairs across the halves of a head.
+        interleaved: rotations turn pairs of neighbors instead of pairs across the halves of a head.
     """
 
     rank: int
@@ -270,7 +270,7 @@ def read_experts(read: Reader, family: Family, layers: int) -> Experts:
         count=count,
         per_token=read.integer("num_experts_per_tok", 8),
         intermediate_size=inner,
-        normalised=read.boolean("norm_topk_prob", False),
+        normalized=read.boolean("norm_topk_prob", False),
         dense_layers=tuple(layer for layer in range(layers) if not is_sparse(read, layer)),
         shared_size=read.integer("shared_expert_intermediate_size", shared),
         groups=read.integer("n_group", 1),

@@ -53,7 +53,7 @@ CONCEPTS = (
     Concept(
         "QK norm",
         "Query-key norm",
-        "Queries and keys are normalised before the rotary embedding, so that attention scores stay bounded "
+        "Queries and keys are normalized before the rotary embedding, so that attention scores stay bounded "
         "in training.",
         "Henry et al., arXiv 2010.04245",
         "perilune.models.decoder:SelfAttention.qk_norm_weight",

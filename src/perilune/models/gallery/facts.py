@@ -17,8 +17,8 @@ from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.config.families import FAMILIES
 from perilune.models.config.family import Family
-from perilune.models.config.quantisation import KEY as QUANTISATION
-from perilune.models.config.quantisation import read_quantisation
+from perilune.models.config.quantization import KEY as QUANTIZATION
+from perilune.models.config.quantization import read_quantization
 from perilune.models.config.reader import Reader, UnsupportedModelError
 from perilune.models.gallery.concepts import find_concepts, is_windowed
 from perilune.models.transformers_model import check_supported
@@ -98,7 +98,7 @@ def describe(entry: Entry) -> dict[str, Any]:
 
 
 def norms(family: Family) -> str:
-    """Describe in words where a layer normalises."""
+    """Describe in words where a layer normalizes."""
     if family.parallel:
         return "before both, side by side"
     positions = [word for word, used in (("before", family.pre_norm), ("after", family.post_norm)) if used]
@@ -106,7 +106,7 @@ def norms(family: Family) -> str:
 
 
 def group_equal_layers(card: ModelCard) -> list[dict[str, Any]]:
-    """Merge equal neighbours into one item: number, mixer and its kind, feed-forward, number of experts."""
+    """Merge equal neighbors into one item: number, mixer and its kind, feed-forward, number of experts."""
     runs = []
     for _, group in groupby(card.layers, key=lambda layer: layer.name):
         layers = list(group)
@@ -127,31 +127,31 @@ def group_equal_layers(card: ModelCard) -> list[dict[str, Any]]:
 def support(config: Mapping[str, Any]) -> dict[str, str | bool]:
     """Return the support for a model with this config.json, determined by the code that loads checkpoints.
 
-    `quantised` is true if Perilune refuses the quantisation of the published weights. `runs` then holds for
-    the same model unquantised.
+    `quantized` is true if Perilune refuses the quantization of the published weights. `runs` then holds for
+    the same model unquantized.
     """
-    plain = {key: value for key, value in config.items() if key != QUANTISATION}
+    plain = {key: value for key, value in config.items() if key != QUANTIZATION}
     try:
         DecoderConfig.from_hf(plain)
     except UnsupportedModelError as error:
         reason = error.what
     except RequestError as error:
-        return {"runs": "not", "reason": error.what, "quantised": False}
+        return {"runs": "not", "reason": error.what, "quantized": False}
     else:
-        return {"runs": "natively", "reason": "", "quantised": not _reads(config)}
-    quantised = config.get(QUANTISATION) is not None
+        return {"runs": "natively", "reason": "", "quantized": not _reads(config)}
+    quantized = config.get(QUANTIZATION) is not None
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(plain), encoding="utf-8")
         try:
             check_supported(CheckpointFolder(Path(folder)))
         except RequestError as error:
-            return {"runs": "not", "reason": f"{reason}; {error.what}", "quantised": quantised}
-    return {"runs": "with transformers", "reason": reason, "quantised": quantised}
+            return {"runs": "not", "reason": f"{reason}; {error.what}", "quantized": quantized}
+    return {"runs": "with transformers", "reason": reason, "quantized": quantized}
 
 
 def _reads(config: Mapping[str, Any]) -> bool:
     try:
-        read_quantisation(Reader(config, "config.json"))
+        read_quantization(Reader(config, "config.json"))
     except RequestError:
         return False
     return True

@@ -1,7 +1,7 @@
 """The configuration and the Hugging Face tensor names of the model in a GGUF file.
 
 llama.cpp writes tensors under names of its own. In files of the architecture "llama" it also interleaves the
-rows of the query and key projections: it rotates neighbouring pairs of values, Hugging Face rotates halves.
+rows of the query and key projections: it rotates neighboring pairs of values, Hugging Face rotates halves.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Converts a GGUF file to a Hugging Face folder: config.json, safetensors, tokenizer and chat template.
 
-Quantised tensors become float32. Tensors in float32, float16 and bfloat16 keep their type. The conversion
+Quantized tensors become float32. Tensors in float32, float16 and bfloat16 keep their type. The conversion
 reads and writes one tensor at a time, so its memory is that of the largest tensor.
 """
 

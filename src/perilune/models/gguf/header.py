@@ -17,7 +17,7 @@ from typing import Any
 from perilune.errors import RequestError
 from perilune.files import open_regular
 
-QUANTISATIONS = (
+QUANTIZATIONS = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
@@ -40,7 +40,7 @@ class GgufTensor:
     """A tensor as the table describes it.
 
     Attributes:
-        kind: one of `QUANTISATIONS`.
+        kind: one of `QUANTIZATIONS`.
         shape: rows first, as in torch; the file lists the dimensions in the opposite order.
         offset: of the first byte in the file.
         nbytes: bytes in the file.
@@ -177,7 +177,7 @@ class _Cursor:
         self, name: str, shape: tuple[int, ...], number: int, offset: int, start: int
     ) -> GgufTensor:
         """Return the tensor with its position in the file, which must lie inside the file."""
-        kind, block_items, block_bytes = self.quantisation(name, number)
+        kind, block_items, block_bytes = self.quantization(name, number)
         row = shape[-1] if shape else 1
         if row % block_items:
             raise self.malformed(f"tensor {name[:80]!r} has rows of {row} values in blocks of {block_items}")
@@ -187,7 +187,7 @@ class _Cursor:
             raise self.truncated(f"tensor {name[:80]!r} ends at byte {end:,}")
         return GgufTensor(name, kind, shape, start + offset, nbytes)
 
-    def quantisation(self, name: str, number: int) -> tuple[str, int, int]:
+    def quantization(self, name: str, number: int) -> tuple[str, int, int]:
         """Return the name of a tensor type, values in a block, bytes of a block."""
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -196,12 +196,12 @@ class _Cursor:
         except ValueError:
             readable, label = False, f"type {number}"
         else:
-            readable, label = kind.name in QUANTISATIONS, kind.name
+            readable, label = kind.name in QUANTIZATIONS, kind.name
         if not readable:
             raise RequestError(
-                f"tensor {name[:80]!r} is quantised as {label}, which cannot be read",
+                f"tensor {name[:80]!r} is quantized as {label}, which cannot be read",
                 where=str(self.path),
-                remedy=f"a file with one of {', '.join(QUANTISATIONS)}",
+                remedy=f"a file with one of {', '.join(QUANTIZATIONS)}",
             )
         return (label, *GGML_QUANT_SIZES[kind])
 

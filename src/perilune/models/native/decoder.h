@@ -21,7 +21,7 @@ struct layer {
 
 struct model {
     int64_t layers, hidden, inner, heads, kv_heads, size, vocabulary;
-    int64_t experts, experts_per_token, expert_inner, normalised; /* 0 experts: a dense model */
+    int64_t experts, experts_per_token, expert_inner, normalized; /* 0 experts: a dense model */
     int64_t qk_norm_whole; /* one norm over all heads of q, and one over k */
     int64_t activation;
     int64_t embedding_kind;
@@ -252,7 +252,7 @@ int perilune_step(const struct model *m, const struct cache *caches, const struc
     job.wide = malloc(step->rows * job.wide_stride * sizeof(float));
     job.by_rows = step->rows >= ROWS_A_THREAD * threads || threads == 1;
     job.mixture = (struct mixture){.experts = m->experts, .per_token = m->experts_per_token, .hidden = m->hidden,
-                                   .inner = m->expert_inner, .normalised = m->normalised, .activation = m->activation};
+                                   .inner = m->expert_inner, .normalized = m->normalized, .activation = m->activation};
     int no_memory = m->experts && allocate_mixture(&job.mixture, step->rows);
     if (!job.x || !job.h || !job.wide || no_memory) job.failed = 1;
     else run_threads(step_part, &job, threads);

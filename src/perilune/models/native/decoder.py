@@ -43,7 +43,7 @@ class _Model(Structure):
             (name, c_int64)
             for name in ("layers", "hidden", "inner", "heads", "kv_heads", "size", "vocabulary")
         ),
-        *((name, c_int64) for name in ("experts", "experts_per_token", "expert_inner", "normalised")),
+        *((name, c_int64) for name in ("experts", "experts_per_token", "expert_inner", "normalized")),
         *((name, c_int64) for name in ("qk_norm_whole", "activation", "embedding_kind")),
         *((name, c_void_p) for name in ("layer", "embedding", "final_norm")),
         ("head", Weight),
@@ -137,7 +137,7 @@ class NativeDecoder:
             experts=experts.count if experts else 0,
             experts_per_token=experts.per_token if experts else 0,
             expert_inner=experts.intermediate_size if experts else 0,
-            normalised=experts.normalised if experts else False,
+            normalized=experts.normalized if experts else False,
             qk_norm_whole=config.qk_norm == "full",
             activation=_ACTIVATIONS[config.family.activation],
             embedding_kind=ops.KINDS[table],

@@ -20,7 +20,7 @@ struct delta {
     const struct piece *piece;      /* a piece comes after that whose state it starts from */
     float *states, *out;            /* [rows][heads][Dk][Dv], [N][heads][Dv] */
     const float *grad_out;
-    float *grad_q, *grad_k, *grad_v, *grad_decay, *grad_strength, *grad_states; /* zero-initialised */
+    float *grad_q, *grad_k, *grad_v, *grad_decay, *grad_strength, *grad_states; /* zero-initialized */
     atomic_int failed;
 };
 

@@ -2,7 +2,7 @@
  *
  * The rows of a step are grouped by expert, so a step reads the weights of each expert once. A pair is a token and
  * one of its experts. The sum over the experts of a token runs from the most probable to the least, so the bits of a
- * token do not depend on its neighbours.
+ * token do not depend on its neighbors.
  */
 #pragma once
 #include <stdlib.h>
@@ -16,7 +16,7 @@ struct expert {
 
 /* The routes of one layer in one step, and a row for each pair. */
 struct mixture {
-    int64_t experts, per_token, hidden, inner, normalised, activation;
+    int64_t experts, per_token, hidden, inner, normalized, activation;
     float *weights;  /* [rows][per_token] */
     int64_t *chosen; /* [rows][per_token] experts */
     int64_t *place;  /* [rows][per_token] row of the pair in x and in wide */
@@ -26,12 +26,12 @@ struct mixture {
 };
 
 /* Overwrite the logits with their softmax, and choose the `per_token` largest: their indices, the largest first and
- * the lower index first on ties, and their probabilities, scaled to sum to one if `normalised`. Experts that are
+ * the lower index first on ties, and their probabilities, scaled to sum to one if `normalized`. Experts that are
  * `given`, unless null or -1, are chosen instead.
  *
  * Not inlined, so that learning and sampling run the same instructions and round alike. */
 static __attribute__((noinline)) void route_row(
-    float *logits, int64_t experts, int64_t per_token, int64_t normalised, const int64_t *given, float *weights,
+    float *logits, int64_t experts, int64_t per_token, int64_t normalized, const int64_t *given, float *weights,
     int64_t *chosen)
 {
     struct lanes top = splat_lanes(-INFINITY), total = splat_lanes(0.0f);
@@ -62,13 +62,13 @@ static __attribute__((noinline)) void route_row(
         weights[k] = logits[best];
         kept += logits[best];
     }
-    for (int64_t k = 0; normalised && k < per_token; k++) weights[k] /= kept;
+    for (int64_t k = 0; normalized && k < per_token; k++) weights[k] /= kept;
 }
 
 static void route_token(const struct mixture *m, int64_t row, float *logits)
 {
     int64_t at = row * m->per_token;
-    route_row(logits, m->experts, m->per_token, m->normalised, NULL, m->weights + at, m->chosen + at);
+    route_row(logits, m->experts, m->per_token, m->normalized, NULL, m->weights + at, m->chosen + at);
 }
 
 /* Assign a row to each pair, sorted by expert and then by token. */

@@ -291,7 +291,7 @@ void perilune_swiglu_backward(
 struct routes {
     float *logits, *weights;
     const int64_t *given;
-    int64_t *chosen, rows, experts, per_token, normalised;
+    int64_t *chosen, rows, experts, per_token, normalized;
 };
 
 static void route_part(void *argument, int64_t rank, struct team *team)
@@ -300,17 +300,17 @@ static void route_part(void *argument, int64_t rank, struct team *team)
     int64_t from, to;
     split_range(r->rows, 1, rank, team->size, &from, &to);
     for (int64_t row = from; row < to; row++)
-        route_row(r->logits + row * r->experts, r->experts, r->per_token, r->normalised,
+        route_row(r->logits + row * r->experts, r->experts, r->per_token, r->normalized,
                   r->given ? r->given + row * r->per_token : NULL, r->weights + row * r->per_token, r->chosen + row * r->per_token);
 }
 
 /* Weights[rows][per_token] and chosen experts from router logits[rows][experts], which are overwritten. Experts that
  * are `given` replace the choice, except in rows of -1. */
 void perilune_route(
-    float *logits, int64_t rows, int64_t experts, int64_t per_token, int64_t normalised, const int64_t *given,
+    float *logits, int64_t rows, int64_t experts, int64_t per_token, int64_t normalized, const int64_t *given,
     float *weights, int64_t *chosen, int64_t threads)
 {
-    struct routes routes = {logits, weights, given, chosen, rows, experts, per_token, normalised};
+    struct routes routes = {logits, weights, given, chosen, rows, experts, per_token, normalized};
     run_threads(route_part, &routes, rows < ROWS_TO_SHARE ? 1 : threads);
 }
 

@@ -107,7 +107,7 @@ def _rows_as_float32(weight: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def _allocate(count: int, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised tensor; large ones are outside the heap, so that they do not fragment it."""
+    """Return an uninitialized tensor; large ones are outside the heap, so that they do not fragment it."""
     size = count * dtype.itemsize
     if size < mmap.PAGESIZE * 16:
         return torch.empty(count, dtype=dtype)
@@ -283,7 +283,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
 
 
 def route(
-    logits: Tensor, per_token: int, normalised: bool, forced: Tensor | None = None
+    logits: Tensor, per_token: int, normalized: bool, forced: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return weights float32[N, K] and indices int64[N, K] of the experts of rows of logits float32[N, E].
 
@@ -299,7 +299,7 @@ def route(
     scratch = logits.clone(memory_format=torch.contiguous_format)
     weights = torch.empty(len(logits), per_token)
     chosen = torch.empty(len(logits), per_token, dtype=torch.int64)
-    _run("route", scratch, *logits.shape, per_token, normalised, forced, weights, chosen)
+    _run("route", scratch, *logits.shape, per_token, normalized, forced, weights, chosen)
     return weights, chosen
 
 

@@ -15,7 +15,7 @@ struct packed {
     float scale;
     const float *sinks; /* [heads], or null; only forward, because log_total includes them */
     float *out, *log_total;
-    /* Backward: gradients of q, k and v (zero-initialised for k and v) from that of out. A family is a run of
+    /* Backward: gradients of q, k and v (zero-initialized for k and v) from that of out. A family is a run of
      * sequences that share a prefix. One thread computes a whole family, so sums into the prefix have one order. */
     const float *grad_out;
     float *grad_q, *grad_k, *grad_v;

@@ -26,7 +26,7 @@ def token_bytes(backend: tokenizers.Tokenizer, *, where: str = "tokenizer") -> l
     """Return the bytes of every token by id; None for control tokens, the unknown token and unused ids.
 
     Raises:
-        RequestError: when the text of a token depends on its neighbours.
+        RequestError: when the text of a token depends on its neighbors.
     """
     description = json.loads(backend.to_str())
     to_bytes = _reader(description.get("decoder"), where)
@@ -71,7 +71,7 @@ def _reader(decoder: Mapping[str, Any] | None, where: str) -> Callable[[str], by
 def _unknown(kind: str | None, where: str) -> RequestError:
     decoder = f"a decoder of type {kind}" if kind else "no decoder"
     return RequestError(
-        f"the tokenizer has {decoder}, so the text of a token depends on its neighbours",
+        f"the tokenizer has {decoder}, so the text of a token depends on its neighbors",
         where=where,
         remedy="use a byte-level, sentencepiece or character tokenizer for constrained output",
     )

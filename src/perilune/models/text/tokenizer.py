@@ -320,7 +320,7 @@ class Tokenizer:
         """Return the bytes of each token by id; None for control tokens.
 
         Raises:
-            RequestError: when the text of a token depends on its neighbours.
+            RequestError: when the text of a token depends on its neighbors.
         """
         return token_bytes(self._backend, where=self._where)
 

@@ -3,7 +3,7 @@
 It compares the mean over the last 10 steps with the best earlier mean over 10 steps. The alarm starts when,
 at 5 consecutive steps, the drop is at least 40% of the best and 5 times its standard error. If the share of
 dead groups has risen by 0.3 to at least 0.8, 2 standard errors are enough. The alarm ends when the drop is
-below 20% of the best. The standard error comes from differences between neighbouring steps, so a slow trend
+below 20% of the best. The standard error comes from differences between neighboring steps, so a slow trend
 does not inflate it.
 """
 

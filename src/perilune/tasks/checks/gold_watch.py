@@ -1,4 +1,4 @@
-"""The over-optimisation watch: compares the trained reward with a gold score that is never trained on."""
+"""The over-optimization watch: compares the trained reward with a gold score that is never trained on."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

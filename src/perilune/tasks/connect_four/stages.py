@@ -9,7 +9,7 @@ from perilune.tasks.stage.stage import Stage
 
 
 class ConnectFour(Stage[ConnectFourSpec]):
-    """Trains by self-play, with proximal policy optimisation or with search."""
+    """Trains by self-play, with proximal policy optimization or with search."""
 
     name = "connect_four"
     spec = ConnectFourSpec

@@ -1,4 +1,4 @@
-"""The work of evaluate: sample held-out tasks, score the answers, and summarise them."""
+"""The work of evaluate: sample held-out tasks, score the answers, and summarize them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

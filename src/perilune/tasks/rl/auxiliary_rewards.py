@@ -1,6 +1,6 @@
 """Auxiliary rewards: reward terms that are added to the reward with weights that fall to 0 during training.
 
-They reward behaviour that a policy would not find from the reward alone. At the end of training only the
+They reward behavior that a policy would not find from the reward alone. At the end of training only the
 reward counts. Source: PARL's terms parallel and finish (Kimi K2.5, arXiv 2602.02276), whose schedule is not
 published; here it is linear.
 """

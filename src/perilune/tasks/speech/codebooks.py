@@ -1,6 +1,6 @@
-"""Residual vector quantisation: codebooks by k-means, each of the residual that the previous ones leave.
+"""Residual vector quantization: codebooks by k-means, each of the residual that the previous ones leave.
 
-Source: SoundStream (Zeghidour et al., arXiv 2107.03312), section III-C, which initialises its codebooks this
+Source: SoundStream (Zeghidour et al., arXiv 2107.03312), section III-C, which initializes its codebooks this
 way.
 """
 

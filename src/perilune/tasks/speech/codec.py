@@ -24,7 +24,7 @@ from perilune.speech.codec import CodecDecoder
 from perilune.speech.codec_encoder import FLOOR, CodecEncoder, log_mel, magnitudes
 from perilune.speech.config import CodecConfig
 from perilune.speech.quantizer import quantize
-from perilune.speech.recogniser import SAMPLE_RATE
+from perilune.speech.recognizer import SAMPLE_RATE
 from perilune.speech.spectral import OVERLAP, SpectralVocoder
 from perilune.speech.streaming import CodecState
 from perilune.tasks.speech.codebooks import fit_codebooks

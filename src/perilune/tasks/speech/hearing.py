@@ -1,10 +1,10 @@
 """Word error rates of a voice on held-out texts, beside those of the teacher and of the codec alone.
 
-    teacher   the teacher's speech: the errors of the recogniser
+    teacher   the teacher's speech: the errors of the recognizer
     codec     the teacher's speech, encoded and decoded: adds the losses of the codec
     voice     the text, spoken by the trained model: adds the errors of the talker
 
-The three were not trained with the recogniser, and the recogniser was not trained on them.
+The three were not trained with the recognizer, and the recognizer was not trained on them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from perilune.rollout.timing import Stopwatch
 from perilune.speech.codec_encoder import CodecEncoder, encode
 from perilune.speech.folder import CODEC_FOLDER, SpeechModel, load_speech_model
 from perilune.speech.prompt import Utterance
-from perilune.speech.recogniser import SAMPLE_RATE, Recogniser, count_word_errors, require_recogniser
+from perilune.speech.recognizer import SAMPLE_RATE, Recognizer, count_word_errors, require_recognizer
 from perilune.speech.stream import Samples
 from perilune.speech.synthesis import Speaker
 from perilune.tasks.speech.specs import HearingSpec
@@ -37,7 +37,7 @@ _ENCODER = "encoder."
 
 def run(workspace: Workspace, spec: HearingSpec) -> dict[str, Any]:
     """Speak the held-out texts, transcribe them, and return the error rates by kind and speaker."""
-    require_recogniser()
+    require_recognizer()
     prepare_device(workspace)
     folder, watch = workspace.input("voice"), Stopwatch()
     model = load_speech_model(folder)
@@ -52,10 +52,10 @@ def run(workspace: Workspace, spec: HearingSpec) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for kind in sorted({utterance.kind for utterance in texts}):
         for vocabulary in vocabularies:
-            recogniser = Recogniser(words_of([kind]) if vocabulary == "own words" else ())
+            recognizer = Recognizer(words_of([kind]) if vocabulary == "own words" else ())
             for i, utterance in enumerate(texts):
                 if utterance.kind == kind:
-                    rows += _transcribe(i, utterance, vocabulary, recogniser, audio)
+                    rows += _transcribe(i, utterance, vocabulary, recognizer, audio)
                     workspace.progress(len(rows), 3 * len(texts) * len(vocabularies), "utterances")
     write_json_lines(workspace.root / "artifacts" / "heard.jsonl", rows)
     rates = _rates(rows, workspace.job.seed)
@@ -91,14 +91,14 @@ def _transcribe(
     index: int,
     one: SpokenText,
     vocabulary: str,
-    recogniser: Recogniser,
+    recognizer: Recognizer,
     audio: Mapping[str, Sequence[Samples]],
 ) -> list[dict[str, Any]]:
     """Return one row for each speaker."""
     words = one.text.split()
     rows = []
     for speaker, clips in audio.items():
-        heard = recogniser.hear(clips[index])
+        heard = recognizer.hear(clips[index])
         rows.append(
             {
                 "kind": one.kind,

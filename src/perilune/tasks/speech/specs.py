@@ -77,5 +77,5 @@ class HearingSpec(Frozen):
     data: Annotated[str, Consumes("utterances")] = Field(description="stage with the held-out texts")
     utterances: int | None = Field(None, ge=2, description="number of held-out utterances; null: all")
     language_model: bool = Field(
-        False, description="also transcribe with the recogniser's own language model of English; slow"
+        False, description="also transcribe with the recognizer's own language model of English; slow"
     )

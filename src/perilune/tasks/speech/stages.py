@@ -1,4 +1,4 @@
-"""The speech stages: a teacher's utterances, a codec, a voice, and its evaluation with a recogniser."""
+"""The speech stages: a teacher's utterances, a codec, a voice, and its evaluation with a recognizer."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,7 +10,7 @@ from perilune.tasks.stage.stage import Stage
 
 
 class Utterances(Stage[UtterancesSpec]):
-    """Synthesises texts with espeak-ng."""
+    """Synthesizes texts with espeak-ng."""
 
     name = "utterances"
     spec = UtterancesSpec
@@ -67,7 +67,7 @@ class SpeechVoice(Stage[VoiceSpec]):
 
 
 class SpeechEvaluation(Stage[HearingSpec]):
-    """Measures the word error rate of a voice with a recogniser."""
+    """Measures the word error rate of a voice with a recognizer."""
 
     name = "speech_evaluation"
     spec = HearingSpec
@@ -77,11 +77,11 @@ class SpeechEvaluation(Stage[HearingSpec]):
     standalone = True
 
     def describe(self, spec: HearingSpec, job: Job) -> Mapping[str, object]:
-        from perilune.speech.recogniser import require_recogniser
+        from perilune.speech.recognizer import require_recognizer
 
         count = "all" if spec.utterances is None else str(spec.utterances)
         text = f"{count} held out, each by teacher, codec and voice"
-        return {"utterances": text, **_missing_program(require_recogniser)}
+        return {"utterances": text, **_missing_program(require_recognizer)}
 
 
 def _missing_program(require: Callable[[], None]) -> dict[str, str]:

@@ -14,8 +14,8 @@ from perilune.bundle.workspace import Workspace
 from perilune.environments.core.protocol import Split
 from perilune.errors import RequestError
 from perilune.files import read_json_lines, write_json_lines
-from perilune.speech.espeak import synthesise_text
-from perilune.speech.recogniser import SAMPLE_RATE
+from perilune.speech.espeak import synthesize_text
+from perilune.speech.recognizer import SAMPLE_RATE
 from perilune.speech.stream import Samples
 from perilune.tasks.speech.specs import Kind, UtterancesSpec
 from perilune.tasks.speech.texts import draw_texts, kind_of
@@ -39,7 +39,7 @@ class SpokenText:
 
 
 def run(workspace: Workspace, spec: UtterancesSpec) -> dict[str, Any]:
-    """Synthesise all texts with the teacher, and write the utterances."""
+    """Synthesize all texts with the teacher, and write the utterances."""
     seed = workspace.job.seed
     texts: list[tuple[Split, str]] = [
         ("train", text) for text in draw_texts(spec.kinds, "train", spec.train, seed)
@@ -47,7 +47,7 @@ def run(workspace: Workspace, spec: UtterancesSpec) -> dict[str, Any]:
     texts += [("heldout", text) for text in draw_texts(spec.kinds, "heldout", spec.held_out, seed)]
     audio: list[Samples] = []
     for done, (_, text) in enumerate(texts, start=1):
-        audio.append(synthesise_text(text, voice=spec.voice, speed=spec.speed, sample_rate=SAMPLE_RATE))
+        audio.append(synthesize_text(text, voice=spec.voice, speed=spec.speed, sample_rate=SAMPLE_RATE))
         workspace.progress(done, len(texts), "utterances")
     loudest = max(float(np.abs(clip).max()) for clip in audio)
     if not loudest:

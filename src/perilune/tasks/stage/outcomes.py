@@ -114,7 +114,7 @@ def outcome_figures(episodes: Sequence[Episode], where: str) -> dict[str, Any]:
 
 
 def strategy_figures(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
-    """Return the share and accuracy of each strategy that the environment recognised."""
+    """Return the share and accuracy of each strategy that the environment recognized."""
     results_of: dict[str, list[bool]] = defaultdict(list)
     judged = [episode for episode in episodes if not episode.failure]
     for episode in judged:

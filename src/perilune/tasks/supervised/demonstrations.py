@@ -16,7 +16,7 @@ from perilune.tasks.supervised.tokens import RowReader, split_name, uneven_split
 
 
 class Demonstrations:
-    """Tokenised rows, at 5 bytes per token. Each epoch is a new permutation, and the batch of a step needs no
+    """Tokenized rows, at 5 bytes per token. Each epoch is a new permutation, and the batch of a step needs no
     stored state.
 
     Args:

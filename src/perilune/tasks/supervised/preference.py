@@ -1,4 +1,4 @@
-"""The loop of preference: preference optimisation on pairs (DPO, IPO)."""
+"""The loop of preference: preference optimization on pairs (DPO, IPO)."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -19,7 +19,7 @@ from perilune.tasks.supervised.tokens import RowReader, Tokens, uneven_split
 
 @dataclass(frozen=True)
 class PreferenceData:
-    """Tokenised pairs for training and for validation; no task is in both."""
+    """Tokenized pairs for training and for validation; no task is in both."""
 
     train: Sequence[Pair]
     validation: Sequence[Pair]

@@ -28,7 +28,7 @@ class SFT(Stage[SFTSpec]):
 
 
 class Preference(Stage[PreferenceSpec]):
-    """Direct preference optimisation (DPO, IPO), with an alarm when chosen answers become less likely."""
+    """Direct preference optimization (DPO, IPO), with an alarm when chosen answers become less likely."""
 
     name = "preference"
     spec = PreferenceSpec

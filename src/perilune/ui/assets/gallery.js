@@ -1,5 +1,5 @@
 // The gallery of architectures: a drawing and the numbers of each model, two side by side, and the concepts.
-const COLOURS = { full: "var(--c1)", window: "var(--c3)", linear: "var(--c5)", experts: "var(--c2)", dense: "var(--zero)" };
+const COLORS = { full: "var(--c1)", window: "var(--c3)", linear: "var(--c5)", experts: "var(--c2)", dense: "var(--zero)" };
 const KINDS = { full: "attention to all tokens", window: "sliding window", linear: "linear attention", dense: "one feed-forward network", experts: "mixture of experts" };
 // The layers as a strip, first to last, and below it one block for each different layer, input at the bottom.
 function drawing(model) {
@@ -9,8 +9,8 @@ function drawing(model) {
   const step = width / cells.length;
   cells.forEach((run, place) => {
     const shape = { x: (step * place).toFixed(2), width: (step * 0.88).toFixed(2) };
-    parts.push(s("rect", { ...shape, y: 0, height: 13, fill: COLOURS[run.kind] }));
-    parts.push(s("rect", { ...shape, y: 15, height: 7, fill: COLOURS[run.experts ? "experts" : "dense"] }));
+    parts.push(s("rect", { ...shape, y: 0, height: 13, fill: COLORS[run.kind] }));
+    parts.push(s("rect", { ...shape, y: 15, height: 7, fill: COLORS[run.experts ? "experts" : "dense"] }));
   });
   const different = new Map();
   for (const run of model.layers) {
@@ -19,9 +19,9 @@ function drawing(model) {
     different.get(key).count += run.count;
   }
   let y = 32;
-  const box = (text, colour, inset) => {
+  const box = (text, color, inset) => {
     parts.push(
-      s("rect", { x: inset, y, width: width - 2 * inset, height: 22, rx: 5, fill: colour, "fill-opacity": 0.16, stroke: colour }),
+      s("rect", { x: inset, y, width: width - 2 * inset, height: 22, rx: 5, fill: color, "fill-opacity": 0.16, stroke: color }),
       s("text.tick", { x: width / 2, y: y + 15, "text-anchor": "middle" }, text),
     );
     y += 27;
@@ -30,8 +30,8 @@ function drawing(model) {
   for (const run of [...different.values()].reverse()) {
     const top = y;
     y += 18;
-    box(run.feed_forward, COLOURS[run.experts ? "experts" : "dense"], 8);
-    box(run.mixer, COLOURS[run.kind], 8);
+    box(run.feed_forward, COLORS[run.experts ? "experts" : "dense"], 8);
+    box(run.mixer, COLORS[run.kind], 8);
     parts.push(
       s("rect", { x: 0.5, y: top, width: width - 1, height: y - top + 2, rx: 7, fill: "none", stroke: "var(--rule)" }),
       s("text.tick", { x: 8, y: top + 13 }, `${run.count} layers, norms ${model.norms}`),
@@ -42,7 +42,7 @@ function drawing(model) {
   return s("svg.plot", { viewBox: `0 0 ${width} ${y}`, role: "img", "aria-label": `Layers of ${model.name}` }, parts);
 }
 
-const swatch = ([kind, text]) => h("span.legend-item", h("span.swatch", { "--swatch": COLOURS[kind] }), text);
+const swatch = ([kind, text]) => h("span.legend-item", h("span.swatch", { "--swatch": COLORS[kind] }), text);
 const legend = h("div.legend", Object.entries(KINDS).map(swatch));
 
 const card = model =>

@@ -1,4 +1,4 @@
-// The matrix of groups: one strip for each group, one cell for each sample, coloured by its reward.
+// The matrix of groups: one strip for each group, one cell for each sample, colored by its reward.
 const MOST = 96; // strips before the reader asks for more
 
 const rewards = group => group.members.map(one => one.reward).filter(one => one !== null);

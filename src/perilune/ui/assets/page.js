@@ -166,7 +166,7 @@ const Page = (() => {
       if (place) document.documentElement.dataset.theme = order[place];
       else delete document.documentElement.dataset.theme;
       element.textContent = `theme: ${order[place]}`;
-      element.ariaLabel = `Colour scheme: ${order[place]}`;
+      element.ariaLabel = `Color scheme: ${order[place]}`;
     };
     element.onclick = () => {
       place = (place + 1) % order.length;
@@ -188,7 +188,7 @@ const Page = (() => {
     mark();
   }
 
-  // Footer, colour scheme and navigation, once the sections are in the page.
+  // Footer, color scheme and navigation, once the sections are in the page.
   function finish(footer) {
     const brand = document.querySelector(".brand");
     if (location.protocol !== "file:" && Data.index) [brand.href, brand.ariaLabel] = [Data.index, "All experiments"];

@@ -1,4 +1,4 @@
-// An answer token by token, coloured by what is known of each token.
+// An answer token by token, colored by what is known of each token.
 const VISIBLE = { "\n": "⏎\n", "\t": "⇥\t", "": "·" };
 
 const isMasked = (episode, place) => Boolean(episode.masked?.[place]);
@@ -22,15 +22,15 @@ function entropyAt(episode, place) {
 // The log-prob of a token minus its log-prob under the reference: its sample of the KL, in nats.
 const klAt = (episode, place) => (episode.logprobs[place] - episode.reference[place]) / 1000;
 
-// Depth of colour of a token: none when it was certain, full at a probability of one in a thousand.
+// Depth of color of a token: none when it was certain, full at a probability of one in a thousand.
 const heat = logprob => clamp(0, -logprob / 6.9, 1) ** 0.7 * 0.72;
 const uncertain = nats => Math.min(0.72, nats / 3);
 const signed = (value, most) => [value < 0 ? "var(--c2)" : "var(--c3)", (0.6 * Math.abs(value)) / (most || 1)];
 const versioned = version => [`var(--c${(Math.max(0, version) % 8) + 1})`, 0.35];
 const largest = values => Math.max(...values.map(value => Math.abs(value || 0)));
 
-// Ways to colour: [colour, depth from 0 to 1] of a token, for the episodes that have what it shows; and the samples
-// of its key: [text, colour, depth].
+// Ways to color: [color, depth from 0 to 1] of a token, for the episodes that have what it shows; and the samples
+// of its key: [text, color, depth].
 const MODES = {
   probability: {
     has: () => true,
@@ -108,7 +108,7 @@ function tokenOf([text, special], masked) {
   return h(`span.token${special ? ".special" : ""}${masked ? ".masked" : ""}`, content);
 }
 
-// The answer as elements, with the key of its colours.
+// The answer as elements, with the key of its colors.
 function view(episode) {
   if (!episode.tokens) return asText(episode);
   const pieces = episode.tokens.map(token => (typeof token === "string" ? [token, 0] : episode.vocabulary[token]));
@@ -121,14 +121,14 @@ function view(episode) {
   const modes = Object.keys(MODES).filter(mode => MODES[mode].has(episode));
   const choose = () => draw(Address.set("colour", select.value));
   const asked = Address.get("colour");
-  const select = Page.select("Colour of tokens", modes, choose, modes.includes(asked) ? asked : modes[0]);
+  const select = Page.select("Color of tokens", modes, choose, modes.includes(asked) ? asked : modes[0]);
   function draw() {
     const mode = select.value;
     for (const [place, element] of elements.entries())
       if (!isMasked(episode, place)) paint(element, ...MODES[mode].of(episode, place));
     const samples = MODES[mode].key?.(episode) || SIGNS;
     const painted = samples.map(([text, ...tint]) => paint(h("span.token", text), ...tint));
-    key.replaceChildren("Colour: ", modes.length > 1 ? select : "probability under the policy", ...painted);
+    key.replaceChildren("Color: ", modes.length > 1 ? select : "probability under the policy", ...painted);
   }
   draw();
   readable(holder, elements, place => [`token ${place + 1} of ${pieces.length}`, details(episode, pieces[place][0], place)]);

@@ -44,7 +44,7 @@ CAPACITY = 100
 
 
 class Cloud:
-    """The state and behaviour behind the HTTP server.
+    """The state and behavior behind the HTTP server.
 
     Args:
         folder: holds the whole state.

@@ -52,7 +52,7 @@ def classify_error(error: BaseException) -> AnswerError:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the message of an error on one line, without colours."""
+    """Return the message of an error on one line, without colors."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     return f"{type(error).__name__}: {' '.join(plain.split())}"[:2000]
 

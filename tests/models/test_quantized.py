@@ -1,4 +1,4 @@
-"""Loading MXFP4 and FP8 checkpoints, against the dequantisation of transformers.
+"""Loading MXFP4 and FP8 checkpoints, against the dequantization of transformers.
 
 Importing that takes two seconds, so collecting these tests must not do it.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from perilune.errors import RequestError
 from perilune.models.checkpoints.loading import load_decoder, save_checkpoint
-from perilune.models.checkpoints.quantised import from_fp8, from_mxfp4
+from perilune.models.checkpoints.quantized import from_fp8, from_mxfp4
 from perilune.models.checkpoints.stored import open_decoder
 from perilune.models.config.decoder_config import DecoderConfig
 from perilune.models.decoder import Decoder
@@ -61,7 +61,7 @@ Tensors = dict[str, Tensor]
 
 
 def as_mxfp4(plain: Tensors) -> tuple[Tensors, Tensors]:
-    """The state with random MXFP4 experts, and the expected dequantised state."""
+    """The state with random MXFP4 experts, and the expected dequantized state."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     stored, values = dict(plain), dict(plain)
@@ -75,7 +75,7 @@ def as_mxfp4(plain: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def as_fp8(plain: Tensors, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
-    """The state with linear maps in FP8 blocks of 16 x 16, and the expected dequantised state."""
+    """The state with linear maps in FP8 blocks of 16 x 16, and the expected dequantized state."""
     from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 
     stored, values = dict(plain), dict(plain)
@@ -243,7 +243,7 @@ WRONG: dict[str, tuple[dict[str, Any], Callable[[Tensors], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_quantised_tensors_are_rejected_by_name(tmp_path: Path, case: str) -> None:
+def test_wrong_quantized_tensors_are_rejected_by_name(tmp_path: Path, case: str) -> None:
     raw, change, message = WRONG[case]
     stored, _ = (as_mxfp4 if raw is GPT_OSS else as_fp8)(new_state(raw))
     change(stored)
@@ -256,7 +256,7 @@ def test_wrong_quantised_tensors_are_rejected_by_name(tmp_path: Path, case: str)
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors", None])
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt_neox"])
-def test_unsupported_quantisation_methods_are_rejected(
+def test_unsupported_quantization_methods_are_rejected(
     tmp_path: Path, method: str | None, model_type: str
 ) -> None:
     raw = QWEN_3 | {"quantization_config": {"quant_method": method}, "model_type": model_type}
@@ -266,7 +266,7 @@ def test_unsupported_quantisation_methods_are_rejected(
     ) as caught:
         load_for_inference(tmp_path)
     assert caught.value.where == f"{tmp_path}/config.json:quantization_config"
-    assert "use the unquantised checkpoint" in caught.value.remedy
+    assert "use the unquantized checkpoint" in caught.value.remedy
 
 
 @pytest.mark.parametrize("change", [{"fmt": "e5m2"}, {"weight_block_size": [16]}, {"weight_block_size": 1.5}])
@@ -275,5 +275,5 @@ def test_malformed_fp8_settings_are_rejected(change: dict[str, Any]) -> None:
         DecoderConfig.from_hf(QWEN_3 | {"quantization_config": FP8 | change})
 
 
-def test_quantised_config_equals_unquantised_config() -> None:
+def test_quantized_config_equals_unquantized_config() -> None:
     assert DecoderConfig.from_hf(QWEN_3 | {"quantization_config": FP8}) == DecoderConfig.from_hf(QWEN_3)

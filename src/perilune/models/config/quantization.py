@@ -1,4 +1,4 @@
-"""The quantisation of a published checkpoint, read from its config.json."""
+"""The quantization of a published checkpoint, read from its config.json."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ _METHODS = ("mxfp4", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
-class Quantisation:
-    """A method of quantising weights that Perilune undoes while it loads them.
+class Quantization:
+    """A method of quantizing weights that Perilune undoes while it loads them.
 
     Attributes:
         method: "mxfp4" (gpt-oss) or "fp8" (DeepSeek-V3, Qwen3-FP8).
@@ -22,8 +22,8 @@ class Quantisation:
     block: tuple[int, int] | None = None
 
 
-def read_quantisation(read: Reader) -> Quantisation | None:
-    """Read the quantisation of a checkpoint; None when its weights are plain.
+def read_quantization(read: Reader) -> Quantization | None:
+    """Read the quantization of a checkpoint; None when its weights are plain.
 
     Raises:
         RequestError: when it is malformed, or a method that Perilune does not read.
@@ -34,16 +34,16 @@ def read_quantisation(read: Reader) -> Quantisation | None:
     method = inner.raw.get("quant_method")
     if method not in _METHODS:
         raise RequestError(
-            f"the weights are quantised with quant_method {method!r}, which Perilune does not read",
+            f"the weights are quantized with quant_method {method!r}, which Perilune does not read",
             where=inner.where,
-            remedy="use the unquantised checkpoint, or one in mxfp4 or fp8."
+            remedy="use the unquantized checkpoint, or one in mxfp4 or fp8."
             " To save memory in training, set lora.base to int8",
         )
     if method == "mxfp4":
-        return Quantisation(method)
+        return Quantization(method)
     if inner.raw.get("fmt", "e4m3") != "e4m3":
         raise inner.wrong("fmt", "the implemented format is e4m3")
     block = inner.integers("weight_block_size")
     if len(block) not in {0, 2} or 0 in block:
         raise inner.wrong("weight_block_size", "give rows and columns, such as [128, 128]")
-    return Quantisation(method, (block[0], block[1]) if block else None)
+    return Quantization(method, (block[0], block[1]) if block else None)

@@ -1,4 +1,4 @@
-"""Quantised tensors of published checkpoints, converted to floating point as they are read.
+"""Quantized tensors of published checkpoints, converted to floating point as they are read.
 
 * MXFP4 (OCP Microscaling Formats 1.0; the experts of gpt-oss): blocks of 32 numbers E2M1, two in a byte, the
   first in the low bits. A block has a power of two as its scale. The numbers are exact in bfloat16.
@@ -18,7 +18,7 @@ from torch import Tensor
 from perilune.errors import RequestError
 from perilune.models.checkpoints.folder import CheckpointFolder
 from perilune.models.checkpoints.tensors import StoredTensor, read_tensor_headers
-from perilune.models.config.quantisation import Quantisation, read_quantisation
+from perilune.models.config.quantization import Quantization, read_quantization
 
 _BLOCK = 32  # numbers that share a scale in MXFP4
 _BIAS = 127  # of the exponent in its scale
@@ -49,19 +49,19 @@ class QuantisedTensor(StoredTensor):
         return from_mxfp4(values, scales) if self.block is None else from_fp8(values, scales, self.block)
 
 
-def unquantised_tensors(folder: CheckpointFolder) -> dict[str, StoredTensor]:
-    """Return the tensors by name, each quantised one under its name in the unquantised checkpoint.
+def unquantized_tensors(folder: CheckpointFolder) -> dict[str, StoredTensor]:
+    """Return the tensors by name, each quantized one under its name in the unquantized checkpoint.
 
     Raises:
-        RequestError: as `read_tensor_headers` and `read_quantisation`; when the scales of a tensor are
+        RequestError: as `read_tensor_headers` and `read_quantization`; when the scales of a tensor are
             missing or have another shape or dtype.
     """
-    quantisation = read_quantisation(folder.config)
+    quantization = read_quantization(folder.config)
     stored = read_tensor_headers(folder)
-    if quantisation is None:
+    if quantization is None:
         return stored
     tensors = dict(stored)
-    mxfp4 = quantisation.method == "mxfp4"
+    mxfp4 = quantization.method == "mxfp4"
     values_suffix, scales_suffix = ("_blocks", "_scales") if mxfp4 else ("", "_scale_inv")
     for values in stored.values():
         if not (values.name.endswith("_blocks") if mxfp4 else values.dtype == "F8_E4M3"):
@@ -72,16 +72,16 @@ def unquantised_tensors(folder: CheckpointFolder) -> dict[str, StoredTensor]:
             missing = f"tensor {name}{scales_suffix}, for {values.name}, is missing"
             raise RequestError(missing, where=str(folder.path))
         del tensors[values.name], tensors[scales.name]
-        tensors[name] = (_mxfp4 if mxfp4 else _fp8)(name, values, scales, quantisation)
+        tensors[name] = (_mxfp4 if mxfp4 else _fp8)(name, values, scales, quantization)
     return tensors
 
 
 def _mxfp4(
-    name: str, values: StoredTensor, scales: StoredTensor, quantisation: Quantisation
+    name: str, values: StoredTensor, scales: StoredTensor, quantization: Quantization
 ) -> QuantisedTensor:
     if values.dtype != "U8" or len(values.shape) != 4 or values.shape[3] != _BLOCK // 2:
         raise _scales_error(values, f"U8 of shape [experts, outputs, blocks, {_BLOCK // 2}]")
-    _check_scales(scales, values.shape[:3], quantisation)
+    _check_scales(scales, values.shape[:3], quantization)
     experts, outputs, blocks, _ = values.shape
     return QuantisedTensor(
         name, "BF16", (experts, blocks * _BLOCK, outputs), values.file, values, scales, None
@@ -89,20 +89,20 @@ def _mxfp4(
 
 
 def _fp8(
-    name: str, values: StoredTensor, scales: StoredTensor, quantisation: Quantisation
+    name: str, values: StoredTensor, scales: StoredTensor, quantization: Quantization
 ) -> QuantisedTensor:
     if len(values.shape) != 2:
         raise _scales_error(values, "a matrix")
     rows, columns = values.shape
-    block = quantisation.block or (rows, columns)
+    block = quantization.block or (rows, columns)
     shape = (-(-rows // block[0]), -(-columns // block[1]))
-    if quantisation.block or scales.numel != 1:
-        _check_scales(scales, shape, quantisation)
+    if quantization.block or scales.numel != 1:
+        _check_scales(scales, shape, quantization)
     return QuantisedTensor(name, "F32", values.shape, values.file, values, scales, block)
 
 
-def _check_scales(scales: StoredTensor, shape: tuple[int, ...], quantisation: Quantisation) -> None:
-    dtypes = _SCALES[quantisation.method]
+def _check_scales(scales: StoredTensor, shape: tuple[int, ...], quantization: Quantization) -> None:
+    dtypes = _SCALES[quantization.method]
     if scales.shape != shape or scales.dtype not in dtypes:
         raise _scales_error(scales, f"{' or '.join(dtypes)} of shape {list(shape)}")
 

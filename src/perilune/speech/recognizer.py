@@ -13,26 +13,26 @@ from perilune.errors import RequestError
 
 Samples = NDArray[np.float32]
 SAMPLE_RATE = 16_000
-# With the default of 0.65 and a grammar of digits, the recogniser inserts words into the teacher's speech: 4
+# With the default of 0.65 and a grammar of digits, the recognizer inserts words into the teacher's speech: 4
 # to 13% of the digits. With 1e-4 and a klatt voice, it made no error in 118 digits.
 _WORD_PENALTY = 1e-4
 _PEAK = 0.5
 _MARGIN = 0.3  # seconds of silence on both sides
-_HISS = 1e-3  # amplitude of added noise, because the recogniser's noise estimate fails on digital silence
+_HISS = 1e-3  # amplitude of added noise, because the recognizer's noise estimate fails on digital silence
 
 
-class Recogniser:
+class Recognizer:
     """Transcribes English speech at 16 kHz.
 
     Args:
-        words: the words to recognise, in any order. If empty, the package's language model is used.
+        words: the words to recognize, in any order. If empty, the package's language model is used.
 
     Raises:
         RequestError: when pocketsphinx is not installed, or does not know a word.
     """
 
     def __init__(self, words: Iterable[str] = ()) -> None:
-        require_recogniser()
+        require_recognizer()
         from pocketsphinx import Decoder
 
         words = sorted(set(words))
@@ -44,7 +44,7 @@ class Recogniser:
         if unknown := [word for word in words if self._decoder.lookup_word(word) is None]:
             raise RequestError(
                 f"pocketsphinx has no pronunciation of {', '.join(unknown[:5])}",
-                where="recogniser",
+                where="recognizer",
                 remedy="spell numbers as words, in lower case",
             )
         self._decoder.add_jsgf_string("words", f"#JSGF V1.0;\ngrammar g;\npublic <g> = ({'|'.join(words)})+;")
@@ -63,13 +63,13 @@ class Recogniser:
         return "" if hypothesis is None else str(hypothesis.hypstr)
 
 
-def require_recogniser() -> None:
+def require_recognizer() -> None:
     """Raise a RequestError when pocketsphinx is not installed."""
     try:
         import pocketsphinx  # noqa: F401
     except ImportError:
         raise RequestError(
-            "pocketsphinx is not installed", where="recogniser", remedy='pip install "perilune[speech]"'
+            "pocketsphinx is not installed", where="recognizer", remedy='pip install "perilune[speech]"'
         ) from None
 
 
