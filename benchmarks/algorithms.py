@@ -3,12 +3,14 @@
     python benchmarks/algorithms.py --tune
     python benchmarks/algorithms.py --seeds 0 1 2 3 4 5 6 7
     python benchmarks/algorithms.py --seeds 0 --settings chains --arms grpo ppo
+    python benchmarks/algorithms.py --suite algorithms_smollm2 --tune
 
-benchmarks/comparison/arms.yaml lists the arms. `--tune` tries every learning rate of RATES for every arm, on
-a seed that the comparison does not use, and keeps the results. The comparison then trains each arm with its
-best rate. Every arm starts from the checkpoint of its seed and is evaluated on the same held-out tasks.
-results/algorithms.json is written after each arm, and an arm is measured again only if its recipe changed,
-so you can interrupt the command and add seeds later.
+benchmarks/comparison/SUITE.yaml lists the arms. `--tune` tries every learning rate for every arm, on a seed
+that the comparison does not use, and keeps the results. The comparison then trains each arm with its best
+rate. Every arm starts from the checkpoint of its seed and is evaluated on the same held-out tasks.
+results/SUITE.json is written after each arm, and an arm is measured again only if its recipe changed, so you
+can interrupt the command and add seeds later. The suite algorithms_smollm2 trains a pretrained model in
+PERILUNE_HOME: run `perilune model fetch smollm2-135m` first.
 """
 
 import argparse
@@ -16,8 +18,9 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,18 +33,33 @@ from perilune.files import read_json, read_json_lines
 from recipe_runs import HERE, document, evidence, run_recipe, write
 
 FOLDER = HERE / "comparison"
-SETTINGS: dict[str, Any] = yaml.safe_load((FOLDER / "arms.yaml").read_text(encoding="utf-8"))
-RATES = (1.0e-4, 2.0e-4, 4.0e-4, 8.0e-4, 1.6e-3)
+SUITES = ("algorithms", "algorithms_smollm2")
 TUNING_SEED = 1000
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and its tasks, on which arms are compared.
+
+    Attributes:
+        arms: keys of the stage `rl` that each arm changes; the first arm is the reference.
+        rates: the learning rates to try.
+    """
+
+    name: str
+    recipe: Path
+    arms: Mapping[str, Mapping[str, Any]]
+    rates: Sequence[float]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--suite", choices=SUITES, default=SUITES[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", help="of the suite; all by default")
     parser.add_argument("--arms", nargs="+", help="of each setting; all by default")
     parser.add_argument("--set", action="append", default=[], help="as of `perilune run`, for every arm")
     parser.add_argument(
@@ -49,95 +67,111 @@ def main() -> None:
         type=Path,
         help="keep there what arms share, so that later calls need not make it again",
     )
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "algorithms.json")
+    parser.add_argument("--out", type=Path, help="default: results/SUITE.json")
     parser.add_argument("--tune", action="store_true", help="choose the learning rate of each arm")
     arguments = parser.parse_args()
-    previous = read_json(arguments.out) if arguments.out.exists() else {"records": []}
+    out = arguments.out or HERE / "results" / f"{arguments.suite}.json"
+    described_settings = read_suite(arguments.suite)
+    previous = read_json(out) if out.exists() else {"records": []}
     rates: dict[str, dict[str, dict[str, float]]] = previous.get("learning_rates", {})
     records: dict[tuple[str, str, int], Record] = {key(record): record for record in previous["records"]}
 
     def save() -> None:
-        described = document("algorithms.py", ["--seeds", *seeds(records)], 0.0)
+        suite = ["--suite", arguments.suite] if arguments.suite != SUITES[0] else []
+        described = document("algorithms.py", [*suite, "--seeds", *seeds(records)], 0.0)
         del described["minutes"]
         ordered = [records[name] for name in sorted(records)]
-        write(
-            arguments.out,
-            {**described, "settings": SETTINGS, "learning_rates": rates, "records": ordered},
-        )
+        write(out, {**described, "settings": described_settings, "learning_rates": rates, "records": ordered})
 
+    settings = [
+        Setting(name, FOLDER / section["recipe"], only(section["arms"], arguments.arms), section["rates"])
+        for name, section in only(described_settings, arguments.settings).items()
+    ]
     if arguments.tune:
-        for setting in arguments.settings:
-            for arm, rate, reached in tuned(setting, arguments, rates.setdefault(setting, {})):
-                rates[setting].setdefault(arm, {})[f"{rate:g}"] = reached
+        for setting in settings:
+            for arm, rate, reached in tuned(setting, arguments, rates.setdefault(setting.name, {})):
+                rates[setting.name].setdefault(arm, {})[f"{rate:g}"] = reached
                 save()
-                print(f"{time.strftime('%H:%M:%S')} {setting} {arm}, lr {rate:g}: {reached:.3f}", flush=True)
+                print(
+                    f"{time.strftime('%H:%M:%S')} {setting.name} {arm}, lr {rate:g}: {reached:.3f}",
+                    flush=True,
+                )
         return
     for seed in arguments.seeds:
-        for setting in arguments.settings:
-            for record in measured(setting, seed, arguments, records, rates.get(setting, {})):
+        for setting in settings:
+            for record in measured(setting, seed, arguments, records, rates.get(setting.name, {})):
                 records[key(record)] = record
                 save()
                 print(line(record), flush=True)
 
 
+def read_suite(name: str) -> dict[str, dict[str, Any]]:
+    """The settings of a suite by name."""
+    settings: dict[str, dict[str, Any]] = yaml.safe_load(
+        (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    )
+    return settings
+
+
+def only(entries: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """The entries with these names; all without names."""
+    return {name: entry for name, entry in entries.items() if names is None or name in names}
+
+
 def tuned(
-    setting: str, arguments: argparse.Namespace, held: Mapping[str, Mapping[str, float]]
+    setting: Setting, arguments: argparse.Namespace, known: Mapping[str, Mapping[str, float]]
 ) -> Iterator[tuple[str, float, float]]:
     """Yield pass@1 of each arm with each untried learning rate, on the tuning seed."""
-    arms = chosen(setting, arguments)
-    missing = [(arm, rate) for arm in arms for rate in RATES if f"{rate:g}" not in held.get(arm, {})]
+    missing = [
+        (arm, rate) for arm in setting.arms for rate in setting.rates if f"{rate:g}" not in known.get(arm, {})
+    ]
     if not missing:
         return
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
-        recipe = FOLDER / SETTINGS[setting]["recipe"]
-        first = run_recipe(recipe, TUNING_SEED, arguments.set, arguments.home or Path(folder))
+        first = run_recipe(setting.recipe, TUNING_SEED, arguments.set, arguments.home or Path(folder))
         for number, (arm, rate) in enumerate(missing):
             try:
-                stages = branch(first, {**arms[arm], "lr": rate}, Path(folder) / str(number))
+                stages = branch(first, {**setting.arms[arm], "lr": rate}, Path(folder) / str(number))
                 yield arm, rate, stages["after_rl"]["summary"]["pass@1"]["mean"]
             except WorkFailedError:  # a check stopped the run, so the rate is useless
                 yield arm, rate, 0.0
 
 
-def chosen(setting: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The requested arms of a setting, with the keys that they change."""
-    arms: dict[str, dict[str, Any]] = SETTINGS[setting]["arms"]
-    return {arm: keys for arm, keys in arms.items() if not arguments.arms or arm in arguments.arms}
-
-
-def with_best_rate(
-    arms: Mapping[str, Mapping[str, Any]], rates: Mapping[str, Mapping[str, float]]
-) -> dict[str, dict[str, Any]]:
+def with_best_rate(setting: Setting, rates: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, Any]]:
     """The keys of each arm with its best learning rate."""
-    untuned = [arm for arm in arms if len(rates.get(arm, {})) < len(RATES)]
+    untuned = [arm for arm in setting.arms if len(rates.get(arm, {})) < len(setting.rates)]
     if untuned:
         raise SystemExit(f"no learning rate was chosen for {', '.join(untuned)}: run with --tune first")
     return {
-        arm: {**keys, "lr": float(max(rates[arm], key=rates[arm].__getitem__))} for arm, keys in arms.items()
+        arm: {**keys, "lr": float(max(rates[arm], key=rates[arm].__getitem__))}
+        for arm, keys in setting.arms.items()
     }
 
 
 def measured(
-    setting: str,
+    setting: Setting,
     seed: int,
     arguments: argparse.Namespace,
-    held: Mapping[tuple[str, str, int], Record],
+    known: Mapping[tuple[str, str, int], Record],
     rates: Mapping[str, Mapping[str, float]],
 ) -> Iterator[Record]:
     """Yield the missing records of one seed of a setting."""
-    recipe = FOLDER / SETTINGS[setting]["recipe"]
-    arms = with_best_rate(chosen(setting, arguments), rates)
+    arms = with_best_rate(setting, rates)
     digests = {
-        arm: hashlib.sha256(json.dumps([recipe.read_text(), arguments.set, keys]).encode()).hexdigest()[:16]
+        arm: hashlib.sha256(
+            json.dumps([setting.recipe.read_text(), arguments.set, keys]).encode()
+        ).hexdigest()[:16]
         for arm, keys in arms.items()
     }
-    missing = [arm for arm in digests if held.get((setting, arm, seed), {}).get("digest") != digests[arm]]
+    missing = [
+        arm for arm in digests if known.get((setting.name, arm, seed), {}).get("digest") != digests[arm]
+    ]
     if not missing:
         return
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
-        first = run_recipe(recipe, seed, arguments.set, arguments.home or Path(folder))
+        first = run_recipe(setting.recipe, seed, arguments.set, arguments.home or Path(folder))
         for arm in missing:
-            record = {"setting": setting, "arm": arm, "seed": seed, "digest": digests[arm]}
+            record = {"setting": setting.name, "arm": arm, "seed": seed, "digest": digests[arm]}
             try:
                 stages = branch(first, arms[arm], Path(folder) / arm)
             except WorkFailedError as error:  # a run that a check stops is a result, too
@@ -166,7 +200,7 @@ def rerun(bundle: Path, folder: Path, keys: Mapping[str, Any], checkpoint: Path)
 
 def of_arm(found: Mapping[str, Any]) -> Record:
     """The record of an arm: its evaluation, and its training curve by step."""
-    before, after = found["after_sft"]["summary"], found["after_rl"]["summary"]
+    before, after = (found.get("after_sft") or found["before"])["summary"], found["after_rl"]["summary"]
     lines = found["rl"]["metrics"]
     times = list(read_json_lines(found["rl"]["folder"] / "artifacts" / "timings.jsonl"))
     return {

@@ -18,9 +18,11 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from comparison.view import SMOLLM2
 from comparison.view import view as algorithms_view
 from connect_four_view import view as connect_four_view
 from measured_views import generate_view, quickstart_view, trl_view
@@ -42,6 +44,7 @@ VIEWS = {
     "recursion": recursion_view,
     "rollout": rollout_view,
     "algorithms": algorithms_view,
+    "algorithms_smollm2": partial(algorithms_view, suite=SMOLLM2),
     "connect_four": connect_four_view,
     "selfplay": selfplay_view,
     "smollm2": smollm2_view,

@@ -5,6 +5,7 @@ on the page.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
@@ -21,7 +22,45 @@ Arms = dict[str, dict[int, Record]]  # by arm and seed
 Comparisons = dict[tuple[str, str, str], SeedComparison]  # by setting, question and arm
 
 
-def view(document: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Suite:
+    """What the pages of two suites say differently.
+
+    Attributes:
+        name: the suite's file in benchmarks/comparison.
+        start: where all arms of a seed start.
+        about: a sentence or two about the arms.
+    """
+
+    name: str
+    title: str
+    models: str
+    start: str
+    updates: str
+    rates: str
+    about: str = ""
+
+
+TINY = Suite(
+    "algorithms",
+    "Algorithms compared",
+    "tiny models",
+    "the same SFT checkpoint with a fresh optimizer",
+    "four",
+    "five",
+    "The arm `process` is GRPO with process rewards. ",
+)
+SMOLLM2 = Suite(
+    "algorithms_smollm2",
+    "Algorithms compared on SmolLM2-135M",
+    "SmolLM2-135M-Instruct",
+    "the instruct model",
+    "two",
+    "three",
+)
+
+
+def view(document: Mapping[str, Any], suite: Suite = TINY) -> dict[str, Any]:
     """The document with its records replaced by findings, tables and charts."""
     settings = {}
     for name, setting in document["settings"].items():
@@ -29,8 +68,8 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
         if len(arms) > 1:
             settings[name] = arms
     compared = compare(settings)
-    page: dict[str, Any] = {"title": "Algorithms compared", "command": document["command"]}
-    about, charts = [outcome(compared), ABOUT], {}
+    page: dict[str, Any] = {"title": suite.title, "command": document["command"]}
+    about, charts = [outcome(compared, suite), measurement(suite)], {}
     if note := document.get("note"):
         about.insert(1, f"**Note.** {note}")
     for name, arms in settings.items():
@@ -51,13 +90,14 @@ def view(document: Mapping[str, Any]) -> dict[str, Any]:
     return {**page, "about": "\n\n".join(about), "charts": charts, **rest}
 
 
-ABOUT = f"""\
+def measurement(suite: Suite) -> str:
+    """The text on how a suite was measured."""
+    return f"""\
 **How it was measured.** An *arm* is one algorithm with its default options, except for the keys in
-`benchmarks/comparison/arms.yaml`. The arm `process` is GRPO with process rewards. All arms of a seed start
-from the same SFT checkpoint with a fresh optimizer, and see the same tasks in the same order. They train on
-the same number of episodes, with four optimizer updates per batch of rollouts. (For `dapo` the number is only
-about the same, because it resamples dead groups.) The learning rate of each arm is the best of five on a seed
-that is not shown.
+`benchmarks/comparison/{suite.name}.yaml`. {suite.about}All arms of a seed start from {suite.start}, and see
+the same tasks in the same order. They train on the same number of episodes, with {suite.updates} optimizer
+updates per batch of rollouts. (For `dapo` the number is only about the same, because it resamples dead
+groups.) The learning rate of each arm is the best of {suite.rates} on a seed that is not shown.
 
 * *At equal episodes*: pass@1 on held-out tasks after training, from eight answers per task.
 * *At equal seconds*: the pass rate of each arm at the time when the fastest arm of the seed finishes. It is
@@ -71,7 +111,7 @@ shown" otherwise. In the charts the line is the mean over seeds, the band is the
 reference arm."""
 
 
-def outcome(compared: Comparisons) -> str:
+def outcome(compared: Comparisons, suite: Suite) -> str:
     """Two sentences: the comparison, and its outcome."""
     arms = {arm for _, _, arm in compared}
     claimed = sorted(
@@ -79,7 +119,7 @@ def outcome(compared: Comparisons) -> str:
     )
     verdict = f"Only {', '.join(claimed)} differ from GRPO" if claimed else "None differs from GRPO"
     return (
-        f"The page compares {len(arms)} algorithms and variants with GRPO on tiny models, seed by seed."
+        f"The page compares {len(arms)} algorithms and variants with GRPO on {suite.models}, seed by seed."
         f" {verdict} in at least one setting, after correction for the number of comparisons."
     )
 
@@ -102,7 +142,7 @@ def findings(setting: str, arms: Arms, compared: Comparisons) -> list[str]:
     start = fmean(record["before"]["pass@1"]["mean"] for record in arms[base].values())
     reached = fmean(record["pass@1"]["mean"] for record in _done(arms, base).values())
     sentences = [
-        f"`{base}` goes from {start:.1%} pass@1 after SFT to {reached:.1%} after RL, on average over"
+        f"`{base}` goes from {start:.1%} pass@1 before RL to {reached:.1%} after it, on average over"
         f" {len(arms[base])} seeds."
     ]
     for arm in others:
