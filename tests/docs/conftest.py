@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from doc_blocks import ROOT, Block
 from doc_runner import Runner
-from hub_model import put_in_cache, put_in_home
 
+from hub_model import put_in_cache, put_in_home
 from perilune.bundle.plugin import load_plugin, plugin_names
 from perilune.data.generators import registry as teachers
 from perilune.environments.core import registry as environments

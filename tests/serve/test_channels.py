@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +92,21 @@ def test_channels_reader_drops_calls_beyond_most_calls() -> None:
     assert len(reader.feed(f"{CALL}<|start|>assistant{CALL}", last=True).calls) == 1
 
 
+def test_forced_calls_stream_their_arguments_after_the_reasoning() -> None:
+    reader = ChannelsReader(calls=FORM, forced=True)
+    assert reader.feed(THOUGHT, last=False).items == [("reasoning", "2 and 2")]
+    assert not reader.feed("<|channel|>commentary to=functions.add <|constrain|>json", last=False).items
+    assert reader.feed('<|message|>{"a"', last=False).items == [("call", ("add", '{"a"'))]
+    assert reader.feed(": 1}", last=False).items == [("arguments", ": 1}"), ("end", "")]
+    assert not reader.feed("", last=True).items
+
+
+def test_truncated_forced_call_stays_open() -> None:
+    reader = ChannelsReader(calls=FORM, forced=True)
+    parts = reader.feed('<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a', last=True)
+    assert parts.items == [("call", ("add", '{"a'))]
+
+
 def test_template_of_gpt_oss_selects_the_format() -> None:
     template = "<|start|>assistant<|channel|>final<|message|>{{ message.content }}<|end|>"
     assert detect_format(template) is FORM
@@ -112,7 +126,7 @@ def test_server_separates_reasoning_and_holds_the_final_message_to_a_schema(tmp_
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     asked: Any = {"model": "m", "messages": [{"role": "user", "content": "?"}], "n": 8, "seed": 1}
     asked |= {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
-    tools: Any = [{"type": "function", "function": {"name": "add"}}]
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
     with served(tmp_path / "m", "--slots", "8") as server, server.client() as client:
         bias = {str(tokenizer._backend.token_to_id("<|end|>")): 6}  # keeps reasoning short
         choices = client.chat.completions.create(**asked, max_tokens=800, logit_bias=bias).choices
@@ -120,7 +134,13 @@ def test_server_separates_reasoning_and_holds_the_final_message_to_a_schema(tmp_
         assert len(complete) > 4
         assert {json.loads(choice.message.content or "")["a"] for choice in complete} <= {1, 2}
         assert any(getattr(choice.message, "reasoning_content", None) for choice in complete)
-        with pytest.raises(openai.BadRequestError, match="openai cannot be constrained"):
-            client.chat.completions.create(
-                model="m", messages=asked["messages"], tools=tools, tool_choice="required"
-            )
+        del asked["response_format"]
+        asked |= {"tools": tools, "tool_choice": "required", "max_tokens": 800, "logit_bias": bias}
+        choices = client.chat.completions.create(**asked).choices
+        complete = [choice for choice in choices if choice.finish_reason == "tool_calls"]
+        assert len(complete) > 4
+        for choice in complete:
+            (call,) = choice.message.tool_calls or ()
+            assert call.function.name == "add" and json.loads(call.function.arguments)["a"] in (1, 2)
+            assert not choice.message.content
+        assert any(getattr(choice.message, "reasoning_content", None) for choice in complete)

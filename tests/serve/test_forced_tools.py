@@ -257,6 +257,22 @@ def test_pythonic_format_refuses_required_tool_choice(tmp_path: Path) -> None:
         assert auto.choices[0].finish_reason == "length"
 
 
+def test_ids_of_kimi_k2_count_the_calls_of_the_conversation(tmp_path: Path) -> None:
+    """Its chat template shows a result under the id of the call."""
+    call = {"id": "functions.now:0", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        *ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "noon"},
+    ]
+    with served(make_checkpoint(tmp_path / "m", "kimi_k2")) as running, running.client() as client:
+        asked: Any = {"tool_choice": {"type": "function", "function": {"name": "now"}}, "n": 1}
+        (choice,) = complete_chat(client, messages=messages, **asked).choices
+        assert [made.id for made in choice.message.tool_calls] == ["functions.now:1"]
+        (choice,) = complete_chat(client, **asked).choices
+        assert [made.id for made in choice.message.tool_calls] == ["functions.now:0"]
+
+
 def test_number_beyond_float_range_becomes_largest_float() -> None:
     """JSON allows such numbers, so the call is valid."""
     reader = PartsReader(calls=FORMATS["hermes"])

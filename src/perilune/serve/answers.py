@@ -89,7 +89,7 @@ class CompletionAnswer:
         logprobs: include log-probs.
         include_ids: include token ids and policy versions.
         parts: creates the reader of a choice of a chat; None if all text is content.
-        new_id: creates the id of a tool call.
+        new_id: creates the id of a tool call from its name and its number in the answer.
 
     Attributes:
         beginning: the kind of text at the start of a choice.
@@ -108,7 +108,7 @@ class CompletionAnswer:
         logprobs: bool,
         include_ids: bool,
         parts: Callable[..., Reader] | None = None,
-        new_id: Callable[[], str] = FORMATS["hermes"].new_id,
+        new_id: Callable[[str, int], str] = FORMATS["hermes"].new_id,
     ) -> None:
         self.include_usage = self.names_function = False
         self.echoed: Sequence[Delta] = ()
@@ -208,7 +208,7 @@ class CompletionAnswer:
         self._calls[index] += 1
         return {
             "index": self._calls[index] - 1,
-            "id": self._new_id(),
+            "id": self._new_id(name, self._calls[index] - 1),
             "type": "function",
             "function": {"name": name, "arguments": arguments},
         }

@@ -10,6 +10,7 @@ Source: the harmony response format, https://cookbook.openai.com/articles/openai
 
 import re
 
+from perilune.serve.forced_calls import ForcedCalls
 from perilune.serve.parts import Beginning, Kind, Parts
 from perilune.serve.tool_formats import MAX_CALLS, NAME, Brackets, ToolFormat
 
@@ -31,12 +32,20 @@ class ChannelsReader:
         calls: the format of calls; None if calls are content.
         beginning: "content" if the answer continues a message.
         max_calls: further calls are dropped.
+        forced: as in `PartsReader`.
     """
 
     def __init__(
-        self, *, calls: ToolFormat | None, beginning: Beginning = "channels", max_calls: int = MAX_CALLS
+        self,
+        *,
+        calls: ToolFormat | None,
+        beginning: Beginning = "channels",
+        max_calls: int = MAX_CALLS,
+        forced: bool = False,
     ) -> None:
         self._format, self._calls_left = calls, max_calls
+        spelling = calls.spelling if forced and calls is not None else None
+        self._forced = None if spelling is None else ForcedCalls(spelling)
         self._kind: Kind | None = "content" if beginning == "content" else None  # of the open message
         self._header: str | None = None  # of the call that is open
         self._at_start = True  # no message so far
@@ -59,7 +68,8 @@ class ChannelsReader:
             channel = _CHANNEL.search(header)
             self._kind = "reasoning" if channel is not None and channel[1] == "analysis" else "content"
             self._header = header if self._format is not None and _RECIPIENT.search(header) else None
-            self._buffer = rest
+            if self._forced is None or self._header is None:
+                self._buffer = rest
         elif last and self._buffer:
             self._kind = "content"
         self._at_start = self._at_start and self._kind is None
@@ -68,6 +78,10 @@ class ChannelsReader:
     def _read_body(self, parts: Parts, last: bool) -> bool:
         """Read the text of the open message; False while more text is needed."""
         assert self._kind is not None
+        if self._forced is not None and self._header is not None:
+            parts.add_calls(self._forced.feed(self._buffer))
+            self._buffer = ""
+            return False
         end = _END.search(self._buffer, self._searched)
         if end is None and self._header is not None and not last:
             self._searched = max(0, len(self._buffer) - len("<|return|>"))

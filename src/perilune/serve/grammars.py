@@ -52,8 +52,9 @@ class AnswerConstraints:
         schemas: Mapping[str, Schema] = {}
         structured = body.structured_outputs
         where = "structured_outputs" if structured else "response_format"
-        if isinstance(body, ChatBody) and body.forced_functions:
-            schemas = {function.name: _argument_schema(function) for function in body.forced_functions}
+        functions = body.forced_functions if isinstance(body, ChatBody) else []
+        if isinstance(body, ChatBody) and functions:
+            schemas = {function.name: _argument_schema(function) for function in functions}
             rules, where = self._call_rules(schemas, body.max_calls), "tools"
         elif structured and structured.regex:
             rules = f"answer: {_regex_rule(structured.regex)}"
@@ -72,19 +73,19 @@ class AnswerConstraints:
             raise RequestError(f"the constraint is longer than {_MAX_CHARS:,} characters", where=where)
         constraints = self._constraints  # outside `try`: its errors do not concern the schema
         try:
-            rules = self._start_rules(beginning) + rules
+            rules = self._start_rules(beginning, calls=bool(functions)) + rules
             return self._compiled(rules, structured.grammar if structured else None)
         except RequestError as error:
             if structured and structured.regex:
                 constraints.regex(structured.regex)  # its error has the position in the expression
             raise _schema_error(constraints, schemas, where) or error from None
 
-    def _start_rules(self, beginning: Beginning) -> str:
-        """Return the rules before the rule of the answer."""
+    def _start_rules(self, beginning: Beginning, *, calls: bool) -> str:
+        """Return the rules before the rule of the answer, which consists of `calls` or is a final message."""
         if beginning != "channels":
             return _START_RULES[beginning]
         analysis = self._text_rule("<|channel|>analysis<|message|>")
-        final = self._text_rule("<|channel|>final<|message|>")
+        final = "" if calls else self._text_rule("<|channel|>final<|message|>")
         end = self._text_rule("<|end|><|start|>assistant")
         return f"start: ({analysis} THOUGHT {end})? {final} answer\nTHOUGHT: /(.|\\n)*/\n"
 
@@ -106,7 +107,8 @@ class AnswerConstraints:
                 remedy="use tool_choice auto, or start the server with --tool-format hermes",
             )
         opening, before, between, after, separator, closing = map(self._text_rule, form.spelling)
-        more = f"({separator} call){{0,{limit - 1}}}" if limit > 1 else ""
+        several = limit > 1 and not form.channels  # a call in a channel ends the answer
+        more = f"({separator} call){{0,{limit - 1}}}" if several else ""
         items = schemas.items()
         calls = [f'{before} "{name}" {between} {_json_rule(schema)} {after}' for name, schema in items]
         return f"answer: {opening} call {more} {closing}\ncall: " + "\n  | ".join(calls)

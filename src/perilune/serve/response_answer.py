@@ -26,7 +26,7 @@ class ResponseAnswer:
         keep: called with the complete response.
         token_formatter: formats log-probs; None for no log-probs. With log-probs, all text must be content.
         parts: creates the parser for reasoning and calls; None if all text is content.
-        new_id: creates the id of a tool call.
+        new_id: creates the id of a tool call from its name and its number in the answer.
         count: counts the tokens of a text.
 
     Attributes:
@@ -41,7 +41,7 @@ class ResponseAnswer:
         keep: Callable[[dict[str, Any]], None],
         token_formatter: TokenFormatter | None,
         parts: Callable[..., Reader] | None,
-        new_id: Callable[[], str],
+        new_id: Callable[[str, int], str],
         count: Callable[[str], int],
     ) -> None:
         self.beginning: Beginning = "content"
@@ -167,7 +167,9 @@ class ResponseAnswer:
         """Begin an item with a call, which stays open for further arguments."""
         self._end_item("completed")
         self._open = "call"
-        item = {"id": _make_id("fc"), "type": "function_call", "call_id": self._new_id(), "name": name}
+        number = sum(item["type"] == "function_call" for item in self._output)
+        call_id = self._new_id(name, number)
+        item = {"id": _make_id("fc"), "type": "function_call", "call_id": call_id, "name": name}
         self._add_item(item | {"arguments": "", "status": "in_progress"})
         self._add_arguments(arguments)
 

@@ -132,7 +132,7 @@ def response_routes(service: Service, conversations: Conversations) -> APIRouter
             keep=keep,
             token_formatter=service.token_formatter if body.logprobs else None,
             parts=parts,
-            new_id=service.model.tool_format.new_id,
+            new_id=service.make_id_factory(chat.messages),
             count=lambda text: _count_tokens(service, text),
         )
         return await service.converse(chat, answer, size, request)

@@ -38,6 +38,7 @@ from perilune.serve.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    Message,
     Sampling,
     TokenizeBody,
 )
@@ -188,7 +189,7 @@ class Service:
             logprobs=logprobs,
             include_ids=body.return_token_ids,
             parts=self.make_reader_factory(body) if isinstance(body, ChatBody) else None,
-            new_id=self.model.tool_format.new_id,
+            new_id=self.make_id_factory(body.messages if isinstance(body, ChatBody) else ()),
         )
         answer.include_usage = body.stream_options is not None and body.stream_options.include_usage
         answer.names_function = isinstance(body, ChatBody) and body.names_function
@@ -198,12 +199,16 @@ class Service:
         """Return a function that creates the reader of a chat's answer; None if all text is content."""
         schemas = {tool.function.name: tool.function.parameters for tool in body.tools}
         calls = self.model.tool_format.with_schemas(schemas) if body.usable_tools else None
-        if self.model.tool_format.channels:
-            return partial(ChannelsReader, calls=calls, max_calls=body.max_calls)
-        if calls is None and not self.model.reasoning:
+        channels = self.model.tool_format.channels
+        if calls is None and not self.model.reasoning and not channels:
             return None
-        forced = bool(body.forced_functions)
-        return partial(PartsReader, calls=calls, max_calls=body.max_calls, forced=forced)
+        reader = ChannelsReader if channels else PartsReader
+        return partial(reader, calls=calls, max_calls=body.max_calls, forced=bool(body.forced_functions))
+
+    def make_id_factory(self, messages: Sequence[Message]) -> Callable[[str, int], str]:
+        """Return a function that creates the ids of the next calls in a conversation."""
+        earlier = sum(len(message.tool_calls or ()) for message in messages)
+        return lambda name, number: self.model.tool_format.new_id(name, earlier + number)
 
     async def _complete(  # noqa: PLR0917
         self,

@@ -165,8 +165,8 @@ class ToolFormat(ABC):
         description = f"You may call these tools:\n{documents}\n{self.usage}"
         return f"{system}\n\n{description}" if system else description
 
-    def new_id(self) -> str:
-        """Return an id for a call."""
+    def new_id(self, name: str, number: int) -> str:
+        """Return an id for call `number` of a conversation, from 0."""
         return f"call_{secrets.token_hex(12)}"
 
 
@@ -319,7 +319,7 @@ class Mistral(ToolFormat):
         texts = ", ".join(f'{{"name": {json.dumps(name)}, "arguments": {values}}}' for name, values in calls)
         return f"{self.marks[0]}[{texts}]"
 
-    def new_id(self) -> str:
+    def new_id(self, name: str, number: int) -> str:
         """Return nine letters and digits, which Mistral's chat templates demand."""
         return secrets.token_hex(5)[:9]
 
@@ -481,11 +481,18 @@ class KimiK2(ControlTokenFormat):
     )
     template_mark = _before
 
+    def new_id(self, name: str, number: int) -> str:
+        """Return the id that the model reads in its chat template."""
+        return f"functions.{name}:{number}"
+
 
 class Harmony(ToolFormat):
     name = "openai"
     channels = True
     marks = ("<|channel|>", "<|constrain|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>")
+    spelling = Spelling(
+        "", "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", "", ""
+    )  # then <|call|> ends the answer
     usage = (
         "To call one, write "
         "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|> at the end."
