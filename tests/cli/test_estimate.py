@@ -210,7 +210,7 @@ def test_print_estimate_converts_seconds_to_cost(tmp_path: Path, capsys: pytest.
     recipe, estimates = load_pens_recipe(tmp_path), {"sft": Estimate(1800.0, 900.0, 3600.0, None, "")}
     print_estimate(recipe, estimates, Template(price=2.0), sys.stdout)
     assert "cost     about 1 (0.5 to 2), at 2 per hour" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="a provider says its own"):
+    with pytest.raises(ValueError, match="a provider states its own"):
         Template.model_validate({"price": 1, "placement": RENTED})
 
 

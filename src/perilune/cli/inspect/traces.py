@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from perilune.traces.shrink import FailureCheck
     from perilune.traces.suite import Part, Suite
 
-app = make_command_group("Record episodes as cassettes, and run them as regression tests of the harness.")
+app = make_command_group(
+    "Record episodes as cassettes, and run them as regression tests of environments and rewards."
+)
 app.command("gate", epilog="Example: perilune traces gate suite calculator/rl --against calculator/sft")(
     gate_command
 )
@@ -29,7 +31,7 @@ app.command("gate", epilog="Example: perilune traces gate suite calculator/rl --
 MAX_SHOWN = 10  # failed cases to print
 Targets = Annotated[
     list[str],
-    typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="What to record: all their episode files."),
+    typer.Argument(metavar="EXPERIMENT|RUN|FOLDER...", help="Whose episode files to read."),
 ]
 Out = Annotated[Path, typer.Option("--out", help="The folder to write.")]
 Where = Annotated[
@@ -160,7 +162,8 @@ def run_command(
             )
         if stopped := [result for result in report.failed if result.replay.error]:
             raise WorkFailedError(
-                f"{len(stopped)} replays stopped: {stopped[0].replay.error}", remedy="fix this first"
+                f"{len(stopped)} replays stopped: {stopped[0].replay.error}",
+                remedy="correct the cause, then repeat --accept",
             )
         diff = opened.accept({result.case.digest: result.replay.expectations() for result in report.failed})
     if as_json:

@@ -42,7 +42,7 @@ def lab(
 
     Calls to the cloud fail before or after they take effect, responses are lost, machines start late, are
     preempted or die, connections drop, and the control process and the cloud are killed with SIGKILL. Nothing
-    real is rented. Exits with 1 when an invariant is broken.
+    real is rented. docs/how-to/lab.md lists the invariants. Exits with 1 when one is broken.
 
     \b
     perilune lab

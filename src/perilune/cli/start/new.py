@@ -117,7 +117,7 @@ def new(
     environment: Annotated[
         str, typer.Option(metavar="ID", help="An environment, with its family: reasoning_gym/chain_sum.")
     ] = "",
-    task: Annotated[Task | None, typer.Option(help="How to train.", show_default=False)] = None,
+    task: Annotated[Task | None, typer.Option(help="Kind of training.", show_default=False)] = None,
     data: Annotated[
         str,
         typer.Option(

@@ -40,13 +40,15 @@ def simulate_serving(
             help="COUNTxCARD, optionally /CARDS PER MODEL and @PRICE, such as 8xH100/2@2.50.",
         ),
     ],
-    prefill: Annotated[int, typer.Option(min=0, help="Replicas for prefill only. 0: each also decodes.")] = 0,
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Replicas that only prefill. 0: all prefill and decode.")
+    ] = 0,
     autoscale: Annotated[
         str,
         typer.Option(
             metavar="LEAST:RATE:STARTUP",
             help="Start and release replicas: at least LEAST, one for each RATE requests per second, which "
-            "serves after STARTUP seconds. --machines is the most.",
+            "serves after STARTUP seconds. --machines is the maximum.",
         ),
     ] = "",
     slots: Annotated[int, typer.Option(min=1, help="Maximum requests in flight per replica.")] = 256,

@@ -185,7 +185,7 @@ def _choose_template(where: Destination, slots: int | None, recipe: Recipe) -> T
     if where.template is not None:
         if slots is not None:
             raise RequestError(
-                "--slots is for this machine; a template has its own", remedy="set its key slots"
+                "--slots applies to this machine only", remedy="set the key `slots` of the template"
             )
         return where.template
     threads = recipe.resources.threads * recipe.resources.processes

@@ -158,7 +158,7 @@ def compare_experiments(
         raise RequestError(f"no stage is called '{stage}'", where=f"--metric {metric}", remedy=remedy)
     arms = _keep_differing_settings(_group_arms(documents, stages, metric))
     if not 0 <= baseline < len(arms):
-        raise RequestError(f"there are {len(arms)} arms", where=f"--baseline {baseline + 1}")
+        raise RequestError(f"there are only {len(arms)} arms", where=f"--baseline {baseline + 1}")
     names = [sweep.name for sweep in sweeps] or dict.fromkeys(recipe["name"] for recipe in documents.values())
     arms = _add_differences(arms, baseline)
     return Comparison(", ".join(names), metric, tuple(arms[0].settings), tuple(arms), baseline)

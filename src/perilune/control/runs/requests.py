@@ -53,7 +53,7 @@ def cancel_run(
             raise WorkFailedError(
                 "cancellation is requested, but the worker of the run is unreachable from here",
                 where=f"run {run_id}",
-                remedy=f"perilune reconcile on its machine; to give it up: perilune cancel {run_id} --force",
+                remedy=f"perilune reconcile on its machine; without proof: perilune cancel {run_id} --force",
             )
         if time.monotonic() > deadline:
             raise WorkFailedError(

@@ -126,7 +126,7 @@ class Template(Frozen):
     @model_validator(mode="after")
     def _price_of_own_machines(self) -> Template:
         if self.price is not None and isinstance(self.placement, RentedTarget):
-            raise ValueError("price is for machines that you do not rent: a provider says its own")
+            raise ValueError("price is for machines that you do not rent; a provider states its own prices")
         return self
 
     @model_validator(mode="after")

@@ -70,7 +70,7 @@ class ProcessRewards:
         environment = self.rollouts.environment
         if isinstance(self.settings, MonteCarloValues) and getattr(environment, "max_turns", 1) > 1:
             raise RequestError(
-                f"an episode of {environment.id} has several turns, and montecarlo continues within one",
+                f"montecarlo supports one turn per episode, and {environment.id} has several",
                 where="process_rewards",
                 remedy="use process_rewards: montecarlo only with environments of one turn",
             )

@@ -57,8 +57,9 @@ class SelfPlaySpec(RLSpec):
             )
         if self.lora is not None or "deviation" in self.algorithm.needs:
             raise ValueError(
-                "league.magnet: newest needs a reference with weights of its own that may move. Remove lora,"
-                " choose an algorithm that does not measure the distance to the start, or set initial"
+                "league.magnet: newest replaces the reference policy during training. This works neither with"
+                " lora nor with an algorithm that measures the distance to the initial policy. Set"
+                " league.magnet: initial"
             )
         return self
 

@@ -58,7 +58,7 @@ class EvaluationSettings(Frozen):
     @classmethod
     def _check_set_names(cls, sets: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if taken := {DATA_SET, "training"} & sets.keys():
-            raise ValueError(f"a set cannot be called '{min(taken)}': that is another curve")
+            raise ValueError(f"a set cannot be called '{min(taken)}', the name of another curve")
         return sets
 
     def sections(self, environment: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

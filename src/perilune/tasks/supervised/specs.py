@@ -61,7 +61,9 @@ class SFTSpec(EvaluatedSpec, LearnerSettings, ForgettingSpec, RowSpec):
     @model_validator(mode="after")
     def _check_validation(self) -> SFTSpec:
         if self.validation and self.eval is None:
-            raise ValueError("validation holds traces out for evaluations; set eval too, or validation to 0")
+            raise ValueError(
+                "validation holds out rows for eval, and eval is not set. Set eval, or validation: 0"
+            )
         return self
 
 
@@ -82,7 +84,9 @@ class PairTrainingSpec(TrainingSpec, OptimizerSettings, RowSpec):
     @classmethod
     def _check_too_long(cls, too_long: str) -> str:
         if too_long == "truncate":
-            raise ValueError("a truncated answer would teach truncation; use drop")
+            raise ValueError(
+                "pairs cannot be truncated, because they would teach truncation. Set too_long: drop"
+            )
         return too_long
 
 

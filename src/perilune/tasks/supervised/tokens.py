@@ -221,7 +221,7 @@ def uneven_split(rows: int, held: int, validation: float, where: str) -> Request
     return RequestError(
         f"validation: {validation:g} holds out {held} of {_rows(rows)} and leaves {rows - held} to train on",
         where=where,
-        remedy="change validation, or use rows with more prompts; rows with one prompt are on one side",
+        remedy="change validation, or add prompts: all rows of one prompt are on the same side",
     )
 
 
