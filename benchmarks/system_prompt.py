@@ -1,4 +1,4 @@
-"""Compare two ways to distil a system prompt into the weights: on-policy, and off-policy with rejection.
+"""Compare two ways to distill a system prompt into the weights: on-policy, and off-policy with rejection.
 
     python benchmarks/system_prompt.py --seeds 0 1 2
 

@@ -15,7 +15,7 @@ from perilune.errors import RequestError
 from perilune.learn.distillation import (
     Distillation,
     diagnostics,
-    distil,
+    distill,
     forward_topk,
     generalized_jsd,
     reverse_topk,
@@ -201,7 +201,7 @@ def test_distillation_step_equals_float64_reference_at_every_token_budget(kind: 
         learner = Learner(small_decoder(1))
         parts = list(split_chunks(episodes, prompts, budget, advantages=gains))
         assert (len(parts) == 1) == (budget == 10_000)
-        found = distil(learner, small_decoder(2), iter(parts), loss, tokens)
+        found = distill(learner, small_decoder(2), iter(parts), loss, tokens)
         assert found["loss"] == pytest.approx(expected.item(), rel=1e-4)
         assert found["tokens"] == tokens
         for parameter, other in zip(learner.decoder.parameters(), exact.parameters(), strict=True):
@@ -214,7 +214,7 @@ def test_distillation_from_equal_weights_and_prompt_has_zero_loss() -> None:
     decoder = small_decoder(4)
     prompts = [answer.prompt_ids.tolist() for answer in episodes]
     tokens = sum(int(answer.loss_mask.sum()) for answer in episodes)
-    found = distil(
+    found = distill(
         Learner(decoder), decoder, split_chunks(episodes, prompts, 30), Distillation("gkd"), tokens
     )
     assert found["reverse_kl"] == pytest.approx(0, abs=1e-6)
@@ -225,7 +225,7 @@ def test_distillation_from_equal_weights_and_prompt_has_zero_loss() -> None:
 def test_teacher_scores_tokens_after_its_own_prompt() -> None:
     one = episode(0.0, prompt=(1, 2), tokens=(3, 4, 5), logprobs=(0.0, 0.0, 0.0))
     student, teacher = small_decoder(1), small_decoder(2)
-    found = distil(Learner(student), teacher, split_chunks([one], [[9, 1, 2]], 100), Distillation("gkd"), 3)
+    found = distill(Learner(student), teacher, split_chunks([one], [[9, 1, 2]], 100), Distillation("gkd"), 3)
     with_system = dataclasses.replace(one, prompt_ids=np.array([9, 1, 2], np.int32))
     expected = (plain_logprobs(student, one) - plain_logprobs(teacher, with_system)).mean().item()
     assert found["reverse_kl"] == pytest.approx(expected, abs=1e-5)
@@ -235,7 +235,7 @@ def test_temperature_applies_to_student_and_teacher() -> None:
     one = episode(0.0, prompt=(1, 2), tokens=(3, 4), logprobs=(0.0, 0.0))
     student, teacher = small_decoder(1), small_decoder(2)
     loss = Distillation("gkd", beta=1.0, temperature=0.5)
-    found = distil(Learner(student), teacher, split_chunks([one], [[1, 2]], 100, temperature=0.5), loss, 2)
+    found = distill(Learner(student), teacher, split_chunks([one], [[1, 2]], 100, temperature=0.5), loss, 2)
     p, q = (distributions(model, [1, 2], [3, 4]) for model in (student, teacher))
     p, q = (x.mul(2).log_softmax(-1) for x in (p, q))
     assert found["loss"] == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)

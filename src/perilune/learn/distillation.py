@@ -108,7 +108,7 @@ def _pack_batch(items: Sequence[tuple[Episode, Episode, float]], temperature: fl
     return DistillationBatch(student, teacher, torch.tensor([gain for *_, gain in items]))
 
 
-def distil(
+def distill(
     learner: Learner, teacher: Decoder, parts: Iterable[DistillationBatch], loss: Distillation, tokens: int
 ) -> dict[str, float]:
     """Add the gradient of one step. The loss is the mean over the step's `tokens` learned tokens.

@@ -71,7 +71,7 @@ def suggest_name(name: str, valid: Iterable[str]) -> str:
 def raise_first(problems: Sequence[Problem], locate: Callable[[KeyPath], str]) -> NoReturn:
     """Raise the first of `problems` as the user's error, with the number of the others.
 
-    Missing keys come last, because a misspelt key is also a missing key.
+    Missing keys come last, because a misspelled key is also a missing key.
 
     Raises:
         RequestError: always.
@@ -94,7 +94,7 @@ def validate(model: type[ModelT], value: Any, path: KeyPath, label: str) -> Mode
     except ValidationError as error:
         errors = [dict(detail) for detail in error.errors(include_url=False)]
     details = [detail for detail in errors if not _is_wrong_alternative(detail, value)] or errors
-    details.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelt key is also a missing key
+    details.sort(key=lambda error: error["type"] != "extra_forbidden")  # a misspelled key is also missing
     problems: dict[KeyPath, Problem] = {}
     for detail in details:
         problem = _problem(model, detail, value, path, label)

@@ -12,7 +12,7 @@ from perilune.data.episode import Episode
 from perilune.data.episodes_file import write_episodes
 from perilune.errors import RequestError
 from perilune.learn.advantages import centred
-from perilune.learn.distillation import Distillation, distil, split_chunks
+from perilune.learn.distillation import Distillation, distill, split_chunks
 from perilune.learn.schedules import learning_rate
 from perilune.learn.trainer import Learner
 from perilune.learn.weights import rewards
@@ -56,7 +56,7 @@ def run(workspace: Workspace, spec: DistillSpec) -> dict[str, Any]:
                     episodes, prompts, spec.token_budget, advantages=advantages, temperature=spec.temperature
                 )
                 tokens = sum(int(episode.loss_mask.sum()) for episode in episodes)
-                figures |= distil(learner, teacher.decoder, parts, loss, tokens)
+                figures |= distill(learner, teacher.decoder, parts, loss, tokens)
                 figures |= learner.optim_step(learning_rate(spec, done, spec.steps))
             names = ("loss", "pass_rate", "overlap_ratio")
             return StepReport(figures, {name: figures[name] for name in names if name in figures})
