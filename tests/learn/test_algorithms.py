@@ -62,6 +62,34 @@ def test_rloo_worked_example() -> None:
     np.testing.assert_allclose(leave_one_out(r), r - others)
 
 
+def test_gigpo_compares_turns_after_the_same_observation() -> None:
+    """Tokens 8 and 9 are observations. Two episodes see 8 before their second turn, and one sees 9."""
+    mask = [True, False, True, True]
+    turns = [[4, 8, 5, 6], [5, 8, 6, 5], [4, 9, 5, 5]]
+    group = [
+        episode(reward, tokens=tokens, mask=mask, name=f"0/0/{i}")
+        for i, (reward, tokens) in enumerate(zip([1.0, 0.0, 0.0], turns, strict=True))
+    ]
+    (weighted,) = weight_groups("gigpo", [group], gamma=0.5, turn_weight=0.1, divide_by_std=False)
+    assert weighted.policy_gradient is not None
+    first = 0.5 * np.array([2 / 3, -1 / 3, -1 / 3])  # the returns of the first turn are 0.5, 0 and 0
+    second = np.array([0.5, -0.5, 0.0])
+    whole = np.array([2 / 3, -1 / 3, -1 / 3])
+    for i, weights in enumerate(weighted.policy_gradient.weights):
+        expected = [whole[i] + 0.1 * first[i], 0, *[whole[i] + 0.1 * second[i]] * 2]
+        np.testing.assert_allclose(weights, expected, atol=1e-6)
+
+
+def test_gigpo_without_turns_is_grpo() -> None:
+    for groups in (random_groups(3), random_groups(4)):
+        for ours, theirs in zip(
+            weight_groups("gigpo", groups, turn_weight=0.0), weight_groups("grpo", groups), strict=True
+        ):
+            assert ours.policy_gradient is not None and theirs.policy_gradient is not None
+            for a, b in zip(ours.policy_gradient.weights, theirs.policy_gradient.weights, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
 def test_reinforce_pp_worked_examples() -> None:
     def one_token(name: str) -> list[float]:
         groups = [group_of([1, 0, 0, 0], [1] * 4, g=0), group_of([1, 1, 1, 0], [1] * 4, g=1)]

@@ -25,7 +25,7 @@ from perilune.tasks.checks.preflight import MIN_LONG_RUN_STEPS
 from perilune.tasks.checks.twin import Twin
 from perilune.tasks.rl.spec import RLSpec
 
-KINDS = ["grpo", "cispo", "dgpo", "gspo", "pkpo", "ppo", "reinforce_pp", "toggle"]
+KINDS = ["grpo", "cispo", "dgpo", "gigpo", "gspo", "pkpo", "ppo", "reinforce_pp", "toggle"]
 
 
 def spec(**options: Any) -> RLSpec:

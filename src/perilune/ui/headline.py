@@ -21,6 +21,7 @@ ALGORITHM_NAMES = {
     "maxrl": "MaxRL",
     "ppo": "PPO",
     "dgpo": "DGPO",
+    "gigpo": "GiGPO",
     "pkpo": "PKPO",
     "pass_at_k_training": "pass@k training",
     "toggle": "Toggle",

@@ -12,6 +12,7 @@ from perilune.extensions import CodeReference
 from perilune.learn.algorithms.base import Algorithm, StepContext
 from perilune.learn.algorithms.dgpo import DGPO
 from perilune.learn.algorithms.extension import OrExtension
+from perilune.learn.algorithms.gigpo import GiGPO
 from perilune.learn.algorithms.group_relative import CISPO, DAPO, GRPO, GSPO, RLOO, DrGRPO, MaxRL
 from perilune.learn.algorithms.pass_at_k import PKPO, PassAtKTraining
 from perilune.learn.algorithms.ppo import PPO
@@ -34,6 +35,7 @@ _Section = Annotated[
     | MaxRL
     | PPO
     | DGPO
+    | GiGPO
     | PKPO
     | PassAtKTraining
     | Toggle,
