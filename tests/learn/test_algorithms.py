@@ -80,6 +80,20 @@ def test_gigpo_compares_turns_after_the_same_observation() -> None:
         np.testing.assert_allclose(weights, expected, atol=1e-6)
 
 
+def test_advantages_of_gigpo_may_cancel_in_most_turns() -> None:
+    """After observation 8, the reward of 0.5 is the worse of two, but it is the better half of the group."""
+    mask = [True, False, True, True, True, True]
+    group = [
+        episode(reward, tokens=[4, observed, 5, 5, 5, 5], mask=mask, name=f"0/0/{i}")
+        for i, (reward, observed) in enumerate([(1.0, 8), (0.5, 8), (0.0, 9), (-0.5, 9)])
+    ]
+    (weighted,) = weight_groups("gigpo", [group], divide_by_std=False)
+    assert weighted.policy_gradient is not None
+    np.testing.assert_allclose(weighted.policy_gradient.weights[1][2:], 0.0, atol=1e-7)
+    kind = algorithm("gigpo")
+    check_weights([weighted], centred=kind.centred, sparse=kind.sparse)
+
+
 def test_gigpo_without_turns_is_grpo() -> None:
     for groups in (random_groups(3), random_groups(4)):
         for ours, theirs in zip(

@@ -44,6 +44,7 @@ class GiGPO(ClippedPolicyGradient):
     """
 
     centred: ClassVar[bool] = False
+    sparse: ClassVar[bool] = True  # the two advantages of a turn may cancel
     takes_step_rewards: ClassVar[bool] = True
 
     name: Literal["gigpo"] = Field("gigpo", description="name of the algorithm")
