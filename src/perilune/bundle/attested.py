@@ -43,9 +43,7 @@ class Evidence:
     """The files of one attempt's evidence.
 
     Attributes:
-        bundle: the attempt's copy of the bundle.
         submitted, result: envelopes of the two statements.
-        key: the public key.
         run: the run that the statements must be about; None accepts any run.
     """
 

@@ -30,7 +30,6 @@ class HardwareSampler:
     in `error`.
 
     Args:
-        path: the JSON Lines file to append to.
         pid: root of the process tree to watch; None to watch only the machine.
         interval: seconds between two lines.
     """
@@ -45,7 +44,6 @@ class HardwareSampler:
         self._thread = threading.Thread(target=self._run, name="hardware", daemon=True)
 
     def start(self) -> None:
-        """Start sampling."""
         self._thread.start()
 
     def stop(self) -> None:

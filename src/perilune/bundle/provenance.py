@@ -111,7 +111,6 @@ def _owners() -> dict[str, list[Distribution]]:
 
 
 def _top_level(installed: Distribution) -> set[str]:
-    """Return the top-level modules of a distribution."""
     text = installed.read_text("top_level.txt")
     if text:
         return set(text.split())

@@ -109,7 +109,6 @@ def require_secret(name: str, where: str) -> str:
 
 
 def sources_file() -> Path:
-    """Return the path of secrets.yaml."""
     return home_directory() / SECRETS_FILE
 
 
@@ -140,7 +139,6 @@ def read_sources() -> dict[str, SecretSource]:
 
 
 def write_sources(sources: dict[str, SecretSource]) -> None:
-    """Write secrets.yaml."""
     import yaml
 
     document = {name: source.model_dump(exclude_none=True) for name, source in sorted(sources.items())}

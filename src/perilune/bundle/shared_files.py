@@ -67,7 +67,6 @@ class SharedFiles:
 
 
 def _share(path: Path, shared_copy: Path) -> None:
-    """Make `path` and the shared copy `shared_copy` one file."""
     shared_copy.parent.mkdir(exist_ok=True)
     link = path.with_name(f".{path.name}.tmp")
     with contextlib.suppress(OSError):  # a file system without links, or the copy has just been removed

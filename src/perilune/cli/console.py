@@ -83,7 +83,6 @@ class PlainLines:
         return
 
     def start(self, stage: str, note: str) -> None:
-        """Write that the stage starts."""
         self._last[stage] = time.monotonic()
         self.print(f"[{stage}] started{f', {note}' if note else ''}")
 
@@ -100,11 +99,9 @@ class PlainLines:
         self.print(f"[{stage}] {', '.join(parts)}")
 
     def end(self, stage: str, mark: str, note: str) -> None:
-        """Write that the stage has ended, with its mark."""
         self.print(f"[{stage}] {mark}{f', {note}' if note else ''}")
 
     def print(self, message: str) -> None:
-        """Write one line."""
         self._out.write(format_for_terminal(message) + "\n")
         self._out.flush()
 
@@ -136,11 +133,9 @@ class LiveBars:
         self._progress.stop()
 
     def start(self, stage: str, note: str) -> None:
-        """Add the stage's bar."""
         self._bar(stage)
 
     def update(self, stage: str, done: int, total: int, unit: str, figures: Mapping[str, float]) -> None:
-        """Move the stage's bar."""
         self._progress.update(
             self._bar(stage),
             completed=done,
@@ -150,7 +145,6 @@ class LiveBars:
         )
 
     def end(self, stage: str, mark: str, note: str) -> None:
-        """Stop the stage's bar and mark it."""
         bar = self._bar(stage)
         signs = {"done": "[green]✓", "reused": "[cyan]=", "failed": "[red]✗"}
         self._progress.update(bar, mark=signs[mark])

@@ -33,7 +33,6 @@ class LogWriter:
             self._file = path.open("ab", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """Append `data`."""
         while data:
             if self._room == 0:
                 self._next()
@@ -104,7 +103,6 @@ def log_tail(runtime: Path, lines: int = 20) -> str:
 
 
 def last_lines(data: bytes, lines: int) -> str:
-    """Return the last lines of `data` as text."""
     return "\n".join(data.decode("utf-8", errors="replace").splitlines()[-lines:])
 
 

@@ -15,9 +15,7 @@ class Observation:
     """One observation of an attempt.
 
     Attributes:
-        claim: of this epoch, or None.
         worker: whether the claiming worker lives; UNKNOWN also without a claim.
-        verdict: of this epoch, or None.
         superseded: whether a newer attempt has claimed the same directory.
         heartbeat: the worker's last count of seconds; 0 before the first.
         unseen: why the observation failed; "" if it did not.

@@ -18,7 +18,6 @@ class LogPump:
     """Copies a pipe to a log in a thread, until every writer has closed the pipe.
 
     Args:
-        runtime: directory of the log.
         redactor: knows the secrets that may be printed.
         echo: also copy to this process's stdout, made safe for a terminal.
     """

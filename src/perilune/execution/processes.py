@@ -37,7 +37,6 @@ class ProcessIdentity:
     Attributes:
         host: the machine and its process namespace, in which the number is valid.
         boot_id: changes with every boot of the machine.
-        pid: process number.
         starttime: clock ticks from boot to the start of the process (not wall-clock time).
     """
 

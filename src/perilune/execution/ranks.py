@@ -87,7 +87,6 @@ class Ranks:
     """The processes of one task on this machine.
 
     Args:
-        bundle: the bundle to run.
         mark: variables that identify the attempt's processes.
         echo: copy the leader's output to stdout.
     """

@@ -154,7 +154,6 @@ def _check_gpu(machine: Machine) -> Finding:
 
 
 def check_containers(program: str, template: str) -> Finding:
-    """Check whether the container `program` of a `template` answers."""
     command = [program, "version", "--format", "{{.Server.Version}}"]
     try:
         answer = subprocess.run(

@@ -58,7 +58,6 @@ class Verdict:
     Attributes:
         epoch: number of the attempt.
         exit_code: of the task process; None if a signal ended it or it never started.
-        signal: number of that signal, or None.
         cause: "" on success.
         message: one line for the user.
         manifest_digest: SHA-256 of artifacts/manifest.json; None if it could not be written.
@@ -155,7 +154,6 @@ def _find_signal_ending(number: signal.Signals, memory_kill: bool) -> tuple[Caus
 
 
 def find_cause(error: BaseException) -> Cause:
-    """Return the cause of failure for an exception of a task."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, OSError) and chain.errno in {errno.ENOSPC, errno.EDQUOT}:

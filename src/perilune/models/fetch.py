@@ -35,7 +35,6 @@ class PackagedModel:
 
     Attributes:
         wheel_sha256, gguf_sha256: the digests that the wheel and the file in it must have.
-        gguf, license_file: paths in the wheel.
     """
 
     requirement: str

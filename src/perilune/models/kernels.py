@@ -49,7 +49,6 @@ _FUSED = (torch.float32, torch.bfloat16, torch.float16)
 
 @functools.cache
 def has_triton() -> bool:
-    """Return whether Triton is installed."""
     return find_spec("triton") is not None
 
 

@@ -94,7 +94,6 @@ class Pieces:
         rows: int64[P, 4] on the CPU. For each piece: its first token, its number of tokens, the row of its
             first state (-1 for zeros), and the row of its last state. A piece follows the one that it
             continues.
-        device: the device of the states.
     """
 
     def __init__(self, rows: Tensor, device: torch.device) -> None:
@@ -256,7 +255,6 @@ class PackedRecurrence:
     Args:
         spans: int64[S, 4], start, length, start of the prefix and length of the prefix of each sequence. They
             cover all tokens, and the prefix of a sequence has no prefix itself.
-        device: the device of the tokens.
     """
 
     def __init__(self, spans: Tensor, device: torch.device) -> None:

@@ -44,7 +44,6 @@ class StoredModel:
 
 
 def models_folder() -> Path:
-    """Return the folder of the models in the home."""
     return home_directory() / "models"
 
 
@@ -55,7 +54,6 @@ def list_stored_models() -> list[StoredModel]:
 
 
 def find_stored_model(name: str) -> StoredModel | None:
-    """Return the model called `name` in the home, or None."""
     folder = models_folder() / _file_name(name)
     if folder.parent != models_folder() or folder.name.startswith(".") or not (folder / SOURCE).is_file():
         return None

@@ -54,7 +54,6 @@ class TransformersModel:
 
     Attributes:
         module: the `PreTrainedModel`.
-        config: its shape.
         notice: a message that explains why the decoder is not used; empty if none is needed.
     """
 
@@ -64,7 +63,6 @@ class TransformersModel:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.module.device  # type: ignore[no-any-return]
 
     def state_dict(self) -> Mapping[str, Tensor]:

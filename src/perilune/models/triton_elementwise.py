@@ -237,7 +237,6 @@ def _bounded(gate, up):
 
 @triton.jit
 def _activation(gate, KIND: tl.constexpr):
-    """Return the activation and its derivative."""
     if KIND == 1:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         tanh = 2 * tl.sigmoid(2 * inner) - 1

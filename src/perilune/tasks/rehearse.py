@@ -33,12 +33,10 @@ class Rehearse:
     standalone = True
 
     def plan(self, job: Job) -> Mapping[str, object]:
-        """Return the total duration."""
         spec = RehearseSpec.model_validate(job.spec)
         return {"seconds": f"{spec.steps * spec.step_seconds:g}"}
 
     def run(self, workspace: Workspace) -> dict[str, Any]:
-        """Continue counting from the last checkpoint."""
         spec = RehearseSpec.model_validate(workspace.job.spec)
         completed, total = _resumed(workspace)
         workspace.log(f"starts after step {completed}")

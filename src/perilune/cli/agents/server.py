@@ -71,7 +71,6 @@ class Tools:
         self._lock = anyio.Lock()
 
     def list(self) -> list[Tool]:
-        """Return the descriptions of the tools."""
         return [self._describe(name) for name in self._calls]
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> CallToolResult:

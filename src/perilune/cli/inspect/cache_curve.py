@@ -12,7 +12,6 @@ _EMPTY = " \u2800"  # the second character is the empty Braille pattern
 
 
 def curve_lines(curve: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the plot for a terminal."""
     import plotille
 
     figure = plotille.Figure()

@@ -55,7 +55,6 @@ def explain_target(control: Control, target: str) -> tuple[Run, Explanation]:
 
 
 def explanation_document(run: Run, explanation: Explanation) -> dict[str, Any]:
-    """Return an explanation as JSON."""
     return {"run": run.id, "stage": run.stage} | asdict(explanation)
 
 

@@ -60,7 +60,6 @@ def card(
 
 
 def card_text(document: Mapping[str, Any]) -> str:
-    """Return the card as text."""
     lines = [
         f"{document['model_type']}: {format_count(document['parameters'])} parameters, "
         f"{format_count(document['active_parameters'])} active for each token, "

@@ -52,7 +52,6 @@ class LiveStage:
     """One stage as `top` shows it.
 
     Attributes:
-        status: the recorded status.
         progress: the last progress report, with "done", "total", "unit" and "figures"; None before the first.
         seconds: time from the submission of the run until now, or until its end; None before.
     """
@@ -89,7 +88,6 @@ class LiveStage:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return the stage as JSON."""
         return self.status.document() | {"progress": self.progress, "elapsed": self.seconds}
 
 

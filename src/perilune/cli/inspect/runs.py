@@ -72,7 +72,6 @@ def select_runs(control: Control, experiment: str | None, last: int | None) -> t
 
 
 def runs_document(control: Control, statuses: Sequence[StageStatus], more: int) -> dict[str, Any]:
-    """Return the list as JSON."""
     listed = [status.document() for status in statuses]
     return {"home": str(control.home.root), "runs": listed, "other_experiments": more}
 

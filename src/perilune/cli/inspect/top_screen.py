@@ -64,7 +64,6 @@ class Screen(App[None]):
         self._confirm = ("", 0.0)  # the run to cancel, and when x was pressed
 
     def compose(self) -> ComposeResult:
-        """Return the parts, from top to bottom."""
         yield DataTable[Text](cursor_type="row", zebra_stripes=True)
         yield Static(id="below", markup=False)
         yield Footer()

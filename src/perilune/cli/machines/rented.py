@@ -302,7 +302,6 @@ def warn_about_machines(control: Control) -> None:
 
 
 def machine_document(machine: Machine) -> dict[str, Any]:
-    """Return a machine as JSON."""
     from perilune.control.machines.budget import accrued_cost, max_total_cost
 
     columns = ("key", "provider", "kind", "run_id", "epoch", "state", "reason", "price", "lease", "remote_id")

@@ -217,7 +217,6 @@ def _fit_line(sizes: tuple[int, int], measure: Callable[[int], float]) -> tuple[
 
 
 def _decode_seconds(model: Decoder, seconds: float, clock: Callable[[], float], rows: int) -> float:
-    """Return the seconds of a decode step."""
     from perilune.engine.throughput import measure_throughput
 
     throughput = measure_throughput(model, seconds=seconds, groups=rows // 8)
@@ -360,7 +359,6 @@ def _read_timings(bundle: Path) -> list[dict[str, Any]]:
 
 
 def machine_name() -> str:
-    """Return the name of this machine in calibrations."""
     from perilune.bundle.machine import observe_machine
 
     processor = observe_machine().processor

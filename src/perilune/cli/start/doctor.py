@@ -45,7 +45,6 @@ class Diagnosis:
         usable: True if everything that is required is present.
         machine: facts about this machine, as bundles record them.
         packages: installed version of each required package, None where absent.
-        findings: one for each check.
         rollouts: measured speeds, the fastest first; empty without a measurement.
     """
 

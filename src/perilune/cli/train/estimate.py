@@ -141,7 +141,6 @@ def _unit_seconds(
     trial: Trial | None,
     expected: ExpectedLengths,
 ) -> Mapping[str, float]:
-    """Return the seconds of each unit of work."""
     overhead = calibration.overhead
     times = {"turn": overhead.turn, "step": overhead.step, "row": expected.low.reading}
     for step, token in (("decode", "sampled"), ("update", "learned"), ("reinforce", "reinforced")):

@@ -77,7 +77,6 @@ def show_events(stream: Iterable[events.StageEvent]) -> events.StageEvent | None
 
 
 def show_event(event: events.StageEvent, view: StageProgress) -> None:
-    """Show one event."""
     match event:
         case events.StageStarted():
             verb = "joined" if event.attached else "run"
@@ -101,7 +100,6 @@ def show_event(event: events.StageEvent, view: StageProgress) -> None:
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Ignore Ctrl-C in the block."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

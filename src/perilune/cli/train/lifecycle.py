@@ -137,7 +137,6 @@ def stop_target(control: Control, found: Run | Experiment, *, force: bool = Fals
 
 
 def stopped_document(found: Run | Experiment, stopped: Sequence[Run]) -> dict[str, Any]:
-    """Return the cancelled runs as JSON."""
     from perilune.control.record.store import Run
 
     summaries = [summarize_run(run) for run in stopped]

@@ -100,7 +100,6 @@ def _try_reward_functions(recipe: Recipe) -> None:
 
 
 def print_plan(recipe: Recipe, stages: Sequence[dict[str, Any]], out: TextIO) -> None:
-    """Print the derived values of each stage."""
     lines = [f"{recipe.name}, seed {recipe.seed}"]
     if recipe.model is not None:
         environment = "/".join(

@@ -199,7 +199,6 @@ def _pass_rates(summary: Mapping[str, Any], k: int) -> dict[str, float]:
 
 
 def _evaluation_table(evaluations: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a table with one column for each evaluation."""
     table = make_table("held-out tasks", *(evaluation["stage"] for evaluation in evaluations))
 
     def row(label: str, cells: Sequence[str], *, end_section: bool = False) -> None:

@@ -89,7 +89,6 @@ def run(
 
 
 def parse_destination(name: str | None, changes: Sequence[str]) -> Destination:
-    """Parse the options `--template` and `--with`."""
     if name is None:
         if changes:
             raise RequestError(
@@ -230,7 +229,6 @@ def plan_document(
     estimated: Mapping[str, Estimate],
     ahead: Forecast,
 ) -> dict[str, Any]:
-    """Return the dry run as JSON."""
     from dataclasses import asdict
 
     from perilune.cli.data.audit import load_grades
@@ -383,5 +381,4 @@ def start_module(module: Sequence[str], log: Path) -> int:
 
 
 def _add_overrides(command: str, changes: Sequence[str]) -> str:
-    """Return the command line with its overrides."""
     return shlex.join([*shlex.split(command), *(part for change in changes for part in ("--set", change))])

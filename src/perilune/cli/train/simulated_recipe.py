@@ -92,7 +92,6 @@ def simulate_recipe(recipe: Recipe, options: Options) -> tuple[dict[str, Any], l
 
 
 def _recipe_staleness(job: Job) -> int | None:
-    """Return the staleness that the recipe sets."""
     asynchronous = RLSpec.model_validate(job.spec).asynchronous
     return None if asynchronous is None else asynchronous.staleness
 

@@ -60,7 +60,6 @@ class SweepRequest:
     command: tuple[str, ...]
 
     def load(self, settings: Settings, seed: int) -> Recipe:
-        """Return the recipe of an arm and a seed."""
         from perilune.recipe.load import load_recipe
 
         return load_recipe(self.recipe, make_overrides(settings, seed))
@@ -194,7 +193,6 @@ def _choose_template(where: Destination, slots: int | None, recipe: Recipe) -> T
 
 
 def _sweep_command(recipe: str, options: dict[str, Any], where: Destination) -> tuple[str, ...]:
-    """Return the command line of the sweep."""
     words = ["perilune", "sweep", recipe]
     for option, value in options.items():
         for item in value if isinstance(value, list) else [value]:
@@ -429,7 +427,6 @@ class _SweepRun:
         return propose_arm(self.request.axes, arms, figures, maximize=not lower_is_better(metric))
 
     def _print_comparison(self, seconds: float, *, as_json: bool) -> None:
-        """Write the page of the comparison, and print it."""
         from perilune.cli.inspect.compare import comparison_document, print_comparison, unbiased_command
         from perilune.control.queries.comparison import compare_experiments
         from perilune.ui.comparison import build_comparison

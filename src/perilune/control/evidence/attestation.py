@@ -41,7 +41,6 @@ def attest_result(home: Home, attempt: Attempt, directory: Path) -> None:
 
 
 def evidence_paths(home: Home, run_id: str, number: int) -> Evidence:
-    """Return the paths of an attempt's evidence."""
     return Evidence(
         home.attempt(run_id, number),
         home.run(run_id) / ATTESTATIONS_FOLDER / BUNDLE_STATEMENT,

@@ -49,7 +49,6 @@ class DiskUsage:
 
     @property
     def bytes(self) -> int:
-        """The total."""
         return self.bundle + self.attempts + self.checkpoints + self.reproductions
 
 

@@ -58,7 +58,6 @@ def cost_today(machines: Iterable[Machine]) -> float:
 
 
 def _cost_last_day(machine: Machine, now: Instant) -> float:
-    """Return the cost of a machine in the last 24 hours."""
     age, spent = now.since(Instant.parse(machine.leased)), accrued_cost(machine, now)
     if machine.price <= 0:
         return 0.0

@@ -63,7 +63,6 @@ class Fleet:
         self._last_terminated: dict[str, Instant] = {}
 
     def machine(self, key: str) -> Machine | None:
-        """Return a machine as recorded, or None."""
         with self.store.snapshot() as session:
             return session.get(Machine, key)
 
@@ -76,7 +75,6 @@ class Fleet:
             return [row for row in session.scalars(query) if include_gone or owns_machine(self.home, row.key)]
 
     def machine_key(self, run_id: str, epoch: int, rank: int = 0) -> str:
-        """Return the key of a machine of an attempt."""
         return str(MachineKey(cluster_id(self.home), run_id, epoch, rank))
 
     def machines_of(self, run_id: str, epoch: int) -> list[Machine]:

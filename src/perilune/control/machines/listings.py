@@ -28,7 +28,6 @@ class Listing:
     why: str = ""
 
     def sighting(self, key: str) -> Sighting:
-        """Return the observation of one machine."""
         if self.machines is None:
             return Sighting(Presence.UNKNOWN, why=self.why)
         machine = self.machines.get(key)

@@ -83,7 +83,6 @@ def plan_machine(  # noqa: PLR0911 - one return per row of the table
 
     Args:
         desire: what it is needed for.
-        recorded: its recorded state.
         seen: the latest observation, made after everything that is recorded.
         now: the time of that observation.
     """

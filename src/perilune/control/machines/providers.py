@@ -89,7 +89,6 @@ class Providers:
         ]
 
     def names(self) -> list[str]:
-        """Return the names of the configured providers."""
         settings = self.settings()
         return sorted(settings.providers) if settings else []
 

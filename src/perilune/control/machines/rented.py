@@ -72,11 +72,9 @@ class RentedPlacement:
         previous: Assignment | None,
         is_cancelled: Callable[[], bool],
     ) -> str:
-        """Implement `Placement.stage`."""
         return self._ready_placement(attempt).stage(attempt, bundle, order, previous, is_cancelled)
 
     def start(self, attempt: Assignment) -> None:
-        """Implement `Placement.start`."""
         self._ready_placement(attempt).start(attempt)
 
     def is_starting(self, attempt: Assignment) -> bool:
@@ -84,7 +82,6 @@ class RentedPlacement:
         return False
 
     def observe(self, attempt: Assignment) -> Observation:
-        """Implement `Placement.observe`."""
         try:
             return self._ready_placement(attempt).observe(attempt)
         except HostUnreachableError as error:
@@ -159,11 +156,7 @@ class RentedPlacement:
 
 
 class Rentals:
-    """Rents the machines of attempts, and reacts to their loss.
-
-    Args:
-        end: ends an attempt, as `Endings.end`.
-    """
+    """Rents the machines of attempts, and reacts to their loss."""
 
     def __init__(self, fleet: Fleet, end: Callable[[Attempt, AttemptState, Cause, str], bool]) -> None:
         self.fleet, self._end = fleet, end

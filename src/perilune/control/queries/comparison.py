@@ -304,7 +304,6 @@ def _is_detail(key: str, differing: Sequence[str], arms: Sequence[Arm]) -> bool:
 
 
 def _format_setting(value: Any) -> str:
-    """Return a setting on one line."""
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

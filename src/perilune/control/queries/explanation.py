@@ -25,7 +25,6 @@ class Explanation:
     """The explanation of a run.
 
     Attributes:
-        state: of the run.
         because: the facts that led to it, one sentence each, the oldest first.
         next: what happens by itself, or that nothing does.
         commands: what the user can do, the most likely first.

@@ -87,7 +87,6 @@ class Forecast:
         turn: occupied slots of the placement; `has_turn` is whether a run would start at once.
         cost: None if nothing is rented.
         secrets: name to the problem with it, "" if it is set. Values are never shown.
-        retry, limits: from the template.
         bring: which checkpoints are fetched; "" on this machine.
     """
 

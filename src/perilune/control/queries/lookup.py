@@ -192,7 +192,6 @@ def latest_experiments(control: Control, most: int | None = None) -> list[str]:
 
 
 def count_experiments(control: Control) -> int:
-    """Return the number of experiments."""
     with control.store.snapshot() as session:
         return session.scalar(select(func.count()).select_from(Experiment)) or 0
 
@@ -217,7 +216,6 @@ def stage_statuses(control: Control, experiment_ids: Sequence[str]) -> list[Stag
 
 
 def group_stage_statuses(control: Control, experiment_ids: Sequence[str]) -> dict[str, list[StageStatus]]:
-    """Return the stages of each experiment, in order."""
     groups: dict[str, list[StageStatus]] = {key: [] for key in experiment_ids}
     for status in stage_statuses(control, experiment_ids):
         groups[status.experiment_id].append(status)
@@ -225,7 +223,6 @@ def group_stage_statuses(control: Control, experiment_ids: Sequence[str]) -> dic
 
 
 def read_overrides(control: Control, experiment_id: str) -> tuple[str, ...]:
-    """Return the overrides that an experiment was created with."""
     path = control.home.experiment(experiment_id) / OVERRIDES_FILE
     return tuple(map(str, read_json(path))) if path.exists() else ()
 
@@ -269,7 +266,6 @@ def _make_status(
 
 
 def list_attempts(control: Control, run_id: str) -> list[Attempt]:
-    """Return the attempts of a run, in order."""
     with control.store.snapshot() as session:
         query = select(Attempt).where(Attempt.run_id == run_id).order_by(Attempt.number)
         return list(session.scalars(query))

@@ -48,7 +48,6 @@ class SweepForecast:
 
 
 def forecast_sweep(control: Control, recipes: Sequence[Recipe], template: Template) -> SweepForecast:
-    """Forecast the experiments of these recipes."""
     arms, to_run, seen = [], dict[str, int](), set[str]()
     for recipe in recipes:
         experiment = _find_experiment(control, recipe)

@@ -88,7 +88,6 @@ def restore(backup: Path, home: Home) -> Inherited:
 
 
 def _fill_home(copy: Sqlite, home: Home) -> Inherited:
-    """Fill the new home `home` from the backup `copy`."""
     _copy_files(copy.home.root, home.root, (*BACKUP_ENTRIES, RUNS_FOLDER))
     with copy.engine.execution_options(**SNAPSHOT_OPTIONS).connect() as source:
         if copy.schema(source) != LATEST:
@@ -134,7 +133,6 @@ def _clear_new_home(root: Path) -> None:
 
 
 def _create_tables(database: Sqlite | Postgres, connection: Connection) -> None:
-    """Create the tables in an empty database."""
     if database.schema(connection):
         raise RequestError("the database has tables already", where=database.where)
     Base.metadata.create_all(connection)

@@ -25,7 +25,6 @@ class Instant:
 
     @classmethod
     def now(cls) -> Instant:
-        """Return the current moment."""
         return cls(boot_id(), boot_seconds(), time.time())
 
     @classmethod

@@ -76,7 +76,6 @@ class Conditions:
                 record_event(session, "condition.raised", run_id=run_id or None, about=about, why=message)
 
     def clear(self, run_id: str, about: str) -> None:
-        """Clear a condition, if there is one."""
         if self._message(run_id, about):
             with self.store.transaction() as session:
                 clear_condition(session, run_id, about)

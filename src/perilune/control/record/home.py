@@ -109,15 +109,12 @@ class Home:
         return self.root / "tmp"
 
     def experiment(self, experiment_id: str) -> Path:
-        """Return the directory of an experiment."""
         return self.experiments / experiment_id
 
     def run(self, run_id: str) -> Path:
-        """Return the directory of a run."""
         return self.runs / run_id
 
     def bundle(self, run_id: str) -> Path:
-        """Return the frozen bundle of a run."""
         return self.run(run_id) / "bundle"
 
     def attempt(self, run_id: str, number: int) -> Path:
@@ -206,7 +203,6 @@ def _remove_built_elsewhere(scratch: Path) -> None:
 
 
 def has_daemon(home: Home) -> bool:
-    """Return whether a daemon manages the home."""
     with locked(home.daemon) as acquired:
         return not acquired and home.daemon.is_dir()
 

@@ -263,7 +263,6 @@ class Store:
             raise self.database.translate_error(error) from error
 
     def close(self) -> None:
-        """Close the connections."""
         self.engine.dispose()
 
 

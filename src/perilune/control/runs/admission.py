@@ -19,7 +19,6 @@ class Admission:
         self.home, self.store, self.placements, self.rentals = home, store, placements, rentals
 
     def queue_position(self, run: Run) -> QueuePosition:
-        """Return the position of a queued run."""
         with self.store.snapshot() as session:
             return find_position(session, self.placements, run)
 

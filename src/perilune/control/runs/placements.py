@@ -30,7 +30,6 @@ class Placements:
         self._ssh_placements: dict[str, Placement] = {}
 
     def get(self, run_id: str) -> Placement:
-        """Return the placement of a run's attempts."""
         template = self._template(run_id)
         return self.local if template is None else self.build(template)
 
@@ -42,7 +41,6 @@ class Placements:
             return self.local.capabilities
 
     def build(self, template: Template) -> Placement:
-        """Return the placement of a template."""
         container = template.container
         match template.placement:
             case LocalTarget() if container is None:
@@ -78,7 +76,6 @@ class Placements:
                 )
 
     def retry_policy(self, run_id: str) -> RetryPolicy:
-        """Return the retry policy of a run."""
         template = self._readable_template(run_id)
         return self.policy if template is None else template.retry_policy()
 

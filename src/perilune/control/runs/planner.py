@@ -57,7 +57,6 @@ def next_step(  # noqa: PLR0911 - one return per row of the table
     """Return the next step for an attempt of the current epoch.
 
     Args:
-        state: as recorded.
         seen: the latest observation.
     """
     if state.is_terminal:
@@ -150,5 +149,4 @@ class RetryPolicy:
 
 
 def retry_class(cause: str) -> RetryClass:
-    """Return the retry class of a cause."""
     return RETRY_CLASSES.get(Cause(cause), RetryClass.USER)

@@ -7,12 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """An event of a stage.
-
-    Attributes:
-        stage: name of the stage.
-        run_id: the run of the stage.
-    """
+    """An event of a stage."""
 
     stage: str
     run_id: str

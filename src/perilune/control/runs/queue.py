@@ -40,7 +40,6 @@ class QueuePosition:
 
 
 def find_position(session: Session, placements: Placements, run: Run) -> QueuePosition:
-    """Return the position of a queued run, in the caller's transaction."""
     slots, priority = placements.queue_settings(run.id)
     return _find_position(session, placements, slots, placements.settings(run.id), (-priority, run.id))
 

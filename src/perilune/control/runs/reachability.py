@@ -9,7 +9,6 @@ from perilune.execution.processes import boot_id
 
 
 def note_reachability(store: Store, attempt: Attempt, seen: Observation) -> None:
-    """Record a change of an attempt's reachability."""
     was_hidden = attempt.reachability == Reachability.UNREACHABLE
     if seen.claim is None and not seen.is_hidden and not was_hidden:
         return

@@ -76,7 +76,6 @@ class Reconciler:
         self._returned: set[str] = set()  # runs that the last pass returned as live
 
     def run(self, run_id: str) -> Run:
-        """Return the run as recorded."""
         with self.store.snapshot() as session:
             return session.get_one(Run, run_id)
 

@@ -40,7 +40,6 @@ class Removal:
     """The effects of removing an experiment.
 
     Attributes:
-        runs: runs that are removed.
         kept: run that stays because another experiment needs it, to the id of that experiment.
         copied: names of other experiments that started from a checkpoint of a removed run. Their bundles
             contain links to it, or copies.

@@ -140,12 +140,10 @@ class ArmState:
 
     @property
     def is_over(self) -> bool:
-        """True if it has ended."""
         return self.error is not None or not self.stages[0].requested
 
     @property
     def succeeded(self) -> bool:
-        """True if all its stages have succeeded."""
         return self.error is None and all(stage.state == RunState.SUCCEEDED for stage in self.stages)
 
     @property

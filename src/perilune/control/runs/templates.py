@@ -151,7 +151,6 @@ class Template(Frozen):
         return self.bring or ("all" if isinstance(self.placement, RentedTarget) else "final")
 
     def retry_policy(self) -> RetryPolicy:
-        """Return the reconciler's retry policy."""
         lost_after = self.limits.given_up_after if self.is_remote else RetryPolicy().lost_after
         return RetryPolicy(**self.retry.model_dump(), lost_after=lost_after)
 
@@ -183,7 +182,6 @@ BUILT_IN = {LOCAL_TEMPLATE: Template(description="this machine")}
 
 
 def template_folder(home: Home) -> Path:
-    """Return the folder of the user's templates."""
     return home.root / "templates"
 
 

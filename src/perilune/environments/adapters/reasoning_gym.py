@@ -274,7 +274,6 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Undo `to_json`."""
     if isinstance(value, Mapping):
         if "__pairs__" in value:
             return {from_json(key): from_json(item) for key, item in value["__pairs__"]}
@@ -291,7 +290,6 @@ def _digest(text: str) -> str:
 
 
 def _load_classes(family: str) -> tuple[type, type]:
-    """Return the classes of a family's dataset and settings."""
     classes = None if family in _EXCLUDED_FAMILIES else load_family(family)
     if classes is None:
         raise RequestError(

@@ -108,7 +108,6 @@ class JsonlEnvironment(SingleTurn):
         return text
 
     def question(self, task: Task) -> str:
-        """Return the prompt as one text."""
         return "\n\n".join(message["content"] for message in task.prompt)
 
     def is_right(self, task: Task, transcript: Transcript) -> bool | None:

@@ -97,7 +97,6 @@ class JudgeEnvironment(SingleTurn):
 
     @cached_property
     def _client(self) -> JsonClient:
-        """The client of this process."""
         return JsonClient(
             self.spec.url,
             token=os.environ.get(self.spec.token or ""),

@@ -51,7 +51,6 @@ class InvalidAction:
 
 
 def read_action(action: str, *, compact: bool) -> Call | Answer | InvalidAction:
-    """Parse `action`."""
     if compact:
         if action.startswith(ANSWER_MARK):
             return Answer(action.removeprefix(ANSWER_MARK))

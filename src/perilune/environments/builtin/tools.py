@@ -63,7 +63,6 @@ class SandboxSpec(Frozen):
     )
 
     def limits(self) -> SandboxLimits:
-        """Return the limits as the sandbox takes them."""
         return SandboxLimits(
             seconds=self.seconds,
             cpu_seconds=max(int(self.seconds + 1), 1),

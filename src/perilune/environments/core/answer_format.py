@@ -34,7 +34,6 @@ class AnswerFormat:
     find_answers: Callable[[str], list[str]]
 
     def write(self, answer: str) -> str:
-        """Return the answer in this format."""
         inner = (
             json.dumps(answer, ensure_ascii=False)[1:-1]
             if self.find_answers is _find_json_answers

@@ -42,7 +42,6 @@ class BorrowedTasks:
         return characters
 
     def source_tasks(self, split: Split, seed: int) -> Iterator[Task]:
-        """Return the environment's tasks."""
         return self.environment.tasks(split, seed)
 
     def bare_source_tasks(self, split: Split, seed: int) -> Iterator[Task]:

@@ -13,8 +13,6 @@ class Glimpse(NamedTuple):
     """The first view of a context: its size and first lines.
 
     Attributes:
-        lines: number of lines.
-        first: the first two lines.
         characters: counts all characters, which may take as long as drawing the context.
     """
 
@@ -40,6 +38,5 @@ class LongContexts(Protocol):
 
 
 def make_glimpse(context: str) -> Glimpse:
-    """Return a glimpse of a context that is at hand."""
     lines = context.count("\n") + (not context.endswith("\n"))
     return Glimpse(lines, list(islice(context.splitlines(), SAMPLE_LINES)), context.__len__)

@@ -78,7 +78,6 @@ class Mixture:
     turn, until a part has no more.
 
     Attributes:
-        parts: the environments by name.
         shares: probability of each part with a positive weight in the draw of a training task.
 
     Args:

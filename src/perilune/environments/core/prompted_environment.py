@@ -41,7 +41,6 @@ class PromptedEnvironment(EnvironmentWrapper):
     is 1 for an answer in the format; the recipe's `rewards` may weigh it.
 
     Attributes:
-        prompting: the settings.
         form: the text before and after an answer; None without a format.
 
     Raises:
@@ -110,7 +109,6 @@ class PromptedEnvironment(EnvironmentWrapper):
         return text if self._format is None else self._format.parse(text, self._instruction_answers)
 
     def write(self, answer: str) -> str:
-        """Return an answer in the format."""
         return answer if self._format is None else self._format.write(answer)
 
     def _gold(self, task: Task) -> Transcript | None:

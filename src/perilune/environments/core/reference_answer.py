@@ -22,7 +22,6 @@ class ReferenceAnswer:
 
 
 def reference_answer(environment: Environment, task: Task) -> ReferenceAnswer | None:
-    """Return the reference answer of `task`; None if the environment has none."""
     of_task = getattr(environment, "reference_answer", None)
     answer: ReferenceAnswer | None = None if of_task is None else of_task(task)
     return answer

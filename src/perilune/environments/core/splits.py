@@ -13,7 +13,6 @@ MAX_REJECTED_DRAWS = 1000  # consecutive draws without a new task, after which a
 
 
 def assign_split(digest: str) -> Split:
-    """Return the split of a hexadecimal digest."""
     return "heldout" if int(digest[:8], 16) % HELD_OUT_DIVISOR == 0 else "train"
 
 

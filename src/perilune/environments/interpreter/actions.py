@@ -38,7 +38,6 @@ class Ask:
 
 
 def parse_action(action: str, tool: Tool, style: Style) -> Code | Ask | Answer | InvalidAction:
-    """Parse an action of an agent with this tool."""
     if tool == "ask":
         return _parse_compact_ask(action) if style == "compact" else _parse_natural_ask(action)
     parsed = read_action(action, compact=style == "compact")

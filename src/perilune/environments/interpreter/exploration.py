@@ -67,7 +67,6 @@ class Agent:
     Attributes:
         agent_id: "" for the player.
         depth: how deep the agents that it asks may be nested.
-        children: agents that it has asked.
     """
 
     agent_id: str
@@ -76,7 +75,6 @@ class Agent:
     children: int = 0
 
     def next_child_id(self) -> str:
-        """Return the id of the next agent that it asks."""
         self.children += 1
         return f"{self.agent_id}.{self.children - 1}".lstrip(".")
 

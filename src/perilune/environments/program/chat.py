@@ -56,7 +56,6 @@ class ChatMessage:
         object.__setattr__(self, "stripped", self.content.strip())
 
     def to_text(self) -> dict[str, str]:
-        """Return the message as text."""
         calls = map(write_call, self.tool_calls)
         return {"role": self.role, "content": "\n".join(filter(None, [self.content, *calls]))}
 
@@ -66,7 +65,6 @@ class ChatRequest:
     """A request to complete a conversation.
 
     Attributes:
-        messages: the conversation.
         tools: whether the answer may call tools.
         stop: texts at which the answer shall end.
     """
@@ -165,7 +163,6 @@ class ChatAnswer:
         return ChatMessage("assistant", content, tuple(calls))
 
     def document(self) -> bytes:
-        """Return the whole response."""
         message = {"role": "assistant", **self._message(), "refusal": None}
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self._reason}
         return _encode({**self._header("chat.completion"), "choices": [choice], "usage": _USAGE})

@@ -108,7 +108,6 @@ class ProgramEnvironment(LaunchedEnvironment):
             )
 
     def gateway(self) -> Gateway:
-        """Return the gateway of this process."""
         with self._lock:
             return self._gateway
 

@@ -47,7 +47,6 @@ class Gateway:
 
     @property
     def port(self) -> int:
-        """The port on 127.0.0.1."""
         return self._server.server_port
 
     def open(self, on_call: Callable[[Call], None]) -> str:

@@ -85,7 +85,6 @@ class LaunchedEnvironment(MultiTurn):
             yield Task(task.task_id, (), data, task.difficulty)
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
-        """Return the prompt in the other environment."""
         return tuple(task.data["prompt"])
 
     def end_with_answer(
@@ -125,7 +124,6 @@ class LaunchedEnvironment(MultiTurn):
         )
 
     def prompt_text(self, task: Task) -> str:
-        """Return the prompt as one text."""
         return "\n\n".join(message["content"] for message in self.prompt(task))
 
     def end_crashed(self, what: str, cause: str, *, is_data: bool) -> Observation:

@@ -19,11 +19,7 @@ from perilune.environments.search.stack import FUNCTIONS_SOURCE, HOSTED_FUNCTION
 
 
 class SearchAgent(Protocol):
-    """Takes the actions of an episode.
-
-    Attributes:
-        counts: metrics of the episode.
-    """
+    """Takes the actions of an episode."""
 
     counts: dict[str, float]
 

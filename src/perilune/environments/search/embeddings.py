@@ -65,7 +65,6 @@ class Embeddings:
 
     @cached_property
     def _client(self) -> JsonClient:
-        """The client of this process."""
         token = os.environ.get(self._spec.token or "")
         return JsonClient(self._spec.url, token=token, timeout=_TIMEOUT_S, attempts=_MAX_ATTEMPTS)
 

@@ -31,7 +31,6 @@ class SearchStack:
 
     Args:
         max_results: most documents that a search returns.
-        max_searches: most searches of the episode.
         embeddings: used by `rerank` in place of BM25.
 
     Attributes:

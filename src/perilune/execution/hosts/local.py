@@ -19,11 +19,7 @@ CHECK_SECONDS = 1.0  # between two looks at the size of the output
 
 
 class LocalHost:
-    """Runs commands on this machine.
-
-    Args:
-        name: the name of the host in errors.
-    """
+    """Runs commands on this machine."""
 
     def __init__(self, name: str = "local") -> None:
         self.name = name
@@ -36,7 +32,6 @@ class LocalHost:
         sink: BinaryIO | None = None,
         timeout: float = 60.0,
     ) -> Answer:
-        """Implement `Host.run`."""
         with (
             _open_stdin(source) as given,
             tempfile.TemporaryFile() as out,

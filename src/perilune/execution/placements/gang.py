@@ -63,17 +63,14 @@ class GangPlacement:
         return combine_observations(self._call_each(attempt, lambda member, there: member.observe(there)))
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """Implement `Placement.pull`."""
         if whole:  # evidence is complete only once no machine works any more
             self.stop(attempt)
         self._call_each(attempt, lambda member, there: member.pull(there, whole=whole))
 
     def stop(self, attempt: Assignment) -> bool:
-        """Implement `Placement.stop`, on all machines."""
         return all(self._call_each(attempt, lambda member, there: member.stop(there)))
 
     def remove(self, attempt: Assignment) -> None:
-        """Implement `Placement.remove`, on all machines."""
         self._call_each(attempt, lambda member, there: member.remove(there))
 
     def _call_each(

@@ -48,12 +48,7 @@ def read_held(attempt: Path) -> list[Entry]:
 
 
 def find_restart_reason(previous: Path | None, upload: Upload) -> str:
-    """Return why an attempt starts from the beginning although the previous one had a checkpoint; or "".
-
-    Args:
-        previous: the directory of the previous attempt.
-        upload: the files of the attempt.
-    """
+    """Return why an attempt starts from the beginning although the previous one had a checkpoint; or ""."""
     events = None if previous is None else previous / "runtime" / "events.jsonl"
     if events is None or not events.exists():
         return ""

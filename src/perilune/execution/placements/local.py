@@ -57,14 +57,12 @@ class LocalPlacement:
         return ""
 
     def start(self, attempt: Assignment) -> None:
-        """Implement `Placement.start`."""
         log = attempt.directory / "runtime" / "worker.log"
         command = launcher.worker_command(attempt.directory, attempt.epoch)
         self._started[attempt] = launcher.start_detached(command, log)
         self._since[attempt] = time.monotonic()
 
     def observe(self, attempt: Assignment) -> Observation:
-        """Implement `Placement.observe`."""
         child = self._started.get(attempt)
         if child is not None:
             child.poll()  # collect its exit status, so that it does not stay a zombie
@@ -87,7 +85,6 @@ class LocalPlacement:
         """Nothing to do: all files are evidence."""
 
     def stop(self, attempt: Assignment) -> bool:
-        """Implement `Placement.stop`."""
         child = self._started.pop(attempt, None)
         claim = observe_files(attempt.directory, attempt.epoch).claim or invalidate_claim(
             attempt.directory, attempt.epoch

@@ -36,8 +36,6 @@ class Assignment:
     """One attempt, for a placement.
 
     Attributes:
-        run_id: the run of the attempt.
-        epoch: the number of the attempt.
         directory: its local directory: a copy of the bundle, with runtime/ and artifacts/.
         node: which of the attempt's machines is meant. Node 0 leads and has the evidence; of the others only
             runtime/ is collected, to a folder in the leader's runtime/.
@@ -79,7 +77,6 @@ class Placement(Protocol):
         Must not be called once a worker may have been started there.
 
         Args:
-            bundle: the frozen bundle.
             order: content of runtime/run.json for the worker, with "bundle_digest".
             previous: an ended attempt whose complete checkpoints and metrics are restored. If it was lost and
                 still has files there, its processes are ended first.

@@ -97,7 +97,6 @@ class Site(Frozen):
     )
 
     def with_environment(self, variables: Mapping[str, str]) -> Site:
-        """Return the site with further environment variables."""
         return self.model_copy(update={"environment": {**self.environment, **variables}})
 
     @field_validator("environment")
@@ -113,8 +112,6 @@ class RemotePlacement:
     """Runs attempts on the machine of `host`.
 
     Args:
-        site: settings of the machine.
-        limits: time limits of attempts.
         container: the container that workers run in; None for plain processes.
         bring: which checkpoints come home. Those that stay are kept on the machine for the next attempt.
         lasting: whether the machine outlives its attempts. If not, an attempt that ends early brings the
@@ -233,7 +230,6 @@ class RemotePlacement:
             return Observation(unseen=f"{self.name}: its answer is malformed ({error})")
 
     def pull(self, attempt: Assignment, *, whole: bool = False) -> None:
-        """Implement `Placement.pull`."""
         with self._mirror(attempt) as home:
             if not whole:
                 self._pull(attempt, home, last=False)
@@ -253,7 +249,6 @@ class RemotePlacement:
                     return
 
     def stop(self, attempt: Assignment) -> bool:
-        """Implement `Placement.stop`."""
         answer = self._call(attempt, "stop", "--grace", str(STOP_GRACE_S), timeout=CHANGE_SECONDS)
         return answer.get("stopped") is True
 

@@ -28,7 +28,6 @@ class Kind(Enum):
 
 
 def encode_frame(kind: Kind, data: bytes = b"") -> bytes:
-    """Return a frame as bytes."""
     return FRAME_HEADER.pack(kind.value, len(data)) + data
 
 

@@ -76,9 +76,7 @@ class RentedMachine:
     Attributes:
         key: text of its `MachineKey`.
         id: the provider's own name for it.
-        kind: of the offer.
         price: currency units per hour.
-        status: as listed.
         billed_seconds: time billed so far.
         notice_seconds: seconds until its announced preemption; None without an announcement.
         reason: why it is ending or ended: "terminated", "preempted", "host failure", "lifetime".
@@ -115,7 +113,6 @@ class Offer:
     """A kind of machine that a provider offers.
 
     Attributes:
-        kind: its name.
         price: currency units per hour.
         capacity: number still available now; None if the provider does not tell.
         preemptible: whether it may be preempted at any time.
@@ -132,7 +129,6 @@ class MachineRequest:
     """A request for a machine.
 
     Attributes:
-        kind: of an offer.
         lifetime_seconds: time after which the provider terminates the machine by itself, if it can.
         nodes: machines of the attempt, one per rank. A provider that can create all of them or none does so
             when it is asked for any of them.

@@ -62,7 +62,6 @@ class Adapter:
 
     @classmethod
     def from_decoder(cls, decoder: Decoder) -> Adapter:
-        """Return the adapter of a decoder in training."""
         pairs = {name: (a.detach(), b.detach()) for name, (a, b) in adapter_pairs(decoder).items()}
         return cls(pairs, adapter_scale(decoder), f"{base_kind(decoder)} {checksum(base_state(decoder))}")
 

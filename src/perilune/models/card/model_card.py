@@ -46,7 +46,6 @@ class ModelCard:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the model."""
         return self._outside + sum(
             layer.mixer.parameters + layer.feed_forward.parameters + layer.norm_parameters
             for layer in self.layers

@@ -224,7 +224,6 @@ class DecoderConfig:
         return self.windows[layer] if self.windows else None
 
     def is_linear(self, layer: int) -> bool:
-        """Return whether the layer has linear attention."""
         return self.delta is not None and layer in self.delta.layers
 
     @property
@@ -236,7 +235,6 @@ class DecoderConfig:
 
     @property
     def embedding_scale(self) -> float:
-        """Factor of embeddings."""
         if self.multipliers is not None:
             return self.multipliers.embedding
         return float(self.hidden_size**0.5) if self.family.scaled_embeddings else 1.0
@@ -248,7 +246,6 @@ class DecoderConfig:
         return self.rope if self.local_rope is None or self.window(layer) is None else self.local_rope
 
     def is_sparse(self, layer: int) -> bool:
-        """Return whether the layer has experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def replace(self, **changes: Any) -> DecoderConfig:

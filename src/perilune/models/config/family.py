@@ -107,5 +107,4 @@ class Family:
         return self.names.get("moe_intermediate_size") == "intermediate_size"
 
     def module_name(self, name: str) -> str:
-        """Return the family's name of a module."""
         return self.modules.get(name, name)

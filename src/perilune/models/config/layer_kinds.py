@@ -24,8 +24,6 @@ class Experts:
     """A mixture of experts in place of the feed-forward network.
 
     Attributes:
-        count: experts of a layer.
-        per_token: experts that compute each token.
         intermediate_size: inner width of one expert.
         normalized: whether the weights of a token's experts are scaled to sum to one.
         dense_layers: layers that have a plain feed-forward network instead.
@@ -115,7 +113,6 @@ _LATENT_KEYS = {
 
 
 def read_latent(read: Reader, options: Collection[str]) -> Latent:
-    """Read the sizes of latent attention."""
     return Latent(
         **{name: read.count(key) for name, key in _LATENT_KEYS.items()},
         query_rank=None if read.raw.get("q_lora_rank") is None else read.count("q_lora_rank"),
@@ -128,7 +125,6 @@ class DeltaRule:
     """Linear attention by the gated delta rule in some layers (`models.delta`).
 
     Attributes:
-        layers: the layers that have it.
         key_heads: heads of queries and keys, each shared by `heads` / `key_heads` value heads.
         heads: value heads, each with a state [key_size, value_size].
         taps: tokens that the short convolution before the rule sees, including the current one.

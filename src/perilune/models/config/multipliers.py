@@ -12,7 +12,6 @@ class Multipliers:
     """Factors of activations.
 
     Attributes:
-        embedding: of embeddings.
         residual: of the output of attention and feed-forward before it is added to the residual stream.
         attention: of attention scores, in place of 1 / sqrt(D).
         logits: logits are divided by it.

@@ -28,7 +28,6 @@ class Reader:
         self.raw, self.where = raw, where
 
     def wrong(self, key: str, remedy: str = "") -> RequestError:
-        """Return the error for an invalid value of `key`."""
         return RequestError(f"{key} is {self.raw.get(key)!r}", where=f"{self.where}:{key}", remedy=remedy)
 
     def unsupported(self, key: str, remedy: str) -> UnsupportedModelError:
@@ -81,7 +80,6 @@ class Reader:
         return None if self.raw.get(key) is None else self.number(key, 0.0)
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
         value = self.raw.get(key, default)
         if not isinstance(value, bool):
             raise self.wrong(key, "give true or false")

@@ -91,7 +91,6 @@ class GgufHeader:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a boolean."""
         value = self.metadata.get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, "true or false")

@@ -120,7 +120,6 @@ class PackedWeight:
     """A float[O, I] weight in the layout of the kernels, and its bias; made by `pack_weight`.
 
     Attributes:
-        struct: the argument of the kernels.
         tensors: the memory that `struct` points to.
     """
 

@@ -26,7 +26,6 @@ class ChatTemplate:
     """A compiled chat template.
 
     Args:
-        source: the template's text.
         where: the file of the template, for errors.
 
     Raises:
@@ -98,7 +97,6 @@ class _TemplateProcess:
             self._run_with_retry(self._started)
 
     def render(self, inputs: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Render each of `inputs`."""
         with self._lock:
             return self._run_with_retry(lambda: self._render(inputs))
 

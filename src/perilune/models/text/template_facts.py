@@ -68,7 +68,6 @@ class TemplateFacts:
     """The treatment of system prompts by a template.
 
     Attributes:
-        system: the place of a system prompt.
         default_system: the system prompt that the template adds when none is given.
     """
 

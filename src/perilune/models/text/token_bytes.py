@@ -78,7 +78,6 @@ def _unknown(kind: str | None, where: str) -> RequestError:
 
 
 def byte_level(token: str) -> bytes:
-    """Return the bytes of a token of a byte-level vocabulary."""
     return bytes(byte for character in token for byte in _BYTE_OF.get(character, character.encode()))
 
 

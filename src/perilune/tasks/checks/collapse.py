@@ -22,7 +22,6 @@ class CollapseWatch:
     """Observes every step of a run, in order.
 
     Attributes:
-        alarm: whether the alarm is on.
         since: step at which it first started.
         best: best mean reward before the last window.
     """

@@ -300,7 +300,6 @@ def _known_mistakes(
 
 
 def _loss_inputs(twin: Twin, weighted: Sequence[WeightedGroup], name: str) -> _Tokens:
-    """Return the inputs of a component's loss, from the weighted groups."""
     spec, group = twin.spec, weighted[0]
     episodes = [episode for group in weighted for episode in group.episodes]
     masks = [episode.loss_mask for episode in episodes]

@@ -41,7 +41,6 @@ class LogprobChecker:
 
     Attributes:
         learner: the learner before the step's updates.
-        temperature: sampling temperature.
         draws_are_known: whether the episode's id determines the random numbers of its first turn; true in
             environments with one player.
     """

@@ -64,7 +64,6 @@ class Sampled:
     Attributes:
         kept: number of records written.
         counts: answers by label ("right", "wrong", "unknown"), and those of each that passed ("right kept").
-        tokens: tokens of all answers.
     """
 
     kept: int
@@ -96,7 +95,6 @@ class Rounds:
 
     @property
     def _last_gain(self) -> Interval | None:
-        """The gain of the last round; None before the first."""
         rates = self._learner.memory["rates"]
         return gain_interval(rates[-2:], seed=self._workspace.job.seed) if len(rates) > 1 else None
 

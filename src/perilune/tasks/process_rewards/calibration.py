@@ -20,7 +20,6 @@ class CalibratedAnswer:
     """The prefixes of one answer.
 
     Attributes:
-        task_id: the answer's task.
         values: float64[prefixes], cheap values.
         rewards: float64[prefixes, continuations], rewards of continuations, without NaN.
     """
@@ -61,7 +60,6 @@ def calibration_metrics(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def describe_calibration(summary: Mapping[str, Any]) -> list[str]:
-    """Return the result in sentences."""
     names = {"values": "values of prefixes", "differences": "process rewards of segments"}
     sentences = []
     for name, label in names.items():

@@ -52,7 +52,6 @@ class ProcessRewards:
         settings: the recipe's `process_rewards` section.
         decoder: the policy that sampled the episodes.
         rollouts: samples and scores continuations.
-        sampling: the sampling settings of the episodes.
         token_budget: most tokens of a forward pass.
 
     Raises:

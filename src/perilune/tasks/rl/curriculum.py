@@ -33,9 +33,6 @@ Array = NDArray[np.float64]
 class Curriculum:
     """Draws tasks, and counts the answers of their strata.
 
-    Attributes:
-        settings: the settings of the draw.
-
     Args:
         seed: the run's seed; a draw depends only on the seed, the step and the counts.
         counts: for each stratum the decayed numbers of right and of all answers. Updated in place.

@@ -99,7 +99,6 @@ def _check_asynchronous(job: Job) -> None:
 
 
 def _describe_algorithm(algorithm: Algorithm) -> str:
-    """Return the name and the options."""
     options = algorithm.model_dump(exclude={"name"}, exclude_none=True)
     text = ", ".join(f"{name} {value}" for name, value in options.items())
     return f"{algorithm.name} ({text})"

@@ -33,7 +33,6 @@ class MatchEvaluator:
     """Plays matches with one game per held-out task; the policy's player alternates from game to game.
 
     Attributes:
-        rollouts: a worker with the policy's engine.
         section: the recipe's environment section.
         game: the game for exact computations; None if it is too large.
     """
@@ -46,7 +45,6 @@ class MatchEvaluator:
 
     @property
     def engine(self) -> Engine:
-        """The policy's engine."""
         assert isinstance(self.rollouts.engine, Engine)
         return self.rollouts.engine
 

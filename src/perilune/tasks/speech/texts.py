@@ -65,7 +65,6 @@ def _draws(kind: Kind, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def words_of(kinds: Sequence[Kind]) -> list[str]:
-    """Return all words of the texts of `kinds`."""
     return sorted({word for kind in kinds for part in _WORDS[kind] for word in part.split()})
 
 

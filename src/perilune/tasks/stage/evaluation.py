@@ -78,7 +78,6 @@ class HeldOutEvaluation:
         self.seconds = 0.0
 
     def is_due(self, step: int) -> bool:
-        """Return whether an evaluation follows `step` steps."""
         return step % self._settings.every == 0 or step == self._steps
 
     def measure(self, step: int) -> dict[str, float]:
@@ -247,7 +246,6 @@ class EvaluationHistory:
         """Return the curve with training beside it, the change since the start, and warnings.
 
         Args:
-            steps: the last step.
             planned: the steps of a run that is not stopped.
         """
         lines, values = self._workspace.metrics(), self._workspace.evaluations()
@@ -277,7 +275,6 @@ class EvaluationHistory:
         return f"{since} evaluations in a row were not better than that of step {self.best} by {figure}"
 
     def _set_figures(self, lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-        """Return the sets, each with the figure that describes it."""
         names = [*self._settings.sections(self._workspace.job.environment)]
         figures = [(name, "pass@1") for name in names]
         if any(f"{EVAL_PREFIX}{DATA_SET}/loss" in line for line in lines[:1]):

@@ -142,7 +142,6 @@ class EvaluatedSpec(TrainingSpec):
             )
 
     def describe_evaluation(self, job: Job) -> dict[str, str]:
-        """Return the line of the plan."""
         if self.eval is None:
             return {}
         self.check_evaluation(job)

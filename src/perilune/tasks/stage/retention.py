@@ -44,7 +44,6 @@ class TrainingSpec(ModelDefaults):
 
 
 def step_directory(workspace: Workspace, step: int) -> Path:
-    """Return the directory of the checkpoint after `step` steps."""
     return workspace.checkpoints / f"{STEP_PREFIX}{step:06d}"
 
 
@@ -114,9 +113,6 @@ def best_summary(workspace: Workspace, spec: TrainingSpec, steps: int) -> dict[s
     """Return `best`: the metric, its intervals at the best and the last step; empty without `best_metric`.
 
     When the intervals overlap, the best checkpoint may be no better than the last.
-
-    Args:
-        steps: the last step.
     """
     figure = best_metric(workspace, spec)
     if figure is None:

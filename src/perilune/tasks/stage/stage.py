@@ -79,7 +79,6 @@ class Stage(ABC, Generic[Spec]):
         """Plan the stage: name to printable value."""
 
     def execute(self, spec: Spec, workspace: Workspace) -> dict[str, Any]:
-        """Run the stage and return its summary."""
         return cast(dict[str, Any], import_module(self.loop).run(workspace, spec))
 
 

@@ -56,7 +56,6 @@ class RowReader:
     """Reads rows as tokens, applies the rule for long rows, and counts.
 
     Attributes:
-        positions: of the model.
         max_length: most tokens of a row; None for as many as the model has positions.
         too_long: the rule for a longer row. A truncated row loses its end.
         rows, dropped, truncated: numbers of rows that were yielded, left out and truncated.
@@ -160,7 +159,6 @@ class RowReader:
         return {name: getattr(self, name) for name in names}
 
     def describe(self) -> str:
-        """Return the counts in words."""
         rare = [f"{count:,} {name}" for name in ("dropped", "truncated") if (count := getattr(self, name))]
         parts = [_rows(self.rows), *rare, f"{self.tokens:,} tokens, {self.learned:,} with loss"]
         return f"{', '.join(parts)}; the longest has {self.longest:,} of {self.limit:,}"

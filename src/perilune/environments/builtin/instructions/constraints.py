@@ -38,7 +38,6 @@ class ConstraintKind:
     Attributes:
         excludes: two kinds that share one of these are never asked for together.
         template: the sentence that asks for it, with placeholders for its parameters.
-        draw: draws the parameters.
         is_satisfied: returns whether a text satisfies it.
     """
 
@@ -50,7 +49,6 @@ class ConstraintKind:
 
 
 def to_words(text: str) -> list[str]:
-    """Return the words of a text in lower case."""
     return [word.lower() for word in _WORD.findall(text)]
 
 

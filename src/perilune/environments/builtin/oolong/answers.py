@@ -17,7 +17,6 @@ _SEPARATOR = re.compile(r"[ \n]*,[ \n]*|[ \n]+")
 
 
 def write_answer(question: Question, answer: Answer, style: ModuleType) -> str:
-    """Return the text of an answer."""
     if not isinstance(answer, int):
         separator: str = style.PAIR_SEPARATOR
         return separator.join(f"{first}-{second}" for first, second in answer)

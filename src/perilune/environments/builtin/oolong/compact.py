@@ -38,7 +38,6 @@ WORDS = tuple(
 
 
 def render_line(record: Record) -> str:
-    """Return a record as a line."""
     words = WORDS[record.label]
     return f"{render_month(record.date // 100)}{record.user}{words[record.wording % len(words)]}"
 
@@ -49,12 +48,10 @@ def count_tokens(text: str) -> int:
 
 
 def render_month(number: int) -> str:
-    """Return the letter of a month."""
     return chr(ord("a") + number - 1)
 
 
 def render_question(question: Question) -> str:
-    """Return the question."""
     label, other = LABELS[question.label], LABELS[question.other]
     if question.find in ("pairs", "pairs_count"):
         number = question.number
@@ -84,5 +81,4 @@ def read_field(text: str) -> str | None:
 
 
 def render_prompt(lines: str, question: str) -> str:
-    """Return the prompt of a single turn."""
     return f"{lines}{question}\n"

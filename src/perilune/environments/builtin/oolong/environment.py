@@ -69,7 +69,6 @@ class OolongEnvironment(SingleTurn):
         return Glimpse(task.data["lines"], first, lambda: sum(map(len, context_lines(task.data))))
 
     def question(self, task: Task) -> str:
-        """Return the question without the lines."""
         return question(task.data)
 
     def reply(self, task: Task, answer: str) -> str:

@@ -66,7 +66,6 @@ THINGS = tuple(_NOUNS.split())
 
 
 def render_line(record: Record) -> str:
-    """Return a record as a line."""
     phrases = PHRASES[record.label]
     thing, phrase = divmod(record.wording, len(phrases))
     text = phrases[phrase].format(THINGS[thing % len(THINGS)])
@@ -79,7 +78,6 @@ def count_tokens(text: str) -> int:
 
 
 def render_month(number: int) -> str:
-    """Return a month as year and month."""
     return f"{YEAR}-{number:02}"
 
 
@@ -151,5 +149,4 @@ def read_field(text: str) -> str | None:
 
 
 def render_prompt(lines: str, question: str) -> str:
-    """Return the prompt of a single turn."""
     return f"{lines}\n{question}"

@@ -17,14 +17,12 @@ _PLAN = re.compile(r"(?:[A-Z]\d\d(?:,[A-Z]\d\d)*)?", re.ASCII)
 
 
 def render_prompt(trip: Trip) -> str:
-    """Return the prompt of a trip."""
     days = f" D{trip.days}" if trip.days > 1 else ""
     head = f"T{trip.length:02} ${trip.budget:02} #{trip.visits}{days}"
     return "\n".join([head, *(_render_place(trip, place) for place in trip.places), ""])
 
 
 def write_plan(trip: Trip, plan: Plan) -> str:
-    """Return a plan without working."""
     days = [",".join(f"{v.name}{v.start:02}" for v in plan if v.day == day + 1) for day in range(trip.days)]
     return ANSWER_MARK + "/".join(days).rstrip("/")
 

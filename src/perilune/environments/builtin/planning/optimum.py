@@ -27,7 +27,6 @@ class Optimum:
 
     Attributes:
         plan: the best plan found; empty if none was found.
-        interest: interest of that plan.
         bound: upper bound on the interest of every plan.
     """
 

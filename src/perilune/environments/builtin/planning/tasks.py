@@ -54,7 +54,6 @@ def write_answer(task: Task, plan: Plan, *, worked: bool) -> str:
 
 
 def read_answer(task: Task, text: str) -> Plan | None:
-    """Return the plan in a text; None if there is none."""
     plan: Plan | None = _STYLES[task.data["style"]].read_plan(text)
     return plan
 

@@ -61,7 +61,6 @@ class Trip:
     """A trip to plan.
 
     Attributes:
-        days: number of days.
         length: steps per day; each day ends at home.
         budget: for all visits together.
         visits: minimum number of places to visit.
@@ -74,7 +73,6 @@ class Trip:
     places: tuple[Place, ...]
 
     def find_place(self, name: str) -> Place | None:
-        """Return the place with that name; None if there is none."""
         return next((place for place in self.places if place.name == name), None)
 
     def to_json(self) -> dict[str, Any]:
@@ -84,7 +82,6 @@ class Trip:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Trip:
-        """Inverse of `to_json`."""
         return cls(**{**raw, "places": tuple(_parse_place(place) for place in raw["places"])})
 
 

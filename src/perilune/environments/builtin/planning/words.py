@@ -16,7 +16,6 @@ _VISIT = re.compile(r"(\d) (\d\d):(\d\d) ([a-z]+)", re.ASCII)
 
 
 def render_prompt(trip: Trip) -> str:
-    """Return the prompt of a trip."""
     days = "one day" if trip.days == 1 else f"{trip.days} days"
     return "\n".join(
         [
@@ -35,7 +34,6 @@ def render_prompt(trip: Trip) -> str:
 
 
 def write_plan(trip: Trip, plan: Plan) -> str:
-    """Return a plan without working."""
     return "\n".join([ANSWER_MARK, *(f"{v.day} {_format_time(v.start)} {_place_name(v.name)}" for v in plan)])
 
 

@@ -78,7 +78,6 @@ class OrchestratorResult:
     bad: int = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures of the episode."""
         strategy = "parallel" if self.spawned else "serial"
         return {
             f"strategy/{strategy}": 1.0,

@@ -168,7 +168,6 @@ def _is_fraction(node: Node) -> bool:
 
 
 def find_variables(node: Node) -> frozenset[str]:
-    """Return the names of the variables."""
     names = {str(node.value)} if node.name == "variable" else set()
     return frozenset(names).union(*map(find_variables, node.arguments))
 

@@ -46,7 +46,6 @@ def draw_question(world: World, kind: Kind, draw: random.Random) -> Question:
 
 
 def compute_answer(world: World, question: Question) -> str:
-    """Return the right answer."""
     match question.kind:
         case "one":
             return world.values[question.name, question.relation]
@@ -57,7 +56,6 @@ def compute_answer(world: World, question: Question) -> str:
 
 
 def write_question(question: Question, style: Style) -> str:
-    """Return the question as a text."""
     if style == "compact":
         return {
             "one": f"{question.name} {question.relation}>",

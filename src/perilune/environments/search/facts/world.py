@@ -41,7 +41,6 @@ class Fact:
     value: str
 
     def sentence(self, style: Style) -> str:
-        """Return the fact as a text."""
         if style == "compact":
             return f"{self.subject} {self.relation} {self.value}"
         return _SENTENCES[self.relation].format(self.subject.title(), _render_value(self))
@@ -56,7 +55,6 @@ class World:
 
     @cached_property
     def companies(self) -> tuple[str, ...]:
-        """All companies."""
         return tuple(fact.subject for fact in self.facts if fact.relation == "c")
 
     @cached_property
@@ -75,7 +73,6 @@ class World:
 
 @lru_cache(maxsize=16)
 def draw_world(seed: str, companies: int) -> World:
-    """Return the world of a seed."""
     draw = random.Random(f"facts/world/{seed}/{companies}")
     names = _all_names()
     draw.shuffle(names)
@@ -98,7 +95,6 @@ def draw_world(seed: str, companies: int) -> World:
 
 @lru_cache(maxsize=16)
 def make_corpus(seed: str, companies: int, style: Style) -> Corpus:
-    """Return the documents of a world."""
     return Corpus(
         tuple(
             _make_document(number, fact, style)

@@ -45,11 +45,9 @@ class FakeCloud:
         self.capabilities = Capabilities(visibility_seconds=visibility_seconds)
 
     def offers(self) -> Sequence[Offer]:
-        """Implement `Provider.offers`."""
         return [Offer(**offer) for offer in self.call("GET", "/offers")["offers"]]
 
     def find(self, key: str) -> Sighting:
-        """Implement `Provider.find`."""
         try:
             machines = [machine for machine in self.list(key) if machine.key == key]
         except PeriluneError as error:
@@ -57,20 +55,16 @@ class FakeCloud:
         return Sighting(Presence.PRESENT, machines[0]) if machines else Sighting(Presence.ABSENT)
 
     def create(self, key: str, request: MachineRequest) -> RentedMachine:
-        """Implement `Provider.create`."""
         return _machine(self.call("PUT", f"/machines/{quote(key)}", asdict(request)))
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """Implement `Provider.list`."""
         listed = self.call("GET", f"/machines?prefix={quote(tag)}")["machines"]
         return [_machine(fields) for fields in listed]
 
     def terminate(self, key: str) -> None:
-        """Implement `Provider.terminate`."""
         self.call("DELETE", f"/machines/{quote(key)}")
 
     def host(self, machine: RentedMachine) -> Host:
-        """Implement `Provider.host`."""
         return FakeHost(self, machine.key)
 
     def inject(self, **fault: Any) -> None:
@@ -133,7 +127,6 @@ class FakeHost:
         sink: BinaryIO | None = None,
         timeout: float = 60.0,
     ) -> Answer:
-        """Implement `Host.run`."""
         try:
             with self.cloud.connection() as connection:
                 connection.connect()

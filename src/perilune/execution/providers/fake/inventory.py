@@ -154,7 +154,6 @@ class Inventory:
             self.cut(machine, weather.cut_seconds)
 
     def document(self, machine: Machine) -> dict[str, Any]:
-        """Return a machine as JSON, for answers."""
         record, moment = machine.record, now()
         announced = (
             record.taken is not None and record.ended is None and self.faults.weather.notice_seconds > 0

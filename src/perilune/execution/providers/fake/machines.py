@@ -71,7 +71,6 @@ class Record:
         return self.visible <= now
 
     def status(self, now: float) -> MachineStatus:
-        """Return its status in answers."""
         if self.ended is not None:
             return MachineStatus.ENDED if now >= self.end_visible else MachineStatus.ENDING
         return MachineStatus.RUNNING if now >= self.ready and self.box else MachineStatus.PENDING
@@ -93,7 +92,6 @@ class Machine:
 
     @classmethod
     def load(cls, folder: Path) -> Machine:
-        """Return the machine in this folder."""
         return cls(folder, Record(**json.loads((folder / "record.json").read_bytes())))
 
     def update(self, **changes: Any) -> None:

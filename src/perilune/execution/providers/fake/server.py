@@ -65,7 +65,6 @@ class Cloud:
                 stream.shutdown(socket.SHUT_RDWR)
 
     def streams(self, machine_id: str) -> set[socket.socket]:
-        """Return the connections to a machine."""
         return self._streams[machine_id]
 
     def find(self, key: str) -> list[Machine]:

@@ -105,7 +105,6 @@ class FaultInjector:
             self._scripts.append({"call": call, "fault": fault, "times": times})
 
     def fault_for(self, call: str, key: str) -> Fault | None:
-        """Return the fault to inject into this call, or None."""
         fault = self._scripted(call) or self._by_chance(call)
         if fault is not None:
             self.note(fault, call=call, key=key)
@@ -122,7 +121,6 @@ class FaultInjector:
             return self._chance.uniform(0.0, most)
 
     def note(self, fault: Fault, **about: str) -> None:
-        """Record an injected fault."""
         with self._lock:
             self.injected[fault.value] += 1
         append_json_line(self._journal, {"fault": fault.value, **about})

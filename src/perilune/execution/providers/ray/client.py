@@ -65,7 +65,6 @@ class RayCluster:
         return [Offer(name, kind.price, None) for name, kind in self.settings.kinds.items()]
 
     def find(self, key: str) -> Sighting:
-        """Implement `Provider.find`."""
         try:
             job = self.jobs.find(_parse_key(key)[0])
             found = [] if job is None else [machine for machine in self._machines(job) if machine.key == key]
@@ -91,7 +90,6 @@ class RayCluster:
         return self._machines(job)[rank]
 
     def list(self, tag: str) -> Sequence[RentedMachine]:
-        """Implement `Provider.list`."""
         ours = (job for job in self.jobs.list_jobs() if MachineKey.parse(f"{job.name}-0") is not None)
         asked = (job for job in ours if job.name.startswith(tag) or tag.startswith(job.name))
         return [machine for job in asked for machine in self._machines(job) if machine.key.startswith(tag)]

@@ -15,12 +15,7 @@ CONNECT_SECONDS = 10.0
 
 
 class RayHost:
-    """The machine named `machine`.
-
-    Args:
-        gateway: HOST:PORT.
-        token: of the machine.
-    """
+    """The machine named `machine`."""
 
     def __init__(self, gateway: str, machine: str, token: str) -> None:
         self.gateway, self.machine, self._token = gateway, machine, token

@@ -49,7 +49,6 @@ class Job:
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> Job:
-        """Read Ray's description."""
         times = (fields.get("start_time"), fields.get("end_time"))
         started, ended = (None if not time else float(time) / 1000.0 for time in times)
         return cls(
@@ -79,7 +78,6 @@ class Jobs:
         return [Job.parse(job) for job in self._json("GET", "/api/jobs/") if job.get("submission_id")]
 
     def find(self, name: str) -> Job | None:
-        """Return the job with this name, or None."""
         status, answer = self._call("GET", f"/api/jobs/{quote(name)}")
         if status == 404:
             return None

@@ -284,7 +284,6 @@ def kind_of(creation: str) -> str:
 
 
 def answer_question(clusters: Clusters, question: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to one question."""
     call = question.pop("call")
     try:
         return {"answer": getattr(clusters, call)(**question)}

@@ -40,7 +40,6 @@ class Clusters:
         self._terminated.add(cluster)
 
     def ssh(self, cluster: str) -> str:
-        """Return the path of the ssh configuration for a cluster."""
         return self._ssh.get(cluster, f"~/.sky/generated/ssh/{cluster}")
 
     def machines(self, prefix: str, clusters: Sequence[Mapping[str, Any]]) -> dict[str, RentedMachine]:
@@ -113,7 +112,6 @@ def find_gone_reason(cluster: Mapping[str, Any]) -> str:
 
 
 def launch_age(cluster: Mapping[str, Any]) -> float:
-    """Return the seconds since a cluster's launch."""
     return max(0.0, time.time() - float(cluster["launched"]))
 
 
@@ -123,7 +121,6 @@ def cluster_of(key: str) -> str:
 
 
 def key_of(cluster: str, rank: int) -> str:
-    """Return the key of a cluster's machine."""
     key = MachineKey.parse(cluster)
     return cluster if key is None else str(replace(key, rank=rank))
 

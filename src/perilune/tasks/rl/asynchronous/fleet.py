@@ -129,7 +129,6 @@ class Fleet:
 
     @property
     def last_update(self) -> Update:
-        """The last published update."""
         return self._updates[-1][0]
 
     def _remove_old_weights(self) -> None:

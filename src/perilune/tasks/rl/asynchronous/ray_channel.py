@@ -29,8 +29,6 @@ class RayCluster:
     """Starts rollout processes on the cluster.
 
     Args:
-        workers: number of processes.
-        bundle: of the stage.
         folder: of the learner, for files.
 
     Raises:

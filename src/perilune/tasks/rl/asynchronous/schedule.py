@@ -19,7 +19,6 @@ Batch = dict[int, list[VersionRuns]]
 
 
 def log_batch(path: Path, step: int, batch: Batch) -> None:
-    """Append the batch of a step to the log."""
     append_json_line(path, {"step": step, "groups": list(batch.items())})
 
 

@@ -41,7 +41,6 @@ def serve(host: str, port: int, namespace: str) -> None:
 
 
 def serve_connection(wire: socket.socket, namespace: str) -> None:
-    """Serve one connection to its end."""
     with wire, wire.makefile("rb") as requests, contextlib.suppress(OSError):  # the client may be gone
         wire.settimeout(SILENT_TIMEOUT_S)
         try:

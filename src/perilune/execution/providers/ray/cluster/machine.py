@@ -27,7 +27,6 @@ class Machine:
     """Runs commands on this node for the lifetime of its process.
 
     Args:
-        key: its name.
         workspace: folder on this node for the folders of machines.
         token: which clients must prove to know.
     """
@@ -141,7 +140,6 @@ class Command:
         return taken
 
     def end_input(self) -> None:
-        """See `Machine.end_input`."""
         self._input.close()
 
     def read(self) -> tuple[bytes, bytes, int | None]:
@@ -172,7 +170,6 @@ class Command:
         return 128 - code if code < 0 else code
 
     def close(self) -> None:
-        """See `Machine.close`."""
         for pipe in (self._input, self._output, self._errors):
             pipe.close()
 
