@@ -145,7 +145,6 @@ def _join_calls(said: str, blocks: Sequence[str]) -> str:
 
 
 def _render_call(call: Any, where: str) -> str:
-    """Return a call as text."""
     valid = isinstance(call, dict) and set(call) == {"name", "arguments"} and isinstance(call["name"], str)
     _require(valid and isinstance(call["arguments"], dict), f"{where} is not a call with name and arguments")
     return f"<tool_call>\n{_dump_json({'name': call['name'], 'arguments': call['arguments']})}\n</tool_call>"

@@ -116,7 +116,6 @@ def episodes_to_bytes(episodes: Iterable[Episode]) -> bytes:
 
 
 def episodes_from_bytes(stream: bytes) -> list[Episode]:
-    """Invert `episodes_to_bytes`."""
     return _to_episodes(pa.ipc.open_stream(stream).read_all())
 
 

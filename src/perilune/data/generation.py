@@ -58,9 +58,7 @@ class GenerationTarget:
     """The number of records to generate, and the tasks to use.
 
     Attributes:
-        records: largest number of records.
         tasks: number of tasks to use; None uses as many as needed, and gives up if too many are rejected.
-        seed, split: seed and split of the tasks.
     """
 
     records: int

@@ -37,17 +37,14 @@ def no_routes(rows: int, like: Routes) -> Routes:
 
 
 def with_missing_row(routes: Routes) -> Routes:
-    """Return the routes followed by a missing row."""
     return np.concatenate([routes, no_routes(1, routes)])
 
 
 def routes_to_json(routes: Routes) -> dict[str, Any]:
-    """Routes as a JSON object."""
     data = base64.b64encode(routes.tobytes()).decode()
     return {"dtype": routes.dtype.name, "shape": routes.shape, "data": data}
 
 
 def routes_from_json(document: Mapping[str, Any]) -> Routes:
-    """Invert `routes_to_json`."""
     data = np.frombuffer(base64.b64decode(document["data"]), np.dtype(document["dtype"]))
     return data.reshape(document["shape"])

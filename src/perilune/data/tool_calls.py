@@ -25,7 +25,6 @@ def describe_tools(tools: Iterable[Mapping[str, Any]], system: str = "") -> str:
 
 
 def write_call(call: ToolCall) -> str:
-    """Return the text of a call."""
     name, arguments = call
     return f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
 

@@ -28,7 +28,6 @@ class Decision:
 
     Attributes:
         name: OpenSpiel's information state.
-        player: the player to move.
         messages: the player's conversation so far, including the prompt.
         moves: the legal moves as text.
         actions: the legal moves as OpenSpiel's action numbers.

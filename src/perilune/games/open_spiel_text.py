@@ -26,14 +26,12 @@ class GameText:
 
 
 def move_text(state: Any, player: int, action: int) -> str:
-    """Return the text of an action, the same for every player."""
     text = _PREFIX.sub("", state.action_to_string(player, action)).strip()
     marked = _MARKED_MOVE.fullmatch(text)
     return marked[1] if marked else text
 
 
 def game_text(game: Any) -> GameText:
-    """Return the texts of `game`."""
     name, kind = game.get_type().short_name, game.get_type()
     if name in _TEXTS:
         return _TEXTS[name]

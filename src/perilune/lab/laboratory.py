@@ -56,7 +56,6 @@ class Plan:
 
     Attributes:
         weather: failures of the cloud.
-        seed: seed of all failures.
         at_once: number of live runs.
         step_seconds: duration of each of the `STEPS` steps of a run.
         kills: expected kills of the control process per minute; half as many of the cloud's server.
@@ -150,7 +149,6 @@ class Laboratory:
         self.plan = Plan(calm, self.plan.seed, self.plan.at_once, self.plan.step_seconds, kills=0.0)
 
     def snapshot(self) -> Snapshot:
-        """Return the current state."""
         with self.control.store.snapshot() as session:
             runs, attempts, machines = (
                 dict(session.execute(_count_by_state(table)).all()) for table in (Run, Attempt, Machine)
@@ -160,7 +158,6 @@ class Laboratory:
         return Snapshot(elapsed, runs, attempts, machines, dict(self.count_faults()), cost)
 
     def count_faults(self) -> Counter[str]:
-        """Count the injected faults by kind."""
         lines = read_json_lines(self.cloud.folder / "faults.jsonl")
         return Counter(line["fault"] for line in lines) + self.injected
 

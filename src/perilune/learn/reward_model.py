@@ -51,7 +51,6 @@ class RewardObjective:
     """The loss of one step of `count` pairs, for `Learner.forward_backward_custom`, with the scores.
 
     Attributes:
-        model: the learner's `trained`.
         ranks: the learner's ranks: each scores a share of the pairs, and figures are over all pairs.
     """
 

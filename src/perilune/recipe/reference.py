@@ -67,7 +67,6 @@ def recipe_schema() -> dict[str, Any]:
 
 
 def render_markdown() -> str:
-    """Render the reference page."""
     lines = [
         "# Recipe",
         "",
@@ -154,7 +153,6 @@ def _format_default(schema: dict[str, Any]) -> str:
 
 
 def _format_type(schema: dict[str, Any]) -> str:
-    """Describe the type in a JSON schema."""
     if "anyOf" in schema:
         parts = (_format_type(part) for part in schema["anyOf"] if part.get("type") != "null")
         return " or ".join(dict.fromkeys(parts))

@@ -280,7 +280,6 @@ def _validate_stage(item: Any, path: KeyPath, base: Callable[[KeyPath], Path], e
 
 
 def _find_data(name: str, base: Path, path: KeyPath, key: str) -> str:
-    """Return the absolute path of the user's own data."""
     try:
         return str(find_source((base / Path(name).expanduser()).absolute()))
     except RequestError as error:
@@ -305,7 +304,6 @@ def _absolute_path(name: str | None, base: Path) -> str | None:
 
 
 def _check_references(stage: Stage, stages: list[Stage], positions: dict[str, int]) -> list[Problem]:
-    """Return the errors in the references from `stage` to other stages."""
     makes: dict[str, OutputKind] = {MODEL: "checkpoint"}
     makes |= {other.name: load_plugin(other.task).produces for other in stages if other is not stage}
     wanted = consumed_fields(load_plugin(stage.task).spec)

@@ -59,7 +59,6 @@ class TurnTokens:
     routed_experts: Routes | None = None
 
     def extend(self, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        """Append sampled tokens."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.versions += versions
@@ -71,7 +70,6 @@ class TurnTokens:
         return copy
 
     def completion(self) -> Completion:
-        """Return the finished turn."""
         assert self.finish_reason is not None
         return Completion(
             np.array(self.token_ids, dtype=np.int32),
@@ -82,7 +80,6 @@ class TurnTokens:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the turn as a JSON object."""
         routes = self.routed_experts
         tokens = {"token_ids": self.token_ids, "logprobs": self.logprobs, "versions": self.versions}
         return tokens | {
@@ -92,7 +89,6 @@ class TurnTokens:
 
     @classmethod
     def from_json(cls, turn: Mapping[str, Any]) -> TurnTokens:
-        """Return the inverse of `to_json`."""
         routes = turn.get("routed_experts")
         return cls(**{**turn, "routed_experts": None if routes is None else routes_from_json(routes)})
 

@@ -34,7 +34,6 @@ def groups_to_bytes(groups: Groups) -> bytes:
 
 
 def groups_from_bytes(stream: bytes) -> Groups:
-    """Return the groups of a stream of `groups_to_bytes`."""
     return _group_episodes(episodes_from_bytes(stream))
 
 

@@ -58,7 +58,6 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
 
     def begin(self, messages: Sequence[Message], prompt_ids: list[int]) -> None:
-        """Set the prompt."""
         self.opening, self.messages, self.prompt_ids = tuple(messages), [*messages], prompt_ids
 
     def add_observation(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> None:
@@ -324,7 +323,6 @@ class Rollout:
         )
 
     def outcome(self, player: int) -> Outcome:
-        """Return the player's score, or the failure."""
         return self.totals.score(player) if self.failure is None else self.failure
 
 

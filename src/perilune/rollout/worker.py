@@ -163,7 +163,6 @@ class RolloutWorker:
         return rollouts
 
     def new_rollout(self, key: tuple[int, int, int], sample: int, session: RemoteSession) -> Rollout:
-        """Return the rollout of a newly opened session."""
         players = getattr(self.environment, "players", 1)
         opponents = frozenset(self.opponents.opponent_players(key, players) if self.opponents else ())
         return Rollout(session.task, key, sample, session, players, opponents=opponents)
@@ -294,7 +293,6 @@ class RolloutWorker:
         trajectory.is_refused = not fits
 
     def turn_params(self, turn: DueTurn, params: SamplingParams) -> SamplingParams:
-        """Return the parameters of a turn."""
         make = self._agent_params if turn.agent else self.add_stop_texts
         result = make(params, turn.rollout.task)
         if turn.max_tokens is None or turn.max_tokens >= result.max_tokens:

@@ -115,7 +115,6 @@ class Finding:
     """The result of a probe.
 
     Attributes:
-        probe: name of the probe.
         what: what it tries.
         wall: the wall that should hold.
         stands: whether this machine has that wall.
@@ -150,7 +149,6 @@ class SandboxAudit:
         return tuple(item for item in self.findings if item.stands and item.verdict != "contained")
 
     def document(self) -> dict[str, Any]:
-        """Return the audit as JSON."""
         capabilities = asdict(self.capabilities)
         walls = {wall: {"keeps": WALLS[wall][0], "by": by} for wall, by in capabilities["walls"].items()}
         return {

@@ -160,7 +160,6 @@ class Channel(Line):
 
     Args:
         module: module whose `main` runs in the process.
-        name, answer_bytes: as for `Line`.
     """
 
     def __init__(self, module: str, name: str, answer_bytes: int) -> None:
@@ -180,7 +179,6 @@ class Channel(Line):
 
     @property
     def process_id(self) -> int:
-        """The process id."""
         return self._process.pid
 
     def kill(self) -> None:

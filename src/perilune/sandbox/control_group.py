@@ -131,7 +131,6 @@ def _enter(folder: Path) -> None:
 
 
 def _write(file: Path, number: int) -> None:
-    """Write to a file that exists."""
     descriptor = os.open(file, os.O_WRONLY)
     try:
         os.write(descriptor, b"%d" % number)

@@ -9,11 +9,7 @@ _READ = 65536
 
 
 def read_requests(control: socket.socket, most: int) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yield each request with its descriptors, until the socket closes.
-
-    Args:
-        most: descriptors of one request.
-    """
+    """Yield each request with its descriptors, until the socket closes."""
     buffer = b""
     descriptors: list[int] = []
     while True:

@@ -16,9 +16,6 @@ class OwnedFolder:
 
     Its owner holds a lock on it, which the kernel releases when the owner dies.
 
-    Args:
-        prefix: of its name.
-
     Attributes:
         path: the folder.
     """

@@ -34,7 +34,6 @@ def unshare(flags: int) -> None:
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
-    """Mount, bind or remount."""
     texts = [text.encode() or None for text in (source, target, kind)]
     result = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode() or None)
     _check(result, f"mount {target}")

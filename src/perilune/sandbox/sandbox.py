@@ -44,7 +44,6 @@ class Capabilities:
     """The walls that stand on this machine.
 
     Attributes:
-        mechanisms: the available mechanisms.
         walls: for each wall the mechanisms that implement it; none if the wall is missing.
         reasons: for each missing mechanism, why.
     """
@@ -67,7 +66,6 @@ class Execution:
         cause: empty for exit code 0; "error" for another exit code; "timeout" (clock or CPU), "memory",
             "output" or "scratch" if the run was killed for exceeding a limit; "killed" for any other signal.
         exit_code: None if a signal ended it.
-        signal: the signal that ended it.
         output: standard output and standard error in order. A line replaces the part that was cut.
         cut: bytes of output that were not kept.
         seconds: wall-clock time.
@@ -97,7 +95,6 @@ class Sandbox:
     fork server makes a run cost milliseconds.
 
     Args:
-        limits: limits of each run.
         without: mechanisms to switch off ("namespaces", "own_user", "landlock", "seccomp", "control_group"),
             to test the others.
         allow_missing: walls that may be missing. By default, nothing is run if a wall is missing.
@@ -219,7 +216,6 @@ class _Supervisor:
         return self._process.pid
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request and return the answer."""
         self._socket.settimeout(seconds)
         try:
             self._socket.sendall(encode_frame(request))

@@ -68,7 +68,6 @@ class Supervisor:
     """Runs one request at a time.
 
     Args:
-        limits: limits of each run.
         folder: an empty folder for this sandbox alone.
         group: the control group of this process, if it has its own.
         reasons: mechanisms not to use, and why.

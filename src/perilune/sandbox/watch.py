@@ -134,7 +134,6 @@ class Output:
         self._tail_bytes = 0
 
     def add(self, data: bytes) -> None:
-        """Append output."""
         self.total += len(data)
         room = self._half - len(self._head)
         self._head += data[:room]
@@ -165,7 +164,6 @@ class Output:
 
 
 def descendants(process: int) -> Iterator[int]:
-    """Yield the ids of all descendants of a process."""
     children: list[int] = []
     with contextlib.suppress(OSError):  # the process has ended
         for thread in Path(f"/proc/{process}/task").iterdir():  # each thread has its own children

@@ -139,7 +139,6 @@ class AdapterLoader:
 
 
 def adapter_routes(loader: AdapterLoader) -> APIRouter:
-    """Return the routes that load and unload adapters."""
     router = APIRouter(prefix="/v1")
 
     @router.post("/load_lora_adapter", response_model=None)

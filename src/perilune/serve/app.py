@@ -32,7 +32,6 @@ class ModelService(Protocol):
     """The interface of a service that answers requests, for all kinds of models.
 
     Attributes:
-        thread: the thread of its engine.
         answering: number of requests whose responses are not sent completely.
         draining: whether the server is shutting down.
         open_paths: paths that need no token.
@@ -116,7 +115,6 @@ def make_app(
 
 
 def text_routes(service: Service) -> APIRouter:
-    """Return the routes of a text model."""
     router = APIRouter()
     started = int(time())
 

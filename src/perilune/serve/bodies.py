@@ -199,7 +199,6 @@ def _names(body: type[Body]) -> frozenset[str]:
 
 
 def check_size(document: Any) -> Any:
-    """Check the size of a JSON value, as a validator."""
     check_values(document, _MAX_VALUES, _MAX_DEPTH)
     return document
 

@@ -112,7 +112,6 @@ class Control:
 
 
 def control_routes(control: Control) -> APIRouter:
-    """Return the routes of `control`."""
     router = APIRouter()
 
     @router.post("/pause")

@@ -124,7 +124,6 @@ def _document(body: EmbeddingBody, vectors: list[NDArray[np.float32]], tokens: i
 
 
 def embedding_routes(embeddings: Embeddings) -> APIRouter:
-    """Return the route of embeddings."""
     router = APIRouter(prefix="/v1")
     router.post("/embeddings", response_model=None)(embeddings.answer)
     return router

@@ -98,7 +98,6 @@ class Stream:
                 await self._ended.wait()
 
     def abort(self, reason: str = "aborted") -> None:
-        """Stop the unfinished choices and free their cache blocks."""
         if self.remaining:
             self.fail(StoppedError(reason))
             self._thread.abort(self.ids)
@@ -112,7 +111,6 @@ class Stream:
             self._accepted.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """End the stream with an error."""
         self._failure, self.remaining = error, 0
         self._thread.forget(self)
         if not self._accepted.done():
@@ -178,7 +176,6 @@ class EngineThread:
 
     @property
     def num_open_samples(self) -> int:
-        """Number of unfinished samples."""
         return sum(stream.remaining for stream in self._unfinished)
 
     async def submit(self, requests: Sequence[Request], *, per_token: bool) -> Stream:
@@ -240,7 +237,6 @@ class EngineThread:
             stream.abort(reason)
 
     def forget(self, stream: Stream) -> None:
-        """Remove a stream that has ended."""
         self._unfinished.discard(stream)
 
     def _run(self) -> None:

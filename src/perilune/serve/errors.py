@@ -27,7 +27,6 @@ class ApiError(HTTPException):
     """A request that is answered with an error.
 
     Args:
-        status: HTTP status.
         message: the problem, with the invalid value.
         param: the invalid field.
         code: an identifier for programs, such as "context_length_exceeded".
@@ -80,7 +79,6 @@ async def handle_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def handle_library_error(request: Request, error: Exception) -> JSONResponse:
-    """Return the response to an error of the library."""
     assert isinstance(error, PeriluneError)
     status = http_status(error)
     param = None if "/" in error.where else error.where or None  # a file of the server is no argument
@@ -88,7 +86,6 @@ async def handle_library_error(request: Request, error: Exception) -> JSONRespon
 
 
 def http_status(error: PeriluneError) -> int:
-    """Return the HTTP status of an error of the library."""
     if isinstance(error, StoppedError):
         return 503
     return 400 if error.exit_code == 2 else 500

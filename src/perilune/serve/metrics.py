@@ -15,7 +15,6 @@ class Metrics:
     """Counts and times of one server.
 
     Attributes:
-        registry: the Prometheus registry of the metrics.
         answer_seconds: running mean of the time of an answer.
     """
 
@@ -52,11 +51,9 @@ class Metrics:
         self.answer_seconds = 1.0
 
     def count_request(self, path: str, status: int) -> None:
-        """Count an answered request."""
         self._requests.labels(path, str(status)).inc()
 
     def count_disconnect(self) -> None:
-        """Count a client that disconnected."""
         self._disconnects.inc()
 
     def count_stall(self) -> None:
@@ -64,7 +61,6 @@ class Metrics:
         self._stalls.inc()
 
     def count_restart(self) -> None:
-        """Count a restart of the engine."""
         self._restarts.inc()
 
     def record_first_token(self, since: float) -> None:
@@ -72,7 +68,6 @@ class Metrics:
         self._first.observe(time.perf_counter() - since)
 
     def record_finished(self, since: float, *, prompt: int, completion: int, cached: int) -> None:
-        """Record a finished request and its tokens."""
         seconds = time.perf_counter() - since
         self._whole.observe(seconds)
         self.answer_seconds += _NEWEST_WEIGHT * (seconds - self.answer_seconds)

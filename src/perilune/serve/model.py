@@ -12,7 +12,6 @@ class ServedModel:
     """The model that is served.
 
     Attributes:
-        name: its name in requests.
         context: most tokens of prompt and answer together, limited by positions and cache.
         end_tokens: tokens that end an answer.
         adapters: folders of LoRA adapters by name, which may change; a request selects one with `model`.

@@ -46,12 +46,10 @@ class Parts:
 
     @property
     def reasoning(self) -> str:
-        """All reasoning."""
         return "".join(text for kind, text in self.items if kind == "reasoning" and isinstance(text, str))
 
     @property
     def content(self) -> str:
-        """All content."""
         return "".join(text for kind, text in self.items if kind == "content" and isinstance(text, str))
 
     @property

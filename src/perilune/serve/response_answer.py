@@ -91,7 +91,6 @@ class ResponseAnswer:
     # -- items -------------------------------------------------------------------------------------------
 
     def _add_delta(self, delta: Delta) -> None:
-        """Add new tokens to the output."""
         last = delta.finish_reason is not None
         if self._make_reader is None:
             rows = [] if self._formatter is None else self._formatter.format_logprobs(delta)
@@ -128,7 +127,6 @@ class ResponseAnswer:
         self._emit("response.output_text.delta", **self._location(), delta=text, logprobs=logprobs)
 
     def _begin_text_item(self, kind: Kind) -> None:
-        """Begin an item that contains text."""
         self._open = kind
         if kind == "reasoning":
             item: dict[str, Any] = {"id": _make_id("rs"), "type": "reasoning", "summary": []}
@@ -174,7 +172,6 @@ class ResponseAnswer:
         self._add_arguments(arguments)
 
     def _add_arguments(self, arguments: str) -> None:
-        """Add arguments to the open call."""
         self._texts.append(arguments)
         if arguments:
             self._emit("response.function_call_arguments.delta", **self._call_location(), delta=arguments)

@@ -99,7 +99,6 @@ class Conversations:
 
 
 def response_routes(service: Service, conversations: Conversations) -> APIRouter:
-    """Return the routes under /v1/responses."""
     router = APIRouter(prefix="/v1/responses")
 
     @router.post("", response_model=None)

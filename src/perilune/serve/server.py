@@ -169,7 +169,6 @@ def _make_speech_service(settings: Settings) -> tuple[SpeechService, list[APIRou
 
 
 def _enable_speculation(engine: Engine, settings: Settings, dtype: torch.dtype) -> None:
-    """Enable speculation according to the settings."""
     if settings.draft and settings.speculate != "draft":
         raise RequestError("--draft needs --speculate draft", where="--draft")
     if settings.speculate == "draft":
@@ -189,7 +188,6 @@ def _enable_speculation(engine: Engine, settings: Settings, dtype: torch.dtype) 
 def _make_optional_routes(
     settings: Settings, engine: Engine, loaded: Decoder | TransformersModel, service: Service
 ) -> list[APIRouter]:
-    """Create the routes that options enable."""
     routers, weights_lock = [], asyncio.Lock()
     if settings.weight_updates:
         if not isinstance(loaded, StoredDecoder) or settings.adapters or settings.adapters_from:
@@ -226,7 +224,6 @@ def _make_optional_routes(
 
 
 def _select_device(settings: Settings) -> str:
-    """Return the device of the model in torch."""
     if settings.backend == "openvino":
         return "cpu"  # of the weights that it copies
     available = torch.cuda.is_available()
@@ -238,7 +235,6 @@ def _select_device(settings: Settings) -> str:
 
 
 def _openvino_settings(settings: Settings) -> OpenVino | None:
-    """Return the settings of OpenVINO, if it is the backend."""
     if settings.backend == "native":
         return None
     return OpenVino(settings.device.upper(), settings.weights, settings.kv_cache, precision=settings.dtype)

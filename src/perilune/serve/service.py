@@ -84,7 +84,6 @@ class Service:
         self.token_formatter = TokenFormatter(model.tokenizer.token_text, _token_bytes(model.tokenizer))
 
     def close(self) -> None:
-        """Stop the threads."""
         self.lanes.close()
 
     def abort_all(self, reason: str) -> None:

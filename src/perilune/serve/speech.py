@@ -63,7 +63,6 @@ class SpeechMetrics(Metrics):
         self._audio = Counter("perilune_speech_seconds", "Seconds of speech", registry=self.registry)
 
     def record_utterance(self, times: SpeechTimes) -> None:
-        """Record a finished utterance."""
         load = str(1 << (times.streams - 1).bit_length())  # 1, 2, 4, 8, ...: at most as many streams
         self._first_code.labels(load).observe(times.first_code)
         self._underruns.labels(load).inc(times.underruns)
@@ -90,7 +89,6 @@ class SpeechService:
         self._lanes = Lanes()
 
     def close(self) -> None:
-        """Stop the threads."""
         self._lanes.close()
 
     def abort_all(self, reason: str) -> None:
@@ -222,7 +220,6 @@ class AudioStream(EventStream):
 
 
 def speech_routes(service: SpeechService) -> APIRouter:
-    """Return the routes of a speech model."""
     router = APIRouter()
     started = int(time())
     router.post("/v1/audio/speech", response_model=None)(service.speak)
@@ -242,7 +239,6 @@ def speech_routes(service: SpeechService) -> APIRouter:
 
 
 async def _asset(name: str, kind: str) -> Response:
-    """Return a file of the player."""
     data = await asyncio.to_thread((files("perilune.serve") / "player" / name).read_bytes)
     headers = {
         "Content-Security-Policy": _CONTENT_SECURITY_POLICY,

@@ -49,7 +49,6 @@ class SpanWriter:
         self._torn = self._losing = False  # the last line is incomplete; the last span was lost
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def write(self, scope: Scope, name: str, status: int, began: int) -> None:

@@ -186,7 +186,6 @@ def reload_routes(updates: WeightUpdates) -> APIRouter:
 
 
 def weight_routes(updates: WeightUpdates) -> APIRouter:
-    """Return the routes under /v1/weights."""
     router = APIRouter(prefix="/v1/weights")
 
     @router.get("")

@@ -232,7 +232,6 @@ class CodecDecoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.pre_conv.conv.weight.device
 
     @torch.no_grad()

@@ -35,7 +35,6 @@ class CodecConfig:
         upsample_rates: factors of the vocoder's blocks. Each block halves the channels.
         vocoder_dim: channels at the beginning of the vocoder.
         vocoder: "convolutions", as in Qwen3-TTS, or "spectrum", whose hop is the only rate.
-        sample_rate: samples a second.
     """
 
     codebooks: int = 16
@@ -122,7 +121,6 @@ class CodecConfig:
         return codec
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the content of speech_tokenizer/config.json, without the encoder."""
         decoder = {key: getattr(self, name) for name, key in _CODEC_KEYS.items()}
         decoder |= {
             **{name: list(getattr(self, name)) for name in _CODEC_FACTORS},
@@ -220,7 +218,6 @@ class SpeechConfig:
         talker: the decoder that predicts the first code of each frame; its vocabulary has the codes, then
             languages, speakers and marks.
         predictor: the decoder that predicts the other codes of a frame; its vocabulary is a codebook.
-        codec: shape of the codec decoder.
         text_vocab_size, text_hidden_size: size of the text embeddings before their projection.
         marks: special tokens.
         languages, speakers: codec tokens by lower-case name.

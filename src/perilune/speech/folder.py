@@ -78,7 +78,6 @@ class SpeechModel:
         return self.talker.config
 
     def to(self, device: str | torch.device) -> SpeechModel:
-        """Return this model with its weights on `device`."""
         self.talker, self.codec = self.talker.to(device), self.codec.to(device)
         return self
 

@@ -40,7 +40,6 @@ class Stage(ABC, Generic[ItemT]):
         """Add items to the queue."""
 
     def abort(self, request_id: int) -> None:
-        """Remove a request."""
         self.queue.pop(request_id, None)
 
     def clear(self) -> None:

@@ -27,11 +27,7 @@ class Codebook(nn.Module):
 
 
 class ResidualQuantizer(nn.Module):
-    """Codebooks whose entries are summed, then projected. `input_proj` is the encoder's.
-
-    Attributes:
-        codebooks: the codebooks, in order.
-    """
+    """Codebooks whose entries are summed, then projected. `input_proj` is the encoder's."""
 
     def __init__(self, count: int, config: CodecConfig) -> None:
         super().__init__()

@@ -107,7 +107,6 @@ class SpeechStream:
         heard: time by which the listener has heard all samples so far; the arrival before the first samples.
         frames: int64[Q] codes that are not decoded yet.
         chunks: number of decoded chunks.
-        state: of the codec decoder.
         finish_reason: the reason that no further frames follow.
     """
 

@@ -98,7 +98,6 @@ class Talker(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
         return self.text_embedding.weight.device
 
     def embed_text(self, token_ids: Tensor) -> Tensor:

@@ -104,12 +104,10 @@ class TaskRecord(Frozen):
 
     @classmethod
     def of(cls, task: Task) -> TaskRecord:
-        """Return the record of a task."""
         prompt = tuple(dict(message) for message in task.prompt)
         return cls(task_id=task.task_id, prompt=prompt, data=dict(task.data), difficulty=task.difficulty)
 
     def task(self) -> Task:
-        """Return the task."""
         return Task(self.task_id, self.prompt, self.data, self.difficulty)
 
 
@@ -209,7 +207,6 @@ def extract_track(episode: Episode, sampling: Sampling, stop: Sequence[str] = ()
 
 
 def extract_verdict(episode: Episode) -> Verdict:
-    """Return the verdict on an episode."""
     return Verdict(
         reward=episode.reward,
         terms=dict(sorted(episode.reward_terms.items())),

@@ -23,7 +23,6 @@ class CaseResult:
     differences: Sequence[Difference]
 
     def document(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
         return {
             "digest": self.case.digest,
             "episode_id": self.episode_id,
@@ -55,7 +54,6 @@ class GateReport:
         return [result for result in self.results if result.differences]
 
     def document(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
         intervals = {name: getattr(self, name) for name in ("recorded", "replayed", "change")}
         return {
             "mode": self.mode,
@@ -68,9 +66,6 @@ class GateReport:
 
 def run_suite(suite: Suite, mode: Mode = "harness", part: Part = "all", seed: int = 0) -> GateReport:
     """Play the cases of a part.
-
-    Args:
-        seed: of the intervals.
 
     Raises:
         RequestError: when the suite is damaged.

@@ -48,7 +48,6 @@ class Difference:
     replayed: str
 
     def document(self) -> dict[str, str]:
-        """Return the fields."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -56,7 +55,6 @@ class Difference:
 
 
 def make_expectation(track: Track) -> Expectation:
-    """Return the expectation that a track records."""
     return Expectation(
         player=track.player,
         verdict=track.verdict,

@@ -77,11 +77,9 @@ class Suite:
         return {case.digest: self._load_cassette(case.digest) for case in self.index.cases}
 
     def cases(self, part: Part = "all") -> list[Case]:
-        """Return the cases of a part."""
         return [case for case in self.index.cases if part == "all" or case.held_out == (part == "held-out")]
 
     def expected(self, case: Case) -> tuple[Expectation, ...]:
-        """Return the expectations of a case."""
         recorded = self.cassettes[case.digest].tracks
         return tuple(map(make_expectation, recorded)) if case.accepted is None else case.accepted
 

@@ -53,7 +53,6 @@ class WandB:
         self.place = f"wandb sync {self._run.settings.sync_dir}" if mode == "offline" else str(self._run.url)
 
     def write(self, figures: Figures) -> None:
-        """Record one step."""
         self._run.log(dict(figures.values), step=figures.step)
 
     def close(self, *, failed: bool = False) -> None:

@@ -40,7 +40,6 @@ class Attempt:
 
     @cached_property
     def job(self) -> Mapping[str, Any]:
-        """job.json."""
         return self._document("job.json")
 
     @cached_property
@@ -60,7 +59,6 @@ class Attempt:
 
     @cached_property
     def progress(self) -> Mapping[str, Any]:
-        """runtime/progress.json."""
         return self._document("runtime/progress.json")
 
     @cached_property
@@ -75,7 +73,6 @@ class Attempt:
 
     @cached_property
     def metric_lines(self) -> list[Mapping[str, Any]]:
-        """artifacts/metrics.jsonl."""
         return self._lines("artifacts/metrics.jsonl")
 
     @cached_property
@@ -85,12 +82,10 @@ class Attempt:
 
     @cached_property
     def timing_lines(self) -> list[Mapping[str, Any]]:
-        """artifacts/timings.jsonl."""
         return self._lines("artifacts/timings.jsonl")
 
     @cached_property
     def hardware(self) -> list[Mapping[str, Any]]:
-        """artifacts/hardware.jsonl."""
         return self._lines("artifacts/hardware.jsonl")
 
     def has(self, name: str) -> bool:
@@ -104,7 +99,6 @@ class Attempt:
         return sorted((self.root / "artifacts" / "episodes").glob("step-*.parquet")) if self.root else []
 
     def episodes_path(self, step: int) -> Path:
-        """Return the episode file of a step."""
         return (self.root or Path()) / "artifacts" / "episodes" / f"step-{step:06d}.parquet"
 
     @property
@@ -157,7 +151,6 @@ class Attempt:
         return sum(known) if known else None
 
     def log_tail(self) -> str:
-        """Return the last lines of its log."""
         if self.root is None:
             return ""
         return log_tail(self.root / "runtime", LOG_TAIL_LINES)[-LOG_TAIL_CHARACTERS:]

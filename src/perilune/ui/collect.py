@@ -249,7 +249,6 @@ def _spec(attempt: Attempt) -> dict[str, Any]:
 def _compare_with_parents(
     pairs: Sequence[tuple[StageView, Attempt]], evaluations: Sequence[Evaluation]
 ) -> list[Comparison]:
-    """Compare each evaluation with that of the checkpoint that training started from."""
     by_stage = {evaluation.stage: evaluation for evaluation in evaluations}
     checkpoints = {stage.name: _spec(attempt).get("checkpoint") for stage, attempt in pairs}
     settings = {
@@ -290,7 +289,6 @@ def _describe_training(stage: StageView, attempt: Attempt) -> str:
 
 
 def _describe_warnings(summary: Mapping[str, Any]) -> str:
-    """Return the warnings about a stage as sentences."""
     text = "".join(f" Warning: {warning.rstrip('.')}." for warning in _list_warnings(summary))
     held_out = summary.get("held_out")
     if isinstance(held_out, Mapping):

@@ -71,7 +71,6 @@ def build_comparison(found: Comparison, out: Path) -> Path:
 
 
 def comparison_document(found: Comparison) -> dict[str, Any]:
-    """Return all data of the page of a comparison."""
     enough = all(len(arm.finished_members) >= MIN_SEEDS for arm in found.arms)
     return {
         "title": found.title,

@@ -233,7 +233,6 @@ def _curve_headline(trained: Training, *, is_over: bool) -> Headline | None:
 
 
 def format_percent(value: float, digits: int = 1) -> str:
-    """Return a share as text."""
     return f"{100 * value:.{digits}f}%"
 
 

@@ -78,7 +78,6 @@ def describe_stage(
 
     Args:
         declared: its settings in the recipe, for a stage that has not begun.
-        names: those of all stages.
     """
     facts = stage_facts(stage, attempt)
     spec = attempt.job.get("spec") or declared

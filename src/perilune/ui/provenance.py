@@ -181,7 +181,6 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def stage_facts(stage: StageView, attempt: Attempt) -> Pairs:
-    """Return facts about one run."""
     facts: Pairs = [("Run", stage.run_id), ("Bundle digest", attempt.digest)]
     facts += [
         (f"Input: {item['name']}", f"{item['kind']} {item['digest']}")

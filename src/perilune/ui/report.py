@@ -57,7 +57,6 @@ def render_report(
     """Return the whole page as HTML text.
 
     Args:
-        names: of its scripts.
         live: where its scripts find episodes and news; None for a page that contains everything.
     """
     document = report_document(data) | {"live": live, "index": "/" if live else None}

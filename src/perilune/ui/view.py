@@ -23,7 +23,6 @@ class StageView:
     Attributes:
         state: state of its run ("queued", "active", "succeeded", "failed", "cancelled").
         attempt_dir: the folder of the current attempt, or None before the first.
-        attempts: number of attempts.
         cause: why the run failed, or "".
         here: whether it runs on this machine, so that its files are never behind.
     """

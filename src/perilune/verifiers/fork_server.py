@@ -32,7 +32,6 @@ class ForkServer:
 
     @property
     def process_id(self) -> int:
-        """Process id of the server."""
         return self._channel.process_id
 
     def open(self) -> bool:
@@ -100,7 +99,6 @@ class Worker(Line):
         self._server = server
 
     def close(self) -> None:
-        """Kill the worker."""
         try:
             self.exit_code()
         except BrokenChannelError:

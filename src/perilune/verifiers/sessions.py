@@ -95,7 +95,6 @@ class Sessions:
                 del session.actions[len(session.actions) - len(actions) + 1 :]  # the first ended the episode
 
     def close(self, sessions: Sequence[RemoteSession]) -> None:
-        """Close these sessions."""
         alive = [session for session in sessions if session.generation == session.process.generation]
         for process in self._processes:
             process.ask([_Close(session) for session in alive if session.process is process])

@@ -236,7 +236,6 @@ def _encode_outcome(outcome: Any) -> dict[str, Any]:
 
 
 def to_floats(values: Mapping[str, Any]) -> dict[str, float]:
-    """Convert keys to strings and values to floats."""
     return {str(name): float(value) for name, value in values.items()}
 
 

@@ -147,7 +147,6 @@ def read_front_matter(page: str) -> dict[str, Any]:
 
 
 def strip_front_matter(page: str) -> str:
-    """Return a page without its front matter."""
     match = _FRONT.match(page)
     return page[match.end() :] if match else page
 

@@ -69,7 +69,6 @@ def main_figure(run: RunFacts) -> str | None:
 
 
 def render_link(page: str, path: str, label: str) -> str:
-    """Return a link from a page to another."""
     return f"[{label}]({posixpath.relpath(path, posixpath.dirname(page) or '.')}.md)"
 
 

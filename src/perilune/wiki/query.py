@@ -39,7 +39,6 @@ class Answer:
 
     Attributes:
         text: the number as it stands in a page.
-        figure: its value and interval.
         runs: the runs that it was computed from; for `best`, only the best.
         others: all runs that `best` chose from.
     """

@@ -16,9 +16,6 @@ def render_slides(page: str, folder: Path) -> str:
     """Return the slides of a page: one for the beginning, and one for each section that has content.
 
     Slides leave the wiki, so they contain the plots, and the names of other pages without the links.
-
-    Args:
-        folder: of the page.
     """
     text = re.sub(r"\n{3,}", "\n\n", strip_comments(strip_front_matter(page)))
     text = _PLOT.sub(lambda match: _embed_plot(folder / Path(match[0]).name), _LINK.sub(r"\1", text))

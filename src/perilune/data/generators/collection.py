@@ -43,7 +43,6 @@ class CollectedTraces:
 
     @property
     def sources(self) -> Counter[str]:
-        """Number of records by source."""
         return Counter(record.source for record in self.kept)
 
     def write(self, folder: Path) -> None:

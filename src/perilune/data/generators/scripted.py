@@ -37,7 +37,6 @@ class ScriptedTeacher(ABC):
         """
 
     def strategy(self, task: Task, seed: int) -> str:
-        """Return the strategy of a task."""
         return choose_strategy(self.shares, seed, task.task_id)
 
     def candidates(self, tasks: Iterable[Task], seed: int) -> Iterator[Candidate]:

@@ -26,7 +26,6 @@ class Candidate:
         text: the answer, or the last action of an episode with several turns.
         source: teacher and strategy, e.g. "arithmetic/direct".
         earlier: the earlier actions of all players, in order.
-        seed: of the session.
         player: the player to imitate.
         keep_from: lowest score to keep it.
         details: further JSON values about its origin, for the record.

@@ -51,12 +51,10 @@ class Boards:
 
 
 def empty_boards(count: int) -> Boards:
-    """Return `count` empty boards."""
     return Boards(np.zeros(count, np.uint64), np.zeros(count, np.uint64))
 
 
 def concatenate(*parts: Boards) -> Boards:
-    """Concatenate boards."""
     return Boards(np.concatenate([p.own for p in parts]), np.concatenate([p.stones for p in parts]))
 
 

@@ -25,7 +25,6 @@ class Network(nn.Module):
     """Logits of the columns and the expected outcome for the player to move.
 
     Args:
-        channels: channels of the convolution.
         hidden: width of the two layers after it.
     """
 
@@ -65,7 +64,6 @@ def masked_logprobs(logits: Tensor, allowed: Tensor) -> Tensor:
 
 
 def save_player(directory: Path, network: Network) -> None:
-    """Write the network atomically to `directory`."""
     weights = {name: p.detach() for name, p in network.named_parameters()}
     shape = {"channels": network.lines.out_features, "hidden": network.second.out_features}
     checkpoints.write(directory, {"weights": weights}, shape)

@@ -43,7 +43,6 @@ def sample_best(worth: NDArray[Any], uniform: NDArray[np.float64]) -> Columns:
 
 
 def random_player(boards: Boards, uniform: NDArray[np.float64]) -> Columns:
-    """Plays a random legal column."""
     return sample_best(legal_columns(boards), uniform)
 
 

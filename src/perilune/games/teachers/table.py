@@ -66,7 +66,6 @@ class PolicyTable:
         return dict(zip(self.actions[row].tolist(), self.probabilities[row].tolist(), strict=True))
 
     def rows(self) -> dict[str, dict[int, float]]:
-        """Return all rows."""
         return {key: self.row(key) for key in self._row_numbers}
 
     @property

@@ -92,7 +92,6 @@ class SearchTeacher:
         self._simulations = simulations
 
     def probabilities(self, state: Any, player: int, seed: int) -> Mapping[int, float]:
-        """Return probability 1 for the chosen move."""
         spiel = load_pyspiel()
         rollouts = spiel.RandomRolloutEvaluator(1, seed)
         bot = spiel.MCTSBot(

@@ -30,7 +30,6 @@ class Health:
         return f"{self.status}: {first.name}{since}: {first.why}"
 
     def document(self) -> dict[str, Any]:
-        """Return the verdict as JSON."""
         return {
             "status": self.status,
             "line": self.line,

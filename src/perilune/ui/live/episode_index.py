@@ -68,7 +68,6 @@ class Outline:
 
     @staticmethod
     def joined(parts: Sequence[Outline]) -> Outline:
-        """Join outlines to one."""
         columns = ([getattr(part, field.name) for part in parts] for field in fields(Outline))
         return Outline(
             *(
@@ -99,7 +98,6 @@ class EpisodeIndex:
         self._lock = Lock()  # requests come in threads
 
     def path(self, name: str) -> Path:
-        """Return the file of this name."""
         return (self._attempt.root or Path()) / "artifacts" / "episodes" / f"{name}.parquet"
 
     def read(self, sets: Sequence[EpisodeSet], done: int) -> tuple[Outline | None, int]:
@@ -181,7 +179,6 @@ class IndexCache:
         self._found: dict[Path | None, EpisodeIndex] = {}
 
     def of(self, source: EpisodeSource) -> EpisodeIndex:
-        """Return the index of a stage's attempt."""
         index = self._found.pop(source.attempt.root, None) or EpisodeIndex(source.attempt)
         self._found[source.attempt.root] = index  # the latest is last
         while len(self._found) > MAX_INDEXES:

@@ -135,7 +135,6 @@ class _ReportTimer:
 
 
 def _match_filters(outline: Outline, index: EpisodeIndex, filters: Filters) -> Mask:
-    """Return a mask of the episodes that match all filters except `q`."""
     fits = _match_reward(outline, filters.reward)
     fits &= (outline.length >= filters.least) & (outline.length <= filters.most)
     if filters.finish:

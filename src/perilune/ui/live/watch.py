@@ -38,12 +38,7 @@ def file_offsets(view: ExperimentView) -> Offsets:
 
 
 class Watch:
-    """Follows an experiment for one reader.
-
-    Args:
-        view: returns the experiment as it is now.
-        offsets: what the reader has.
-    """
+    """Follows an experiment for one reader."""
 
     def __init__(self, view: Callable[[], ExperimentView], offsets: Offsets) -> None:
         self._view = view

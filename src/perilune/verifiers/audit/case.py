@@ -17,7 +17,6 @@ wrong ones; the gold answer after filler; copied from the prompt."""
 
 
 def prompt_text(task: Task) -> str:
-    """Return the text of all opening messages."""
     return "\n".join(message["content"] for message in task.prompt)
 
 
@@ -99,7 +98,6 @@ class Probe:
     finished: bool = True
 
     def outputs(self, case: Case, generator: random.Random) -> Iterator[Output]:
-        """Yield the outputs for `case`."""
         written = list(self.write(case, generator))
         for is_wrapped in self._placements(case.form):
             for number, answer in enumerate(written):

@@ -16,7 +16,6 @@ def check_feedback(
     """Try a wrong answer, look for the right one in the feedback, and score it.
 
     Args:
-        golds: the scored right answers.
         score_all: scores items in order.
     """
     if getattr(environment, "max_turns", 1) == 1 or getattr(environment, "players", 1) > 1:

@@ -33,12 +33,10 @@ class Example:
     verdict: float | str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the example as JSON."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Example:
-        """Inverse of `to_json`."""
         return cls(Task(**raw["task"]), Transcript(**raw["transcript"]), raw["verdict"])
 
 
@@ -47,7 +45,6 @@ class Finding:
     """One defect of a reward.
 
     Attributes:
-        probe: name of the probe.
         grade: the best possible grade of a reward with this finding.
         what: the defect in one sentence.
         tasks: number of probed tasks that show it.
@@ -93,12 +90,10 @@ class Audit:
         return max((finding.grade for finding in self.findings), default="A")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the audit as JSON."""
         return {"grade": self.grade, **asdict(self)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Audit:
-        """Inverse of `to_json`."""
         values = {name: raw[name] for name in cls.__slots__ if name != "findings"}
         findings = [
             Finding(**{**row, "example": Example.from_json(row["example"])}) for row in raw["findings"]

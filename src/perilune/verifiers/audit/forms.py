@@ -29,11 +29,9 @@ class Form:
         return not (self.before or self.after)
 
     def wrap(self, answer: str) -> str:
-        """Return the answer in this form."""
         return f"{self.before}{answer}{self.after}"
 
     def unwrap(self, text: str) -> str:
-        """Return the answer without the form."""
         return text[len(self.before) : len(text) - len(self.after)]
 
 

@@ -19,7 +19,6 @@ def is_plain(gold: str) -> bool:
 
 
 def is_number(gold: str) -> bool:
-    """Return whether a gold answer is one number."""
     return _NUMBER.fullmatch(gold.strip()) is not None
 
 
