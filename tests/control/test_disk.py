@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from drill_cases import Command, carry_out, drill_job, drill_plan, family, hanging, only_run
+from fault_points import REMOVAL_POINTS
 from sqlalchemy import select
 
 from perilune.bundle import storage
@@ -18,7 +19,7 @@ from perilune.bundle.storage import remove_tree
 from perilune.bundle.verify import verify
 from perilune.control.evidence.disk import _is_replaced, find_removable
 from perilune.control.evidence.verification import export, find_record_problem, find_run_problems
-from perilune.control.record.faults import KILL_AT, REMOVAL_POINTS
+from perilune.control.record.faults import KILL_AT
 from perilune.control.record.store import Attempt, Event, Run
 from perilune.control.runs.experiments import Control, StagePlan
 from perilune.control.runs.progress import StageReused

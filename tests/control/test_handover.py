@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from cloud_cases import LEASE, all_gone, bill, rented_template
 from drill_cases import begin, drill_control, drill_plan, wait_for
+from fault_points import HANDOVER_POINTS, REMOTE_POINTS
 from kill_cases import killed_at_every_point
 from sqlalchemy import select
 
@@ -16,7 +17,6 @@ from perilune.control.machines.lifecycle import Fleet
 from perilune.control.machines.planner import Desire, Plan, RecordedMachine, plan_machine
 from perilune.control.queries.lookup import attempt_uses, machine_events
 from perilune.control.record.clock import Instant
-from perilune.control.record.faults import HANDOVER_POINTS, REMOTE_POINTS
 from perilune.control.record.home import has_starter
 from perilune.control.record.store import Attempt, Event, Machine, Operation, Run
 from perilune.control.runs.experiments import Control, StagePlan, advance

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from cloud_cases import bill, rent_from, rented_template
 from drill_cases import begin, drill_control, drill_plan, has_event, only_run, wait_for
+from fault_points import MACHINE_POINTS, POINTS, REMOTE_POINTS
 from kill_cases import killed_at_every_point
 from sqlalchemy import select
 
@@ -21,7 +22,6 @@ from perilune.control.machines import listings
 from perilune.control.machines import planner as machine_planner
 from perilune.control.machines.rented import RentedPlacement
 from perilune.control.queries.lookup import list_attempts
-from perilune.control.record.faults import MACHINE_POINTS, POINTS, REMOTE_POINTS
 from perilune.control.record.store import Event, Machine, Operation, Run, verify_events
 from perilune.control.record.transitions import RunState
 from perilune.control.runs import endings, reconcile

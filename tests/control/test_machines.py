@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from cloud_cases import LEASE, SMALL, bill, end, life_of_a_machine, rent_from, rented, tend_until
 from drill_cases import drill_control
+from fault_points import MACHINE_POINTS
 from sqlalchemy import select
 
 from perilune.control.machines.budget import (
@@ -28,7 +29,7 @@ from perilune.control.machines.providers import cluster_id
 from perilune.control.machines.sweep import reconcile_all, terminate_unrecorded
 from perilune.control.record import clock
 from perilune.control.record.clock import Instant
-from perilune.control.record.faults import KILL_AT, MACHINE_POINTS
+from perilune.control.record.faults import KILL_AT
 from perilune.control.record.home import Home
 from perilune.control.record.store import Attempt, Event, Machine, Operation, verify_events
 from perilune.control.record.transitions import Cleanup, MachineState

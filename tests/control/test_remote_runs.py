@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import pytest
 from drill_cases import INSTALLED, PATIENCE, begin, drill_control, drill_plan, has_event, only_run, wait_for
+from fault_points import POINTS, REMOTE_POINTS
 from hosts_cases import NearbyHost, interpreter
 from kill_cases import killed_at_every_point
 
@@ -25,7 +26,6 @@ from perilune.bundle.verify import Difference, verify
 from perilune.control.evidence.attestation import removed_artifacts
 from perilune.control.evidence.verification import find_run_problems
 from perilune.control.queries.lookup import list_attempts
-from perilune.control.record import faults
 from perilune.control.runs import placements
 from perilune.control.runs.experiments import Control, StagePlan, advance, follow_run, read_progress
 from perilune.control.runs.progress import StageEvent, StageFailed, StageFinished, StageNotice
@@ -167,9 +167,7 @@ def test_run_survives_command_killed_at_every_point(box: Elsewhere, tmp_path: Pa
             time.sleep(0.05)
 
     points = killed_at_every_point(command, tmp_path / "points")
-    assert set(points) == {*faults.POINTS, *faults.REMOTE_POINTS}, (
-        "a point without a kill, or a kill without a named point"
-    )
+    assert set(points) == {*POINTS, *REMOTE_POINTS}, "a point without a kill, or a kill without a named point"
     control = drill_control(root)
     run = only_run(control)
     assert states(control) == [("failed", "killed"), ("succeeded", "")] and totals(control) == [2, 6]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from drill_cases import Command, begin, carry_out, drill_plan, hanging, only_run
+from fault_points import REMOVAL_POINTS
 from sqlalchemy import select
 
 from perilune.control.evidence.verification import (
@@ -15,7 +16,7 @@ from perilune.control.evidence.verification import (
     find_run_problems,
     find_unrecorded_runs,
 )
-from perilune.control.record.faults import KILL_AT, REMOVAL_POINTS
+from perilune.control.record.faults import KILL_AT
 from perilune.control.record.store import Event, Experiment, Run
 from perilune.control.runs.experiments import Control, register_experiment
 from perilune.control.runs.progress import StageReused

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 from drill_cases import begin, carry_out, drill_control, drill_job, drill_plan, wait_for
+from fault_points import POINTS
 from sqlalchemy import func, select
 
 from perilune.bundle.freeze import freeze
 from perilune.bundle.verify import verify
 from perilune.control.record import home as home_module
-from perilune.control.record.faults import KILL_AT, POINTS
+from perilune.control.record.faults import KILL_AT
 from perilune.control.record.store import Attempt, Operation, Run, verify_events
 from perilune.control.runs.experiments import Control, advance
 from perilune.control.runs.progress import StageFinished, StageReused

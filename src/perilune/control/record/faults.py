@@ -5,37 +5,6 @@ import signal
 
 KILL_AT = "PERILUNE_KILL_AT"  # environment variable: the point at which to kill the process
 
-POINTS = (
-    "submit.frozen",
-    "submit.published",
-    "submit.accepted",
-    "admit.committed",
-    "stage.intended",
-    "stage.done",
-    "stage.committed",
-    "start.intended",
-    "start.done",
-    "adopt.committed",
-    "finalize.begun",
-    "finalize.pulled",
-    "end.committed",
-    "finalize.committed",
-)
-REMOTE_POINTS = ("clean.done",)  # in addition, for runs whose files are on another machine
-REMOVAL_POINTS = ("remove.recorded", "remove.renamed")  # of `perilune gc` and `perilune rm`
-MACHINE_POINTS = (  # in addition, for runs on rented machines
-    "rent.committed",
-    "create.intended",
-    "create.done",
-    "create.committed",
-    "machine.ready",
-    "machine.draining",
-    "terminate.intended",
-    "terminate.done",
-    "gone.committed",
-)
-HANDOVER_POINTS = ("handover.committed",)  # in addition, for a stage on the machine of the stage before
-
 
 def kill_point(point: str) -> None:
     """Kill this process with SIGKILL if a test chose this point."""
