@@ -60,12 +60,12 @@ def compare_over_seeds(differences: Mapping[str, Sequence[float]]) -> dict[str, 
     }
 
 
-def t_interval(values: Sequence[float], level: float = CONFIDENCE_LEVEL) -> dict[str, float]:
+def t_interval(values: Sequence[float]) -> dict[str, float]:
     """Return mean and Student's t interval of one value per seed; one seed gives an infinite interval."""
     mean = fmean(values)
     if len(values) < 2:
         return {"mean": mean, "low": -math.inf, "high": math.inf}
-    half = t_quantile((1 + level) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    half = t_quantile((1 + CONFIDENCE_LEVEL) / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 

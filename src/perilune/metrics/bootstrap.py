@@ -55,14 +55,7 @@ def bootstrap_problems(
     return Interval(float(figures.mean()), float(low), float(high))
 
 
-def bootstrap_ratio(
-    parts: Sequence[float],
-    wholes: Sequence[float],
-    *,
-    seed: int = 0,
-    resamples: int = RESAMPLES,
-    level: float = CONFIDENCE_LEVEL,
-) -> Interval:
+def bootstrap_ratio(parts: Sequence[float], wholes: Sequence[float], *, seed: int = 0) -> Interval:
     """Return sum(parts) / sum(wholes), such as a word error rate, with the percentile interval over problems.
 
     Source: Bisani and Ney, Bootstrap estimates for confidence intervals in ASR, ICASSP 2004.
@@ -77,9 +70,9 @@ def bootstrap_ratio(
     if not len(below) or above.shape != below.shape or not (below > 0).all():
         raise RequestError("a ratio needs problems, each with a part and a positive whole")
     rng = np.random.default_rng(seed)
-    drawn = rng.integers(len(below), size=(resamples, len(below)))
+    drawn = rng.integers(len(below), size=(RESAMPLES, len(below)))
     ratios = above[drawn].sum(axis=1) / below[drawn].sum(axis=1)
-    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(ratios, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return Interval(float(above.sum() / below.sum()), float(low), float(high))
 
 

@@ -54,13 +54,11 @@ def save_reward_model(path: Path, model: Decoder, tokenizer: Tokenizer) -> None:
     write_json(path / "config.json", raw | {"id2label": {"0": "reward"}, "label2id": {"reward": 0}})
 
 
-def load_reward_model(
-    path: Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
-) -> tuple[RewardModel, Tokenizer]:
+def load_reward_model(path: Path, device: str | torch.device = "cpu") -> tuple[RewardModel, Tokenizer]:
     """Read the reward model and the tokenizer of a folder.
 
     Raises:
         RequestError: as `load_checkpoint`, and when `score.weight` is missing.
     """
     tokenizer = load_tokenizer(path)
-    return load_decoder_as(RewardModel, path, torch.device(device), dtype), tokenizer
+    return load_decoder_as(RewardModel, path, torch.device(device), torch.float32), tokenizer

@@ -119,19 +119,19 @@ class Publisher:
     def _probe_gaps(self, decoder: Decoder) -> NDArray[np.float64]:
         head, rest = self._probe[:1], self._probe[1:]
         (from_engine,) = self._engine.score([head.tolist()], [rest.tolist()])
-        from_decoder = plain_logprobs(decoder, self._probe, len(rest), 1.0)
+        from_decoder = plain_logprobs(decoder, self._probe, len(rest))
         return from_decoder.cpu().double().numpy() - from_engine
 
 
 def is_nondeterministic(decoder: Decoder, ids: Tokens) -> bool:
     """Return whether two forward passes over int64[T] tokens differ by more than rounding."""
-    first, second = (plain_logprobs(decoder, ids, len(ids) - 1, 1.0) for _ in range(2))
+    first, second = (plain_logprobs(decoder, ids, len(ids) - 1) for _ in range(2))
     return not rounding_of(decoder).allows((first - second).cpu().double().numpy())
 
 
-def plain_logprobs(decoder: Decoder, ids: Tokens, count: int, temperature: float) -> Tensor:
+def plain_logprobs(decoder: Decoder, ids: Tokens, count: int) -> Tensor:
     """Return float32[count] log-probs of the last `count` of int64[T] tokens."""
-    return plain_scores(decoder, ids, count, temperature)[0]
+    return plain_scores(decoder, ids, count, 1.0)[0]
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ class Jobs:
 
     def list_jobs(self) -> Sequence[Job]:
         """Return the submitted jobs, without other drivers."""
-        return [Job.parse(job) for job in self._json("GET", "/api/jobs/") if job.get("submission_id")]
+        return [Job.parse(job) for job in self._json("GET") if job.get("submission_id")]
 
     def find(self, name: str) -> Job | None:
         status, answer = self._call("GET", f"/api/jobs/{quote(name)}")
@@ -98,7 +98,7 @@ class Jobs:
             "metadata": metadata,
             "runtime_env": {"working_dir": f"gcs://{uri}"},
         }
-        self._json("POST", "/api/jobs/", request)
+        self._json("POST", request)
 
     def log(self, name: str) -> str:
         """Return the output of a job; "" if it is gone or has not started."""
@@ -115,9 +115,9 @@ class Jobs:
         """Delete a job that has ended from Ray's list."""
         self._call("DELETE", f"/api/jobs/{quote(name)}")
 
-    def _json(self, method: str, path: str, body: Any = None) -> Any:
+    def _json(self, method: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        return self._parsed(*self._call(method, path, data), method)
+        return self._parsed(*self._call(method, "/api/jobs/", data), method)
 
     def _require_success(self, method: str, path: str, body: bytes) -> None:
         status, answer = self._call(method, path, body)
