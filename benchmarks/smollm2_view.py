@@ -36,7 +36,8 @@ COMPARED: Mapping[str, Sequence[tuple[Arm, Arm]]] = {  # by environment: an arm,
 ABOUT = (
     "The recipes in `recipes/smollm2/` train SmolLM2-135M-Instruct (135 million parameters) on two CPU cores "
     "and evaluate it on held-out tasks. `instructions`, `lora`, `preference` and `flywheel` start from the "
-    "same model and are evaluated on the same requests. Intervals in the tables are 95% bootstrap intervals "
+    "same model and are evaluated on the same requests. In `system_prompt`, only the evaluation "
+    "`told` shows the system prompt to the model. Intervals in the tables are 95% bootstrap intervals "
     "over the tasks of one seed. Other programs used the machines too, so the seconds are upper bounds. "
     "Differences over paired seeds are tested with Student's t test. Holm's correction of p covers the "
     "comparisons in one environment. Intervals are not corrected. The page claims a difference if the "
