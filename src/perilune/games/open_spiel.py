@@ -1,4 +1,4 @@
-"""OpenSpiel's games as environments with text, against oneself or a teacher.
+"""OpenSpiel's games as environments with text, by self-play or against a teacher.
 
 https://github.com/google-deepmind/open_spiel (Apache-2.0); Lanctot et al. 2019, arXiv:1908.09453.
 """

@@ -1,4 +1,4 @@
-"""The environment `suite`: a policy plays the tasks of a suite again, with turns of its own."""
+"""The environment `suite`: the policy plays the tasks of a suite of recorded episodes."""
 
 import random
 import re

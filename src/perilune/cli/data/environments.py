@@ -70,7 +70,8 @@ def list_environments(
             ]
         else:
             short = f", {sum(compact)} with a compact prompt" if any(compact) else ""
-            counted = f" {len(families)} {family_field(identifier)}s{short}." if families else ""
+            kind = "families" if family_field(identifier) == "task" else f"{family_field(identifier)}s"
+            counted = f" {len(families)} {kind}{short}." if families else ""
             echo(f"{identifier:16} {missing or environment_summary(identifier) + counted}")
     if as_json:
         print_json(rows)

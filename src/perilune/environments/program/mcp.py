@@ -1,8 +1,8 @@
-"""The environment `mcp`: a policy with the tools of an MCP server, of which each episode has its own.
+"""The environment `mcp`: the policy uses the tools of an MCP server. Each episode starts its own server.
 
 The first observation lists the tools and asks the task. A turn with tool calls gets their results; a turn
-without is the answer, which the environment of `tasks` scores. An episode repeats if the server's results are
-functions of the calls so far: a tool that reads a clock or a network makes it differ.
+without is the answer, which the environment of `tasks` scores. An episode is reproducible if the server's
+results are functions of the calls so far. With a tool that reads a clock or a network, it is not.
 """
 
 import json

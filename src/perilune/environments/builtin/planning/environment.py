@@ -1,4 +1,4 @@
-"""Trips to plan, in one turn or in several. Every constraint is a reward term."""
+"""Trips to plan, in one turn or with corrections (`planning_repair`). Every constraint is a reward term."""
 
 from collections.abc import Iterator
 
