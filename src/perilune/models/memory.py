@@ -105,7 +105,7 @@ class MemoryPlan:
             separator.join(f"{name} {_readable(size)}" for name, size in parts.items() if size >= limit)
             for separator, parts in ((", ", self.persistent), (" or ", self.transient))
         ]
-        return f"about {_readable(self.total)}: {'; then '.join(filter(None, summaries))}"
+        return f"about {_readable(self.total)}: {', plus '.join(filter(None, summaries))}"
 
 
 @dataclass(frozen=True, slots=True)

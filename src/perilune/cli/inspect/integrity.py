@@ -9,6 +9,7 @@ import typer
 from perilune.cli.arguments import Json, RunArgument, open_control, open_run, refresh_state
 from perilune.cli.output import echo, print_json
 from perilune.errors import RequestError
+from perilune.plural import plural
 
 TARGET = "A run, or a folder that `perilune export` made. Default: the database and all runs of this home."
 
@@ -57,8 +58,9 @@ def verify(
 
 
 def _all_verified(problems: dict[str, list[str]]) -> str:
-    names = list(problems)
-    return f"verified: {names[0] if len(names) == 1 else f'all {len(names)} records'}"
+    first, *runs = problems
+    counted = runs if len(runs) < 2 else [plural(len(runs), "ended run")]
+    return f"verified: {' and '.join([first, *counted])}"
 
 
 def _verify_folder(folder: Path, key: Path | None) -> dict[str, list[str]]:
