@@ -3,7 +3,9 @@
     python benchmarks/simulation.py
 
 The engine is calibrated for two models, with full attention and with windows, on random prompts of
-equal length, but the workloads and recipes differ from them. Each simulation uses the tokens of the real run.
+equal length, but the workloads and recipes differ from them. The speed of a shared machine drifts within
+minutes. So the engine is calibrated before the workloads run and again after them, and the simulation uses
+the mean. Each simulation uses the tokens of the real run.
 Run the benchmark on an idle machine. It takes about ten minutes. Writes results/simulation.json.
 """
 
@@ -38,6 +40,7 @@ FULL = PRESETS["tiny"]
 WINDOWS = FULL.replace(architecture="gemma3_text", windows=(64, 64, None))
 REPEATS = 5  # real runs of a workload, of which the median counts
 SLOTS, ROOM = 64, 64 * 320
+ENGINE_SIZE = {"slots": SLOTS, "cache_tokens": ROOM}
 LOADS = (0.5, 0.8, 0.95)  # of the requests that the engine can finish in a second
 ARRIVALS = 300
 STALENESS = {"synchronous": 0, "ahead_1": 1, "ahead_2": 2}
@@ -51,8 +54,9 @@ RECIPES: dict[str, tuple[str, ...]] = {
 WAIT = ("--wait-metric", "wait")  # which the environment records
 ABOUT = """\
 The simulator runs the engine's scheduler, pools and outputs, and predicts only times. We calibrated it on
-this machine with prompts of equal length, and then compared it with real runs of other workloads and recipes
-on one thread.
+this machine with prompts of equal length, and compared it with real runs of other workloads and recipes on
+one thread. The speed of this shared machine drifts within minutes. So the engine was calibrated before the
+workloads and after them, and the simulation used the mean. The recipes were simulated with one calibration.
 
 The lengths of the answers are an input. Each simulation gets the lengths of its real run. Only the column
 *error before any run* uses the lengths of the demonstrations. *Age* is the number of updates between sampling
@@ -97,14 +101,14 @@ def main() -> None:
     began = time.monotonic()
     torch.set_num_threads(1)
     decoders = {name: new_decoder(config) for name, config in (("full", FULL), ("windows", WINDOWS))}
-    costs, fits = {}, []
-    for name, decoder in decoders.items():
-        started = time.monotonic()
-        costs[name], error = measure_steps(decoder, 20.0, time.process_time)
-        fits.append({"model": name, "seconds": time.monotonic() - started, "error of a step, %": 100 * error})
-    print(fits, flush=True)
-    closed = [compared(workload, costs, clock) for workload in workloads(decoders)]
-    opened = list(arriving(decoders["full"], costs["full"], clock))
+    fits: list[dict[str, Any]] = []
+    before = calibrated(decoders, fits)
+    played = [(workload, measured(workload, clock)) for workload in workloads(decoders)]
+    arrived = list(arriving(decoders["full"], clock))
+    after = calibrated(decoders, fits)
+    costs = {name: mean_cost(before[name], after[name]) for name in decoders}
+    closed = [compared(workload, run, costs) for workload, run in played]
+    opened = [compared_arrivals(decoders["full"], run, costs["full"]) for run in arrived]
     with tempfile.TemporaryDirectory(prefix="perilune-benchmark-") as folder:
         home = Path(folder) / "home"
         stages = list(recipes(home, arguments.only)) if arguments.only else []
@@ -118,12 +122,27 @@ def new_decoder(config: Any) -> Decoder:
     return decoder
 
 
+def calibrated(decoders: dict[str, Decoder], fits: list[dict[str, Any]]) -> dict[str, StepCost]:
+    """The measured cost of each decoder; adds rows about the measurements to `fits`."""
+    costs = {}
+    for name, decoder in decoders.items():
+        started = time.monotonic()
+        costs[name], error = measure_steps(decoder, 20.0, time.process_time)
+        fits.append({"model": name, "seconds": time.monotonic() - started, "error of a step, %": 100 * error})
+        print(fits[-1], flush=True)
+    return costs
+
+
+def mean_cost(before: StepCost, after: StepCost) -> StepCost:
+    return StepCost({name: (before.seconds[name] + after.seconds[name]) / 2 for name in before.seconds})
+
+
 # -- the engine ----------------------------------------------------------------------------------------------
 
 
 def workloads(decoders: dict[str, Decoder]) -> Iterator[Workload]:
     """Five workloads whose shapes differ from those of the calibration."""
-    full, size = decoders["full"], {"slots": SLOTS, "cache_tokens": ROOM}
+    full, size = decoders["full"], ENGINE_SIZE
     ragged = requests(1, 240, prompt=(5, 200), answer=(2, 90))
     groups = requests(2, 32, prompt=(8, 40), answer=(20, 60), samples=16)
     yield Workload("ragged", full, ragged, size)
@@ -153,34 +172,55 @@ def requests(
     ]
 
 
-def compared(workload: Workload, costs: dict[str, StepCost], clock: Clock) -> dict[str, Any]:
-    """The row of a workload, computed and simulated."""
-    cost = costs["windows" if workload.decoder.config.windows else "full"]
+@dataclass(frozen=True)
+class Played:
+    """Real runs of a workload.
+
+    Attributes:
+        known: the tokens of each turn, request and sample.
+        seconds, tails: wall time and 99th percentile of the turns' ends, of each run.
+        log: the steps of the last run.
+    """
+
+    known: Known
+    seconds: Sequence[float]
+    tails: Sequence[float]
+    log: StepLog
+
+
+def measured(workload: Workload, clock: Clock) -> Played:
+    """Run a workload several times."""
     known = traced(workload)
     real = [
         play(RecordedEngine(workload.decoder, **workload.size), workload, known, clock)
         for _ in range(REPEATS + 1)
     ]
     seconds = [max(times.values()) for times, _ in real[1:]]  # the first allocates memory
-    tails = [tail(times) for times, _ in real[1:]]
+    return Played(known, seconds, [tail(times) for times, _ in real[1:]], real[-1][1])
+
+
+def compared(workload: Workload, real: Played, costs: dict[str, StepCost]) -> dict[str, Any]:
+    """The row of a workload, computed and simulated."""
+    cost = costs["windows" if workload.decoder.config.windows else "full"]
     began = time.perf_counter()
     log = StepLog()
     engine = SimulatedEngine(
         SimulatedModel.from_config(workload.decoder.config), cost, **workload.size, log=log
     )
-    predicted, counters = play_simulated(engine, workload, known)
+    predicted, counters = play_simulated(engine, workload, real.known)
     elapsed = time.perf_counter() - began
     total, percentile = max(predicted.values()), tail(predicted)
+    seconds = real.seconds
     row = {
         "workload": workload.name,
         "steps": counters.steps,
         "preemptions": counters.preemptions,
-        "same steps": log.sequence == real[-1][1].sequence,
+        "same steps": log.sequence == real.log.sequence,
         "measured seconds": median(seconds),
         "predicted seconds": total,
         "error, %": 100 * (total / median(seconds) - 1),
         "spread of real runs, %": 100 * (max(seconds) - min(seconds)) / median(seconds),
-        "P99 error, %": 100 * (percentile / median(tails) - 1),
+        "P99 error, %": 100 * (percentile / median(real.tails) - 1),
         "times as fast as real time": total / elapsed,
     }
     print(row, flush=True)
@@ -258,32 +298,57 @@ def play_simulated(engine: SimulatedEngine, workload: Workload, known: Known) ->
 # -- arriving requests ---------------------------------------------------------------------------------------
 
 
-def arriving(decoder: Decoder, cost: StepCost, clock: Clock) -> Iterator[dict[str, Any]]:
+@dataclass(frozen=True)
+class Arrived:
+    """Real runs with requests that arrive.
+
+    Attributes:
+        batch, arrivals: the requests, and when each arrives.
+        known: their tokens.
+        latencies: of each request, by run.
+    """
+
+    load: float
+    batch: Sequence[Request]
+    arrivals: Sequence[float]
+    known: Known
+    latencies: Sequence[Sequence[float]]
+
+
+def arriving(decoder: Decoder, clock: Clock) -> Iterator[Arrived]:
     """Poisson arrivals at growing load, up to saturation."""
     batch = requests(5, ARRIVALS, prompt=(10, 120), answer=(20, 100))
-    size = {"slots": SLOTS, "cache_tokens": ROOM}
-    together = Workload("", decoder, batch, size)
+    together = Workload("", decoder, batch, ENGINE_SIZE)
     known = traced(together)
-    capacity = ARRIVALS / max(play(RecordedEngine(decoder, **size), together, known, clock)[0].values())
+    engine = RecordedEngine(decoder, **ENGINE_SIZE)
+    capacity = ARRIVALS / max(play(engine, together, known, clock)[0].values())
     for load in LOADS:
         rng = np.random.default_rng(int(100 * load))
         arrivals = np.cumsum(rng.exponential(1 / (load * capacity), ARRIVALS)).tolist()
-        real = [real_latencies(Engine(decoder, **size), batch, arrivals, clock) for _ in range(REPEATS)]
-        engine = SimulatedEngine(SimulatedModel.from_config(decoder.config), cost, **size)
-        predicted = simulated_latencies(engine, batch, arrivals, known)
-        means, tails = [fmean(times) for times in real], [float(np.percentile(times, 99)) for times in real]
-        row = {
-            "load": load,
-            "mean latency, measured ms": 1e3 * median(means),
-            "predicted ms": 1e3 * fmean(predicted),
-            "error, %": 100 * (fmean(predicted) / median(means) - 1),
-            "spread, %": 100 * (max(means) - min(means)) / median(means),
-            "P99, measured ms": 1e3 * median(tails),
-            "P99 error, %": 100 * (float(np.percentile(predicted, 99)) / median(tails) - 1),
-            "P99 spread, %": 100 * (max(tails) - min(tails)) / median(tails),
-        }
-        print(row, flush=True)
-        yield rounded(row)
+        real = [
+            real_latencies(Engine(decoder, **ENGINE_SIZE), batch, arrivals, clock) for _ in range(REPEATS)
+        ]
+        yield Arrived(load, batch, arrivals, known, real)
+
+
+def compared_arrivals(decoder: Decoder, real: Arrived, cost: StepCost) -> dict[str, Any]:
+    """The row of a load, measured and simulated."""
+    engine = SimulatedEngine(SimulatedModel.from_config(decoder.config), cost, **ENGINE_SIZE)
+    predicted = simulated_latencies(engine, real.batch, real.arrivals, real.known)
+    means = [fmean(times) for times in real.latencies]
+    tails = [float(np.percentile(times, 99)) for times in real.latencies]
+    row = {
+        "load": real.load,
+        "mean latency, measured ms": 1e3 * median(means),
+        "predicted ms": 1e3 * fmean(predicted),
+        "error, %": 100 * (fmean(predicted) / median(means) - 1),
+        "spread, %": 100 * (max(means) - min(means)) / median(means),
+        "P99, measured ms": 1e3 * median(tails),
+        "P99 error, %": 100 * (float(np.percentile(predicted, 99)) / median(tails) - 1),
+        "P99 spread, %": 100 * (max(tails) - min(tails)) / median(tails),
+    }
+    print(row, flush=True)
+    return rounded(row)
 
 
 def real_latencies(
