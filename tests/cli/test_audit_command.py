@@ -98,7 +98,7 @@ def test_audit_accepts_rewards_on_the_command_line(folder, here):
         ("rewards={a: {weight: 1}}", "rewards.a.function is missing"), ("rewards={a: x}", 'rewards.a is "x"'),
         ("rewards={a: {function: 'mine.py:nope'}}", "does not define 'nope'"),
         ("rewards={a: {function: 'mine.py:last_box', wait: 1}}", "rewards.a.wait is not a known key"),
-        ("rewards={verifier: 1}", "no verdict of its own"), ("rewards={a: .nan}", "not a finite number"),
+        ("rewards={verifier: 1}", "no verifier of its own"), ("rewards={a: .nan}", "not a finite number"),
         ("a..b=1", "is not KEY=VALUE"), ("=3", "is not KEY=VALUE"), ("match", "is not KEY=VALUE"),
         ("path={1: 2", "not valid YAML"), ("path=1e400", "1e400 is not a finite number"),
         ("path=!!python/name:os", "the tag"), ("path=&a x", ""), ("path.a=3", "'path' is not a section"),

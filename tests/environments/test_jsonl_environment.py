@@ -254,7 +254,7 @@ def test_reward_functions_replace_match_rule(tmp_path):
     with Scorer(section | {"rewards": {"fits": function}}) as scorer:
         (outcome,) = scorer.score([(task, Transcript("a " * task.data["words"]))])
     assert (outcome.reward, dict(outcome.terms), dict(outcome.metrics)) == (2.0, {"fits": 1.0}, {})
-    with pytest.raises(RequestError, match="no verdict of its own"):
+    with pytest.raises(RequestError, match="no verifier of its own"):
         make_environment(section | {"rewards": {"verifier": 1.0}})
 
 

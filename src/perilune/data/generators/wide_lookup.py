@@ -32,7 +32,9 @@ class WideLookupTeacher(ScriptedTeacher):
             RequestError: when the task is of another environment.
         """
         if "shards" not in task.data:
-            raise RequestError("the wide_lookup teacher supports only that environment", where="teacher")
+            raise RequestError(
+                "the wide_lookup teacher supports only the environment 'wide_lookup'", where="teacher"
+            )
         values: Mapping[str, str] = task.data["values"]
         if strategy == "repeated":
             return serial_actions(values, repeat=True)

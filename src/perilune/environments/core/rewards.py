@@ -76,7 +76,7 @@ class WeightedRewards(EnvironmentWrapper, SingleTurn):
             raise RequestError(what, where="rewards", remedy="make the function a term of the environment")
         self._judges = getattr(environment, "judges", True)
         if not self._judges and VERIFIER_TERM in rewards:
-            raise RequestError("this environment has no verdict of its own", where="rewards.verifier")
+            raise RequestError("this environment has no verifier of its own", where="rewards.verifier")
         super().__init__(environment)
         self._sections = functions
         self._weights = {

@@ -71,7 +71,9 @@ class LaunchedEnvironment(MultiTurn):
         self.concurrent = spec.parallel
         if FILE in " ".join(spec.command) and spec.file is None:
             raise RequestError(
-                "the command names {file}, and there is no file", where="environment.file", remedy="set file"
+                "the command contains {file}, and `file` is not set",
+                where="environment.file",
+                remedy="set file",
             )
         self._lock = Lock()  # sessions play in several threads
         self._borrowed = BorrowedTasks(sections[registry.TASKS])

@@ -251,7 +251,8 @@ def _rank_and_scale(config: object, where: str) -> tuple[int, float]:
             raise RequestError(f"{key} is not implemented", where=where)
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise RequestError(f"r is {rank!r} and lora_alpha is {alpha!r}", where=where)
+        what = f"r must be a whole number above 0 and lora_alpha a number: r {rank!r}, lora_alpha {alpha!r}"
+        raise RequestError(what, where=where)
     try:
         return rank, float(alpha / (rank**0.5 if config.get("use_rslora") else rank))
     except OverflowError:
