@@ -444,7 +444,7 @@ def stage_row(
     def error(part: str) -> float:
         """Without the first steps, which allocate memory: the start of a stage has their excess."""
         predicted_sum, measured_sum = (
-            sum(line[part] for line in rows[WARMUP_STEPS:]) for rows in (predicted["steps"], lines)
+            sum(line.get(part, 0.0) for line in rows[WARMUP_STEPS:]) for rows in (predicted["steps"], lines)
         )
         return 100 * (predicted_sum / measured_sum - 1)
 
@@ -466,7 +466,7 @@ def stage_row(
         "mean age, predicted, updates": predicted["mean_age"],
         "seconds of the command": elapsed,
     }
-    print(row, flush=True)
+    print(row, {part: error(part) for part in STEP_PARTS if lines[0].get(part)}, flush=True)
     return rounded(row)
 
 
