@@ -1,5 +1,8 @@
 """Errors for users: what happened, where, and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 REPORT_BUG = "report this as a bug in Perilune; the recipe did not cause it"
 """Remedy of errors that only a defect of the code can cause."""
 
@@ -46,3 +49,19 @@ class WorkFailedError(PeriluneError, RuntimeError):
 
 class ProcessLostError(WorkFailedError):
     """Another process of the same run has ended. The log of that process has the cause."""
+
+
+@contextmanager
+def requires_extra(extra: str, what: str, *, where: str = "") -> Iterator[None]:
+    """Turn an ImportError in the block into an error that names the extra to install.
+
+    Args:
+        extra: the extra of Perilune that has the package.
+
+    Raises:
+        RequestError: a package is missing; `what` and `where` are those of the error.
+    """
+    try:
+        yield
+    except ImportError:
+        raise RequestError(what, where=where, remedy=f"pip install 'perilune[{extra}]'") from None

@@ -10,7 +10,7 @@ from urllib.parse import quote
 from perilune.bundle.attested import Evidence
 from perilune.bundle.digest import walk
 from perilune.bundle.envelope import PUBLIC, verify_statement
-from perilune.errors import RequestError
+from perilune.errors import requires_extra
 from perilune.files import read_json, sha256_file, write_atomic
 
 METADATA = "ro-crate-metadata.json"
@@ -26,13 +26,9 @@ def describe(folder: Path) -> None:
     Raises:
         RequestError: when the package `rocrate` is missing.
     """
-    try:
+    with requires_extra("archive", "--ro-crate needs the package rocrate"):
         from rocrate.model.contextentity import ContextEntity
         from rocrate.rocrate import ROCrate
-    except ImportError:
-        raise RequestError(
-            "--ro-crate needs the package rocrate", remedy="pip install 'perilune[archive]'"
-        ) from None
     evidence = Evidence.from_export(folder, folder / PUBLIC)
     details = verify_statement(evidence.result, evidence.key)["predicate"]["runDetails"]
     metadata, version = details["metadata"], details["builder"]["version"]["perilune"]

@@ -19,7 +19,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 
-from perilune.errors import RequestError
+from perilune.errors import RequestError, requires_extra
 from perilune.files import home_directory, write_atomic
 from perilune.frozen import Frozen
 from perilune.redaction import MIN_SECRET_LENGTH, register_secret
@@ -187,10 +187,6 @@ def _from_file(path: Path) -> str | None:
 
 
 def _keyring() -> ModuleType:
-    try:
+    with requires_extra("keyring", "the package keyring is not installed"):
         import keyring
-    except ImportError:
-        raise RequestError(
-            "the package keyring is not installed", remedy="pip install 'perilune[keyring]'"
-        ) from None
     return keyring

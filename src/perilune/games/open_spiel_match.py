@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from perilune.environments.core.keyed_random import KeyedRandom
-from perilune.errors import RequestError
+from perilune.errors import requires_extra
 
 
 def load_pyspiel() -> Any:
@@ -19,12 +19,8 @@ def load_pyspiel() -> Any:
     Raises:
         RequestError: if OpenSpiel is not installed.
     """
-    try:
+    with requires_extra("games", "OpenSpiel is not installed", where="environment.id"):
         return import_module("pyspiel")
-    except ImportError:
-        raise RequestError(
-            "OpenSpiel is not installed", where="environment.id", remedy="pip install 'perilune[games]'"
-        ) from None
 
 
 def is_simultaneous(game: Any) -> bool:

@@ -27,7 +27,7 @@ from perilune.bundle.verify import frozen_and_artifact_hashes
 from perilune.control.evidence.verification import export
 from perilune.control.record.store import Run
 from perilune.control.runs.experiments import Control
-from perilune.errors import RequestError, WorkFailedError
+from perilune.errors import RequestError, WorkFailedError, requires_extra
 from perilune.files import canonical_json, is_inside_root, sha256_file
 
 if TYPE_CHECKING:
@@ -49,12 +49,8 @@ class ArtifactStore:
     """
 
     def __init__(self, url: str) -> None:
-        try:
+        with requires_extra("artifacts", "an artifact store needs a package"):
             import fsspec
-        except ImportError:
-            raise RequestError(
-                "an artifact store needs a package", remedy="pip install 'perilune[artifacts]'"
-            ) from None
         self.url = url
         self._fs: AbstractFileSystem
         try:

@@ -19,7 +19,7 @@ from sqlalchemy.exc import ArgumentError, DatabaseError
 from perilune.control.machines.providers import cluster_id
 from perilune.control.record.home import Home
 from perilune.control.record.migrations import LATEST, MIGRATIONS, migrate, schema_of, set_schema
-from perilune.errors import PeriluneError, RequestError, WorkFailedError
+from perilune.errors import PeriluneError, RequestError, WorkFailedError, requires_extra
 from perilune.files import write_atomic
 
 URL_VARIABLE = "PERILUNE_DATABASE"
@@ -173,16 +173,12 @@ class Postgres:
             "synchronous_commit": "on",
         }
         options = " ".join(f"-c {name}={value}" for name, value in settings.items())
-        try:
+        with requires_extra("postgresql", "PostgreSQL needs a package", where=URL_VARIABLE):
             self.engine = create_engine(
                 url.set(drivername="postgresql+psycopg"),
                 connect_args={"connect_timeout": int(BUSY_SECONDS), "options": options},
                 pool_pre_ping=True,
             )
-        except ImportError:
-            raise RequestError(
-                "PostgreSQL needs a package", where=URL_VARIABLE, remedy="pip install 'perilune[postgresql]'"
-            ) from None
         event.listen(self.engine, "begin", self._begin)
 
     def _begin(self, connection: Any) -> None:

@@ -14,7 +14,7 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode, strip_move
 from perilune.environments.core.protocol import Split, Task
 from perilune.environments.core.splits import generate_task_ids
-from perilune.errors import RequestError
+from perilune.errors import RequestError, requires_extra
 from perilune.frozen import Frozen
 
 _HIGHLIGHTED = re.compile(r"\x1b\[\d+m(.*?)\x1b\[0m")  # the player's position, printed in color
@@ -102,11 +102,8 @@ class GymnasiumEnvironment(MultiTurn):
             game.close()
 
     def _make_game(self) -> Any:
-        try:
+        with requires_extra("games", "Gymnasium is not installed", where="environment.id"):
             gymnasium = import_module("gymnasium")
-        except ImportError:
-            remedy = "pip install 'perilune[games]'"
-            raise RequestError("Gymnasium is not installed", where="environment.id", remedy=remedy) from None
         options = {"max_episode_steps": self.spec.turns, "disable_env_checker": True, **self.spec.config}
         if self.spec.game != "Blackjack-v1":
             options["render_mode"] = "ansi"

@@ -18,7 +18,7 @@ from perilune.environments.core.keyed_random import KeyedRandom
 from perilune.environments.core.multi_turn import EpisodeGenerator, MultiTurn, ask, end_episode
 from perilune.environments.core.protocol import EpisodeFailedError, Split, Task
 from perilune.environments.core.splits import generate_task_ids
-from perilune.errors import RequestError
+from perilune.errors import requires_extra
 from perilune.frozen import Frozen
 
 
@@ -68,14 +68,8 @@ class OpenEnvEnvironment(MultiTurn):
         self.max_turns = spec.turns
         self._field: str | None = spec.action
         self._is_field_known = spec.action is not None
-        try:
+        with requires_extra("openenv", "the package websockets is not installed", where="environment.id"):
             import_module("websockets.sync.client")
-        except ImportError:
-            raise RequestError(
-                "the package websockets is not installed",
-                where="environment.id",
-                remedy="pip install 'perilune[openenv]'",
-            ) from None
 
     def tasks(self, split: Split, seed: int) -> Iterator[Task]:
         """Yield tasks without end; they differ only in the seed that a reset passes to the server."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from perilune.environments.search.corpus import Corpus, Document
-from perilune.errors import RequestError
+from perilune.errors import requires_extra
 
 _WORD = re.compile(r"\w+")
 _MAX_CACHED_INDEXES = 16  # indices
@@ -66,9 +66,6 @@ def rank_scores(scores: Sequence[float] | NDArray[np.float32]) -> NDArray[np.int
 
 
 def _new_bm25(where: str) -> Any:
-    try:
+    with requires_extra("retrieval", "search needs bm25s", where=where):
         import bm25s
-    except ImportError:
-        remedy = "pip install 'perilune[retrieval]'"
-        raise RequestError("search needs bm25s", where=where, remedy=remedy) from None
     return bm25s.BM25(method="lucene", k1=1.5, b=0.75)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from perilune.errors import RequestError
+from perilune.errors import RequestError, requires_extra
 from perilune.games.connect_four.board import (
     BOTTOM_SQUARES,
     COLUMN_SQUARES,
@@ -104,10 +104,8 @@ class OpenSpielSearchPlayer:
     """
 
     def __init__(self, simulations: int, seed: int) -> None:
-        try:
+        with requires_extra("games", "OpenSpiel is not installed"):
             pyspiel = import_module("pyspiel")
-        except ImportError:
-            raise RequestError("OpenSpiel is not installed", remedy="pip install 'perilune[games]'") from None
         self._game = pyspiel.load_game("connect_four")
         rollouts = pyspiel.RandomRolloutEvaluator(n_rollouts=1, seed=seed)
         options = {"uct_c": 2.0, "max_simulations": simulations, "max_memory_mb": 200, "solve": True}
