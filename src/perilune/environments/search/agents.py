@@ -1,12 +1,14 @@
 """The two ways to use the search stack: from code, and with single calls whose results enter the context."""
 
+import ast
 from typing import Any, Protocol
 
-from perilune.environments.builtin.tool_calls import Answer, InvalidAction
+from perilune.environments.builtin.tool_calls import ANSWER_MARK, Answer, InvalidAction
 from perilune.environments.interpreter import actions
 from perilune.environments.interpreter import prompts as interpreter_prompts
 from perilune.environments.interpreter.interpreter import (
     BlockResult,
+    Call,
     CodeRunner,
     Interpreter,
     InvalidCallError,
@@ -14,8 +16,9 @@ from perilune.environments.interpreter.interpreter import (
 )
 from perilune.environments.search import prompts
 from perilune.environments.search.corpus import Document
-from perilune.environments.search.single_calls import parse_single_call
 from perilune.environments.search.stack import FUNCTIONS_SOURCE, HOSTED_FUNCTIONS, SearchStack
+
+_MAX_CALL_CHARS = 4000  # characters of a compact call
 
 
 class SearchAgent(Protocol):
@@ -82,7 +85,7 @@ class CallAgent:
         self.counts = {"calls": 0.0}
 
     def take(self, text: str) -> Answer | str:
-        action = parse_single_call(text, compact=self._style == "compact")
+        action = _parse_single_call(text, compact=self._style == "compact")
         if isinstance(action, Answer):
             return action
         if isinstance(action, InvalidAction):
@@ -112,3 +115,28 @@ class CallAgent:
         ):
             raise InvalidCallError(f"documents is a list of numbers up to {len(self._last)}")
         return [self._last[number - 1] for number in numbers]
+
+
+def _parse_single_call(text: str, *, compact: bool) -> Call | Answer | InvalidAction:
+    """Parse an action that is one function call or an answer. Only its first call counts.
+
+    Natural: `<tool_call>{"name": "search", "arguments": {"query": "...", "k": 5}}</tool_call>`, or
+    `<answer>...</answer>`. Compact, for character-level models: `search('...',5)`, or `;...`.
+    """
+    if compact:
+        if text.startswith(ANSWER_MARK):
+            return Answer(text.removeprefix(ANSWER_MARK))
+        return _parse_compact(text)
+    return actions.parse_call(text)
+
+
+def _parse_compact(text: str) -> Call | InvalidAction:
+    try:
+        call = ast.parse(text[:_MAX_CALL_CHARS].strip(), mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            arguments = [ast.literal_eval(arg) for arg in call.args]
+            named = {arg.arg: ast.literal_eval(arg.value) for arg in call.keywords if arg.arg}
+            return Call(call.func.id, arguments, named)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        pass
+    return InvalidAction("not a call of one function with literal arguments")
