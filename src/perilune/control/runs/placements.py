@@ -76,25 +76,15 @@ class Placements:
                 )
 
     def retry_policy(self, run_id: str) -> RetryPolicy:
-        template = self._readable_template(run_id)
+        template = self.readable_template(run_id)
         return self.policy if template is None else template.retry_policy()
 
     def bring_setting(self, run_id: str) -> Bring:
         """Return which checkpoints of a run are fetched from another machine."""
-        template = self._readable_template(run_id)
+        template = self.readable_template(run_id)
         return template.effective_bring if template is not None and template.is_remote else "all"
 
-    def queue_settings(self, run_id: str) -> tuple[int | None, int]:
-        """Return the slots of a run's placement (None is unlimited), and the run's priority."""
-        template = self._readable_template(run_id)
-        return (None, 0) if template is None else (template.slots, template.priority)
-
-    def settings(self, run_id: str) -> LocalTarget | SshTarget | RentedTarget | None:
-        """Return the placement settings that runs with shared slots share; None without a template."""
-        template = self._readable_template(run_id)
-        return None if template is None else template.placement
-
-    def _readable_template(self, run_id: str) -> Template | None:
+    def readable_template(self, run_id: str) -> Template | None:
         """Return the template of a run; None also if it is damaged, for which `get` raises."""
         try:
             return self._template(run_id)

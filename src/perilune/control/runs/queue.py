@@ -40,8 +40,7 @@ class QueuePosition:
 
 
 def find_position(session: Session, placements: Placements, run: Run) -> QueuePosition:
-    slots, priority = placements.queue_settings(run.id)
-    return _find_position(session, placements, slots, placements.settings(run.id), (-priority, run.id))
+    return find_new_position(session, placements, placements.readable_template(run.id), run.id)
 
 
 def retry_pause_left(placements: Placements, run: Run) -> float:
@@ -54,39 +53,27 @@ def retry_pause_left(placements: Placements, run: Run) -> float:
     return left if 0.0 < left <= longest else 0.0
 
 
-def find_new_position(session: Session, placements: Placements, template: Template | None) -> QueuePosition:
-    """Return the position that a run submitted now with this template would get."""
-    if template is None:
-        return QueuePosition()
-    return _find_position(
-        session, placements, template.slots, template.placement, (-template.priority, LAST_ID)
-    )
-
-
-def _find_position(
-    session: Session, placements: Placements, slots: int | None, settings: object, own: tuple[int, str]
+def find_new_position(
+    session: Session, placements: Placements, template: Template | None, run_id: str = LAST_ID
 ) -> QueuePosition:
-    if slots is None:
+    """Return the position of a run with this template, by default of one that is submitted now."""
+    if template is None or template.slots is None:
         return QueuePosition()
     live = select(Run).where(
         Run.state.in_((RunState.QUEUED.value, RunState.ACTIVE.value)),
         Run.id.not_in(read_inherited(placements.home).runs),
     )
-    here = [
-        run for run in session.scalars(live) if run.id != own[1] and placements.settings(run.id) == settings
-    ]
-    taking = [run.id for run in here if run.state == RunState.ACTIVE]
-    waiting = [
-        run
-        for run in here
-        if run.state == RunState.QUEUED
-        and run.desired != RunState.CANCELLED
-        and not retry_pause_left(placements, run)
-    ]
-    return QueuePosition(
-        slots, tuple(taking), tuple(run.id for run in waiting if _sort_key(placements, run) < own)
-    )
-
-
-def _sort_key(placements: Placements, run: Run) -> tuple[int, str]:
-    return -placements.queue_settings(run.id)[1], run.id
+    running, ahead = [], []
+    for run in session.scalars(live):
+        other = placements.readable_template(run.id)
+        if run.id == run_id or other is None or other.placement != template.placement:
+            continue
+        if run.state == RunState.ACTIVE:
+            running.append(run.id)
+        elif (
+            run.desired != RunState.CANCELLED
+            and not retry_pause_left(placements, run)
+            and (-other.priority, run.id) < (-template.priority, run_id)
+        ):
+            ahead.append(run.id)
+    return QueuePosition(template.slots, tuple(running), tuple(ahead))
