@@ -58,30 +58,30 @@ class Chart:
     curves: list[Curve]
 
 
-def build_comparison(found: Comparison, out: Path) -> Path:
+def build_comparison(comparison: Comparison, out: Path) -> Path:
     """Write the page of a comparison to `out` and return it.
 
     Raises:
         RequestError: when `out` cannot be written.
     """
-    page = render_page(f"Comparison: {found.title}", SCRIPTS, comparison_document(found))
+    page = render_page(f"Comparison: {comparison.title}", SCRIPTS, comparison_document(comparison))
     with storage_errors("write the page", out):
         write_atomic(out, page)
     return out
 
 
-def comparison_document(found: Comparison) -> dict[str, Any]:
-    enough = all(len(arm.finished_members) >= MIN_SEEDS for arm in found.arms)
+def comparison_document(comparison: Comparison) -> dict[str, Any]:
+    enough = all(len(arm.finished_members) >= MIN_SEEDS for arm in comparison.arms)
     return {
-        "title": found.title,
-        "metric": found.metric,
-        "isShare": found.is_share,
-        "keys": found.keys,
-        "baseline": found.baseline,
-        "best": found.best,
-        "notes": found.notes,
-        "arms": [_arm_document(arm, found.is_share) for arm in found.arms],
-        "charts": comparison_charts(found),
+        "title": comparison.title,
+        "metric": comparison.metric,
+        "isShare": comparison.is_share,
+        "keys": comparison.keys,
+        "baseline": comparison.baseline,
+        "best": comparison.best,
+        "notes": comparison.notes,
+        "arms": [_arm_document(arm, comparison.is_share) for arm in comparison.arms],
+        "charts": comparison_charts(comparison),
         "area": "95% intervals over seeds (Student's t)"
         if enough
         else "the range from the lowest to the highest seed",
@@ -112,16 +112,16 @@ def _arm_document(arm: Arm, is_share: bool) -> dict[str, Any]:
     }
 
 
-def comparison_charts(found: Comparison) -> list[Chart]:
+def comparison_charts(comparison: Comparison) -> list[Chart]:
     """Return the curves of all training stages that differ between arms."""
     charts = []
     for stage in dict.fromkeys(
-        stage.name for arm in found.arms for member in arm.members for stage in member.stages
+        stage.name for arm in comparison.arms for member in arm.members for stage in member.stages
     ):
-        is_shared_or_pending = len({_run_ids(arm, stage) for arm in found.arms}) == 1
-        if len(found.arms) > 1 and is_shared_or_pending:
+        is_shared_or_pending = len({_run_ids(arm, stage) for arm in comparison.arms}) == 1
+        if len(comparison.arms) > 1 and is_shared_or_pending:
             continue
-        columns = [[_read_columns(member, stage) for member in arm.members] for arm in found.arms]
+        columns = [[_read_columns(member, stage) for member in arm.members] for arm in comparison.arms]
         for metric in _list_metrics(columns):
             curves = [_mean_curve(index, runs, metric) for index, runs in enumerate(columns)]
             known = [curve for curve in curves if curve is not None]

@@ -64,9 +64,9 @@ def _show(finding: Finding, verbose: bool) -> None:
             echo(f"           {outcome} {name}: {evidence}")
 
 
-def _show_walls(found: SandboxAudit) -> None:
+def _show_walls(audit: SandboxAudit) -> None:
     echo("")
-    for wall, mechanisms in found.capabilities.walls.items():
+    for wall, mechanisms in audit.capabilities.walls.items():
         echo(f"{'present' if mechanisms else 'MISSING':10} {wall:24} {', '.join(mechanisms)}")
-    for mechanism, why in found.capabilities.reasons.items():
+    for mechanism, why in audit.capabilities.reasons.items():
         echo(f"           no {mechanism}: {why}")

@@ -79,42 +79,42 @@ def compare_targets(
     return comparison
 
 
-def print_comparison(found: Comparison) -> None:
+def print_comparison(comparison: Comparison) -> None:
     """Print the arms as a table, their curves, and the notes on the figures."""
     from perilune.control.queries.comparison import format_settings
 
     console = make_console()
-    console.print(as_markup(f"{found.title}: {found.metric}"))
-    if len(found.keys) > MAX_SETTING_COLUMNS:
-        for key, *values in zip(found.keys, *map(format_settings, found.arms), strict=True):
+    console.print(as_markup(f"{comparison.title}: {comparison.metric}"))
+    if len(comparison.keys) > MAX_SETTING_COLUMNS:
+        for key, *values in zip(comparison.keys, *map(format_settings, comparison.arms), strict=True):
             echo(f"  {key}: {' | '.join(values)}")
-    console.print(_arm_table(found))
-    for line in _curves(found):
+    console.print(_arm_table(comparison))
+    for line in _curves(comparison):
         echo(line)
-    for note in found.notes:
+    for note in comparison.notes:
         echo(wrap_text(f"* {note}", indent=2))
 
 
-def _arm_table(found: Comparison) -> Any:
+def _arm_table(comparison: Comparison) -> Any:
     from perilune.control.queries.comparison import describe_difference, format_settings
 
-    keys = found.keys if len(found.keys) <= MAX_SETTING_COLUMNS else ()
+    keys = comparison.keys if len(comparison.keys) <= MAX_SETTING_COLUMNS else ()
     table = make_table("arm", left=0)
     for key in keys:
         table.add_column(as_markup(key), overflow="fold")
-    for name in ("seeds", found.metric.rpartition(".")[2]):
+    for name in ("seeds", comparison.metric.rpartition(".")[2]):
         table.add_column(as_markup(name), justify="right", no_wrap=True)
     table.add_column("difference", overflow="fold")
-    for index, arm in enumerate(found.arms):
+    for index, arm in enumerate(comparison.arms):
         settings = format_settings(arm) if keys else ()
         seeds = str(len(arm.finished_members))
         if len(arm.finished_members) < len(arm.members):
             seeds += f" of {len(arm.members)}"
-        difference = "baseline" if index == found.baseline else ""
+        difference = "baseline" if index == comparison.baseline else ""
         if arm.difference is not None:
-            difference = describe_difference(arm.difference, is_share=found.is_share)
-        number = f"{index + 1}{'*' if index == found.best else ''}"
-        cells = (number, *settings, seeds, _format_figure(arm, found.is_share), difference)
+            difference = describe_difference(arm.difference, is_share=comparison.is_share)
+        number = f"{index + 1}{'*' if index == comparison.best else ''}"
+        cells = (number, *settings, seeds, _format_figure(arm, comparison.is_share), difference)
         table.add_row(*map(as_markup, cells))
     return table
 
@@ -130,11 +130,11 @@ def _format_figure(arm: Arm, is_share: bool) -> str:
     return f"{mean:{form}} ({low:{form}} to {high:{form}})" if math.isfinite(low) else f"{mean:{form}}"
 
 
-def _curves(found: Comparison) -> list[str]:
+def _curves(comparison: Comparison) -> list[str]:
     """Return the first curve of the last stage that has one: a line of bars for each arm, on one scale."""
     from perilune.ui.comparison import comparison_charts
 
-    charts = comparison_charts(found)
+    charts = comparison_charts(comparison)
     if not charts:
         return []
     chart = next(chart for chart in charts if chart.stage == charts[-1].stage)
@@ -154,19 +154,24 @@ def _format_bars(values: Sequence[float], low: float, high: float) -> str:
     return "".join(BARS[round((value - low) / spread * (len(BARS) - 1))] for value in means)
 
 
-def unbiased_command(control: Control, targets: Sequence[str], found: Comparison) -> str:
+def unbiased_command(control: Control, targets: Sequence[str], comparison: Comparison) -> str:
     """Return the command that runs the best arm and the baseline on new seeds; "" if there is none."""
     from perilune.control.runs.sweeps import find_sweep
 
     sweep = find_sweep(control, targets[0]) if len(targets) == 1 else None
-    if sweep is None or found.best is None:
+    if sweep is None or comparison.best is None:
         return ""
-    chosen = {item.experiment for index in (found.best, found.baseline) for item in found.arms[index].members}
+    chosen = {
+        item.experiment
+        for index in (comparison.best, comparison.baseline)
+        for item in comparison.arms[index].members
+    }
     settings = [arm.settings for arm in sweep.arms if chosen & set(arm.experiments.values())]
     best = next(
         arm.settings
         for arm in sweep.arms
-        if set(arm.experiments.values()) & {member.experiment for member in found.arms[found.best].members}
+        if set(arm.experiments.values())
+        & {member.experiment for member in comparison.arms[comparison.best].members}
     )
     varied = [values for values in zip(*settings, strict=True) if len(set(values)) > 1]
     options = list(best)
@@ -180,7 +185,7 @@ def unbiased_command(control: Control, targets: Sequence[str], found: Comparison
     return shlex.join(["perilune", "sweep", sweep.recipe, *words, "--seeds", fresh])
 
 
-def comparison_document(found: Comparison) -> dict[str, Any]:
+def comparison_document(comparison: Comparison) -> dict[str, Any]:
     """Return the comparison as JSON, without curves."""
 
     def interval(value: Any) -> Any:
@@ -189,7 +194,7 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
         return {key: number if math.isfinite(number) else None for key, number in value._asdict().items()}
 
     arms = []
-    for arm in found.arms:
+    for arm in comparison.arms:
         test = None if arm.difference is None else asdict(arm.difference.seeds)
         if arm.difference is not None and test is not None:
             test = {key: None if value in (math.inf, -math.inf) else value for key, value in test.items()}
@@ -208,11 +213,11 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
             }
         )
     return {
-        "title": found.title,
-        "metric": found.metric,
-        "keys": list(found.keys),
-        "baseline": found.baseline + 1,
-        "best": None if found.best is None else found.best + 1,
+        "title": comparison.title,
+        "metric": comparison.metric,
+        "keys": list(comparison.keys),
+        "baseline": comparison.baseline + 1,
+        "best": None if comparison.best is None else comparison.best + 1,
         "arms": arms,
-        "notes": list(found.notes),
+        "notes": list(comparison.notes),
     }

@@ -133,10 +133,10 @@ def show_document(control: Control, run: str) -> dict[str, Any]:
     return document | {"health": health.document()}
 
 
-def _health_lines(found: Mapping[str, Any]) -> list[str]:
+def _health_lines(health: Mapping[str, Any]) -> list[str]:
     """Return the verdict, and the remedy of the first finding."""
-    remedies = (finding["remedy"] for finding in found["findings"][:1])
-    return [f"health     {found['line']}", *(f"           {remedy}" for remedy in remedies)]
+    remedies = (finding["remedy"] for finding in health["findings"][:1])
+    return [f"health     {health['line']}", *(f"           {remedy}" for remedy in remedies)]
 
 
 def _summary_lines(summary: Mapping[str, Any]) -> dict[str, str]:

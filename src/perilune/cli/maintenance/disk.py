@@ -86,7 +86,7 @@ def _print_end(
         echo(f"{format_size(sum(item.bytes for item in chosen))} can be deleted: perilune gc{option} --yes")
 
 
-def _print_uses(found: Sequence[DiskUsage]) -> None:
+def _print_uses(uses: Sequence[DiskUsage]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -94,13 +94,13 @@ def _print_uses(found: Sequence[DiskUsage]) -> None:
     table.add_column("run", no_wrap=True)
     for name in ("bundle", "attempts", "checkpoints"):
         table.add_column(name, justify="right", no_wrap=True)
-    for use in found:
+    for use in uses:
         label = as_markup(f"{use.experiment}/{use.stage}")
         attempts = use.attempts + use.reproductions
         table.add_row(
             label, use.run_id, format_size(use.bundle), format_size(attempts), format_size(use.checkpoints)
         )
-    if found:
+    if uses:
         make_console().print(table)
 
 

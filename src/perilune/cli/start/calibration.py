@@ -365,10 +365,10 @@ def machine_name() -> str:
     return f"{platform.node()}: {processor.model}, {processor.usable_cores:g} cores"
 
 
-def save_calibrations(home: Path, found: Sequence[Calibration]) -> None:
+def save_calibrations(home: Path, calibrations: Sequence[Calibration]) -> None:
     """Write the calibrations of this machine to the home; those of other machines stay."""
     document = read_json_or_empty(home / CALIBRATION_FILE)
-    document[machine_name()] = {calibration.device: asdict(calibration) for calibration in found}
+    document[machine_name()] = {calibration.device: asdict(calibration) for calibration in calibrations}
     write_json(home / CALIBRATION_FILE, document)
 
 

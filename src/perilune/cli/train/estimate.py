@@ -206,9 +206,9 @@ def _without_files(job: Job) -> Job:
     return job.model_copy(update={"spec": {**job.spec, **dict.fromkeys(files, "data")}})
 
 
-def sum_estimates(found: Mapping[str, Estimate]) -> Estimate:
+def sum_estimates(estimates: Mapping[str, Estimate]) -> Estimate:
     """Return the estimate for all stages, one after the other."""
-    every = list(found.values())
+    every = list(estimates.values())
     memory = max((part.memory or 0 for part in every), default=0) or None
     seconds, low, high = (
         sum(ends) for ends in zip(*((part.seconds, part.low, part.high) for part in every), strict=True)
@@ -216,16 +216,16 @@ def sum_estimates(found: Mapping[str, Estimate]) -> Estimate:
     return Estimate(seconds, low, high, memory, "", any(part.at_most for part in every))
 
 
-def estimate_document(found: Mapping[str, Estimate]) -> dict[str, Any]:
+def estimate_document(estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     """Return the estimate as JSON: of all stages, and of each by its name."""
-    stages = {name: asdict(value) for name, value in found.items()}
-    return {"total": asdict(sum_estimates(found)), "stages": stages} if found else {}
+    stages = {name: asdict(value) for name, value in estimates.items()}
+    return {"total": asdict(sum_estimates(estimates)), "stages": stages} if estimates else {}
 
 
-def save_estimate(folder: Path, found: Mapping[str, Estimate]) -> None:
+def save_estimate(folder: Path, estimates: Mapping[str, Estimate]) -> None:
     """Write the estimate of an experiment, to compare it with the result."""
-    if found:
-        write_json(folder / ESTIMATE_FILE, {name: asdict(value) for name, value in found.items()})
+    if estimates:
+        write_json(folder / ESTIMATE_FILE, {name: asdict(value) for name, value in estimates.items()})
 
 
 def load_estimate(folder: Path) -> dict[str, Estimate]:

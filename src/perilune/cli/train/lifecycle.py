@@ -126,21 +126,21 @@ def cancel(
     warn_about_cleanup(control)
 
 
-def stop_target(control: Control, found: Run | Experiment, *, force: bool = False) -> list[Run]:
+def stop_target(control: Control, target: Run | Experiment, *, force: bool = False) -> list[Run]:
     """Cancel a run or an experiment; returns the stopped runs in their final states."""
     from perilune.control.record.store import Run
     from perilune.control.runs.requests import cancel_experiment, cancel_run
 
-    if isinstance(found, Run):
-        return [cancel_run(control, found.id, force=force)]
-    return cancel_experiment(control, found.id, force=force)
+    if isinstance(target, Run):
+        return [cancel_run(control, target.id, force=force)]
+    return cancel_experiment(control, target.id, force=force)
 
 
-def stopped_document(found: Run | Experiment, stopped: Sequence[Run]) -> dict[str, Any]:
+def stopped_document(target: Run | Experiment, stopped: Sequence[Run]) -> dict[str, Any]:
     from perilune.control.record.store import Run
 
     summaries = [summarize_run(run) for run in stopped]
-    return summaries[0] if isinstance(found, Run) else {"experiment": found.id, "runs": summaries}
+    return summaries[0] if isinstance(target, Run) else {"experiment": target.id, "runs": summaries}
 
 
 def retry(

@@ -245,32 +245,32 @@ def _print_training(console: Console, document: Mapping[str, Any]) -> None:
             console.print(as_markup(f"{stage['stage']}: {sentence}"))
 
 
-def print_held_out(console: Console, found: Mapping[str, Any]) -> None:
+def print_held_out(console: Console, entry: Mapping[str, Any]) -> None:
     """Print the evaluations during the training of a stage as a table, with notes and warnings."""
     from perilune.metrics.held_out import curve_notes, curve_rows
 
-    head, *rows = curve_rows(found)
-    table = make_table(f"{found['stage']}: {head[0]}", *head[1:], left=0)
+    head, *rows = curve_rows(entry)
+    table = make_table(f"{entry['stage']}: {head[0]}", *head[1:], left=0)
     for row in rows:
         table.add_row(*map(as_markup, row))
     console.print(table)
-    for note in (*curve_notes(found), *(f"warning: {warning}" for warning in found["warnings"])):
-        console.print(as_markup(f"{found['stage']}: {note}"))
+    for note in (*curve_notes(entry), *(f"warning: {warning}" for warning in entry["warnings"])):
+        console.print(as_markup(f"{entry['stage']}: {note}"))
 
 
-def print_forgetting(console: Console, found: Mapping[str, Any]) -> None:
+def print_forgetting(console: Console, entry: Mapping[str, Any]) -> None:
     """Print the forgetting in the training of a stage as a table, with warnings."""
     from perilune.metrics.forgetting import forgetting_rows
 
-    if "skipped" in found:
-        console.print(as_markup(f"{found['stage']}: forgetting was not measured: {found['skipped']}"))
+    if "skipped" in entry:
+        console.print(as_markup(f"{entry['stage']}: forgetting was not measured: {entry['skipped']}"))
     else:
-        table = make_table(f"forgetting in {found['stage']}", "before", "after", "change")
-        for row in forgetting_rows(found):
+        table = make_table(f"forgetting in {entry['stage']}", "before", "after", "change")
+        for row in forgetting_rows(entry):
             table.add_row(*map(as_markup, row))
         console.print(table)
-    for warning in found.get("warnings", ()):
-        console.print(as_markup(f"warning: {found['stage']}: {warning}"))
+    for warning in entry.get("warnings", ()):
+        console.print(as_markup(f"warning: {entry['stage']}: {warning}"))
 
 
 def _format_strategy(value: Mapping[str, float] | None) -> str:

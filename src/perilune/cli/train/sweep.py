@@ -275,18 +275,18 @@ def _format_time(seconds: float | None, slots: int, basis: str) -> str:
     return f"about {format_duration(seconds / max(1, slots))}, {basis}"
 
 
-def _detach(control: Control, found: Sweep, command: Sequence[str], *, as_json: bool) -> None:
+def _detach(control: Control, sweep: Sweep, command: Sequence[str], *, as_json: bool) -> None:
     """Continue the sweep in a process of its own."""
-    log = control.home.sweeps / f"{found.name}.log"
+    log = control.home.sweeps / f"{sweep.name}.log"
     pid = start_module(["perilune.cli.main", *command[1:]], log)
-    document = {"sweep": found.name, "pid": pid, "log": str(log)}
+    document = {"sweep": sweep.name, "pid": pid, "log": str(log)}
     if as_json:
         print_json(document)
         return
-    echo(f"sweep {found.name}: continued by process {pid}")
+    echo(f"sweep {sweep.name}: continued by process {pid}")
     for purpose, line in (
         ("follow it", shlex.join(command)),
-        ("compare its arms", f"perilune compare {found.name}"),
+        ("compare its arms", f"perilune compare {sweep.name}"),
         ("read its log", str(log)),
     ):
         echo(f"  {purpose:<19} {line}")

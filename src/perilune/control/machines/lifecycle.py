@@ -172,13 +172,13 @@ class Fleet:
             visibility=visibility,
         )
 
-    def _record_sighting(self, key: str, seen: Sighting, now: Instant) -> None:
+    def _record_sighting(self, key: str, sighting: Sighting, now: Instant) -> None:
         """Record changes in the observation, and since when the machine is idle."""
         with self.store.snapshot() as session:
             machine = session.get_one(Machine, key)
             idle = self._find_desire(session, machine) is not Desire.HELD
-        silent = seen.presence is Presence.UNKNOWN
-        noticed = seen.machine is not None and seen.machine.notice_seconds is not None
+        silent = sighting.presence is Presence.UNKNOWN
+        noticed = sighting.machine is not None and sighting.machine.notice_seconds is not None
         changed = (
             silent != (machine.unseen_since is not None)
             or (noticed and not machine.notice)
@@ -193,7 +193,10 @@ class Fleet:
                     )
                 if silent != (row.unseen_since is not None):
                     _record_machine_event(
-                        session, row, "machine.unreachable" if silent else "machine.reachable", why=seen.why
+                        session,
+                        row,
+                        "machine.unreachable" if silent else "machine.reachable",
+                        why=sighting.why,
                     )
                 row.notice = row.notice or noticed
                 row.unseen_since = (row.unseen_since or now.asdict()) if silent else None

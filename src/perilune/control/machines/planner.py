@@ -77,16 +77,16 @@ class Plan:
 
 
 def plan_machine(  # noqa: PLR0911 - one return per row of the table
-    desire: Desire, recorded: RecordedMachine, seen: Sighting, now: Instant
+    desire: Desire, recorded: RecordedMachine, sighting: Sighting, now: Instant
 ) -> Plan:
     """Return the next operations for one machine.
 
     Args:
         desire: what it is needed for.
-        seen: the latest observation, made after everything that is recorded.
+        sighting: the latest observation, made after everything that is recorded.
         now: the time of that observation.
     """
-    absent = _is_absent(seen)
+    absent = _is_absent(sighting)
     if recorded.state is MachineState.GONE:
         again = Plan(
             (Operation.MARK_TERMINATING, Operation.TERMINATE), "it was listed again after it was gone"
@@ -94,14 +94,14 @@ def plan_machine(  # noqa: PLR0911 - one return per row of the table
         return Plan() if absent is not False else again
     evidence = _absence_evidence(recorded, absent, now)
     if recorded.state is MachineState.TERMINATING:
-        return _plan_terminating(seen, evidence)
+        return _plan_terminating(sighting, evidence)
     if why := _termination_reason(desire, recorded, now):
         return Plan((Operation.MARK_TERMINATING, Operation.TERMINATE), why)
     if recorded.state is MachineState.REQUESTED:
-        return _plan_requested(recorded, seen, absent, evidence, now)
+        return _plan_requested(recorded, sighting, absent, evidence, now)
     if absent is not None and absent:
-        return Plan(evidence, _gone_reason(seen))
-    ended, leaves = desire is Desire.COLLECTED, _is_being_preempted(seen)
+        return Plan(evidence, _gone_reason(sighting))
+    ended, leaves = desire is Desire.COLLECTED, _is_being_preempted(sighting)
     if recorded.state is MachineState.READY and (ended or leaves):
         why = "its attempt has ended" if ended else "its provider preempts it"
         return Plan((*evidence, Operation.DRAIN), why)
@@ -127,35 +127,35 @@ def _termination_reason(desire: Desire, recorded: RecordedMachine, now: Instant)
 
 def _plan_requested(
     recorded: RecordedMachine,
-    seen: Sighting,
+    sighting: Sighting,
     absent: bool | None,
     evidence: tuple[Operation, ...],
     now: Instant,
 ) -> Plan:
-    status = seen.machine.status if seen.machine is not None else None
+    status = sighting.machine.status if sighting.machine is not None else None
     if status is MachineStatus.RUNNING:
         return Plan((*evidence, Operation.READY))
     if status is MachineStatus.ENDED:
-        return Plan(evidence, _gone_reason(seen))
+        return Plan(evidence, _gone_reason(sighting))
     if absent and recorded.refused:
         return Plan((Operation.MARK_TERMINATING,), "its provider refused to create it")
     late = recorded.asked is None or now.since(recorded.asked) > max(recorded.visibility, CREATE_INTERVAL_S)
     return Plan((Operation.CREATE,)) if absent and late else Plan()
 
 
-def _plan_terminating(seen: Sighting, evidence: tuple[Operation, ...]) -> Plan:
+def _plan_terminating(sighting: Sighting, evidence: tuple[Operation, ...]) -> Plan:
     """Terminate again at every observation until it is proven gone, even if it was never seen."""
     if Operation.RECORD_GONE in evidence:
         return Plan(evidence)
-    ended = seen.machine is not None and seen.machine.status is MachineStatus.ENDED
+    ended = sighting.machine is not None and sighting.machine.status is MachineStatus.ENDED
     return Plan(evidence if ended else (*evidence, Operation.TERMINATE))
 
 
-def _is_absent(seen: Sighting) -> bool | None:
+def _is_absent(sighting: Sighting) -> bool | None:
     """Return whether an observation did not find the machine alive; None if the observation failed."""
-    if seen.presence is Presence.UNKNOWN:
+    if sighting.presence is Presence.UNKNOWN:
         return None
-    return seen.machine is None or seen.machine.status is MachineStatus.ENDED
+    return sighting.machine is None or sighting.machine.status is MachineStatus.ENDED
 
 
 def _absence_evidence(recorded: RecordedMachine, absent: bool | None, now: Instant) -> tuple[Operation, ...]:
@@ -171,14 +171,14 @@ def _absence_evidence(recorded: RecordedMachine, absent: bool | None, now: Insta
     return (Operation.RECORD_GONE,) if now.since(recorded.missing_since) >= gap and settled else ()
 
 
-def _is_being_preempted(seen: Sighting) -> bool:
+def _is_being_preempted(sighting: Sighting) -> bool:
     """Return whether its provider has announced a preemption."""
-    machine = seen.machine
+    machine = sighting.machine
     return machine is not None and (
         machine.notice_seconds is not None or machine.status is MachineStatus.ENDING
     )
 
 
-def _gone_reason(seen: Sighting) -> str:
-    reason = seen.machine.reason if seen.machine is not None else ""
+def _gone_reason(sighting: Sighting) -> str:
+    reason = sighting.machine.reason if sighting.machine is not None else ""
     return reason or "its provider no longer lists it"

@@ -252,19 +252,19 @@ def _heartbeat_age(control: Control, attempt: Attempt) -> float:
     return time.time() - beat.stat().st_mtime if beat.exists() else 0.0
 
 
-def _describe_worker(seen: Observation) -> str:
-    if seen.unseen:
-        return f"it is unreachable: {seen.unseen}"
-    if seen.claim is None:
+def _describe_worker(observation: Observation) -> str:
+    if observation.unseen:
+        return f"it is unreachable: {observation.unseen}"
+    if observation.claim is None:
         return "no worker has claimed it yet"
-    worker = f"worker {seen.claim.pid}, heartbeat {seen.heartbeat}"
-    if seen.verdict is not None:
-        return f"its worker has left a verdict: {seen.verdict.message or 'success'}"
+    worker = f"worker {observation.claim.pid}, heartbeat {observation.heartbeat}"
+    if observation.verdict is not None:
+        return f"its worker has left a verdict: {observation.verdict.message or 'success'}"
     return {
         Presence.PRESENT: f"its worker is alive ({worker})",
         Presence.ABSENT: f"its worker is dead and left no verdict ({worker})",
-        Presence.UNKNOWN: f"its worker is unreachable from here ({worker}, on {seen.claim.host})",
-    }[seen.worker]
+        Presence.UNKNOWN: f"its worker is unreachable from here ({worker}, on {observation.claim.host})",
+    }[observation.worker]
 
 
 def _describe_end(attempt: Attempt) -> str:

@@ -105,7 +105,7 @@ def _set_aside(home: Home) -> Path | None:
     return aside if aside.exists() else None
 
 
-def _add_experiments(home: Home, session: Session, found: RebuildReport) -> None:
+def _add_experiments(home: Home, session: Session, report: RebuildReport) -> None:
     for path in sorted(home.experiments.iterdir()):
         try:
             document = read_json(path / "recipe.json")
@@ -117,7 +117,7 @@ def _add_experiments(home: Home, session: Session, found: RebuildReport) -> None
                 id=path.name, name=str(document["name"]), recipe_digest=digest, created=began, used=began
             )
         except (PeriluneError, KeyError, TypeError, AttributeError, ValueError) as error:
-            found.skipped.append(f"experiment {path.name}: {error}")
+            report.skipped.append(f"experiment {path.name}: {error}")
             continue
         session.add(row)
         session.flush()

@@ -50,7 +50,7 @@ class Endings:
         placement.pull(assigned, whole=True)
         return self.end(attempt, AttemptState.CANCELLED, Cause.STOPPED, "cancelled")
 
-    def finalize_dead_attempt(self, attempt: Attempt, seen: Observation) -> bool:
+    def finalize_dead_attempt(self, attempt: Attempt, observation: Observation) -> bool:
         """End an attempt whose worker is proven dead."""
         placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
         latest = placement.observe(assigned)  # the worker may have written a verdict since `seen`
@@ -61,12 +61,12 @@ class Endings:
         gone = placement.stop(assigned)
         placement.pull(assigned, whole=True)
         cleanup = Cleanup.DONE if gone else Cleanup.PENDING
-        why = "the worker died without a result" if seen.claim else "its directory is gone"
+        why = "the worker died without a result" if observation.claim else "its directory is gone"
         return self.end(attempt, AttemptState.FAILED, Cause.RUNNER_DIED, why, cleanup=cleanup)
 
-    def abandon(self, run: Run, attempt: Attempt, seen: Observation) -> bool:
+    def abandon(self, run: Run, attempt: Attempt, observation: Observation) -> bool:
         """Give up an attempt that may still run: its result is rejected, and it is stopped when reachable."""
-        if seen.superseded:
+        if observation.superseded:
             why, cleanup = "a newer attempt has started in its place", Cleanup.DONE
         elif run.forced:
             why, cleanup = "abandoned on request; not proven to have stopped", Cleanup.PENDING

@@ -52,29 +52,29 @@ class Situation:
 
 
 def next_step(  # noqa: PLR0911 - one return per row of the table
-    state: AttemptState, seen: Observation, now: Situation
+    state: AttemptState, observation: Observation, now: Situation
 ) -> Step:
     """Return the next step for an attempt of the current epoch.
 
     Args:
-        seen: the latest observation.
+        observation: the latest observation.
     """
     if state.is_terminal:
         return Step.WAIT
-    if seen.verdict is not None:
+    if observation.verdict is not None:
         return Step.FINALIZE
-    if seen.superseded:
+    if observation.superseded:
         return Step.LOSE
-    if seen.refused and state in STATES_BEFORE_START:
+    if observation.refused and state in STATES_BEFORE_START:
         return Step.REFUSED
-    if seen.is_hidden:
+    if observation.is_hidden:
         lost = now.force or now.unseen_seconds >= now.lost_after
         return Step.LOSE if lost else Step.UNREACHABLE
     if now.cancel:
         return Step.STOP
-    if seen.claim is None:
+    if observation.claim is None:
         return _next_unclaimed_step(state, now.starting, now.starts)
-    if seen.worker is Presence.ABSENT:
+    if observation.worker is Presence.ABSENT:
         return Step.DIED
     return Step.WAIT if state in {AttemptState.RUNNING, AttemptState.FINALIZING} else Step.ADOPT
 

@@ -218,14 +218,14 @@ class Reconciler:
         return self._act(run, attempt, observation, self._next_step(run, attempt, observation), act)
 
     def _act(  # noqa: PLR0911 - one return per row of the table
-        self, run: Run, attempt: Attempt, seen: Observation, step: Step, act: bool
+        self, run: Run, attempt: Attempt, observation: Observation, step: Step, act: bool
     ) -> bool:
         placement, assigned = self.placements.get(attempt.run_id), make_assignment(self.home, attempt)
         match step:
             case Step.UNREACHABLE:
                 return False
             case Step.WAIT:
-                if seen.claim is not None and seen.more:
+                if observation.claim is not None and observation.more:
                     placement.pull(assigned)
                 return False
             case Step.STAGE:
@@ -237,23 +237,23 @@ class Reconciler:
             case Step.ADOPT:
                 return self._adopt(attempt)
             case Step.FINALIZE:
-                assert seen.verdict is not None
-                return self.endings.finalize(attempt, seen.verdict)
+                assert observation.verdict is not None
+                return self.endings.finalize(attempt, observation.verdict)
             case Step.START_FAILED:
                 placement.stop(assigned)
                 output = worker_output(assigned.directory) or "it printed nothing"
                 why = f"the worker did not start: {output}"
                 return self.endings.end(attempt, AttemptState.FAILED, Cause.START_FAILED, why)
             case Step.DIED:
-                return self.endings.finalize_dead_attempt(attempt, seen)
+                return self.endings.finalize_dead_attempt(attempt, observation)
             case Step.LOSE:
                 self._misses.pop(run.id, None)  # the next attempt may be reachable
-                return self.endings.abandon(run, attempt, seen)
+                return self.endings.abandon(run, attempt, observation)
             case Step.REFUSED:
                 with self.store.transaction() as session:
                     ensure_staging(session, attempt)
                 return self.endings.end(
-                    attempt, AttemptState.FAILED, Cause.HOST_REFUSED, seen.unseen, cleanup=Cleanup.NONE
+                    attempt, AttemptState.FAILED, Cause.HOST_REFUSED, observation.unseen, cleanup=Cleanup.NONE
                 )
 
     def observe(self, run: Run, attempt: Attempt) -> tuple[Observation, Step]:
@@ -279,7 +279,7 @@ class Reconciler:
         if run.state == RunState.ACTIVE and attempt is not None:
             self.endings.abandon(run, attempt, Observation())
 
-    def _next_step(self, run: Run, attempt: Attempt, seen: Observation) -> Step:
+    def _next_step(self, run: Run, attempt: Attempt, observation: Observation) -> Step:
         with self.store.snapshot() as session:
             starts = count_intents(session, run.id, attempt.number, "start")
         now = Situation(
@@ -287,10 +287,10 @@ class Reconciler:
             force=run.forced,
             starting=self.placements.get(attempt.run_id).is_starting(make_assignment(self.home, attempt)),
             starts=starts,
-            unseen_seconds=unreachable_seconds(attempt, seen),
+            unseen_seconds=unreachable_seconds(attempt, observation),
             lost_after=self.placements.retry_policy(run.id).lost_after,
         )
-        return next_step(AttemptState(attempt.state), seen, now)
+        return next_step(AttemptState(attempt.state), observation, now)
 
     def _admit(self, run: Run, previous: Attempt | None, act: bool) -> bool:
         """Move a run from QUEUED to ACTIVE with attempt N+1, once attempt N is cleaned up."""

@@ -121,14 +121,14 @@ def combine_observations(looks: Sequence[Observation]) -> Observation:
     return Observation(leader.claim, worker, verdict, heartbeat=heartbeat, more=more)
 
 
-def _has_failed(seen: Observation) -> bool:
-    if seen.verdict is not None:
-        return not seen.verdict.succeeded
-    return seen.claim is not None and seen.worker is Presence.ABSENT
+def _has_failed(observation: Observation) -> bool:
+    if observation.verdict is not None:
+        return not observation.verdict.succeeded
+    return observation.claim is not None and observation.worker is Presence.ABSENT
 
 
-def _has_lost_another(seen: Observation) -> bool:
-    return seen.verdict is not None and seen.verdict.cause == Cause.PROCESS_LOST
+def _has_lost_another(observation: Observation) -> bool:
+    return observation.verdict is not None and observation.verdict.cause == Cause.PROCESS_LOST
 
 
 def _combine_presences(presences: Iterable[Presence]) -> Presence:

@@ -80,11 +80,13 @@ def load_encoder(folder: Path, model: SpeechModel) -> CodecEncoder:
 
 
 @torch.inference_mode()
-def _through_codec(encoder: CodecEncoder, model: SpeechModel, said: Sequence[SpokenText]) -> list[Samples]:
+def _through_codec(
+    encoder: CodecEncoder, model: SpeechModel, utterances: Sequence[SpokenText]
+) -> list[Samples]:
     def both_ways(samples: Tensor) -> Tensor:
         return model.codec(encode(encoder, model.codec, samples)[None])[0]  # type: ignore[no-any-return]
 
-    return [both_ways(torch.from_numpy(utterance.samples)).numpy() for utterance in said]
+    return [both_ways(torch.from_numpy(utterance.samples)).numpy() for utterance in utterances]
 
 
 def _transcribe(

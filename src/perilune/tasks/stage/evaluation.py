@@ -95,25 +95,25 @@ class HeldOutEvaluation:
         self.seconds = time.perf_counter() - start
         return figures
 
-    def _evaluate_set(self, held: TaskSet, step: int) -> dict[str, float]:
-        groups = held.rollouts.play(
-            held.tasks, samples=self._settings.samples, params=self._params, step=0, watch=Stopwatch()
+    def _evaluate_set(self, task_set: TaskSet, step: int) -> dict[str, float]:
+        groups = task_set.rollouts.play(
+            task_set.tasks, samples=self._settings.samples, params=self._params, step=0, watch=Stopwatch()
         )
         seed = self._workspace.job.seed
-        summary = evaluation_summary(held.rollouts.environment.id, groups, [], seed)
+        summary = evaluation_summary(task_set.rollouts.environment.id, groups, [], seed)
         values = {
             "pass@1": {task: correct / count for task, count, correct in summary["correct_per_task"]},
             "reward": _mean_rewards(groups),
         }
-        self._workspace.evaluation(step, held.name, values)
+        self._workspace.evaluation(step, task_set.name, values)
         extra = {"length": summary["length"]["mean"], "truncated": summary["truncated"]}
-        figures = self._with_intervals(held.name, values)
+        figures = self._with_intervals(task_set.name, values)
         for part, entry in summary.get("by_environment", {}).items():
             if "pass@1" in entry:  # a part without a scored answer has none
                 figures |= _interval_metrics(
-                    f"{held.name}/environment/{part}/pass@1", Interval(**entry["pass@1"])
+                    f"{task_set.name}/environment/{part}/pass@1", Interval(**entry["pass@1"])
                 )
-        return figures | {f"{EVAL_PREFIX}{held.name}/{name}": value for name, value in extra.items()}
+        return figures | {f"{EVAL_PREFIX}{task_set.name}/{name}": value for name, value in extra.items()}
 
     def _with_intervals(self, name: str, values: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         figures: dict[str, float] = {}
@@ -299,10 +299,10 @@ class EvaluationHistory:
         return curve
 
 
-def _interval_metrics(figure: str, found: Interval) -> dict[str, float]:
+def _interval_metrics(figure: str, interval: Interval) -> dict[str, float]:
     """Return the metrics of a figure: its mean and the bounds of its interval."""
     key = f"{EVAL_PREFIX}{figure}"
-    return {key: found.mean, f"{key}/low": found.low, f"{key}/high": found.high}
+    return {key: interval.mean, f"{key}/low": interval.low, f"{key}/high": interval.high}
 
 
 def _interval_json(interval: Interval | None) -> dict[str, float] | None:
