@@ -118,3 +118,32 @@ def test_run_refuses_home_without_write_permission(perilune, light_recipe: Path,
         perilune("run", "small.yaml", wrapper=wrapper), str(home), "Permission denied", "PERILUNE_HOME"
     )
     assert not list(home.iterdir())
+
+
+def test_missing_tensor_of_a_model_of_transformers_is_one_error(perilune, tmp_path: Path) -> None:
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    from perilune.models.text.tokenizer import Tokenizer
+
+    sizes = {"vocab_size": 98, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config = transformers.OPTConfig(**sizes, ffn_dim=16, word_embed_proj_dim=16)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    Tokenizer.characters().save(tmp_path / "model")
+    weights = tmp_path / "model/model.safetensors"
+    tensors = load_file(weights)
+    tensors["renamed"] = tensors.pop("model.decoder.final_layer_norm.weight")
+    save_file(tensors, weights, {"format": "pt"})
+    done = perilune("chat", "model", "--plain")
+    assert done.stderr == "error: model: tensor model.decoder.final_layer_norm.weight is missing\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("quickstart", "--seed", "x"), "'--seed': 'x' should be a valid integer"),
+        (("wait", "rl", "--timeout", "-1"), "'--timeout': '-1' should be greater than or equal to 0"),
+    ],
+)
+def test_usage_errors_state_the_wrong_value(here, arguments: tuple[str, ...], said: str) -> None:
+    assert here(*arguments).stderr.splitlines()[-1] == f"Error: Invalid value for {said}"

@@ -139,7 +139,16 @@ def test_model_export_writes_files_and_refuses_invalid_targets(here, tmp_path: P
     assert again.returncode == 2 and "exists already" in again.stderr
     assert here("model", "export", "out.gguf", "folder").returncode == 0
     assert (tmp_path / "folder/config.json").is_file()
-    assert "'q2' is not one of" in here("model", "export", "out.gguf", "x.gguf", "--type", "q2").stderr
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    adapter = here("model", "export", "adapter", "merged")
+    assert adapter.returncode == 2 and "it is a LoRA adapter" in adapter.stderr
+    assert not (tmp_path / "merged").exists()
+    wrong = here("model", "export", "out.gguf", "x.gguf", "--type", "q2").stderr
+    assert (
+        wrong.splitlines()[-1]
+        == "Error: Invalid value for '--type': 'q2' is not one of 'f32', 'f16', 'q8_0'."
+    )
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "out.gguf").read_bytes()[:-9])
     cut = here("chat", "cut.gguf")
     assert cut.returncode == 2 and "cut.gguf: the GGUF file is truncated" in cut.stderr

@@ -177,6 +177,7 @@ def test_cancelled_or_failed_experiment_starts_no_stage_until_run_again(
 
     assert submit_newer_code("second") == begun.run_id
     cancel_run(control, begun.run_id)
+    assert "repeats it, then starts stage third" in explain_run(control, begun.run_id).next
     assert started_stages() == []
     with pytest.raises(ExperimentCancelledError):
         submit_newer_code("third")  # by a process that was about to start it

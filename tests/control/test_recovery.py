@@ -1,5 +1,6 @@
 """Recovery from killed, stopped and unreachable workers and commands, with real processes and signals."""
 
+import io
 import json
 import os
 import signal
@@ -23,6 +24,8 @@ from drill_cases import (
 )
 from sqlalchemy import select
 
+from perilune.cli.console import PlainLines
+from perilune.cli.train.follow import show_event
 from perilune.control.queries.explanation import explain_run
 from perilune.control.record.ledger import commit_result
 from perilune.control.record.store import Attempt, Event, Run
@@ -160,6 +163,8 @@ def test_cancel_ends_all_processes_and_next_run_resumes_from_checkpoint(control:
     assert attempts(control, run.id)[0].manifest_digest  # its files are attested
     last = list(events)[-1]
     assert isinstance(last, StageFailed) and last.cancelled
+    show_event(last, PlainLines(shown := io.StringIO()))
+    assert shown.getvalue() == "[drill] cancelled\n"
     with pytest.raises(RequestError, match="already been cancelled"):
         cancel_run(control, run.id)
     again = carry_out(control, drill_plan(steps=4, fail_at=2, how="hang", fresh_only=True))

@@ -82,6 +82,11 @@ def test_settings_refuse_adapter_without_name_or_folder(given: str) -> None:
         Settings(Path(), adapters=[given])
 
 
+def test_two_adapters_cannot_have_one_name() -> None:
+    with pytest.raises(RequestError, match="two adapters are named 'poet'"):
+        Settings(Path(), adapters=["poet=a", "poet=b"])
+
+
 def test_adapter_cannot_take_the_name_of_the_model(folders: tuple[Path, Path]) -> None:
     with pytest.raises(RequestError, match="is the name of the model"):
         _make_service(Settings(folders[0], name="base", adapters=[f"base={folders[1]}"]), print)

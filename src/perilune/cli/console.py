@@ -38,7 +38,7 @@ class StageProgress(Protocol):
         """Show that a stage has done `done` of `total` units of its work."""
 
     def end(self, stage: str, mark: str, note: str) -> None:
-        """Show that a stage has ended: `mark` is one of "done", "reused", "failed"."""
+        """Show that a stage has ended: `mark` is one of "done", "reused", "failed", "cancelled"."""
 
     def print(self, message: str) -> None:
         """Print a message."""
@@ -146,9 +146,9 @@ class LiveBars:
 
     def end(self, stage: str, mark: str, note: str) -> None:
         bar = self._bar(stage)
-        signs = {"done": "[green]✓", "reused": "[cyan]=", "failed": "[red]✗"}
+        signs = {"done": "[green]✓", "reused": "[cyan]=", "failed": "[red]✗", "cancelled": "[yellow]✗"}
         self._progress.update(bar, mark=signs[mark])
-        if mark != "failed":
+        if mark in {"done", "reused"}:
             total = next(task.total for task in self._progress.tasks if task.id == bar) or 1
             self._progress.update(bar, total=total, completed=total)
         if note:

@@ -62,6 +62,19 @@ class LazyGroup(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise RequestError("interrupted") from None
+        except typer.BadParameter as error:
+            error.message = _state_value(error)
+            raise
+
+
+def _state_value(error: typer.BadParameter) -> str:
+    """Return the message of a wrong value, with the value instead of pydantic's "Input"."""
+    problems = getattr(error.__cause__, "errors", None)
+    if problems is None:
+        return error.message
+    problem = problems(include_url=False)[0]
+    text: str = problem["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    return text.replace("Input", repr(problem["input"]), 1)
 
 
 def load_command(name: str) -> Any:

@@ -5,8 +5,9 @@ does not use the network.
 """
 
 import inspect
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,37 +135,35 @@ def load_transformers_model(
     """
     path = Path(path)
     folder = CheckpointFolder(path)
-    config, raw = _read_config(folder)
-    stored = read_tensor_headers(folder)
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    try:
-        _check_size(config, stored, path)
-        bars = logging.is_progress_bar_enabled()
-        logging.disable_progress_bar()
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(path),
-                config=config,
-                dtype=dtype,
-                use_safetensors=True,
-                output_loading_info=True,
-                **_LOCAL_FILES,
-            )
-        finally:
-            if bars:
-                logging.enable_progress_bar()
-    except RequestError:
-        raise
-    except Exception as error:  # a hostile config.json can raise anything in transformers
-        raise _load_error(error, path) from None
-    module, report = loaded
+    with _quiet_transformers():
+        config, raw = _read_config(folder)
+        shape = _read_shape(config, raw, folder)
+        module, report = _load_module(path, config, dtype, read_tensor_headers(folder))
     for kind in ("missing_keys", "mismatched_keys"):
         if report.get(kind):
             raise RequestError(f"tensor {sorted(report[kind])[0]} is {kind[:-5]}", where=str(path))
     module.eval().requires_grad_(False).to(device)
-    return TransformersModel(module, _read_shape(config, raw, folder))
+    return TransformersModel(module, shape)
+
+
+def _load_module(path: Path, config: Any, dtype: torch.dtype, stored: Mapping[str, StoredTensor]) -> Any:
+    """Return the module, and transformers' report of missing and mismatched tensors."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        _check_size(config, stored, path)
+        return AutoModelForCausalLM.from_pretrained(
+            str(path),
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **_LOCAL_FILES,
+        )
+    except RequestError:
+        raise
+    except Exception as error:  # a hostile config.json can raise anything in transformers
+        raise _load_error(error, path) from None
 
 
 def check_supported(folder: CheckpointFolder) -> None:
@@ -173,14 +172,25 @@ def check_supported(folder: CheckpointFolder) -> None:
     Raises:
         RequestError: when transformers has no such language model, or the engine cannot use it.
     """
+    with _quiet_transformers():
+        _read_shape(*_read_config(folder), folder)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Let transformers print neither warnings, among them its report of missing tensors, nor bars."""
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
-        _read_shape(*_read_config(folder), folder)
+        with warnings.catch_warnings(category=FutureWarning, action="ignore"):
+            yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _read_config(folder: CheckpointFolder) -> tuple[Any, Mapping[str, Any]]:

@@ -155,10 +155,14 @@ class Settings:
             for option, value in {"--weights": self.weights, "--kv-cache": self.kv_cache}.items():
                 if value != "float32":
                     raise RequestError(f"{value} needs --backend openvino", where=option)
+        names = set()
         for adapter in self.adapters or []:
             name, _, folder = adapter.partition("=")
             if not name or not folder:
                 raise RequestError(f"{adapter!r} is not NAME=FOLDER", where="--adapter")
+            if name in names:
+                raise RequestError(f"two adapters are named {name!r}", where="--adapter")
+            names.add(name)
 
     @property
     def adapter_folders(self) -> dict[str, Path]:

@@ -122,6 +122,7 @@ def export(
 
     from perilune.bundle.digest import source_files
     from perilune.bundle.storage import build_directory
+    from perilune.recipe.model_files import find_model
 
     if out.exists():
         raise RequestError("exists already", where=str(out), remedy="give another name, or delete it")
@@ -132,6 +133,7 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         export_gguf(folder, out, dtype)
     else:
+        find_model(str(folder), Path())  # refuses an adapter, and a folder of other files
         with build_directory(out) as building:
             for name, file in source_files(folder):
                 (building / name).parent.mkdir(parents=True, exist_ok=True)

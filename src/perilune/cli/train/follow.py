@@ -95,7 +95,10 @@ def show_event(event: events.StageEvent, view: StageProgress) -> None:
             note = format_duration(event.seconds) + (f"; {figures}" if figures else "")
             view.end(event.stage, "done", note)
         case events.StageFailed():
-            view.end(event.stage, "failed", event.cause)
+            if event.cancelled:
+                view.end(event.stage, "cancelled", "")
+            else:
+                view.end(event.stage, "failed", event.cause)
 
 
 @contextmanager
@@ -124,7 +127,7 @@ def _interrupt(control: Control, experiment: str, running: events.StageStarted, 
         view.print(f"stopping {stage}; press Ctrl-C again to exit now")
         with suppress(RequestError):  # it has just ended
             cancel_run(control, run_id)
-        view.end(stage, "failed", "stopped")
+        view.end(stage, "cancelled", "")
         view.print("stopped; the same command resumes from the last checkpoint")
     except KeyboardInterrupt:
         view.print(f"{stage} is still stopping; `perilune reconcile` completes it")

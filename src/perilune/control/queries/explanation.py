@@ -76,6 +76,8 @@ def explain_run(control: Control, run_id: str) -> Explanation:
     experiment, stage, starts = following[-1]
     if not starts:
         again = f"stage {stage} of {experiment.name} starts with the next `perilune run`"
+        if run.state in {RunState.FAILED, RunState.CANCELLED}:
+            again = f"the next `perilune run` repeats it, then starts stage {stage} of {experiment.name}"
         return replace(result, next=f"{result.next}; {again}")
     if run.state != RunState.SUCCEEDED:
         return replace(result, next=f"{result.next}; then stage {stage} starts")
