@@ -138,6 +138,23 @@ def test_missing_tensor_of_a_model_of_transformers_is_one_error(perilune, tmp_pa
     assert done.stderr == "error: model: tensor model.decoder.final_layer_norm.weight is missing\n"
 
 
+def test_plan_says_that_it_waits_for_tasks(
+    here, light_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom perilune.environments import SingleTurn\n"
+        "class Slow(SingleTurn):\n"
+        "    def __init__(self, spec): self.id = 'slow'\n"
+        "    def tasks(self, split, seed): time.sleep(1); raise ValueError('none')\n"
+        "    def score(self, task, transcript): ...\n"
+    )
+    monkeypatch.setattr("perilune.cli.output.SLOW_SECONDS", 0.2)
+    done = here("run", "small.yaml", "--set", "environment={id: 'slow.py:Slow'}", "--plan")
+    assert done.stderr.startswith(
+        "still checking the recipe and the tasks of its environment; Ctrl-C stops\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

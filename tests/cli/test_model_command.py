@@ -142,7 +142,7 @@ def test_model_export_writes_files_and_refuses_invalid_targets(here, tmp_path: P
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     adapter = here("model", "export", "adapter", "merged")
-    assert adapter.returncode == 2 and "it is a LoRA adapter" in adapter.stderr
+    assert adapter.returncode == 2 and "it has no config.json" in adapter.stderr
     assert not (tmp_path / "merged").exists()
     wrong = here("model", "export", "out.gguf", "x.gguf", "--type", "q2").stderr
     assert (

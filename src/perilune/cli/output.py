@@ -4,12 +4,17 @@ import json
 import shutil
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 
 from perilune.cli.commands import use_program_command
 from perilune.terminal import escape_control
+
+SLOW_SECONDS = 15.0  # before a command says what it waits for
 
 
 def format_for_terminal(text: str) -> str:
@@ -20,6 +25,18 @@ def format_for_terminal(text: str) -> str:
 def echo(text: str, *, err: bool = False) -> None:
     """Print one or more lines. They may contain text of a model, a task or a file."""
     typer.echo(format_for_terminal(text), err=err)
+
+
+@contextmanager
+def say_if_slow(message: str) -> Iterator[None]:
+    """Print `message` on stderr if the block takes longer than `SLOW_SECONDS`."""
+    timer = threading.Timer(SLOW_SECONDS, echo, (message,), {"err": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def write(text: str) -> None:

@@ -122,7 +122,6 @@ def export(
 
     from perilune.bundle.digest import source_files
     from perilune.bundle.storage import build_directory
-    from perilune.recipe.model_files import find_model
 
     if out.exists():
         raise RequestError("exists already", where=str(out), remedy="give another name, or delete it")
@@ -133,7 +132,12 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
         export_gguf(folder, out, dtype)
     else:
-        find_model(str(folder), Path())  # refuses an adapter, and a folder of other files
+        if not (folder / "config.json").is_file():
+            raise RequestError(
+                "is not a model: it has no config.json",
+                where=str(folder),
+                remedy="for a LoRA adapter, export the model that its stage made, which contains it",
+            )
         with build_directory(out) as building:
             for name, file in source_files(folder):
                 (building / name).parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from perilune.cli.output import echo, print_json
+from perilune.cli.output import echo, print_json, say_if_slow
 from perilune.errors import RequestError
 
 if TYPE_CHECKING:
@@ -126,8 +126,9 @@ def run_recipe(
     from perilune.cli.train.plan import print_plan
     from perilune.recipe.load import load_recipe
 
-    recipe = load_recipe(name, changes)
-    derived, estimated = derive_with_estimates(recipe, where.template, check=plan_only)
+    with say_if_slow("still checking the recipe and the tasks of its environment; Ctrl-C stops"):
+        recipe = load_recipe(name, changes)
+        derived, estimated = derive_with_estimates(recipe, where.template, check=plan_only)
     if not (plan_only and as_json):
         print_plan(recipe, derived, sys.stdout if plan_only else sys.stderr)
     if plan_only:
